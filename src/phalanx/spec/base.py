@@ -1,0 +1,91 @@
+"""What every description has in common: frozen, strict, and with errors that a person can act on."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any, Self, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from phalanx.spec.errors import UserError, UserErrors
+
+S = TypeVar("S", bound="Spec")
+
+
+class Spec(BaseModel):
+    """A frozen, strictly typed table of a run file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    def replace(self, **changes: Any) -> Self:
+        """A validated copy with some fields changed."""
+        return parse(type(self), {**self.model_dump(mode="json"), **changes})
+
+
+def parse(kind: type[S], table: dict[str, Any], where: str = "") -> S:
+    """Validate a table (as read from TOML or JSON) into a description; `where` prefixes the field names of errors.
+
+    Raises UserErrors that names every wrong field, its value, and what is allowed.
+    """
+    try:
+        # JSON mode is strict about types and still takes a list for a tuple, which is what TOML gives.
+        return kind.model_validate_json(json.dumps(table, default=str))
+    except ValidationError as error:
+        raise UserErrors([_explain(kind, table, where, dict(item)) for item in error.errors()]) from None
+
+
+def _explain(kind: type[Spec], table: dict[str, Any], where: str, item: dict[str, Any]) -> UserError:
+    path = [str(part) for part in item["loc"] if not str(part).startswith("function-")]
+    field = ".".join([where, *path] if where else path) or where or kind.__name__
+    context = item.get("ctx", {})
+    inner = context.get("error")
+    if isinstance(inner, UserError):
+        prefix = ".".join([where, *path] if where else path)
+        prefix = f"{prefix}." if prefix else ""
+        return UserError(f"{prefix}{inner.field}", inner.value, inner.problem, inner.fix)
+    value = None if item["type"] == "missing" or isinstance(item["input"], dict) else item["input"]
+    if item["type"] == "extra_forbidden":
+        return UserError(field, value, "is not a known field", suggest(path[-1], known_fields(kind, path[:-1])))
+    problem = item["msg"][0].lower() + item["msg"][1:]
+    return UserError(field, value, problem.replace("input should be", "must be"), _remedy(item["type"], path))
+
+
+def _remedy(kind: str, path: list[str]) -> str:
+    name = path[-1] if path else "it"
+    return {
+        "missing": f"give {name} a value",
+        "int_type": f"write a whole number, such as {name} = 4",
+        "float_type": f"write a number, such as {name} = 0.1",
+        "string_type": f'write text in quotes, such as {name} = "..."',
+        "bool_type": f"write {name} = true or {name} = false",
+    }.get(kind, "")
+
+
+def known_fields(kind: type[Spec], path: list[str]) -> list[str]:
+    """The field names of the table at `path` inside a description."""
+    for part in path:
+        annotation = kind.model_fields[part].annotation if part in kind.model_fields else None
+        inner = [t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, Spec)]
+        if not inner:
+            return []
+        kind = inner[0]
+    return list(kind.model_fields)
+
+
+def suggest(word: str, known: list[str]) -> str:
+    """A sentence that offers the nearest known word, or lists them all."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else "known here: " + ", ".join(sorted(known))
+
+
+def require(ok: bool, field: str, value: object, problem: str, fix: str = "") -> None:
+    """Raise UserError unless `ok`. Inside a validator, `field` is relative to the table being validated."""
+    if not ok:
+        raise UserError(field, value, problem, fix)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, rising: what a message offers in place of one that does not divide."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

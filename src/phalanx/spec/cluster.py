@@ -1,0 +1,26 @@
+"""The machines of a run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from phalanx.spec.base import Spec
+
+
+class Cluster(Spec):
+    """Nodes, the devices in them, and what they can do. Unknown speeds are measured or left out, never guessed."""
+
+    preset: str | None = None
+    """A known machine whose values the other fields override: a100, h100, h200."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What computes: auto takes the GPU that is there, else the CPU."""
+    nodes: int = Field(1, gt=0)
+    nproc: int | None = Field(None, gt=0)
+    """Ranks per node; by default one per GPU, and on a CPU one. `--nproc` overrides it."""
+    peak_flops: float | None = Field(None, gt=0)
+    """Peak dense matrix-product speed of one rank's device in FLOP/s at the training precision, for MFU. By default the
+    preset's, or on a CPU what a short matrix product reaches at start-up."""
+    memory_bytes: int | None = Field(None, gt=0)
+    """Memory of one device."""

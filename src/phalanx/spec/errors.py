@@ -1,0 +1,35 @@
+"""The one error that is meant for people."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Something the user can mend: which field, which value, what is wrong, what to do.
+
+    It is a ValueError so that pydantic's validators may raise it. The command line prints it without a traceback and exits with 2. It is raised before any process is spawned.
+    """
+
+    def __init__(self, field: str, value: object, problem: str, fix: str = "") -> None:
+        self.field, self.value, self.problem, self.fix = field, value, problem, fix
+        super().__init__(str(self))
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, object, str, str]]:
+        return type(self), (self.field, self.value, self.problem, self.fix)
+
+    def __str__(self) -> str:
+        shown = "" if self.value is None else f" = {self.value!r}"
+        return f"{self.field}{shown}: {self.problem}" + (f"\n  fix: {self.fix}" if self.fix else "")
+
+
+class UserErrors(UserError):
+    """Several mistakes in one file, reported together."""
+
+    def __init__(self, errors: list[UserError]) -> None:
+        self.errors = errors
+        ValueError.__init__(self, str(self))
+
+    def __reduce__(self) -> tuple[type[UserErrors], tuple[list[UserError]]]:  # type: ignore[override]
+        return type(self), (self.errors,)
+
+    def __str__(self) -> str:
+        return "\n".join(str(error) for error in self.errors)

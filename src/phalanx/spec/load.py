@@ -1,0 +1,138 @@
+"""From a TOML file, the environment and the command line to a RunSpec: defaults < file < environment < --set."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from phalanx.spec.base import parse, suggest
+from phalanx.spec.errors import UserError
+from phalanx.spec.hf_config import model_table
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import RunSpec
+
+ENVIRONMENT_PREFIX = "PHALANX_"
+Table = dict[str, Any]
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = (), environment: Mapping[str, str] = os.environ) -> RunSpec:
+    """Read a run file; `overrides` are the --set arguments, such as "training.steps=200".
+
+    Raises UserError that names the field, its value and the fix.
+    """
+    table = read_toml(path)
+    for name, text in sorted(environment.items()):
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            _assign(table, name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), text, name)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key.strip():
+            raise UserError("--set", override, "is not KEY=VALUE", "write, for example, --set training.steps=200")
+        _assign(table, key.strip().split("."), text.strip(), f"--set {key}")
+    return build_run(table)
+
+
+def build_run(table: Table) -> RunSpec:
+    """A RunSpec from a table whose presets are still names."""
+    table = dict(table)
+    if isinstance(model := table.get("model", {}), dict):
+        table["model"] = resolve_model(model)
+    if isinstance(cluster := table.get("cluster", {}), dict):
+        table["cluster"] = resolve_preset(cluster, "machines", "cluster")
+    return parse(RunSpec, table)
+
+
+def load_model(name: str) -> ModelSpec:
+    """The model that `name` means: a preset, a Hugging Face config.json (or its directory), or a TOML file."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        table = read_toml(path)
+        return parse(ModelSpec, resolve_model(table.get("model", table)), "model")
+    if path.suffix == ".json" or path.is_dir():
+        return parse(ModelSpec, resolve_model({"from_hf": name}), "model")
+    return parse(ModelSpec, resolve_model({"preset": name}), "model")
+
+
+def resolve_model(table: Table) -> Table:
+    """Lay a model table over the preset or the Hugging Face config that it names."""
+    if not ({"preset", "from_hf"} & set(table)) and "width" not in table:
+        table = {"preset": "tiny", **table}
+    source = table.get("from_hf")
+    if source is None:
+        return resolve_preset(table, "models", "model")
+    path = Path(str(source)).expanduser()
+    config = path if path.suffix == ".json" else path / "config.json"
+    if not config.is_file():
+        raise UserError("model.from_hf", source, f"has no {config.name}", "give a directory that save_pretrained wrote")
+    return _merge(model_table(_read_json(config)), table)
+
+
+def resolve_preset(table: Table, kind: str, field: str) -> Table:
+    """Lay a table over the preset that it names, if any; `kind` is the presets' folder."""
+    name = table.get("preset")
+    if name is None:
+        return table
+    known = preset_names(kind)
+    if name not in known:
+        raise UserError(f"{field}.preset", name, "is not a known preset", suggest(str(name), known))
+    return _merge(tomllib.loads(_presets(kind).joinpath(f"{name}.toml").read_text()), table)
+
+
+def preset_names(kind: str) -> list[str]:
+    """Known presets: kind is "models" or "machines"."""
+    return sorted(file.name.removesuffix(".toml") for file in _presets(kind).iterdir() if file.name.endswith(".toml"))
+
+
+def read_toml(path: str | Path) -> Table:
+    """Parse a TOML file. Raises UserError if it is not there or not TOML."""
+    path = Path(path)
+    if path.is_dir() or not path.exists():
+        problem = "is a directory" if path.is_dir() else "no such file"
+        raise UserError("run file", str(path), problem, "write one with: phalanx init " + (path.name or "run.toml"))
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError("run file", str(path), f"is not valid TOML: {error}", "mend that line") from None
+    except OSError as error:
+        raise UserError("run file", str(path), f"cannot be read: {error.strerror}", "check its permissions") from None
+
+
+def _presets(kind: str) -> Any:
+    return resources.files("phalanx.spec") / "presets" / kind
+
+
+def _read_json(path: Path) -> Table:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError("model config", str(path), f"is not valid JSON: {error}", "give a Hugging Face config.json") from None
+
+
+def _merge(base: Table, over: Table) -> Table:
+    """`over` laid over `base`, table by table."""
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _assign(table: Table, path: list[str], text: str, origin: str) -> None:
+    for part in path[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise UserError(origin, text, f"{part} is a value, not a table", "check the dotted path")
+    table[path[-1]] = _value(text)
+
+
+def _value(text: str) -> Any:
+    """A TOML value; what is none is taken as text, so that --set name=trial needs no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

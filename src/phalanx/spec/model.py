@@ -1,0 +1,139 @@
+"""A transformer language model, described: GPT-2/3, Llama 2/3, Qwen3 and their mixtures of experts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from phalanx.spec.base import Spec, divisors, require
+
+
+class RopeSpec(Spec):
+    """Rotary position embedding (RoFormer, arXiv 2104.09864) and the published ways of stretching it."""
+
+    theta: float = Field(10_000.0, gt=0)
+    """Base of the rotation frequencies."""
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """linear: position interpolation (arXiv 2306.15595); llama3: Llama 3.1's; yarn: arXiv 2309.00071."""
+    factor: float = Field(1.0, ge=1)
+    """How many times longer the context is than in the first training."""
+    original_context: int = Field(8192, gt=0)
+    """Context of the first training, in tokens (llama3, yarn)."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+class MoESpec(Spec):
+    """A mixture of experts in place of the MLP."""
+
+    experts: int = Field(gt=1)
+    """Routed experts per layer (E)."""
+    top_k: int = Field(gt=0)
+    """Experts that each token is sent to."""
+    ffn: int = Field(gt=0)
+    """Inner width of one expert."""
+    shared_experts: int = Field(0, ge=0)
+    """Experts that every token passes through (DeepSeekMoE, arXiv 2401.06066)."""
+    first_dense: int = Field(0, ge=0)
+    """Leading layers that keep a dense MLP."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Router score: softmax over experts, or sigmoid per expert (DeepSeek-V3)."""
+    normalize_top_k: bool = True
+    """Whether the chosen experts' weights are scaled to sum to one."""
+    balance_loss: float = Field(0.01, ge=0)
+    """Weight of the load-balancing loss (Switch Transformer, arXiv 2101.03961, eq. 4)."""
+    balance_over: Literal["sequence", "micro_batch"] = "sequence"
+    """Tokens over which the balance is measured. "sequence" gives the same loss in every layout; "micro_batch"
+    is the paper's, and depends on how the batch is cut."""
+    z_loss: float = Field(0.001, ge=0)
+    """Weight of the router z-loss (ST-MoE, arXiv 2202.08906, eq. 5)."""
+    bias_update_rate: float = Field(0.0, ge=0)
+    """Step of the auxiliary-loss-free balancing by a bias on the router (arXiv 2408.15664); 0 is off."""
+
+    @model_validator(mode="after")
+    def _check(self) -> MoESpec:
+        require(
+            self.top_k <= self.experts, "top_k", self.top_k, f"is more than moe.experts ({self.experts})", "lower it"
+        )
+        return self
+
+
+class ModelSpec(Spec):
+    """A decoder-only transformer. Symbols in docstrings: D width, H heads, F ffn, V vocab, L layers, T tokens."""
+
+    preset: str | None = None
+    """A known model (`phalanx info --list`) whose values the other fields override."""
+    from_hf: str | None = None
+    """A directory with a Hugging Face config.json and safetensors: the shape, and the weights training starts from."""
+    vocab: int = Field(gt=1)
+    """Rows of the embedding (V); at least the tokenizer's vocabulary."""
+    width: int = Field(gt=0)
+    """Width of the residual stream (D)."""
+    layers: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    """Query heads (H)."""
+    kv_heads: int = Field(0, ge=0)
+    """Key/value heads (grouped-query attention); 0 means as many as query heads."""
+    head_dim: int = Field(0, ge=0)
+    """Width of one head; 0 means width / heads."""
+    ffn: int = Field(gt=0)
+    """Inner width of the MLP (F)."""
+    context: int = Field(gt=0)
+    """Longest sequence the model is made for, in tokens."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = Field(1e-5, gt=0)
+    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    positions: Literal["rope", "learned"] = "rope"
+    rope: RopeSpec = RopeSpec()
+    bias: bool = False
+    """Biases in every linear layer but the head (GPT-2)."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMSNorm on queries and keys: per head (Qwen3) or over all heads together (OLMoE)."""
+    tied: bool = False
+    """Whether the head uses the embedding's matrix."""
+    moe: MoESpec | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, table: dict[str, object]) -> dict[str, object]:
+        """Fill kv_heads and head_dim, so that every reader sees their true values."""
+        table = dict(table)
+        heads, width = table.get("heads"), table.get("width")
+        if isinstance(heads, int) and heads > 0:
+            table["kv_heads"] = table.get("kv_heads") or heads
+            if isinstance(width, int) and not table.get("head_dim"):
+                fits = [d for d in divisors(width) if d <= 2 * heads] if width > 0 else []
+                require(
+                    width % heads == 0, "heads", heads, f"does not divide model.width ({width})",
+                    f"use one of {', '.join(map(str, fits))}, or set model.head_dim",
+                )  # fmt: skip
+                table["head_dim"] = width // heads
+        return table
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSpec:
+        allowed = ", ".join(map(str, divisors(self.heads)))
+        require(
+            self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads,
+            f"does not divide model.heads ({self.heads})", f"use one of {allowed}",
+        )  # fmt: skip
+        if self.positions == "rope":
+            require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "must be even for rotary positions", "make it even")
+        if self.moe is not None:
+            require(
+                self.moe.first_dense < self.layers, "moe.first_dense", self.moe.first_dense,
+                f"leaves no layer of model.layers ({self.layers}) with experts", f"use at most {self.layers - 1}",
+            )  # fmt: skip
+            require(not self.bias, "bias", self.bias, "is not supported together with model.moe", "set model.bias = false")
+            require(
+                self.activation == "swiglu", "activation", self.activation, "experts are SwiGLU",
+                'set model.activation = "swiglu"',
+            )  # fmt: skip
+        return self
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether this layer (from 0) has experts in place of an MLP."""
+        return self.moe is not None and layer >= self.moe.first_dense

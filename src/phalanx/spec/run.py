@@ -1,0 +1,180 @@
+"""A run: model, data, training, layout and machines, as one TOML file describes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from phalanx.spec.base import Spec, require
+from phalanx.spec.cluster import Cluster
+from phalanx.spec.layout import Layout, degrees
+from phalanx.spec.model import ModelSpec
+
+MICRO_BATCH_TOKENS = 16_384
+
+
+class DataSpec(Spec):
+    """Text, and how it becomes tokens."""
+
+    train: list[str] = ["stdlib"]
+    """Text to learn from: files, directories or glob patterns of text, .jsonl or .parquet; prefixes of Megatron
+    .bin/.idx pairs; `hf:NAME_OR_DIR` for a Hugging Face dataset; or "stdlib", the Python library's own source."""
+    held_out: list[str] = []
+    """Text to evaluate on, written like `train`. Empty: documents are held out of `train` by file."""
+    held_out_fraction: float = Field(0.05, gt=0, lt=1)
+    """Share of documents held out where `held_out` is empty."""
+    text_key: str = "text"
+    """Field of a JSONL line or Parquet row that holds the text."""
+    tokenizer: str = "bpe"
+    """"bpe" trains one on the text; "bytes"; or the path of a Hugging Face tokenizer.json."""
+    tokenizer_vocab: int = Field(2048, ge=257)
+    """Vocabulary of the BPE that `tokenizer = "bpe"` trains."""
+    streaming: bool = False
+    """Tokenize while training instead of once before it. Every rank then reads all the text."""
+    cache: str = "~/.cache/phalanx"
+    """Where tokenized text is kept."""
+    mask_documents: bool = True
+    """Whether documents packed into one sequence are hidden from each other."""
+
+
+class TrainingSpec(Spec):
+    steps: int = Field(1000, gt=0)
+    """Optimizer updates."""
+    sequence: int = Field(256, gt=1)
+    """Tokens in a sequence (T)."""
+    tokens_per_step: int = Field(16_384, gt=0)
+    """Tokens in one optimizer update over all ranks. Micro-batch and accumulation follow from it."""
+    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
+    """bf16 computes in bf16 over fp32 parameters, gradients and optimizer state; fp64 is for proofs."""
+    seed: int = Field(1234, ge=0)
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    max_bad_steps: int = Field(5, gt=0)
+    """Stop after this many steps in a row whose gradient is not finite; each such step is skipped and counted."""
+    timeout_seconds: float = Field(600, gt=0)
+    """How long a collective may take before the run stops."""
+
+
+class OptimizerSpec(Spec):
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """muon uses Muon for the matrices inside blocks and AdamW for the rest."""
+    learning_rate: float = Field(3e-3, gt=0)
+    """Peak learning rate (AdamW and SGD; with muon, that of the parameters AdamW trains)."""
+    muon_learning_rate: float = Field(0.02, gt=0)
+    """Peak learning rate of Muon's matrices."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled decay of matrices; vectors are not decayed."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Momentum of SGD and Muon."""
+    clip_norm: float = Field(1.0, ge=0)
+    """Largest norm of the whole gradient; 0 does not clip."""
+    warmup_steps: int = Field(50, ge=0)
+    decay: Literal["cosine", "linear", "wsd", "none"] = "cosine"
+    """After warm-up: cosine or linear to the end, or warm-up, stable, decay (wsd, arXiv 2404.06395)."""
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    """Share of the steps in which wsd decays."""
+    min_ratio: float = Field(0.1, ge=0, le=1)
+    """Learning rate at the end as a share of the peak."""
+
+
+class EvaluationSpec(Spec):
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; 0 evaluates at the end only."""
+    tokens: int = Field(0, ge=0)
+    """Held-out tokens per evaluation, from the start; 0 takes all."""
+    prompt: str = ""
+    """If given, a sample is generated from it at the end."""
+
+
+class CheckpointSpec(Spec):
+    every: int = Field(0, ge=0)
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep: int = Field(2, gt=0)
+    """Newest complete checkpoints to keep."""
+
+
+class MetricsSpec(Spec):
+    every: int = Field(1, gt=0)
+    """Steps between lines of metrics.jsonl."""
+    wandb: str | None = None
+    """Project to log to in Weights & Biases (`pip install phalanx[wandb]`)."""
+
+
+class RunSpec(Spec):
+    """Everything that defines a run. Every field has a default but the model's shape, which a preset gives."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run directory."""
+    out: str = "runs"
+    """Directory in which run directories are made."""
+    model: ModelSpec
+    data: DataSpec = DataSpec()
+    training: TrainingSpec = TrainingSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    parallel: Layout = Layout()
+    cluster: Cluster = Cluster()
+    evaluation: EvaluationSpec = EvaluationSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    metrics: MetricsSpec = MetricsSpec()
+
+    @model_validator(mode="after")
+    def _check(self) -> RunSpec:
+        training, optimizer = self.training, self.optimizer
+        whole = max(1, training.tokens_per_step // training.sequence) * training.sequence
+        require(
+            training.tokens_per_step % training.sequence == 0, "training.tokens_per_step", training.tokens_per_step,
+            f"is not a multiple of training.sequence ({training.sequence})", f"use {whole}",
+        )  # fmt: skip
+        if self.model.positions == "learned":
+            require(
+                training.sequence <= self.model.context, "training.sequence", training.sequence,
+                f"is longer than the model's learned positions (model.context = {self.model.context})",
+                f"use at most {self.model.context}",
+            )  # fmt: skip
+        require(
+            optimizer.warmup_steps < training.steps, "optimizer.warmup_steps", optimizer.warmup_steps,
+            f"leaves nothing of training.steps ({training.steps})", f"use less than {training.steps}",
+        )  # fmt: skip
+        return self
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How one optimizer update is cut: sequences = micro_batch x dp x accumulation."""
+
+    sequences: int
+    """Sequences in one optimizer update, over all ranks."""
+    dp: int
+    """Ranks that read different data."""
+    micro_batch: int
+    """Sequences per rank in one forward pass."""
+    accumulation: int
+    """Forward passes per rank in one optimizer update."""
+
+
+def batch(run: RunSpec, world_size: int) -> Batch:
+    """Cut a step's tokens over the ranks: global batch = micro-batch x ranks x accumulation.
+
+    Raises UserError if they cannot be cut evenly.
+    """
+    dp = degrees(run.parallel, world_size).dp
+    sequences = run.training.tokens_per_step // run.training.sequence
+    nearest = max(1, round(sequences / dp)) * dp * run.training.sequence
+    require(
+        sequences % dp == 0, "training.tokens_per_step", run.training.tokens_per_step,
+        f"is {sequences} sequences of {run.training.sequence} tokens, which {dp} data-parallel ranks cannot share evenly",
+        f"use training.tokens_per_step = {nearest}",
+    )  # fmt: skip
+    share = sequences // dp
+    limit = max(1, MICRO_BATCH_TOKENS // run.training.sequence)
+    fits = [n for n in range(1, share + 1) if share % n == 0]
+    micro_batch = run.parallel.micro_batch or max((n for n in fits if n <= limit), default=1)
+    require(
+        share % micro_batch == 0, "parallel.micro_batch", micro_batch,
+        f"does not divide the {share} sequences that each rank has per step", f"use one of {', '.join(map(str, fits))}",
+    )  # fmt: skip
+    return Batch(sequences=sequences, dp=dp, micro_batch=micro_batch, accumulation=share // micro_batch)
