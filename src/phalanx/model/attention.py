@@ -1,0 +1,50 @@
+"""Causal self-attention with grouped key/value heads. Shapes: B batch, T tokens, D width, H heads, K head width."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.model.norm import RMSNorm
+from phalanx.model.rotary import Rotary, rotate
+from phalanx.spec.model import ModelSpec
+
+
+class Attention(nn.Module):
+    """softmax(q k^T / sqrt(K)) v over earlier tokens of the same document, then a projection back to D."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.qk_norm = spec.qk_norm
+        query, value = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.wq = nn.Linear(spec.width, query, bias=spec.bias)
+        self.wk = nn.Linear(spec.width, value, bias=spec.bias)
+        self.wv = nn.Linear(spec.width, value, bias=spec.bias)
+        self.wo = nn.Linear(query, spec.width, bias=spec.bias)
+        if spec.qk_norm != "none":
+            per_head = spec.qk_norm == "head"
+            self.q_norm = RMSNorm(spec.head_dim if per_head else query, spec.norm_eps)
+            self.k_norm = RMSNorm(spec.head_dim if per_head else value, spec.norm_eps)
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary | None, mask_B1TT: Tensor | None) -> Tensor:
+        q, k, v_BTHK = self.wq(x_BTD), self.wk(x_BTD), self._heads(self.wv(x_BTD))
+        if self.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BTHK, k_BTHK = self._heads(q), self._heads(k)
+        if self.qk_norm == "head":
+            q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
+        if rotary is not None:
+            q_BTHK, k_BTHK = rotate(q_BTHK, rotary), rotate(k_BTHK, rotary)
+        out_BHTK = F.scaled_dot_product_attention(
+            q_BTHK.transpose(1, 2).to(v_BTHK.dtype),  # norms may have lifted q and k to fp32
+            k_BTHK.transpose(1, 2).to(v_BTHK.dtype),
+            v_BTHK.transpose(1, 2),
+            attn_mask=mask_B1TT,
+            is_causal=mask_B1TT is None,
+            enable_gqa=q_BTHK.shape[2] != k_BTHK.shape[2],
+        )
+        return self.wo(out_BHTK.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))

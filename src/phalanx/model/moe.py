@@ -1,0 +1,130 @@
+"""A mixture of experts: y = sum over the chosen experts of weight x expert(x), dropless.
+
+Shapes: B batch, T tokens, N = B x T, D width, E experts, k experts per token, F inner width of an expert."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.model.mlp import SwiGLU
+from phalanx.spec.model import ModelSpec, MoESpec
+
+
+class Router(nn.Module):
+    """Chooses k of E experts for each token, and says what an unbalanced choice costs."""
+
+    def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
+        super().__init__()
+        self.moe = moe
+        self.gate = nn.Linear(spec.width, moe.experts, bias=False)
+        self.register_buffer("load", torch.zeros(moe.experts), persistent=False)  # tokens per expert since last reset
+        if moe.bias_update_rate:
+            self.register_buffer("bias", torch.zeros(moe.experts))
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts' weights [B, T, k], the experts [B, T, k], and the auxiliary loss summed over tokens (scalar)."""
+        logits = self.gate(x_BTD)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        score = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
+        # The bias steers the choice, never the weights (arXiv 2408.15664, section 3).
+        _, chosen = (score + self.bias if self.moe.bias_update_rate else score).topk(self.moe.top_k, dim=-1)
+        weights = score.gather(-1, chosen)
+        if self.moe.normalize_top_k:
+            weights = weights / weights.sum(-1, keepdim=True)
+        load_BE = torch.zeros_like(score[:, 0]).scatter_add_(
+            1, chosen.flatten(1), torch.ones_like(chosen.flatten(1), dtype=score.dtype)
+        )
+        if torch.is_grad_enabled():
+            self.load += load_BE.sum(0)
+        share = score if self.moe.score == "softmax" else score / score.sum(-1, keepdim=True)
+        return weights, chosen, balance_loss(self.moe, share, load_BE) + z_loss(self.moe, logits)
+
+    @torch.no_grad()
+    def rebalance(self) -> None:
+        """Raise the bias of experts with less than their share of `load`, lower that of the others; reset `load`.
+
+        `load` must hold the tokens of the whole global batch (arXiv 2408.15664, algorithm 1)."""
+        if self.moe.bias_update_rate:
+            self.bias += self.moe.bias_update_rate * torch.sign(self.load.mean() - self.load)
+        self.load.zero_()
+
+
+def balance_loss(moe: MoESpec, share_BTE: Tensor, load_BE: Tensor) -> Tensor:
+    """a E sum_i f_i P_i (Switch Transformer, arXiv 2101.03961, eq. 4), times the tokens it is measured over.
+
+    f_i is the share of choices that went to expert i, P_i the mean router probability: 1 x a per token if balanced.
+    """
+    if moe.balance_over == "micro_batch":
+        share_BTE, load_BE = share_BTE.flatten(0, 1)[None], load_BE.sum(0, keepdim=True)
+    tokens = share_BTE.shape[1]
+    fraction_BE = load_BE / (tokens * moe.top_k)
+    return moe.balance_loss * moe.experts * tokens * (fraction_BE * share_BTE.mean(1)).sum()
+
+
+def z_loss(moe: MoESpec, logits_BTE: Tensor) -> Tensor:
+    """b (log sum_i exp x_i)^2 (ST-MoE, arXiv 2202.08906, eq. 5), summed over tokens."""
+    return moe.z_loss * logits_BTE.logsumexp(-1).square().sum()
+
+
+class Experts(nn.Module):
+    """E SwiGLU networks, each applied to its own run of rows."""
+
+    def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(moe.experts, moe.ffn, spec.width))
+        self.up = nn.Parameter(torch.empty(moe.experts, moe.ffn, spec.width))
+        self.down = nn.Parameter(torch.empty(moe.experts, spec.width, moe.ffn))
+
+    def forward(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+        """`x_ND` is sorted by expert; expert e has the rows from ends[e - 1] to ends[e]."""
+        if torch.is_autocast_enabled(x_ND.device.type):  # autocast does not know grouped products
+            dtype = torch.get_autocast_dtype(x_ND.device.type)
+        else:
+            dtype = x_ND.dtype
+        x_ND = x_ND.to(dtype)
+        gate, up, down = (w.to(dtype) for w in (self.gate, self.up, self.down))
+        product = _grouped if _grouped_runs(x_ND, gate) else _looped
+        hidden_NF = F.silu(product(x_ND, gate, ends_E)) * product(x_ND, up, ends_E)
+        return product(hidden_NF, down, ends_E)
+
+
+def _grouped_runs(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch has a grouped matrix product for this dtype and device: bf16 everywhere, fp32 on the CPU; its
+    kernels want rows of whole 16 bytes."""
+    dtypes = (torch.bfloat16, torch.float32) if x.device.type == "cpu" else (torch.bfloat16,)
+    aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
+    return hasattr(F, "grouped_mm") and x.dtype in dtypes and aligned
+
+
+def _grouped(x: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    return F.grouped_mm(x, weight_EOI.transpose(1, 2), offs=ends_E.to(torch.int32))
+
+
+def _looped(x: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    sizes = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).tolist()
+    return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(sizes), weight_EOI, strict=True)])
+
+
+class MoE(nn.Module):
+    """Route, sort by expert, apply, put back, and add what the shared experts say."""
+
+    def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
+        super().__init__()
+        self.router = Router(spec, moe)
+        self.experts = Experts(spec, moe)
+        self.shared = SwiGLU(spec.width, moe.ffn * moe.shared_experts) if moe.shared_experts else None
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's output [B, T, D] and its auxiliary loss summed over tokens."""
+        weights, chosen, auxiliary = self.router(x_BTD)
+        k, experts = chosen.shape[-1], self.experts.gate.shape[0]
+        order = chosen.flatten().argsort(stable=True)
+        ends_E = torch.bincount(chosen.flatten(), minlength=experts).cumsum(0)
+        y = self.experts(x_BTD.flatten(0, 1)[order // k], ends_E)
+        y_NkD = y[order.argsort()].unflatten(0, (-1, k))
+        out = (y_NkD * weights.flatten(0, 1)[..., None].to(y.dtype)).sum(1).view_as(x_BTD)
+        if self.shared is not None:
+            out = out + self.shared(x_BTD)
+        return out, auxiliary

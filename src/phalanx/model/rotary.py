@@ -1,0 +1,64 @@
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) and its stretched variants. Shapes: B batch, T tokens,
+H heads, K head width, J = K / 2 frequencies."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from phalanx.spec.model import RopeSpec
+
+Rotary = tuple[Tensor, Tensor]
+
+
+def frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
+    """Angle per token of each pair of channels, [J] in fp64: theta**(-2j/K), stretched as `rope.scaling` says."""
+    base_J = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if rope.scaling == "linear":  # position interpolation, arXiv 2306.15595
+        return base_J / rope.factor
+    if rope.scaling == "llama3":
+        return _llama3(rope, base_J)
+    if rope.scaling == "yarn":
+        return _yarn(rope, base_J, head_dim)
+    return base_J
+
+
+def _llama3(rope: RopeSpec, base_J: Tensor) -> Tensor:
+    """Llama 3.1 (arXiv 2407.21783, its released code): stretch what turns slowly, keep what turns fast."""
+    turns_J = rope.original_context * base_J / (2 * math.pi)
+    keep_J = (turns_J - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep_J = keep_J.clamp(0, 1)
+    return keep_J * base_J + (1 - keep_J) * base_J / rope.factor
+
+
+def _yarn(rope: RopeSpec, base_J: Tensor, head_dim: int) -> Tensor:
+    """YaRN (arXiv 2309.00071, section 3.2): a ramp over channels between beta_fast and beta_slow turns."""
+
+    def channel(turns: float) -> float:
+        return head_dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(channel(rope.beta_fast)), 0)
+    high = min(math.ceil(channel(rope.beta_slow)), head_dim - 1)
+    ramp_J = (torch.arange(head_dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)
+    stretch_J = ramp_J.clamp(0, 1)
+    return stretch_J * base_J / rope.factor + (1 - stretch_J) * base_J
+
+
+def rotary(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.dtype) -> Rotary:
+    """Cosine and sine, [..., T, 1, K] each, for positions [..., T]. Angles are taken in fp64: in fp32 a position of
+    100,000 is off by a hundredth of a radian."""
+    angle = positions[..., None].double() * frequencies(rope, head_dim).to(positions.device)
+    angle = torch.cat((angle, angle), dim=-1)[..., None, :]
+    # YaRN also sharpens attention (section 3.4): q and k are both scaled by this.
+    scale = 0.1 * math.log(rope.factor) + 1.0 if rope.scaling == "yarn" and rope.factor > 1 else 1.0
+    return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
+
+
+def rotate(x_BTHK: Tensor, table: Rotary) -> Tensor:
+    """Turn channel j with channel j + K/2 by the position's angle (the halves' convention of Llama's HF weights)."""
+    cos, sin = table
+    first, second = x_BTHK.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x_BTHK * cos + turned * sin).to(x_BTHK.dtype)

@@ -1,0 +1,80 @@
+"""A decoder-only transformer. It knows nothing of ranks: layouts are applied to it from outside (`parallel.apply`).
+
+Shapes: B batch, T tokens, D width, V vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.model.attention import Attention
+from phalanx.model.mlp import mlp
+from phalanx.model.moe import MoE
+from phalanx.model.norm import norm
+from phalanx.model.rotary import Rotary, rotary
+from phalanx.spec.model import ModelSpec
+
+
+class Block(nn.Module):
+    """x + attention(norm x), then x + mlp(norm x)."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = norm(spec)
+        self.attention = Attention(spec)
+        self.mlp_norm = norm(spec)
+        self.mlp = MoE(spec, spec.moe) if spec.moe and spec.is_moe(layer) else mlp(spec)
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The block's output [B, T, D] and its auxiliary loss summed over tokens (scalar, 0 without experts)."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask)
+        if isinstance(self.mlp, MoE):
+            out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
+        else:
+            out, auxiliary = self.mlp(self.mlp_norm(x_BTD)), x_BTD.new_zeros(())
+        return x_BTD + out, auxiliary
+
+
+class Transformer(nn.Module):
+    """Embedding, L blocks, norm, head."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding = nn.Embedding(spec.vocab, spec.width)
+        if spec.positions == "learned":
+            self.positions = nn.Embedding(spec.context, spec.width)
+        self.blocks = nn.ModuleList([Block(spec, layer) for layer in range(spec.layers)])
+        self.norm = norm(spec)
+        if not spec.tied:
+            self.head = nn.Linear(spec.width, spec.vocab, bias=False)
+
+    def forward(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [B, T, V] of each next token, and the auxiliary loss of all layers summed over tokens.
+
+        `starts_BT` holds for each token the index in its row at which its document begins: documents do not attend to
+        each other, and each counts its positions from 0. None: every row is one document.
+        """
+        place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        place = place_T if starts_BT is None else place_T - starts_BT
+        mask = None if starts_BT is None else document_mask(starts_BT)
+        x_BTD = self.embedding(tokens_BT)
+        table = None
+        if self.spec.positions == "learned":
+            x_BTD = x_BTD + self.positions(place)
+        else:
+            dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
+            table = rotary(self.spec.rope, self.spec.head_dim, place, dtype)
+        auxiliary = x_BTD.new_zeros(())
+        for block in self.blocks:
+            x_BTD, more = block(x_BTD, table, mask)
+            auxiliary = auxiliary + more
+        x_BTD = self.norm(x_BTD)
+        return (F.linear(x_BTD, self.embedding.weight) if self.spec.tied else self.head(x_BTD)), auxiliary
+
+
+def document_mask(starts_BT: Tensor) -> Tensor:
+    """Which token sees which, [B, 1, T, T] bool: earlier ones of the same document."""
+    same = starts_BT[:, None, :, None] == starts_BT[:, None, None, :]
+    return same.tril()

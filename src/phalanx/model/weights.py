@@ -1,0 +1,30 @@
+"""Initial weights as a pure function of seed and parameter name, so that no layout can change them."""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+from torch import Tensor
+
+from phalanx.spec.model import ModelSpec
+
+RESIDUAL_OUTPUTS = ("attention.wo.weight", "mlp.down.weight", "experts.down", "shared.down.weight")
+
+
+def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int) -> Tensor:
+    """The initial value of one parameter, fp32 on the CPU.
+
+    Matrices are normal with std sqrt(2 / (5 D)) (Nguyen and Salazar, arXiv 1910.05895), those that write into the
+    residual stream divided by sqrt(2 L) (GPT-2); norms are 1, biases 0.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    std = math.sqrt(2 / (5 * spec.width))
+    if name.endswith(RESIDUAL_OUTPUTS):
+        std /= math.sqrt(2 * spec.layers)
+    generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+    return torch.empty(shape).normal_(0, std, generator=generator)
