@@ -1,0 +1,53 @@
+"""The ranks of a run as one validated value: the degrees of every axis, and PyTorch's mesh over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from phalanx.spec.layout import Degrees, Layout, degrees
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Axes outermost first: pp, dp_replicate, dp_shard, cp, tp. Axes of one rank are left out of `devices`."""
+
+    degrees: Degrees
+    rank: int
+    devices: DeviceMesh | None
+    """None for a run of a single process."""
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the data this rank reads, from 0 to degrees.dp - 1."""
+        inner = self.degrees.cp * self.degrees.tp
+        return self.rank // inner % self.degrees.dp
+
+    def axes(self, *names: str) -> DeviceMesh | None:
+        """The submesh over those of the named axes that have more than one rank; None if none has."""
+        present = tuple(name for name in names if getattr(self.degrees, name) > 1)
+        return self.devices[present] if self.devices is not None and present else None
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that read different data for the same copy of the model."""
+        mesh = self.axes("dp_replicate", "dp_shard")
+        if mesh is None:
+            return None
+        return (mesh._flatten("dp") if mesh.ndim > 1 else mesh).get_group()
+
+
+def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
+    """The mesh of `layout`; torch.distributed must be initialised where world_size > 1.
+
+    Raises UserError if the ranks cannot be divided so.
+    """
+    sizes = degrees(layout, world_size)
+    if world_size == 1:
+        return Mesh(sizes, 0, None)
+    named = {field.name: getattr(sizes, field.name) for field in fields(sizes)}
+    present = {name: size for name, size in named.items() if size > 1}
+    devices = init_device_mesh(device_type, tuple(present.values()), mesh_dim_names=tuple(present))
+    return Mesh(sizes, dist.get_rank(), devices)
