@@ -1,0 +1,70 @@
+"""What a failed run on the pool tells its reader: the rank that failed first, then the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended a run that did not succeed everywhere."""
+
+    rank: int
+    kind: Literal["raised", "died", "did not return", "returned"]
+    seconds: float
+    """When, after the start of the run."""
+    summary: str = ""
+    """One line: the exception, or how the process ended."""
+    detail: str = ""
+    """The traceback, or the Python stack of a rank that did not return."""
+    output: str = ""
+    """The end of what the rank printed during the run."""
+
+
+class RanksFailed(AssertionError):  # noqa: N818
+    """A function failed on a rank; `failures` has every rank, the one that failed first at the front."""
+
+    def __init__(self, name: str, failures: Iterable[Failure]) -> None:
+        self.failures = in_order(failures)
+        super().__init__(describe(name, self.failures))
+
+    @property
+    def all_answered(self) -> bool:
+        """Whether every rank is alive and has left the function."""
+        return all(failure.kind in ("raised", "returned") for failure in self.failures)
+
+
+def in_order(failures: Iterable[Failure]) -> list[Failure]:
+    """The cause first, then its consequences, then the ranks that were well.
+
+    An exception's time is exact; a death's is when the pool noticed it, a little after it happened and maybe after
+    the exceptions it caused in peers. An exception does not kill a peer, so within one run a death goes first.
+    """
+    urgency = {"died": 0, "raised": 1, "did not return": 2, "returned": 3}
+    return sorted(failures, key=lambda failure: (urgency[failure.kind], failure.seconds, failure.rank))
+
+
+def describe(name: str, failures: list[Failure]) -> str:
+    """The message: the first failure whole, a line for every other rank; of ranks that hang, every stack."""
+    first, *others = failures
+    lines = [f"{name} failed on rank {first.rank} of {len(failures)}: {_line(first)}", *_body(first)]
+    for other in others:
+        lines.append(f"rank {other.rank}: {_line(other)}")
+        if first.kind == "did not return":
+            lines += _body(other)
+    return "\n".join(lines)
+
+
+def _line(failure: Failure) -> str:
+    after = f"{failure.kind} after {failure.seconds:.2f} s"
+    return f"{after}: {failure.summary}" if failure.summary else after
+
+
+def _body(failure: Failure) -> list[str]:
+    lines = [f"  | {line}" for line in failure.detail.splitlines()]
+    if failure.output:
+        lines.append(f"  rank {failure.rank} printed, last of all:")
+        lines += [f"  > {line}" for line in failure.output.splitlines()]
+    return lines
