@@ -9,7 +9,7 @@
 
     assert ranks(4).run(total, 10) == [46, 46, 46, 46]
 
-`ranks(4)` starts four processes once; every later `run` reuses them, so a test costs milliseconds, not seconds.
+The four processes start once and every later `run` reuses them: it costs a tenth of a second, not five.
 """
 
 from phalanx.testing.failure import Failure, RanksFailed

@@ -39,8 +39,8 @@ class RanksFailed(AssertionError):  # noqa: N818
 def in_order(failures: Iterable[Failure]) -> list[Failure]:
     """The cause first, then its consequences, then the ranks that were well.
 
-    An exception's time is exact; a death's is when the pool noticed it, a little after it happened and maybe after
-    the exceptions it caused in peers. An exception does not kill a peer, so within one run a death goes first.
+    An exception's time is exact; a death's is when the pool noticed it, a little after it happened and maybe
+    after the exceptions it caused in peers. An exception kills no peer, so in one run a death goes first.
     """
     urgency = {"died": 0, "raised": 1, "did not return": 2, "returned": 3}
     return sorted(failures, key=lambda failure: (urgency[failure.kind], failure.seconds, failure.rank))

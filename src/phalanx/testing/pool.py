@@ -56,8 +56,9 @@ class Pool:
         """Call `function(*args, **kwargs)` on every rank at once; what each rank returned, in rank order.
 
         Every call has a new world, a fixed random seed, and no groups or DTensor caches of earlier calls.
-        Raises RanksFailed if a rank raises, dies or has not returned after `timeout` seconds; unless every rank
-        has answered, the pool starts anew at its next use. Raises UserError if a rank cannot import `function`.
+        Raises RanksFailed if a rank raises, dies or has not returned after `timeout` seconds; unless every
+        rank has answered, the pool starts anew at its next use. Raises UserError if a rank cannot import
+        `function`.
         """
         name = f"{function.__module__}.{function.__qualname__}"
         if function.__module__ == "__main__" or "<" in function.__qualname__:
@@ -111,9 +112,11 @@ class Pool:
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         variables = {
-            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world_size, "LOCAL_WORLD_SIZE": self.world_size,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONUNBUFFERED": 1,
-            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0", "PHALANX_RANK_LOGS": self._logs,
+            "RANK": rank, "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.world_size,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            "OMP_NUM_THREADS": 1, "PYTHONUNBUFFERED": 1, "PHALANX_RANK_LOGS": self._logs,
         }  # fmt: skip
         return {**os.environ, **{name: str(value) for name, value in variables.items()}}
 

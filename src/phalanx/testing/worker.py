@@ -70,7 +70,7 @@ def _answer(pipe: Connection, kind: str, summary: str, content: str | bytes) -> 
 
 
 def _listen(pipe: Connection, calls: queue.SimpleQueue[bytes]) -> None:
-    """Pass calls on; when the pool's end of the pipe closes, in whatever way, end this process and its children."""
+    """Pass calls on; when the pool's end of the pipe closes, however that came, end this process group."""
     try:
         while True:
             calls.put(pipe.recv_bytes())
