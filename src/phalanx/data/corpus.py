@@ -1,0 +1,232 @@
+"""Text from files, directories, globs, JSONL, Parquet, Hugging Face datasets or the Python library, in a fixed order."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import importlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from phalanx.spec.errors import UserError
+
+FIELD = "data.train"
+NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
+BINARY_PROBE_BYTES = 8192
+
+
+@dataclass(frozen=True)
+class Document:
+    name: str
+    """What it is held out by: its file, and for a line or row of one `file:number` (from 1)."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a corpus that is opened as one: a file, or a Hugging Face dataset."""
+
+    kind: Literal["text", "jsonl", "parquet", "hf"]
+    path: str
+    name: str
+    """The path as the user wrote it, or for "stdlib" relative to the library."""
+    size: int = 0
+    """Bytes of the file; 0 for a dataset."""
+    changed: int = 0
+    """When the file was changed, in ns."""
+    named: bool = False
+    """Whether the user named this very file; one that a directory or glob brought is skipped if it is binary."""
+
+
+def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
+    """Every document with text in it, source after source, the files of a directory sorted by path.
+
+    Raises UserError (under `field`) for a source that is missing or unreadable, a bad line, or a corpus without text.
+    """
+    empty = True
+    for part in parts(sources, field):
+        for document in read(part, text_key, field):
+            if document.text:
+                empty = False
+                yield document
+    if empty:
+        raise UserError(field, list(sources), "has no text", "name files with text in them")
+
+
+def split(name: str, fraction: float) -> bool:
+    """Whether the document of this name is held out: the same answer in every run and on every machine."""
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < fraction * 2**64
+
+
+def parts(sources: Sequence[str], field: str = FIELD) -> list[Part]:
+    """The files and datasets that `sources` mean. Raises UserError for one that is not there."""
+    if not sources:
+        raise UserError(
+            field, list(sources), "names no source", 'name a file, a directory, a glob, or "stdlib"'
+        )
+    return [part for source in sources for part in _parts(source, field)]
+
+
+def _parts(source: str, field: str) -> list[Part]:
+    if source == "stdlib":
+        library = sysconfig.get_path("stdlib")
+        return [
+            _file(path, os.path.relpath(path, library), field)
+            for path in _walk(library)
+            if path.endswith(".py")
+        ]
+    if source.startswith("hf:"):
+        return [Part("hf", source[3:], source)]
+    path = os.path.normpath(os.path.expanduser(source))
+    if os.path.isfile(path):
+        return [_file(path, path, field, named=True)]
+    if os.path.isdir(path):
+        found = _walk(path)
+    elif glob.has_magic(source):
+        found = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
+    else:
+        raise UserError(field, source, "no such file or directory", "check the path; a pattern needs * or ?")
+    if not found:
+        raise UserError(field, source, "matches no file", "check the path")
+    return [_file(match, match, field) for match in found]
+
+
+def _walk(root: str) -> list[str]:
+    found = []
+    for folder, inner, files in os.walk(root):
+        inner[:] = sorted(name for name in inner if name not in NOT_OURS and not name.startswith("."))
+        found += [os.path.join(folder, name) for name in sorted(files) if not name.startswith(".")]
+    return found
+
+
+def _file(path: str, name: str, field: str, named: bool = False) -> Part:
+    kinds: dict[str, Literal["jsonl", "parquet"]] = {".jsonl": "jsonl", ".parquet": "parquet"}
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise _unreadable(field, path, error) from None
+    kind = kinds.get(Path(path).suffix, "text")
+    return Part(kind, path, name, status.st_size, status.st_mtime_ns, named)
+
+
+def read(part: Part, text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
+    """The documents of one part, in its order; the empty ones too, so that their numbers stay.
+
+    Raises UserError if it cannot be read, or a line or row has no text under `text_key`.
+    """
+    readers = {"text": _text, "jsonl": _jsonl, "parquet": _parquet, "hf": _hf}
+    try:
+        yield from readers[part.kind](part, text_key, field)
+    except OSError as error:
+        raise _unreadable(field, part.path, error) from None
+
+
+def _text(part: Part, text_key: str, field: str) -> Iterator[Document]:
+    raw = Path(part.path).read_bytes()
+    if b"\0" in raw[:BINARY_PROBE_BYTES]:
+        if part.named:
+            raise UserError(
+                field, part.path, "is not text: it has zero bytes", "name text, .jsonl or .parquet files"
+            )
+        return
+    yield Document(part.name, _decode(raw))
+
+
+def _decode(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return raw.decode("latin-1")
+
+
+def _jsonl(part: Part, text_key: str, field: str) -> Iterator[Document]:
+    with open(part.path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                where = f"{part.path}:{number}"
+                raise UserError(
+                    field, where, f"is not JSON: {error}", "give one JSON object per line"
+                ) from None
+            yield Document(f"{part.name}:{number}", _field(row, text_key, f"{part.path}:{number}"))
+
+
+def _field(row: Any, text_key: str, where: str) -> str:
+    if not isinstance(row, dict):
+        raise UserError(
+            "data.text_key", text_key, f"{where} is not a JSON object", "give one JSON object per line"
+        )
+    if text_key not in row:
+        known = ", ".join(map(repr, row)) or "none"
+        raise UserError(
+            "data.text_key", text_key, f"is not a field of {where}", f"use one of its fields: {known}"
+        )
+    if not isinstance(text := row[text_key], str):
+        raise UserError(
+            "data.text_key", text_key, f"of {where} is {type(text).__name__}, not text", "name a text field"
+        )
+    return text
+
+
+def _parquet(part: Part, text_key: str, field: str) -> Iterator[Document]:
+    parquet = _extra("pyarrow.parquet", field, part.path)
+    try:
+        file = parquet.ParquetFile(part.path)
+    except ValueError as error:  # ArrowInvalid is one
+        raise UserError(field, part.path, f"is not Parquet: {error}", "write the file again") from None
+    with file:
+        names = file.schema_arrow.names
+        if text_key not in names:
+            known = ", ".join(map(repr, names))
+            raise UserError(
+                "data.text_key", text_key, f"is not a column of {part.path}", f"use one of: {known}"
+            )
+        number = 0
+        for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
+            for text in batch.column(0).to_pylist():
+                number += 1
+                yield Document(
+                    f"{part.name}:{number}", _field({text_key: text}, text_key, f"{part.path}:{number}")
+                )
+
+
+def _hf(part: Part, text_key: str, field: str) -> Iterator[Document]:
+    datasets = _extra("datasets", field, part.name)
+    path = os.path.expanduser(part.path)
+    try:
+        if os.path.isdir(path):
+            rows = datasets.load_from_disk(path)
+            rows = rows["train"] if isinstance(rows, dict) else rows
+        else:
+            rows = datasets.load_dataset(part.path, split="train")
+    except Exception as error:  # whatever a hub, a script or a cache may raise
+        raise UserError(
+            field, part.name, f"cannot be loaded: {error}", "check the name, and that it has a train split"
+        ) from None
+    for number, row in enumerate(rows, 1):
+        yield Document(f"{part.name}:{number}", _field(row, text_key, f"{part.name}:{number}"))
+
+
+def _extra(module: str, field: str, source: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise UserError(
+            field, source, f"needs {package}, which is not installed", "pip install 'phalanx[data]'"
+        ) from None
+
+
+def _unreadable(field: str, path: str, error: OSError) -> UserError:
+    return UserError(
+        field, path, f"cannot be read: {error.strerror or error}", "check the path and its permissions"
+    )

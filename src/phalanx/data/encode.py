@@ -1,0 +1,130 @@
+"""Documents through a tokenizer into .bin/.idx pairs, as fast as all cores allow.
+
+`tokenizers` encodes a batch in threads of its own and without the interpreter's lock, so one process is enough: here
+reading, encoding and writing overlap.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.data.corpus import Document
+from phalanx.data.indexed import IndexedWriter, token_dtype
+from phalanx.data.tokenizer import Tokenizer
+
+CHUNK_CHARACTERS = 4_000_000
+PIECE_CHARACTERS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What has been written."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    """Bytes of the text in UTF-8."""
+
+
+Progress = Callable[[Counts], None]
+
+
+def limit_threads(workers: int) -> None:
+    """Let `tokenizers` use so many threads (0: one per core). It has no other switch, and reads this one at its first use."""
+    if workers > 0:
+        os.environ["RAYON_NUM_THREADS"] = str(workers)
+
+
+def encode(
+    documents: Iterable[Document], tokenizer: Tokenizer, chunk: int = CHUNK_CHARACTERS
+) -> Iterator[tuple[Document, np.ndarray]]:
+    """Each document with its ids, int32 [tokens], in order and without an end token; `chunk` characters at a time."""
+    with ThreadPoolExecutor(1) as background:
+        waiting: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
+        for group in _groups(documents, chunk):
+            waiting.append((group, background.submit(_encode, group, tokenizer)))
+            if len(waiting) > 1:
+                done, future = waiting.popleft()
+                yield from zip(done, future.result(), strict=True)
+        for done, future in waiting:
+            yield from zip(done, future.result(), strict=True)
+
+
+def write_pairs(
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    prefixes: Sequence[Path],
+    choose: Callable[[Document], int] = lambda document: 0,
+    end: bool = True,
+    progress: Progress | None = None,
+) -> list[Counts]:
+    """Write every document to the pair that `choose` says, followed by the end token if `end`; how much went to each.
+
+    Nothing is left under the prefixes if it fails. Errors of the file system are raised as they are (OSError).
+    """
+    dtype = token_dtype(tokenizer.vocab)
+    tail = np.array([tokenizer.end] if end else [], np.int32)
+    counts = [Counts() for _ in prefixes]
+    with ExitStack() as stack:
+        writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
+        for document, ids in encode(documents, tokenizer):
+            which = choose(document)
+            writers[which].add(np.concatenate([ids, tail]))
+            counts[which] = _plus(counts[which], document, ids.size + tail.size)
+            if progress is not None:
+                progress(_sum(counts))
+    return counts
+
+
+def _plus(counts: Counts, document: Document, tokens: int) -> Counts:
+    text = document.text
+    size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    return Counts(counts.documents + 1, counts.tokens + tokens, counts.text_bytes + size)
+
+
+def _sum(counts: Sequence[Counts]) -> Counts:
+    return Counts(*(sum(getattr(c, name) for c in counts) for name in ("documents", "tokens", "text_bytes")))
+
+
+def _groups(documents: Iterable[Document], chunk: int) -> Iterator[list[Document]]:
+    group: list[Document] = []
+    size = 0
+    for document in documents:
+        group.append(document)
+        size += len(document.text)
+        if size >= chunk:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _encode(group: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
+    pieces = [cut(document.text) for document in group]
+    ids = iter(tokenizer.encode_batch([piece for of_one in pieces for piece in of_one]))
+    return [
+        np.concatenate([next(ids) for _ in of_one]) if len(of_one) > 1 else next(ids) for of_one in pieces
+    ]
+
+
+def cut(text: str, size: int = PIECE_CHARACTERS) -> list[str]:
+    """A long text in pieces of about `size` characters, each but the last ending with a line or else a word.
+
+    One text is encoded by one thread and takes a hundred times its size in memory, which a book in one file would not fit.
+    """
+    pieces = []
+    begin = 0
+    while len(text) - begin > size:
+        stop = text.rfind("\n", begin, begin + size) + 1 or text.rfind(" ", begin + 1, begin + size)
+        stop = stop if stop > begin else begin + size
+        pieces.append(text[begin:stop])
+        begin = stop
+    return [*pieces, text[begin:]]

@@ -1,0 +1,221 @@
+"""Megatron's .bin/.idx pair: all tokens in one flat file, and where each document begins in the other.
+
+The index, little-endian: magic "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 sequences n | u64 document entries d
+| int32 lengths [n], in tokens | int64 pointers [n], in bytes | int64 documents [d], first sequence of each, then n.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import os
+import struct
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from phalanx.spec.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+VERSION = 1
+DTYPES: dict[int, type[np.integer]] = {
+    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
+}  # fmt: skip
+UINT16_VOCAB = 65_500
+FIELD = "data.train"
+
+
+def token_dtype(vocab: int) -> np.dtype:
+    """The narrowest of Megatron's types for a vocabulary: uint16 below 65,500 ids, else int32."""
+    return np.dtype(np.uint16 if vocab < UINT16_VOCAB else np.int32)
+
+
+def prefix_of(source: str) -> str | None:
+    """The prefix of a .bin/.idx pair that `source` names, with or without its suffix; None if it names none."""
+    path = os.path.expanduser(source)
+    stem, suffix = os.path.splitext(path)
+    if suffix in (".bin", ".idx"):
+        return stem
+    return path if os.path.isfile(f"{path}.bin") or os.path.isfile(f"{path}.idx") else None
+
+
+class IndexedWriter:
+    """Writes a pair document by document. Neither file has its name before all is written; a failure leaves nothing.
+
+    Use as a context manager. Errors of the file system are raised as they are (OSError).
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+        self.prefix, self.dtype = str(prefix), np.dtype(dtype)
+        self.lengths = array.array("i")
+        self.tokens = 0
+        self._largest = int(np.iinfo(self.dtype).max)
+        self._aside = f"{self.prefix}.{os.getpid()}.partial"
+        self._bin = open(f"{self._aside}.bin", "wb", buffering=1 << 20)  # noqa: SIM115 -- closed by __exit__
+
+    def add(self, ids: np.ndarray) -> None:
+        """Append a document's ids [tokens]. Raises ValueError if one does not fit the type of the file."""
+        if ids.size and (int(ids.max()) > self._largest or int(ids.min()) < 0):
+            raise ValueError(f"token ids {ids.min()}..{ids.max()} do not fit {self.dtype}")
+        self._bin.write(np.ascontiguousarray(ids, self.dtype).data)
+        self.lengths.append(ids.size)
+        self.tokens += ids.size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._bin.close()
+            if kind is None:
+                lengths = np.frombuffer(self.lengths, np.int32) if self.lengths else np.empty(0, np.int32)
+                write_index(f"{self._aside}.idx", lengths, self.dtype)
+                os.replace(f"{self._aside}.bin", f"{self.prefix}.bin")
+                os.replace(f"{self._aside}.idx", f"{self.prefix}.idx")
+        finally:
+            for suffix in (".bin", ".idx"):
+                Path(self._aside + suffix).unlink(missing_ok=True)
+
+
+def write_index(path: str | Path, lengths: np.ndarray, dtype: np.dtype, first: int = 0) -> None:
+    """Write the .idx of documents that lie one after the other; `lengths` [n] and `first`, where they begin, in tokens."""
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths + first
+    code = next(code for code, kind in DTYPES.items() if np.dtype(kind) == dtype)
+    with open(path, "wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
+        file.write(np.ascontiguousarray(lengths, "<i4").data)
+        file.write((starts * dtype.itemsize).astype("<i8").data)
+        file.write(np.arange(len(lengths) + 1, dtype="<i8").data)
+
+
+class IndexedDataset:
+    """A pair, memory-mapped. `tokens` [all] is the flat file; document i is tokens[offsets[i]:offsets[i + 1]].
+
+    Raises UserError (under `field`) if a file is missing, truncated, or not such a file.
+    """
+
+    def __init__(self, prefix: str | Path, field: str = FIELD) -> None:
+        self.prefix = str(prefix)
+        for suffix in (".idx", ".bin"):
+            if not os.path.isfile(self.prefix + suffix):
+                raise UserError(
+                    field, self.prefix, f"has no {suffix} file", "give the prefix of a .bin/.idx pair"
+                )
+        try:
+            dtype, lengths, pointers, documents = _read_index(self.prefix, field)
+            self.offsets = _offsets(self.prefix, field, dtype, lengths, pointers, documents)
+            self.tokens = _map_tokens(self.prefix, field, dtype, int(self.offsets[-1]))
+        except OSError as error:
+            raise UserError(
+                field, self.prefix, f"cannot be read: {error.strerror}", "check its permissions"
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def size(self) -> int:
+        """Tokens in all documents."""
+        return int(self.offsets[-1] - self.offsets[0])
+
+    def document(self, index: int) -> np.ndarray:
+        """The ids of document `index`, [tokens], a view of the file."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    def fingerprint(self) -> str:
+        """A name for the content: counts, and samples from all over both files. Moving the files does not change it."""
+        digest = hashlib.blake2b(f"{self.tokens.dtype} {len(self)} {self.size}".encode(), digest_size=16)
+        kept = self.tokens[self.offsets[0] : self.offsets[-1]]
+        for values in (kept, self.offsets - self.offsets[0]):
+            for start in np.linspace(0, max(0, len(values) - 1024), num=64, dtype=np.int64):
+                digest.update(np.ascontiguousarray(values[start : start + 1024]).data)
+        return digest.hexdigest()
+
+
+def _read_index(prefix: str, field: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    path, size = f"{prefix}.idx", os.path.getsize(f"{prefix}.idx")
+    with open(path, "rb") as file:
+        head = file.read(HEADER.size)
+    if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
+        raise _broken(field, path, "is not a Megatron index: its first bytes are not MMIDIDX")
+    if len(head) < HEADER.size:
+        raise _broken(field, path, f"is truncated: {size} bytes, and the header alone has {HEADER.size}")
+    _, version, code, sequences, entries = HEADER.unpack(head)
+    if version != VERSION:
+        raise _broken(field, path, f"is version {version} of the format; version {VERSION} is known")
+    if code not in DTYPES:
+        raise _broken(
+            field, path, f"has tokens of unknown type code {code}; known: {', '.join(map(str, DTYPES))}"
+        )
+    need = HEADER.size + 12 * sequences + 8 * entries
+    if size < need:
+        raise _broken(field, path, f"is truncated: {size:,} bytes, and {sequences:,} sequences need {need:,}")
+    raw = np.memmap(path, np.uint8, "r")
+    ends = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * entries])
+    lengths, pointers, documents = (
+        np.frombuffer(raw[start:stop], kind)
+        for start, stop, kind in zip(ends, ends[1:], ("<i4", "<i8", "<i8"), strict=False)
+    )
+    return np.dtype(DTYPES[code]), lengths, pointers, documents
+
+
+def _offsets(
+    prefix: str, field: str, dtype: np.dtype, lengths: np.ndarray, pointers: np.ndarray, documents: np.ndarray
+) -> np.ndarray:
+    """Where each document begins in the flat file, in tokens: int64 [documents + 1]."""
+    path, sequences = f"{prefix}.idx", len(lengths)
+    if (
+        not len(documents)
+        or documents[0] != 0
+        or documents[-1] != sequences
+        or (np.diff(documents) < 0).any()
+    ):
+        raise _broken(field, path, f"has no rising list of documents from 0 to its {sequences:,} sequences")
+    starts = np.empty(sequences + 1, np.int64)
+    starts[0] = pointers[0] // dtype.itemsize if sequences else 0
+    np.cumsum(lengths, out=starts[1:])
+    starts[1:] += starts[0]
+    if (lengths < 0).any() or not np.array_equal(starts[:-1] * dtype.itemsize, pointers):
+        raise _broken(field, path, "has sequences that do not lie one after the other in the .bin file")
+    return starts[documents]
+
+
+def _map_tokens(prefix: str, field: str, dtype: np.dtype, tokens: int) -> np.ndarray:
+    path, size = f"{prefix}.bin", os.path.getsize(f"{prefix}.bin")
+    if size < tokens * dtype.itemsize:
+        raise _broken(
+            field, path, f"is truncated: {size:,} bytes, and the index needs {tokens * dtype.itemsize:,}"
+        )
+    return np.memmap(path, dtype, "r", shape=(tokens,)) if tokens else np.empty(0, dtype)
+
+
+def _broken(field: str, path: str, problem: str) -> UserError:
+    return UserError(
+        field,
+        path,
+        problem,
+        "write the pair again, with `phalanx data prepare` or Megatron's preprocess_data.py",
+    )
+
+
+def cut_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail: str | Path) -> None:
+    """Make two pairs of one: the last `fraction` of its tokens as `tail`, those before as `head`. No token is copied.
+
+    Their .bin files are links to the dataset's. Raises UserError if there are not two tokens to divide.
+    """
+    if dataset.size < 2:
+        raise UserError(
+            FIELD, dataset.prefix, "is too small to hold anything out", "give more text, or data.held_out"
+        )
+    begin, end = int(dataset.offsets[0]), int(dataset.offsets[-1])
+    at = end - min(max(1, round(dataset.size * fraction)), dataset.size - 1)
+    inside = dataset.offsets[1:-1]
+    for prefix, first, last in ((head, begin, at), (tail, at, end)):
+        bounds = np.array([first, *inside[(inside > first) & (inside < last)], last])
+        write_index(f"{prefix}.idx", np.diff(bounds), dataset.tokens.dtype, first)
+        os.symlink(os.path.abspath(f"{dataset.prefix}.bin"), f"{prefix}.bin")

@@ -1,0 +1,263 @@
+"""Tokens to batches: documents shuffled, packed end to end, cut into sequences; the same batches at any number of ranks.
+
+Symbols: B rows of a batch, T tokens of a sequence. An epoch is all documents in a shuffled order, one after the other;
+sequence s of it has inputs [sT, sT + T) and targets one further. What does not fill a sequence at its end is dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+
+from phalanx.data.indexed import IndexedDataset
+from phalanx.spec.errors import UserError
+
+IGNORED = -100
+"""The target of a position that has none; torch's cross_entropy leaves it out."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens: np.ndarray
+    """Inputs, int64 [B, T]."""
+    targets: np.ndarray
+    """The token after each input, int64 [B, T]; -100 where there is none."""
+    starts: np.ndarray | None
+    """For each position, where in its row its document begins, int32 [B, T]; None if plain causal attention is right."""
+
+
+class Steps(Protocol):
+    """What gives the batch of a step: a Loader or a StreamingLoader."""
+
+    def step(self, number: int) -> Batch:
+        """This rank's rows of global step `number`."""
+
+
+def gather(
+    tokens: np.ndarray, begins: np.ndarray, shifts: np.ndarray, first: np.ndarray, sequence: int, mask: bool
+) -> Batch:
+    """Cut rows out of a stream whose documents lie elsewhere in `tokens`.
+
+    Document d takes the stream from begins[d] to begins[d + 1] (int64 [documents + 1]), and lies in `tokens` at
+    stream position + shifts[d] (int64 [documents]). Row b starts at stream position first[b] (int64 [B]) and needs
+    T + 1 tokens. `mask` asks for `starts`.
+    """
+    rows, width = len(first), sequence + 1
+    head = np.searchsorted(begins, first, side="right") - 1
+    tail = np.searchsorted(begins, first + sequence, side="right") - 1
+    # A piece is the part of one document that is in one row; all rows' pieces lie one after the other.
+    pieces = tail - head + 1
+    row = np.repeat(np.arange(rows), pieces)
+    document = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces - head, pieces)
+    start = np.maximum(begins[document] - first[row], 0)
+    stop = np.minimum(begins[document + 1] - first[row], width)
+    length = stop - start
+    where = np.repeat(shifts[document] + first[row] - row * width, length)
+    where += np.arange(rows * width)
+    cut = tokens[where].reshape(rows, width)
+    starts = None
+    if mask and ((start > 0) & (start < sequence)).any():
+        starts = np.repeat(start.astype(np.int32), length).reshape(rows, width)[:, :-1]
+    return Batch(cut[:, :-1].astype(np.int64), cut[:, 1:].astype(np.int64), starts)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The order of one epoch."""
+
+    begins: np.ndarray
+    """Where each document of the shuffled stream begins, int64 [documents + 1]."""
+    shifts: np.ndarray
+    """What leads from a position in the stream to one in the file, int64 [documents]."""
+    order: np.ndarray
+    """The order in which its sequences are seen, int64 [sequences]."""
+
+
+def shuffle(offsets: np.ndarray, sequence: int, seed: int, epoch: int) -> Epoch:
+    """The order of epoch `epoch`; `offsets` int64 [documents + 1] is where documents begin in the file."""
+    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    documents = generator.permutation(len(offsets) - 1)
+    begins = np.zeros(len(offsets), np.int64)
+    np.cumsum(np.diff(offsets)[documents], out=begins[1:])
+    order = generator.permutation((int(begins[-1]) - 1) // sequence)
+    return Epoch(begins, offsets[:-1][documents] - begins[:-1], order)
+
+
+class Loader:
+    """This rank's share of every global step, by random access: no state but the step number.
+
+    Sequence i of step n is number g = n * sequences_per_step + i of the run; g // sequences_per_epoch is its epoch.
+    Raises UserError if the data does not fill one sequence.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        sequence: int,
+        sequences_per_step: int,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+        mask_documents: bool = True,
+    ) -> None:
+        self.dataset, self.sequence, self.seed, self.mask = dataset, sequence, seed, mask_documents
+        self.sequences_per_step = sequences_per_step
+        self.rows = share(sequences_per_step, rank, ranks)
+        self.sequences_per_epoch = (dataset.size - 1) // sequence
+        if self.sequences_per_epoch < 1:
+            raise UserError(
+                "data.train", dataset.prefix,
+                f"has {dataset.size:,} tokens, and one sequence of {sequence:,} with its target needs {sequence + 1:,}",
+                "give more text, or lower training.sequence",
+            )  # fmt: skip
+        self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle(dataset.offsets, sequence, seed, epoch))
+
+    def step(self, number: int) -> Batch:
+        """This rank's rows of global step `number`: [sequences_per_step / ranks, T]."""
+        wanted = number * self.sequences_per_step + self.rows
+        epochs, index = np.divmod(wanted, self.sequences_per_epoch)
+        return stack([self._rows(int(epoch), index[epochs == epoch]) for epoch in np.unique(epochs)])
+
+    def _rows(self, number: int, index: np.ndarray) -> Batch:
+        epoch = self._epoch(number)
+        first = epoch.order[index] * self.sequence
+        return gather(self.dataset.tokens, epoch.begins, epoch.shifts, first, self.sequence, self.mask)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Where the run is before step `step`, for a checkpoint (JSON-able)."""
+        epoch, position = divmod(step * self.sequences_per_step, self.sequences_per_epoch)
+        tokens = step * self.sequences_per_step * self.sequence
+        return {"epoch": epoch, "position": position, "tokens": tokens, **self._identity}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise UserError if a checkpoint was made with other data, or with the data cut or shuffled in another way."""
+        check_identity(self._identity, state)
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "sequence": self.sequence,
+            "sequences_per_step": self.sequences_per_step,
+            "fingerprint": self.dataset.fingerprint(),
+        }
+
+
+def share(sequences: int, rank: int, ranks: int) -> np.ndarray:
+    """The rows of a global batch that are this rank's: a contiguous block, int64 [sequences / ranks].
+
+    Raises UserError if the ranks cannot share the batch evenly.
+    """
+    if sequences % ranks:
+        raise UserError(
+            "training.tokens_per_step", None, f"is {sequences} sequences, which {ranks} ranks cannot share evenly",
+            f"make it a multiple of {ranks} sequences",
+        )  # fmt: skip
+    return np.arange(rank * (sequences // ranks), (rank + 1) * (sequences // ranks))
+
+
+def stack(batches: list[Batch]) -> Batch:
+    """The rows of several batches, one after the other."""
+    if len(batches) == 1:
+        return batches[0]
+    starts = None
+    if any(batch.starts is not None for batch in batches):
+        starts = np.concatenate(
+            [np.zeros_like(b.tokens, np.int32) if b.starts is None else b.starts for b in batches]
+        )
+    return Batch(
+        np.concatenate([b.tokens for b in batches]), np.concatenate([b.targets for b in batches]), starts
+    )
+
+
+def check_identity(mine: dict[str, Any], state: dict[str, Any]) -> None:
+    """Raise UserError at the first value of `mine` that a checkpoint's state has otherwise."""
+    fields = {
+        "seed": "training.seed",
+        "sequence": "training.sequence",
+        "sequences_per_step": "training.tokens_per_step",
+    }
+    for name, value in mine.items():
+        if state.get(name) != value:
+            raise UserError(
+                fields.get(name, "data.train"), value, f"is not what the checkpoint was made with ({state.get(name)!r})",
+                "resume with the data and settings of that run, or start a new one",
+            )  # fmt: skip
+
+
+def evaluation_batches(
+    dataset: IndexedDataset,
+    sequence: int,
+    sequences_per_batch: int,
+    rank: int = 0,
+    ranks: int = 1,
+    limit_tokens: int = 0,
+    mask_documents: bool = True,
+) -> Iterator[Batch]:
+    """The held-out tokens once, in order: batches of this rank, [sequences_per_batch, T].
+
+    Every token but the first is a target exactly once over all ranks; `limit_tokens` above 0 stops after so many.
+    All ranks get the same number of batches; the rest of the last ones has targets of -100.
+    """
+    targets = dataset.size - 1
+    targets = min(targets, limit_tokens) if limit_tokens > 0 else targets
+    if targets < 1:
+        raise UserError(
+            "data.held_out", dataset.prefix, "has no tokens to evaluate on", "give more text to hold out"
+        )
+    origin, last = int(dataset.offsets[0]), int(dataset.offsets[-1]) - 1
+    begins = dataset.offsets - origin
+    per_round = sequences_per_batch * ranks
+    for first_row in range(0, -(-targets // sequence), per_round):
+        rows = first_row + rank * sequences_per_batch + np.arange(sequences_per_batch)
+        where = rows[:, None] * sequence + np.arange(sequence + 1)
+        inside = np.minimum(where, last - origin)
+        cut = dataset.tokens[inside + origin].astype(np.int64)
+        starts = None
+        if mask_documents:
+            document = np.searchsorted(begins, inside[:, :-1], side="right") - 1
+            starts = np.maximum(begins[document] - where[:, :1], 0).astype(np.int32)
+        yield Batch(
+            tokens=np.ascontiguousarray(cut[:, :-1]),
+            targets=np.where(where[:, 1:] <= targets, cut[:, 1:], IGNORED),
+            starts=starts if starts is not None and starts.any() else None,
+        )
+
+
+def prefetch(loader: Steps, first_step: int, last_step: int, depth: int = 2) -> Iterator[Batch]:
+    """The batches of steps first_step..last_step - 1, at most `depth` of them prepared ahead in one background thread.
+
+    An error in the thread is raised where the batch would have come. Closing the generator ends the thread.
+    """
+    ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
+    free, closed = threading.Semaphore(depth), threading.Event()
+
+    def work() -> None:
+        try:
+            for number in range(first_step, last_step):
+                free.acquire()
+                if closed.is_set():
+                    return
+                ready.put(loader.step(number))
+        except BaseException as error:
+            ready.put(error)
+
+    thread = threading.Thread(target=work, name="phalanx-data", daemon=True)
+    thread.start()
+    try:
+        for _ in range(first_step, last_step):
+            item = ready.get()
+            free.release()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        closed.set()
+        free.release()
+        thread.join()

@@ -1,0 +1,241 @@
+"""From a DataSpec to token files on disk: train and held-out text, tokenized once and kept in the cache."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.data.corpus import Document, documents, parts, read, split
+from phalanx.data.encode import Progress, limit_threads, write_pairs
+from phalanx.data.indexed import IndexedDataset, cut_tail, prefix_of
+from phalanx.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import DataSpec
+
+RECIPE = 1
+"""Raise it when the same text would be written otherwise: it is part of the cache's key."""
+MARK = "complete.json"
+WHOLE_CHECK_TOKENS = 20_000_000
+STREAMING_HELD_OUT_DOCUMENTS = 1000
+
+
+@dataclass(frozen=True)
+class Prepared:
+    train: str
+    """Prefix of the .bin/.idx pair to train on; "" where data.streaming tokenizes during training."""
+    held_out: str
+    """Prefix of the pair to evaluate on."""
+    tokenizer: str
+    """Path of the tokenizer.json."""
+
+
+def prepare(data: DataSpec, progress: Progress | None = None, workers: int = 0) -> Prepared:
+    """Tokenize what `data` describes, unless the cache has it from an earlier run; `workers` threads (0: one per core).
+
+    The cache's key is the names, sizes and times of all files, the tokenizer and the split (of a dataset on the hub,
+    the name only). It is complete or absent: it is written aside and renamed, and of two runs at once the first wins.
+    Raises UserError for anything wrong with the sources, the tokenizer or the cache.
+    """
+    check(data)
+    limit_threads(workers)
+    cache = Path(data.cache).expanduser()
+    final = cache / _fingerprint(data)
+    try:
+        if not (final / MARK).is_file():
+            cache.mkdir(parents=True, exist_ok=True)
+            aside = Path(tempfile.mkdtemp(prefix=f"{final.name}.", suffix=".partial", dir=cache))
+            try:
+                _write(data, aside, progress)
+                _publish(aside, final)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        raise _cache_error(data.cache, error) from None
+    # A pair of the user's is read where it lies, but for its end where that is held out.
+    train = _pair(data.train, "data.train") if data.held_out else None
+    train = "" if data.streaming else train or str(final / "train")
+    held_out = _pair(data.held_out, "data.held_out") or str(final / "held_out")
+    return Prepared(train, held_out, str(final / "tokenizer.json"))
+
+
+def check(data: DataSpec) -> None:
+    """Look at every source and at the tokenizer, quickly. Raises UserError for the first thing that cannot work."""
+    tokenizer = None if data.tokenizer == "bpe" else _tokenizer(data)
+    for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
+        if not sources and field == "data.held_out":
+            continue
+        prefix = _pair(sources, field)
+        if prefix is None:
+            next(documents(sources, data.text_key, field))
+        elif tokenizer is None:
+            raise UserError(
+                "data.tokenizer", data.tokenizer, f"cannot be trained from tokens, and {field} is the pair {prefix}",
+                'give the tokenizer.json the tokens were made with, or "bytes"',
+            )  # fmt: skip
+        elif data.streaming and field == "data.train":
+            raise UserError(
+                "data.streaming", True, f"{prefix} is tokens already", "set data.streaming = false"
+            )
+        else:
+            check_vocabulary(IndexedDataset(prefix, field), tokenizer, field)
+    _check_overlap(data)
+
+
+def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
+    """Raise UserError if a token of the dataset is no id of the tokenizer; of a large one, samples from all over it."""
+    tokens = dataset.tokens
+    if len(tokens) > WHOLE_CHECK_TOKENS:
+        begins = np.linspace(0, len(tokens) - 65_536, num=128, dtype=np.int64)
+        tokens = np.concatenate([tokens[begin : begin + 65_536] for begin in begins])
+    low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
+    if low < 0 or high >= tokenizer.vocab:
+        raise UserError(
+            field, dataset.prefix, f"has token id {high if low >= 0 else low}, and the tokenizer has ids 0 to {tokenizer.vocab - 1}",
+            "give the tokenizer that these tokens were made with",
+        )  # fmt: skip
+
+
+def _check_overlap(data: DataSpec) -> None:
+    if not data.held_out or _pair(data.train, "data.train") or _pair(data.held_out, "data.held_out"):
+        return
+    train = {os.path.realpath(part.path) for part in parts(data.train, "data.train")}
+    for part in parts(data.held_out, "data.held_out"):
+        if os.path.realpath(part.path) in train:
+            raise UserError("data.held_out", part.path, "is in data.train too", "leave it out of one of them")
+
+
+def _pair(sources: Sequence[str], field: str) -> str | None:
+    """The prefix that `sources` is, or None if they are text."""
+    found = [prefix for source in sources if (prefix := prefix_of(source)) is not None]
+    if found and len(sources) > 1:
+        raise UserError(
+            field,
+            list(sources),
+            "has a .bin/.idx pair beside other sources",
+            "give one pair alone; merge pairs into one first",
+        )
+    return found[0] if found else None
+
+
+def _tokenizer(data: DataSpec) -> Tokenizer:
+    if data.tokenizer == "bytes":
+        return byte_tokenizer()
+    if data.tokenizer == "bpe":
+        return train_bpe(_training_texts(data), data.tokenizer_vocab)
+    return load_tokenizer(data.tokenizer)
+
+
+def _training_texts(data: DataSpec) -> Iterator[str]:
+    """Training text, its files in the order of their hashes, so that the beginning is a sample of the whole."""
+    everything = sorted(
+        parts(data.train), key=lambda part: hashlib.blake2b(part.name.encode("utf-8", "replace")).digest()
+    )
+    found = (document for part in everything for document in read(part, data.text_key))
+    return (document.text for document in found if not _held_out(data, document))
+
+
+def _held_out(data: DataSpec, document: Document) -> bool:
+    return not data.held_out and split(document.name, data.held_out_fraction)
+
+
+def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
+    """Fill a cache folder: tokenizer.json, and the pairs `train` and `held_out` that are not the user's own."""
+    tokenizer = _tokenizer(data)
+    tokenizer.save(folder / "tokenizer.json")
+    train, held_out = folder / "train", folder / "held_out"
+    pair = _pair(data.train, "data.train")
+    if data.held_out:
+        if _pair(data.held_out, "data.held_out") is None:
+            write_pairs(
+                documents(data.held_out, data.text_key, "data.held_out"),
+                tokenizer,
+                [held_out],
+                progress=progress,
+            )
+        if pair is None and not data.streaming:
+            write_pairs(documents(data.train, data.text_key), tokenizer, [train], progress=progress)
+    elif pair is not None:
+        cut_tail(IndexedDataset(pair), data.held_out_fraction, train, held_out)
+    elif data.streaming:
+        _write_first_held_out(data, tokenizer, held_out, progress)
+    else:
+        _write_split(data, tokenizer, folder, progress)
+    (folder / MARK).write_text(data.model_dump_json(indent=1))
+
+
+def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: Progress | None) -> None:
+    """Hold documents out by their names; of so few that none or all would be held out, the end of the text instead."""
+    prefixes = [folder / "train", folder / "held_out"]
+    text = documents(data.train, data.text_key)
+    counts = write_pairs(
+        text, tokenizer, prefixes, lambda document: int(_held_out(data, document)), progress=progress
+    )
+    if not all(count.documents for count in counts):
+        for prefix in prefixes:
+            Path(f"{prefix}.bin").unlink()
+        write_pairs(documents(data.train, data.text_key), tokenizer, [folder / "all"], progress=progress)
+        cut_tail(IndexedDataset(folder / "all"), data.held_out_fraction, *prefixes)
+
+
+def _write_first_held_out(
+    data: DataSpec, tokenizer: Tokenizer, prefix: Path, progress: Progress | None
+) -> None:
+    """The first held-out documents only: a stream may be endless."""
+    held_out = (document for document in documents(data.train, data.text_key) if _held_out(data, document))
+    (counts,) = write_pairs(
+        islice(held_out, STREAMING_HELD_OUT_DOCUMENTS), tokenizer, [prefix], progress=progress
+    )
+    if not counts.documents:
+        raise UserError(
+            "data.held_out",
+            None,
+            "no document of data.train is held out: it has too few",
+            "give data.held_out",
+        )
+
+
+def _publish(aside: Path, final: Path) -> None:
+    try:
+        aside.rename(final)
+    except OSError:
+        if not (final / MARK).is_file():
+            raise
+
+
+def _fingerprint(data: DataSpec) -> str:
+    key = data.model_dump(mode="json", exclude={"cache", "mask_documents"})
+    for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
+        prefix = _pair(sources, field)
+        if prefix is not None:
+            sources = [f"{prefix}.idx", f"{prefix}.bin"]
+        found = parts(sources, field) if sources else []
+        key[field] = [
+            (part.kind, os.path.abspath(part.path), part.name, part.size, part.changed) for part in found
+        ]
+    if data.tokenizer not in ("bpe", "bytes"):
+        key["tokenizer"] = hashlib.sha256(load_tokenizer(data.tokenizer).to_json().encode()).hexdigest()
+    return hashlib.sha256(json.dumps([RECIPE, key]).encode("utf-8", "replace")).hexdigest()[:20]
+
+
+def _cache_error(cache: str, error: OSError) -> UserError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            "data.cache", cache, "its disk is full", "free some space, or put data.cache on another disk"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return UserError(
+            "data.cache", cache, "cannot be written", "name a directory in data.cache that you may write to"
+        )
+    return UserError(
+        "data.cache", cache, f"cannot be used: {error.strerror or error}", "name another directory"
+    )
