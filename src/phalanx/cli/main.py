@@ -7,6 +7,7 @@ import sys
 import typer
 
 from phalanx import __version__
+from phalanx.cli import train
 from phalanx.spec.errors import UserError
 
 app = typer.Typer(
@@ -30,6 +31,9 @@ def _root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version and exit."),
 ) -> None:
     pass
+
+
+app.command("train")(train.train)
 
 
 def main() -> None:

@@ -19,12 +19,13 @@ class Router(nn.Module):
         super().__init__()
         self.moe = moe
         self.gate = nn.Linear(spec.width, moe.experts, bias=False)
-        self.register_buffer("load", torch.zeros(moe.experts), persistent=False)  # tokens per expert since last reset
+        # Tokens per expert since the last reset.
+        self.register_buffer("load", torch.zeros(moe.experts), persistent=False)
         if moe.bias_update_rate:
             self.register_buffer("bias", torch.zeros(moe.experts))
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The experts' weights [B, T, k], the experts [B, T, k], and the auxiliary loss summed over tokens (scalar)."""
+        """The experts' weights [B, T, k], the experts [B, T, k], and the auxiliary loss summed over tokens."""
         logits = self.gate(x_BTD)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         score = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
@@ -42,11 +43,11 @@ class Router(nn.Module):
         return weights, chosen, balance_loss(self.moe, share, load_BE) + z_loss(self.moe, logits)
 
     @torch.no_grad()
-    def rebalance(self) -> None:
-        """Raise the bias of experts with less than their share of `load`, lower that of the others; reset `load`.
-
-        `load` must hold the tokens of the whole global batch (arXiv 2408.15664, algorithm 1)."""
-        if self.moe.bias_update_rate:
+    def rebalance(self, apply: bool = True) -> None:
+        """Raise the bias of experts with less than their share of `load`, lower that of the others; reset
+        `load`, which must hold the tokens of the whole global batch (arXiv 2408.15664, algorithm 1). Without
+        `apply` it is only reset."""
+        if apply and self.moe.bias_update_rate:
             self.bias += self.moe.bias_update_rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
 
@@ -54,7 +55,8 @@ class Router(nn.Module):
 def balance_loss(moe: MoESpec, share_BTE: Tensor, load_BE: Tensor) -> Tensor:
     """a E sum_i f_i P_i (Switch Transformer, arXiv 2101.03961, eq. 4), times the tokens it is measured over.
 
-    f_i is the share of choices that went to expert i, P_i the mean router probability: 1 x a per token if balanced.
+    f_i is the share of choices that went to expert i, P_i the mean router probability: 1 x a per token if
+    balanced.
     """
     if moe.balance_over == "micro_batch":
         share_BTE, load_BE = share_BTE.flatten(0, 1)[None], load_BE.sum(0, keepdim=True)
@@ -91,8 +93,8 @@ class Experts(nn.Module):
 
 
 def _grouped_runs(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch has a grouped matrix product for this dtype and device: bf16 everywhere, fp32 on the CPU; its
-    kernels want rows of whole 16 bytes."""
+    """Whether torch has a grouped matrix product for this dtype and device: bf16 everywhere, fp32 on the CPU;
+    its kernels want rows of whole 16 bytes."""
     dtypes = (torch.bfloat16, torch.float32) if x.device.type == "cpu" else (torch.bfloat16,)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
     return hasattr(F, "grouped_mm") and x.dtype in dtypes and aligned

@@ -1,0 +1,75 @@
+"""`phalanx train`: check everything, prepare the data, start the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import load_run
+from phalanx.spec.run import RunSpec
+
+
+def train(
+    run: Annotated[Path, typer.Argument(help="A run file, or the directory of a run to continue.", metavar="RUN.toml")],
+    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine; by default one per GPU, or one.", min=1)] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a field, e.g. training.steps=200.", metavar="KEY=VALUE")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print what would run, as TOML, and exit.")] = False,
+) -> None:
+    """Train a model as a run file describes it.
+
+    Defaults < the file < environment (PHALANX_TRAINING__STEPS=200) < --set.
+
+    Examples:
+
+        phalanx train run.toml
+
+        phalanx train run.toml --nproc 2 --set training.steps=200 --set name=short
+
+        phalanx train run.toml --resume
+
+        torchrun --nproc-per-node 8 -m phalanx.train run.toml
+    """
+    described = _load(run, set_ or [])
+    if print_config:
+        print(_config(described, nproc))
+        return
+    raise typer.Exit(_run(described, nproc, resume))
+
+
+def _load(path: Path, overrides: list[str]) -> RunSpec:
+    if path.is_dir():
+        path = path / "run.toml"
+        if not path.is_file():
+            raise UserError("run directory", str(path.parent), "has no run.toml", "give a run file")
+    return load_run(path, overrides)
+
+
+def _config(run: RunSpec, nproc: int | None) -> str:
+    from phalanx.spec.run import batch
+    from phalanx.train.setup import to_toml
+
+    ranks = nproc or run.cluster.nproc or 1
+    cut = batch(run, ranks * run.cluster.nodes)
+    note = f"# on {ranks * run.cluster.nodes} rank(s): {cut.micro_batch} sequences x {cut.dp} x {cut.accumulation} accumulated"
+    return f"{note}\n{to_toml(run)}".rstrip()
+
+
+def _run(run: RunSpec, nproc: int | None, resume: bool) -> int:
+    from phalanx.cli.preparing import preparing
+    from phalanx.train.setup import check_run, set_up
+
+    check_run(run, nproc or run.cluster.nproc or 1, resume)  # before torch is imported, which takes a second
+    from phalanx.train.launch import choose_nproc, spawn
+
+    ranks = choose_nproc(run, nproc)
+    with preparing() as progress:
+        directory = set_up(run, ranks, resume, progress)
+    if ranks > 1:
+        return spawn(directory, ranks)
+    from phalanx.train.worker import work
+
+    return work(directory, [], resume)

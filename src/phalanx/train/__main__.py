@@ -1,0 +1,28 @@
+"""`torchrun -m phalanx.train RUN.toml [--set KEY=VALUE ...] [--resume]`: one rank of a run."""
+
+from __future__ import annotations
+
+import argparse
+import traceback
+from pathlib import Path
+
+from phalanx.train.launch import leave
+from phalanx.train.worker import work
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("phalanx.train", description="Train on this rank (started by torchrun or phalanx train).")
+    parser.add_argument("run", type=Path, help="a run file, or a run directory to continue")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a field of the run file")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
+    arguments = parser.parse_args()
+    try:
+        code = work(arguments.run, arguments.set, arguments.resume)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    leave(code)
+
+
+if __name__ == "__main__":  # DCP's background processes import the main module again
+    main()

@@ -1,0 +1,199 @@
+"""Sharded, asynchronous checkpoints by PyTorch's DCP, in safetensors (nothing is pickled), and their return into any
+layout and world size."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from phalanx.parallel.apply import fill, named_parameters
+from phalanx.spec.errors import UserError
+from phalanx.train.manifest import (
+    FORMAT,
+    checkpoints,
+    newest_intact,
+    publish,
+    sha256,
+    step_name,
+    sync,
+    write_synced,
+)
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+class Checkpointer:
+    """Saves beside the training: `save` copies the state and returns; a thread writes, checksums and publishes."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self.directory, self.keep = directory, keep
+        distributed = dist.is_initialized()
+        self.rank = dist.get_rank() if distributed else 0
+        self.world_size = dist.get_world_size() if distributed else 1
+        # Its own group: the thread's collectives must not mix with the training's.
+        self.group = dist.new_group(backend="gloo") if distributed else None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        if self.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            for leftover in directory.glob("*.tmp"):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
+        """Begin to save; waits for the save before it."""
+        self.wait()
+        path = self.directory / f"{step_name(step)}.tmp"
+        if self.rank == 0:
+            path.mkdir(parents=True)
+        self._barrier()
+        random_state = {"torch": torch.get_rng_state().numpy().tobytes().hex()}
+        if torch.cuda.is_available():
+            random_state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+        writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+        saving = dcp.async_save(dict(tensors), storage_writer=writer, process_group=self.group)
+        body = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
+        self._thread = threading.Thread(target=self._finish, args=(path, saving, random_state, body), daemon=True)
+        self._thread.start()
+
+    def _finish(self, path: Path, saving: Any, random_state: dict[str, str], manifest: dict[str, Any]) -> None:
+        try:
+            saving.result()
+            mine = sorted(path.glob(f"shard-{self.rank + 1:05d}-*"))
+            for file in mine:
+                sync(file)
+            record = {"random": random_state, "sha256": {file.name: sha256(file) for file in mine}}
+            write_synced(path / f"rank-{self.rank:05d}.json", json.dumps(record))
+            self._barrier()
+            if self.rank == 0:
+                write_synced(path / "manifest.json", json.dumps(manifest, indent=1))
+                ranks = sorted(path.glob("rank-*.json"))
+                sums = {file.name: sha256(file) for file in [*ranks, path / "manifest.json"]}
+                for file in ranks:
+                    sums |= json.loads(file.read_text())["sha256"]
+                publish(path, sums)
+                for old in checkpoints(self.directory)[self.keep :]:
+                    shutil.rmtree(old)
+        except BaseException as error:  # DCP's CheckpointException is no Exception; `wait` raises it in the main thread
+            self._error = error
+
+    def wait(self) -> None:
+        """Wait until the save under way, if any, is complete. Raises UserError if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise UserError(
+                "checkpoint", str(self.directory), f"could not be written: {_reason(error)}",
+                "free space or check the directory; the checkpoints before it are intact",
+            ) from error  # fmt: skip
+
+    def _barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+
+def _reason(error: BaseException) -> str:
+    failures = getattr(error, "failures", None)  # of a CheckpointException: what each rank met
+    return str(next(iter(failures.values()))[0] if failures else error) or type(error).__name__
+
+
+def newest_checkpoint(directory: Path) -> tuple[Path | None, dict[str, str]]:
+    """`newest_intact`, looked for by rank 0 and told to all."""
+    found: list[Any] = [newest_intact(directory) if not dist.is_initialized() or dist.get_rank() == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    checkpoint, damaged = found[0]
+    return checkpoint, damaged
+
+
+def state_tensors(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """Parameters, buffers and optimizer state under layout-free names."""
+    parameters = dict(named_parameters(module))
+    buffers = {name: b for name, b in module.named_buffers() if name in module.state_dict()}
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in {**parameters, **buffers}.items()}
+    names = {parameter: name for name, parameter in parameters.items()}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):  # SGD without momentum keeps a None
+                    tensors[f"optimizer.{key}.{names[parameter]}"] = value
+    return tensors
+
+
+def load_state(checkpoint: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Load a checkpoint into a model and its optimizers, whatever layout either has.
+
+    Raises UserError if the checkpoint is of another model.
+    """
+    reader = HuggingFaceStorageReader(str(checkpoint))
+    saved = {name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}
+    parameters = dict(named_parameters(module))
+    for optimizer in optimizers:
+        _make_state(optimizer, parameters, saved)
+    tensors = state_tensors(module, optimizers)
+    for name, tensor in tensors.items():
+        if saved.get(name) != tuple(tensor.shape):
+            raise UserError(
+                "checkpoint", str(checkpoint), f"{name} is {list(saved[name]) if name in saved else 'absent'} there "
+                f"and {list(tensor.shape)} in this run", "resume with the model and optimizer that it was saved with",
+            )  # fmt: skip
+    dcp.load(tensors, storage_reader=reader)
+
+
+def _make_state(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], saved: dict[str, tuple[int, ...]]
+) -> None:
+    """Give an optimizer that has not stepped yet the state that a checkpoint holds for it."""
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, shape in saved.items():
+        kind, _, rest = name.partition(".")
+        key, _, parameter_name = rest.partition(".")
+        parameter = parameters.get(parameter_name)
+        if kind == "optimizer" and parameter is not None and id(parameter) in mine:
+            scalar = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter][key] = torch.zeros_like(parameter) if shape else scalar
+
+
+def restore_random_state(checkpoint: Path, rank: int) -> None:
+    """Return this rank's random state; a rank that the checkpoint does not know keeps its fresh one."""
+    path = checkpoint / f"rank-{rank:05d}.json"
+    if not path.exists():
+        return
+    state = {key: bytearray.fromhex(text) for key, text in json.loads(path.read_text())["random"].items()}
+    torch.set_rng_state(torch.frombuffer(state["torch"], dtype=torch.uint8))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(state["cuda"], dtype=torch.uint8))
+
+
+def load_trained(run_directory: Path) -> tuple[Any, nn.Module, Path]:
+    """The run file, the trained model (fp32, on the CPU, one process) and the tokenizer's path of a run directory.
+
+    Raises UserError if there is no intact checkpoint.
+    """
+    from phalanx.model.transformer import Transformer
+    from phalanx.spec.load import load_run
+
+    if not (run_directory / "run.toml").is_file():
+        raise UserError("run directory", str(run_directory), "has no run.toml", "give a directory that phalanx train made")
+    run = load_run(run_directory / "run.toml", environment={})
+    checkpoint, damaged = newest_intact(run_directory / "checkpoints")
+    if checkpoint is None:
+        problem = f"its checkpoints are damaged: {damaged}" if damaged else "has no checkpoint yet"
+        raise UserError("run directory", str(run_directory), problem, "let the run reach its first checkpoint")
+    with torch.device("meta"):
+        module = Transformer(run.model)
+    fill(module, torch.device("cpu"), lambda _, shape: torch.empty(shape))
+    load_state(checkpoint, module, [])
+    return run, module.eval(), run_directory / "tokenizer.json"

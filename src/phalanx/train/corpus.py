@@ -1,0 +1,62 @@
+"""The data of a run as the trainer reads it: indexed tokens, held-out tokens, and what a token weighs in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.data.indexed import IndexedDataset
+from phalanx.data.loader import Loader
+from phalanx.data.prepare import Prepared
+from phalanx.data.tokenizer import load_tokenizer
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Everything a trainer needs from outside but the run file."""
+
+    train: IndexedDataset
+    held_out: IndexedDataset
+    token_bytes: np.ndarray
+    """Bytes of text behind each token id, int32 [V]."""
+    weights: Callable[[str, torch.Size], Tensor] | None = None
+    """Initial weights by parameter name; None draws them."""
+
+    def loader(self, run: RunSpec, sequences: int, rank: int, ranks: int) -> Loader:
+        """This rank's loader of global steps of so many sequences."""
+        training = run.training
+        return Loader(
+            self.train, training.sequence, sequences, training.seed, rank, ranks, mask_documents=run.data.mask_documents
+        )
+
+
+def open_corpus(run: RunSpec, prepared: Prepared) -> Corpus:
+    """Open prepared data.
+
+    Raises UserError if the tokenizer has more tokens than the model has rows.
+    """
+    tokenizer = load_tokenizer(prepared.tokenizer)
+    if tokenizer.vocab > run.model.vocab:
+        raise UserError(
+            "model.vocab", run.model.vocab, f"is less than the tokenizer's {tokenizer.vocab} tokens",
+            f"set model.vocab = {tokenizer.vocab}",
+        )  # fmt: skip
+    return Corpus(
+        IndexedDataset(prepared.train), IndexedDataset(prepared.held_out), tokenizer.token_bytes(), initial_weights(run)
+    )
+
+
+def initial_weights(run: RunSpec) -> Callable[[str, torch.Size], Tensor] | None:
+    """Weights to start from, if the run names a Hugging Face directory."""
+    if run.model.from_hf is None:
+        return None
+    from phalanx.model.hf import hf_weights
+
+    return hf_weights(Path(run.model.from_hf).expanduser())

@@ -1,0 +1,141 @@
+"""Starting ranks, and ending them: one process here, several through torchrun's own agent."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+from phalanx.train.setup import FAILURES
+
+# Without the first, restarted gloo ranks find stale addresses; with the second, glibc returns freed tensors to the
+# system, so that sharding lowers resident memory on a CPU (measured in PyTorch's 2.13 release).
+ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+LAUNCH_TIMEOUT = timedelta(seconds=60)
+
+
+def choose_device(run: RunSpec) -> str:
+    """ "cuda" or "cpu".
+
+    Raises UserError if the run asks for a GPU that is not there, or in a precision that it lacks.
+    """
+    wanted = run.cluster.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("cluster.device", "cuda", "PyTorch sees no GPU here", 'set cluster.device = "cpu" or "auto"')
+    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def choose_nproc(run: RunSpec, asked: int | None) -> int:
+    """Ranks to start on this node: as asked, as the run file says, or one per GPU (one on a CPU).
+
+    Raises UserError if there are fewer GPUs than ranks.
+    """
+    gpus = torch.cuda.device_count() if choose_device(run) == "cuda" else 0
+    nproc = asked or run.cluster.nproc or max(1, gpus)
+    if gpus and nproc > gpus:
+        raise UserError("--nproc", nproc, f"this machine has {gpus} GPUs", f"use at most {gpus}, or cluster.device = \"cpu\"")
+    return nproc
+
+
+def spawn(directory: Path, nproc: int) -> int:
+    """Train the run of a directory with several local ranks; returns the exit code, after printing the first failure."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    threads = str(max(1, (os.cpu_count() or 1) // nproc))
+    for name, value in {**ENVIRONMENT, "OMP_NUM_THREADS": threads}.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we name the failing rank ourselves
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=0, start_method="spawn",
+    )  # fmt: skip
+    try:
+        elastic_launch(config, sys.executable)("-m", "phalanx.train", str(directory))
+    except ChildFailedError as error:
+        return report_failures(directory, error)
+    except SignalException:
+        return 130
+    return 0
+
+
+def report_failures(directory: Path, error: Any) -> int:
+    """Print which rank failed first, at which step and why; returns the exit code."""
+    failures = [json.loads(file.read_text()) for file in (directory / FAILURES).glob("rank-*.json")]
+    if not failures:  # killed before it could write: out of memory, a signal
+        rank, first = error.get_first_failure()
+        print(f"phalanx: rank {rank} died without a word (exit code {first.exitcode}); out of memory?", file=sys.stderr)
+        return 1
+    first = min(failures, key=lambda failure: failure["time"])
+    print(f"phalanx: rank {first['rank']} failed at step {first['step']}: {first['reason']}", file=sys.stderr)
+    if not first["user"]:
+        print(f"  traceback: {directory / FAILURES}/rank-{first['rank']:05d}.json", file=sys.stderr)
+    return 2 if first["user"] else 1
+
+
+def write_failure(directory: Path, rank: int, step: int, error: BaseException) -> None:
+    """Leave word of why this rank failed, for whoever started it."""
+    meant_for_people = isinstance(error, UserError)
+    record = {
+        "rank": rank,
+        "step": step,
+        "time": time.time(),
+        "reason": str(error) if meant_for_people else f"{type(error).__name__}: {error}",
+        "user": meant_for_people,
+        "traceback": traceback.format_exc(),
+    }
+    (directory / FAILURES).mkdir(exist_ok=True)
+    (directory / FAILURES / f"rank-{rank:05d}.json").write_text(json.dumps(record, indent=1))
+
+
+def join_ranks(device_type: str, timeout_seconds: float) -> torch.device:
+    """Join the process group that torchrun's environment describes, if any; returns this rank's device."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if device_type == "cuda":
+        torch.cuda.set_device(local_rank)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    return torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
+
+
+def leave(code: int) -> None:
+    """End this process. Interpreter shutdown beside gloo's threads aborts now and then, so it is skipped."""
+    if dist.is_initialized() and code == 0:
+        dist.barrier()
+        dist.destroy_process_group()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextmanager
+def stop_on_signal(trainer: Any) -> Iterator[None]:
+    """SIGTERM (Slurm, torchrun) and Ctrl-C end the run after the step under way, with a checkpoint."""
+
+    def stop(*_: object) -> None:
+        trainer.stop = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

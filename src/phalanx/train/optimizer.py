@@ -1,0 +1,65 @@
+"""Which optimizer trains which parameter, and at what learning rate."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from phalanx.parallel.apply import named_parameters
+from phalanx.spec.run import OptimizerSpec
+from phalanx.train.muon import Muon
+
+
+def learning_rate_ratio(spec: OptimizerSpec, step: int, steps: int) -> float:
+    """The learning rate of `step` (from 0) as a share of the peak: a linear warm-up, then `spec.decay`.
+
+    wsd (arXiv 2404.06395) stays at the peak and falls linearly in the last `decay_fraction` of the steps.
+    """
+    if step < spec.warmup_steps:
+        return (step + 1) / spec.warmup_steps
+    progress = (step - spec.warmup_steps) / max(1, steps - spec.warmup_steps)
+    if spec.decay == "none":
+        return 1.0
+    if spec.decay == "cosine":
+        fall = (1 - math.cos(math.pi * progress)) / 2
+    elif spec.decay == "linear":
+        fall = progress
+    else:
+        begin = 1 - spec.decay_fraction * steps / max(1, steps - spec.warmup_steps)
+        fall = max(0.0, (progress - begin) / (1 - begin))
+    return 1.0 - (1.0 - spec.min_ratio) * fall
+
+
+def build_optimizers(spec: OptimizerSpec, module: nn.Module) -> list[torch.optim.Optimizer]:
+    """The optimizers of a model. Matrices decay, vectors do not. With muon, matrices inside blocks are Muon's;
+    embeddings, head and vectors are AdamW's (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
+    parameters = dict(named_parameters(module))
+    hidden = {name: p for name, p in parameters.items() if name.startswith("blocks.") and p.ndim >= 2}
+    rest = {name: p for name, p in parameters.items() if name not in hidden}
+    if spec.name == "muon":
+        muon = Muon(list(hidden.values()), spec.muon_learning_rate, spec.momentum, spec.weight_decay)
+        return [muon, _adamw(spec, rest)]
+    if spec.name == "adamw":
+        return [_adamw(spec, parameters)]
+    return [torch.optim.SGD(_groups(spec, parameters), lr=spec.learning_rate, momentum=spec.momentum, fused=True)]
+
+
+def _adamw(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    groups = _groups(spec, parameters)
+    return torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps, fused=True)
+
+
+def _groups(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[dict[str, object]]:
+    matrices = [p for p in parameters.values() if p.ndim >= 2]
+    vectors = [p for p in parameters.values() if p.ndim < 2]
+    groups = [(matrices, spec.weight_decay), (vectors, 0.0)]
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], ratio: float) -> None:
+    """Set every group to its peak learning rate times `ratio`."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("peak_lr", group["lr"]) * ratio

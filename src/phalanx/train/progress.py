@@ -1,0 +1,60 @@
+"""What a person sees of a run: a bar on a terminal, a line now and then elsewhere, nothing from ranks but 0."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress:
+    """Shows the steps of a run; `quiet` shows nothing."""
+
+    def __init__(self, step: int, steps: int, quiet: bool) -> None:
+        self.steps, self.quiet = steps, quiet
+        self.console = Console(stderr=True, quiet=quiet)
+        self._begun, self._first, self._shown = time.monotonic(), step, 0.0
+        self._bar: Bar | None = None
+        if self.console.is_terminal and not quiet:
+            columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Bar(*columns, console=self.console)
+            self._task = self._bar.add_task("", total=steps, completed=step)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, record: dict[str, Any]) -> None:
+        """Show a step that is done."""
+        if self.quiet:
+            return
+        text = describe(record)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record["step"], description=text)
+            return
+        now, last = time.monotonic(), record["step"] == self.steps
+        if last or now - self._shown >= SECONDS_BETWEEN_LINES:
+            self._shown = now
+            left = (now - self._begun) / max(1, record["step"] - self._first) * (self.steps - record["step"])
+            self.note(f"step {record['step']}/{self.steps}  {text}  {int(left) // 60}:{int(left) % 60:02d} left")
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def describe(record: dict[str, Any]) -> str:
+    """The numbers of a step that a person watches."""
+    parts = [f"loss {record['loss']:.3f}", f"{record['tokens_per_second']:,.0f} tokens/s"]
+    if "mfu" in record:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    return "  ".join(parts)

@@ -1,0 +1,117 @@
+"""Everything that can be checked and made before a process is spawned: the run directory, and the data in it.
+
+    RUN_DIR/run.toml          the whole run, resolved
+    RUN_DIR/data.json         where the tokens lie
+    RUN_DIR/tokenizer.json
+    RUN_DIR/metrics.jsonl     RUN_DIR/tensorboard/     RUN_DIR/checkpoints/     RUN_DIR/failures/"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import tomli_w
+
+from phalanx.cost.memory import Optimizer, model_state_bytes
+from phalanx.cost.parameters import parameters
+from phalanx.data.prepare import Prepared, check, prepare
+from phalanx.data.tokenizer import BYTES_VOCAB
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import refuse_unrunnable
+from phalanx.spec.load import load_run
+from phalanx.spec.run import RunSpec, batch
+from phalanx.train.manifest import checkpoints, read_manifest
+from phalanx.train.metrics import METRICS_FILE
+
+RUN_FILE, DATA_FILE, TOKENIZER_FILE, FAILURES = "run.toml", "data.json", "tokenizer.json", "failures"
+
+
+def run_directory(run: RunSpec) -> Path:
+    """Where a run keeps what it makes."""
+    return Path(run.out).expanduser() / run.name
+
+
+def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
+    """Raise UserError for anything that would stop this run later. Changes nothing."""
+    refuse_unrunnable(run.parallel)
+    batch(run, world_size)
+    known = {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0)
+    if run.model.vocab < known:
+        raise UserError(
+            "model.vocab", run.model.vocab, f"is less than the tokenizer's {known} tokens", f"set model.vocab = {known}"
+        )
+    _check_directory(run, resume)
+    check(run.data)
+
+
+def _check_directory(run: RunSpec, resume: bool) -> None:
+    directory = run_directory(run)
+    existing = directory
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError("out", str(existing), "is not a directory that can be written to", "set out to another directory")
+    found = checkpoints(directory / "checkpoints")
+    if found and resume:
+        read_manifest(found[0])
+    elif not resume and (found or (directory / METRICS_FILE).exists()):
+        raise UserError(
+            "name", run.name, f"{directory} holds a run already",
+            "add --resume to continue it, or choose another with --set name=...",
+        )  # fmt: skip
+    needed = (run.checkpoint.keep + 1) * checkpoint_bytes(run)
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise UserError(
+            "checkpoint.keep", run.checkpoint.keep,
+            f"{run.checkpoint.keep + 1} checkpoints need {needed / 1e9:.2f} GB and {existing} has {free / 1e9:.2f} GB free",
+            "free space, lower checkpoint.keep, or set out to another disk",
+        )  # fmt: skip
+
+
+def checkpoint_bytes(run: RunSpec) -> int:
+    """Bytes of one checkpoint: parameters and optimizer state."""
+    sgd: Optimizer = "sgd-momentum" if run.optimizer.momentum else "sgd"
+    optimizer = sgd if run.optimizer.name == "sgd" else run.optimizer.name
+    state = model_state_bytes(parameters(run.model), optimizer, run.training.precision)
+    return state.parameters + state.optimizer
+
+
+def set_up(run: RunSpec, world_size: int, resume: bool, progress: Callable[..., None] | None = None) -> Path:
+    """Check a run, prepare its data, and write its directory; returns the directory.
+
+    Raises UserError before anything is written if the run cannot work.
+    """
+    check_run(run, world_size, resume)
+    prepared = prepare(run.data, progress)
+    directory = run_directory(run)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / RUN_FILE).write_text(to_toml(run))
+        (directory / DATA_FILE).write_text(json.dumps(asdict(prepared), indent=1))
+        shutil.copyfile(prepared.tokenizer, directory / TOKENIZER_FILE)
+    except OSError as error:
+        raise UserError("out", str(directory), f"cannot be written: {error.strerror}", "set out to another directory") from None
+    shutil.rmtree(directory / FAILURES, ignore_errors=True)
+    return directory
+
+
+def read_directory(directory: Path) -> tuple[RunSpec, Prepared]:
+    """The run and the data that `set_up` wrote down.
+
+    Raises UserError if it is no run directory.
+    """
+    if not (directory / DATA_FILE).is_file():
+        raise UserError(
+            "run directory", str(directory), f"has no {DATA_FILE}", "give a run file, or a directory that phalanx train made"
+        )
+    return load_run(directory / RUN_FILE, environment={}), Prepared(**json.loads((directory / DATA_FILE).read_text()))
+
+
+def to_toml(run: RunSpec) -> str:
+    """A run as a TOML file that loads into the same run."""
+    return tomli_w.dumps(run.model_dump(mode="json", exclude_none=True))

@@ -1,0 +1,308 @@
+"""The training loop, and what it does beside learning: measure, evaluate, save, guard, stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.cost.compute import training_flops_per_token
+from phalanx.data.loader import Batch, evaluation_batches, prefetch
+from phalanx.measure.memory import peak_memory_bytes
+from phalanx.model.moe import Router
+from phalanx.model.weights import initial_weight
+from phalanx.parallel.apply import apply_layout, computing
+from phalanx.parallel.gradient import clip, global_norm
+from phalanx.parallel.mesh import build_mesh
+from phalanx.spec.run import RunSpec, batch
+from phalanx.train.checkpoint import Checkpointer, load_state, newest_checkpoint, restore_random_state, state_tensors
+from phalanx.train.corpus import Corpus
+from phalanx.train.manifest import read_manifest
+from phalanx.train.metrics import Log, Record
+from phalanx.train.optimizer import build_optimizers, learning_rate_ratio, set_learning_rate
+from phalanx.train.progress import Progress
+
+IGNORED = -100
+
+
+class Diverged(RuntimeError):
+    """Training cannot go on: the gradient was not finite too many times in a row."""
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One forward pass of this rank: tokens and targets [B, T], and where documents start (None: one a row)."""
+
+    tokens: Tensor
+    targets: Tensor
+    starts: Tensor | None
+
+
+class Trainer:
+    """A run under way on this rank: the model under its layout, optimizers, data, and the count of steps.
+
+    torch.distributed must be initialised where there are several ranks.
+    """
+
+    def __init__(
+        self, run: RunSpec, corpus: Corpus, directory: Path, device: torch.device, peak_flops: float | None = None
+    ) -> None:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.run, self.corpus, self.directory, self.device, self.peak_flops = run, corpus, directory, device, peak_flops
+        self.mesh = build_mesh(run.parallel, world_size, device.type)
+        self.batch = batch(run, world_size)
+        weights = corpus.weights or partial(initial_weight, run.model, seed=run.training.seed)
+        self.module, self.strategy = apply_layout(
+            run.model, run.parallel, self.mesh, device, weights, run.training.precision, run.training.compile
+        )
+        self.parameters = list(self.module.parameters())
+        self.routers = [m for m in self.module.modules() if isinstance(m, Router)]
+        self.optimizers = build_optimizers(run.optimizer, self.module)
+        self.loader = corpus.loader(run, self.batch.sequences, self.mesh.dp_rank, self.batch.dp)
+        self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
+        self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
+        self.step = 0
+        """Optimizer updates done."""
+        self.tokens = 0
+        """Target tokens learned from, over all ranks."""
+        self.skipped = 0
+        """Steps whose gradient was not finite."""
+        self.stop = False
+        """Set (by a signal) to save and end after the step under way; one rank is enough."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.mesh.rank == 0
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def train(self, logs: list[Log], progress: Progress) -> Record:
+        """Train to the last step (or until `stop`); returns the last evaluation."""
+        run, bad_in_a_row, evaluation = self.run, 0, {}
+        batches = prefetch(self.loader, self.step, run.training.steps)
+        try:
+            while self.step < run.training.steps and not self.stop:
+                record = self.train_step(batches)
+                bad_in_a_row = 0 if math.isfinite(record["grad_norm"]) else bad_in_a_row + 1
+                if bad_in_a_row:
+                    progress.note(f"step {self.step}: skipped, {self._reason(record)}")
+                self._write(logs, record, run.metrics.every)
+                progress.advance(record)
+                if bad_in_a_row >= run.training.max_bad_steps:
+                    raise Diverged(
+                        f"step {self.step}: {bad_in_a_row} steps in a row were not finite: {self._reason(record)}; lower "
+                        "optimizer.learning_rate or raise optimizer.warmup_steps, and resume from the last checkpoint"
+                    )
+                last = self.step == run.training.steps
+                if last or due(self.step, run.evaluation.every):
+                    evaluation = self.evaluate(progress)
+                    self._write(logs, evaluation, 1)
+                if last or self.stop or due(self.step, run.checkpoint.every):
+                    self.save()
+        finally:
+            batches.close()
+        self.checkpointer.wait()
+        return evaluation
+
+    def train_step(self, batches: Iterator[Batch]) -> Record:
+        """One optimizer update: forward and backward passes, clipping, update. Returns its record."""
+        clock = Stopwatch(self.device)
+        micros = self._cut(next(batches))
+        clock.mark("data_seconds")
+        sums, tokens = self._forward_backward(micros)
+        norm = global_norm(self.parameters)
+        sums = self._sum_over_ranks(torch.cat([sums, sums.new_tensor([float(self.stop)])]))
+        loss, auxiliary, stop = (float(x) for x in sums)
+        clock.mark("forward_backward_seconds")
+        self._update(norm)
+        record = {"step": self.step + 1, "loss": loss / tokens, "grad_norm": float(norm)}
+        clock.mark("optimizer_seconds")
+        self.step, self.tokens, self.stop = self.step + 1, self.tokens + tokens, stop > 0
+        if self.routers:
+            record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": self._balance(math.isfinite(record["grad_norm"]))}
+        return record | self._measures(clock.read(), tokens)
+
+    def _forward_backward(self, micros: list[Micro]) -> tuple[Tensor, int]:
+        """Gradients of the mean loss over the global batch; the sums of this rank's losses, and the global tokens.
+
+        The sum is divided by the targets of the whole batch before backward: done later, or per rank or micro-batch,
+        it is wrong as soon as their numbers differ.
+        """
+        count = torch.stack([(micro.targets != IGNORED).sum() for micro in micros]).sum()
+        counting = self._start_sum(count)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for index, micro in enumerate(micros):
+            with self.strategy.backward(last=index == len(micros) - 1):
+                with computing(self.module, self.strategy, self.run.training.precision):
+                    logits, auxiliary = self.strategy.model(micro.tokens, micro.starts)
+                loss = cross_entropy(logits, micro.targets)
+                if counting is not None:
+                    counting.wait()
+                    counting = None
+                (self.strategy.loss_scale * (loss + auxiliary) / count).backward()
+            sums += torch.stack([loss.detach(), auxiliary.detach()]).double()
+        return sums, int(count)
+
+    def _update(self, norm: Tensor) -> None:
+        """Clip and step, or skip a gradient that is not finite."""
+        if torch.isfinite(norm):
+            if self.run.optimizer.clip_norm:
+                clip(self.parameters, norm, self.run.optimizer.clip_norm)
+            ratio = learning_rate_ratio(self.run.optimizer, self.step, self.run.training.steps)
+            set_learning_rate(self.optimizers, ratio)
+            for optimizer in self.optimizers:
+                optimizer.step()
+        else:
+            self.skipped += 1
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def _cut(self, batch: Batch) -> list[Micro]:
+        """This rank's rows of a step as micro-batches on the device."""
+        micros = []
+        for first in range(0, len(batch.tokens), self.batch.micro_batch):
+            rows = slice(first, first + self.batch.micro_batch)
+            starts = None if batch.starts is None or not batch.starts[rows].any() else batch.starts[rows]
+            micros.append(Micro(*(None if x is None else self._to_device(x) for x in (batch.tokens[rows], batch.targets[rows], starts))))
+        return micros
+
+    def _to_device(self, array: Any) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+    def _balance(self, apply: bool) -> float:
+        """Sum the routers' loads over ranks and correct their biases; returns the hottest expert's share of its layer,
+        times the number of experts (1 is balanced)."""
+        loads = self._sum_over_ranks(torch.stack([router.load for router in self.routers]))
+        for router, load in zip(self.routers, loads, strict=True):
+            router.load.copy_(load)
+            router.rebalance(apply)
+        return float((loads.max(dim=1).values / loads.mean(dim=1)).max())
+
+    # -- evaluation, saving, returning -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, progress: Progress | None = None) -> Record:
+        """Loss on the held-out text, in nats per token and bits per byte."""
+        spec, begun = self.run.evaluation, time.perf_counter()
+        sizes = torch.from_numpy(self.corpus.token_bytes).to(self.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        batches = evaluation_batches(
+            self.corpus.held_out, self.run.training.sequence, self.batch.micro_batch, self.mesh.dp_rank, self.batch.dp,
+            spec.tokens, self.run.data.mask_documents,
+        )  # fmt: skip
+        self.module.eval()
+        for held_out in batches:
+            for micro in self._cut(held_out):
+                with computing(self.module, self.strategy, self.run.training.precision):
+                    logits, _ = self.strategy.model(micro.tokens, micro.starts)
+                known = micro.targets[micro.targets != IGNORED]
+                sums += torch.stack([cross_entropy(logits, micro.targets).double(), known.new_tensor(len(known)), sizes[known].sum()])
+        self.module.train()
+        loss, tokens, size = (float(x) for x in self._sum_over_ranks(sums))
+        record = {"step": self.step, "held_out_loss": loss / tokens, "held_out_bits_per_byte": loss / math.log(2) / size}
+        return record | {"held_out_tokens": int(tokens), "evaluation_seconds": time.perf_counter() - begun}
+
+    def save(self) -> None:
+        """Begin a checkpoint of this step."""
+        manifest = {
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+            "loader": self.loader.state(self.step),
+            "model": self.run.model.model_dump(mode="json"),
+            "optimizer": self.run.optimizer.name,
+        }
+        self.checkpointer.save(self.step, state_tensors(self.module, self.optimizers), manifest)
+
+    def resume(self) -> tuple[bool, dict[str, str]]:
+        """Continue from the newest intact checkpoint, if there is one; says so, and which newer ones are damaged.
+
+        Raises UserError if the checkpoint is of another model or other data.
+        """
+        checkpoint, damaged = newest_checkpoint(self.checkpointer.directory)
+        if checkpoint is None:
+            return False, damaged
+        manifest = read_manifest(checkpoint)
+        self.loader.check_state(manifest["loader"])
+        load_state(checkpoint, self.module, self.optimizers)
+        restore_random_state(checkpoint, self.mesh.rank)
+        self.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]
+        return True, damaged
+
+    # -- measuring ---------------------------------------------------------------------------------------------------
+
+    def _measures(self, seconds: Record, tokens: int) -> Record:
+        total = sum(seconds.values())
+        speed = tokens / total
+        record = {"tokens": self.tokens, "tokens_per_second": speed, "step_seconds": total, **seconds}
+        if self.device.type == "cpu":
+            record["exposed_communication_seconds"] = self.strategy.exposed.take()
+        if self.peak_flops:
+            record["mfu"] = speed * self.flops_per_token / (self.peak_flops * self.batch.dp)
+        record["learning_rate"] = self.optimizers[-1].param_groups[0]["lr"]
+        record["peak_memory_bytes"] = peak_memory_bytes(self.device)
+        return record | {"skipped_steps": self.skipped}
+
+    def _write(self, logs: list[Log], record: Record, every: int) -> None:
+        if record["step"] % every == 0 or record["step"] == self.run.training.steps:
+            for log in logs:
+                log.write(record)
+
+    def _reason(self, record: Record) -> str:
+        return f"loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}"
+
+    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+        if self.mesh.dp_group is not None:
+            dist.all_reduce(values, group=self.mesh.dp_group)
+        return values
+
+    def _start_sum(self, value: Tensor) -> dist.Work | None:
+        group = self.mesh.dp_group
+        return dist.all_reduce(value, group=group, async_op=True) if group is not None else None
+
+
+class Stopwatch:
+    """Seconds between marks: host time on a CPU, events on a GPU, which runs behind the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, Any]] = []
+        self.mark("")
+
+    def mark(self, name: str) -> None:
+        """End the span `name` that began at the mark before."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((name, event))
+        else:
+            self._marks.append((name, time.perf_counter()))
+
+    def read(self) -> Record:
+        """Seconds of every span."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            pairs = zip(self._marks, self._marks[1:], strict=False)
+            return {name: before.elapsed_time(event) / 1e3 for (_, before), (name, event) in pairs}
+        return {name: after - before for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False)}
+
+
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Negative log-likelihood of the targets in nats, summed; at least in fp32."""
+    logits = logits_BTV.flatten(0, 1)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps (0: never) happens at this one."""
+    return every > 0 and step % every == 0

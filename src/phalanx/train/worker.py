@@ -1,0 +1,128 @@
+"""One rank's life: join the others, train, say how it went."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from phalanx.data.tokenizer import load_tokenizer
+from phalanx.measure.matmul import peak_flops
+from phalanx.parallel.apply import computing
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import load_run
+from phalanx.spec.run import RunSpec
+from phalanx.train.corpus import open_corpus
+from phalanx.train.launch import choose_device, join_ranks, stop_on_signal, write_failure
+from phalanx.train.metrics import Record, open_logs
+from phalanx.train.progress import Progress
+from phalanx.train.setup import TOKENIZER_FILE, read_directory, set_up
+from phalanx.train.trainer import Diverged, Trainer
+
+COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+SAMPLE_TOKENS = 160
+
+
+def work(source: Path, overrides: list[str], resume: bool) -> int:
+    """Train on this rank; `source` is a run directory, or a run file that rank 0 sets up first. Returns the exit code."""
+    directory = source
+    trainer: Trainer | None = None
+    try:
+        prepared = source.is_dir()
+        run = read_directory(source)[0] if prepared else load_run(source, overrides)
+        device = join_ranks(choose_device(run), run.training.timeout_seconds)
+        if not prepared:
+            directory = _set_up_once(run, resume)
+        run, data = read_directory(directory)
+        trainer = Trainer(run, open_corpus(run, data), directory, device, device_peak(run, device))
+        _train(trainer, resume=resume or prepared)
+    except BaseException as error:
+        rank = trainer.mesh.rank if trainer else dist.get_rank() if dist.is_initialized() else 0
+        if directory.is_dir():
+            write_failure(directory, rank, trainer.step + 1 if trainer else 0, error)
+        if isinstance(error, UserError | Diverged):
+            print(f"phalanx: {error}", file=sys.stderr)
+            return 2 if isinstance(error, UserError) else 1
+        raise
+    return 0
+
+
+def _set_up_once(run: RunSpec, resume: bool) -> Path:
+    """Under torchrun nobody was there before the ranks: rank 0 sets up, the others wait."""
+    if not dist.is_initialized():
+        return set_up(run, 1, resume)
+    made = [str(set_up(run, dist.get_world_size(), resume))] if dist.get_rank() == 0 else [""]
+    dist.broadcast_object_list(made, src=0)
+    return Path(made[0])
+
+
+def device_peak(run: RunSpec, device: torch.device) -> float | None:
+    """Peak FLOP/s of one rank: as the run file says, or measured on a CPU; None on a GPU that nobody described."""
+    if run.cluster.peak_flops or device.type != "cpu":
+        return run.cluster.peak_flops
+    return peak_flops(device, COMPUTE[run.training.precision])
+
+
+def _train(trainer: Trainer, resume: bool) -> None:
+    run, directory = trainer.run, trainer.directory
+    quiet = not trainer.is_main
+    resumed, damaged = trainer.resume() if resume else (False, {})
+    logs = open_logs(directory, trainer.step, run.metrics.wandb, run.name, run.model_dump(mode="json")) if not quiet else []
+    with Progress(trainer.step, run.training.steps, quiet) as progress, stop_on_signal(trainer):
+        for name, problem in damaged.items():
+            progress.note(f"checkpoint {name} is damaged and was passed over: {problem}")
+        progress.note(opening(trainer, resumed))
+        evaluation = trainer.train(logs, progress)
+    for log in logs:
+        log.close()
+    sample = _sample(trainer) if run.evaluation.prompt and not trainer.stop else ""
+    if trainer.is_main:
+        print(closing(trainer, evaluation, sample))
+
+
+def opening(trainer: Trainer, resumed: bool) -> str:
+    """What a run says before its first step."""
+    run, cut, sizes = trainer.run, trainer.batch, trainer.mesh.degrees
+    ranks = f"{sizes.world_size} rank{'s' if sizes.world_size > 1 else ''} ({trainer.device.type})"
+    layout = f", {run.parallel.data}" if sizes.world_size > 1 else ""
+    total = sum(p.numel() for p in trainer.parameters)
+    lines = [
+        f"{total:,} parameters on {ranks}{layout}, {run.training.precision}",
+        f"{run.training.tokens_per_step:,} tokens per update = {cut.micro_batch} sequences of {run.training.sequence} "
+        f"x {cut.dp} ranks x {cut.accumulation} accumulated; {trainer.loader.sequences_per_epoch:,} sequences of text",
+    ]
+    return "\n".join([*lines, f"resumed after step {trainer.step}"] if resumed else lines)
+
+
+def closing(trainer: Trainer, evaluation: Record, sample: str) -> str:
+    """What a run says at its end."""
+    lines = []
+    if evaluation:
+        lines.append(
+            f"held-out loss {evaluation['held_out_loss']:.4f} nats/token, "
+            f"{evaluation['held_out_bits_per_byte']:.4f} bits/byte over {evaluation['held_out_tokens']:,} tokens"
+        )
+    if trainer.stop:
+        lines.append(f"stopped by a signal after step {trainer.step}; continue with --resume")
+    if sample:
+        lines += ["sample:", "  " + sample.replace("\n", "\n  ")]
+    return "\n".join([*lines, f"run directory: {trainer.directory}"])
+
+
+def _sample(trainer: Trainer) -> str:
+    """Text that the model continues from the run's prompt. Every rank takes part: the model may be split over them."""
+    from phalanx.model.generate import generate
+
+    run = trainer.run
+    tokenizer = load_tokenizer(trainer.directory / TOKENIZER_FILE)
+    prompt = torch.from_numpy(tokenizer.encode_batch([run.evaluation.prompt])[0]).long().to(trainer.device)
+    generator = torch.Generator(trainer.device).manual_seed(run.training.seed)
+    trainer.module.eval()
+    with torch.no_grad(), computing(trainer.module, trainer.strategy, run.training.precision):
+        tokens = generate(
+            trainer.strategy.model, prompt, SAMPLE_TOKENS, temperature=0.7, top_k=50, generator=generator,
+            end=tokenizer.end, context=run.training.sequence,
+        )  # fmt: skip
+    return tokenizer.decode(tokens.tolist())
