@@ -1,0 +1,36 @@
+import pytest
+
+from phalanx.cost.memory import PUBLISHED_MIXED_PRECISION_ADAM, StateBytes, model_state_bytes, state_bytes
+from phalanx.cost.parameters import parameters
+from phalanx.spec.load import load_model
+
+ALEXNET, GPT3 = 61_000_000, 175_000_000_000
+
+
+@pytest.mark.parametrize(("optimizer", "megabytes"), [("sgd", 488), ("sgd-momentum", 732), ("adamw", 976)])
+def test_alexnet(optimizer, megabytes):
+    state = state_bytes(optimizer, "fp32") * ALEXNET
+    assert state.parameters == 244_000_000
+    assert state.total == megabytes * 1_000_000
+
+
+def test_gpt3():
+    state = state_bytes("adamw", "fp32") * GPT3
+    assert state.parameters == 700e9
+    assert state.total == 2.8e12
+
+
+def test_bf16_keeps_fp32_state_and_fp64_doubles_it():
+    assert state_bytes("adamw", "bf16") == state_bytes("adamw", "fp32") == StateBytes(4, 4, 8)
+    assert state_bytes("adamw", "fp64") == StateBytes(8, 8, 16)
+
+
+def test_the_published_sixteen_bytes():
+    assert PUBLISHED_MIXED_PRECISION_ADAM.total == 16 == state_bytes("adamw", "bf16").total
+
+
+def test_muon_keeps_one_number_for_matrices_in_blocks_and_two_for_the_rest():
+    count = parameters(load_model("olmoe-1b-7b"))
+    rest = count.embedding + count.head + count.norms
+    assert model_state_bytes(count, "muon", "bf16").optimizer == 4 * (count.total - rest) + 8 * rest
+    assert model_state_bytes(count, "adamw", "bf16").total == 16 * count.total

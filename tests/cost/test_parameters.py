@@ -1,0 +1,122 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.cost.parameters import parameters
+from phalanx.spec.load import load_model, preset_names
+from phalanx.spec.model import ModelSpec, MoESpec
+
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt3-175b": 174_604_259_328,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704,
+    "olmoe-1b-7b": 6_919_161_856,
+    "spes-1b": 1_167_423_744,
+    "spes-7b": 7_333_287_936,
+    "spes-9b": 9_430_950_912,
+}
+
+
+@pytest.mark.parametrize("preset", preset_names("models"))
+def test_totals_are_the_published_ones(preset):
+    if preset != "tiny":
+        assert parameters(load_model(preset)).total == PUBLISHED[preset]
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [("mixtral-8x7b", 12.9), ("olmoe-1b-7b", 1.3), ("qwen3-30b-a3b", 3.35), ("spes-1b", 0.375),
+     ("spes-7b", 1.70), ("spes-9b", 3.09)],
+)  # fmt: skip
+def test_active_parameters_are_the_published_ones(preset, billions):
+    assert parameters(load_model(preset)).active / 1e9 == pytest.approx(billions, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("preset", "experts", "shared"),
+    [("spes-1b", 905_969_664, 261_454_080), ("spes-7b", 6_442_450_944, 890_836_992),
+     ("spes-9b", 8_455_716_864, 975_234_048)],
+)  # fmt: skip
+def test_experts_and_the_rest(preset, experts, shared):
+    count = parameters(load_model(preset))
+    assert (count.experts, count.total - count.experts) == (experts, shared)
+
+
+def shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
+    """Every tensor of the model, written out one by one as a state dict would list them."""
+    D, q, kv = spec.width, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    norm = [(D,), (D,)] if spec.norm == "layernorm" else [(D,)]
+    tensors = [("embedding", (spec.vocab, D))]
+    tensors += [("embedding", (spec.context, D))] if spec.positions == "learned" else []
+    for layer in range(spec.layers):
+        tensors += [("norms", shape) for shape in [*norm, *norm]]
+        tensors += [("attention", shape) for shape in ((q, D), (kv, D), (kv, D), (D, q))]
+        tensors += [("attention", (n,)) for n in (q, kv, kv, D) if spec.bias]
+        sizes = {"none": (), "head": (spec.head_dim, spec.head_dim), "full": (q, kv)}[spec.qk_norm]
+        tensors += [("norms", (n,)) for n in sizes]
+        if spec.moe and layer >= spec.moe.first_dense:
+            tensors += [("router", (spec.moe.experts, D))]
+            expert = [(spec.moe.ffn, D), (spec.moe.ffn, D), (D, spec.moe.ffn)]
+            tensors += [("experts", shape) for shape in expert * spec.moe.experts]
+            tensors += [("shared_experts", shape) for shape in expert * spec.moe.shared_experts]
+        else:
+            tensors += [("mlp", (spec.ffn, D)), ("mlp", (D, spec.ffn))]
+            tensors += [("mlp", (spec.ffn, D))] if spec.activation == "swiglu" else []
+            tensors += [("mlp", (n,)) for n in (spec.ffn, D) if spec.bias]
+    tensors += [("norms", shape) for shape in norm]
+    return tensors if spec.tied else [*tensors, ("head", (spec.vocab, D))]
+
+
+def elements(shape: tuple[int, ...]) -> int:
+    return shape[0] * (shape[1] if len(shape) == 2 else 1)
+
+
+@st.composite
+def specs(draw) -> ModelSpec:
+    """Any model that a ModelSpec can describe, in small."""
+    kv_heads = draw(st.integers(1, 3))
+    layers = draw(st.integers(1, 4))
+    moe = None
+    if draw(st.booleans()):
+        experts = draw(st.integers(2, 6))
+        moe = MoESpec(
+            experts=experts, top_k=draw(st.integers(1, experts)), ffn=draw(st.integers(1, 9)),
+            shared_experts=draw(st.integers(0, 2)), first_dense=draw(st.integers(0, layers - 1)),
+        )  # fmt: skip
+    activation = "swiglu" if moe else draw(st.sampled_from(["swiglu", "gelu", "gelu_tanh"]))
+    return ModelSpec(
+        vocab=draw(st.integers(2, 40)), width=draw(st.integers(1, 24)), layers=layers,
+        heads=kv_heads * draw(st.integers(1, 3)), kv_heads=kv_heads, head_dim=2 * draw(st.integers(1, 4)),
+        ffn=draw(st.integers(1, 30)), context=draw(st.integers(1, 30)), activation=activation, moe=moe,
+        norm=draw(st.sampled_from(["rmsnorm", "layernorm"])), tied=draw(st.booleans()),
+        positions=draw(st.sampled_from(["rope", "learned"])),
+        qk_norm=draw(st.sampled_from(["none", "head", "full"])),
+        bias=activation != "swiglu" and draw(st.booleans()),
+    )  # fmt: skip
+
+
+@given(specs())
+def test_every_part_is_the_sum_of_its_tensors(spec):
+    count, tensors = parameters(spec), shapes(spec)
+    for part in ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head"):
+        assert getattr(count, part) == sum(elements(shape) for name, shape in tensors if name == part), part
+    blocks = [s for name, s in tensors if name not in ("embedding", "head", "norms")]
+    assert count.block_matrices == sum(elements(shape) for shape in blocks if len(shape) == 2)
+    unused = (spec.moe.experts - spec.moe.top_k) / spec.moe.experts if spec.moe else 0
+    assert count.idle == round(count.experts * unused)
+    assert count.matmul == count.block_matrices - count.idle + spec.vocab * spec.width
+
+
+@settings(max_examples=30, deadline=None)
+@given(specs())
+def test_the_count_is_that_of_the_model_itself(spec):
+    torch = pytest.importorskip("torch")
+    from phalanx.model.transformer import Transformer
+
+    with torch.device("meta"):
+        model = Transformer(spec)
+    assert parameters(spec).total == sum(p.numel() for p in model.parameters())
