@@ -5,7 +5,7 @@ from phalanx.cost.parameters import parameters
 from phalanx.spec.load import load_model
 from phalanx.spec.model import ModelSpec
 
-# The shapes that the peers were measured with, and the FLOPs per token by which their MFU was computed. Theirs
+# The shapes that the peers were measured with, and their FLOPs per token. Those
 # count norms among the products: 0.03 % more in SMALL, 201.38 M against 201.33 M.
 TINY = ModelSpec(layers=6, width=256, heads=16, ffn=768, vocab=2048, context=512)
 SMALL = ModelSpec(layers=8, width=512, heads=8, kv_heads=4, ffn=1536, vocab=8192, context=512)

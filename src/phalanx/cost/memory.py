@@ -37,7 +37,7 @@ class StateBytes:
 
 PUBLISHED_MIXED_PRECISION_ADAM = StateBytes(parameters=2, gradients=2, optimizer=12)
 """The 16 bytes of the literature (ZeRO, arXiv 1910.02054, section 3.1): half-precision parameters and
-gradients, and an fp32 master copy among the optimizer's state. Phalanx's bf16 has 16 too, divided differently."""
+gradients, and an fp32 master copy among the optimizer's state. Phalanx's bf16 has 16 too, cut otherwise."""
 
 
 def state_bytes(optimizer: Optimizer, precision: Precision) -> StateBytes:
