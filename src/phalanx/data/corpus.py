@@ -1,4 +1,4 @@
-"""Text from files, directories, globs, JSONL, Parquet, Hugging Face datasets or the Python library, in a fixed order."""
+"""Text, in a fixed order: files, globs, JSONL, Parquet, Hugging Face datasets, or the Python library."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from phalanx.spec.errors import UserError
 FIELD = "data.train"
 NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
 BINARY_PROBE_BYTES = 8192
+Kind = Literal["text", "jsonl", "parquet", "hf"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Document:
 class Part:
     """A piece of a corpus that is opened as one: a file, or a Hugging Face dataset."""
 
-    kind: Literal["text", "jsonl", "parquet", "hf"]
+    kind: Kind
     path: str
     name: str
     """The path as the user wrote it, or for "stdlib" relative to the library."""
@@ -40,13 +41,13 @@ class Part:
     changed: int = 0
     """When the file was changed, in ns."""
     named: bool = False
-    """Whether the user named this very file; one that a directory or glob brought is skipped if it is binary."""
+    """Whether the user named this very file; one that a directory or glob brought is skipped if binary."""
 
 
 def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
     """Every document with text in it, source after source, the files of a directory sorted by path.
 
-    Raises UserError (under `field`) for a source that is missing or unreadable, a bad line, or a corpus without text.
+    Raises UserError (under `field`) for a source missing or unreadable, a bad line, or no text at all.
     """
     empty = True
     for part in parts(sources, field):
@@ -106,7 +107,7 @@ def _walk(root: str) -> list[str]:
 
 
 def _file(path: str, name: str, field: str, named: bool = False) -> Part:
-    kinds: dict[str, Literal["jsonl", "parquet"]] = {".jsonl": "jsonl", ".parquet": "parquet"}
+    kinds: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
     try:
         status = os.stat(path)
     except OSError as error:

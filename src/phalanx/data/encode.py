@@ -1,7 +1,7 @@
 """Documents through a tokenizer into .bin/.idx pairs, as fast as all cores allow.
 
-`tokenizers` encodes a batch in threads of its own and without the interpreter's lock, so one process is enough: here
-reading, encoding and writing overlap.
+`tokenizers` encodes a batch in threads of its own and without the interpreter's lock, so one process is
+enough: reading, encoding and writing overlap.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Progress = Callable[[Counts], None]
 
 
 def limit_threads(workers: int) -> None:
-    """Let `tokenizers` use so many threads (0: one per core). It has no other switch, and reads this one at its first use."""
+    """Let `tokenizers` use so many threads (0: one per core). This is its only switch, read once."""
     if workers > 0:
         os.environ["RAYON_NUM_THREADS"] = str(workers)
 
@@ -46,7 +46,7 @@ def limit_threads(workers: int) -> None:
 def encode(
     documents: Iterable[Document], tokenizer: Tokenizer, chunk: int = CHUNK_CHARACTERS
 ) -> Iterator[tuple[Document, np.ndarray]]:
-    """Each document with its ids, int32 [tokens], in order and without an end token; `chunk` characters at a time."""
+    """Each document with its ids, int32 [tokens], no end token; in order, and `chunk` characters at once."""
     with ThreadPoolExecutor(1) as background:
         waiting: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
         for group in _groups(documents, chunk):
@@ -66,9 +66,9 @@ def write_pairs(
     end: bool = True,
     progress: Progress | None = None,
 ) -> list[Counts]:
-    """Write every document to the pair that `choose` says, followed by the end token if `end`; how much went to each.
+    """Write every document to the pair that `choose` says, with the end token if `end`; what went to each.
 
-    Nothing is left under the prefixes if it fails. Errors of the file system are raised as they are (OSError).
+    A failure leaves nothing under the prefixes. Errors of the file system are raised as they are (OSError).
     """
     dtype = token_dtype(tokenizer.vocab)
     tail = np.array([tokenizer.end] if end else [], np.int32)
@@ -116,9 +116,9 @@ def _encode(group: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]
 
 
 def cut(text: str, size: int = PIECE_CHARACTERS) -> list[str]:
-    """A long text in pieces of about `size` characters, each but the last ending with a line or else a word.
+    """A long text in pieces of about `size` characters, each but the last ending a line, or else a word.
 
-    One text is encoded by one thread and takes a hundred times its size in memory, which a book in one file would not fit.
+    One text is encoded by one thread, in a hundred times its size of memory: too much for a whole corpus.
     """
     pieces = []
     begin = 0

@@ -1,7 +1,8 @@
 """Megatron's .bin/.idx pair: all tokens in one flat file, and where each document begins in the other.
 
-The index, little-endian: magic "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 sequences n | u64 document entries d
-| int32 lengths [n], in tokens | int64 pointers [n], in bytes | int64 documents [d], first sequence of each, then n.
+The index, little-endian: magic "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 sequences n
+| u64 document entries d | int32 lengths [n], in tokens | int64 pointers [n], in bytes
+| int64 documents [d]: the first sequence of each document, then n.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def token_dtype(vocab: int) -> np.dtype:
 
 
 def prefix_of(source: str) -> str | None:
-    """The prefix of a .bin/.idx pair that `source` names, with or without its suffix; None if it names none."""
+    """The prefix of the .bin/.idx pair that `source` names, suffix or not; None if it names none."""
     path = os.path.expanduser(source)
     stem, suffix = os.path.splitext(path)
     if suffix in (".bin", ".idx"):
@@ -43,7 +44,7 @@ def prefix_of(source: str) -> str | None:
 
 
 class IndexedWriter:
-    """Writes a pair document by document. Neither file has its name before all is written; a failure leaves nothing.
+    """Writes a pair document by document, aside until all is there; a failure leaves nothing.
 
     Use as a context manager. Errors of the file system are raised as they are (OSError).
     """
@@ -83,7 +84,7 @@ class IndexedWriter:
 
 
 def write_index(path: str | Path, lengths: np.ndarray, dtype: np.dtype, first: int = 0) -> None:
-    """Write the .idx of documents that lie one after the other; `lengths` [n] and `first`, where they begin, in tokens."""
+    """Write the .idx of documents that lie one after the other from `first` on; `lengths` [n], in tokens."""
     starts = np.cumsum(lengths, dtype=np.int64) - lengths + first
     code = next(code for code, kind in DTYPES.items() if np.dtype(kind) == dtype)
     with open(path, "wb") as file:
@@ -94,7 +95,7 @@ def write_index(path: str | Path, lengths: np.ndarray, dtype: np.dtype, first: i
 
 
 class IndexedDataset:
-    """A pair, memory-mapped. `tokens` [all] is the flat file; document i is tokens[offsets[i]:offsets[i + 1]].
+    """A memory-mapped pair: `tokens` [all], of which document i is tokens[offsets[i] : offsets[i + 1]].
 
     Raises UserError (under `field`) if a file is missing, truncated, or not such a file.
     """
@@ -128,7 +129,7 @@ class IndexedDataset:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def fingerprint(self) -> str:
-        """A name for the content: counts, and samples from all over both files. Moving the files does not change it."""
+        """A name for the content, wherever the files lie: from counts, and samples all over both files."""
         digest = hashlib.blake2b(f"{self.tokens.dtype} {len(self)} {self.size}".encode(), digest_size=16)
         kept = self.tokens[self.offsets[0] : self.offsets[-1]]
         for values in (kept, self.offsets - self.offsets[0]):
@@ -191,7 +192,10 @@ def _map_tokens(prefix: str, field: str, dtype: np.dtype, tokens: int) -> np.nda
         raise _broken(
             field, path, f"is truncated: {size:,} bytes, and the index needs {tokens * dtype.itemsize:,}"
         )
-    return np.memmap(path, dtype, "r", shape=(tokens,)) if tokens else np.empty(0, dtype)
+    if not tokens:
+        return np.empty(0, dtype)
+    mapped: np.ndarray = np.memmap(path, dtype, "r", shape=(tokens,))
+    return mapped.view(np.ndarray)  # memmap's own indexing is slow
 
 
 def _broken(field: str, path: str, problem: str) -> UserError:
@@ -204,7 +208,7 @@ def _broken(field: str, path: str, problem: str) -> UserError:
 
 
 def cut_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail: str | Path) -> None:
-    """Make two pairs of one: the last `fraction` of its tokens as `tail`, those before as `head`. No token is copied.
+    """Make two pairs of one: the last `fraction` of its tokens as `tail`, the rest as `head`; none is copied.
 
     Their .bin files are links to the dataset's. Raises UserError if there are not two tokens to divide.
     """

@@ -1,7 +1,7 @@
-"""Tokens to batches: documents shuffled, packed end to end, cut into sequences; the same batches at any number of ranks.
+"""Tokens to batches: documents shuffled, packed end to end and cut; the same batches at any number of ranks.
 
-Symbols: B rows of a batch, T tokens of a sequence. An epoch is all documents in a shuffled order, one after the other;
-sequence s of it has inputs [sT, sT + T) and targets one further. What does not fill a sequence at its end is dropped.
+Symbols: B rows of a batch, T tokens of a sequence. An epoch is all documents in a shuffled order, one after
+another; its sequence s has inputs [sT, sT + T) and targets one further. What fills no sequence is dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Batch:
     targets: np.ndarray
     """The token after each input, int64 [B, T]; -100 where there is none."""
     starts: np.ndarray | None
-    """For each position, where in its row its document begins, int32 [B, T]; None if plain causal attention is right."""
+    """For each position, where in its row its document begins, int32 [B, T]; None: plain causal attention."""
 
 
 class Steps(Protocol):
@@ -44,9 +44,9 @@ def gather(
 ) -> Batch:
     """Cut rows out of a stream whose documents lie elsewhere in `tokens`.
 
-    Document d takes the stream from begins[d] to begins[d + 1] (int64 [documents + 1]), and lies in `tokens` at
-    stream position + shifts[d] (int64 [documents]). Row b starts at stream position first[b] (int64 [B]) and needs
-    T + 1 tokens. `mask` asks for `starts`.
+    Document d takes the stream from begins[d] to begins[d + 1] (int64 [documents + 1]); stream position p of
+    it is tokens[p + shifts[d]] (int64 [documents]). Row b is the T + 1 tokens of the stream from first[b] on
+    (int64 [B]). `mask` asks for `starts`.
     """
     rows, width = len(first), sequence + 1
     head = np.searchsorted(begins, first, side="right") - 1
@@ -92,7 +92,7 @@ def shuffle(offsets: np.ndarray, sequence: int, seed: int, epoch: int) -> Epoch:
 class Loader:
     """This rank's share of every global step, by random access: no state but the step number.
 
-    Sequence i of step n is number g = n * sequences_per_step + i of the run; g // sequences_per_epoch is its epoch.
+    Sequence i of step n is number g = n * sequences_per_step + i; g // sequences_per_epoch is its epoch.
     Raises UserError if the data does not fill one sequence.
     """
 
@@ -113,7 +113,7 @@ class Loader:
         if self.sequences_per_epoch < 1:
             raise UserError(
                 "data.train", dataset.prefix,
-                f"has {dataset.size:,} tokens, and one sequence of {sequence:,} with its target needs {sequence + 1:,}",
+                f"has {dataset.size:,} tokens, and one sequence and its target need {sequence + 1:,}",
                 "give more text, or lower training.sequence",
             )  # fmt: skip
         self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle(dataset.offsets, sequence, seed, epoch))
@@ -136,7 +136,7 @@ class Loader:
         return {"epoch": epoch, "position": position, "tokens": tokens, **self._identity}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise UserError if a checkpoint was made with other data, or with the data cut or shuffled in another way."""
+        """Raise UserError if a checkpoint was made with other data, or data cut or shuffled otherwise."""
         check_identity(self._identity, state)
 
     @cached_property
@@ -156,7 +156,7 @@ def share(sequences: int, rank: int, ranks: int) -> np.ndarray:
     """
     if sequences % ranks:
         raise UserError(
-            "training.tokens_per_step", None, f"is {sequences} sequences, which {ranks} ranks cannot share evenly",
+            "training.tokens_per_step", None, f"is {sequences} sequences, which {ranks} ranks cannot share",
             f"make it a multiple of {ranks} sequences",
         )  # fmt: skip
     return np.arange(rank * (sequences // ranks), (rank + 1) * (sequences // ranks))
@@ -186,7 +186,8 @@ def check_identity(mine: dict[str, Any], state: dict[str, Any]) -> None:
     for name, value in mine.items():
         if state.get(name) != value:
             raise UserError(
-                fields.get(name, "data.train"), value, f"is not what the checkpoint was made with ({state.get(name)!r})",
+                fields.get(name, "data.train"), value,
+                f"is not what the checkpoint was made with ({state.get(name)!r})",
                 "resume with the data and settings of that run, or start a new one",
             )  # fmt: skip
 
@@ -202,8 +203,9 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """The held-out tokens once, in order: batches of this rank, [sequences_per_batch, T].
 
-    Every token but the first is a target exactly once over all ranks; `limit_tokens` above 0 stops after so many.
+    Every token but the first is a target exactly once over all ranks; `limit_tokens` > 0 stops after so many.
     All ranks get the same number of batches; the rest of the last ones has targets of -100.
+    Raises UserError if there is nothing to evaluate on.
     """
     targets = dataset.size - 1
     targets = min(targets, limit_tokens) if limit_tokens > 0 else targets
@@ -231,7 +233,7 @@ def evaluation_batches(
 
 
 def prefetch(loader: Steps, first_step: int, last_step: int, depth: int = 2) -> Iterator[Batch]:
-    """The batches of steps first_step..last_step - 1, at most `depth` of them prepared ahead in one background thread.
+    """The batches of steps first_step..last_step - 1, up to `depth` prepared ahead in a background thread.
 
     An error in the thread is raised where the batch would have come. Closing the generator ends the thread.
     """

@@ -40,11 +40,11 @@ class Prepared:
 
 
 def prepare(data: DataSpec, progress: Progress | None = None, workers: int = 0) -> Prepared:
-    """Tokenize what `data` describes, unless the cache has it from an earlier run; `workers` threads (0: one per core).
+    """Tokenize what `data` describes, unless an earlier run did; `workers` threads (0: one per core).
 
-    The cache's key is the names, sizes and times of all files, the tokenizer and the split (of a dataset on the hub,
-    the name only). It is complete or absent: it is written aside and renamed, and of two runs at once the first wins.
-    Raises UserError for anything wrong with the sources, the tokenizer or the cache.
+    The cache's key is the names, sizes and times of all files (of a dataset on the hub, the name only), the
+    tokenizer and the split. An entry is complete or absent: it is written aside and renamed, and of two runs
+    at once the first wins. Raises UserError for anything wrong with the sources, the tokenizer or the cache.
     """
     check(data)
     limit_threads(workers)
@@ -69,7 +69,7 @@ def prepare(data: DataSpec, progress: Progress | None = None, workers: int = 0) 
 
 
 def check(data: DataSpec) -> None:
-    """Look at every source and at the tokenizer, quickly. Raises UserError for the first thing that cannot work."""
+    """Look at every source and the tokenizer, quickly. Raises UserError for the first that cannot work."""
     tokenizer = None if data.tokenizer == "bpe" else _tokenizer(data)
     for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
         if not sources and field == "data.held_out":
@@ -79,7 +79,8 @@ def check(data: DataSpec) -> None:
             next(documents(sources, data.text_key, field))
         elif tokenizer is None:
             raise UserError(
-                "data.tokenizer", data.tokenizer, f"cannot be trained from tokens, and {field} is the pair {prefix}",
+                "data.tokenizer", data.tokenizer,
+                f"cannot be trained from tokens, and {field} is the pair {prefix}",
                 'give the tokenizer.json the tokens were made with, or "bytes"',
             )  # fmt: skip
         elif data.streaming and field == "data.train":
@@ -92,7 +93,7 @@ def check(data: DataSpec) -> None:
 
 
 def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
-    """Raise UserError if a token of the dataset is no id of the tokenizer; of a large one, samples from all over it."""
+    """Raise UserError if a token is no id of the tokenizer; of a large dataset, samples are looked at."""
     tokens = dataset.tokens
     if len(tokens) > WHOLE_CHECK_TOKENS:
         begins = np.linspace(0, len(tokens) - 65_536, num=128, dtype=np.int64)
@@ -100,7 +101,8 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) 
     low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
     if low < 0 or high >= tokenizer.vocab:
         raise UserError(
-            field, dataset.prefix, f"has token id {high if low >= 0 else low}, and the tokenizer has ids 0 to {tokenizer.vocab - 1}",
+            field, dataset.prefix,
+            f"has token id {high if low >= 0 else low}, and the tokenizer has ids 0 to {tokenizer.vocab - 1}",
             "give the tokenizer that these tokens were made with",
         )  # fmt: skip
 
@@ -136,7 +138,7 @@ def _tokenizer(data: DataSpec) -> Tokenizer:
 
 
 def _training_texts(data: DataSpec) -> Iterator[str]:
-    """Training text, its files in the order of their hashes, so that the beginning is a sample of the whole."""
+    """Training text, its files in the order of their hashes, so that its beginning is a sample of it all."""
     everything = sorted(
         parts(data.train), key=lambda part: hashlib.blake2b(part.name.encode("utf-8", "replace")).digest()
     )
@@ -149,7 +151,7 @@ def _held_out(data: DataSpec, document: Document) -> bool:
 
 
 def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
-    """Fill a cache folder: tokenizer.json, and the pairs `train` and `held_out` that are not the user's own."""
+    """Fill a cache folder: tokenizer.json, and the pairs that are not the user's own."""
     tokenizer = _tokenizer(data)
     tokenizer.save(folder / "tokenizer.json")
     train, held_out = folder / "train", folder / "held_out"
@@ -174,7 +176,7 @@ def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
 
 
 def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: Progress | None) -> None:
-    """Hold documents out by their names; of so few that none or all would be held out, the end of the text instead."""
+    """Hold documents out by name; of so few that none or all would be, the end of the text instead."""
     prefixes = [folder / "train", folder / "held_out"]
     text = documents(data.train, data.text_key)
     counts = write_pairs(

@@ -1,0 +1,216 @@
+"""Tokenizing while training: the same interface as Loader, forward only, and exact to resume.
+
+Every rank reads and tokenizes all text and keeps its own rows, so that global batches are the same at any
+number of ranks. Files (or datasets) come in a shuffled order, the documents of one in its own; sequences are
+not shuffled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from phalanx.data.corpus import Document, Part, parts, read, split
+from phalanx.data.encode import encode
+from phalanx.data.loader import Batch, check_identity, gather, share
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import DataSpec
+
+CHUNK_CHARACTERS = 250_000
+KEPT_STATES = 64
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A place in the stream."""
+
+    epoch: int = 0
+    part: int = 0
+    """Number in the epoch's order of files."""
+    document: int = 0
+    """Number in that file."""
+    offset: int = 0
+    """Token in that document."""
+    position: int = 0
+    """Sequences already cut from this epoch."""
+
+
+class StreamingLoader:
+    """This rank's share of every global step, in order. What `data.held_out_fraction` holds out is left out.
+
+    An epoch's end that does not fill a sequence is dropped. Raises UserError for bad text when it gets there,
+    and if all text together does not fill a sequence.
+    """
+
+    def __init__(
+        self,
+        data: DataSpec,
+        tokenizer: Tokenizer,
+        sequence: int,
+        sequences_per_step: int,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.data, self.tokenizer, self.sequence, self.seed = data, tokenizer, sequence, seed
+        self.sequences_per_step = sequences_per_step
+        self.rows = share(sequences_per_step, rank, ranks)
+        self._parts = parts(data.train)
+        self._states: dict[int, dict[str, Any]] = {}
+        self._go_to(0, Cursor())
+
+    def step(self, number: int) -> Batch:
+        """This rank's rows of global step `number`: [sequences_per_step / ranks, T].
+
+        Raises ValueError if it is not the next step.
+        """
+        if number != self._next:
+            raise ValueError(
+                f"step {number} was asked for, and a stream can only give the next, {self._next}"
+            )
+        mine = set(self.rows.tolist())
+        rows = [row for i in range(self.sequences_per_step) if (row := self._sequence(i in mine)) is not None]
+        self._next += 1
+        self._remember()
+        return _batch(rows, self.sequence, self.data.mask_documents)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Where the run is before step `step`, for a checkpoint (JSON-able).
+
+        Raises ValueError if the stream is not there yet, or left it long ago.
+        """
+        if step not in self._states:
+            raise ValueError(
+                f"step {step} is not among those that the stream remembers: {sorted(self._states)}"
+            )
+        return self._states[step]
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise UserError if a checkpoint was made with other data, or data cut or shuffled otherwise."""
+        check_identity(self._identity, state)
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state, reading no earlier file again. Raises as check_state."""
+        self.check_state(state)
+        self._go_to(
+            int(state["step"]), Cursor(**{name: int(state[name]) for name in Cursor.__dataclass_fields__})
+        )
+
+    def _go_to(self, step: int, cursor: Cursor) -> None:
+        self._next, self._skip, self._position = step, cursor.offset, cursor.position
+        self._buffer: deque[Piece] = deque()
+        self._buffered = -cursor.offset
+        self._start = cursor
+        self._pieces = self._read(cursor)
+        self._states.clear()
+        self._remember()
+
+    def _remember(self) -> None:
+        place = self._start
+        if self._buffer:
+            head = self._buffer[0]
+            place = Cursor(self._start.epoch, head.part, head.document, self._skip, self._position)
+        tokens = self._next * self.sequences_per_step * self.sequence
+        self._states[self._next] = {"step": self._next, **vars(place), "tokens": tokens, **self._identity}
+        self._states.pop(self._next - KEPT_STATES, None)
+
+    def _sequence(self, wanted: bool) -> list[np.ndarray] | None:
+        """The next T + 1 tokens of the stream, one array per document; None if not `wanted`."""
+        need = self.sequence + 1
+        while self._buffered < need:
+            piece = next(self._pieces, None)
+            if piece is None:
+                self._next_epoch()
+            else:
+                self._buffer.append(piece)
+                self._buffered += len(piece.ids)
+        row = self._cut(need) if wanted else None
+        self._position += 1
+        self._buffered -= self.sequence
+        self._skip += self.sequence
+        # The last target is the next sequence's first input, so its document stays.
+        while self._skip >= len(self._buffer[0].ids):
+            self._skip -= len(self._buffer.popleft().ids)
+        return row
+
+    def _cut(self, need: int) -> list[np.ndarray]:
+        row = []
+        begin = self._skip
+        for piece in self._buffer:
+            row.append(piece.ids[begin : begin + need])
+            need -= len(row[-1])
+            begin = 0
+            if not need:
+                break
+        return row
+
+    def _next_epoch(self) -> None:
+        if not self._position:
+            raise UserError(
+                "data.train", self.data.train,
+                f"has {self._buffered:,} tokens, and one sequence and its target need {self.sequence + 1:,}",
+                "give more text, or lower training.sequence",
+            )  # fmt: skip
+        self._start = Cursor(self._start.epoch + 1)
+        self._buffer.clear()
+        self._buffered = self._skip = self._position = 0
+        self._pieces = self._read(self._start)
+
+    def _read(self, cursor: Cursor) -> Iterator[Piece]:
+        """The documents from the cursor's on, tokenized and ended, to the end of its epoch."""
+        order = np.random.Generator(np.random.PCG64([self.seed, cursor.epoch])).permutation(len(self._parts))
+        places: deque[tuple[int, int]] = deque()
+
+        def texts() -> Iterator[Document]:
+            for part in range(cursor.part, len(order)):
+                first = cursor.document if part == cursor.part else 0
+                for number, document in enumerate(read(self._parts[order[part]], self.data.text_key)):
+                    if number >= first and document.text and not self._held_out(document):
+                        places.append((part, number))
+                        yield document
+
+        end = np.array([self.tokenizer.end], np.int32)
+        for _, ids in encode(texts(), self.tokenizer, CHUNK_CHARACTERS):
+            yield Piece(*places.popleft(), np.concatenate([ids, end]))
+
+    def _held_out(self, document: Document) -> bool:
+        return not self.data.held_out and split(document.name, self.data.held_out_fraction)
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "sequence": self.sequence,
+            "sequences_per_step": self.sequences_per_step,
+            "fingerprint": _fingerprint(self._parts, self.tokenizer, self.data),
+        }
+
+
+@dataclass(frozen=True)
+class Piece:
+    part: int
+    document: int
+    ids: np.ndarray
+    """The document's ids and the end token, int32 [tokens]."""
+
+
+def _batch(rows: list[list[np.ndarray]], sequence: int, mask: bool) -> Batch:
+    pieces = [piece for row in rows for piece in row]
+    begins = np.cumsum([0, *map(len, pieces)])
+    first = np.arange(len(rows)) * (sequence + 1)
+    return gather(np.concatenate(pieces), begins, np.zeros(len(pieces), np.int64), first, sequence, mask)
+
+
+def _fingerprint(found: list[Part], tokenizer: Tokenizer, data: DataSpec) -> str:
+    files = [(part.name, part.size) for part in found]
+    split_by = None if data.held_out else data.held_out_fraction
+    key = json.dumps([files, tokenizer.to_json(), data.text_key, split_by])
+    return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()[:32]
