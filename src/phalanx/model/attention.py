@@ -1,4 +1,6 @@
-"""Causal self-attention with grouped key/value heads. Shapes: B batch, T tokens, D width, H heads, K head width."""
+"""Causal self-attention with grouped key/value heads.
+
+Shapes: B batch, T tokens, D width, H heads, K head width."""
 
 from __future__ import annotations
 

@@ -15,6 +15,9 @@ from phalanx.spec.model import ModelSpec, MoESpec
 class Router(nn.Module):
     """Chooses k of E experts for each token, and says what an unbalanced choice costs."""
 
+    load: Tensor
+    bias: Tensor
+
     def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
         super().__init__()
         self.moe = moe
@@ -25,7 +28,7 @@ class Router(nn.Module):
             self.register_buffer("bias", torch.zeros(moe.experts))
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The experts' weights [B, T, k], the experts [B, T, k], and the auxiliary loss summed over tokens."""
+        """Weights and numbers of the chosen experts, [B, T, k] each; the auxiliary loss over all tokens."""
         logits = self.gate(x_BTD)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         score = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()

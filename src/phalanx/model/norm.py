@@ -24,4 +24,5 @@ class RMSNorm(nn.Module):
 
 def norm(spec: ModelSpec) -> nn.Module:
     """The norm of the residual stream."""
-    return RMSNorm(spec.width, spec.norm_eps) if spec.norm == "rmsnorm" else nn.LayerNorm(spec.width, spec.norm_eps)
+    kind = RMSNorm if spec.norm == "rmsnorm" else nn.LayerNorm
+    return kind(spec.width, spec.norm_eps)

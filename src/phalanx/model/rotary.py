@@ -1,5 +1,6 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864) and its stretched variants. Shapes: B batch, T tokens,
-H heads, K head width, J = K / 2 frequencies."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) and its stretched variants.
+
+Shapes: B batch, T tokens, H heads, K head width, J = K / 2 frequencies."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Angle per token of each pair of channels, [J] in fp64: theta**(-2j/K), stretched as `rope.scaling` says."""
+    """Angle per token of each pair of channels, [J] fp64: theta**(-2j/K), stretched by `rope.scaling`."""
     base_J = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     if rope.scaling == "linear":  # position interpolation, arXiv 2306.15595
         return base_J / rope.factor
@@ -47,8 +48,8 @@ def _yarn(rope: RopeSpec, base_J: Tensor, head_dim: int) -> Tensor:
 
 
 def rotary(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.dtype) -> Rotary:
-    """Cosine and sine, [..., T, 1, K] each, for positions [..., T]. Angles are taken in fp64: in fp32 a position of
-    100,000 is off by a hundredth of a radian."""
+    """Cosine and sine, [..., T, 1, K] each, for positions [..., T]. Angles are taken in fp64: in fp32 a
+    position of 100,000 is off by a hundredth of a radian."""
     angle = positions[..., None].double() * frequencies(rope, head_dim).to(positions.device)
     angle = torch.cat((angle, angle), dim=-1)[..., None, :]
     # YaRN also sharpens attention (section 3.4): q and k are both scaled by this.
@@ -57,7 +58,7 @@ def rotary(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.dtype)
 
 
 def rotate(x_BTHK: Tensor, table: Rotary) -> Tensor:
-    """Turn channel j with channel j + K/2 by the position's angle (the halves' convention of Llama's HF weights)."""
+    """Turn channel j with channel j + K/2 by the position's angle (the convention of Llama's HF weights)."""
     cos, sin = table
     first, second = x_BTHK.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer. It knows nothing of ranks: layouts are applied to it from outside (`parallel.apply`).
+"""A decoder-only transformer. It knows nothing of ranks: `parallel.apply` applies layouts to it from outside.
 
 Shapes: B batch, T tokens, D width, V vocabulary."""
 
@@ -27,7 +27,7 @@ class Block(nn.Module):
         self.mlp = MoE(spec, spec.moe) if spec.moe and spec.is_moe(layer) else mlp(spec)
 
     def forward(self, x_BTD: Tensor, rotary: Rotary | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The block's output [B, T, D] and its auxiliary loss summed over tokens (scalar, 0 without experts)."""
+        """The block's output [B, T, D] and its auxiliary loss summed over tokens (0 without experts)."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask)
         if isinstance(self.mlp, MoE):
             out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
@@ -53,8 +53,8 @@ class Transformer(nn.Module):
     def forward(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits [B, T, V] of each next token, and the auxiliary loss of all layers summed over tokens.
 
-        `starts_BT` holds for each token the index in its row at which its document begins: documents do not attend to
-        each other, and each counts its positions from 0. None: every row is one document.
+        `starts_BT` holds for each token the index in its row at which its document begins: documents do not
+        attend to each other, and each counts its positions from 0. None: every row is one document.
         """
         place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         place = place_T if starts_BT is None else place_T - starts_BT

@@ -16,8 +16,8 @@ RESIDUAL_OUTPUTS = ("attention.wo.weight", "mlp.down.weight", "experts.down", "s
 def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int) -> Tensor:
     """The initial value of one parameter, fp32 on the CPU.
 
-    Matrices are normal with std sqrt(2 / (5 D)) (Nguyen and Salazar, arXiv 1910.05895), those that write into the
-    residual stream divided by sqrt(2 L) (GPT-2); norms are 1, biases 0.
+    Matrices are normal with std sqrt(2 / (5 D)) (Nguyen and Salazar, arXiv 1910.05895), those that write into
+    the residual stream divided by sqrt(2 L) (GPT-2); norms are 1, biases 0.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
