@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.model import ModelSpec
+from phalanx.spec.model import ModelSpec, RopeSpec
 
 Table = dict[str, Any]
 KNOWN = ("gpt2", "llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "olmoe")
+GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
 
 def model_table(config: Table) -> Table:
@@ -17,18 +27,18 @@ def model_table(config: Table) -> Table:
     Raises UserError for a model type that Phalanx does not have, or a variant of one that it cannot express.
     """
     kind = config.get("model_type")
-    if kind not in KNOWN:
-        raise UserError("config.json model_type", kind, "is not supported", f"supported: {', '.join(KNOWN)}")
+    _known("model_type", kind, KNOWN)
     try:
         return _gpt2(config) if kind == "gpt2" else _llama_like(str(kind), config)
     except KeyError as error:
-        raise UserError("config.json", None, f"{error} is missing", "give the config.json of a whole model") from None
+        raise UserError("config.json", None, f"{error} is missing", "give that of a whole model") from None
 
 
 def _gpt2(config: Table) -> Table:
+    _plain(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     width = config["n_embd"]
     activation = config.get("activation_function", "gelu_new")
-    _known("activation_function", activation, {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"})
+    _known("activation_function", activation, GELUS)
     return {
         "vocab": config["vocab_size"],
         "width": width,
@@ -38,7 +48,7 @@ def _gpt2(config: Table) -> Table:
         "context": config["n_positions"],
         "norm": "layernorm",
         "norm_eps": config.get("layer_norm_epsilon", 1e-5),
-        "activation": "gelu" if activation == "gelu" else "gelu_tanh",
+        "activation": GELUS[activation],
         "positions": "learned",
         "bias": True,
         "tied": config.get("tie_word_embeddings", True),
@@ -46,10 +56,7 @@ def _gpt2(config: Table) -> Table:
 
 
 def _llama_like(kind: str, config: Table) -> Table:
-    _known("hidden_act", config.get("hidden_act", "silu"), {"silu": "swiglu"})
-    for field in ("attention_bias", "mlp_bias", "clip_qkv"):
-        if config.get(field):
-            raise UserError(f"config.json {field}", config[field], "is not supported", "use a model without it")
+    _plain(config, hidden_act="silu", attention_bias=False, mlp_bias=False, clip_qkv=None)
     table = {
         "vocab": config["vocab_size"],
         "width": config["hidden_size"],
@@ -58,7 +65,8 @@ def _llama_like(kind: str, config: Table) -> Table:
         "kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
         "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         "ffn": config["intermediate_size"],
-        "context": config["max_position_embeddings"],
+        # Within a sliding window attention is full attention: the window is the context we have.
+        "context": min(config["max_position_embeddings"], _window(kind, config) or math.inf),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope": _rope(config),
         "qk_norm": {"qwen3": "head", "qwen3_moe": "head", "olmoe": "full"}.get(kind, "none"),
@@ -69,15 +77,23 @@ def _llama_like(kind: str, config: Table) -> Table:
     return table
 
 
+def _window(kind: str, config: Table) -> int | None:
+    """Tokens that attention looks back over; None is all."""
+    if kind.startswith("qwen3") and not config.get("use_sliding_window"):
+        return None
+    return config.get("sliding_window", 4096 if kind == "mistral" else None)
+
+
 def _moe(kind: str, config: Table) -> Table:
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        raise UserError("config.json decoder_sparse_step", config.get("decoder_sparse_step"), "mixes dense layers in",
-                        "use a model whose layers all have experts")  # fmt: skip
-    experts = config["num_local_experts"] if kind == "mixtral" else config["num_experts"]
+    dense = config.get("mlp_only_layers") or []
+    _plain(config, decoder_sparse_step=1, mlp_only_layers=list(range(len(dense))))
+    # Both names are written for every kind, by one version of transformers or another.
+    experts = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
     return {
         "experts": experts,
         "top_k": config["num_experts_per_tok"],
         "ffn": config["moe_intermediate_size"] if kind == "qwen3_moe" else config["intermediate_size"],
+        "first_dense": len(dense),
         "normalize_top_k": True if kind == "mixtral" else bool(config.get("norm_topk_prob", False)),
         "balance_loss": config.get("router_aux_loss_coef", 0.01),
         "z_loss": 0.0,
@@ -86,83 +102,127 @@ def _moe(kind: str, config: Table) -> Table:
 
 def _rope(config: Table) -> Table:
     # transformers 5 writes rope_parameters; earlier ones rope_theta beside rope_scaling.
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    names = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-    _known("rope_type", kind, names)
-    table = {"theta": float(parameters.get("rope_theta", config.get("rope_theta", 10_000.0))), "scaling": names[kind]}
-    if kind != "default":
-        original = parameters.get("original_max_position_embeddings", config["max_position_embeddings"])
-        table |= {"factor": float(parameters["factor"]), "original_context": original}
-        for field in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
-            if parameters.get(field) is not None:
-                table[field] = float(parameters[field])
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    _known("rope_type", kind, SCALINGS)
+    _plain(config, partial_rotary_factor=1.0)
+    _plain(given, partial_rotary_factor=1.0)
+    theta = given.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    table: Table = {"theta": float(theta), "scaling": SCALINGS[kind]}
+    if kind == "default":
+        return table
+    table["factor"] = float(given["factor"])
+    if kind in ("llama3", "yarn"):
+        # Some models keep it beside the table, and transformers heeds that one first.
+        beside, inside = (place.get("original_max_position_embeddings") for place in (config, given))
+        table["original_context"] = beside or inside or config["max_position_embeddings"]
+    if kind == "yarn":
+        sharpened = 0.1 * math.log(table["factor"]) + 1.0
+        _plain(given, truncate=True, attention_factor=sharpened, mscale_all_dim=0)
+    for field in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+        if given.get(field) is not None:
+            table[field] = float(given[field])
     return table
 
 
-def _known(field: str, value: object, names: Table) -> None:
+def _known(field: str, value: object, names: Any) -> None:
     if value not in names:
         raise UserError(f"config.json {field}", value, "is not supported", f"supported: {', '.join(names)}")
+
+
+def _plain(config: Table, **expected: object) -> None:
+    """Raise UserError for a field that is there with another value than expected."""
+    for field, value in expected.items():
+        given = config.get(field)
+        if given is not None and given != value:
+            raise UserError(f"config.json {field}", given, "is not supported", f"use a model with {value}")
 
 
 def hf_config(spec: ModelSpec) -> Table:
     """The Hugging Face config.json that describes `spec`.
 
-    Raises UserError if no Hugging Face architecture has this shape.
+    Raises UserError, naming the field, if no Hugging Face architecture has this shape.
     """
     if spec.positions == "learned":
         return _to_gpt2(spec)
     kind = _architecture(spec)
-    names = {
-        "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM",
-        "olmoe": "OlmoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    }  # fmt: skip
-    rope = _to_rope(spec)
-    config = {
-        "architectures": [names[kind]], "model_type": kind, "vocab_size": spec.vocab, "hidden_size": spec.width,
-        "num_hidden_layers": spec.layers, "num_attention_heads": spec.heads, "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim, "intermediate_size": spec.ffn, "max_position_embeddings": spec.context,
-        "rms_norm_eps": spec.norm_eps, "hidden_act": "silu", "tie_word_embeddings": spec.tied,
-        "attention_bias": False, "rope_theta": spec.rope.theta, "rope_scaling": None if spec.rope.scaling == "none" else rope,
-        "rope_parameters": rope, "torch_dtype": "float32", "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    if spec.moe is not None:
-        moe = spec.moe
-        config |= {"num_experts_per_tok": moe.top_k, "router_aux_loss_coef": moe.balance_loss}
-        if kind == "mixtral":
-            config |= {"num_local_experts": moe.experts, "intermediate_size": moe.ffn, "sliding_window": None}
-        else:
-            config |= {"num_experts": moe.experts, "norm_topk_prob": moe.normalize_top_k, "decoder_sparse_step": 1}
-            config |= {"moe_intermediate_size": moe.ffn} if kind == "qwen3_moe" else {"intermediate_size": moe.ffn}
-    return config
+    rope = _to_rope(spec.rope)
+    config: Table = {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "vocab_size": spec.vocab,
+        "hidden_size": spec.width,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.ffn,
+        "max_position_embeddings": spec.context,
+        "rms_norm_eps": spec.norm_eps,
+        "hidden_act": "silu",
+        "tie_word_embeddings": spec.tied,
+        "attention_bias": False,
+        "rope_theta": spec.rope.theta,
+        "rope_scaling": None if spec.rope.scaling == "none" else rope,
+        "rope_parameters": rope,
+        "torch_dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return config | _to_moe(kind, spec)
 
 
 def _architecture(spec: ModelSpec) -> str:
     """The Hugging Face model type with this shape."""
-    plain = spec.norm == "rmsnorm" and spec.activation == "swiglu" and not spec.bias
+    _exportable("model", spec, norm="rmsnorm", activation="swiglu", bias=False)
+    if spec.moe is None:
+        kinds = {"none": "llama", "head": "qwen3"}
+    else:
+        kinds = {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}
+        _exportable("model.moe", spec.moe, shared_experts=0, score="softmax", bias_update_rate=0.0)
+        if spec.qk_norm != "head":
+            _exportable("model.moe", spec.moe, first_dense=0)
+        if spec.qk_norm == "none":
+            _exportable("model.moe", spec.moe, normalize_top_k=True)
+    if spec.qk_norm not in kinds:
+        raise UserError("model.qk_norm", spec.qk_norm, "is in no Hugging Face model of ours without experts",
+                        "only a model with model.moe can be exported so")  # fmt: skip
+    return kinds[spec.qk_norm]
+
+
+def _exportable(table: str, spec: Any, **expected: object) -> None:
+    """Raise UserError for a field with another value than any Hugging Face architecture of ours has."""
+    for field, value in expected.items():
+        given = getattr(spec, field)
+        if given != value:
+            problem = "is in no Hugging Face architecture of ours with the rest of this shape"
+            raise UserError(f"{table}.{field}", given, problem, f"only {value!r} can be exported")
+
+
+def _to_moe(kind: str, spec: ModelSpec) -> Table:
     moe = spec.moe
-    if plain and moe is None and spec.qk_norm in ("none", "head"):
-        return "qwen3" if spec.qk_norm == "head" else "llama"
-    standard = moe and not moe.shared_experts and not moe.first_dense and moe.score == "softmax" and not moe.bias_update_rate
-    if plain and moe and standard:
-        if spec.qk_norm == "none" and moe.normalize_top_k:
-            return "mixtral"
-        if spec.qk_norm == "head":
-            return "qwen3_moe"
-        if spec.qk_norm == "full" and spec.head_dim * spec.heads == spec.width:
-            return "olmoe"
-    raise UserError(
-        "model", spec.preset, "has a shape that no Hugging Face architecture of ours has",
-        f"one of {', '.join(KNOWN)} can be exported",
-    )  # fmt: skip
+    if moe is None:
+        return {}
+    config: Table = {"num_experts_per_tok": moe.top_k, "router_aux_loss_coef": moe.balance_loss}
+    if kind == "mixtral":
+        return config | {
+            "num_local_experts": moe.experts,
+            "intermediate_size": moe.ffn,
+            "sliding_window": None,
+        }
+    config |= {"num_experts": moe.experts, "norm_topk_prob": moe.normalize_top_k}
+    if kind == "olmoe":
+        return config | {"intermediate_size": moe.ffn}
+    dense = list(range(moe.first_dense))
+    return config | {"moe_intermediate_size": moe.ffn, "decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def _to_rope(spec: ModelSpec) -> Table:
-    rope = spec.rope
-    table: Table = {"rope_type": "default" if rope.scaling == "none" else rope.scaling, "rope_theta": rope.theta}
+def _to_rope(rope: RopeSpec) -> Table:
+    kind = next(name for name, scaling in SCALINGS.items() if scaling == rope.scaling)
+    table: Table = {"rope_type": kind, "rope_theta": rope.theta}
     if rope.scaling == "none":
         return table
-    table |= {"factor": rope.factor}
+    table["factor"] = rope.factor
     if rope.scaling in ("llama3", "yarn"):
         table["original_max_position_embeddings"] = rope.original_context
     if rope.scaling == "llama3":
@@ -173,14 +233,30 @@ def _to_rope(spec: ModelSpec) -> Table:
 
 
 def _to_gpt2(spec: ModelSpec) -> Table:
-    fits = spec.norm == "layernorm" and spec.bias and spec.activation != "swiglu" and spec.kv_heads == spec.heads
-    if not fits or spec.head_dim * spec.heads != spec.width or spec.moe is not None:
-        raise UserError("model.positions", spec.positions, "only GPT-2's shape is exported with learned positions",
-                        'use layernorm, bias and gelu, or positions = "rope"')  # fmt: skip
+    fused = {"kv_heads": spec.heads, "head_dim": spec.width // spec.heads, "moe": None, "qk_norm": "none"}
+    _exportable("model", spec, norm="layernorm", bias=True, **fused)
+    gelu = next((name for name, ours in GELUS.items() if ours == spec.activation), None)
+    if gelu is None:
+        raise UserError(
+            "model.activation", spec.activation, "GPT-2 has none such", 'only "gelu" or "gelu_tanh"'
+        )
     return {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": spec.vocab, "n_embd": spec.width,
-        "n_layer": spec.layers, "n_head": spec.heads, "n_inner": spec.ffn, "n_positions": spec.context,
-        "n_ctx": spec.context, "activation_function": "gelu_new" if spec.activation == "gelu_tanh" else "gelu",
-        "layer_norm_epsilon": spec.norm_eps, "tie_word_embeddings": spec.tied, "torch_dtype": "float32",
-        "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": spec.vocab,
+        "n_embd": spec.width,
+        "n_layer": spec.layers,
+        "n_head": spec.heads,
+        "n_inner": spec.ffn,
+        "n_positions": spec.context,
+        "n_ctx": spec.context,
+        "activation_function": gelu,
+        "layer_norm_epsilon": spec.norm_eps,
+        "tie_word_embeddings": spec.tied,
+        "torch_dtype": "float32",
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }

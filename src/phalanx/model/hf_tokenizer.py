@@ -1,0 +1,49 @@
+"""A run's tokenizer as the files that transformers' AutoTokenizer loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from phalanx.spec.errors import UserError
+
+BYTES = {"type": "bytes"}
+END_OF_TEXT = "<|endoftext|>"
+
+
+def hf_tokenizer_files(path: Path, end: int | None, context: int) -> dict[str, str]:
+    """tokenizer.json and tokenizer_config.json, by name; `end` is the id of the end-of-text token.
+
+    Raises UserError if `path` is not a tokenizer.json.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        text = byte_tokenizer_json() if json.loads(text) == BYTES else text
+        word = None if end is None else Tokenizer.from_str(text).id_to_token(end)
+    except Exception as error:  # the bindings raise bare Exception
+        raise UserError("tokenizer", str(path), f"cannot be read: {error}", "give a tokenizer.json") from None
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    if word is not None:
+        config |= {"bos_token": word, "eos_token": word, "pad_token": word}
+    return {"tokenizer.json": text, "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
+
+
+def byte_tokenizer_json() -> str:
+    """The byte tokenizer (ids 0..255 the bytes of UTF-8, 256 the end of text) as a BPE without merges."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    # GPT-2's alphabet: a printable byte is its own character, the others follow from U+0100 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
+    return str(tokenizer.to_str(pretty=True))
