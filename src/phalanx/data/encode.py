@@ -6,6 +6,7 @@ enough: reading, encoding and writing overlap.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 from phalanx.data.corpus import Document
 from phalanx.data.indexed import IndexedWriter, token_dtype
 from phalanx.data.tokenizer import Tokenizer
+from phalanx.spec.errors import UserError
 
 CHUNK_CHARACTERS = 4_000_000
 PIECE_CHARACTERS = 1_000_000
@@ -82,6 +84,15 @@ def write_pairs(
             if progress is not None:
                 progress(_sum(counts))
     return counts
+
+
+def disk_error(field: str, path: str | Path, error: OSError) -> UserError:
+    """What to tell the user when writing under `path`, which `field` names, has failed."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(field, str(path), "its disk is full", "free some space, or name another disk")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return UserError(field, str(path), "cannot be written", "name a directory that you may write to")
+    return UserError(field, str(path), f"cannot be used: {error.strerror or error}", "name another directory")
 
 
 def _plus(counts: Counts, document: Document, tokens: int) -> Counts:

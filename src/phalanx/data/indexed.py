@@ -183,7 +183,8 @@ def _offsets(
     starts[1:] += starts[0]
     if (lengths < 0).any() or not np.array_equal(starts[:-1] * dtype.itemsize, pointers):
         raise _broken(field, path, "has sequences that do not lie one after the other in the .bin file")
-    return starts[documents]
+    offsets: np.ndarray = starts[documents]
+    return offsets
 
 
 def _map_tokens(prefix: str, field: str, dtype: np.dtype, tokens: int) -> np.ndarray:
@@ -194,8 +195,7 @@ def _map_tokens(prefix: str, field: str, dtype: np.dtype, tokens: int) -> np.nda
         )
     if not tokens:
         return np.empty(0, dtype)
-    mapped: np.ndarray = np.memmap(path, dtype, "r", shape=(tokens,))
-    return mapped.view(np.ndarray)  # memmap's own indexing is slow
+    return np.memmap(path, dtype, "r", shape=(tokens,)).view(np.ndarray)  # memmap's own indexing is slow
 
 
 def _broken(field: str, path: str, problem: str) -> UserError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.data.corpus import Document, documents, parts, read, split
-from phalanx.data.encode import Progress, limit_threads, write_pairs
+from phalanx.data.encode import Progress, disk_error, limit_threads, write_pairs
 from phalanx.data.indexed import IndexedDataset, cut_tail, prefix_of
 from phalanx.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
@@ -60,7 +59,7 @@ def prepare(data: DataSpec, progress: Progress | None = None, workers: int = 0) 
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
-        raise _cache_error(data.cache, error) from None
+        raise disk_error("data.cache", data.cache, error) from None
     # A pair of the user's is read where it lies, but for its end where that is held out.
     train = _pair(data.train, "data.train") if data.held_out else None
     train = "" if data.streaming else train or str(final / "train")
@@ -227,17 +226,3 @@ def _fingerprint(data: DataSpec) -> str:
     if data.tokenizer not in ("bpe", "bytes"):
         key["tokenizer"] = hashlib.sha256(load_tokenizer(data.tokenizer).to_json().encode()).hexdigest()
     return hashlib.sha256(json.dumps([RECIPE, key]).encode("utf-8", "replace")).hexdigest()[:20]
-
-
-def _cache_error(cache: str, error: OSError) -> UserError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(
-            "data.cache", cache, "its disk is full", "free some space, or put data.cache on another disk"
-        )
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return UserError(
-            "data.cache", cache, "cannot be written", "name a directory in data.cache that you may write to"
-        )
-    return UserError(
-        "data.cache", cache, f"cannot be used: {error.strerror or error}", "name another directory"
-    )
