@@ -68,8 +68,4 @@ def _run(run: RunSpec, nproc: int | None, resume: bool) -> int:
     ranks = choose_nproc(run, nproc)
     with preparing() as progress:
         directory = set_up(run, ranks, resume, progress)
-    if ranks > 1:
-        return spawn(directory, ranks)
-    from phalanx.train.worker import work
-
-    return work(directory, [], resume)
+    return spawn(directory, ranks)

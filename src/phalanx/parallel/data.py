@@ -23,13 +23,14 @@ class DataParallel:
     def __init__(self, module: nn.Module, layout: Layout, group: dist.ProcessGroup) -> None:
         self.exposed = ExposedTime()
         self.loss_scale = float(group.size())
+        # The routers' buffers are kept equal by summing their loads; DDP need not broadcast them at every forward pass.
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [name for name, _ in module.named_buffers()])
         self.model = DistributedDataParallel(
             module,
             process_group=group,
             bucket_cap_mb=layout.bucket_mb,
             static_graph=layout.static_graph,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # the routers' buffers are kept equal by all-reducing their loads
             init_sync=False,  # initial weights are a function of their names
         )
         self._last_gradient = 0.0

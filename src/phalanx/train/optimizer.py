@@ -43,7 +43,8 @@ def build_optimizers(spec: OptimizerSpec, module: nn.Module) -> list[torch.optim
         return [muon, _adamw(spec, rest)]
     if spec.name == "adamw":
         return [_adamw(spec, parameters)]
-    return [torch.optim.SGD(_groups(spec, parameters), lr=spec.learning_rate, momentum=spec.momentum, fused=True)]
+    # DTensor has no rule for fused SGD.
+    return [torch.optim.SGD(_groups(spec, parameters), lr=spec.learning_rate, momentum=spec.momentum, foreach=True)]
 
 
 def _adamw(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:

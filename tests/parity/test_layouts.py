@@ -1,0 +1,108 @@
+"""The one table of layouts: each must give one process's losses and gradient norms, in fp64 to 1e-10 relative.
+
+A new strategy is proven by adding rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity.trajectory import DENSE, MOE, described, trajectory
+
+from phalanx.testing import ranks
+
+MODELS = {"dense": DENSE, "moe": MOE}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout: its ranks, what it changes in the run file, and the micro-batches of 8 sequences over all ranks."""
+
+    name: str
+    ranks: int
+    changes: dict[str, Any] = field(default_factory=dict)
+    accumulation: int = 1
+    models: tuple[str, ...] = ("dense", "moe")
+
+
+ROWS = [
+    Row("one", 1, accumulation=4),
+    Row("one-recompute-full", 1, {"parallel.recompute": "full"}),
+    Row("one-recompute-selective", 1, {"parallel.recompute": "selective"}),
+    Row("ddp", 2),
+    Row("ddp", 2, accumulation=2),
+    Row("ddp", 4),
+    Row("ddp", 4, accumulation=2),
+    Row("ddp-small-buckets-static", 2, {"parallel.bucket_mb": 0.01, "parallel.static_graph": True}, models=("dense",)),
+    Row("zero3", 2, {"parallel.data": "zero3"}),
+    Row("zero3", 2, {"parallel.data": "zero3"}, accumulation=2),
+    Row("zero3", 4, {"parallel.data": "zero3"}),
+    Row("zero3", 4, {"parallel.data": "zero3"}, accumulation=2),
+    Row("zero3-recompute-full", 2, {"parallel.data": "zero3", "parallel.recompute": "full"}),
+    Row("hsdp-2x2", 4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}),
+    Row("hsdp-2x2", 4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}, accumulation=2),
+]
+CASES = [pytest.param(row, model, id=f"{row.name}-x{row.ranks}-acc{row.accumulation}-{model}") for row in ROWS for model in row.models]
+OPTIMIZERS = {
+    "muon": {"optimizer.name": "muon"},
+    "sgd": {"optimizer.name": "sgd"},
+    "no-clip": {"optimizer.clip_norm": 0.0},
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few real source files, so that documents end inside sequences."""
+    import json
+
+    folder = tmp_path_factory.mktemp("text")
+    for source in sorted(Path(json.__file__).parent.glob("*.py")):
+        for part, lines in enumerate(source.read_text().split("\n\n")[:60]):
+            (folder / f"{source.stem}{part}.py").write_text(lines)
+    return folder
+
+
+@cache
+def reference(text: Path, model: str, changes: tuple[tuple[str, Any], ...] = ()) -> list[tuple[float, float]]:
+    """The trajectory of one process."""
+    return trajectory(described(text, text.parent / f"reference-{model}", {"model": MODELS[model], **dict(changes)}))
+
+
+def layout(row: Row, model: str) -> dict[str, Any]:
+    micro_batch = 8 // row.ranks // row.accumulation
+    return {"model": MODELS[model], "parallel.micro_batch": micro_batch, **row.changes}
+
+
+@pytest.mark.parametrize(("row", "model"), CASES)
+def test_equals_one_process(row: Row, model: str, text: Path, tmp_path: Path) -> None:
+    run = described(text, tmp_path, layout(row, model))
+    results = [trajectory(run)] if row.ranks == 1 else ranks(row.ranks).run(trajectory, run)
+    for rank, result in enumerate(results):
+        assert result == [pytest.approx(step, rel=1e-10) for step in reference(text, model)], f"rank {rank}"
+
+
+@pytest.mark.parametrize("changes", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("data", ["ddp", "zero3"])
+def test_every_optimizer_equals_one_process(data: str, changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
+    run = described(text, tmp_path, {"model": MOE, "parallel.data": data, **changes})
+    expected = reference(text, "moe", tuple(changes.items()))
+    assert ranks(2).run(trajectory, run)[0] == [pytest.approx(step, rel=1e-10) for step in expected]
+
+
+@pytest.mark.parametrize("row", [Row("ddp", 2), Row("zero3", 2, {"parallel.data": "zero3"}), ROWS[-1]], ids=lambda row: row.name)
+@pytest.mark.parametrize("model", MODELS)
+def test_bf16_is_near_one_process(row: Row, model: str, text: Path, tmp_path: Path) -> None:
+    bf16 = {"training.precision": "bf16"}
+    run = described(text, tmp_path, {**layout(row, model), **bf16})
+    result = ranks(row.ranks).run(trajectory, run)[0]
+    expected = reference(text, model, tuple(bf16.items()))
+    assert [loss for loss, _ in result] == pytest.approx([loss for loss, _ in expected], rel=0.02)
+
+
+def test_the_table_can_fail(text: Path, tmp_path: Path) -> None:
+    """A learning rate off by a millionth is seen."""
+    changed = trajectory(described(text, tmp_path, {"optimizer.learning_rate": 0.01 * (1 + 1e-6)}))
+    assert changed != [pytest.approx(step, rel=1e-10) for step in reference(text, "dense")]

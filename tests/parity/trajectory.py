@@ -1,0 +1,59 @@
+"""What every layout is held against: the losses and gradient norms of a short run of the real trainer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.data.prepare import prepare
+from phalanx.data.loader import prefetch
+from phalanx.spec.load import build_run
+from phalanx.spec.run import RunSpec
+from phalanx.train.corpus import open_corpus
+from phalanx.train.trainer import Trainer
+
+Table = dict[str, Any]
+DENSE: Table = {"vocab": 257, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 48, "context": 64, "qk_norm": "head"}
+MOE: Table = {**DENSE, "moe": {"experts": 4, "top_k": 2, "ffn": 24, "shared_experts": 1, "bias_update_rate": 0.01}}
+STEPS = 20
+
+
+def described(text: Path, out: Path, changes: Table) -> RunSpec:
+    """A small run over the text files of a directory, with some values changed ("section.key": value)."""
+    table: Table = {
+        "name": "parity",
+        "out": str(out),
+        "model": DENSE,
+        "data": {"train": [str(text)], "tokenizer": "bytes", "cache": str(out / "cache"), "held_out_fraction": 0.3},
+        "training": {"steps": STEPS, "sequence": 32, "tokens_per_step": 8 * 32, "precision": "fp64"},
+        "optimizer": {"warmup_steps": 3, "learning_rate": 0.01},
+    }
+    table = copy.deepcopy(table)
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        if name:
+            table.setdefault(section, {})[name] = value
+        else:
+            table[section] = value
+    return build_run(table)
+
+
+def trainer(run: RunSpec) -> Trainer:
+    """The real trainer of a run on this rank; every rank finds the data prepared."""
+    prepared = prepare(run.data)
+    return Trainer(run, open_corpus(run, prepared), Path(run.out) / run.name, torch.device("cpu"))
+
+
+def steps(under_way: Trainer, last: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the steps up to `last`."""
+    batches = prefetch(under_way.loader, under_way.step, last)
+    records = [under_way.train_step(batches) for _ in range(under_way.step, last)]
+    return [(record["loss"], record["grad_norm"]) for record in records]
+
+
+def trajectory(run: RunSpec) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step, on this rank."""
+    return steps(trainer(run), run.training.steps)
