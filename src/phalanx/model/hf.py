@@ -157,9 +157,11 @@ def export_hf(
     beside = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     beside.mkdir(parents=True)
     try:
-        _write_tensors(sources, shapes, tensors, beside, DTYPES[dtype], shard_bytes)
         for name, text in texts.items():
             (beside / name).write_text(text, encoding="utf-8")
+        _write_tensors(sources, shapes, tensors, beside, DTYPES[dtype], shard_bytes)
+        for file in beside.glob("*.safetensors"):  # which safetensors makes for their owner alone
+            shutil.copymode(beside / "config.json", file)
         if replace and directory.exists():
             shutil.rmtree(directory)
         beside.rename(directory)
