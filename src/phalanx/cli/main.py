@@ -7,7 +7,7 @@ import sys
 import typer
 
 from phalanx import __version__
-from phalanx.cli import train
+from phalanx.cli import data, export, generate, info, init, train
 from phalanx.spec.errors import UserError
 
 app = typer.Typer(
@@ -33,6 +33,11 @@ def _root(
     pass
 
 
+app.add_typer(data.app, name="data")
+app.command("export")(export.export)
+app.command("generate")(generate.generate)
+app.command("info")(info.info)
+app.command("init")(init.init)
 app.command("train")(train.train)
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 class UserError(ValueError):
     """Something the user can mend: which field, which value, what is wrong, what to do.
 
-    It is a ValueError so that pydantic's validators may raise it. The command line prints it without a traceback and exits with 2. It is raised before any process is spawned.
+    It is a ValueError so that pydantic's validators may raise it. The command line prints it without a traceback and
+    exits with 2. It is raised before any process is spawned.
     """
 
     def __init__(self, field: str, value: object, problem: str, fix: str = "") -> None:
@@ -21,7 +22,7 @@ class UserError(ValueError):
         return f"{self.field}{shown}: {self.problem}" + (f"\n  fix: {self.fix}" if self.fix else "")
 
 
-class UserErrors(UserError):
+class UserErrors(UserError):  # noqa: N818
     """Several mistakes in one file, reported together."""
 
     def __init__(self, errors: list[UserError]) -> None:

@@ -15,12 +15,15 @@ NOT_YET = "is described and can be planned, but does not run yet"
 
 
 class Layout(Spec):
-    """The parallel degrees and choices of a run. The data-parallel degree is what the other degrees leave of the ranks."""
+    """The parallel degrees and choices of a run.
+
+    The data-parallel degree is what the other degrees leave of the ranks.
+    """
 
     data: Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"] = "ddp"
     """How data-parallel ranks share model state: replicated (ddp), sharded (zero1 to zero3 = FSDP), or sharded
     within groups and replicated between them (hsdp)."""
-    dp_shard: int | None = Field(None, gt=0)
+    dp_shard: int | None = Field(None, gt=0, examples=[8])
     """Ranks that share one sharded copy (hsdp). Must divide the data-parallel degree."""
     tp: int = Field(1, gt=0)
     """Tensor-parallel degree."""
@@ -34,7 +37,7 @@ class Layout(Spec):
     """Pipeline schedule."""
     virtual_stages: int = Field(1, gt=0)
     """Pipeline stages on each rank (interleaved)."""
-    micro_batch: int | None = Field(None, gt=0)
+    micro_batch: int | None = Field(None, gt=0, examples=[4])
     """Sequences per rank in one forward pass. By default the largest that divides the rank's share of a step and
     holds at most 16,384 tokens."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -90,9 +93,8 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
         if layout.dp_shard is None:
             raise UserError("parallel.dp_shard", None, 'is needed with parallel.data = "hsdp"', f"use one of {allowed}")
         if dp % layout.dp_shard:
-            raise UserError(
-                "parallel.dp_shard", layout.dp_shard, f"does not divide the {dp} data-parallel ranks", f"use one of {allowed}"
-            )
+            problem = f"does not divide the {dp} data-parallel ranks"
+            raise UserError("parallel.dp_shard", layout.dp_shard, problem, f"use one of {allowed}")
     shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data, dp)
     return Degrees(layout.pp, dp // shard, shard, layout.cp, layout.tp)
 

@@ -48,11 +48,13 @@ def build_run(table: Table) -> RunSpec:
 
 
 def load_model(name: str) -> ModelSpec:
-    """The model that `name` means: a preset, a Hugging Face config.json (or its directory), or a TOML file."""
+    """The model that `name` means: a preset, a Hugging Face config.json (or its directory), or a TOML file (a run, or
+    only its [model] table)."""
     path = Path(name)
     if path.suffix == ".toml":
         table = read_toml(path)
-        return parse(ModelSpec, resolve_model(table.get("model", table)), "model")
+        is_run = "model" in table or set(table) <= set(RunSpec.model_fields)
+        return parse(ModelSpec, resolve_model(table.get("model", {}) if is_run else table), "model")
     if path.suffix == ".json" or path.is_dir():
         return parse(ModelSpec, resolve_model({"from_hf": name}), "model")
     return parse(ModelSpec, resolve_model({"preset": name}), "model")
@@ -110,7 +112,9 @@ def _read_json(path: Path) -> Table:
     try:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
-        raise UserError("model config", str(path), f"is not valid JSON: {error}", "give a Hugging Face config.json") from None
+        raise UserError(
+            "model config", str(path), f"is not valid JSON: {error}", "give a Hugging Face config.json"
+        ) from None
 
 
 def _merge(base: Table, over: Table) -> Table:

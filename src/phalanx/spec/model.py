@@ -29,11 +29,11 @@ class RopeSpec(Spec):
 class MoESpec(Spec):
     """A mixture of experts in place of the MLP."""
 
-    experts: int = Field(gt=1)
+    experts: int = Field(gt=1, examples=[8])
     """Routed experts per layer (E)."""
-    top_k: int = Field(gt=0)
+    top_k: int = Field(gt=0, examples=[2])
     """Experts that each token is sent to."""
-    ffn: int = Field(gt=0)
+    ffn: int = Field(gt=0, examples=[256])
     """Inner width of one expert."""
     shared_experts: int = Field(0, ge=0)
     """Experts that every token passes through (DeepSeekMoE, arXiv 2401.06066)."""
@@ -62,11 +62,14 @@ class MoESpec(Spec):
 
 
 class ModelSpec(Spec):
-    """A decoder-only transformer. Symbols in docstrings: D width, H heads, F ffn, V vocab, L layers, T tokens."""
+    """A decoder-only transformer.
 
-    preset: str | None = None
+    Symbols in docstrings: D width, H heads, F ffn, V vocab, L layers, T tokens.
+    """
+
+    preset: str | None = Field(None, examples=["tiny"])
     """A known model (`phalanx info --list`) whose values the other fields override."""
-    from_hf: str | None = None
+    from_hf: str | None = Field(None, examples=["path/to/model"])
     """A directory with a Hugging Face config.json and safetensors: the shape, and the weights training starts from."""
     vocab: int = Field(gt=1)
     """Rows of the embedding (V); at least the tokenizer's vocabulary."""
@@ -89,7 +92,7 @@ class ModelSpec(Spec):
     positions: Literal["rope", "learned"] = "rope"
     rope: RopeSpec = RopeSpec()
     bias: bool = False
-    """Biases in every linear layer but the head (GPT-2)."""
+    """Biases in every linear layer but the head (GPT-2); not with SwiGLU."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm on queries and keys: per head (Qwen3) or over all heads together (OLMoE)."""
     tied: bool = False
@@ -120,14 +123,16 @@ class ModelSpec(Spec):
             self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads,
             f"does not divide model.heads ({self.heads})", f"use one of {allowed}",
         )  # fmt: skip
+        if self.activation == "swiglu":
+            require(not self.bias, "bias", self.bias, "is not supported with SwiGLU", "set model.bias = false")
         if self.positions == "rope":
-            require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "must be even for rotary positions", "make it even")
+            even = self.head_dim % 2 == 0
+            require(even, "head_dim", self.head_dim, "must be even for rotary positions", "make it even")
         if self.moe is not None:
             require(
                 self.moe.first_dense < self.layers, "moe.first_dense", self.moe.first_dense,
                 f"leaves no layer of model.layers ({self.layers}) with experts", f"use at most {self.layers - 1}",
             )  # fmt: skip
-            require(not self.bias, "bias", self.bias, "is not supported together with model.moe", "set model.bias = false")
             require(
                 self.activation == "swiglu", "activation", self.activation, "experts are SwiGLU",
                 'set model.activation = "swiglu"',

@@ -18,10 +18,10 @@ MICRO_BATCH_TOKENS = 16_384
 class DataSpec(Spec):
     """Text, and how it becomes tokens."""
 
-    train: list[str] = ["stdlib"]
+    train: list[str] = ["stdlib"]  # noqa: RUF012
     """Text to learn from: files, directories or glob patterns of text, .jsonl or .parquet; prefixes of Megatron
     .bin/.idx pairs; `hf:NAME_OR_DIR` for a Hugging Face dataset; or "stdlib", the Python library's own source."""
-    held_out: list[str] = []
+    held_out: list[str] = []  # noqa: RUF012
     """Text to evaluate on, written like `train`. Empty: documents are held out of `train` by file."""
     held_out_fraction: float = Field(0.05, gt=0, lt=1)
     """Share of documents held out where `held_out` is empty."""
@@ -100,7 +100,7 @@ class CheckpointSpec(Spec):
 class MetricsSpec(Spec):
     every: int = Field(1, gt=0)
     """Steps between lines of metrics.jsonl."""
-    wandb: str | None = None
+    wandb: str | None = Field(None, examples=["phalanx"])
     """Project to log to in Weights & Biases (`pip install phalanx[wandb]`)."""
 
 
@@ -166,7 +166,7 @@ def batch(run: RunSpec, world_size: int) -> Batch:
     nearest = max(1, round(sequences / dp)) * dp * run.training.sequence
     require(
         sequences % dp == 0, "training.tokens_per_step", run.training.tokens_per_step,
-        f"is {sequences} sequences of {run.training.sequence} tokens, which {dp} data-parallel ranks cannot share evenly",
+        f"is {sequences} sequences of {run.training.sequence} tokens, which {dp} data-parallel ranks cannot share",
         f"use training.tokens_per_step = {nearest}",
     )  # fmt: skip
     share = sequences // dp

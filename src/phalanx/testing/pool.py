@@ -62,9 +62,7 @@ class Pool:
         """
         name = f"{function.__module__}.{function.__qualname__}"
         if function.__module__ == "__main__" or "<" in function.__qualname__:
-            raise UserError(
-                "function", name, "cannot be imported by a rank", "define it at the top level of a module"
-            )
+            raise UserError("function", name, "cannot be imported by a rank", "define it at the top level of a module")
         call = pickle.dumps((sys.path, pickle.dumps((function, args, kwargs)), timeout + START_SECONDS))
         try:
             if not self._workers:

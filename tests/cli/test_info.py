@@ -1,0 +1,84 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from phalanx.cli.info import short
+from phalanx.cli.main import app
+from phalanx.spec.errors import UserError
+
+runner = CliRunner()
+
+
+def shown(*arguments: str) -> str:
+    result = runner.invoke(app, ["info", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_it_shows_parameters_flops_and_bytes():
+    text = shown("llama3-8b")
+    for part in ("8,030,261,248", "32 layers", "FLOPs per token at 8,192", "51.5 G", "57.9 G", "128 GB"):
+        assert part in text
+    assert "experts" not in text
+
+
+def test_json_has_every_number():
+    known = json.loads(shown("mixtral-8x7b", "--sequence", "4096", "--json"))
+    assert known["parameters"]["total"] == 46_702_792_704
+    assert known["sequence"] == 4096
+    flops = known["flops_per_token"]
+    assert flops["training_causal"] < flops["training_full"] == pytest.approx(3 * flops["forward_full"])
+    assert known["state_bytes"]["adamw"]["total"] == 16 * 46_702_792_704
+
+
+def test_list():
+    assert "12.9 B" in shown("--list")
+    assert json.loads(shown("--list", "--json"))["gpt2-124m"] == {"total": 124_439_808, "active": 124_439_808}
+
+
+def test_a_run_file_and_a_hugging_face_config_are_models_too(tmp_path):
+    run = tmp_path / "run.toml"
+    run.write_text('name = "x"\n[training]\nsteps = 100\n')
+    assert "2,115,264" in shown(str(run))
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "124,439,808" in shown(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "MODEL: is missing"),
+        (["llama3-8"], "did you mean 'llama3-8b'"),
+        (["gpt2-124m", "--sequence", "2048"], "--sequence = 2048: is longer than the model's learned positions"),
+    ],
+)
+def test_mistakes_are_explained(arguments, message):
+    with pytest.raises(UserError, match=message):
+        runner.invoke(app, ["info", *arguments], catch_exceptions=False)
+
+
+def test_it_answers_without_torch():
+    program = (
+        "import sys; from phalanx.cli.main import app; app(['info', 'tiny'], standalone_mode=False); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 "), (999, "999 "), (999.6, "1.00 k"), (8_030_261_248, "8.03 G"), (9_996, "10.0 k"), (99_960_000, "100 M")],
+)
+def test_short(number, text):
+    assert short(number) == text

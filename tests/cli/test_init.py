@@ -1,0 +1,68 @@
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from phalanx.cli.main import app
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import build_run, load_run
+from phalanx.spec.starter import WIDTH, starter
+
+runner = CliRunner()
+DEFAULTS = build_run({"model": {"preset": "tiny"}})
+
+
+def init(*arguments: str) -> None:
+    assert runner.invoke(app, ["init", *arguments], catch_exceptions=False).exit_code == 0
+
+
+def test_the_file_loads_and_equals_the_defaults(tmp_path):
+    init(str(tmp_path / "run.toml"))
+    assert load_run(tmp_path / "run.toml", environment={}) == DEFAULTS
+    assert build_run({}).model.preset == DEFAULTS.model.preset
+
+
+def test_nothing_is_overwritten_unless_told(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("mine")
+    with pytest.raises(UserError, match="exists already"):
+        init(str(path))
+    assert path.read_text() == "mine"
+    init(str(path), "--force")
+    assert load_run(path, environment={}) == DEFAULTS
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match="cannot be written: No such file"):
+        init(str(tmp_path / "nowhere" / "run.toml"))
+
+
+def test_the_first_line_names_a_schema_that_is_there(tmp_path):
+    init(str(tmp_path / "a.toml"))
+    named = re.match(r"#:schema file://(\S+)", (tmp_path / "a.toml").read_text())
+    schema = Path(named[1]).read_text()
+    init(str(tmp_path / "b.toml"), "--schema")
+    assert (tmp_path / "b.toml").read_text().startswith("#:schema ./run.schema.json\n")
+    assert (tmp_path / "run.schema.json").read_text() == schema
+
+
+def test_every_commented_key_is_right():
+    """Uncommented, a key leaves the run as it is, or is an example for a field that has no default."""
+    examples = {"from_hf", "dp_shard", "micro_batch", "preset", "nproc", "peak_flops", "memory_bytes", "wandb"}
+    text = starter("run.toml", "schema")
+    lines = text.splitlines()
+    begin = lines.index("# [model.moe]")
+    moe = slice(begin, lines.index("", begin))
+    for number, line in enumerate(lines):
+        key = re.match(r"# (\w+) = ", line)
+        if key and key[1] not in examples and not moe.start <= number < moe.stop:
+            table = tomllib.loads("\n".join([*lines[:number], line.removeprefix("# "), *lines[number + 1 :]]))
+            assert build_run(table) == DEFAULTS, line
+    lines[moe] = [line.removeprefix("# ") for line in lines[moe]]
+    assert build_run(tomllib.loads("\n".join(lines))).model.moe.experts == 8
+
+
+def test_its_lines_fit_a_page():
+    assert max(len(line) for line in starter("run.toml", "schema").splitlines()) <= WIDTH
