@@ -26,5 +26,6 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int) -> 
     std = math.sqrt(2 / (5 * spec.width))
     if name.endswith(RESIDUAL_OUTPUTS):
         std /= math.sqrt(2 * spec.layers)
-    generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+    # Of a seed torch's CPU generator takes 32 bits, so seed and name must share them.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.empty(shape).normal_(0, std, generator=generator)

@@ -1,0 +1,43 @@
+"""Small models whose every parameter is random: a forgotten norm or bias would show."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.apply import fill
+from phalanx.spec.model import ModelSpec
+
+Build = Callable[..., Transformer]
+SMALL = {"vocab": 53, "width": 32, "layers": 2, "heads": 4, "ffn": 48, "context": 64}
+
+
+def random_weight(name: str, shape: torch.Size) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return 1 + 0.3 * noise if "norm" in name and name.endswith("weight") else noise / shape[-1] ** 0.5
+
+
+@pytest.fixture(scope="session")
+def build() -> Build:
+    """A model from its spec, or from what differs from SMALL; fp64 unless told."""
+
+    def make(spec: ModelSpec | None = None, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
+        with torch.device("meta"):
+            model = Transformer(spec or ModelSpec(**SMALL | changes)).to(dtype)
+        fill(model, torch.device("cpu"), random_weight)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    """[2, 24] ids below SMALL's vocabulary."""
+    return torch.randint(0, SMALL["vocab"], (2, 24), generator=torch.Generator().manual_seed(0))

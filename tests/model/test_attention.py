@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+KINDS = {
+    "rope": {},
+    "learned": {"positions": "learned", "norm": "layernorm", "activation": "gelu_tanh", "bias": True, "tied": True},
+    "gqa": {"kv_heads": 2, "qk_norm": "head"},
+    "experts": {"moe": {"experts": 4, "top_k": 2, "ffn": 24}, "qk_norm": "full"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_equal_each_document_alone(build, tokens, kind):
+    model = build(**KINDS[kind])
+    lengths = [[5, 1, 11, 7], [24]]
+    starts = torch.tensor([[sum(row[:n]) for n, length in enumerate(row) for _ in range(length)] for row in lengths])
+    packed, _ = model(tokens, starts)
+    for row, sizes in enumerate(lengths):
+        alone = [model(document[None])[0][0] for document in tokens[row].split(sizes)]
+        torch.testing.assert_close(packed[row], torch.cat(alone), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_document_needs_no_mask(build, tokens, kind):
+    model = build(**KINDS[kind])
+    masked, _ = model(tokens, torch.zeros_like(tokens))
+    torch.testing.assert_close(masked, model(tokens)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_later_token_leaves_earlier_logits(build, tokens, kind):
+    model = build(**KINDS[kind])
+    changed = tokens.clone()
+    changed[:, 15] = (changed[:, 15] + 1) % 53
+    before, after = model(tokens)[0], model(changed)[0]
+    torch.testing.assert_close(after[:, :15], before[:, :15], rtol=0, atol=1e-12)
+    assert ((after - before)[:, 15:].abs().amax(-1) > 1e-6).all()
+
+
+def test_grouped_heads_equal_repeated_heads(build, tokens):
+    grouped, repeated = build(kv_heads=2), build(kv_heads=4)
+    state = grouped.state_dict()
+    for name in list(state):
+        if name.endswith(("wk.weight", "wv.weight")):
+            state[name] = state[name].unflatten(0, (2, 8)).repeat_interleave(2, dim=0).flatten(0, 1)
+    repeated.load_state_dict(state)
+    torch.testing.assert_close(grouped(tokens)[0], repeated(tokens)[0], rtol=0, atol=1e-12)

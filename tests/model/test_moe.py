@@ -1,0 +1,161 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from phalanx.model import moe as moe_file
+from phalanx.model.moe import Experts, MoE, Router, balance_loss, z_loss
+from phalanx.spec.model import ModelSpec, MoESpec
+
+
+def specs(**changes):
+    moe = MoESpec(**{"experts": 8, "top_k": 3, "ffn": 16, **changes})
+    return ModelSpec(vocab=9, width=32, layers=1, heads=4, ffn=16, context=8, moe=moe), moe
+
+
+def randomized(module, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    module = module.to(dtype)
+    for parameter in module.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data = (noise / parameter.shape[-1] ** 0.5).to(dtype)
+    return module
+
+
+def inputs(*shape):
+    return torch.randn(*shape, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+VARIANTS = [
+    {},
+    {"normalize_top_k": False},
+    {"score": "sigmoid", "shared_experts": 2},
+    {"score": "sigmoid", "normalize_top_k": False},
+    {"shared_experts": 1, "top_k": 1},
+    {"top_k": 8, "bias_update_rate": 0.1},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_output_is_the_weighted_sum_of_experts(variant):
+    spec, moe = specs(**variant)
+    layer, x = randomized(MoE(spec, moe)), inputs(2, 7)
+    out, _ = layer(x)
+    expected = torch.zeros_like(x)
+    for place in [(b, t) for b in range(2) for t in range(7)]:
+        logits = layer.router.gate.weight @ x[place]
+        score = logits.softmax(0) if moe.score == "softmax" else logits.sigmoid()
+        chosen = sorted(range(8), key=lambda e: -score[e].item())[: moe.top_k]
+        total = sum(score[e] for e in chosen) if moe.normalize_top_k else 1.0
+        for e in chosen:
+            gate, up, down = layer.experts.gate[e], layer.experts.up[e], layer.experts.down[e]
+            expected[place] += score[e] / total * (down @ (F.silu(gate @ x[place]) * (up @ x[place])))
+        if moe.shared_experts:
+            expected[place] += layer.shared(x[place])
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("sizes", [[3, 0, 5, 1, 0, 0, 9, 2], [0, 0, 0, 20, 0, 0, 0, 0]], ids=str)
+def test_grouped_products_equal_the_loop(monkeypatch, dtype, tolerance, sizes):
+    spec, moe = specs()
+    x, ends = inputs(20).to(dtype), torch.tensor(sizes).cumsum(0)
+    results = []
+    for grouped in (True, False):
+        experts = randomized(Experts(spec, moe), dtype)
+        if not grouped:
+            monkeypatch.setattr(moe_file, "_grouped_runs", lambda x, weight: False)
+        assert moe_file._grouped_runs(x, experts.gate) is grouped
+        rows = x.clone().requires_grad_()
+        out = experts(rows, ends)
+        out.square().sum().backward()
+        results.append([out, rows.grad, *(parameter.grad for parameter in experts.parameters())])
+    for fast, plain in zip(*results, strict=True):
+        torch.testing.assert_close(fast, plain, rtol=tolerance, atol=tolerance)
+
+
+def test_the_bias_steers_the_choice_but_not_the_weights():
+    spec, moe = specs(bias_update_rate=0.1, normalize_top_k=False)
+    router, x = randomized(Router(spec, moe)), inputs(2, 7)
+    _, before, _ = router(x)
+    router.bias[5] = 10.0
+    weights, chosen, _ = router(x)
+    assert not (before == 5).any(-1).all()
+    assert (chosen[..., 0] == 5).all()
+    torch.testing.assert_close(weights, (x @ router.gate.weight.T).softmax(-1).gather(-1, chosen))
+
+
+def test_rebalance_lifts_the_idle_and_lowers_the_busy():
+    spec, moe = specs(experts=4, bias_update_rate=0.1)
+    router = Router(spec, moe)
+    router.load.copy_(torch.tensor([10.0, 0.0, 5.0, 5.0]))
+    router.rebalance()
+    assert router.bias.tolist() == pytest.approx([-0.1, 0.1, 0.0, 0.0])
+    assert router.load.tolist() == [0.0] * 4
+    router.load.copy_(torch.tensor([10.0, 0.0, 5.0, 5.0]))
+    router.rebalance(apply=False)
+    assert router.bias.tolist() == pytest.approx([-0.1, 0.1, 0.0, 0.0])
+    assert router.load.tolist() == [0.0] * 4
+
+
+def test_rebalancing_evens_the_load():
+    spec, moe = specs(bias_update_rate=0.004)
+    router, x = randomized(Router(spec, moe)), inputs(4, 64) + 0.5
+
+    def busiest():
+        router.load.zero_()
+        router(x)
+        return (router.load.max() / router.load.mean()).item()
+
+    first = busiest()
+    for _ in range(150):
+        router(x)
+        router.rebalance()
+    assert first > 1.5
+    assert busiest() < 1.2
+
+
+def test_load_counts_tokens_of_training_only():
+    spec, moe = specs()
+    router = randomized(Router(spec, moe))
+    router(inputs(2, 7))
+    with torch.no_grad():
+        router(inputs(2, 7))
+    assert router.load.sum() == 2 * 7 * 3
+
+
+@pytest.mark.parametrize("over", ["sequence", "micro_batch"])
+def test_balance_loss_is_its_weight_per_token_when_even_and_least_there(over):
+    _, moe = specs(balance_loss=0.02, balance_over=over)
+
+    def loss(logits_E):
+        share = logits_E.softmax(0).expand(3, 16, 8)
+        load = share.detach().sum(1) * moe.top_k
+        return balance_loss(moe, share, load)
+
+    even = torch.zeros(8, dtype=torch.float64, requires_grad=True)
+    loss(even).backward()
+    assert loss(even).item() == pytest.approx(0.02 * 3 * 16)
+    assert even.grad.abs().max() < 1e-12
+    for seed in range(5):
+        uneven = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        assert loss(uneven) > loss(even)
+
+
+def test_z_loss_is_the_squared_log_of_the_partition_function():
+    _, moe = specs(z_loss=0.001)
+    logits = inputs(2, 7)[..., :8]
+    expected = sum(0.001 * torch.log(torch.exp(row).sum()) ** 2 for row in logits.flatten(0, 1))
+    torch.testing.assert_close(z_loss(moe, logits), expected)
+
+
+def test_balance_over_a_sequence_does_not_depend_on_micro_batches(build):
+    tokens = torch.randint(0, 53, (4, 16), generator=torch.Generator().manual_seed(0))
+
+    def difference(over):
+        moe = {"experts": 4, "top_k": 2, "ffn": 24, "balance_over": over, "balance_loss": 1.0}
+        model = build(moe=moe)
+        whole = model(tokens)[1]
+        return (whole - sum(model(part)[1] for part in tokens.split([1, 2, 1]))).abs().item() / whole.item()
+
+    assert difference("sequence") < 1e-14
+    assert difference("micro_batch") > 1e-3

@@ -1,0 +1,22 @@
+import pytest
+import torch
+
+from phalanx.parallel.apply import named_parameters, recompute
+
+MOE = {"experts": 4, "top_k": 2, "ffn": 24, "shared_experts": 1, "first_dense": 1}
+
+
+@pytest.mark.parametrize("changes", [{"kv_heads": 2, "qk_norm": "head"}, {"moe": MOE}], ids=["dense", "experts"])
+def test_recomputing_gives_identical_gradients(build, tokens, changes):
+    def gradients(mode):
+        model = build(**changes)
+        recompute(model, mode)
+        logits, auxiliary = model(tokens)
+        (logits.logsumexp(-1).sum() + auxiliary).backward()
+        return {name: parameter.grad for name, parameter in named_parameters(model)}
+
+    expected = gradients("none")
+    for mode in ("selective", "full"):
+        found = gradients(mode)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())

@@ -1,0 +1,52 @@
+import math
+
+import pytest
+import torch
+
+from phalanx.model.rotary import frequencies, rotary, rotate
+from phalanx.spec.hf_config import hf_config
+from phalanx.spec.model import ModelSpec, RopeSpec
+
+ROPES = {
+    "none": RopeSpec(theta=500_000.0),
+    "linear": RopeSpec(scaling="linear", factor=4.0),
+    "llama3.1": RopeSpec(theta=500_000.0, scaling="llama3", factor=8.0, original_context=8192),
+    "llama3.2": RopeSpec(theta=500_000.0, scaling="llama3", factor=32.0, original_context=8192),
+    "qwen3 yarn": RopeSpec(theta=1_000_000.0, scaling="yarn", factor=4.0, original_context=32_768),
+    "yarn, other ramp": RopeSpec(scaling="yarn", factor=16.0, original_context=4096, beta_fast=24.0, beta_slow=2.0),
+    "yarn, ramp beyond the head": RopeSpec(theta=100.0, scaling="yarn", factor=2.0, original_context=512),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_frequencies_are_those_of_transformers(name, head_dim):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = ROPES[name]
+    spec = ModelSpec(vocab=9, width=head_dim, layers=1, heads=1, ffn=8, context=131_072, rope=rope)
+    config = LlamaConfig(**hf_config(spec))
+    kind = config.rope_parameters["rope_type"]
+    plain = LlamaRotaryEmbedding.compute_default_rope_parameters
+    theirs, scale = ROPE_INIT_FUNCTIONS.get(kind, plain)(config)
+    torch.testing.assert_close(frequencies(rope, head_dim), theirs.double(), rtol=2e-6, atol=0)
+    cos, _ = rotary(rope, head_dim, torch.tensor([0]), torch.float64)
+    assert cos.flatten().tolist() == pytest.approx([scale] * head_dim, rel=1e-12)
+
+
+def test_a_score_depends_on_the_distance_alone():
+    q, k = torch.randn(2, 1, 1, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def score(at_q, at_k):
+        tables = [rotary(RopeSpec(), 32, torch.tensor([[place]]), torch.float64) for place in (at_q, at_k)]
+        return (rotate(q, tables[0]) * rotate(k, tables[1])).sum().item()
+
+    assert score(5, 2) == pytest.approx(score(1005, 1002), rel=1e-9)
+    assert abs(score(5, 2) - score(5, 3)) > 1e-3
+
+
+def test_angles_are_exact_far_out():
+    cos, _ = rotary(RopeSpec(), 4, torch.tensor([1_000_001]), torch.float32)
+    assert cos.flatten()[0].item() == pytest.approx(math.cos(1_000_001), abs=1e-6)

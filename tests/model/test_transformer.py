@@ -1,0 +1,43 @@
+import pytest
+import torch
+
+from phalanx.cost.parameters import parameters
+from phalanx.model.transformer import Transformer
+from phalanx.model.weights import initial_weight
+from phalanx.spec.load import load_model, preset_names
+
+
+@pytest.mark.parametrize("preset", preset_names("models"))
+def test_the_model_has_the_parameters_that_cost_counts(preset):
+    spec = load_model(preset)
+    with torch.device("meta"):
+        model = Transformer(spec)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters(spec).total
+
+
+def test_a_tied_head_is_the_embedding(build, tokens):
+    tied, untied = build(tied=True), build()
+    untied.load_state_dict(tied.state_dict() | {"head.weight": tied.embedding.weight})
+    torch.testing.assert_close(tied(tokens)[0], untied(tokens)[0], rtol=0, atol=1e-12)
+
+
+def test_initial_weights_depend_on_seed_and_name_alone():
+    spec = load_model("tiny")
+    shape = torch.Size([64, 192])
+    first = initial_weight(spec, "blocks.0.attention.wq.weight", shape, 1)
+    assert torch.equal(first, initial_weight(spec, "blocks.0.attention.wq.weight", shape, 1))
+    assert not torch.equal(first, initial_weight(spec, "blocks.0.attention.wq.weight", shape, 2))
+    assert not torch.equal(first, initial_weight(spec, "blocks.0.attention.wk.weight", shape, 1))
+    into_stream = initial_weight(spec, "blocks.0.attention.wo.weight", shape, 1)
+    assert first.std().item() == pytest.approx((2 / (5 * spec.width)) ** 0.5, rel=0.02)
+    assert (first.std() / into_stream.std()).item() == pytest.approx((2 * spec.layers) ** 0.5, rel=0.03)
+
+
+def test_a_new_model_is_undecided():
+    spec = load_model("tiny")
+    model = Transformer(spec)
+    for name, parameter in model.named_parameters():
+        parameter.data = initial_weight(spec, name, parameter.shape, 0)
+    logits, _ = model(torch.arange(64)[None])
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], torch.arange(1, 64))
+    assert loss.item() == pytest.approx(torch.tensor(spec.vocab).log().item(), rel=0.05)
