@@ -100,17 +100,13 @@ def tokenizer(
         model.save(out)
     except OSError as error:
         raise disk_error("--out", out, error) from None
-    _print(
-        {"tokenizer": str(out), "vocab": model.vocab, "end": model.end, "seconds": round(seconds, 3)}, json_
-    )
+    _print({"tokenizer": str(out), "vocab": model.vocab, "end": model.end, "seconds": round(seconds, 3)}, json_)
 
 
 @app.command()
 def inspect(
     prefix: Annotated[str, typer.Argument(help="Prefix of a .bin/.idx pair.")],
-    tokenizer: Annotated[
-        str | None, typer.Option(help='Decodes the first tokens: a path or "bytes".')
-    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help='Decodes the first tokens: a path or "bytes".')] = None,
     tokens: Annotated[int, typer.Option(help="How many of the first tokens to show.", min=0)] = 32,
     json_: Json = False,
 ) -> None:
@@ -149,9 +145,7 @@ def inspect(
 def _refuse(paths: list[Path], force: bool) -> None:
     for path in paths:
         if path.exists() and not force:
-            raise UserError(
-                "--out", str(path), "is there already", "name another, or overwrite it with --force"
-            )
+            raise UserError("--out", str(path), "is there already", "name another, or overwrite it with --force")
 
 
 def _tokenizer(name: str) -> Tokenizer:

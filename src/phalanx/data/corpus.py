@@ -68,20 +68,14 @@ def split(name: str, fraction: float) -> bool:
 def parts(sources: Sequence[str], field: str = FIELD) -> list[Part]:
     """The files and datasets that `sources` mean. Raises UserError for one that is not there."""
     if not sources:
-        raise UserError(
-            field, list(sources), "names no source", 'name a file, a directory, a glob, or "stdlib"'
-        )
+        raise UserError(field, list(sources), "names no source", 'name a file, a directory, a glob, or "stdlib"')
     return [part for source in sources for part in _parts(source, field)]
 
 
 def _parts(source: str, field: str) -> list[Part]:
     if source == "stdlib":
         library = sysconfig.get_path("stdlib")
-        return [
-            _file(path, os.path.relpath(path, library), field)
-            for path in _walk(library)
-            if path.endswith(".py")
-        ]
+        return [_file(path, os.path.relpath(path, library), field) for path in _walk(library) if path.endswith(".py")]
     if source.startswith("hf:"):
         return [Part("hf", source[3:], source)]
     path = os.path.normpath(os.path.expanduser(source))
@@ -132,9 +126,7 @@ def _text(part: Part, text_key: str, field: str) -> Iterator[Document]:
     raw = Path(part.path).read_bytes()
     if b"\0" in raw[:BINARY_PROBE_BYTES]:
         if part.named:
-            raise UserError(
-                field, part.path, "is not text: it has zero bytes", "name text, .jsonl or .parquet files"
-            )
+            raise UserError(field, part.path, "is not text: it has zero bytes", "name text, .jsonl or .parquet files")
         return
     yield Document(part.name, _decode(raw))
 
@@ -155,22 +147,16 @@ def _jsonl(part: Part, text_key: str, field: str) -> Iterator[Document]:
                 row = json.loads(line)
             except ValueError as error:
                 where = f"{part.path}:{number}"
-                raise UserError(
-                    field, where, f"is not JSON: {error}", "give one JSON object per line"
-                ) from None
+                raise UserError(field, where, f"is not JSON: {error}", "give one JSON object per line") from None
             yield Document(f"{part.name}:{number}", _field(row, text_key, f"{part.path}:{number}"))
 
 
 def _field(row: Any, text_key: str, where: str) -> str:
     if not isinstance(row, dict):
-        raise UserError(
-            "data.text_key", text_key, f"{where} is not a JSON object", "give one JSON object per line"
-        )
+        raise UserError("data.text_key", text_key, f"{where} is not a JSON object", "give one JSON object per line")
     if text_key not in row:
         known = ", ".join(map(repr, row)) or "none"
-        raise UserError(
-            "data.text_key", text_key, f"is not a field of {where}", f"use one of its fields: {known}"
-        )
+        raise UserError("data.text_key", text_key, f"is not a field of {where}", f"use one of its fields: {known}")
     if not isinstance(text := row[text_key], str):
         raise UserError(
             "data.text_key", text_key, f"of {where} is {type(text).__name__}, not text", "name a text field"
@@ -188,16 +174,12 @@ def _parquet(part: Part, text_key: str, field: str) -> Iterator[Document]:
         names = file.schema_arrow.names
         if text_key not in names:
             known = ", ".join(map(repr, names))
-            raise UserError(
-                "data.text_key", text_key, f"is not a column of {part.path}", f"use one of: {known}"
-            )
+            raise UserError("data.text_key", text_key, f"is not a column of {part.path}", f"use one of: {known}")
         number = 0
         for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
             for text in batch.column(0).to_pylist():
                 number += 1
-                yield Document(
-                    f"{part.name}:{number}", _field({text_key: text}, text_key, f"{part.path}:{number}")
-                )
+                yield Document(f"{part.name}:{number}", _field({text_key: text}, text_key, f"{part.path}:{number}"))
 
 
 def _hf(part: Part, text_key: str, field: str) -> Iterator[Document]:
@@ -228,6 +210,4 @@ def _extra(module: str, field: str, source: str) -> Any:
 
 
 def _unreadable(field: str, path: str, error: OSError) -> UserError:
-    return UserError(
-        field, path, f"cannot be read: {error.strerror or error}", "check the path and its permissions"
-    )
+    return UserError(field, path, f"cannot be read: {error.strerror or error}", "check the path and its permissions")

@@ -121,9 +121,7 @@ def _groups(documents: Iterable[Document], chunk: int) -> Iterator[list[Document
 def _encode(group: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
     pieces = [cut(document.text) for document in group]
     ids = iter(tokenizer.encode_batch([piece for of_one in pieces for piece in of_one]))
-    return [
-        np.concatenate([next(ids) for _ in of_one]) if len(of_one) > 1 else next(ids) for of_one in pieces
-    ]
+    return [np.concatenate([next(ids) for _ in of_one]) if len(of_one) > 1 else next(ids) for of_one in pieces]
 
 
 def cut(text: str, size: int = PIECE_CHARACTERS) -> list[str]:

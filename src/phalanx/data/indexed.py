@@ -104,17 +104,13 @@ class IndexedDataset:
         self.prefix = str(prefix)
         for suffix in (".idx", ".bin"):
             if not os.path.isfile(self.prefix + suffix):
-                raise UserError(
-                    field, self.prefix, f"has no {suffix} file", "give the prefix of a .bin/.idx pair"
-                )
+                raise UserError(field, self.prefix, f"has no {suffix} file", "give the prefix of a .bin/.idx pair")
         try:
             dtype, lengths, pointers, documents = _read_index(self.prefix, field)
             self.offsets = _offsets(self.prefix, field, dtype, lengths, pointers, documents)
             self.tokens = _map_tokens(self.prefix, field, dtype, int(self.offsets[-1]))
         except OSError as error:
-            raise UserError(
-                field, self.prefix, f"cannot be read: {error.strerror}", "check its permissions"
-            ) from None
+            raise UserError(field, self.prefix, f"cannot be read: {error.strerror}", "check its permissions") from None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -150,9 +146,7 @@ def _read_index(prefix: str, field: str) -> tuple[np.dtype, np.ndarray, np.ndarr
     if version != VERSION:
         raise _broken(field, path, f"is version {version} of the format; version {VERSION} is known")
     if code not in DTYPES:
-        raise _broken(
-            field, path, f"has tokens of unknown type code {code}; known: {', '.join(map(str, DTYPES))}"
-        )
+        raise _broken(field, path, f"has tokens of unknown type code {code}; known: {', '.join(map(str, DTYPES))}")
     need = HEADER.size + 12 * sequences + 8 * entries
     if size < need:
         raise _broken(field, path, f"is truncated: {size:,} bytes, and {sequences:,} sequences need {need:,}")
@@ -170,12 +164,7 @@ def _offsets(
 ) -> np.ndarray:
     """Where each document begins in the flat file, in tokens: int64 [documents + 1]."""
     path, sequences = f"{prefix}.idx", len(lengths)
-    if (
-        not len(documents)
-        or documents[0] != 0
-        or documents[-1] != sequences
-        or (np.diff(documents) < 0).any()
-    ):
+    if not len(documents) or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
         raise _broken(field, path, f"has no rising list of documents from 0 to its {sequences:,} sequences")
     starts = np.empty(sequences + 1, np.int64)
     starts[0] = pointers[0] // dtype.itemsize if sequences else 0
@@ -190,9 +179,7 @@ def _offsets(
 def _map_tokens(prefix: str, field: str, dtype: np.dtype, tokens: int) -> np.ndarray:
     path, size = f"{prefix}.bin", os.path.getsize(f"{prefix}.bin")
     if size < tokens * dtype.itemsize:
-        raise _broken(
-            field, path, f"is truncated: {size:,} bytes, and the index needs {tokens * dtype.itemsize:,}"
-        )
+        raise _broken(field, path, f"is truncated: {size:,} bytes, and the index needs {tokens * dtype.itemsize:,}")
     if not tokens:
         return np.empty(0, dtype)
     return np.memmap(path, dtype, "r", shape=(tokens,)).view(np.ndarray)  # memmap's own indexing is slow
@@ -213,13 +200,16 @@ def cut_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail: s
     Their .bin files are links to the dataset's. Raises UserError if there are not two tokens to divide.
     """
     if dataset.size < 2:
-        raise UserError(
-            FIELD, dataset.prefix, "is too small to hold anything out", "give more text, or data.held_out"
-        )
+        raise UserError(FIELD, dataset.prefix, "is too small to hold anything out", "give more text, or data.held_out")
     begin, end = int(dataset.offsets[0]), int(dataset.offsets[-1])
     at = end - min(max(1, round(dataset.size * fraction)), dataset.size - 1)
     inside = dataset.offsets[1:-1]
     for prefix, first, last in ((head, begin, at), (tail, at, end)):
         bounds = np.array([first, *inside[(inside > first) & (inside < last)], last])
         write_index(f"{prefix}.idx", np.diff(bounds), dataset.tokens.dtype, first)
-        os.symlink(os.path.abspath(f"{dataset.prefix}.bin"), f"{prefix}.bin")
+        os.symlink(_target(f"{dataset.prefix}.bin", Path(prefix).parent), f"{prefix}.bin")
+
+
+def _target(path: str, folder: Path) -> str:
+    """What a link in `folder` says: a name alone if the file is there too, so that the folder can be renamed."""
+    return os.path.basename(path) if os.path.dirname(path) == str(folder) else os.path.abspath(path)

@@ -168,12 +168,8 @@ def stack(batches: list[Batch]) -> Batch:
         return batches[0]
     starts = None
     if any(batch.starts is not None for batch in batches):
-        starts = np.concatenate(
-            [np.zeros_like(b.tokens, np.int32) if b.starts is None else b.starts for b in batches]
-        )
-    return Batch(
-        np.concatenate([b.tokens for b in batches]), np.concatenate([b.targets for b in batches]), starts
-    )
+        starts = np.concatenate([np.zeros_like(b.tokens, np.int32) if b.starts is None else b.starts for b in batches])
+    return Batch(np.concatenate([b.tokens for b in batches]), np.concatenate([b.targets for b in batches]), starts)
 
 
 def check_identity(mine: dict[str, Any], state: dict[str, Any]) -> None:
@@ -210,9 +206,7 @@ def evaluation_batches(
     targets = dataset.size - 1
     targets = min(targets, limit_tokens) if limit_tokens > 0 else targets
     if targets < 1:
-        raise UserError(
-            "data.held_out", dataset.prefix, "has no tokens to evaluate on", "give more text to hold out"
-        )
+        raise UserError("data.held_out", dataset.prefix, "has no tokens to evaluate on", "give more text to hold out")
     origin, last = int(dataset.offsets[0]), int(dataset.offsets[-1]) - 1
     begins = dataset.offsets - origin
     per_round = sequences_per_batch * ranks

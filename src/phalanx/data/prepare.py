@@ -83,9 +83,7 @@ def check(data: DataSpec) -> None:
                 'give the tokenizer.json the tokens were made with, or "bytes"',
             )  # fmt: skip
         elif data.streaming and field == "data.train":
-            raise UserError(
-                "data.streaming", True, f"{prefix} is tokens already", "set data.streaming = false"
-            )
+            raise UserError("data.streaming", True, f"{prefix} is tokens already", "set data.streaming = false")
         else:
             check_vocabulary(IndexedDataset(prefix, field), tokenizer, field)
     _check_overlap(data)
@@ -178,9 +176,7 @@ def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: P
     """Hold documents out by name; of so few that none or all would be, the end of the text instead."""
     prefixes = [folder / "train", folder / "held_out"]
     text = documents(data.train, data.text_key)
-    counts = write_pairs(
-        text, tokenizer, prefixes, lambda document: int(_held_out(data, document)), progress=progress
-    )
+    counts = write_pairs(text, tokenizer, prefixes, lambda document: int(_held_out(data, document)), progress=progress)
     if not all(count.documents for count in counts):
         for prefix in prefixes:
             Path(f"{prefix}.bin").unlink()
@@ -188,14 +184,10 @@ def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: P
         cut_tail(IndexedDataset(folder / "all"), data.held_out_fraction, *prefixes)
 
 
-def _write_first_held_out(
-    data: DataSpec, tokenizer: Tokenizer, prefix: Path, progress: Progress | None
-) -> None:
+def _write_first_held_out(data: DataSpec, tokenizer: Tokenizer, prefix: Path, progress: Progress | None) -> None:
     """The first held-out documents only: a stream may be endless."""
     held_out = (document for document in documents(data.train, data.text_key) if _held_out(data, document))
-    (counts,) = write_pairs(
-        islice(held_out, STREAMING_HELD_OUT_DOCUMENTS), tokenizer, [prefix], progress=progress
-    )
+    (counts,) = write_pairs(islice(held_out, STREAMING_HELD_OUT_DOCUMENTS), tokenizer, [prefix], progress=progress)
     if not counts.documents:
         raise UserError(
             "data.held_out",
@@ -220,9 +212,7 @@ def _fingerprint(data: DataSpec) -> str:
         if prefix is not None:
             sources = [f"{prefix}.idx", f"{prefix}.bin"]
         found = parts(sources, field) if sources else []
-        key[field] = [
-            (part.kind, os.path.abspath(part.path), part.name, part.size, part.changed) for part in found
-        ]
+        key[field] = [(part.kind, os.path.abspath(part.path), part.name, part.size, part.changed) for part in found]
     if data.tokenizer not in ("bpe", "bytes"):
         key["tokenizer"] = hashlib.sha256(load_tokenizer(data.tokenizer).to_json().encode()).hexdigest()
     return hashlib.sha256(json.dumps([RECIPE, key]).encode("utf-8", "replace")).hexdigest()[:20]

@@ -73,9 +73,7 @@ class StreamingLoader:
         Raises ValueError if it is not the next step.
         """
         if number != self._next:
-            raise ValueError(
-                f"step {number} was asked for, and a stream can only give the next, {self._next}"
-            )
+            raise ValueError(f"step {number} was asked for, and a stream can only give the next, {self._next}")
         mine = set(self.rows.tolist())
         rows = [row for i in range(self.sequences_per_step) if (row := self._sequence(i in mine)) is not None]
         self._next += 1
@@ -88,9 +86,7 @@ class StreamingLoader:
         Raises ValueError if the stream is not there yet, or left it long ago.
         """
         if step not in self._states:
-            raise ValueError(
-                f"step {step} is not among those that the stream remembers: {sorted(self._states)}"
-            )
+            raise ValueError(f"step {step} is not among those that the stream remembers: {sorted(self._states)}")
         return self._states[step]
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -100,9 +96,7 @@ class StreamingLoader:
     def resume(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's state, reading no earlier file again. Raises as check_state."""
         self.check_state(state)
-        self._go_to(
-            int(state["step"]), Cursor(**{name: int(state[name]) for name in Cursor.__dataclass_fields__})
-        )
+        self._go_to(int(state["step"]), Cursor(**{name: int(state[name]) for name in Cursor.__dataclass_fields__}))
 
     def _go_to(self, step: int, cursor: Cursor) -> None:
         self._next, self._skip, self._position = step, cursor.offset, cursor.position

@@ -123,9 +123,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 
     sample = _sample(texts)
     if not any(sample):
-        raise UserError(
-            "data.train", None, "has no text to train a tokenizer on", "give files with text in them"
-        )
+        raise UserError("data.train", None, "has no text to train a tokenizer on", "give files with text in them")
     model = Model(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     model.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -178,9 +176,7 @@ def _read(file: Path, name: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(
-            FIELD, name, "no such file", 'give a tokenizer.json, or write "bpe" or "bytes"'
-        ) from None
+        raise UserError(FIELD, name, "no such file", 'give a tokenizer.json, or write "bpe" or "bytes"') from None
     except UnicodeDecodeError:
         raise _not_a_tokenizer(name, "is not text") from None
     except OSError as error:
@@ -188,9 +184,7 @@ def _read(file: Path, name: str) -> str:
 
 
 def _not_a_tokenizer(path: str | Path, problem: str) -> UserError:
-    return UserError(
-        FIELD, str(path), problem, "give the tokenizer.json that Hugging Face `tokenizers` saves"
-    )
+    return UserError(FIELD, str(path), problem, "give the tokenizer.json that Hugging Face `tokenizers` saves")
 
 
 def _utf8(text: str) -> bytes:

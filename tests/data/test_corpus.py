@@ -1,0 +1,201 @@
+"""Every kind of source, in a fixed order, and what is said of those that cannot be read."""
+
+import errno
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.data.corpus import Document, documents, parts, read, split
+from phalanx.spec.errors import UserError
+
+
+def names(sources, **options):
+    return [document.name for document in documents([str(source) for source in sources], **options)]
+
+
+def lines(path, rows):
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_directory_is_read_sorted_without_hidden_and_binary_files(corpus):
+    found = names([corpus])
+    assert len(found) == 40
+    assert found == sorted(found)
+    assert found[0] == str(corpus / "part0" / "file00.py")
+
+
+def test_files_globs_and_directories_come_in_the_order_given(corpus):
+    first, second = corpus / "part1" / "file01.py", corpus / "part0" / "file00.py"
+    assert names([first, second]) == [str(first), str(second)]
+    assert len(names([corpus / "*" / "file0*.py"])) == 10
+    assert names([corpus / "**" / "*5.py"]) == [str(corpus / "part1" / f"file{n}5.py") for n in "0123"]
+
+
+def test_the_name_of_a_file_does_not_depend_on_how_its_path_is_written(corpus, monkeypatch):
+    monkeypatch.chdir(corpus)
+    assert names(["part0"]) == names(["./part0/"]) == names(["part0/../part0"])
+
+
+def test_text_is_utf8_with_or_without_mark_or_else_latin1(tmp_path):
+    for name, raw in (("a", "é\r\n".encode()), ("b", b"\xef\xbb\xbf\xc3\xa9"), ("c", b"caf\xe9")):
+        (tmp_path / name).write_bytes(raw)
+    assert [document.text for document in documents([str(tmp_path)])] == ["é\r\n", "é", "café"]
+
+
+def test_jsonl(tmp_path):
+    path = lines(tmp_path / "a.jsonl", [{"text": "one", "id": 1}, "\n", {"text": ""}, {"text": "fö\nur"}])
+    assert list(documents([str(path)])) == [Document(f"{path}:1", "one"), Document(f"{path}:4", "fö\nur")]
+    assert len(list(read(parts([str(path)])[0]))) == 3  # the empty one keeps its number
+
+
+def test_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["one", "", "two"] * 1000, "n": range(3000)}), path)
+    found = list(documents([str(path)], "body"))
+    assert len(found) == 2000
+    assert found[-1] == Document(f"{path}:3000", "two")
+
+
+def test_stdlib_is_the_librarys_own_source():
+    found = parts(["stdlib"])
+    library = {part.name for part in found}
+    assert {"os.py", os.path.join("json", "decoder.py")} <= library
+    assert not any("site-packages" in name or not name.endswith(".py") for name in library)
+    (source,) = read(next(part for part in found if part.name == "os.py"))
+    with open(os.__file__, encoding="utf-8", newline="") as file:
+        assert source.text == file.read()
+
+
+def hub(monkeypatch, **functions):
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(**functions))
+
+
+def test_a_dataset_of_the_hub(monkeypatch):
+    rows = [{"text": "one"}, {"text": "two"}]
+    hub(monkeypatch, load_dataset=lambda name, split: rows if (name, split) == ("org/set", "train") else [])
+    assert list(documents(["hf:org/set"])) == [Document("hf:org/set:1", "one"), Document("hf:org/set:2", "two")]
+
+
+@pytest.mark.parametrize("kind", ["dataset", "with splits"])
+def test_a_dataset_on_disk(tmp_path, monkeypatch, kind):
+    rows = [{"text": "one"}]
+    saved = {str(tmp_path): rows if kind == "dataset" else {"test": [], "train": rows}}
+    hub(monkeypatch, load_from_disk=saved.__getitem__)
+    assert [document.text for document in documents([f"hf:{tmp_path}"])] == ["one"]
+
+
+def test_a_dataset_that_cannot_be_loaded(monkeypatch):
+    def fail(name, split):
+        raise ConnectionError("offline")
+
+    hub(monkeypatch, load_dataset=fail)
+    with pytest.raises(UserError, match="cannot be loaded: offline"):
+        list(documents(["hf:org/set"]))
+
+
+@pytest.mark.parametrize(("source", "package"), [("hf:org/set", "datasets"), ("a.parquet", "pyarrow")])
+def test_an_extra_that_is_not_installed(tmp_path, monkeypatch, source, package):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Missing(package), *sys.meta_path])
+    with pytest.raises(UserError, match=f"needs {package}, which is not installed") as caught:
+        list(documents([source]))
+    assert caught.value.fix == "pip install 'phalanx[data]'"
+
+
+class Missing:
+    """An import finder for which a package is not there."""
+
+    def __init__(self, package):
+        self.package = package
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == self.package:
+            raise ModuleNotFoundError(name)
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "field", "message"),
+    [
+        ("missing.txt", None, "data.train", "no such file or directory"),
+        ("*.text", None, "data.train", "matches no file"),
+        ("empty.txt", b"", "data.train", "has no text"),
+        ("binary.txt", b"a\0b", "data.train", "is not text: it has zero bytes"),
+        ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "data.train", r"bad.jsonl:2'?: is not JSON"),
+        ("list.jsonl", b"[1]\n", "data.text_key", r"list.jsonl:1 is not a JSON object"),
+        ("key.jsonl", b'{"content": "a"}\n', "data.text_key", r"is not a field of .*key.jsonl:1"),
+        ("type.jsonl", b'{"text": 5}\n', "data.text_key", r"type.jsonl:1 is int, not text"),
+        ("null.jsonl", b'{"text": null}\n', "data.text_key", r"null.jsonl:1 is NoneType, not text"),
+        ("utf8.jsonl", b'{"text": "\xff"}\n', "data.train", r"utf8.jsonl:1'?: is not JSON"),
+        ("bad.parquet", b"not parquet", "data.train", "is not Parquet"),
+    ],
+)
+def test_errors(tmp_path, source, content, field, message):
+    if content is not None:
+        (tmp_path / source).write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        list(documents([str(tmp_path / source)]))
+    assert caught.value.field == field
+    assert caught.value.fix
+
+
+def test_a_missing_column_names_those_there_are(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["one"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="is not a column of") as caught:
+        list(documents([str(tmp_path / "a.parquet")]))
+    assert "'body'" in caught.value.fix
+
+
+def test_no_sources_and_empty_directories(tmp_path):
+    with pytest.raises(UserError, match="names no source"):
+        list(documents([]))
+    with pytest.raises(UserError, match="matches no file") as caught:
+        list(documents([str(tmp_path)], field="data.held_out"))
+    assert caught.value.field == "data.held_out"
+
+
+def test_a_file_without_permission(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root, which tests may run as, may read everything
+    with pytest.raises(UserError, match="cannot be read: Permission denied"):
+        list(documents([str(tmp_path / "a.txt")]))
+
+
+def test_a_file_that_goes_while_it_is_read(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (part,) = parts([str(tmp_path)])
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        list(read(part))
+
+
+def test_the_split_is_the_same_for_ever():
+    names = ("os.py", "re.py", "ast.py", "json/decoder.py", "a.jsonl:7")
+    assert [name for name in names if split(name, 0.3)] == ["os.py", "json/decoder.py"]
+
+
+@given(name=st.text(), low=st.floats(0, 1), high=st.floats(0, 1))
+def test_a_larger_share_holds_out_all_that_a_smaller_does(name, low, high):
+    low, high = sorted((low, high))
+    assert split(name, high) or not split(name, low)
+    assert not split(name, 0.0)
+    assert split(name, 1.0)
+
+
+def test_the_split_has_about_the_share_asked_for():
+    assert sum(split(f"file{i}", 0.05) for i in range(20_000)) == pytest.approx(1000, rel=0.1)

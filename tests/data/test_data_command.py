@@ -1,0 +1,108 @@
+"""`phalanx data`, as a user calls it."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from phalanx.cli import data as command
+from phalanx.data.corpus import documents
+from phalanx.data.encode import Counts
+from phalanx.data.indexed import IndexedDataset
+from phalanx.data.tokenizer import load_tokenizer
+from phalanx.spec.errors import UserError
+
+
+def call(*arguments):
+    """The output of a call that must go well; a UserError comes through as it does to `main`."""
+    result = CliRunner().invoke(command.app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_tokenizer_then_prepare_then_inspect(corpus, tmp_path):
+    tokenizer, prefix = tmp_path / "new" / "tokenizer.json", tmp_path / "tokens" / "corpus"
+    trained = json.loads(call("tokenizer", corpus, "--out", tokenizer, "--vocab", 300, "--json"))
+    assert (trained["vocab"], load_tokenizer(tokenizer).vocab) == (300, 300)
+    written = json.loads(call("prepare", corpus, "--out", prefix, "--tokenizer", tokenizer, "--workers", 1, "--json"))
+    text = [document.text for document in documents([str(corpus)])]
+    dataset = IndexedDataset(prefix)
+    assert written["documents"] == len(dataset) == 40
+    assert written["tokens"] == dataset.size
+    assert written["text_bytes"] == sum(map(len, text))
+    assert written["bytes_per_token"] == pytest.approx(written["text_bytes"] / written["tokens"], abs=1e-3)
+    assert written["tokens_per_second"] > 0
+    seen = json.loads(call("inspect", prefix, "--tokenizer", tokenizer, "--tokens", 12, "--json"))
+    assert (seen["documents"], seen["tokens"], seen["dtype"]) == (40, dataset.size, "uint16")
+    assert seen["first_tokens"] == dataset.tokens[:12].tolist()
+    assert "".join(text).startswith(seen["first_text"])
+    assert seen["longest_document"] == max(len(dataset.document(i)) for i in range(40))
+
+
+def test_for_people(corpus, tmp_path):
+    shown = call("prepare", corpus, "--out", tmp_path / "tokens", "--tokenizer", "bytes")
+    assert "documents          40\n" in shown
+    shown = call("inspect", f"{tmp_path / 'tokens'}.idx", "--tokenizer", "bytes")
+    assert "first text           def function_0(x):" in shown
+
+
+def test_documents_without_an_end_token(corpus, tmp_path):
+    call("prepare", corpus, "--out", tmp_path / "tokens", "--tokenizer", "bytes", "--no-end")
+    assert IndexedDataset(tmp_path / "tokens").tokens.max() < 256
+
+
+def test_another_text_key(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"content": "abc"}\n')
+    call("prepare", tmp_path / "a.jsonl", "--text-key", "content", "--out", tmp_path / "t", "--tokenizer", "bytes")
+    assert IndexedDataset(tmp_path / "t").tokens.tolist() == [97, 98, 99, 256]
+
+
+@pytest.mark.parametrize("name", ["prepare", "tokenizer"])
+def test_nothing_is_overwritten_unless_forced(corpus, tmp_path, name):
+    arguments = [name, corpus, "--out", tmp_path / "made", *(["--tokenizer", "bytes"] if name == "prepare" else [])]
+    call(*arguments)
+    before = {path: path.read_bytes() for path in tmp_path.glob("made*")}
+    with pytest.raises(UserError, match="is there already") as caught:
+        call(*arguments)
+    assert "--force" in caught.value.fix
+    assert {path: path.read_bytes() for path in tmp_path.glob("made*")} == before
+    call(*arguments, "--force")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["prepare", "missing", "--out", "out", "--tokenizer", "bytes"], "SOURCE"),
+        (["prepare", "corpus", "--out", "out", "--tokenizer", "missing.json"], "data.tokenizer"),
+        (["prepare", "corpus", "--out", "corpus/.hidden/out", "--tokenizer", "bytes"], "--out"),
+        (["tokenizer", "missing", "--out", "out"], "SOURCE"),
+        (["tokenizer", "corpus", "--out", "corpus/.hidden/out"], "--out"),
+        (["inspect", "missing"], "PREFIX"),
+    ],
+)
+def test_errors(corpus, monkeypatch, arguments, field):
+    monkeypatch.chdir(corpus.parent)
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert caught.value.field == field
+    assert caught.value.fix
+    assert not list(corpus.parent.glob("out*"))
+
+
+def test_off_a_terminal_progress_is_a_line_now_and_then(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    shown = []
+    lines = command._Lines(shown.append)
+    for second, count in ((1, 5), (10, 1000), (11, 2000), (19, 3000), (20, 4000)):
+        now[0] = second
+        lines(Counts(count, 10 * count, 0))
+    assert shown == ["1,000 documents, 10,000 tokens", "4,000 documents, 40,000 tokens"]
+
+
+def test_the_command_starts_without_torch_or_numpy():
+    program = "import sys, phalanx.cli.data; print([m for m in ('torch', 'numpy', 'tokenizers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,99 @@
+"""Long texts in pieces, order under concurrency, and what a full disk says."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.data.corpus import Document
+from phalanx.data.encode import Counts, cut, disk_error, encode, write_pairs
+from phalanx.data.indexed import IndexedDataset
+from phalanx.data.tokenizer import byte_tokenizer, train_bpe
+
+texts = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=20)
+
+
+@given(text=st.text(alphabet="ab \n", max_size=200), size=st.integers(1, 40))
+def test_pieces_are_the_text_and_no_longer_than_asked(text, size):
+    pieces = cut(text, size)
+    assert "".join(pieces) == text
+    assert all(0 < len(piece) <= size for piece in pieces[:-1])
+    for piece in pieces[:-1]:
+        assert piece.endswith("\n") or "\n" not in piece, "a line's end was there, and it was not taken"
+
+
+def test_a_piece_ends_with_a_line_or_else_before_a_space():
+    assert cut("one\ntwo\nthree", 9) == ["one\ntwo\n", "three"]
+    assert cut("one two three", 9) == ["one two", " three"]
+    assert cut("0123456789", 4) == ["0123", "4567", "89"]
+
+
+@given(texts=texts, chunk=st.integers(1, 60))
+def test_encode_keeps_the_order_of_documents(texts, chunk):
+    documents = [Document(str(number), text) for number, text in enumerate(texts)]
+    done = list(encode(documents, byte_tokenizer(), chunk))
+    assert [document for document, _ in done] == documents
+    assert [byte_tokenizer().decode(ids) for _, ids in done] == texts
+
+
+def test_a_text_of_several_pieces_is_one_document():
+    text = "line of a long text\n" * 120_000
+    tokenizer = train_bpe([text], 300)
+    ((_, ids),) = encode([Document("long", text)], tokenizer)
+    assert len(cut(text)) == 3
+    assert tokenizer.decode(ids) == text
+
+
+def test_an_error_while_reading_comes_through():
+    def broken():
+        yield Document("a", "text")
+        raise RuntimeError("unreadable")
+
+    with pytest.raises(RuntimeError, match="unreadable"):
+        list(encode(broken(), byte_tokenizer()))
+
+
+@pytest.mark.parametrize("end", [True, False])
+def test_write_pairs_sorts_documents_and_counts(tmp_path, end):
+    documents = [Document(str(i), text) for i, text in enumerate(["even", "odd", "é", "three"])]
+    seen = []
+    counts = write_pairs(
+        documents, byte_tokenizer(), [tmp_path / "even", tmp_path / "odd"],
+        lambda document: int(document.name) % 2, end, seen.append,
+    )  # fmt: skip
+    assert counts == [Counts(2, 6 + 2 * end, 6), Counts(2, 8 + 2 * end, 8)]
+    assert seen[-1] == Counts(4, 14 + 4 * end, 14)
+    assert [count.documents for count in seen] == [1, 2, 3, 4]
+    odd = IndexedDataset(tmp_path / "odd")
+    assert odd.document(0).tolist() == [*b"odd"] + [256] * end
+    assert odd.tokens.dtype == np.uint16
+
+
+def test_write_pairs_leaves_nothing_if_it_fails(tmp_path):
+    def broken():
+        yield Document("a", "text")
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_pairs(broken(), byte_tokenizer(), [tmp_path / "a", tmp_path / "b"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (errno.ENOSPC, "its disk is full"),
+        (errno.EDQUOT, "its disk is full"),
+        (errno.EACCES, "cannot be written"),
+        (errno.EROFS, "cannot be written"),
+        (errno.ENAMETOOLONG, "cannot be used: File name too long"),
+    ],
+)
+def test_what_a_disk_can_say(code, message):
+    error = disk_error("data.cache", "/cache", OSError(code, os.strerror(code)))
+    assert (error.field, error.value) == ("data.cache", "/cache")
+    assert message in error.problem
+    assert error.fix

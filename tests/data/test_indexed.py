@@ -1,0 +1,196 @@
+"""The .bin/.idx pair, against an independent reader and writer of Megatron's documented format."""
+
+from __future__ import annotations
+
+import struct
+from itertools import chain, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.data.indexed import IndexedDataset, IndexedWriter, cut_tail, prefix_of, token_dtype
+from phalanx.spec.errors import UserError
+
+DOCUMENTS = [[5, 6, 7], [], [65_499], [1] * 1000, [2, 3]]
+CODES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
+
+
+def read_megatron(prefix: Path) -> tuple[int, list[list[int]]]:
+    """The dtype code and documents of a pair, by nothing but struct and the format's description."""
+    index, tokens = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
+    assert index[:9] == b"MMIDIDX\x00\x00"
+    version, code, sequences, entries = struct.unpack_from("<QBQQ", index, 9)
+    assert version == 1
+    assert len(index) == 34 + 12 * sequences + 8 * entries
+    lengths = struct.unpack_from(f"<{sequences}i", index, 34)
+    pointers = struct.unpack_from(f"<{sequences}q", index, 34 + 4 * sequences)
+    documents = struct.unpack_from(f"<{entries}q", index, 34 + 12 * sequences)
+    kind = CODES[code]
+    read = [list(struct.unpack_from(f"<{n}{kind}", tokens, at)) for n, at in zip(lengths, pointers, strict=True)]
+    return code, [list(chain(*read[first:last])) for first, last in pairwise(documents)]
+
+
+def write_megatron(prefix: Path, documents: list[list[list[int]]], code: int) -> None:
+    """A pair whose documents may have several sequences, as Megatron writes it."""
+    kind, size = CODES[code], struct.calcsize(CODES[code])
+    sequences = [ids for document in documents for ids in document]
+    lengths = [len(ids) for ids in sequences]
+    pointers = [size * sum(lengths[:i]) for i in range(len(lengths))]
+    starts = [0]
+    for document in documents:
+        starts.append(starts[-1] + len(document))
+    Path(f"{prefix}.bin").write_bytes(b"".join(struct.pack(f"<{len(ids)}{kind}", *ids) for ids in sequences))
+    Path(f"{prefix}.idx").write_bytes(
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, code, len(sequences), len(starts))
+        + struct.pack(f"<{len(lengths)}i", *lengths)
+        + struct.pack(f"<{len(pointers)}q", *pointers)
+        + struct.pack(f"<{len(starts)}q", *starts)
+    )
+
+
+def write(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> None:
+    with IndexedWriter(prefix, np.dtype(dtype)) as writer:
+        for ids in documents:
+            writer.add(np.array(ids, np.int64))
+
+
+@pytest.mark.parametrize(("dtype", "code"), [(np.uint16, 8), (np.int32, 4)])
+def test_megatron_can_read_what_we_write(tmp_path: Path, dtype: type, code: int) -> None:
+    write(tmp_path / "pair", DOCUMENTS, dtype)
+    assert read_megatron(tmp_path / "pair") == (code, DOCUMENTS)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_we_read_what_megatron_writes(tmp_path: Path, code: int) -> None:
+    documents = [[[5, 6], [7]], [[9]], [], [[], [100, 101], [102, 103, 104]]]
+    write_megatron(tmp_path / "pair", documents, code)
+    dataset = IndexedDataset(tmp_path / "pair")
+    flat = [list(chain(*document)) for document in documents]
+    assert [dataset.document(i).tolist() for i in range(len(dataset))] == flat
+    assert dataset.tokens.tolist() == list(chain(*flat))
+    assert dataset.offsets.tolist() == [0, 3, 4, 4, 9]
+    assert dataset.offsets.dtype == np.int64
+    assert dataset.size == 9
+
+
+@settings(max_examples=30, deadline=None)
+@given(documents=st.lists(st.lists(st.integers(0, 2**16 - 1), max_size=20), max_size=12))
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]) -> None:
+    prefix = tmp_path_factory.mktemp("pair") / "pair"
+    write(prefix, documents)
+    dataset = IndexedDataset(prefix)
+    assert [dataset.document(i).tolist() for i in range(len(dataset))] == documents
+
+
+def test_the_narrowest_type_that_megatron_would_use() -> None:
+    assert [token_dtype(vocab) for vocab in (257, 65_499, 65_500, 200_000)] == [
+        np.dtype(kind) for kind in (np.uint16, np.uint16, np.int32, np.int32)
+    ]
+
+
+@pytest.mark.parametrize("ids", [[65_536], [-1]])
+def test_ids_that_do_not_fit_are_refused_and_nothing_is_left(tmp_path: Path, ids: list[int]) -> None:
+    with pytest.raises(ValueError, match="do not fit uint16"):
+        write(tmp_path / "pair", [[1, 2], ids])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_leaves_the_old_pair_as_it_was(tmp_path: Path) -> None:
+    write(tmp_path / "pair", DOCUMENTS)
+    with pytest.raises(ValueError, match="do not fit"):
+        write(tmp_path / "pair", [[1], [-1]])
+    assert read_megatron(tmp_path / "pair") == (8, DOCUMENTS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pair.bin", "pair.idx"]
+
+
+def test_nothing_has_its_name_before_all_is_written(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "pair", np.dtype(np.uint16)) as writer:
+        writer.add(np.arange(10))
+        assert not (tmp_path / "pair.bin").exists()
+        assert not (tmp_path / "pair.idx").exists()
+
+
+def damage(prefix: Path, suffix: str, change: object) -> None:
+    path = Path(f"{prefix}{suffix}")
+    path.write_bytes(change(path.read_bytes()))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "message"),
+    [
+        (".idx", lambda raw: b"TNTIDX\0\0\0" + raw[9:], "first bytes are not MMIDIDX"),
+        (".idx", lambda raw: b"", "first bytes are not MMIDIDX"),
+        (".idx", lambda raw: raw[:20], "truncated: 20 bytes"),
+        (".idx", lambda raw: raw[:-1], r"truncated: 141 bytes, and 5 sequences need 142"),
+        (".idx", lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "version 2"),
+        (".idx", lambda raw: raw[:17] + b"\x07" + raw[18:], "unknown type code 7"),
+        (".idx", lambda raw: raw[:34] + struct.pack("<i", -3) + raw[38:], "one after the other"),
+        (".idx", lambda raw: raw[:54] + struct.pack("<q", 8) + raw[62:], "one after the other"),
+        (".idx", lambda raw: raw[:-8] + struct.pack("<q", 4), "rising list of documents"),
+        (".idx", lambda raw: raw[:-16] + struct.pack("<q", 9) + raw[-8:], "rising list of documents"),
+        (".bin", lambda raw: raw[:-1], r"truncated: 2,011 bytes, and the index needs 2,012"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, suffix: str, change: object, message: str) -> None:
+    write(tmp_path / "pair", DOCUMENTS)
+    damage(tmp_path / "pair", suffix, change)
+    with pytest.raises(UserError, match=message) as caught:
+        IndexedDataset(tmp_path / "pair", "data.held_out")
+    assert caught.value.field == "data.held_out"
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_missing_file(tmp_path: Path, suffix: str) -> None:
+    write(tmp_path / "pair", DOCUMENTS)
+    Path(f"{tmp_path / 'pair'}{suffix}").unlink()
+    with pytest.raises(UserError, match=f"has no {suffix} file"):
+        IndexedDataset(tmp_path / "pair")
+    assert prefix_of(str(tmp_path / "pair")) == str(tmp_path / "pair")
+
+
+def test_a_prefix_is_known_with_and_without_suffix(tmp_path: Path) -> None:
+    write(tmp_path / "pair", DOCUMENTS)
+    for name in ("pair", "pair.bin", "pair.idx"):
+        assert prefix_of(str(tmp_path / name)) == str(tmp_path / "pair")
+    assert prefix_of(str(tmp_path / "other")) is None
+
+
+def test_fingerprint_knows_content_and_not_place(tmp_path: Path) -> None:
+    marks = []
+    for name, documents in (
+        ("a", [[1, 2, 3], [4]]), ("same", [[1, 2, 3], [4]]), ("token", [[1, 2, 3], [5]]), ("cut", [[1, 2], [3, 4]]),
+    ):  # fmt: skip
+        write(tmp_path / name, documents)
+        marks.append(IndexedDataset(tmp_path / name).fingerprint())
+    assert marks[0] == marks[1]
+    assert len(set(marks)) == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=8), fraction=st.floats(0.01, 0.99))
+def test_cut_tail_divides_the_tokens(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], fraction: float
+) -> None:
+    folder = tmp_path_factory.mktemp("cut")
+    total = sum(lengths)
+    flat = list(range(total))
+    write(folder / "all", [flat[sum(lengths[:i]) : sum(lengths[: i + 1])] for i in range(len(lengths))])
+    dataset = IndexedDataset(folder / "all")
+    if total < 2:
+        with pytest.raises(UserError, match="too small to hold anything out"):
+            cut_tail(dataset, fraction, folder / "head", folder / "tail")
+        return
+    cut_tail(dataset, fraction, folder / "head", folder / "tail")
+    head, tail = IndexedDataset(folder / "head"), IndexedDataset(folder / "tail")
+    assert head.size + tail.size == total
+    assert tail.size == min(max(1, round(total * fraction)), total - 1)
+    parts = [part.document(i).tolist() for part in (head, tail) for i in range(len(part))]
+    assert list(chain(*parts)) == flat
+    # Only the document that the cut goes through is divided.
+    whole = [dataset.document(i).tolist() for i in range(len(dataset))]
+    assert len([part for part in parts if part and part not in whole]) in (0, 2)

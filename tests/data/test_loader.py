@@ -1,0 +1,294 @@
+"""Packing, against a brute-force reference that walks the documents token by token."""
+
+import json
+import math
+import threading
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.data.indexed import IndexedDataset, IndexedWriter, cut_tail
+from phalanx.data.loader import IGNORED, Batch, Loader, evaluation_batches, prefetch, shuffle
+from phalanx.spec.errors import UserError
+
+lengths = st.lists(st.integers(0, 25), min_size=1, max_size=15)
+
+
+def dataset_of(folder, lengths):
+    """Documents whose tokens are all different, so that a token says where it came from."""
+    begin = 0
+    with IndexedWriter(folder / "tokens", np.dtype(np.uint16)) as writer:
+        for length in lengths:
+            writer.add(np.arange(begin, begin + length))
+            begin += length
+    return IndexedDataset(folder / "tokens")
+
+
+def reference(dataset, sequence, seed, epoch):
+    """The rows of an epoch in the order they are seen: (tokens, targets, starts), one token after the other."""
+    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    stream = []
+    for document in generator.permutation(len(dataset)):
+        stream += [(int(token), place) for place, token in enumerate(dataset.document(document))]
+    rows = []
+    for first in range(0, len(stream) - sequence, sequence):
+        row, starts = stream[first : first + sequence + 1], []
+        for position, (_, place) in enumerate(row[:-1]):
+            starts.append(position - min(place, position))
+        ids = [token for token, _ in row]
+        rows.append((ids[:-1], ids[1:], starts))
+    return [rows[i] for i in generator.permutation(len(rows))]
+
+
+def rows_of(batch):
+    starts = np.zeros_like(batch.tokens) if batch.starts is None else batch.starts
+    return list(zip(batch.tokens.tolist(), batch.targets.tolist(), starts.tolist(), strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=lengths, sequence=st.integers(1, 12), per_step=st.integers(1, 7), seed=st.integers(0, 9))
+def test_batches_are_the_references_over_epochs(tmp_path_factory, lengths, sequence, per_step, seed):
+    dataset = dataset_of(tmp_path_factory.mktemp("data"), lengths)
+    if dataset.size <= sequence:
+        with pytest.raises(UserError, match=f"has {dataset.size} tokens.* need {sequence + 1}") as caught:
+            Loader(dataset, sequence, per_step, seed)
+        assert caught.value.field == "data.train"
+        return
+    loader = Loader(dataset, sequence, per_step, seed)
+    expected = list(chain(*(reference(dataset, sequence, seed, epoch) for epoch in range(3))))
+    for step in range(len(expected) // per_step):
+        assert rows_of(loader.step(step)) == expected[step * per_step : (step + 1) * per_step]
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=lengths, sequence=st.integers(1, 10), epoch=st.integers(0, 3))
+def test_an_epoch_sees_every_token_of_the_kept_prefix_once(tmp_path_factory, lengths, sequence, epoch):
+    dataset = dataset_of(tmp_path_factory.mktemp("data"), [*lengths, 30])
+    per_epoch = Loader(dataset, sequence, 1, 0).sequences_per_epoch
+    loader = Loader(dataset, sequence, per_epoch, seed=0)
+    batch = loader.step(epoch)
+    order = shuffle(dataset.offsets, sequence, 0, epoch)
+    stream = np.concatenate([dataset.tokens[b + s : e + s] for b, e, s in
+                             zip(order.begins, order.begins[1:], order.shifts, strict=False)])  # fmt: skip
+    kept = per_epoch * sequence
+    assert sorted(batch.tokens.ravel()) == sorted(stream[:kept])
+    assert sorted(batch.targets.ravel()) == sorted(stream[1 : kept + 1])
+    assert dataset.size - 1 - kept < sequence
+    assert sorted(stream) == dataset.tokens.tolist()
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=lengths, sequence=st.integers(1, 9), share=st.integers(1, 3), ranks=st.sampled_from([1, 2, 3, 4, 6]))
+def test_a_global_batch_does_not_depend_on_the_ranks(tmp_path_factory, lengths, sequence, share, ranks):
+    dataset = dataset_of(tmp_path_factory.mktemp("data"), [*lengths, 10])
+    whole = Loader(dataset, sequence, share * ranks, seed=5)
+    parts = [Loader(dataset, sequence, share * ranks, 5, rank, ranks) for rank in range(ranks)]
+    for step in (0, 3, 11):
+        batches = [part.step(step) for part in parts]
+        assert all(batch.tokens.shape == (share, sequence) for batch in batches)
+        assert list(chain(*map(rows_of, batches))) == rows_of(whole.step(step))
+
+
+def test_types_and_layout(write_tokens):
+    batch = Loader(write_tokens([[1, 2, 3], [4, 5, 6, 7, 8, 9]]), 4, 2, 0).step(0)
+    assert batch.tokens.dtype == batch.targets.dtype == np.int64
+    assert batch.starts.dtype == np.int32
+    assert batch.tokens.shape == batch.targets.shape == batch.starts.shape == (2, 4)
+    assert batch.tokens.flags.c_contiguous
+    assert batch.targets.flags.c_contiguous
+    assert batch.tokens.flags.writeable
+
+
+def test_starts_are_left_out_where_causal_attention_is_right(write_tokens):
+    documents = [list(range(8)), list(range(8)), list(range(8))]
+    # A document per sequence: none begins inside one.
+    assert Loader(write_tokens(documents), 8, 2, 0).step(0).starts is None
+    assert Loader(write_tokens(documents), 7, 3, 0).step(0).starts is not None
+    assert Loader(write_tokens(documents), 7, 3, 0, mask_documents=False).step(0).starts is None
+
+
+def test_a_document_that_begins_at_the_last_target_asks_for_no_mask(write_tokens):
+    dataset = write_tokens([[1, 1, 1, 1], [2, 2, 2, 2]])
+    batch = Loader(dataset, 4, 1, 0).step(0)
+    assert batch.targets[0, -1] != batch.tokens[0, -1]
+    assert batch.starts is None
+
+
+def test_epochs_and_seeds_differ_and_repeat(write_tokens):
+    dataset = write_tokens([list(range(i, i + 9)) for i in range(0, 900, 9)])
+    batches = {(seed, epoch): Loader(dataset, 8, 100, seed).step(epoch).tokens.tolist()
+               for seed in (1, 2) for epoch in (0, 1)}  # fmt: skip
+    assert len({json.dumps(batch) for batch in batches.values()}) == 4
+    assert Loader(dataset, 8, 100, 1).step(0).tokens.tolist() == batches[1, 0]
+
+
+def test_neighbours_in_the_stream_are_not_neighbours_in_a_step(write_tokens):
+    dataset = write_tokens([list(range(4001))])
+    first = Loader(dataset, 4, 1000, 0).step(0).tokens[:, 0]
+    assert sorted(first) == list(range(0, 4000, 4))
+    assert np.mean(np.abs(np.diff(first)) == 4) < 0.02
+
+
+def test_a_step_can_span_epochs(write_tokens):
+    dataset = write_tokens([[1, 2, 3, 4, 5]])
+    loader = Loader(dataset, 2, 5, 0)
+    assert loader.sequences_per_epoch == 2
+    rows = loader.step(0).tokens.tolist()
+    assert sorted(rows[:2]) == sorted(rows[2:4]) == [[1, 2], [3, 4]]
+    assert rows[4] in rows[:2]
+    assert loader.state(1)["epoch"] == 2
+    assert loader.state(1)["position"] == 1
+    assert loader.state(1)["tokens"] == 10
+
+
+def test_ranks_that_cannot_share_a_step(write_tokens):
+    with pytest.raises(UserError, match=r"is 4 sequences, which 3 ranks cannot share") as caught:
+        Loader(write_tokens([[1, 2, 3]]), 2, 4, 0, 0, 3)
+    assert caught.value.field == "training.tokens_per_step"
+
+
+def test_state_survives_json_and_knows_its_data(write_tokens):
+    dataset = write_tokens([list(range(50)), list(range(30))])
+    loader = Loader(dataset, 8, 2, seed=3)
+    state = json.loads(json.dumps(loader.state(7)))
+    assert {name: state[name] for name in ("epoch", "position", "tokens", "seed", "sequence")} == {
+        "epoch": 1, "position": 5, "tokens": 112, "seed": 3, "sequence": 8,
+    }  # fmt: skip
+    loader.check_state(state)
+    Loader(dataset, 8, 2, 3, rank=1, ranks=2).check_state(state)  # fewer or more ranks may resume
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"seed": 4}, "training.seed"),
+        ({"sequence": 4}, "training.sequence"),
+        ({"sequences_per_step": 4}, "training.tokens_per_step"),
+    ],
+)
+def test_a_checkpoint_of_another_cut_is_refused(write_tokens, change, field):
+    dataset = write_tokens([list(range(50))])
+    settings = {"sequence": 8, "sequences_per_step": 2, "seed": 3}
+    state = Loader(dataset, **settings).state(1)
+    with pytest.raises(UserError, match="is not what the checkpoint was made with") as caught:
+        Loader(dataset, **{**settings, **change}).check_state(state)
+    assert caught.value.field == field
+
+
+def test_a_checkpoint_of_other_data_is_refused(write_tokens):
+    state = Loader(write_tokens([list(range(50))]), 8, 2, 3).state(1)
+    with pytest.raises(UserError, match="is not what the checkpoint was made with") as caught:
+        Loader(write_tokens([list(range(1, 51))]), 8, 2, 3).check_state(state)
+    assert caught.value.field == "data.train"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=lengths, sequence=st.integers(1, 9), rows=st.integers(1, 4), ranks=st.integers(1, 4),
+    limit=st.integers(0, 200), tail=st.booleans(),
+)  # fmt: skip
+def test_evaluation_covers_every_target_once(tmp_path_factory, lengths, sequence, rows, ranks, limit, tail):
+    folder = tmp_path_factory.mktemp("data")
+    dataset = dataset_of(folder, [*lengths, 4])
+    if tail:  # its documents do not begin where its file does
+        cut_tail(dataset, 0.5, folder / "head", folder / "tail")
+        dataset = IndexedDataset(folder / "tail")
+    flat = np.concatenate([dataset.document(i) for i in range(len(dataset))])
+    wanted = flat[1:][: limit or None].tolist()
+    by_rank = [list(evaluation_batches(dataset, sequence, rows, rank, ranks, limit)) for rank in range(ranks)]
+    assert len({len(batches) for batches in by_rank}) == 1
+    assert len(by_rank[0]) == math.ceil(math.ceil(len(wanted) / sequence) / (rows * ranks))
+    seen, begins = [], set((dataset.offsets - dataset.offsets[0]).tolist())
+    for together in zip(*by_rank, strict=True):
+        for batch in together:
+            assert batch.tokens.shape == (rows, sequence)
+            for tokens, targets, starts in rows_of(batch):
+                for position, target in enumerate(targets):
+                    if target == IGNORED:
+                        continue
+                    place = len(seen)
+                    assert tokens[position] == flat[place]
+                    inside = [place - back for back in range(position + 1) if place - back in begins]
+                    assert starts[position] == position - (place - inside[0] if inside else position)
+                    seen.append(target)
+    assert seen == wanted
+
+
+def test_evaluation_pads_with_ignored_rows(write_tokens):
+    batches = list(evaluation_batches(write_tokens([[1, 2, 3, 4, 5, 6]]), 4, 1, rank=1, ranks=3))
+    assert [batch.targets.tolist() for batch in batches] == [[[6, IGNORED, IGNORED, IGNORED]]]
+    (last,) = evaluation_batches(write_tokens([[1, 2, 3, 4, 5, 6]]), 4, 1, rank=2, ranks=3)
+    assert (last.targets == IGNORED).all()
+
+
+def test_evaluation_can_do_without_masks(write_tokens):
+    dataset = write_tokens([[1, 2], [3, 4, 5]])
+    assert next(evaluation_batches(dataset, 4, 1)).starts.tolist() == [[0, 0, 2, 2]]
+    assert next(evaluation_batches(dataset, 4, 1, mask_documents=False)).starts is None
+
+
+def test_nothing_to_evaluate_on(write_tokens):
+    with pytest.raises(UserError, match="has no tokens to evaluate on") as caught:
+        next(evaluation_batches(write_tokens([[1]]), 4, 1))
+    assert caught.value.field == "data.held_out"
+
+
+class Counting:
+    """A loader that counts what it has made and can fail."""
+
+    def __init__(self, fails_at=None):
+        self.made, self.fails_at = [], fails_at
+        self.changed = threading.Condition()
+
+    def step(self, number):
+        if number == self.fails_at:
+            raise UserError("data.train", None, "cannot be read")
+        with self.changed:
+            self.made.append(number)
+            self.changed.notify_all()
+        return Batch(np.full((1, 1), number), np.zeros((1, 1)), None)
+
+    def wait_for(self, count):
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.made) >= count, timeout=10)
+
+
+def data_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "phalanx-data"]
+
+
+def test_prefetch_gives_the_steps_in_order():
+    loader = Counting()
+    assert [int(batch.tokens[0, 0]) for batch in prefetch(loader, 3, 9)] == [3, 4, 5, 6, 7, 8]
+    assert loader.made == [3, 4, 5, 6, 7, 8]
+    assert data_threads() == []
+    assert list(prefetch(loader, 5, 5)) == []
+
+
+def test_prefetch_works_ahead_but_not_further_than_its_depth():
+    loader = Counting()
+    batches = prefetch(loader, 0, 100, depth=3)
+    next(batches)
+    loader.wait_for(4)  # the one that was taken, and three more while nobody asks
+    batches.close()
+    assert loader.made == [0, 1, 2, 3]
+    assert data_threads() == []
+
+
+def test_prefetch_raises_the_loaders_error_after_what_came_before():
+    batches = prefetch(Counting(fails_at=2), 0, 5)
+    assert [next(batches).tokens[0, 0], next(batches).tokens[0, 0]] == [0, 1]
+    with pytest.raises(UserError, match="cannot be read"):
+        next(batches)
+    assert data_threads() == []
+
+
+def test_a_consumer_that_stops_early_ends_the_thread():
+    for batch in prefetch(Counting(), 0, 1_000_000):
+        if batch.tokens[0, 0] == 3:
+            break
+    del batch
+    assert data_threads() == []

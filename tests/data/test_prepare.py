@@ -1,0 +1,287 @@
+"""From a DataSpec to token files: the split, the cache, and every error before any work."""
+
+import errno
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phalanx.data import prepare as room
+from phalanx.data.corpus import documents, split
+from phalanx.data.encode import Counts
+from phalanx.data.indexed import IndexedDataset, IndexedWriter
+from phalanx.data.prepare import check, prepare
+from phalanx.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import DataSpec
+
+
+@pytest.fixture
+def spec(corpus, tmp_path):
+    """A DataSpec over the small corpus, with a cache of its own."""
+
+    def build(**options):
+        options = {"train": [str(corpus)], "cache": str(tmp_path / "cache"), "held_out_fraction": 0.2} | options
+        return DataSpec(**{"tokenizer": "bytes"} | options)
+
+    return build
+
+
+def texts(prefix, tokenizer):
+    dataset = IndexedDataset(prefix)
+    tok = load_tokenizer(tokenizer)
+    for number in range(len(dataset)):
+        assert dataset.document(number)[-1] == tok.end
+    return [tok.decode(dataset.document(number)) for number in range(len(dataset))]
+
+
+def pair(path, ids, vocab=257):
+    with IndexedWriter(path, np.dtype(np.uint16 if vocab < 65_500 else np.int32)) as writer:
+        for document in ids:
+            writer.add(np.array(document))
+    return str(path)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "file"])
+def test_documents_are_held_out_by_name(spec, corpus, tmp_path, tokenizer):
+    if tokenizer == "file":
+        tokenizer = str(tmp_path / "tokenizer.json")
+        train_bpe(["def function(x):\n"] * 50, 300).save(tokenizer)
+    prepared = prepare(spec(tokenizer=tokenizer, tokenizer_vocab=300))
+    every = list(documents([str(corpus)]))
+    held_out = [document.text for document in every if split(document.name, 0.2)]
+    assert 0 < len(held_out) < 20
+    assert texts(prepared.held_out, prepared.tokenizer) == held_out
+    train = [document.text for document in every if not split(document.name, 0.2)]
+    assert texts(prepared.train, prepared.tokenizer) == train
+
+
+def test_held_out_sources_of_its_own(spec, corpus):
+    prepared = prepare(spec(train=[str(corpus / "part0")], held_out=[str(corpus / "part1")]))
+    assert len(IndexedDataset(prepared.train)) == len(IndexedDataset(prepared.held_out)) == 20
+
+
+def test_the_tokenizer_does_not_learn_from_held_out_text(tmp_path):
+    rows = [{"text": "seen seen "} if not split(f"{tmp_path}/a.jsonl:{n}", 0.5) else {"text": "hidden hidden "}
+            for n in range(1, 50)]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = DataSpec(train=[f"{tmp_path}/a.jsonl"], held_out_fraction=0.5, tokenizer_vocab=300, cache=f"{tmp_path}/c")
+    vocabulary = Path(prepare(data).tokenizer).read_text()
+    assert "seen" in vocabulary
+    assert "hidden" not in vocabulary
+
+
+def test_of_one_document_the_end_is_held_out(spec, tmp_path):
+    text = "".join(f"line {number}\n" for number in range(1000))
+    (tmp_path / "one.txt").write_text(text)
+    for tokenizer in ("bytes", "bpe"):
+        prepared = prepare(spec(train=[str(tmp_path / "one.txt")], held_out_fraction=0.05, tokenizer=tokenizer))
+        tok = load_tokenizer(prepared.tokenizer)
+        train, held_out = (IndexedDataset(prefix) for prefix in (prepared.train, prepared.held_out))
+        assert tok.decode(train.document(0)) + tok.decode(held_out.document(0)) == text
+        assert held_out.size / (train.size + held_out.size) == pytest.approx(0.05, abs=0.001)
+
+
+def test_a_pair_is_used_where_it_lies_and_its_end_held_out(spec, tmp_path):
+    prefix = pair(tmp_path / "tokens", [[n % 256] * 10 for n in range(100)])
+    prepared = prepare(spec(train=[prefix]))
+    train, held_out = (IndexedDataset(prefix) for prefix in (prepared.train, prepared.held_out))
+    assert (len(train), len(held_out)) == (80, 20)
+    assert held_out.document(0).tolist() == [80] * 10
+    assert os.path.samefile(f"{prepared.train}.bin", f"{prefix}.bin")
+    both = prepare(spec(train=[prefix], held_out=[pair(tmp_path / "other", [[1, 2, 3]])]))
+    assert (both.train, both.held_out) == (prefix, str(tmp_path / "other"))
+
+
+def test_text_held_out_for_a_pair(spec, tmp_path, corpus):
+    prefix = pair(tmp_path / "tokens", [[1, 2, 3]])
+    prepared = prepare(spec(train=[f"{prefix}.bin"], held_out=[str(corpus)]))
+    assert prepared.train == prefix
+    assert len(IndexedDataset(prepared.held_out)) == 40
+
+
+def test_streaming_prepares_only_what_is_held_out(spec, corpus, monkeypatch):
+    prepared = prepare(spec(streaming=True))
+    assert prepared.train == ""
+    held_out = [document.text for document in documents([str(corpus)]) if split(document.name, 0.2)]
+    assert texts(prepared.held_out, prepared.tokenizer) == held_out
+    monkeypatch.setattr(room, "STREAMING_HELD_OUT_DOCUMENTS", 3)
+    first = prepare(spec(streaming=True, held_out_fraction=0.21))
+    assert len(IndexedDataset(first.held_out)) == 3
+
+
+def test_the_second_time_nothing_is_read(spec, monkeypatch):
+    first = prepare(spec())
+    monkeypatch.setattr(room, "write_pairs", None)
+    monkeypatch.setattr(room, "train_bpe", None)
+    assert prepare(spec()) == first
+    assert prepare(spec(mask_documents=False)) == first
+
+
+def test_what_changes_the_tokens_changes_the_cache(spec, corpus, tmp_path):
+    (tmp_path / "t.json").write_text(train_bpe(["ab"], 300).to_json())
+    found = [prepare(spec(**options)).held_out for options in (
+        {}, {"held_out_fraction": 0.3}, {"tokenizer": "bpe"}, {"tokenizer": "bpe", "tokenizer_vocab": 300},
+        {"tokenizer": str(tmp_path / "t.json")}, {"train": [str(corpus / "part0")]},
+    )]  # fmt: skip
+    (tmp_path / "t.json").write_text(train_bpe(["abcd" * 9], 300).to_json())
+    found.append(prepare(spec(tokenizer=str(tmp_path / "t.json"))).held_out)
+    os.utime(corpus / "part0" / "file00.py", ns=(1, 1))
+    found.append(prepare(spec()).held_out)
+    (corpus / "part0" / "file00.py").write_text("other\n")
+    found.append(prepare(spec()).held_out)
+    assert len(set(found)) == len(found)
+
+
+def test_progress_is_told(spec):
+    seen: list[Counts] = []
+    prepare(spec(), progress=seen.append)
+    assert seen[-1].documents == 40
+    assert seen[-1].tokens == seen[-1].text_bytes + 40
+
+
+def test_a_failure_leaves_nothing_in_the_cache(spec, corpus, tmp_path):
+    (corpus / "z.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
+    with pytest.raises(UserError, match="is not JSON"):
+        prepare(spec())
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_an_interrupted_run_is_done_again(spec, tmp_path):
+    first = prepare(spec())
+    Path(first.train).with_name(room.MARK).unlink()
+    shutil.rmtree(Path(first.train).parent)
+    assert prepare(spec()) == first
+    assert len(IndexedDataset(first.train)) > 0
+
+
+def race(data, barrier, results):
+    barrier.wait()
+    results.put(prepare(data))
+
+
+def test_two_runs_at_once(spec):
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    data = spec(tokenizer="bpe", tokenizer_vocab=300)
+    runs = [context.Process(target=race, args=(data, barrier, results)) for _ in range(2)]
+    for run in runs:
+        run.start()
+    found = [results.get(timeout=60) for _ in runs]
+    for run in runs:
+        run.join()
+    assert found[0] == found[1] == prepare(data)
+    assert [run.exitcode for run in runs] == [0, 0]
+    assert [path.name for path in Path(data.cache).iterdir()] == [Path(found[0].train).parent.name]
+
+
+def test_the_one_that_comes_second_takes_what_is_there(spec, monkeypatch):
+    """The other run finishes while this one is writing."""
+    real = room._write
+
+    def slow(data, folder, progress):
+        real(data, folder, progress)
+        monkeypatch.setattr(room, "_write", real)
+        prepare(data)
+
+    monkeypatch.setattr(room, "_write", slow)
+    prepared = prepare(spec())
+    assert len(list(Path(spec().cache).iterdir())) == 1
+    assert len(IndexedDataset(prepared.train)) > 0
+
+
+@pytest.mark.parametrize(("code", "message"), [(errno.ENOSPC, "its disk is full"), (errno.EROFS, "cannot be written")])
+def test_a_cache_that_cannot_be_written(spec, monkeypatch, code, message):
+    def fail(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(IndexedWriter, "add", fail)
+    with pytest.raises(UserError, match=message) as caught:
+        prepare(spec())
+    assert caught.value.field == "data.cache"
+    assert list(Path(spec().cache).iterdir()) == []
+
+
+def test_a_cache_under_a_file(spec, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be used: Not a directory") as caught:
+        prepare(spec(cache=str(tmp_path / "file" / "cache")))
+    assert caught.value.field == "data.cache"
+
+
+def make_errors(folder):
+    (folder / "empty").mkdir()
+    (folder / "empty.txt").write_text("")
+    (folder / "text.txt").write_text("text")
+    (folder / "rows.jsonl").write_text('{"content": "text"}\n')
+    pair(folder / "good", [[1, 2, 3]])
+    pair(folder / "large", [[300]], vocab=70_000)
+    pair(folder / "short", [[1, 2, 3]])
+    os.truncate(folder / "short.bin", 2)
+    (folder / "lone.idx").write_bytes((folder / "good.idx").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "message"),
+    [
+        ({"train": ["missing.txt"]}, "data.train", "no such file or directory"),
+        ({"train": []}, "data.train", "names no source"),
+        ({"train": ["empty"]}, "data.train", "matches no file"),
+        ({"train": ["empty.txt"]}, "data.train", "has no text"),
+        ({"train": ["rows.jsonl"]}, "data.text_key", "is not a field of rows.jsonl:1"),
+        ({"held_out": ["missing.txt"]}, "data.held_out", "no such file or directory"),
+        ({"held_out": ["text.txt"]}, "data.held_out", "is in data.train too"),
+        ({"tokenizer": "missing.json"}, "data.tokenizer", "no such file"),
+        ({"tokenizer": "text.txt"}, "data.tokenizer", "is not JSON"),
+        ({"train": ["short"]}, "data.train", "is truncated: 2 bytes, and the index needs 6"),
+        ({"train": ["lone"]}, "data.train", "has no .bin file"),
+        ({"train": ["lone.bin"]}, "data.train", "has no .bin file"),
+        ({"train": ["good", "text.txt"]}, "data.train", "has a .bin/.idx pair beside other sources"),
+        ({"train": ["good"], "tokenizer": "bpe"}, "data.tokenizer", "cannot be trained from tokens"),
+        ({"held_out": ["good"], "tokenizer": "bpe"}, "data.tokenizer", "cannot be trained from tokens"),
+        ({"train": ["large"]}, "data.train", "has token id 300, and the tokenizer has ids 0 to 256"),
+        ({"held_out": ["large"]}, "data.held_out", "has token id 300"),
+        ({"train": ["good"], "streaming": True}, "data.streaming", "is tokens already"),
+    ],
+)
+def test_errors_before_any_work(spec, tmp_path, monkeypatch, options, field, message):
+    make_errors(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    data = spec(**{"train": ["text.txt"]} | options)
+    for look in (check, prepare):
+        with pytest.raises(UserError, match=message) as caught:
+            look(data)
+        assert caught.value.field == field
+        assert caught.value.fix
+    assert not Path(data.cache).exists()
+
+
+def test_a_large_pair_is_sampled_for_ids_that_do_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "WHOLE_CHECK_TOKENS", 100_000)
+    ids = np.ones(300_000, np.int64)
+    ids[-1] = 999
+    dataset = IndexedDataset(pair(tmp_path / "tokens", [ids]))
+    with pytest.raises(UserError, match="has token id 999"):
+        room.check_vocabulary(dataset, byte_tokenizer(), "data.train")
+
+
+def test_streaming_text_too_small_to_hold_anything_out(spec, tmp_path):
+    (tmp_path / "one.txt").write_text("text")
+    with pytest.raises(UserError, match=r"no document of data\.train is held out") as caught:
+        prepare(spec(train=[str(tmp_path / "one.txt")], streaming=True, held_out_fraction=0.0001))
+    assert caught.value.fix == "give data.held_out"
+
+
+def test_the_room_does_not_import_torch():
+    program = (
+        "import sys, pkgutil, importlib, phalanx.data as room\n"
+        "for module in pkgutil.iter_modules(room.__path__): importlib.import_module(f'phalanx.data.{module.name}')\n"
+        "print([name for name in ('torch', 'tokenizers', 'pyarrow', 'datasets') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,171 @@
+"""The stream, against a reference; resumed anywhere; the same at any number of ranks."""
+
+import json
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from phalanx.data.corpus import documents, parts, read, split
+from phalanx.data.loader import prefetch
+from phalanx.data.streaming import StreamingLoader
+from phalanx.data.tokenizer import byte_tokenizer, train_bpe
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import DataSpec
+
+SEQUENCE, ROWS, SEED = 37, 6, 4
+TOKENIZER = byte_tokenizer()
+
+
+def data_of(corpus, **options):
+    return DataSpec(train=[str(corpus)], streaming=True, held_out_fraction=0.2, **options)
+
+
+def loader_of(corpus, rank=0, ranks=1, **options):
+    return StreamingLoader(data_of(corpus, **options), TOKENIZER, SEQUENCE, ROWS, SEED, rank, ranks)
+
+
+def reference(corpus, epochs):
+    """Rows of (tokens, targets, starts) from the text itself, file by file and token by token."""
+    rows = []
+    files = parts([str(corpus)])
+    for epoch in range(epochs):
+        stream = []
+        for number in np.random.Generator(np.random.PCG64([SEED, epoch])).permutation(len(files)):
+            for document in read(files[number]):
+                if document.text and not split(document.name, 0.2):
+                    ids = [*document.text.encode(), TOKENIZER.end]
+                    stream += [(token, place) for place, token in enumerate(ids)]
+        for first in range(0, len(stream) - SEQUENCE, SEQUENCE):
+            row = stream[first : first + SEQUENCE + 1]
+            ids = [token for token, _ in row]
+            rows.append((ids[:-1], ids[1:], [at - min(place, at) for at, (_, place) in enumerate(row[:-1])]))
+    return rows
+
+
+def rows_of(batch):
+    starts = np.zeros_like(batch.tokens) if batch.starts is None else batch.starts
+    return list(zip(batch.tokens.tolist(), batch.targets.tolist(), starts.tolist(), strict=True))
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Documents of a line each in three files, and one file that is a single document."""
+    folder = tmp_path / "lines"
+    folder.mkdir()
+    for name in "abc":
+        rows = [json.dumps({"text": f"{name}{number} " * (number % 9)}) for number in range(60)]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+    (folder / "d.txt").write_text("plain text " * 50)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["corpus", "lines"])
+def test_batches_are_the_references_over_epochs(request, kind):
+    folder = request.getfixturevalue(kind)
+    loader, expected = loader_of(folder), reference(folder, epochs=3)
+    per_epoch = len(expected) // 3
+    assert per_epoch > ROWS
+    for step in range(len(expected) // ROWS):
+        assert rows_of(loader.step(step)) == expected[step * ROWS : (step + 1) * ROWS]
+    assert loader.state(step + 1)["epoch"] in (2, 3)
+
+
+@pytest.mark.parametrize("kind", ["corpus", "lines"])
+def test_every_state_resumes_exactly(request, kind):
+    folder = request.getfixturevalue(kind)
+    loader = loader_of(folder)
+    states, batches = [], []
+    for step in range(25):
+        states.append(json.loads(json.dumps(loader.state(step))))
+        batches.append(rows_of(loader.step(step)))
+    assert states[-1]["epoch"] > 0
+    assert states[3]["tokens"] == 3 * ROWS * SEQUENCE
+    for step, state in enumerate(states):
+        again = loader_of(folder)
+        again.resume(state)
+        assert again.state(step) == state
+        assert [rows_of(again.step(n)) for n in range(step, min(step + 3, 25))] == batches[step : step + 3]
+
+
+def test_resuming_reads_no_earlier_file_of_the_epoch(corpus, monkeypatch):
+    loader = loader_of(corpus)
+    for step in range(4):
+        loader.step(step)
+    state = loader.state(4)
+    opened = []
+    monkeypatch.setattr("phalanx.data.streaming.read", lambda part, key: opened.append(part) or read(part, key))
+    again = loader_of(corpus)
+    again.resume(state)
+    again.step(4)
+    order = np.random.Generator(np.random.PCG64([SEED, state["epoch"]])).permutation(len(parts([str(corpus)])))
+    files = parts([str(corpus)])
+    assert state["part"] > 0
+    assert opened[0] == files[order[state["part"]]]
+    assert not {files[number] for number in order[: state["part"]]} & set(opened)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_a_global_batch_does_not_depend_on_the_ranks(lines, ranks):
+    whole = loader_of(lines)
+    shares = [loader_of(lines, rank, ranks) for rank in range(ranks)]
+    for step in range(8):
+        assert list(chain(*(rows_of(share.step(step)) for share in shares))) == rows_of(whole.step(step))
+        assert all(share.state(step + 1) == whole.state(step + 1) for share in shares)
+
+
+def test_held_out_documents_are_not_in_the_stream(corpus):
+    names = [document.name for document in documents([str(corpus)])]
+    assert 0 < sum(split(name, 0.2) for name in names) < 20
+    marks = {name: f"function_{int(name[-5:-3])}(" for name in names}
+    loader = loader_of(corpus)
+    text = "".join(TOKENIZER.decode(row) for step in range(20) for row in loader.step(step).tokens)
+    assert {name for name in names if marks[name] in text} <= {name for name in names if not split(name, 0.2)}
+    unsplit = loader_of(corpus, held_out=["elsewhere.txt"])
+    text = "".join(TOKENIZER.decode(row) for step in range(60) for row in unsplit.step(step).tokens)
+    assert sum(mark in text for mark in marks.values()) > sum(not split(name, 0.2) for name in names)
+
+
+def test_masks_can_be_left_out(corpus):
+    assert loader_of(corpus).step(0).starts is not None
+    assert loader_of(corpus, mask_documents=False).step(0).starts is None
+
+
+def test_a_stream_only_goes_forward(corpus):
+    loader = loader_of(corpus)
+    loader.step(0)
+    with pytest.raises(ValueError, match="only give the next, 1"):
+        loader.step(0)
+    with pytest.raises(ValueError, match=r"remembers: \[0, 1\]"):
+        loader.state(2)
+
+
+def test_the_state_of_a_step_that_was_taken_is_known_while_others_are_prefetched(corpus):
+    loader, alone = loader_of(corpus), loader_of(corpus)
+    for step, _ in enumerate(prefetch(loader, 0, 12, depth=4)):
+        alone.step(step)
+        assert loader.state(step + 1) == alone.state(step + 1)
+
+
+def test_too_little_text(tmp_path):
+    (tmp_path / "a.txt").write_text("short")
+    data = DataSpec(train=[str(tmp_path / "a.txt")], held_out=["elsewhere.txt"])
+    with pytest.raises(UserError, match="has 6 tokens, and one sequence and its target need 38"):
+        StreamingLoader(data, TOKENIZER, SEQUENCE, ROWS, SEED).step(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"seed": 9}, "training.seed"), ({"sequence": 9}, "training.sequence"), ({"text": "new"}, "data.train"),
+     ({"tokenizer": 1}, "data.train"), ({"fraction": 0.3}, "data.train")],
+)  # fmt: skip
+def test_a_checkpoint_of_other_data_is_refused(corpus, change, field):
+    state = loader_of(corpus).state(0)
+    if "text" in change:
+        (corpus / "new.py").write_text(change["text"])
+    data = DataSpec(train=[str(corpus)], streaming=True, held_out_fraction=change.get("fraction", 0.2))
+    tokenizer = train_bpe(["some text"], 300) if "tokenizer" in change else TOKENIZER
+    other = StreamingLoader(data, tokenizer, change.get("sequence", SEQUENCE), ROWS, change.get("seed", SEED))
+    with pytest.raises(UserError, match="is not what the checkpoint was made with") as caught:
+        other.resume(state)
+    assert caught.value.field == field
