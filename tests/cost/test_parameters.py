@@ -99,6 +99,7 @@ def specs(draw) -> ModelSpec:
     )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(specs())
 def test_every_part_is_the_sum_of_its_tensors(spec):
     count, tensors = parameters(spec), shapes(spec)

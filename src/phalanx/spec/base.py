@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from typing import Any, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -16,7 +17,9 @@ S = TypeVar("S", bound="Spec")
 class Spec(BaseModel):
     """A frozen, strictly typed table of a run file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     def replace(self, **changes: Any) -> Self:
         """A validated copy with some fields changed."""
@@ -47,18 +50,34 @@ def _explain(kind: type[Spec], table: dict[str, Any], where: str, item: dict[str
     value = None if item["type"] == "missing" or isinstance(item["input"], dict) else item["input"]
     if item["type"] == "extra_forbidden":
         return UserError(field, value, "is not a known field", suggest(path[-1], known_fields(kind, path[:-1])))
+    field = re.sub(r"\.(\d+)", r"[\1]", field)
     problem = item["msg"][0].lower() + item["msg"][1:]
-    return UserError(field, value, problem.replace("input should be", "must be"), _remedy(item["type"], path))
+    problem = problem.replace("input should be", "must be").replace("field required", "is missing")
+    problem = problem.replace("an object", "a table").replace("a valid array", "a list")
+    return UserError(field, value, problem, _remedy(item["type"], field.rpartition(".")[2], value, context))
 
 
-def _remedy(kind: str, path: list[str]) -> str:
-    name = path[-1] if path else "it"
+def _remedy(kind: str, name: str, value: object, context: dict[str, Any]) -> str:
+    """What to do about a mistake of a pydantic error type in the field `name`."""
+    if kind == "literal_error":
+        return suggest(str(value), re.findall(r"'([^']*)'", context["expected"]), otherwise="use one of them")
     return {
         "missing": f"give {name} a value",
         "int_type": f"write a whole number, such as {name} = 4",
         "float_type": f"write a number, such as {name} = 0.1",
         "string_type": f'write text in quotes, such as {name} = "..."',
         "bool_type": f"write {name} = true or {name} = false",
+        "list_type": f"write it in brackets: {name} = [{json.dumps(value, default=str)}]",
+        "tuple_type": f"write it in brackets: {name} = [..., ...]",
+        "model_type": f"write a table: [{name}], and its keys in the lines below",
+        "model_attributes_type": f"write a table: [{name}], and its keys in the lines below",
+        "greater_than": "raise it",
+        "greater_than_equal": "raise it",
+        "less_than": "lower it",
+        "less_than_equal": "lower it",
+        "too_long": "leave some out",
+        "finite_number": "write a finite number",
+        "string_pattern_mismatch": "use letters, digits, dots, dashes and underscores",
     }.get(kind, "")
 
 
@@ -73,10 +92,10 @@ def known_fields(kind: type[Spec], path: list[str]) -> list[str]:
     return list(kind.model_fields)
 
 
-def suggest(word: str, known: list[str]) -> str:
-    """A sentence that offers the nearest known word, or lists them all."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else "known here: " + ", ".join(sorted(known))
+def suggest(word: str, known: list[str], otherwise: str = "") -> str:
+    """A sentence that offers the nearest known word; failing that `otherwise`, or a list of them all."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.8)
+    return f"did you mean {near[0]!r}?" if near else otherwise or "known here: " + ", ".join(sorted(known))
 
 
 def require(ok: bool, field: str, value: object, problem: str, fix: str = "") -> None:

@@ -101,11 +101,13 @@ class ModelSpec(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults(cls, table: dict[str, object]) -> dict[str, object]:
+    def _defaults(cls, table: object) -> object:
         """Fill kv_heads and head_dim, so that every reader sees their true values."""
+        if not isinstance(table, dict):
+            return table
         table = dict(table)
         heads, width = table.get("heads"), table.get("width")
-        if isinstance(heads, int) and heads > 0:
+        if type(heads) is int and heads > 0:
             table["kv_heads"] = table.get("kv_heads") or heads
             if isinstance(width, int) and not table.get("head_dim"):
                 fits = [d for d in divisors(width) if d <= 2 * heads] if width > 0 else []

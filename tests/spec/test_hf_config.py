@@ -1,0 +1,90 @@
+import pytest
+
+from phalanx.spec.base import parse
+from phalanx.spec.errors import UserError
+from phalanx.spec.hf_config import hf_config, model_table
+from phalanx.spec.load import load_model
+from phalanx.spec.model import ModelSpec
+
+BASE = {"vocab": 100, "width": 32, "layers": 3, "heads": 4, "ffn": 48, "context": 64}
+# Hugging Face's mixtures have no router z-loss; Mixtral's and OLMoE's dense width is that of their experts.
+MOE = {"experts": 6, "top_k": 2, "ffn": 48, "z_loss": 0.0, "balance_loss": 0.02}
+SHAPES = {
+    "llama": {**BASE, "kv_heads": 2, "rope": {"theta": 5e5}},
+    "qwen3": {**BASE, "kv_heads": 2, "head_dim": 16, "qk_norm": "head", "tied": True, "norm_eps": 1e-6},
+    "mixtral": {**BASE, "kv_heads": 2, "moe": MOE},
+    "olmoe": {**BASE, "qk_norm": "full", "moe": {**MOE, "normalize_top_k": False}},
+    "qwen3_moe": {**BASE, "head_dim": 16, "qk_norm": "head", "moe": {**MOE, "ffn": 24, "first_dense": 1}},
+    "gpt2": {
+        **BASE, "norm": "layernorm", "activation": "gelu_tanh", "positions": "learned", "bias": True, "tied": True,
+    },
+}  # fmt: skip
+ROPES = [
+    {"theta": 1e6},
+    {"scaling": "linear", "factor": 4.0},
+    {"scaling": "llama3", "factor": 8.0, "original_context": 32, "low_freq_factor": 1.5, "high_freq_factor": 3.0},
+    {"scaling": "yarn", "factor": 4.0, "original_context": 16, "beta_fast": 16.0, "beta_slow": 2.0},
+]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_config_and_back_is_the_same_model(kind):
+    spec = parse(ModelSpec, SHAPES[kind])
+    config = hf_config(spec)
+    assert config["model_type"] == kind
+    assert parse(ModelSpec, model_table(config)) == spec
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.get("scaling", "none"))
+def test_rope_and_back(rope):
+    spec = parse(ModelSpec, {**BASE, "rope": rope})
+    assert parse(ModelSpec, model_table(hf_config(spec))).rope == spec.rope
+
+
+def test_a_rope_of_an_older_transformers():
+    config = hf_config(parse(ModelSpec, BASE))
+    del config["rope_parameters"]
+    config |= {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    rope = parse(ModelSpec, model_table(config)).rope
+    assert (rope.theta, rope.scaling, rope.factor) == (1e4, "linear", 2.0)
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "llama3-405b", "mixtral-8x7b", "olmoe-1b-7b", "gpt2-124m"])
+def test_published_shapes_survive(preset):
+    spec = load_model(preset)
+    back = model_table(hf_config(spec))
+    for field in ("vocab", "width", "layers", "heads", "ffn", "context"):
+        assert back[field] == getattr(spec, field)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_transformers_reads_the_config_as_we_mean_it(kind):
+    transformers = pytest.importorskip("transformers")
+    config = hf_config(parse(ModelSpec, SHAPES[kind]))
+    theirs = transformers.AutoConfig.for_model(**config)
+    assert model_table(theirs.to_dict()) == model_table(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"model_type": "bert"}, "model_type"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused(change, field):
+    with pytest.raises(UserError, match=f"config.json {field}"):
+        model_table({**hf_config(parse(ModelSpec, BASE)), **change})
+
+
+def test_a_missing_key_is_named():
+    with pytest.raises(UserError, match="'hidden_size' is missing"):
+        model_table({"model_type": "llama", "vocab_size": 10})
+
+
+@pytest.mark.parametrize("change", [{"norm": "layernorm"}, {"qk_norm": "full"}, {"moe": {**MOE, "shared_experts": 1}}])
+def test_a_shape_without_an_architecture_is_refused(change):
+    with pytest.raises(UserError, match="can be exported"):
+        hf_config(parse(ModelSpec, {**BASE, **change}))

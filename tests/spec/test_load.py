@@ -1,0 +1,128 @@
+import pytest
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import build_run, load_model, load_run, preset_names
+from phalanx.spec.run import batch
+
+
+def run_file(tmp_path, text):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+BAD = [
+    # text, the field it must name, its value as shown, and a part of the fix
+    ('[training]\nsteps = "many"', "training.steps", "'many'", "write a whole number, such as steps = 4"),
+    ("[training]\nsteps = 1.5", "training.steps", "1.5", "write a whole number"),
+    ("[training]\nsteps = 0", "training.steps", "0", "raise it"),
+    ("[training]\nstep = 5", "training.step", "5", "did you mean 'steps'?"),
+    ("[trainin]\nsteps = 5", "trainin", "", "did you mean 'training'?"),
+    ("[training]\ntokens_per_step = 1000", "training.tokens_per_step", "1000", "use 768"),
+    ("training = 5", "training", "5", "write a table: [training]"),
+    ('[optimizer]\nname = "adam"', "optimizer.name", "'adam'", "did you mean 'adamw'?"),
+    ("[optimizer]\nlearning_rate = inf", "optimizer.learning_rate", "inf", "write a finite number"),
+    ('[optimizer]\nlearning_rate = "1e-3"', "optimizer.learning_rate", "'1e-3'", "write a number"),
+    ("[optimizer]\nbetas = [0.9]", "optimizer.betas[1]", "", "give betas[1] a value"),
+    ("[optimizer]\nbetas = 0.9", "optimizer.betas", "0.9", "write it in brackets"),
+    ("[optimizer]\nwarmup_steps = 2000", "optimizer.warmup_steps", "2000", "use less than 1000"),
+    ('[data]\ntrain = "x.txt"', "data.train", "'x.txt'", 'train = ["x.txt"]'),
+    ("[data]\ntrain = [1]", "data.train[0]", "1", "write text in quotes"),
+    ('[data]\nstreaming = "yes"', "data.streaming", "'yes'", "streaming = true or streaming = false"),
+    ('[model]\npreset = "llama3-8"', "model.preset", "'llama3-8'", "did you mean 'llama3-8b'?"),
+    ('[model]\npreset = "x"', "model.preset", "'x'", "known here: gpt2-124m"),
+    ('[model]\nfrom_hf = "/nowhere"', "model.from_hf", "'/nowhere'", "a directory that save_pretrained wrote"),
+    ("[model]\nheads = 5", "model.heads", "5", "use one of 1, 2, 3"),
+    ("[model]\nheads = true", "model.heads", "True", "write a whole number"),
+    ("[model]\nkv_heads = 2", "model.kv_heads", "2", "use one of 1, 3"),
+    ("[model]\nhead_dim = 63", "model.head_dim", "63", "make it even"),
+    ("[model]\nbias = true", "model.bias", "True", "set model.bias = false"),
+    ('model = "tiny"', "model", "'tiny'", "write a table: [model]"),
+    ("[model]\nwidth = 64", "model.vocab", "", "give vocab a value"),
+    ("[model.rope]\nthetta = 1", "model.rope.thetta", "1", "did you mean 'theta'?"),
+    ("[model.moe]\nexperts = 4\ntop_k = 5\nffn = 8", "model.moe.top_k", "5", "lower it"),
+    ("[model.moe]\nexperts = 4\ntop_k = 2\nffn = 8\nfirst_dense = 3", "model.moe.first_dense", "3", "use at most 2"),
+    ('[cluster]\npreset = "h1000"', "cluster.preset", "'h1000'", "did you mean 'h100'?"),
+    ('[parallel]\ndata = "fsdp"', "parallel.data", "'fsdp'", "use one of them"),
+    ("[parallel]\ntp = 0", "parallel.tp", "0", "raise it"),
+    ('name = "a/b"', "name", "'a/b'", "use letters, digits"),
+]
+
+
+@pytest.mark.parametrize(("text", "field", "value", "fix"), BAD, ids=[text for text, *_ in BAD])
+def test_a_mistake_is_named_with_its_value_and_fix(tmp_path, text, field, value, fix):
+    with pytest.raises(UserError) as error:
+        load_run(run_file(tmp_path, text), environment={})
+    message = str(error.value)
+    assert any(line.startswith(f"{field} = {value}: " if value else f"{field}: ") for line in message.splitlines())
+    assert fix in message
+
+
+def test_all_mistakes_of_a_file_are_reported_together(tmp_path):
+    with pytest.raises(UserError) as error:
+        load_run(run_file(tmp_path, "[training]\nsteps = 0\nseed = -1"), environment={})
+    assert "training.steps" in str(error.value)
+    assert "training.seed" in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "problem"), [("[training", "is not valid TOML"), (None, "no such file")])
+def test_a_file_that_cannot_be_read(tmp_path, text, problem):
+    path = tmp_path / "run.toml" if text is None else run_file(tmp_path, text)
+    with pytest.raises(UserError, match=problem):
+        load_run(path, environment={})
+
+
+def test_defaults_then_file_then_environment_then_set(tmp_path):
+    path = run_file(tmp_path, "[training]\nsteps = 2000\nseed = 2\nsequence = 128\n[model]\nlayers = 4")
+    environment = {"PHALANX_TRAINING__STEPS": "3000", "PHALANX_TRAINING__SEED": "3", "PHALANX_HOME": "/x"}
+    run = load_run(path, ["training.steps=4000", "name=trial", "model.qk_norm=none"], environment)
+    training = run.training
+    assert (training.max_bad_steps, training.sequence, training.seed, training.steps) == (5, 128, 3, 4000)
+    assert (run.name, run.model.layers, run.model.width, run.model.qk_norm) == ("trial", 4, 192, "none")
+
+
+@pytest.mark.parametrize("override", ["training.steps", "=5", "name.x.y=1"])
+def test_a_bad_override_is_refused(tmp_path, override):
+    with pytest.raises(UserError):
+        load_run(run_file(tmp_path, 'name = "x"'), [override], {})
+
+
+@pytest.mark.parametrize("preset", preset_names("models"))
+def test_every_model_preset_loads_and_may_be_changed(preset):
+    run = build_run({"model": {"preset": preset, "layers": 2}})
+    assert run.model.layers == 2
+    assert load_model(preset).head_dim * load_model(preset).heads >= load_model(preset).width
+
+
+@pytest.mark.parametrize("preset", preset_names("machines"))
+def test_every_machine_preset_loads_and_may_be_changed(preset):
+    cluster = build_run({"cluster": {"preset": preset, "nodes": 3}}).cluster
+    assert cluster.nodes == 3
+    assert cluster.peak_flops > 1e14
+
+
+def test_a_preset_may_be_changed_inside_its_experts():
+    moe = build_run({"model": {"preset": "mixtral-8x7b", "moe": {"top_k": 1}}}).model.moe
+    assert (moe.top_k, moe.experts) == (1, 8)
+
+
+def test_replace_validates():
+    spec = load_model("tiny")
+    assert spec.replace(heads=6, head_dim=32).head_dim == 32
+    with pytest.raises(UserError, match="kv_heads = 4: does not divide"):
+        spec.replace(heads=6, kv_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch", "cut"), [(1, None, (1, 64, 1)), (2, 8, (2, 8, 4)), (4, None, (4, 16, 1))]
+)
+def test_a_step_is_cut_over_the_ranks(world_size, micro_batch, cut):
+    parallel = {} if micro_batch is None else {"micro_batch": micro_batch}
+    made = batch(build_run({"parallel": parallel}), world_size)
+    assert (made.dp, made.micro_batch, made.accumulation) == cut
+    assert made.sequences == made.dp * made.micro_batch * made.accumulation
+
+
+def test_a_step_that_the_ranks_cannot_share_is_refused_with_one_they_can():
+    with pytest.raises(UserError, match=r"use training\.tokens_per_step = 16128"):
+        batch(build_run({}), 3)
