@@ -48,9 +48,7 @@ def hf_weights(directory: str | Path) -> Callable[[str, torch.Size], Tensor]:
     if kind not in FAMILIES:
         raise UserError("config.json model_type", kind, "is not supported", f"known: {', '.join(FAMILIES)}")
     if config.get("quantization_config"):
-        raise UserError(
-            FIELD, str(directory), "holds quantized weights", "give the checkpoint in bf16 or fp32"
-        )
+        raise UserError(FIELD, str(directory), "holds quantized weights", "give the checkpoint in bf16 or fp32")
     files = _tensor_files(directory)
     opened = cache(_open)
 
@@ -91,9 +89,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         # Only the last part: an index from outside must not point out of its directory.
         files = {tensor: directory / Path(str(file)).name for tensor, file in named.items()}
         if lost := sorted({file.name for file in files.values() if not file.is_file()}):
-            raise UserError(
-                FIELD, str(directory), f"lacks {', '.join(lost)}", "download the whole checkpoint"
-            )
+            raise UserError(FIELD, str(directory), f"lacks {', '.join(lost)}", "download the whole checkpoint")
         return files
     one = directory / ONE_FILE
     if one.is_file():
@@ -197,15 +193,11 @@ def _write_tensors(
 
 
 def _elements(source: Source, shapes: Mapping[str, torch.Size]) -> int:
-    return sum(
-        shapes[name].numel() // (1 if source.expert is None else shapes[name][0]) for name in source.names
-    )
+    return sum(shapes[name].numel() // (1 if source.expert is None else shapes[name][0]) for name in source.names)
 
 
 def _tensor(source: Source, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    parts = [
-        tensors[name] if source.expert is None else tensors[name][source.expert] for name in source.names
-    ]
+    parts = [tensors[name] if source.expert is None else tensors[name][source.expert] for name in source.names]
     whole = torch.cat([part.detach() for part in parts]).to("cpu", dtype)
     return (whole.T if source.transposed else whole).contiguous()
 

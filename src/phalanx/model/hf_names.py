@@ -30,8 +30,7 @@ Names = dict[str, Place]
 def _blocks(prefix: str, names: Names) -> Names:
     """A block's names as whole names, for any layer."""
     return {
-        f"blocks.{{i}}.{ours}": place._replace(name=f"{prefix}.{{i}}.{place.name}")
-        for ours, place in names.items()
+        f"blocks.{{i}}.{ours}": place._replace(name=f"{prefix}.{{i}}.{place.name}") for ours, place in names.items()
     }
 
 

@@ -21,9 +21,10 @@ def hf_tokenizer_files(path: Path, end: int | None, context: int) -> dict[str, s
     try:
         text = path.read_text(encoding="utf-8")
         text = byte_tokenizer_json() if json.loads(text) == BYTES else text
-        word = None if end is None else Tokenizer.from_str(text).id_to_token(end)
+        tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the bindings raise bare Exception
         raise UserError("tokenizer", str(path), f"cannot be read: {error}", "give a tokenizer.json") from None
+    word = None if end is None else tokenizer.id_to_token(end)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,

@@ -235,11 +235,6 @@ def _to_rope(rope: RopeSpec) -> Table:
 def _to_gpt2(spec: ModelSpec) -> Table:
     fused = {"kv_heads": spec.heads, "head_dim": spec.width // spec.heads, "moe": None, "qk_norm": "none"}
     _exportable("model", spec, norm="layernorm", bias=True, **fused)
-    gelu = next((name for name, ours in GELUS.items() if ours == spec.activation), None)
-    if gelu is None:
-        raise UserError(
-            "model.activation", spec.activation, "GPT-2 has none such", 'only "gelu" or "gelu_tanh"'
-        )
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -250,7 +245,7 @@ def _to_gpt2(spec: ModelSpec) -> Table:
         "n_inner": spec.ffn,
         "n_positions": spec.context,
         "n_ctx": spec.context,
-        "activation_function": gelu,
+        "activation_function": next(name for name, ours in GELUS.items() if ours == spec.activation),
         "layer_norm_epsilon": spec.norm_eps,
         "tie_word_embeddings": spec.tied,
         "torch_dtype": "float32",

@@ -1,0 +1,80 @@
+import torch
+from torch.testing import assert_close
+
+from phalanx.model.generate import draw, generate
+from phalanx.model.weights import initial_weight
+from phalanx.parallel.apply import apply_layout
+from phalanx.parallel.mesh import build_mesh
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import ModelSpec
+from phalanx.testing import ranks
+
+PROMPT = torch.tensor([3, 1, 4, 1, 5])
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def counting_up(vocab=10):
+    """A model that is sure of the next number, and its calls."""
+    calls = []
+
+    def model(tokens):
+        calls.append(tokens.shape)
+        return 100 * torch.nn.functional.one_hot((tokens + 1) % vocab, vocab).float(), torch.zeros(())
+
+    return model, calls
+
+
+def test_temperature_0_takes_the_likeliest(build):
+    model, tokens = build(), PROMPT
+    for _ in range(6):
+        tokens = torch.cat((tokens, model(tokens[None])[0][0, -1].argmax()[None]))
+    assert torch.equal(generate(model, PROMPT, 6, temperature=0), tokens)
+    assert torch.equal(generate(model, PROMPT, 6, top_k=1, generator=seeded()), tokens)
+
+
+def test_a_seed_repeats_and_another_differs(build):
+    model = build()
+    first, again, other = (generate(model, PROMPT, 20, generator=seeded(seed)) for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_draws_follow_the_distribution():
+    logits, generator = torch.tensor([0.0, 1.0, 2.0, -1.0]), seeded()
+    counts = torch.bincount(torch.tensor([draw(logits, 0.5, 3, generator) for _ in range(4000)]), minlength=4)
+    expected = torch.cat(((logits[:3] / 0.5).softmax(0), torch.zeros(1)))
+    assert_close(counts / 4000, expected, rtol=0, atol=0.02)
+
+
+def test_the_end_stays_and_every_forward_pass_is_made():
+    model, calls = counting_up()
+    tokens = generate(model, torch.tensor([5]), 6, end=8, generator=seeded())
+    assert tokens.tolist() == [5, 6, 7, 8, 8, 8, 8]
+    assert len(calls) == 6
+
+
+def test_the_model_sees_no_more_than_its_context():
+    model, calls = counting_up()
+    assert generate(model, torch.tensor([7, 8]), 4, context=3, generator=seeded()).tolist() == [7, 8, 9, 0, 1, 2]
+    assert calls == [(1, 2), (1, 3), (1, 3), (1, 3)]
+
+
+SPEC = ModelSpec(vocab=53, width=32, layers=2, heads=4, ffn=48, context=64)
+
+
+def sampled(data, world_size):
+    layout = Layout(data=data)
+    mesh = build_mesh(layout, world_size, "cpu")
+
+    def weights(name, shape):
+        return initial_weight(SPEC, name, shape, 0)
+
+    _, strategy = apply_layout(SPEC, layout, mesh, torch.device("cpu"), weights, "fp64")
+    return generate(strategy.model, PROMPT, 8, generator=seeded()).tolist()
+
+
+def test_ranks_that_share_a_sharded_model_say_what_one_says():
+    assert ranks(2).run(sampled, "zero3", 2) == [sampled("ddp", 1)] * 2

@@ -1,0 +1,251 @@
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from phalanx.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
+from phalanx.model.hf import cut, export_hf, hf_weights
+from phalanx.parallel.apply import fill
+from phalanx.spec.errors import UserError
+from phalanx.spec.hf_config import hf_config, model_table
+from phalanx.spec.load import load_model, preset_names
+from phalanx.spec.model import ModelSpec
+
+SHAPE = {"vocab": 97, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 48, "context": 64}
+EXPERTS = {"experts": 4, "top_k": 2, "ffn": 24, "z_loss": 0.0}
+LLAMA3 = {"theta": 500_000.0, "scaling": "llama3", "factor": 8.0, "original_context": 16}
+GPT2 = {"norm": "layernorm", "positions": "learned", "bias": True, "kv_heads": 4}
+MODELS = {
+    "llama": {},
+    "llama, wide heads": {"head_dim": 16},
+    "llama, llama3 rope": {"rope": LLAMA3},
+    "llama, yarn": {"rope": {"scaling": "yarn", "factor": 4.0, "original_context": 16}},
+    "llama, linear": {"rope": {"scaling": "linear", "factor": 4.0}},
+    "llama, tied": {"tied": True},
+    "qwen3": {"qk_norm": "head", "norm_eps": 1e-6},
+    "mixtral": {"moe": EXPERTS},
+    "olmoe": {"qk_norm": "full", "moe": {**EXPERTS, "normalize_top_k": False}},
+    "qwen3_moe": {"qk_norm": "head", "moe": EXPERTS},
+    "qwen3_moe, dense first": {"qk_norm": "head", "moe": {**EXPERTS, "first_dense": 1}},
+    "gpt2": {**GPT2, "activation": "gelu_tanh", "tied": True},
+    "gpt2, untied, exact gelu": {**GPT2, "activation": "gelu"},
+}
+TOKENS = torch.randint(0, 97, (2, 64), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+
+
+def spec_of(kind):
+    return ModelSpec.model_validate({**SHAPE, **MODELS[kind]})
+
+
+def exported(model, directory, **options):
+    export_hf(model.spec, dict(model.named_parameters()), directory, **options)
+    return directory
+
+
+def transformers_logits(directory, **options):
+    from transformers import AutoModelForCausalLM
+
+    model, seen = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
+    assert not any(seen.values()), seen
+    with torch.no_grad():
+        return model, model.eval()(TOKENS).logits
+
+
+def loaded(build, directory, dtype=torch.float32):
+    model = build(load_model(str(directory)), dtype)
+    fill(model, torch.device("cpu"), hf_weights(directory))
+    return model
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_transformers_says_the_same_of_what_we_export_and_we_of_what_it_saves(build, tmp_path, kind):
+    ours = build(spec_of(kind), torch.float32)
+    theirs, logits = transformers_logits(exported(ours, tmp_path / "ours"))
+    assert theirs.config.model_type == kind.partition(",")[0]
+    theirs.save_pretrained(tmp_path / "theirs")
+    back = loaded(build, tmp_path / "theirs")
+    with torch.no_grad():
+        for model in (ours, back):
+            torch.testing.assert_close(model(TOKENS)[0], logits, rtol=0, atol=2e-5)
+    assert_identical(ours, back)
+    assert_identical(ours, loaded(build, tmp_path / "ours"))
+
+
+def assert_identical(first, second):
+    state, other = first.state_dict(), second.state_dict()
+    assert state.keys() == other.keys()
+    assert all(torch.equal(state[name], other[name]) for name in state)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_checkpoint_that_transformers_made(build, tmp_path, kind):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = hf_config(spec_of(kind))
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
+    for parameter in theirs.parameters():  # norms and biases too, which it sets to 1 and 0
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+        torch.testing.assert_close(loaded(build, tmp_path)(TOKENS)[0], expected, rtol=0, atol=2e-5)
+
+
+def test_a_gpt2_as_the_hub_has_it(build, tmp_path):
+    model = build(spec_of("gpt2"), torch.float32)
+    exported(model, tmp_path / "x")
+    tensors = load_file(tmp_path / "x" / "model.safetensors")
+    old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    save_file({**old, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, tmp_path / "x" / "model.safetensors")
+    assert_identical(model, loaded(build, tmp_path / "x"))
+
+
+def test_shards_and_bf16(build, tmp_path):
+    model = build(spec_of("olmoe"), torch.float32)
+    exported(model, tmp_path / "x", shard_bytes=8_000, dtype="bf16")
+    files = sorted(tmp_path.glob("x/*.safetensors"))
+    index = json.loads((tmp_path / "x" / "model.safetensors.index.json").read_text())
+    assert {file.name for file in files} == set(index["weight_map"].values())
+    assert index["metadata"]["total_size"] == 2 * sum(parameter.numel() for parameter in model.parameters())
+    _, logits = transformers_logits(tmp_path / "x", dtype=torch.float32)
+    back = loaded(build, tmp_path / "x")
+    for mine, read in zip(model.parameters(), back.parameters(), strict=True):
+        assert torch.equal(mine.bfloat16().float(), read)
+    with torch.no_grad():
+        torch.testing.assert_close(back(TOKENS)[0], logits, rtol=0, atol=2e-5)
+
+
+def test_cut_keeps_order_and_limit():
+    assert cut({"a": 3, "b": 4, "c": 9, "d": 1, "e": 1}, 8) == [["a", "b"], ["c"], ["d", "e"]]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_transformers_tokenizes_the_same(build, tmp_path, kind):
+    from transformers import AutoTokenizer
+
+    text = "def f(x):\n\treturn 'Straße 🦀' + x  # 1234\n" + "".join(map(chr, range(256)))
+    tokenizer = byte_tokenizer() if kind == "bytes" else train_bpe([text] * 9, 300)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    model = build(ModelSpec.model_validate({**SHAPE, "vocab": tokenizer.vocab}), torch.float32)
+    exported(model, tmp_path / "x", tokenizer=tmp_path / "tokenizer.json", end=tokenizer.end)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "x")
+    ids = tokenizer.encode_batch([text])[0].tolist()
+    assert theirs(text).input_ids == ids
+    assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == tokenizer.end
+    assert load_tokenizer(tmp_path / "x").encode_batch([text])[0].tolist() == ids
+    _, logits = transformers_logits(tmp_path / "x")
+    assert logits.shape == (2, 64, tokenizer.vocab)
+
+
+def refused(call, *words):
+    with pytest.raises(UserError) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_what_cannot_be_read_is_refused(build, tmp_path):
+    spec, shape = spec_of("llama"), torch.Size([32, 32])
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(spec)))
+    refused(lambda: hf_weights(tmp_path), "no model.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    refused(lambda: hf_weights(tmp_path), "pickled")
+    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    weights = hf_weights(tmp_path)
+    refused(lambda: weights("norm.weight", torch.Size([32])), "model.norm.weight", "[3]", "[32]")
+    refused(lambda: weights("head.weight", shape), "has no tensor lm_head.weight")
+    refused(lambda: weights("positions.weight", shape), "positions.weight", "no counterpart")
+    (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
+    refused(lambda: hf_weights(tmp_path), "cannot be read")
+    index = {"weight_map": {"model.norm.weight": "../model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(lambda: hf_weights(tmp_path), "lacks model-1.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**hf_config(spec), "quantization_config": {"bits": 4}}))
+    refused(lambda: hf_weights(tmp_path), "quantized")
+    (tmp_path / "config.json").write_text("{")
+    refused(lambda: hf_weights(tmp_path), "not valid JSON")
+    refused(lambda: hf_weights(tmp_path / "nowhere"), "no such file")
+
+
+def test_an_export_appears_whole_or_not_at_all(build, tmp_path):
+    model = build(spec_of("llama"), torch.float32)
+    parameters = dict(model.named_parameters())
+    (tmp_path / "x").mkdir()
+    exported(model, tmp_path / "x")
+    refused(lambda: exported(model, tmp_path / "x"), "not empty")
+    exported(model, tmp_path / "x", replace=True)
+    parameters.pop("norm.weight")
+    refused(lambda: export_hf(model.spec, parameters, tmp_path / "y"), "norm.weight", "missing")
+    refused(lambda: exported(model, tmp_path / "y", dtype="fp8"), "fp32, bf16")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    refused(lambda: exported(model, tmp_path / "y", tokenizer=tmp_path / "tokenizer.json"), "tokenizer")
+    assert sorted(os.listdir(tmp_path)) == ["tokenizer.json", "x"]
+    assert (tmp_path / "x" / "model.safetensors").stat().st_mode & 0o044 == 0o044
+
+
+UNEXPORTABLE = {
+    "model.bias": {**GPT2, "activation": "gelu", "bias": False},
+    "model.norm": {"norm": "layernorm"},
+    "model.qk_norm": {"qk_norm": "full"},
+    "model.moe.score": {"moe": {**EXPERTS, "score": "sigmoid"}},
+    "model.moe.shared_experts": {"moe": {**EXPERTS, "shared_experts": 1}},
+    "model.moe.first_dense": {"moe": {**EXPERTS, "first_dense": 1}},
+    "model.moe.bias_update_rate": {"moe": {**EXPERTS, "bias_update_rate": 0.1}},
+    "model.moe.normalize_top_k": {"moe": {**EXPERTS, "normalize_top_k": False}},
+    "model.kv_heads": {**GPT2, "activation": "gelu", "kv_heads": 2},
+    "model.activation": {"activation": "gelu"},
+}
+
+
+@pytest.mark.parametrize("field", UNEXPORTABLE)
+def test_a_shape_that_no_architecture_has_is_refused_by_field(field):
+    spec = ModelSpec.model_validate({**SHAPE, **UNEXPORTABLE[field]})
+    refused(lambda: hf_config(spec), field)
+
+
+ODD = {
+    "attention_bias": {"attention_bias": True},
+    "partial_rotary_factor": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    "rope_type": {"rope_parameters": {"rope_type": "longrope"}},
+    "attention_factor": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}},
+    "hidden_act": {"hidden_act": "relu"},
+    "num_hidden_layers": {"num_hidden_layers": None},
+    "model_type": {"model_type": "mamba"},
+    "decoder_sparse_step": {"model_type": "qwen3_moe", "decoder_sparse_step": 2},
+    "mlp_only_layers": {"model_type": "qwen3_moe", "mlp_only_layers": [1]},
+}
+
+
+@pytest.mark.parametrize("field", ODD)
+def test_a_config_that_we_cannot_express_is_refused_by_field(field):
+    config = {**hf_config(spec_of("qwen3_moe")), "model_type": "llama", **ODD[field]}
+    config = {name: value for name, value in config.items() if value is not None}
+    refused(lambda: model_table(config), field)
+
+
+def test_a_sliding_window_is_the_context():
+    config = {**hf_config(spec_of("llama")), "max_position_embeddings": 32_768, "sliding_window": 4096}
+    assert model_table({**config, "model_type": "mistral"})["context"] == 4096
+    assert model_table({**config, "model_type": "qwen3", "use_sliding_window": False})["context"] == 32_768
+
+
+@pytest.mark.parametrize("preset", preset_names("models"))
+def test_a_preset_survives_its_config(preset):
+    spec = load_model(preset)
+    back = ModelSpec.model_validate(model_table(json.loads(json.dumps(hf_config(spec)))))
+    moe = None if spec.moe is None else spec.moe.replace(z_loss=0.0).model_dump()
+    # Experts alone have a width in Mixtral and OLMoE; scaling's own context matters to scaling alone.
+    ffn = spec.moe.ffn if spec.moe and hf_config(spec)["model_type"] in ("mixtral", "olmoe") else spec.ffn
+    assert back == spec.replace(preset=None, moe=moe, ffn=ffn)
