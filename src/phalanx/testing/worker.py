@@ -11,6 +11,7 @@ import os
 import pickle
 import queue
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -75,6 +76,7 @@ def _listen(pipe: Connection, calls: queue.SimpleQueue[bytes]) -> None:
         while True:
             calls.put(pipe.recv_bytes())
     except (EOFError, OSError):
+        shutil.rmtree(os.environ["PHALANX_RANK_LOGS"], ignore_errors=True)
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
