@@ -38,6 +38,12 @@ class Steps(Protocol):
     def step(self, number: int) -> Batch:
         """This rank's rows of global step `number`."""
 
+    def state(self, step: int) -> dict[str, Any]:
+        """Where the run is before step `step`, for a checkpoint."""
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state."""
+
 
 def gather(
     tokens: np.ndarray, begins: np.ndarray, shifts: np.ndarray, first: np.ndarray, sequence: int, mask: bool
@@ -138,6 +144,10 @@ class Loader:
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise UserError if a checkpoint was made with other data, or data cut or shuffled otherwise."""
         check_identity(self._identity, state)
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state: there is nothing to move, only to check."""
+        self.check_state(state)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:

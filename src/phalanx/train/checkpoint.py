@@ -6,16 +6,16 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from phalanx.parallel.apply import fill, named_parameters
 from phalanx.spec.errors import UserError
@@ -29,9 +29,6 @@ from phalanx.train.manifest import (
     sync,
     write_synced,
 )
-
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
 
 class Checkpointer:
     """Saves beside the training: `save` copies the state and returns; a thread writes, checksums and publishes."""
@@ -61,7 +58,7 @@ class Checkpointer:
         if torch.cuda.is_available():
             random_state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
         writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
-        saving = dcp.async_save(dict(tensors), storage_writer=writer, process_group=self.group)
+        saving = async_save(dict(tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None)
         body = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
         self._thread = threading.Thread(target=self._finish, args=(path, saving, random_state, body), daemon=True)
         self._thread.start()
@@ -149,7 +146,7 @@ def load_state(checkpoint: Path, module: nn.Module, optimizers: list[torch.optim
                 "checkpoint", str(checkpoint), f"{name} is {list(saved[name]) if name in saved else 'absent'} there "
                 f"and {list(tensor.shape)} in this run", "resume with the model and optimizer that it was saved with",
             )  # fmt: skip
-    dcp.load(tensors, storage_reader=reader)
+    load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def _make_state(

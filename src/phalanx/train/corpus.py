@@ -1,4 +1,4 @@
-"""The data of a run as the trainer reads it: indexed tokens, held-out tokens, and what a token weighs in bytes."""
+"""The data of a run as the trainer reads it: training tokens, held-out tokens, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from phalanx.data.indexed import IndexedDataset
-from phalanx.data.loader import Loader
+from phalanx.data.loader import Loader, Steps
 from phalanx.data.prepare import Prepared
-from phalanx.data.tokenizer import load_tokenizer
+from phalanx.data.streaming import StreamingLoader
+from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
@@ -22,19 +22,19 @@ from phalanx.spec.run import RunSpec
 class Corpus:
     """Everything a trainer needs from outside but the run file."""
 
-    train: IndexedDataset
+    train: IndexedDataset | None
+    """None where the text is tokenized while training (data.streaming)."""
     held_out: IndexedDataset
-    token_bytes: np.ndarray
-    """Bytes of text behind each token id, int32 [V]."""
+    tokenizer: Tokenizer
     weights: Callable[[str, torch.Size], Tensor] | None = None
     """Initial weights by parameter name; None draws them."""
 
-    def loader(self, run: RunSpec, sequences: int, rank: int, ranks: int) -> Loader:
+    def loader(self, run: RunSpec, sequences: int, rank: int, ranks: int) -> Steps:
         """This rank's loader of global steps of so many sequences."""
-        training = run.training
-        return Loader(
-            self.train, training.sequence, sequences, training.seed, rank, ranks, mask_documents=run.data.mask_documents
-        )
+        cut = (run.training.sequence, sequences, run.training.seed, rank, ranks)
+        if self.train is None:
+            return StreamingLoader(run.data, self.tokenizer, *cut)
+        return Loader(self.train, *cut, mask_documents=run.data.mask_documents)
 
 
 def open_corpus(run: RunSpec, prepared: Prepared) -> Corpus:
@@ -48,9 +48,8 @@ def open_corpus(run: RunSpec, prepared: Prepared) -> Corpus:
             "model.vocab", run.model.vocab, f"is less than the tokenizer's {tokenizer.vocab} tokens",
             f"set model.vocab = {tokenizer.vocab}",
         )  # fmt: skip
-    return Corpus(
-        IndexedDataset(prepared.train), IndexedDataset(prepared.held_out), tokenizer.token_bytes(), initial_weights(run)
-    )
+    train = IndexedDataset(prepared.train) if prepared.train else None
+    return Corpus(train, IndexedDataset(prepared.held_out), tokenizer, initial_weights(run))
 
 
 def initial_weights(run: RunSpec) -> Callable[[str, torch.Size], Tensor] | None:

@@ -23,6 +23,7 @@ from phalanx.model.weights import initial_weight
 from phalanx.parallel.apply import apply_layout, computing
 from phalanx.parallel.gradient import clip, global_norm
 from phalanx.parallel.mesh import build_mesh
+from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec, batch
 from phalanx.train.checkpoint import Checkpointer, load_state, newest_checkpoint, restore_random_state, state_tensors
 from phalanx.train.corpus import Corpus
@@ -194,7 +195,7 @@ class Trainer:
     def evaluate(self, progress: Progress | None = None) -> Record:
         """Loss on the held-out text, in nats per token and bits per byte."""
         spec, begun = self.run.evaluation, time.perf_counter()
-        sizes = torch.from_numpy(self.corpus.token_bytes).to(self.device)
+        sizes = torch.from_numpy(self.corpus.tokenizer.token_bytes()).to(self.device)
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         batches = evaluation_batches(
             self.corpus.held_out, self.run.training.sequence, self.batch.micro_batch, self.mesh.dp_rank, self.batch.dp,
@@ -232,7 +233,12 @@ class Trainer:
         if checkpoint is None:
             return False, damaged
         manifest = read_manifest(checkpoint)
-        self.loader.check_state(manifest["loader"])
+        if manifest["optimizer"] != self.run.optimizer.name:
+            raise UserError(
+                "optimizer.name", self.run.optimizer.name, f"is not the checkpoint's ({manifest['optimizer']})",
+                f'set optimizer.name = "{manifest["optimizer"]}", or start a new run',
+            )  # fmt: skip
+        self.loader.resume(manifest["loader"])
         load_state(checkpoint, self.module, self.optimizers)
         restore_random_state(checkpoint, self.mesh.rank)
         self.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phalanx.data.tokenizer import load_tokenizer
 from phalanx.measure.matmul import peak_flops
 from phalanx.parallel.apply import computing
 from phalanx.spec.errors import UserError
@@ -18,7 +17,7 @@ from phalanx.train.corpus import open_corpus
 from phalanx.train.launch import choose_device, join_ranks, stop_on_signal, write_failure
 from phalanx.train.metrics import Record, open_logs
 from phalanx.train.progress import Progress
-from phalanx.train.setup import TOKENIZER_FILE, read_directory, set_up
+from phalanx.train.setup import read_directory, set_up
 from phalanx.train.trainer import Diverged, Trainer
 
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -88,10 +87,12 @@ def opening(trainer: Trainer, resumed: bool) -> str:
     ranks = f"{sizes.world_size} rank{'s' if sizes.world_size > 1 else ''} ({trainer.device.type})"
     layout = f", {run.parallel.data}" if sizes.world_size > 1 else ""
     total = sum(p.numel() for p in trainer.parameters)
+    train = trainer.corpus.train
+    text = f"; the text is {train.size:,} tokens" if train is not None else ""
     lines = [
         f"{total:,} parameters on {ranks}{layout}, {run.training.precision}",
         f"{run.training.tokens_per_step:,} tokens per update = {cut.micro_batch} sequences of {run.training.sequence} "
-        f"x {cut.dp} ranks x {cut.accumulation} accumulated; {trainer.loader.sequences_per_epoch:,} sequences of text",
+        f"x {cut.dp} ranks x {cut.accumulation} accumulated{text}",
     ]
     return "\n".join([*lines, f"resumed after step {trainer.step}"] if resumed else lines)
 
@@ -116,7 +117,7 @@ def _sample(trainer: Trainer) -> str:
     from phalanx.model.generate import generate
 
     run = trainer.run
-    tokenizer = load_tokenizer(trainer.directory / TOKENIZER_FILE)
+    tokenizer = trainer.corpus.tokenizer
     prompt = torch.from_numpy(tokenizer.encode_batch([run.evaluation.prompt])[0]).long().to(trainer.device)
     generator = torch.Generator(trainer.device).manual_seed(run.training.seed)
     trainer.module.eval()

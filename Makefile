@@ -1,0 +1,30 @@
+# The two commands: `make demo` trains on this machine, `make test` proves the code. Both do all the set-up.
+PYTHON ?= python3
+BIN := .venv/bin
+# Ranks of the demo: one per GPU, or two on a CPU.
+NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ $$gpus -gt 0 ] && echo $$gpus || echo 2)
+
+.PHONY: demo test install lint
+
+demo: install
+	$(BIN)/phalanx train examples/demo.toml --nproc $(NPROC) --set name=demo-$$(date +%Y%m%d-%H%M%S)
+
+test: .venv/dev
+	$(BIN)/python -m pytest
+
+lint: .venv/dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Phalanx needs Python 3.11 or newer")'
+	[ -d .venv ] || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+.venv/dev: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@

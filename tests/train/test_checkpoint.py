@@ -1,0 +1,222 @@
+"""Checkpoints: complete or absent, damage noticed, and the same training after a return in any layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity.trajectory import MOE, described, steps, trainer, trajectory
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+from phalanx.testing import ranks
+from phalanx.train.manifest import checkpoints, damage, newest_intact
+from phalanx.train.metrics import read_metrics
+from phalanx.train.setup import to_toml
+
+HALF = 10
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    shutil.copytree(Path(json.__file__).parent, folder / "json", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def first_half(run: RunSpec) -> None:
+    """Train to the middle and save."""
+    under_way = trainer(run)
+    steps(under_way, HALF)
+    under_way.save()
+    under_way.checkpointer.wait()
+
+
+def second_half(run: RunSpec) -> list[tuple[float, float]]:
+    """Return from the newest checkpoint and train to the end."""
+    under_way = trainer(run)
+    assert under_way.resume() == (True, {})
+    assert (under_way.step, under_way.tokens) == (HALF, HALF * run.training.tokens_per_step)
+    return steps(under_way, run.training.steps)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((4, {"parallel.data": "zero3"}), (2, {"parallel.data": "ddp"})),
+        ((2, {"parallel.data": "ddp"}), (4, {"parallel.data": "hsdp", "parallel.dp_shard": 2})),
+        ((4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}), (2, {"parallel.data": "zero3"})),
+    ],
+    ids=["zero3x4-ddpx2", "ddpx2-hsdpx4", "hsdpx4-zero3x2"],
+)
+def test_resume_in_another_layout(before: Any, after: Any, optimizer: str, text: Path, tmp_path: Path) -> None:
+    if optimizer != "adamw" and before[0] == 2:
+        return  # two changes of layout per optimizer are enough
+    common = {"model": MOE, "optimizer.name": optimizer}
+    whole = trajectory(described(text, tmp_path / "whole", common))
+    ranks(before[0]).run(first_half, described(text, tmp_path, {**common, **before[1]}))
+    result = ranks(after[0]).run(second_half, described(text, tmp_path, {**common, **after[1]}))[0]
+    assert result == [pytest.approx(step, rel=1e-10) for step in whole[HALF:]]
+
+
+def test_resume_in_the_same_layout_is_bit_exact(text: Path, tmp_path: Path) -> None:
+    run = described(text, tmp_path, {"training.precision": "bf16", "parallel.data": "zero3"})
+    whole = ranks(2).run(trajectory, run)
+    ranks(2).run(first_half, run)
+    assert ranks(2).run(second_half, run) == [result[HALF:] for result in whole]
+
+
+def command(run: RunSpec, file: Path, *more: str) -> list[str]:
+    file.write_text(to_toml(run))
+    return [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2", *more]
+
+
+def losses(directory: Path) -> list[tuple[int, float, float]]:
+    records = read_metrics(directory)
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in records if "loss" in record]
+
+
+def test_killed_and_resumed_repeats_the_uninterrupted_run(text: Path, tmp_path: Path) -> None:
+    """SIGKILL to every process of the run at a random step, after a checkpoint exists."""
+    changes = {"training.steps": 60, "training.precision": "fp32", "checkpoint": {"every": 7}, "model": MOE}
+    whole = described(text, tmp_path / "whole", changes)
+    killed = described(text, tmp_path / "killed", changes)
+    subprocess.run(command(whole, tmp_path / "whole.toml"), check=True, capture_output=True, timeout=120)
+    directory = tmp_path / "killed" / "parity"
+    stop_at = random.Random().randint(15, 45)
+    process = subprocess.Popen(
+        command(killed, tmp_path / "killed.toml"), start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 100
+    while not (directory.exists() and len(losses(directory)) >= stop_at and checkpoints(directory / "checkpoints")):
+        assert process.poll() is None, "the run ended before it was killed"
+        assert time.monotonic() < deadline, "the run did not reach the step"
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+    assert len(losses(directory)) < 60
+    again = subprocess.run(
+        command(killed, tmp_path / "killed.toml", "--resume"), check=True, capture_output=True, text=True, timeout=120
+    )
+    assert "resumed after step" in again.stderr
+    assert losses(directory) == losses(tmp_path / "whole" / "parity")
+
+
+@pytest.fixture(scope="module")
+def saved(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with two checkpoints of one process."""
+    out = tmp_path_factory.mktemp("saved")
+    under_way = trainer(described(text, out, {"model": MOE}))
+    for last in (2, 4):
+        steps(under_way, last)
+        under_way.save()
+        under_way.checkpointer.wait()
+    return out / "parity" / "checkpoints"
+
+
+def test_whole_checkpoints_are_intact(saved: Path) -> None:
+    assert [path.name for path in checkpoints(saved)] == ["step-00000004", "step-00000002"]
+    assert (saved / "latest").read_text() == "step-00000004\n"
+    assert newest_intact(saved) == (saved / "step-00000004", {})
+
+
+@pytest.mark.parametrize("kind", ["shard", "rank", "manifest.json", "SHA256SUMS"])
+def test_one_flipped_bit_is_noticed(kind: str, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    newest = tmp_path / "copy" / "step-00000004"
+    (file,) = [path for path in newest.iterdir() if path.name.startswith(kind)]
+    whole = file.read_bytes()
+    generator = random.Random(kind)
+    places = range(len(whole) * 8) if kind == "SHA256SUMS" else [generator.randrange(len(whole) * 8) for _ in range(40)]
+    for place in places:
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        file.write_bytes(bytes(flipped))
+        assert damage(newest) is not None, f"bit {place} of {file.name}"
+    checkpoint, damaged = newest_intact(tmp_path / "copy")
+    assert checkpoint == tmp_path / "copy" / "step-00000002"
+    assert list(damaged) == ["step-00000004"]
+    file.write_bytes(whole)
+    assert damage(newest) is None
+
+
+@pytest.mark.parametrize("harm", ["missing", "extra", "truncated", "empty", "no sums"])
+def test_other_damage_is_noticed(harm: str, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    newest = tmp_path / "copy" / "step-00000004"
+    shard = next(newest.glob("shard-*"))
+    if harm == "missing":
+        shard.unlink()
+    elif harm == "extra":
+        (newest / "more").touch()
+    elif harm == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif harm == "empty":
+        shard.write_bytes(b"")
+    else:
+        (newest / "SHA256SUMS").unlink()
+    assert damage(newest) is not None
+
+
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(text: Path, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
+    shard = next((tmp_path / "parity" / "checkpoints" / "step-00000004").glob("shard-*"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(bytes(content))
+    run = described(text, tmp_path, {"model": MOE})
+    under_way = trainer(run)
+    resumed, damaged = under_way.resume()
+    assert (resumed, under_way.step) == (True, 2)
+    assert list(damaged) == ["step-00000004"]
+    assert "checksum" in damaged["step-00000004"]
+    assert steps(under_way, 6) == trajectory(described(text, tmp_path / "whole", {"model": MOE}))[2:6]
+
+
+def test_an_unfinished_checkpoint_does_not_count_and_is_swept(text: Path, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
+    (tmp_path / "parity" / "checkpoints" / "step-00000009.tmp").mkdir()
+    under_way = trainer(described(text, tmp_path, {"model": MOE}))
+    assert under_way.resume()[0]
+    assert under_way.step == 4
+    assert not list((tmp_path / "parity" / "checkpoints").glob("*.tmp"))
+
+
+def test_old_checkpoints_are_pruned(text: Path, tmp_path: Path) -> None:
+    under_way = trainer(described(text, tmp_path, {"checkpoint": {"keep": 2}}))
+    for last in (1, 2, 3):
+        steps(under_way, last)
+        under_way.save()
+    under_way.checkpointer.wait()
+    found = checkpoints(tmp_path / "parity" / "checkpoints")
+    assert [path.name for path in found] == ["step-00000003", "step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"model": {**MOE, "width": 64}}, "checkpoint"),
+        ({"model": MOE, "optimizer.name": "muon"}, "optimizer.name"),
+        ({"model": MOE, "training.seed": 7}, "training.seed"),
+        ({"model": MOE, "training.sequence": 16}, "training.sequence"),
+    ],
+    ids=["width", "optimizer", "seed", "sequence"],
+)
+def test_a_checkpoint_of_another_run_is_refused(
+    changes: dict[str, Any], field: str, text: Path, saved: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
+    under_way = trainer(described(text, tmp_path, changes))
+    with pytest.raises(UserError) as caught:
+        under_way.resume()
+    assert caught.value.field == field
