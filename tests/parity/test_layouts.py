@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity.trajectory import DENSE, MOE, described, trajectory
 
+from parity.trajectory import DENSE, MOE, described, trajectory
 from phalanx.testing import ranks
 
 MODELS = {"dense": DENSE, "moe": MOE}
@@ -45,7 +45,11 @@ ROWS = [
     Row("hsdp-2x2", 4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}),
     Row("hsdp-2x2", 4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}, accumulation=2),
 ]
-CASES = [pytest.param(row, model, id=f"{row.name}-x{row.ranks}-acc{row.accumulation}-{model}") for row in ROWS for model in row.models]
+CASES = [
+    pytest.param(row, model, id=f"{row.name}-x{row.ranks}-acc{row.accumulation}-{model}")
+    for row in ROWS
+    for model in row.models
+]
 OPTIMIZERS = {
     "muon": {"optimizer.name": "muon"},
     "sgd": {"optimizer.name": "sgd"},
@@ -92,7 +96,9 @@ def test_every_optimizer_equals_one_process(data: str, changes: dict[str, Any], 
     assert ranks(2).run(trajectory, run)[0] == [pytest.approx(step, rel=1e-10) for step in expected]
 
 
-@pytest.mark.parametrize("row", [Row("ddp", 2), Row("zero3", 2, {"parallel.data": "zero3"}), ROWS[-1]], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [Row("ddp", 2), Row("zero3", 2, {"parallel.data": "zero3"}), ROWS[-1]], ids=lambda row: row.name
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_bf16_is_near_one_process(row: Row, model: str, text: Path, tmp_path: Path) -> None:
     bf16 = {"training.precision": "bf16"}

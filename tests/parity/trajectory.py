@@ -8,15 +8,24 @@ from typing import Any
 
 import torch
 
-from phalanx.data.prepare import prepare
 from phalanx.data.loader import prefetch
+from phalanx.data.prepare import prepare
 from phalanx.spec.load import build_run
 from phalanx.spec.run import RunSpec
 from phalanx.train.corpus import open_corpus
 from phalanx.train.trainer import Trainer
 
 Table = dict[str, Any]
-DENSE: Table = {"vocab": 257, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 48, "context": 64, "qk_norm": "head"}
+DENSE: Table = {
+    "vocab": 257,
+    "width": 32,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 48,
+    "context": 64,
+    "qk_norm": "head",
+}
 MOE: Table = {**DENSE, "moe": {"experts": 4, "top_k": 2, "ffn": 24, "shared_experts": 1, "bias_update_rate": 0.01}}
 STEPS = 20
 

@@ -95,7 +95,10 @@ def test_killed_and_resumed_repeats_the_uninterrupted_run(text: Path, tmp_path: 
     directory = tmp_path / "killed" / "parity"
     stop_at = random.Random().randint(15, 45)
     process = subprocess.Popen(
-        command(killed, tmp_path / "killed.toml"), start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command(killed, tmp_path / "killed.toml"),
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 100
     while not (directory.exists() and len(losses(directory)) >= stop_at and checkpoints(directory / "checkpoints")):
@@ -168,7 +171,9 @@ def test_other_damage_is_noticed(harm: str, saved: Path, tmp_path: Path) -> None
     assert damage(newest) is not None
 
 
-def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(text: Path, saved: Path, tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
+    text: Path, saved: Path, tmp_path: Path
+) -> None:
     shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
     shard = next((tmp_path / "parity" / "checkpoints" / "step-00000004").glob("shard-*"))
     content = bytearray(shard.read_bytes())

@@ -14,10 +14,18 @@ from phalanx.spec.run import RunSpec
 
 def train(
     run: Annotated[Path, typer.Argument(help="A run file, or the directory of a run to continue.", metavar="RUN.toml")],
-    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine; by default one per GPU, or one.", min=1)] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a field, e.g. training.steps=200.", metavar="KEY=VALUE")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")] = False,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Print what would run, as TOML, and exit.")] = False,
+    nproc: Annotated[
+        int | None, typer.Option(help="Ranks on this machine; by default one per GPU, or one.", min=1)
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a field, e.g. training.steps=200.", metavar="KEY=VALUE")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")
+    ] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print what would run, as TOML, and exit.")
+    ] = False,
 ) -> None:
     """Train a model as a run file describes it.
 

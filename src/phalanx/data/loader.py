@@ -7,7 +7,7 @@ another; its sequence s has inputs [sT, sT + T) and targets one further. What fi
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from queue import SimpleQueue
@@ -236,7 +236,7 @@ def evaluation_batches(
         )
 
 
-def prefetch(loader: Steps, first_step: int, last_step: int, depth: int = 2) -> Iterator[Batch]:
+def prefetch(loader: Steps, first_step: int, last_step: int, depth: int = 2) -> Generator[Batch, None, None]:
     """The batches of steps first_step..last_step - 1, up to `depth` prepared ahead in a background thread.
 
     An error in the thread is raised where the batch would have come. Closing the generator ends the thread.

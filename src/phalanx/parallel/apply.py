@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,15 @@ Weights = Callable[[str, torch.Size], Tensor]
 class Strategy(Protocol):
     """What a way of data parallelism offers the trainer."""
 
-    model: nn.Module
-    loss_scale: float
     exposed: ExposedTime
+
+    @property
+    def model(self) -> nn.Module:
+        """What to call for a forward pass."""
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by, so that gradients come out summed over ranks."""
 
     def backward(self, last: bool) -> AbstractContextManager[None]:
         """Around the forward and backward pass of a micro-batch; `last` of its step."""
@@ -95,7 +101,7 @@ def recompute(module: Transformer, mode: str) -> None:
         if mode == "full":
             module.blocks[index] = checkpoint_wrapper(block)
         elif mode == "selective":
-            block.attention = checkpoint_wrapper(block.attention)
+            block.attention = checkpoint_wrapper(cast(nn.Module, block.attention))
 
 
 @torch.no_grad()

@@ -24,7 +24,9 @@ class DataParallel:
         self.exposed = ExposedTime()
         self.loss_scale = float(group.size())
         # The routers' buffers are kept equal by summing their loads; DDP need not broadcast them at every forward pass.
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [name for name, _ in module.named_buffers()])
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            module, [name for name, _ in module.named_buffers()]
+        )
         self.model = DistributedDataParallel(
             module,
             process_group=group,

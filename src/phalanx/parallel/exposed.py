@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -31,13 +32,13 @@ class ExposedTime:
         return seconds
 
 
-class TimedWork(dist.Work):  # type: ignore[misc]
+class TimedWork(dist.Work):
     """A collective under way whose wait is counted."""
 
     def __init__(self, work: dist.Work, exposed: ExposedTime) -> None:
         super().__init__()
         self.work, self.exposed = work, exposed
 
-    def wait(self, *timeout: object) -> bool:
+    def wait(self, *timeout: timedelta) -> bool:
         with self.exposed.waiting():
-            return bool(self.work.wait(*timeout))
+            return self.work.wait(*timeout)

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from phalanx.model.transformer import Transformer
 from phalanx.parallel.exposed import ExposedTime, TimedWork
 
 
@@ -25,7 +26,7 @@ class ZeRO3:
 
     loss_scale = 1.0
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> None:
+    def __init__(self, model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> None:
         """`mesh` is one-dimensional (ZeRO-3) or replicate x shard (HSDP); `compute_dtype` casts parameters when they
         are gathered, while gradients are reduced and state is kept in the parameters' own dtype."""
         self.exposed = ExposedTime()
@@ -35,10 +36,9 @@ class ZeRO3:
             reduce_dtype=torch.float32 if compute_dtype else None,
             cast_forward_inputs=False,  # rotary tables stay fp32
         )
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        self.units: list[FSDPModule] = [model, *model.blocks]
+        blocks = [fully_shard(block, mesh=mesh, mp_policy=policy) for block in model.blocks]
+        self.root = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self.units: list[FSDPModule] = [self.root, *blocks]
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
@@ -58,8 +58,8 @@ class ZeRO3:
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
         """Around the forward and backward pass of a micro-batch; only the `last` one of a step communicates gradients."""
-        self.model.set_requires_gradient_sync(last)
-        self.model.set_is_last_backward(last)
+        self.root.set_requires_gradient_sync(last)
+        self.root.set_is_last_backward(last)
         yield
         if last and self.reduce_scatter is not None:
             self.reduce_scatter.finish()
@@ -91,13 +91,14 @@ class GlooReduceScatter(DefaultReduceScatter):
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
-    ) -> None:
+    ) -> dist.Work:
         self.finish()
         received = torch.empty_like(input_tensor)
         work = dist.all_to_all_single(received, input_tensor, group=group, async_op=True)
         self._pending = (work, received, input_tensor, output_tensor)
         if not self.deferred:
             self.finish()
+        return work
 
     def finish(self) -> None:
         """Wait for the exchange under way, if any, and sum what came."""

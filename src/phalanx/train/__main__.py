@@ -11,9 +11,13 @@ from phalanx.train.worker import work
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("phalanx.train", description="Train on this rank (started by torchrun or phalanx train).")
+    parser = argparse.ArgumentParser(
+        "phalanx.train", description="Train on this rank (started by torchrun or phalanx train)."
+    )
     parser.add_argument("run", type=Path, help="a run file, or a run directory to continue")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a field of the run file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a field of the run file"
+    )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
     arguments = parser.parse_args()
     try:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -29,6 +30,7 @@ from phalanx.train.manifest import (
     sync,
     write_synced,
 )
+
 
 class Checkpointer:
     """Saves beside the training: `save` copies the state and returns; a thread writes, checksums and publishes."""
@@ -120,12 +122,12 @@ def state_tensors(module: nn.Module, optimizers: list[torch.optim.Optimizer]) ->
     parameters = dict(named_parameters(module))
     buffers = {name: b for name, b in module.named_buffers() if name in module.state_dict()}
     tensors = {f"model.{name}": tensor.detach() for name, tensor in {**parameters, **buffers}.items()}
-    names = {parameter: name for name, parameter in parameters.items()}
+    names = {id(parameter): name for name, parameter in parameters.items()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor):  # SGD without momentum keeps a None
-                    tensors[f"optimizer.{key}.{names[parameter]}"] = value
+                    tensors[f"optimizer.{key}.{names[id(parameter)]}"] = value
     return tensors
 
 
@@ -135,7 +137,8 @@ def load_state(checkpoint: Path, module: nn.Module, optimizers: list[torch.optim
     Raises UserError if the checkpoint is of another model.
     """
     reader = HuggingFaceStorageReader(str(checkpoint))
-    saved = {name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}
+    entries = reader.read_metadata().state_dict_metadata.items()
+    saved = {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
     parameters = dict(named_parameters(module))
     for optimizer in optimizers:
         _make_state(optimizer, parameters, saved)
@@ -183,7 +186,9 @@ def load_trained(run_directory: Path) -> tuple[Any, nn.Module, Path]:
     from phalanx.spec.load import load_run
 
     if not (run_directory / "run.toml").is_file():
-        raise UserError("run directory", str(run_directory), "has no run.toml", "give a directory that phalanx train made")
+        raise UserError(
+            "run directory", str(run_directory), "has no run.toml", "give a directory that phalanx train made"
+        )
     run = load_run(run_directory / "run.toml", environment={})
     checkpoint, damaged = newest_intact(run_directory / "checkpoints")
     if checkpoint is None:

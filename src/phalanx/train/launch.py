@@ -52,7 +52,9 @@ def choose_nproc(run: RunSpec, asked: int | None) -> int:
     gpus = torch.cuda.device_count() if choose_device(run) == "cuda" else 0
     nproc = asked or run.cluster.nproc or max(1, gpus)
     if gpus and nproc > gpus:
-        raise UserError("--nproc", nproc, f"this machine has {gpus} GPUs", f"use at most {gpus}, or cluster.device = \"cpu\"")
+        raise UserError(
+            "--nproc", nproc, f"this machine has {gpus} GPUs", f'use at most {gpus}, or cluster.device = "cpu"'
+        )
     return nproc
 
 

@@ -63,7 +63,7 @@ def damage(checkpoint: Path) -> str | None:
 
 def newest_intact(directory: Path) -> tuple[Path | None, dict[str, str]]:
     """The newest undamaged checkpoint in a directory, and what is wrong with those that are newer."""
-    damaged = {}
+    damaged: dict[str, str] = {}
     for checkpoint in checkpoints(directory):
         problem = damage(checkpoint)
         if problem is None:

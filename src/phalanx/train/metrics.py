@@ -71,7 +71,10 @@ class WeightsAndBiases:
 
 def open_logs(directory: Path, after_step: int, wandb: str | None, name: str, config: Record) -> list[Log]:
     """The logs of a run; `after_step` is the last step of the checkpoint it resumes from, 0 for a fresh one."""
-    logs: list[Log] = [JsonLines(directory / METRICS_FILE, after_step), TensorBoard(directory / "tensorboard", after_step)]
+    logs: list[Log] = [
+        JsonLines(directory / METRICS_FILE, after_step),
+        TensorBoard(directory / "tensorboard", after_step),
+    ]
     if wandb:
         try:
             logs.append(WeightsAndBiases(wandb, name, config))

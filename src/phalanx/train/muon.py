@@ -34,7 +34,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             updates: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
             for parameter in group["params"]:
@@ -52,6 +52,7 @@ class Muon(torch.optim.Optimizer):
         state = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
+        assert parameter.grad is not None
         state["momentum"].lerp_(parameter.grad, 1 - momentum)
         return parameter.grad.lerp(state["momentum"], momentum)
 

@@ -6,7 +6,8 @@ import time
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -20,7 +21,12 @@ class Progress:
         self._begun, self._first, self._shown = time.monotonic(), step, 0.0
         self._bar: Bar | None = None
         if self.console.is_terminal and not quiet:
-            columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TextColumn("{task.description}"), TimeRemainingColumn())
+            columns = (
+                BarColumn(),
+                TextColumn("{task.completed}/{task.total}"),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+            )
             self._bar = Bar(*columns, console=self.console)
             self._task = self._bar.add_task("", total=steps, completed=step)
 

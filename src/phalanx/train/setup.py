@@ -1,9 +1,9 @@
 """Everything that can be checked and made before a process is spawned: the run directory, and the data in it.
 
-    RUN_DIR/run.toml          the whole run, resolved
-    RUN_DIR/data.json         where the tokens lie
-    RUN_DIR/tokenizer.json
-    RUN_DIR/metrics.jsonl     RUN_DIR/tensorboard/     RUN_DIR/checkpoints/     RUN_DIR/failures/"""
+RUN_DIR/run.toml          the whole run, resolved
+RUN_DIR/data.json         where the tokens lie
+RUN_DIR/tokenizer.json
+RUN_DIR/metrics.jsonl     RUN_DIR/tensorboard/     RUN_DIR/checkpoints/     RUN_DIR/failures/"""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError("out", str(existing), "is not a directory that can be written to", "set out to another directory")
+        raise UserError(
+            "out", str(existing), "is not a directory that can be written to", "set out to another directory"
+        )
     found = checkpoints(directory / "checkpoints")
     if found and resume:
         read_manifest(found[0])
@@ -95,7 +97,9 @@ def set_up(run: RunSpec, world_size: int, resume: bool, progress: Callable[..., 
         (directory / DATA_FILE).write_text(json.dumps(asdict(prepared), indent=1))
         shutil.copyfile(prepared.tokenizer, directory / TOKENIZER_FILE)
     except OSError as error:
-        raise UserError("out", str(directory), f"cannot be written: {error.strerror}", "set out to another directory") from None
+        raise UserError(
+            "out", str(directory), f"cannot be written: {error.strerror}", "set out to another directory"
+        ) from None
     shutil.rmtree(directory / FAILURES, ignore_errors=True)
     return directory
 
@@ -107,7 +111,10 @@ def read_directory(directory: Path) -> tuple[RunSpec, Prepared]:
     """
     if not (directory / DATA_FILE).is_file():
         raise UserError(
-            "run directory", str(directory), f"has no {DATA_FILE}", "give a run file, or a directory that phalanx train made"
+            "run directory",
+            str(directory),
+            f"has no {DATA_FILE}",
+            "give a run file, or a directory that phalanx train made",
         )
     return load_run(directory / RUN_FILE, environment={}), Prepared(**json.loads((directory / DATA_FILE).read_text()))
 

@@ -129,7 +129,10 @@ class Trainer:
         clock.mark("optimizer_seconds")
         self.step, self.tokens, self.stop = self.step + 1, self.tokens + tokens, stop > 0
         if self.routers:
-            record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": self._balance(math.isfinite(record["grad_norm"]))}
+            record |= {
+                "auxiliary_loss": auxiliary / tokens,
+                "hot_expert_share": self._balance(math.isfinite(record["grad_norm"])),
+            }
         return record | self._measures(clock.read(), tokens)
 
     def _forward_backward(self, micros: list[Micro]) -> tuple[Tensor, int]:
@@ -173,7 +176,8 @@ class Trainer:
         for first in range(0, len(batch.tokens), self.batch.micro_batch):
             rows = slice(first, first + self.batch.micro_batch)
             starts = None if batch.starts is None or not batch.starts[rows].any() else batch.starts[rows]
-            micros.append(Micro(*(None if x is None else self._to_device(x) for x in (batch.tokens[rows], batch.targets[rows], starts))))
+            tokens, targets = self._to_device(batch.tokens[rows]), self._to_device(batch.targets[rows])
+            micros.append(Micro(tokens, targets, None if starts is None else self._to_device(starts)))
         return micros
 
     def _to_device(self, array: Any) -> Tensor:
@@ -207,10 +211,16 @@ class Trainer:
                 with computing(self.module, self.strategy, self.run.training.precision):
                     logits, _ = self.strategy.model(micro.tokens, micro.starts)
                 known = micro.targets[micro.targets != IGNORED]
-                sums += torch.stack([cross_entropy(logits, micro.targets).double(), known.new_tensor(len(known)), sizes[known].sum()])
+                sums += torch.stack(
+                    [cross_entropy(logits, micro.targets).double(), known.new_tensor(len(known)), sizes[known].sum()]
+                )
         self.module.train()
         loss, tokens, size = (float(x) for x in self._sum_over_ranks(sums))
-        record = {"step": self.step, "held_out_loss": loss / tokens, "held_out_bits_per_byte": loss / math.log(2) / size}
+        record = {
+            "step": self.step,
+            "held_out_loss": loss / tokens,
+            "held_out_bits_per_byte": loss / math.log(2) / size,
+        }
         return record | {"held_out_tokens": int(tokens), "evaluation_seconds": time.perf_counter() - begun}
 
     def save(self) -> None:

@@ -68,7 +68,11 @@ def _train(trainer: Trainer, resume: bool) -> None:
     run, directory = trainer.run, trainer.directory
     quiet = not trainer.is_main
     resumed, damaged = trainer.resume() if resume else (False, {})
-    logs = open_logs(directory, trainer.step, run.metrics.wandb, run.name, run.model_dump(mode="json")) if not quiet else []
+    logs = (
+        open_logs(directory, trainer.step, run.metrics.wandb, run.name, run.model_dump(mode="json"))
+        if not quiet
+        else []
+    )
     with Progress(trainer.step, run.training.steps, quiet) as progress, stop_on_signal(trainer):
         for name, problem in damaged.items():
             progress.note(f"checkpoint {name} is damaged and was passed over: {problem}")
