@@ -235,10 +235,19 @@ def test_a_config_that_we_cannot_express_is_refused_by_field(field):
     refused(lambda: model_table(config), field)
 
 
-def test_a_sliding_window_is_the_context():
-    config = {**hf_config(spec_of("llama")), "max_position_embeddings": 32_768, "sliding_window": 4096}
-    assert model_table({**config, "model_type": "mistral"})["context"] == 4096
-    assert model_table({**config, "model_type": "qwen3", "use_sliding_window": False})["context"] == 32_768
+def test_a_sliding_window_is_the_context(build, tmp_path):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = hf_config(spec_of("llama")) | {"model_type": "mistral", "sliding_window": 24}
+    theirs = MistralForCausalLM(MistralConfig(**config)).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = loaded(build, tmp_path)
+    assert ours.spec.context == 24
+    with torch.no_grad():
+        difference = (theirs(TOKENS).logits - ours(TOKENS)[0]).abs().amax((0, 2))
+    assert difference[:24].max() < 2e-5
+    assert difference[24:].min() > 1e-3
+    assert model_table({**config, "model_type": "qwen3", "use_sliding_window": False})["context"] == 64
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))
