@@ -12,10 +12,17 @@ from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
 
 
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"{text!r} is not a number of ranks: write a whole number above 0")
+    return int(text)
+
+
 def train(
     run: Annotated[Path, typer.Argument(help="A run file, or the directory of a run to continue.", metavar="RUN.toml")],
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks on this machine; by default one per GPU, or one.", min=1)
+        int | None,
+        typer.Option(help="Ranks on this machine; by default one per GPU, or one.", parser=_ranks, metavar="N"),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a field, e.g. training.steps=200.", metavar="KEY=VALUE")
@@ -60,9 +67,9 @@ def _config(run: RunSpec, nproc: int | None) -> str:
     from phalanx.spec.run import batch
     from phalanx.train.setup import to_toml
 
-    ranks = nproc or run.cluster.nproc or 1
-    cut = batch(run, ranks * run.cluster.nodes)
-    note = f"# on {ranks * run.cluster.nodes} rank(s): {cut.micro_batch} sequences x {cut.dp} x {cut.accumulation} accumulated"
+    ranks = (nproc or run.cluster.nproc or 1) * run.cluster.nodes
+    cut = batch(run, ranks)
+    note = f"# on {ranks} rank(s): {cut.micro_batch} sequences x {cut.dp} ranks x {cut.accumulation} accumulated"
     return f"{note}\n{to_toml(run)}".rstrip()
 
 

@@ -109,7 +109,7 @@ class ModelSpec(Spec):
         heads, width = table.get("heads"), table.get("width")
         if type(heads) is int and heads > 0:
             table["kv_heads"] = table.get("kv_heads") or heads
-            if isinstance(width, int) and not table.get("head_dim"):
+            if type(width) is int and not table.get("head_dim"):
                 fits = [d for d in divisors(width) if d <= 2 * heads] if width > 0 else []
                 require(
                     width % heads == 0, "heads", heads, f"does not divide model.width ({width})",

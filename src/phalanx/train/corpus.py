@@ -14,7 +14,6 @@ from phalanx.data.loader import Loader, Steps
 from phalanx.data.prepare import Prepared
 from phalanx.data.streaming import StreamingLoader
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
-from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
 
@@ -38,16 +37,8 @@ class Corpus:
 
 
 def open_corpus(run: RunSpec, prepared: Prepared) -> Corpus:
-    """Open prepared data.
-
-    Raises UserError if the tokenizer has more tokens than the model has rows.
-    """
+    """Open prepared data."""
     tokenizer = load_tokenizer(prepared.tokenizer)
-    if tokenizer.vocab > run.model.vocab:
-        raise UserError(
-            "model.vocab", run.model.vocab, f"is less than the tokenizer's {tokenizer.vocab} tokens",
-            f"set model.vocab = {tokenizer.vocab}",
-        )  # fmt: skip
     train = IndexedDataset(prepared.train) if prepared.train else None
     return Corpus(train, IndexedDataset(prepared.held_out), tokenizer, initial_weights(run))
 

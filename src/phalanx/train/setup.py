@@ -18,8 +18,10 @@ import tomli_w
 
 from phalanx.cost.memory import Optimizer, model_state_bytes
 from phalanx.cost.parameters import parameters
+from phalanx.data.indexed import IndexedDataset
+from phalanx.data.loader import Loader
 from phalanx.data.prepare import Prepared, check, prepare
-from phalanx.data.tokenizer import BYTES_VOCAB
+from phalanx.data.tokenizer import BYTES_VOCAB, load_tokenizer
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import refuse_unrunnable
 from phalanx.spec.load import load_run
@@ -65,12 +67,12 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
             "name", run.name, f"{directory} holds a run already",
             "add --resume to continue it, or choose another with --set name=...",
         )  # fmt: skip
-    needed = (run.checkpoint.keep + 1) * checkpoint_bytes(run)
-    free = shutil.disk_usage(existing).free
+    count, free = run.checkpoint.keep + 1, shutil.disk_usage(existing).free
+    needed = count * checkpoint_bytes(run)
     if needed > free:
         raise UserError(
             "checkpoint.keep", run.checkpoint.keep,
-            f"{run.checkpoint.keep + 1} checkpoints need {needed / 1e9:.2f} GB and {existing} has {free / 1e9:.2f} GB free",
+            f"{count} checkpoints need {needed / 1e9:.2f} GB and {existing} has {free / 1e9:.2f} GB free",
             "free space, lower checkpoint.keep, or set out to another disk",
         )  # fmt: skip
 
@@ -90,6 +92,7 @@ def set_up(run: RunSpec, world_size: int, resume: bool, progress: Callable[..., 
     """
     check_run(run, world_size, resume)
     prepared = prepare(run.data, progress)
+    _check_tokens(run, prepared)
     directory = run_directory(run)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -102,6 +105,18 @@ def set_up(run: RunSpec, world_size: int, resume: bool, progress: Callable[..., 
         ) from None
     shutil.rmtree(directory / FAILURES, ignore_errors=True)
     return directory
+
+
+def _check_tokens(run: RunSpec, prepared: Prepared) -> None:
+    """Raise UserError if the text is too little for one sequence, or the tokenizer has more tokens than the model."""
+    tokenizer = load_tokenizer(prepared.tokenizer)
+    if tokenizer.vocab > run.model.vocab:
+        raise UserError(
+            "model.vocab", run.model.vocab, f"is less than the tokenizer's {tokenizer.vocab} tokens",
+            f"set model.vocab = {tokenizer.vocab}",
+        )  # fmt: skip
+    if prepared.train:
+        Loader(IndexedDataset(prepared.train), run.training.sequence, 1, run.training.seed)
 
 
 def read_directory(directory: Path) -> tuple[RunSpec, Prepared]:

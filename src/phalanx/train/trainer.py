@@ -35,7 +35,7 @@ from phalanx.train.progress import Progress
 IGNORED = -100
 
 
-class Diverged(RuntimeError):
+class DivergenceError(RuntimeError):
     """Training cannot go on: the gradient was not finite too many times in a row."""
 
 
@@ -99,9 +99,9 @@ class Trainer:
                 self._write(logs, record, run.metrics.every)
                 progress.advance(record)
                 if bad_in_a_row >= run.training.max_bad_steps:
-                    raise Diverged(
-                        f"step {self.step}: {bad_in_a_row} steps in a row were not finite: {self._reason(record)}; lower "
-                        "optimizer.learning_rate or raise optimizer.warmup_steps, and resume from the last checkpoint"
+                    raise DivergenceError(
+                        f"step {self.step}: {bad_in_a_row} steps in a row were not finite: {self._reason(record)}; "
+                        "lower optimizer.learning_rate or raise optimizer.warmup_steps, and --resume"
                     )
                 last = self.step == run.training.steps
                 if last or due(self.step, run.evaluation.every):

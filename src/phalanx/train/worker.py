@@ -18,14 +18,14 @@ from phalanx.train.launch import choose_device, join_ranks, stop_on_signal, writ
 from phalanx.train.metrics import Record, open_logs
 from phalanx.train.progress import Progress
 from phalanx.train.setup import read_directory, set_up
-from phalanx.train.trainer import Diverged, Trainer
+from phalanx.train.trainer import DivergenceError, Trainer
 
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 SAMPLE_TOKENS = 160
 
 
 def work(source: Path, overrides: list[str], resume: bool) -> int:
-    """Train on this rank; `source` is a run directory, or a run file that rank 0 sets up first. Returns the exit code."""
+    """Train on this rank; returns the exit code. `source` is a run directory, or a run file that rank 0 sets up."""
     directory = source
     trainer: Trainer | None = None
     try:
@@ -41,7 +41,7 @@ def work(source: Path, overrides: list[str], resume: bool) -> int:
         rank = trainer.mesh.rank if trainer else dist.get_rank() if dist.is_initialized() else 0
         if directory.is_dir():
             write_failure(directory, rank, trainer.step + 1 if trainer else 0, error)
-        if isinstance(error, UserError | Diverged):
+        if isinstance(error, UserError | DivergenceError):
             print(f"phalanx: {error}", file=sys.stderr)
             return 2 if isinstance(error, UserError) else 1
         raise

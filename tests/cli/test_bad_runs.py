@@ -1,0 +1,244 @@
+"""Bad runs end in one clear message that names field, value and fix, with exit code 2, before anything is spawned or
+written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.data.indexed import IndexedWriter
+from phalanx.spec.load import load_run
+from phalanx.train import launch, setup
+
+GOOD = """
+name = "bad"
+out = "OUT"
+[model]
+preset = "tiny"
+vocab = 257
+[data]
+train = ["TEXT"]
+tokenizer = "bytes"
+cache = "OUT/cache"
+[training]
+steps = 10
+sequence = 32
+tokens_per_step = 256
+[optimizer]
+warmup_steps = 2
+"""
+
+# What is set (or done to the run file), more arguments, and words that the message must hold: field, value, fix.
+SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"training.stepz": 3}, ("training.stepz = 3", "did you mean 'steps'")),
+    ({"trainin.steps": 3}, ("trainin", "did you mean 'training'")),
+    ({"training.steps": '"ten"'}, ("training.steps = 'ten'", "whole number")),
+    ({"training.steps": 1.5}, ("training.steps = 1.5", "whole number")),
+    ({"training.steps": 0}, ("training.steps = 0", "greater than 0")),
+    ({"training.steps": -5}, ("training.steps = -5", "greater than 0")),
+    ({"training.compile": '"yes"'}, ("training.compile = 'yes'", "true")),
+    ({"training.precision": '"fp16"'}, ("training.precision = 'fp16'", "bf16")),
+    ({"training.tokens_per_step": 250}, ("training.tokens_per_step = 250", "training.sequence (32)", "use 224")),
+    ({"training.tokens_per_step": 96}, ("training.tokens_per_step = 96", "2 data-parallel ranks", "fix: use")),
+    ({"training": 5}, ("training = 5",)),
+    ({"parallel.micro_batch": 3}, ("parallel.micro_batch = 3", "4 sequences", "1, 2, 4")),
+    ({"parallel.data": '"fsdp"'}, ("parallel.data = 'fsdp'", "zero3")),
+    ({"parallel.data": '"zero1"'}, ("parallel.data = 'zero1'", "does not run yet", "ddp, zero3, hsdp")),
+    ({"parallel.data": '"hsdp"'}, ("parallel.dp_shard", "1, 2")),
+    ({"parallel.data": '"hsdp"', "parallel.dp_shard": 3}, ("parallel.dp_shard = 3", "2 data-parallel ranks", "1, 2")),
+    ({"parallel.dp_shard": 2}, ("parallel.dp_shard = 2", "no meaning")),
+    ({"parallel.tp": 2}, ("parallel.tp = 2", "does not run yet", "parallel.tp = 1")),
+    ({"parallel.pp": 2}, ("parallel.pp = 2", "does not run yet")),
+    ({"parallel.cp": 2}, ("parallel.cp = 2", "does not run yet")),
+    ({"parallel.ep": 2}, ("parallel.ep = 2", "does not run yet")),
+    ({"parallel.offload": '"cpu"'}, ("parallel.offload = 'cpu'", "does not run yet")),
+    ({"parallel.tp": 3}, ("parallel.tp",)),
+    ({"model.preset": '"tinny"'}, ("model.preset = 'tinny'", "did you mean 'tiny'")),
+    ({"model.heads": 7}, ("model.heads = 7", "model.width (192)", "use one of")),
+    ({"model.kv_heads": 2}, ("model.kv_heads = 2", "model.heads (3)", "1, 3")),
+    ({"model.head_dim": 63}, ("model.head_dim = 63", "even")),
+    ({"model.vocab": 100}, ("model.vocab = 100", "257", "model.vocab = 257")),
+    ({"model.moe": "{experts = 4, top_k = 8, ffn = 8}"}, ("model.moe.top_k = 8", "4")),
+    ({"model.moe": "{experts = 4, top_k = 2}"}, ("model.moe.ffn", "give ffn a value")),
+    ({"model.from_hf": '"nowhere"'}, ("model.from_hf = 'nowhere'", "config.json")),
+    ({"model.positions": '"learned"', "model.context": 16}, ("training.sequence = 32", "16")),
+    ({"cluster.preset": '"h1000"'}, ("cluster.preset = 'h1000'", "did you mean 'h100'")),
+    ({"cluster.device": '"cuda"'}, ("cluster.device = 'cuda'", "no GPU")),
+    ({"data.train": '["missing.txt"]'}, ("data.train = 'missing.txt'",)),
+    ({"data.train": "[]"}, ("data.train",)),
+    ({"data.train": '"text"'}, ("data.train = 'text'", "[")),
+    ({"data.train": '["EMPTY"]'}, ("data.train", "EMPTY")),
+    ({"data.train": '["CUT"]'}, ("data.train", "CUT", "bytes")),
+    ({"data.train": '["PAIR"]', "data.tokenizer": '"bpe"', "model.vocab": 2048}, ("data.tokenizer = 'bpe'", "PAIR")),
+    ({"data.train": '["BROKEN.jsonl"]'}, ("BROKEN.jsonl", "1")),
+    ({"data.train": '["FIELDS.jsonl"]', "data.text_key": '"body"'}, ("body", "FIELDS.jsonl")),
+    ({"data.tokenizer": '"missing.json"'}, ("data.tokenizer = 'missing.json'",)),
+    ({"data.tokenizer": '"BROKEN.jsonl"'}, ("data.tokenizer", "BROKEN.jsonl")),
+    ({"data.held_out_fraction": 1.5}, ("data.held_out_fraction = 1.5", "less than 1")),
+    ({"optimizer.name": '"adam"'}, ("optimizer.name = 'adam'", "adamw")),
+    ({"optimizer.betas": "[0.9]"}, ("optimizer.betas",)),
+    ({"optimizer.warmup_steps": 10}, ("optimizer.warmup_steps = 10", "training.steps (10)")),
+    ({"optimizer.learning_rate": -1.0}, ("optimizer.learning_rate = -1.0", "greater than 0")),
+    ({"name": '"a/b"'}, ("name = 'a/b'",)),
+    ({"out": '"FILE"'}, ("out", "FILE", "another directory")),
+    ({"checkpoint.keep": 1_000_000_000}, ("checkpoint.keep = 1000000000", "GB free")),
+    ({"metrics.wandb": 3}, ("metrics.wandb = 3",)),
+]
+ARGUMENTS: list[tuple[list[str], tuple[str, ...]]] = [
+    (["--set", "training.steps"], ("--set = 'training.steps'", "KEY=VALUE")),
+    (["--set", "name.inner=3"], ("name is a value",)),
+    (["--nproc", "3"], ("training.tokens_per_step = 256", "3 data-parallel ranks")),
+    (["--nproc", "0"], ("--nproc", "0")),
+    (["--nproc", "two"], ("--nproc", "two")),
+    (["--resumee"], ("--resumee",)),
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a good run file, and data that is wrong in every way."""
+    (tmp_path / "TEXT").mkdir()
+    for name in "abcdefgh":
+        (tmp_path / "TEXT" / f"{name}.txt").write_text("all the words of a small text " * 20)
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "FILE").touch()
+    (tmp_path / "BROKEN.jsonl").write_text("{")
+    (tmp_path / "FIELDS.jsonl").write_text('{"text": "x"}\n')
+    for name in ("PAIR", "CUT"):
+        with IndexedWriter(tmp_path / name, np.dtype(np.uint16)) as writer:
+            writer.add(np.arange(200))
+    (tmp_path / "CUT.bin").write_bytes((tmp_path / "CUT.bin").read_bytes()[:-7])
+    (tmp_path / "run.toml").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+
+    def spawned(*_: object) -> int:
+        raise AssertionError("a process was spawned")
+
+    monkeypatch.setattr(launch, "spawn", spawned)
+    return tmp_path
+
+
+def message(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command line says before it ends with 2."""
+    monkeypatch.setattr(sys, "argv", ["phalanx", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr()
+    assert ended.value.code == 2, shown.err
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
+    return shown.err
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(("changes", "words"), SET, ids=[" ".join(f"{k}={v}" for k, v in c.items()) for c, _ in SET])
+def test_a_bad_value(changes: Any, words: Any, place: Path, monkeypatch: Any, capsys: Any) -> None:
+    before = tree(place)
+    overrides = [argument for key, value in changes.items() for argument in ("--set", f"{key}={value}")]
+    said = message(["train", "run.toml", "--nproc", "2", *overrides], monkeypatch, capsys)
+    for word in words:
+        assert word in said
+    assert said.count("phalanx: ") == 1
+    assert tree(place) == before
+
+
+@pytest.mark.parametrize(("arguments", "words"), ARGUMENTS, ids=[" ".join(a) for a, _ in ARGUMENTS])
+def test_a_bad_argument(arguments: Any, words: Any, place: Path, monkeypatch: Any, capsys: Any) -> None:
+    said = message(["train", "run.toml", *arguments], monkeypatch, capsys)
+    for word in words:
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("none.toml", None, ("none.toml", "no such file", "phalanx init")),
+        (".", None, ("run.toml",)),
+        ("bad.toml", "[model\n", ("bad.toml", "not valid TOML", "line 1")),
+        ("bad.toml", "\x00", ("bad.toml", "not valid TOML")),
+        ("bad.toml", '[model]\npreset = "tiny"\nwidth = true\n', ("model.width = True", "whole number")),
+    ],
+)
+def test_a_bad_run_file(file: str, content: str | None, words: Any, place: Path, monkeypatch: Any, capsys: Any) -> None:
+    if file == ".":
+        (place / "run.toml").unlink()
+    if content is not None:
+        (place / file).write_text(content)
+    said = message(["train", file], monkeypatch, capsys)
+    for word in words:
+        assert word in said
+
+
+def test_a_run_that_is_there_is_not_overwritten(place: Path, monkeypatch: Any, capsys: Any) -> None:
+    (place / "OUT" / "bad").mkdir(parents=True)
+    (place / "OUT" / "bad" / "metrics.jsonl").write_text("{}\n")
+    before = tree(place)
+    said = message(["train", "run.toml"], monkeypatch, capsys)
+    assert "name = 'bad'" in said
+    assert "--resume" in said
+    assert tree(place) == before
+
+
+def test_a_foreign_checkpoint(place: Path, monkeypatch: Any, capsys: Any) -> None:
+    foreign = place / "OUT" / "bad" / "checkpoints" / "step-00000010"
+    foreign.mkdir(parents=True)
+    (foreign / ".metadata").write_bytes(b"\x80\x04.")
+    said = message(["train", "run.toml", "--resume"], monkeypatch, capsys)
+    assert "not written by phalanx" in said
+
+
+def test_an_unwritable_directory(place: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Not even root can make a directory in /proc."""
+    usage = setup.shutil.disk_usage(place)
+    monkeypatch.setattr(setup.shutil, "disk_usage", lambda _: usage)
+    said = message(["train", "run.toml", "--set", "out=/proc/phalanx"], monkeypatch, capsys)
+    assert "out = '/proc/phalanx/bad'" in said
+    assert "another directory" in said
+
+
+def test_no_space(place: Path, monkeypatch: Any, capsys: Any) -> None:
+    """The disk is nearly full: said before the run, with what it needs."""
+    usage = setup.shutil.disk_usage(place)
+    monkeypatch.setattr(setup.shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
+    said = message(["train", "run.toml"], monkeypatch, capsys)
+    assert "GB free" in said
+    assert "checkpoint.keep" in said
+
+
+def test_environment_values_are_checked_too(place: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setenv("PHALANX_TRAINING__STEPS", "many")
+    assert "training.steps = 'many'" in message(["train", "run.toml"], monkeypatch, capsys)
+
+
+def test_too_little_text(place: Path, monkeypatch: Any, capsys: Any) -> None:
+    (place / "short").mkdir()
+    for name in "abcdefgh":
+        (place / "short" / f"{name}.txt").write_text("x")
+    said = message(["train", "run.toml", "--set", 'data.train=["short"]'], monkeypatch, capsys)
+    assert "data." in said
+
+
+def test_the_real_command_ends_with_2(place: Path) -> None:
+    command = [sys.executable, "-m", "phalanx", "train", "run.toml", "--set", "training.stepz=3"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.splitlines() == [
+        "phalanx: training.stepz = 3: is not a known field", "  fix: did you mean 'steps'?"
+    ]  # fmt: skip
+
+
+def test_the_good_run_is_good(place: Path) -> None:
+    """The table starts from a run that works: only what a row changes is wrong."""
+    run = load_run("run.toml", environment={})
+    setup.check_run(run, 2, resume=False)
+    assert json.loads(run.model_dump_json())["name"] == "bad"
