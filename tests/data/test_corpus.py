@@ -33,6 +33,13 @@ def test_a_directory_is_read_sorted_without_hidden_and_binary_files(corpus):
     assert found[0] == str(corpus / "part0" / "file00.py")
 
 
+def test_folders_are_sorted_too(tmp_path):
+    for name in "3140592687":
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "a.txt").write_text("text")
+    assert names([tmp_path]) == [str(tmp_path / name / "a.txt") for name in "0123456789"]
+
+
 def test_files_globs_and_directories_come_in_the_order_given(corpus):
     first, second = corpus / "part1" / "file01.py", corpus / "part0" / "file00.py"
     assert names([first, second]) == [str(first), str(second)]

@@ -1,6 +1,7 @@
 """Round trips, byte counts, foreign files, and what the trained BPE reaches."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers
 
 from phalanx.data.corpus import documents, split
-from phalanx.data.tokenizer import END_NAMES, byte_tokenizer, load_tokenizer, train_bpe
+from phalanx.data.tokenizer import END_NAMES, SAMPLE_CHARACTERS, _sample, byte_tokenizer, load_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
 
 # Any code point at all: lone surrogates too, which JSON can spell.
@@ -110,6 +111,17 @@ def test_a_long_single_text_is_learnt_from_all_over():
     begin, end = "alpha beta gamma " * 60_000, "omega psi chi " * 60_000
     tokenizer = train_bpe([begin + end], 300)
     assert len(tokenizer.encode_batch(["omega psi chi "])[0]) <= 5
+
+
+@pytest.mark.parametrize("length", [7, 1000, 3000, 5_000_000])
+def test_the_sample_is_bounded_and_spread_however_long_the_texts_are(length):
+    count = 5_000_000 // length
+    sample = _sample(f"{number:07}" + "x" * (length - 7) for number in range(count))
+    assert sum(map(len, sample)) == pytest.approx(SAMPLE_CHARACTERS, rel=0.01)
+    numbers = [int(number) for piece in sample for number in re.findall(r"\d{7}", piece)]
+    if length <= 3000:
+        assert len(numbers) > count / 7
+        assert np.mean(numbers) == pytest.approx(count / 2, rel=0.05)
 
 
 @pytest.mark.parametrize("texts", [[], ["", ""]])

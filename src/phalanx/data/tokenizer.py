@@ -144,15 +144,12 @@ def _sample(texts: Iterable[str]) -> list[str]:
         total += len(read[-1])
         if total >= READ_CHARACTERS:
             break
-    stride = PIECE_CHARACTERS * total // SAMPLE_CHARACTERS
-    if stride <= PIECE_CHARACTERS:
+    if total <= SAMPLE_CHARACTERS:
         return read
-    pieces = []
-    begin = 0
-    for text in read:
-        pieces += [text[at : at + PIECE_CHARACTERS] for at in range(begin, len(text), stride)]
-        begin = (begin - len(text)) % stride
-    return pieces
+    # Joined, because a piece may span texts that are shorter than it.
+    joined = "\n".join(read)
+    stride = PIECE_CHARACTERS * len(joined) // SAMPLE_CHARACTERS
+    return [joined[at : at + PIECE_CHARACTERS] for at in range(0, len(joined), stride)]
 
 
 def _of_model(model: Any, name: str) -> Tokenizer:
