@@ -98,6 +98,9 @@ def test_a_dataset_on_disk(tmp_path, monkeypatch, kind):
     saved = {str(tmp_path): rows if kind == "dataset" else {"test": [], "train": rows}}
     hub(monkeypatch, load_from_disk=saved.__getitem__)
     assert [document.text for document in documents([f"hf:{tmp_path}"])] == ["one"]
+    before = parts([f"hf:{tmp_path}"])
+    (tmp_path / "data.arrow").write_bytes(b"rows")
+    assert parts([f"hf:{tmp_path}"]) != before
 
 
 def test_a_dataset_that_cannot_be_loaded(monkeypatch):

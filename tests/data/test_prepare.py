@@ -77,11 +77,14 @@ def test_the_tokenizer_does_not_learn_from_held_out_text(tmp_path):
     assert "hidden" not in vocabulary
 
 
-def test_of_one_document_the_end_is_held_out(spec, tmp_path):
+@pytest.mark.parametrize("by_name", [True, False])
+def test_of_one_document_the_end_is_held_out(spec, tmp_path, monkeypatch, by_name):
     text = "".join(f"line {number}\n" for number in range(1000))
-    (tmp_path / "one.txt").write_text(text)
+    name = next(name for name in map("{}.txt".format, range(100)) if split(name, 0.05) == by_name)
+    (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
     for tokenizer in ("bytes", "bpe"):
-        prepared = prepare(spec(train=[str(tmp_path / "one.txt")], held_out_fraction=0.05, tokenizer=tokenizer))
+        prepared = prepare(spec(train=[name], held_out_fraction=0.05, tokenizer=tokenizer))
         tok = load_tokenizer(prepared.tokenizer)
         train, held_out = (IndexedDataset(prefix) for prefix in (prepared.train, prepared.held_out))
         assert tok.decode(train.document(0)) + tok.decode(held_out.document(0)) == text

@@ -22,8 +22,7 @@ app = typer.Typer(help="Turn text into tokens, and look at tokens.", no_args_is_
 Sources = Annotated[
     list[str],
     typer.Argument(
-        help='Files, directories or globs of text, .jsonl or .parquet; hf:NAME_OR_DIR; or "stdlib".',
-        metavar="SOURCE",
+        help='Files, directories or globs of text, .jsonl or .parquet; hf:NAME_OR_DIR; or "stdlib".', metavar="SOURCE"
     ),
 ]
 TextKey = Annotated[str, typer.Option(help="Field of a JSONL line or Parquet row that holds the text.")]

@@ -37,9 +37,9 @@ class Part:
     name: str
     """The path as the user wrote it, or for "stdlib" relative to the library."""
     size: int = 0
-    """Bytes of the file; 0 for a dataset."""
+    """Bytes of the file or files; 0 for a dataset on the hub."""
     changed: int = 0
-    """When the file was changed, in ns."""
+    """When it was changed, in ns."""
     named: bool = False
     """Whether the user named this very file; one that a directory or glob brought is skipped if binary."""
 
@@ -77,7 +77,7 @@ def _parts(source: str, field: str) -> list[Part]:
         library = sysconfig.get_path("stdlib")
         return [_file(path, os.path.relpath(path, library), field) for path in _walk(library) if path.endswith(".py")]
     if source.startswith("hf:"):
-        return [Part("hf", source[3:], source)]
+        return [_dataset(source)]
     path = os.path.normpath(os.path.expanduser(source))
     if os.path.isfile(path):
         return [_file(path, path, field, named=True)]
@@ -90,6 +90,13 @@ def _parts(source: str, field: str) -> list[Part]:
     if not found:
         raise UserError(field, source, "matches no file", "check the path")
     return [_file(match, match, field) for match in found]
+
+
+def _dataset(source: str) -> Part:
+    """A dataset on disk changes when one of its files does; of one on the hub only the name is known."""
+    files = [os.stat(path) for path in _walk(os.path.expanduser(source[3:]))]
+    size, changed = sum(file.st_size for file in files), max((file.st_mtime_ns for file in files), default=0)
+    return Part("hf", source[3:], source, size, changed)
 
 
 def _walk(root: str) -> list[str]:

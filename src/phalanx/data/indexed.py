@@ -187,10 +187,7 @@ def _map_tokens(prefix: str, field: str, dtype: np.dtype, tokens: int) -> np.nda
 
 def _broken(field: str, path: str, problem: str) -> UserError:
     return UserError(
-        field,
-        path,
-        problem,
-        "write the pair again, with `phalanx data prepare` or Megatron's preprocess_data.py",
+        field, path, problem, "write the pair again, with `phalanx data prepare` or Megatron's preprocess_data.py"
     )
 
 

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -135,12 +135,21 @@ def _tokenizer(data: DataSpec) -> Tokenizer:
 
 
 def _training_texts(data: DataSpec) -> Iterator[str]:
-    """Training text, its files in the order of their hashes, so that its beginning is a sample of it all."""
+    """Training text, its files in the order of their hashes, so that its beginning is a sample of it all.
+
+    Where every document would be held out by name, the end of the text is instead: then it is all documents.
+    """
     everything = sorted(
         parts(data.train), key=lambda part: hashlib.blake2b(part.name.encode("utf-8", "replace")).digest()
     )
-    found = (document for part in everything for document in read(part, data.text_key))
-    return (document.text for document in found if not _held_out(data, document))
+
+    def texts(held_out: bool) -> Iterator[str]:
+        found = (document for part in everything for document in read(part, data.text_key))
+        return (document.text for document in found if held_out or not _held_out(data, document))
+
+    kept = texts(held_out=False)
+    first = next(kept, None)
+    return texts(held_out=True) if first is None else chain([first], kept)
 
 
 def _held_out(data: DataSpec, document: Document) -> bool:
@@ -156,10 +165,7 @@ def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
     if data.held_out:
         if _pair(data.held_out, "data.held_out") is None:
             write_pairs(
-                documents(data.held_out, data.text_key, "data.held_out"),
-                tokenizer,
-                [held_out],
-                progress=progress,
+                documents(data.held_out, data.text_key, "data.held_out"), tokenizer, [held_out], progress=progress
             )
         if pair is None and not data.streaming:
             write_pairs(documents(data.train, data.text_key), tokenizer, [train], progress=progress)
@@ -190,10 +196,7 @@ def _write_first_held_out(data: DataSpec, tokenizer: Tokenizer, prefix: Path, pr
     (counts,) = write_pairs(islice(held_out, STREAMING_HELD_OUT_DOCUMENTS), tokenizer, [prefix], progress=progress)
     if not counts.documents:
         raise UserError(
-            "data.held_out",
-            None,
-            "no document of data.train is held out: it has too few",
-            "give data.held_out",
+            "data.held_out", None, "no document of data.train is held out: it has too few", "give data.held_out"
         )
 
 

@@ -157,10 +157,7 @@ def _of_model(model: Any, name: str) -> Tokenizer:
     end = next((vocabulary[word] for word in END_NAMES if word in vocabulary), None)
     if end is None:
         raise UserError(
-            FIELD,
-            name,
-            "has no end-of-text token",
-            f"add one of {', '.join(END_NAMES)} to it as a special token",
+            FIELD, name, "has no end-of-text token", f"add one of {', '.join(END_NAMES)} to it as a special token"
         )
     # A document that spells out <|endoftext|> must not end there.
     model.encode_special_tokens = True
