@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import traceback
 from pathlib import Path
 
 from phalanx.train.launch import leave
@@ -20,12 +19,7 @@ def main() -> None:
     )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
     arguments = parser.parse_args()
-    try:
-        code = work(arguments.run, arguments.set, arguments.resume)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    leave(code)
+    leave(work(arguments.run, arguments.set, arguments.resume))
 
 
 if __name__ == "__main__":  # DCP's background processes import the main module again

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ from phalanx.train.manifest import (
     sync,
     write_synced,
 )
+
+# A run of one process is no accident.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class Checkpointer:

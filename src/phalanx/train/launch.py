@@ -32,6 +32,9 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
 }
 
+REPORTED = "PHALANX_FAILURES_ARE_REPORTED"
+"""Set where `spawn` waits for the ranks, reads what they leave in failures/, and prints the first."""
+
 
 def choose_device(run: RunSpec) -> str:
     """ "cuda" or "cpu".
@@ -64,7 +67,7 @@ def spawn(directory: Path, nproc: int) -> int:
     A single rank takes this process's place and does not return.
     """
     set_environment(nproc)
-    if nproc == 1:
+    if nproc == 1:  # nobody stays behind to read its failure: it prints that itself
         os.execv(sys.executable, [sys.executable, "-m", "phalanx.train", str(directory)])
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -75,6 +78,7 @@ def spawn(directory: Path, nproc: int) -> int:
         min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, start_method="spawn",
     )  # fmt: skip
+    os.environ[REPORTED] = "1"
     try:
         elastic_launch(config, sys.executable)("-m", "phalanx.train", str(directory))
     except ChildFailedError as error:
@@ -99,21 +103,23 @@ def report_failures(directory: Path, error: Any) -> int:
         print(f"phalanx: rank {rank} died without a word (exit code {first.exitcode}); out of memory?", file=sys.stderr)
         return 1
     first = min(failures, key=lambda failure: failure["time"])
-    print(f"phalanx: rank {first['rank']} failed at step {first['step']}: {first['reason']}", file=sys.stderr)
-    if not first["user"]:
+    if first["code"] == 2:
+        print(f"phalanx: {first['reason']}", file=sys.stderr)
+    else:
+        print(f"phalanx: rank {first['rank']} failed after step {first['step']}: {first['reason']}", file=sys.stderr)
         print(f"  traceback: {directory / FAILURES}/rank-{first['rank']:05d}.json", file=sys.stderr)
-    return 2 if first["user"] else 1
+    return int(first["code"])
 
 
 def write_failure(directory: Path, rank: int, step: int, error: BaseException) -> None:
-    """Leave word of why this rank failed, for whoever started it."""
+    """Leave word of why this rank failed, for whoever started it. `step` is the last one that it finished."""
     meant_for_people = isinstance(error, UserError)
     record = {
         "rank": rank,
         "step": step,
         "time": time.time(),
         "reason": str(error) if meant_for_people else f"{type(error).__name__}: {error}",
-        "user": meant_for_people,
+        "code": 2 if meant_for_people else 1,
         "traceback": traceback.format_exc(),
     }
     (directory / FAILURES).mkdir(exist_ok=True)

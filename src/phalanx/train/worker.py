@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
 from phalanx.train.corpus import open_corpus
-from phalanx.train.launch import choose_device, join_ranks, stop_on_signal, write_failure
+from phalanx.train.launch import REPORTED, choose_device, join_ranks, stop_on_signal, write_failure
 from phalanx.train.metrics import Record, open_logs
 from phalanx.train.progress import Progress
 from phalanx.train.setup import read_directory, set_up
@@ -39,12 +41,15 @@ def work(source: Path, overrides: list[str], resume: bool) -> int:
         _train(trainer, resume=resume or prepared)
     except BaseException as error:
         rank = trainer.mesh.rank if trainer else dist.get_rank() if dist.is_initialized() else 0
+        step = trainer.step if trainer else 0
         if directory.is_dir():
-            write_failure(directory, rank, trainer.step + 1 if trainer else 0, error)
-        if isinstance(error, UserError | DivergenceError):
-            print(f"phalanx: {error}", file=sys.stderr)
-            return 2 if isinstance(error, UserError) else 1
-        raise
+            write_failure(directory, rank, step, error)
+        if REPORTED not in os.environ:
+            for_people = isinstance(error, UserError | DivergenceError)
+            print(f"phalanx: rank {rank} failed after step {step}: {error}", file=sys.stderr)
+            if not for_people:
+                traceback.print_exc()
+        return 2 if isinstance(error, UserError) else 1
     return 0
 
 

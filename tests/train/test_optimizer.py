@@ -1,0 +1,124 @@
+"""Optimizers and learning rates against their formulas."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.gradient import clip, global_norm
+from phalanx.spec.load import load_model
+from phalanx.spec.run import OptimizerSpec
+from phalanx.train.muon import Muon, orthogonalise
+from phalanx.train.optimizer import build_optimizers, learning_rate_ratio, set_learning_rate
+
+
+def ratios(steps: int, **fields: object) -> list[float]:
+    spec = OptimizerSpec(**fields)  # type: ignore[arg-type]
+    return [learning_rate_ratio(spec, step, steps) for step in range(steps)]
+
+
+def test_warm_up_rises_to_the_peak() -> None:
+    assert ratios(100, warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_cosine_passes_the_middle_and_nears_the_end() -> None:
+    values = ratios(1000, warmup_steps=0, decay="cosine", min_ratio=0.1)
+    assert values[500] == pytest.approx(0.55)
+    assert values[250] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    assert values[-1] == pytest.approx(0.1, abs=1e-4)
+
+
+def test_linear_falls_evenly() -> None:
+    assert ratios(10, warmup_steps=0, decay="linear", min_ratio=0.0) == pytest.approx([1 - n / 10 for n in range(10)])
+
+
+def test_wsd_is_stable_then_falls() -> None:
+    values = ratios(100, warmup_steps=10, decay="wsd", decay_fraction=0.2, min_ratio=0.0)
+    assert values[10:81] == [1.0] * 71
+    assert values[80:] == pytest.approx([1 - n / 20 for n in range(20)])
+
+
+def test_none_stays() -> None:
+    assert ratios(50, warmup_steps=5, decay="none")[5:] == [1.0] * 45
+
+
+@given(
+    st.sampled_from(["cosine", "linear", "wsd", "none"]),
+    st.integers(2, 500),
+    st.floats(0, 1),
+    st.floats(0.01, 1),
+    st.data(),
+)
+def test_ratios_stay_between_the_end_and_the_peak(
+    decay: str, steps: int, least: float, share: float, data: st.DataObject
+) -> None:
+    warmup = data.draw(st.integers(0, steps - 1))
+    values = ratios(steps, warmup_steps=warmup, decay=decay, min_ratio=least, decay_fraction=share)
+    after = values[warmup:]
+    assert all(least - 1e-9 <= value <= 1 for value in after)
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(after))
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (48, 16), (16, 48), (4, 24, 32)])
+def test_orthogonalise_leaves_singular_values_near_one(shape: tuple[int, ...]) -> None:
+    matrices = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalise(matrices, torch.float64))
+    assert values.min() > 0.3  # the quintic's coefficients trade exactness for speed: 0.7 to 1.2 for most
+    assert values.max() < 1.3
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    assert (
+        torch.nn.functional.cosine_similarity(
+            orthogonalise(matrices, torch.float64).flatten(), (left @ right).flatten(), 0
+        )
+        > 0.95
+    )
+
+
+def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest() -> None:
+    module = Transformer(load_model("tiny"))
+    muon, adamw = build_optimizers(OptimizerSpec(name="muon"), module)
+    names = {id(p): name for name, p in module.named_parameters()}
+    hidden = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    assert hidden == {name for name, p in module.named_parameters() if "blocks" in name and p.ndim == 2}
+    decays = {names[id(p)]: group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
+    assert decays.keys() == {name for name, _ in module.named_parameters()} - hidden
+    assert decays["embedding.weight"] == 0.1
+    assert decays["norm.weight"] == 0.0
+
+
+def test_a_muon_step_by_hand() -> None:
+    weight = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
+    weight.grad = torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, 0.0]], dtype=torch.float64)
+    gradient = weight.grad.clone()
+    Muon([weight], lr=0.1, momentum=0.9, weight_decay=0.5).step()
+    momentum = 0.1 * gradient
+    update = orthogonalise(0.1 * gradient + 0.9 * momentum, torch.float64) * math.sqrt(3 / 2)
+    assert torch.allclose(weight, torch.ones(3, 2).double() * (1 - 0.1 * 0.5) - 0.1 * update)
+
+
+def test_learning_rates_scale_from_their_peaks() -> None:
+    optimizers = build_optimizers(OptimizerSpec(name="muon"), Transformer(load_model("tiny")))
+    for ratio in (0.5, 0.25, 1.0):
+        set_learning_rate(optimizers, ratio)
+        assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.02 * ratio, 3e-3 * ratio]
+
+
+def test_norm_and_clip() -> None:
+    parameters = [
+        torch.nn.Parameter(torch.zeros(2)),
+        torch.nn.Parameter(torch.zeros(1)),
+        torch.nn.Parameter(torch.zeros(1)),
+    ]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
+    norm = global_norm(parameters)
+    assert norm == 5
+    clip(parameters, norm, 10.0)
+    assert global_norm(parameters) == 5
+    clip(parameters, norm, 1.0)
+    assert global_norm(parameters) == pytest.approx(1.0, rel=1e-5)

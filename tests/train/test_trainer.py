@@ -1,0 +1,159 @@
+"""What the loop does beside learning."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity.trajectory import MOE, described, steps, trainer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from phalanx.cost.compute import training_flops_per_token
+from phalanx.data.loader import prefetch
+from phalanx.testing import ranks
+from phalanx.train.metrics import open_logs, read_metrics
+from phalanx.train.progress import Progress
+from phalanx.train.setup import set_up, to_toml
+from phalanx.train.trainer import DivergenceError, Trainer
+
+
+@pytest.fixture(scope="module")
+def text() -> Path:
+    return Path(json.__file__).parent
+
+
+def poison(under_way: Trainer, at: set[int]) -> None:
+    """Make the gradient infinite at some steps (counted from 1)."""
+    forward = under_way.strategy.model.forward
+
+    def poisoned(*arguments: Any) -> Any:
+        logits, auxiliary = forward(*arguments)
+        return (logits * math.inf if under_way.step + 1 in at else logits), auxiliary
+
+    under_way.strategy.model.forward = poisoned  # type: ignore[method-assign]
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(text: Path, tmp_path: Path) -> None:
+    under_way = trainer(described(text, tmp_path, {"model": MOE}))
+    poison(under_way, {2, 4})
+    batches = prefetch(under_way.loader, 0, 5)
+    before = [p.detach().clone() for p in under_way.parameters]
+    records = []
+    for step in range(1, 6):
+        records.append(under_way.train_step(batches))
+        same = all(torch.equal(a, b) for a, b in zip(before, under_way.parameters, strict=True))
+        assert same == (step in {2, 4})
+        before = [p.detach().clone() for p in under_way.parameters]
+    assert [record["skipped_steps"] for record in records] == [0, 1, 1, 2, 2]
+    assert [math.isfinite(record["grad_norm"]) for record in records] == [True, False, True, False, True]
+
+
+def test_training_stops_with_the_reason_after_bad_steps_in_a_row(text: Path, tmp_path: Path) -> None:
+    under_way = trainer(described(text, tmp_path, {"training.max_bad_steps": 3}))
+    poison(under_way, {2, 5, 6, 7})
+    with pytest.raises(DivergenceError, match=r"step 7: 3 steps in a row were not finite: loss nan.*learning_rate"):
+        under_way.train([], Progress(0, 20, quiet=True))
+
+
+def test_a_run_writes_its_metrics(text: Path, tmp_path: Path) -> None:
+    run = described(text, tmp_path, {"training.steps": 6, "evaluation": {"every": 3}, "model": MOE})
+    set_up(run, 1, resume=False)
+    under_way = trainer(run)
+    under_way.peak_flops = 1e9
+    logs = open_logs(under_way.directory, 0, None, run.name, {})
+    evaluation = under_way.train(logs, Progress(0, 6, quiet=True))
+    for log in logs:
+        log.close()
+    records = read_metrics(under_way.directory)
+    trained = [record for record in records if "loss" in record]
+    assert [record["step"] for record in trained] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in records if "held_out_loss" in record] == [3, 6]
+    assert records[-1] == evaluation
+    parts = ("data_seconds", "forward_backward_seconds", "optimizer_seconds")
+    flops = training_flops_per_token(run.model, run.training.sequence)
+    for record in trained:
+        assert record["step_seconds"] == pytest.approx(sum(record[part] for part in parts))
+        assert record["tokens"] == record["step"] * 256
+        assert record["tokens_per_second"] == pytest.approx(256 / record["step_seconds"])
+        assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 1e9)
+        assert record["peak_memory_bytes"] > 1e6
+        assert record["exposed_communication_seconds"] == 0.0
+        assert 1 <= record["hot_expert_share"] <= 4
+    assert trained[0]["learning_rate"] == pytest.approx(0.01 / 3)
+    board = EventAccumulator(str(under_way.directory / "tensorboard")).Reload()
+    assert [event.value for event in board.Scalars("loss")] == pytest.approx([r["loss"] for r in trained])
+
+
+def test_evaluation_is_the_same_in_every_cut(text: Path, tmp_path: Path) -> None:
+    whole = trainer(described(text, tmp_path, {"parallel.micro_batch": 8})).evaluate()
+    parts = trainer(described(text, tmp_path, {"parallel.micro_batch": 1})).evaluate()
+    spread = ranks(2).run(held_out, described(text, tmp_path, {"parallel.data": "zero3"}))
+    for other in (parts, *spread):
+        for name in ("held_out_loss", "held_out_bits_per_byte", "held_out_tokens"):
+            assert other[name] == pytest.approx(whole[name], rel=1e-12)
+    # Bytes are tokens of one byte, but for the token at the end of each document.
+    assert whole["held_out_bits_per_byte"] == pytest.approx(whole["held_out_loss"] / math.log(2), rel=0.01)
+
+
+def held_out(run: Any) -> dict[str, Any]:
+    return trainer(run).evaluate()
+
+
+def test_balance_comes_from_the_bias(text: Path, tmp_path: Path) -> None:
+    """With the bias as the only help, experts that start uneven are evened out."""
+    moe = {**MOE["moe"], "balance_loss": 0.0, "z_loss": 0.0, "bias_update_rate": 0.02}
+    under_way = trainer(described(text, tmp_path, {"model": {**MOE, "moe": moe}, "training.steps": 60}))
+    batches = prefetch(under_way.loader, 0, 60)
+    shares = [under_way.train_step(batches)["hot_expert_share"] for _ in range(60)]
+    assert sum(shares[-10:]) < sum(shares[:10])
+
+
+def test_learning_happens(text: Path, tmp_path: Path) -> None:
+    for optimizer in ("adamw", "sgd", "muon"):
+        rate = 0.3 if optimizer == "sgd" else 0.01
+        changes = {"optimizer.name": optimizer, "optimizer.learning_rate": rate, "training.precision": "fp32"}
+        losses = [loss for loss, _ in steps(trainer(described(text, tmp_path, changes)), 20)]
+        assert losses[-1] < losses[0] - 0.5, optimizer
+
+
+def launched(run: Any, tmp_path: Path, *more: str) -> subprocess.Popen[str]:
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(run))
+    command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2", *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def test_a_signal_ends_the_run_with_a_checkpoint(text: Path, tmp_path: Path) -> None:
+    run = described(text, tmp_path, {"training.steps": 100_000, "training.precision": "fp32"})
+    process = launched(run, tmp_path)
+    metrics = tmp_path / "parity" / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while not (metrics.exists() and len(read_metrics(metrics.parent)) > 3):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    last = read_metrics(metrics.parent)[-1]["step"]
+    assert f"stopped by a signal after step {last}" in out
+    assert (tmp_path / "parity" / "checkpoints" / "latest").read_text() == f"step-{last:08d}\n"
+
+
+def test_the_failing_rank_is_named_first(text: Path, tmp_path: Path) -> None:
+    """A gradient that blows up stops every rank; one message says which, when and why."""
+    changes = {"optimizer.learning_rate": 1e30, "optimizer.clip_norm": 0.0, "training.precision": "fp32"}
+    process = launched(described(text, tmp_path, {**changes, "optimizer.name": "sgd"}), tmp_path)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "not finite" in said
+    assert "learning_rate" in said
+    assert "Traceback" not in said
