@@ -3,7 +3,7 @@ block's parameters are gathered just before use, and its gradients reduce-scatte
 groups of ranks and replicates between them.
 
 On gloo FSDP2 gathers synchronously and reduces twice what it needs (its reduce-scatter is an all-reduce); here gathers
-run ahead of the blocks that need them, and reduce-scatter is an all-to-all and a local sum, finished one block later."""
+run ahead of the blocks that need them, and a reduce-scatter is an all-to-all and a local sum, ended one block later."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ZeRO3:
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
-        """Around the forward and backward pass of a micro-batch; only the `last` one of a step communicates gradients."""
+        """Around the forward and backward pass of a micro-batch; only the `last` of a step communicates gradients."""
         self.root.set_requires_gradient_sync(last)
         self.root.set_is_last_backward(last)
         yield
