@@ -67,9 +67,11 @@ def _config(run: RunSpec, nproc: int | None) -> str:
     from phalanx.spec.run import batch
     from phalanx.train.setup import to_toml
 
-    ranks = (nproc or run.cluster.nproc or 1) * run.cluster.nodes
-    cut = batch(run, ranks)
-    note = f"# on {ranks} rank(s): {cut.micro_batch} sequences x {cut.dp} ranks x {cut.accumulation} accumulated"
+    ranks = nproc or run.cluster.nproc
+    if ranks is None:  # the GPUs of this machine decide, and only torch could count them
+        return to_toml(run).rstrip()
+    cut = batch(run, ranks * run.cluster.nodes)
+    note = f"# per update: {cut.micro_batch} sequences x {cut.dp} ranks x {cut.accumulation} accumulated"
     return f"{note}\n{to_toml(run)}".rstrip()
 
 
@@ -77,7 +79,14 @@ def _run(run: RunSpec, nproc: int | None, resume: bool) -> int:
     from phalanx.cli.preparing import preparing
     from phalanx.train.setup import check_run, set_up
 
-    check_run(run, nproc or run.cluster.nproc or 1, resume)  # before torch is imported, which takes a second
+    if run.cluster.nodes > 1:
+        raise UserError(
+            "cluster.nodes", run.cluster.nodes, "phalanx train starts the ranks of one node",
+            "start each node with torchrun -m phalanx.train (examples/slurm.sbatch), or set cluster.nodes = 1",
+        )  # fmt: skip
+    known = nproc or run.cluster.nproc
+    if known is not None:
+        check_run(run, known, resume)  # before torch is imported, which takes a second
     from phalanx.train.launch import choose_nproc, spawn
 
     ranks = choose_nproc(run, nproc)

@@ -21,7 +21,7 @@ from phalanx.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, tr
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec
 
-RECIPE = 1
+RECIPE = 2
 """Raise it when the same text would be written otherwise: it is part of the cache's key."""
 MARK = "complete.json"
 WHOLE_CHECK_TOKENS = 20_000_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,7 +31,7 @@ class Mesh:
         present = tuple(name for name in names if getattr(self.degrees, name) > 1)
         return self.devices[present] if self.devices is not None and present else None
 
-    @property
+    @cached_property
     def dp_group(self) -> dist.ProcessGroup | None:
         """The ranks that read different data for the same copy of the model."""
         mesh = self.axes("dp_replicate", "dp_shard")

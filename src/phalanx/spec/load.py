@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.spec.base import parse, suggest
+from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
 from phalanx.spec.hf_config import model_table
 from phalanx.spec.model import ModelSpec
@@ -58,6 +59,11 @@ def load_model(name: str) -> ModelSpec:
     if path.suffix == ".json" or path.is_dir():
         return parse(ModelSpec, resolve_model({"from_hf": name}), "model")
     return parse(ModelSpec, resolve_model({"preset": name}), "model")
+
+
+def load_machine(name: str) -> Cluster:
+    """The machine of a preset."""
+    return parse(Cluster, resolve_preset({"preset": name}, "machines", "cluster"), "cluster")
 
 
 def resolve_model(table: Table) -> Table:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from phalanx.measure.matmul import peak_flops
 from phalanx.parallel.apply import computing
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_run
+from phalanx.spec.load import load_machine, load_run, preset_names
 from phalanx.spec.run import RunSpec
 from phalanx.train.corpus import open_corpus
 from phalanx.train.launch import REPORTED, choose_device, join_ranks, stop_on_signal, write_failure
@@ -63,10 +63,13 @@ def _set_up_once(run: RunSpec, resume: bool) -> Path:
 
 
 def device_peak(run: RunSpec, device: torch.device) -> float | None:
-    """Peak FLOP/s of one rank: as the run file says, or measured on a CPU; None on a GPU that nobody described."""
-    if run.cluster.peak_flops or device.type != "cpu":
+    """Peak FLOP/s of one rank: as the run file says, of the GPU's preset, or measured on a CPU; None if unknown."""
+    if run.cluster.peak_flops:
         return run.cluster.peak_flops
-    return peak_flops(device, COMPUTE[run.training.precision])
+    if device.type == "cpu":
+        return peak_flops(device, COMPUTE[run.training.precision])
+    known = [name for name in preset_names("machines") if name.upper() in torch.cuda.get_device_name(device)]
+    return load_machine(known[0]).peak_flops if known and run.training.precision == "bf16" else None
 
 
 def _train(trainer: Trainer, resume: bool) -> None:
