@@ -34,9 +34,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def first_half(run: RunSpec) -> None:
-    """Train to the middle and save."""
+    """Train to the middle, evaluate there (which must change nothing), and save."""
     under_way = trainer(run)
     steps(under_way, HALF)
+    under_way.evaluate()
     under_way.save()
     under_way.checkpointer.wait()
 

@@ -132,6 +132,19 @@ def launched(run: Any, tmp_path: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
+def test_torchrun_starts_the_same_program(text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(described(text, tmp_path, {"parallel.data": "zero3"})))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "phalanx.train", str(file), "--set", "training.steps=4"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "held-out loss" in ended.stdout
+    whole = steps(trainer(described(text, tmp_path / "one", {"training.steps": 4})), 4)
+    trained = [record for record in read_metrics(tmp_path / "parity") if "loss" in record]
+    assert [(r["loss"], r["grad_norm"]) for r in trained] == [pytest.approx(step, rel=1e-10) for step in whole]
+
+
 def test_a_signal_ends_the_run_with_a_checkpoint(text: Path, tmp_path: Path) -> None:
     run = described(text, tmp_path, {"training.steps": 100_000, "training.precision": "fp32"})
     process = launched(run, tmp_path)

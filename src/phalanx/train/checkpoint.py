@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.fsdp import FSDPModule
 
 from phalanx.parallel.apply import fill, named_parameters
 from phalanx.spec.errors import UserError
@@ -123,6 +124,9 @@ def newest_checkpoint(directory: Path) -> tuple[Path | None, dict[str, str]]:
 
 def state_tensors(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Parameters, buffers and optimizer state under layout-free names."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # an evaluation leaves parameters gathered: no backward pass came after it
     parameters = dict(named_parameters(module))
     buffers = {name: b for name, b in module.named_buffers() if name in module.state_dict()}
     tensors = {f"model.{name}": tensor.detach() for name, tensor in {**parameters, **buffers}.items()}
