@@ -1,0 +1,211 @@
+"""What Phalanx costs over a plain PyTorch loop, and how fast other trainers are.
+
+    python -m benchmarks.overhead        # prints the tables and writes docs/benchmarks/overhead.md
+
+Two ranks with one thread each train the shapes of `shapes.py` in fp32, first Phalanx and the plain loop in the same
+two processes, a few steps of one and a few of the other in turn; then every trainer in its own two processes, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+from benchmarks.peers.install import PEERS, install
+from benchmarks.peers.launch import Block, Ranks
+from benchmarks.shapes import LAYOUTS, SHAPES
+from phalanx.data.prepare import prepare
+from phalanx.spec.run import DataSpec
+
+OURS, PLAIN = "phalanx_trainer", "plain"
+NAMES = {OURS: "Phalanx", PLAIN: "plain loop", "deepspeed_zero": "DeepSpeed", "olmo_core": "OLMo-core"}
+WARM_UP = 2
+SPEED_GOAL, MEMORY_GOAL = 0.98, 1.05
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "overhead.md"
+
+Round = list[Block]
+"""A few steps of one trainer, by rank."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A trainer's medians over rounds, in tokens per second over all ranks."""
+
+    wall: float
+    cpu_bound: float
+    """Tokens per CPU second of the busiest rank: what the speed would be if nothing waited. It repeats on a machine
+    that others use too."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One shape under one layout."""
+
+    shape: str
+    layout: str
+    together: dict[str, list[Round]]
+    """Phalanx and the plain loop in the same processes; of each its rounds."""
+    apart: dict[str, list[Round]]
+    """Every trainer in processes of its own."""
+
+
+def compare(shape: str, layout: str, data: str, peers: Path, rounds: int, steps: int) -> Comparison:
+    """Time the trainers of one shape and layout."""
+    ours = Path(sys.executable)
+    together = Ranks(ours, shape, layout, data, [OURS, PLAIN])
+    try:
+        pair = in_turn({OURS: together, PLAIN: together}, rounds, steps)
+    finally:
+        together.close()
+    with ExitStack() as stack:
+        apart = {}
+        for name in NAMES:
+            apart[name] = Ranks(ours if name in (OURS, PLAIN) else peers, shape, layout, data, [name])
+            stack.callback(apart[name].close)
+        return Comparison(shape, layout, pair, in_turn(apart, rounds, steps))
+
+
+def in_turn(trainers: dict[str, Ranks], rounds: int, steps: int) -> dict[str, list[Round]]:
+    """So many rounds: in each, every trainer does so many steps, while the others rest."""
+    for name, ranks in trainers.items():
+        ranks.run(name, WARM_UP)
+    taken: dict[str, list[Round]] = {name: [] for name in trainers}
+    for _ in range(rounds):
+        for name, ranks in trainers.items():
+            taken[name].append(ranks.run(name, steps))
+    return taken
+
+
+def round_speed(blocks: Round, tokens: int) -> Speed:
+    """The speed of one round; a step takes as long as its slowest rank."""
+    wall = median(map(max, zip(*(block.seconds for block in blocks), strict=True)))
+    return Speed(tokens / wall, tokens / max(median(block.cpu_seconds) for block in blocks))
+
+
+def speed(rounds: Sequence[Round], tokens: int) -> Speed:
+    """The medians over rounds."""
+    speeds = [round_speed(blocks, tokens) for blocks in rounds]
+    return Speed(median(s.wall for s in speeds), median(s.cpu_bound for s in speeds))
+
+
+def ratio(ours: Sequence[Round], theirs: Sequence[Round]) -> Speed:
+    """Our speed as a share of theirs: the median over neighbouring rounds."""
+    pairs = [(round_speed(a, 1), round_speed(b, 1)) for a, b in zip(ours, theirs, strict=True)]
+    return Speed(median(a.wall / b.wall for a, b in pairs), median(a.cpu_bound / b.cpu_bound for a, b in pairs))
+
+
+def peak_bytes(rounds: Sequence[Round]) -> int:
+    """The most memory that a rank held."""
+    return max(block.peak_bytes for block in rounds[-1])
+
+
+def loss_difference(ours: Sequence[Round], theirs: Sequence[Round]) -> float:
+    """The largest relative difference between the losses of the same steps."""
+    losses = ([loss for blocks in rounds for loss in blocks[0].losses] for rounds in (ours, theirs))
+    return max(abs(a - b) / b for a, b in zip(*losses, strict=True))
+
+
+def overhead_table(results: Sequence[Comparison]) -> str:
+    """Phalanx beside the plain loop, in Markdown."""
+    lines = [
+        "| shape | layout | Phalanx, tokens/s | plain, tokens/s | ratio | ratio of CPU-bound speeds "
+        "| peak memory, Phalanx / plain | losses differ by |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for result in results:
+        tokens = SHAPES[result.shape].tokens
+        ours, plain = result.together[OURS], result.together[PLAIN]
+        share = ratio(ours, plain)
+        memory = peak_bytes(result.apart[OURS]) / peak_bytes(result.apart[PLAIN])
+        lines.append(
+            f"| {result.shape} | {result.layout} | {speed(ours, tokens).wall:,.0f} | {speed(plain, tokens).wall:,.0f} "
+            f"| {share.wall:.3f} | {share.cpu_bound:.3f} | {memory:.3f} | {loss_difference(ours, plain):.0e} |"
+        )
+    return "\n".join(lines)
+
+
+def peers_table(results: Sequence[Comparison]) -> str:
+    """All trainers, in Markdown."""
+    lines = [
+        "| shape | layout | trainer | tokens/s | CPU-bound tokens/s | peak memory of a rank, MB |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for result in results:
+        for name, rounds in result.apart.items():
+            got = speed(rounds, SHAPES[result.shape].tokens)
+            lines.append(
+                f"| {result.shape} | {result.layout} | {NAMES[name]} | {got.wall:,.0f} | {got.cpu_bound:,.0f} "
+                f"| {peak_bytes(rounds) / 1e6:,.0f} |"
+            )
+    return "\n".join(lines)
+
+
+def page(results: Sequence[Comparison], rounds: int, steps: int) -> str:
+    """What is written to docs/."""
+    shapes = "\n".join(
+        f"- `{name}`: {s.layers} layers, width {s.width}, {s.heads} heads ({s.kv_heads} key/value), ffn {s.ffn}, "
+        f"vocabulary {s.vocab:,}; {s.sequences} sequences of {s.sequence} tokens per update, {s.micro_batch} per rank "
+        f"and forward pass."
+        for name, s in SHAPES.items()
+    )
+    return f"""# Overhead: Phalanx beside a plain PyTorch loop and other trainers
+
+## In the same two processes, in turn
+
+{overhead_table(results)}
+
+Goals: a ratio of at least {SPEED_GOAL}, peak memory of at most {MEMORY_GOAL} of the plain loop's (measured apart). The
+ratio is the median over neighbouring rounds. `ddp` is `DistributedDataParallel`; `fsdp` is Phalanx's `zero3` beside
+`fully_shard` of each block and the root with its defaults.
+
+## Each in its own two processes, in turn
+
+{peers_table(results)}
+
+CPU-bound: tokens per CPU second of the busiest rank, which is steady where others use the machine, and does not see
+waiting. `fsdp` is DeepSpeed's ZeRO-3, `ddp` its ZeRO-0.
+
+## How
+
+{shapes}
+- Two ranks of one thread on gloo; fp32, fused AdamW, gradient clipping, no recomputation, untied head; the same
+  batches of the Python library's bytes for all, and the same initial weights for all but OLMo-core, which has its own
+  model. Everyone has the environment that Phalanx's launcher sets.
+- Phalanx runs its trainer's own step with its logs; the plain loop is `benchmarks/peers/plain.py`.
+- {rounds} rounds of {steps} steps of each trainer after {WARM_UP} to warm up; medians of the steps of a round, and of
+  the rounds.
+- torch {version("torch")}, {", ".join(PEERS)}; {platform.machine()}, {os.cpu_count()} cores, Python
+  {platform.python_version()}.
+- Again: `python -m benchmarks.overhead`.
+"""
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser("benchmarks.overhead")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=3, help="steps of a trainer in a round")
+    asked = parser.parse_args()
+    peers = install()
+    data = prepare(DataSpec(tokenizer="bytes")).train
+    results = []
+    for shape in asked.shapes:
+        for layout in asked.layouts:
+            results.append(compare(shape, layout, data, peers, asked.rounds, asked.steps))
+            print(f"\n{overhead_table(results[-1:])}\n\n{peers_table(results[-1:])}", flush=True)
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
+    PAGE.write_text(page(results, asked.rounds, asked.steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The parent's side: start the ranks of one or several trainers, tell them to step, stop them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shapes import RANKS
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # What Phalanx's launcher sets for its ranks: here everyone has it.
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "DS_ACCELERATOR": "cpu",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some steps of a trainer on one rank."""
+
+    seconds: list[float]
+    """Wall time of each step."""
+    cpu_seconds: list[float]
+    """CPU time of the process, all its threads, in each step."""
+    losses: list[float]
+    peak_bytes: int
+    """The most memory the process has held so far, resident."""
+
+
+class Ranks:
+    """Processes that hold trainers ready, and cost nothing while others step."""
+
+    def __init__(self, python: Path, shape: str, layout: str, data: str, trainers: Sequence[str]) -> None:
+        self._log = Path(tempfile.mkstemp(prefix="phalanx-peer-", suffix=".log")[1])
+        self._processes: list[subprocess.Popen[str]] = []
+        self._answers: list[Any] = []
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        for rank in range(RANKS):
+            self._start(rank, port, [str(python), "-m", "benchmarks.peers.rank", shape, layout, data, *trainers])
+        self._read()
+
+    def _start(self, rank: int, port: int, command: list[str]) -> None:
+        read, write = os.pipe()
+        variables = {
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ANSWERS": write, **ENVIRONMENT,
+        }  # fmt: skip
+        with self._log.open("a") as log:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env={**os.environ, **{name: str(value) for name, value in variables.items()}},
+                stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[write], text=True,
+            )  # fmt: skip
+        os.close(write)
+        self._processes.append(process)
+        self._answers.append(os.fdopen(read))
+
+    def run(self, trainer: str, steps: int) -> list[Block]:
+        """Do so many steps of a trainer; what they took, by rank."""
+        for process in self._processes:
+            assert process.stdin
+            process.stdin.write(f"{trainer} {steps}\n")
+            process.stdin.flush()
+        return [Block(**value) for value in self._read()]
+
+    def close(self) -> None:
+        """End the ranks."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._log.unlink(missing_ok=True)
+
+    def _read(self) -> list[Any]:
+        """The next answer of every rank. Raises RuntimeError if one has died."""
+        lines = [answers.readline() for answers in self._answers]
+        if not all(lines):
+            end = self._log.read_text()[-4000:]
+            self.close()
+            raise RuntimeError(f"a rank died:\n{end}")
+        return [json.loads(line) for line in lines]

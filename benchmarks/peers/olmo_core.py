@@ -1,0 +1,62 @@
+"""OLMo-core: its own transformer of the same shape in its own train module, DDP or FSDP2.
+
+Its trainer is left out, and with it what that does between steps (metrics, garbage, callbacks)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from olmo_core.distributed.parallel import DataParallelType
+from olmo_core.nn.transformer import TransformerConfig
+from olmo_core.optim import AdamWConfig
+from olmo_core.train.train_module import TransformerDataParallelConfig, TransformerTrainModuleConfig
+
+from benchmarks.peers.plain import loader
+from benchmarks.peers.rank import Step
+from benchmarks.shapes import OPTIMIZER, STEPS, Shape
+from phalanx.cost.parameters import parameters
+from phalanx.data.indexed import IndexedDataset
+from phalanx.data.loader import prefetch
+
+
+class Recorder:
+    """Stands where the trainer would: keeps the last value of each metric."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Any] = {}
+
+    def record_metric(self, name: str, value: Any, *_: Any, **__: Any) -> None:
+        self.metrics[name] = value
+
+    def record_ce_loss(self, value: Any, *_: Any, **__: Any) -> None:
+        self.metrics["loss"] = value
+
+
+def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
+    model = TransformerConfig.llama_like(
+        d_model=shape.width, n_layers=shape.layers, n_heads=shape.heads, n_kv_heads=shape.kv_heads,
+        vocab_size=shape.vocab, rope_theta=int(shape.model.rope.theta),
+    ).build(init_device="meta")  # fmt: skip
+    assert model.num_params == parameters(shape.model).total
+    module = TransformerTrainModuleConfig(
+        rank_microbatch_size=shape.micro_batch * shape.sequence,
+        max_sequence_length=shape.sequence,
+        optim=AdamWConfig(
+            lr=OPTIMIZER.learning_rate, betas=OPTIMIZER.betas, weight_decay=OPTIMIZER.weight_decay, fused=True
+        ),
+        dp_config=TransformerDataParallelConfig(name=DataParallelType(layout)),
+        max_grad_norm=OPTIMIZER.clip_norm,
+    ).build(model, device=torch.device("cpu"))
+    recorder = Recorder()
+    module._attach_trainer(recorder)
+    batches = prefetch(loader(shape, dataset), 0, STEPS)
+
+    def step() -> float:
+        batch = next(batches)
+        module.zero_grads()
+        module.train_batch({"input_ids": torch.from_numpy(batch.tokens), "labels": torch.from_numpy(batch.targets)})
+        module.optim_step()
+        return float(recorder.metrics["loss"])
+
+    return step

@@ -1,0 +1,34 @@
+"""Phalanx: the whole step of its own trainer, and its logs."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.peers.rank import Step
+from benchmarks.shapes import STEPS, Shape
+from phalanx.data.indexed import IndexedDataset
+from phalanx.data.loader import prefetch
+from phalanx.train.corpus import Corpus
+from phalanx.train.metrics import open_logs
+from phalanx.train.trainer import Trainer
+
+
+def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
+    run = shape.run(layout)
+    directory = Path(tempfile.mkdtemp(prefix="phalanx-overhead-"))
+    corpus = Corpus(dataset, dataset, np.ones(shape.vocab, np.int32))
+    trainer = Trainer(run, corpus, directory, torch.device("cpu"), peak_flops=1e11)
+    batches = prefetch(trainer.loader, 0, STEPS)
+    logs = open_logs(directory, 0, None, run.name, {}) if trainer.is_main else []
+
+    def step() -> float:
+        record = trainer.train_step(batches)
+        for log in logs:
+            log.write(record)
+        return float(record["loss"])
+
+    return step

@@ -1,0 +1,69 @@
+"""What every trainer of the comparison trains: two models, their batches on two ranks, one optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import DataSpec, OptimizerSpec, RunSpec, TrainingSpec
+
+RANKS = 2
+LAYOUTS = {"ddp": "ddp", "fsdp": "zero3"}
+"""What every trainer here has, and what Phalanx calls it."""
+OPTIMIZER = OptimizerSpec(learning_rate=1e-3, warmup_steps=0, decay="none")
+SEED = 1234
+STEPS = 1_000_000
+"""More than anyone does."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama-like model in fp32 and its batch."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    micro_batch: int
+    """Sequences per rank in one forward pass."""
+    sequences: int
+    """Sequences in one optimizer update, over all ranks."""
+    sequence: int = 512
+
+    @cached_property
+    def model(self) -> ModelSpec:
+        return ModelSpec(
+            layers=self.layers, width=self.width, heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn,
+            vocab=self.vocab, context=self.sequence,
+        )  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one optimizer update, over all ranks."""
+        return self.sequences * self.sequence
+
+    @property
+    def accumulation(self) -> int:
+        return self.sequences // RANKS // self.micro_batch
+
+    def run(self, layout: str) -> RunSpec:
+        """The same as a run of ours."""
+        return RunSpec(
+            model=self.model,
+            data=DataSpec(mask_documents=False),
+            training=TrainingSpec(
+                steps=STEPS, sequence=self.sequence, tokens_per_step=self.tokens, precision="fp32", seed=SEED
+            ),
+            optimizer=OPTIMIZER,
+            parallel=Layout(data=LAYOUTS[layout], micro_batch=self.micro_batch),
+        )
+
+
+SHAPES = {
+    "tiny": Shape(layers=6, width=256, heads=16, kv_heads=16, ffn=768, vocab=2048, micro_batch=4, sequences=16),
+    "small": Shape(layers=8, width=512, heads=8, kv_heads=4, ffn=1536, vocab=8192, micro_batch=2, sequences=8),
+}
