@@ -39,9 +39,7 @@ def by_definition(train: list[bytes], held_out: list[bytes], context: int) -> fl
 
 @pytest.mark.parametrize("context", range(7))
 def test_equals_the_definition(context: int) -> None:
-    assert witten_bell(TRAIN, HELD_OUT, context) == pytest.approx(
-        by_definition(TRAIN, HELD_OUT, context), rel=1e-12
-    )
+    assert witten_bell(TRAIN, HELD_OUT, context) == pytest.approx(by_definition(TRAIN, HELD_OUT, context), rel=1e-12)
 
 
 def test_knows_nothing_of_bytes_it_never_saw() -> None:

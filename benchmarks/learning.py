@@ -1,0 +1,117 @@
+"""What the demo learns, beside what counting knows: held-out bits per byte and the seconds they took.
+
+python -m benchmarks.learning        # runs the demo, prints the table and writes docs/benchmarks/learning.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.ngram import witten_bell
+from phalanx.cost.parameters import parameters
+from phalanx.data.corpus import documents, split
+from phalanx.spec.load import load_run
+from phalanx.spec.run import RunSpec
+from phalanx.train.metrics import Record, read_metrics
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "examples" / "demo.toml"
+CONTEXTS = (3, 5)
+GOAL = 1.60
+PAGE = ROOT / "docs" / "benchmarks" / "learning.md"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    model: str
+    bits_per_byte: float
+    seconds: float
+    """From nothing but text (for the demo: tokens) to the result, by the clock."""
+
+
+def read_split(run: RunSpec) -> tuple[list[bytes], list[bytes]]:
+    """The texts that a run trains on and those that it holds out."""
+    train: list[bytes] = []
+    held_out: list[bytes] = []
+    for document in documents(run.data.train, run.data.text_key):
+        side = held_out if split(document.name, run.data.held_out_fraction) else train
+        side.append(document.text.encode())
+    return train, held_out
+
+
+def count(train: list[bytes], held_out: list[bytes], context: int) -> Row:
+    """The n-gram model's row."""
+    begun = time.perf_counter()
+    bits = witten_bell(train, held_out, context)
+    return Row(f"Witten-Bell, {context} bytes of context", bits, time.perf_counter() - begun)
+
+
+def train(run: RunSpec, nproc: int) -> tuple[Row, list[Record]]:
+    """The demo's row, and its metrics."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-learning-") as out:
+        begun = time.perf_counter()
+        command = [sys.executable, "-m", "phalanx", "train", str(DEMO), "--nproc", str(nproc), "--set", f"out={out}"]
+        subprocess.run(command, check=True)
+        seconds = time.perf_counter() - begun
+        metrics = read_metrics(Path(out) / run.name)
+    bits = [record["held_out_bits_per_byte"] for record in metrics if "held_out_bits_per_byte" in record]
+    return Row(f"the demo, {parameters(run.model).total / 1e6:.1f} M parameters", bits[-1], seconds), metrics
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows in Markdown."""
+    lines = ["| model | bits per byte | seconds |", "|---|---:|---:|"]
+    lines += [f"| {row.model} | {row.bits_per_byte:.4f} | {row.seconds:.0f} |" for row in rows]
+    return "\n".join(lines)
+
+
+def page(rows: Sequence[Row], run: RunSpec, metrics: Sequence[Record], sizes: tuple[int, int], nproc: int) -> str:
+    """What is written to docs/."""
+    steps = [record["step_seconds"] for record in metrics if "step_seconds" in record]
+    return f"""# Learning: held-out bits per byte of the demo
+
+{table(rows)}
+
+- The goal is to beat five bytes of context, and {GOAL:.2f}.
+- The text is the Python {platform.python_version()} library's own source, the same for every row: {sizes[0] / 1e6:.1f} MB to
+  learn from, {sizes[1] / 1e6:.2f} MB held out by file.
+- The n-gram model (`benchmarks/ngram.py`) has counted all of the training text, on one thread. A file begins after a
+  start symbol that is part of the context, and every held-out byte is predicted.
+- The demo (`examples/demo.toml`) takes {len(steps)} steps of {run.training.tokens_per_step:,} tokens, {sum(steps):.0f} s
+  on {nproc} ranks; its seconds are of the whole command, with its start, evaluation and sample. Its bits are over the
+  bytes of all held-out tokens but the first; ends of documents have to be predicted too.
+- Machine: {platform.machine()}, {os.cpu_count()} cores, torch {version("torch")}.
+- Again: `python -m benchmarks.learning`.
+"""
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser("benchmarks.learning")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks of the demo")
+    nproc = parser.parse_args().nproc
+    run = load_run(DEMO)
+    texts = read_split(run)
+    rows = [count(*texts, context) for context in CONTEXTS]
+    demo, metrics = train(run, nproc)
+    rows.append(demo)
+    print(table(rows))
+    sizes = (sum(map(len, texts[0])), sum(map(len, texts[1])))
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
+    PAGE.write_text(page(rows, run, metrics, sizes, nproc))
+
+
+if __name__ == "__main__":
+    main()
