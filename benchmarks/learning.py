@@ -90,8 +90,8 @@ def page(rows: Sequence[Row], run: RunSpec, metrics: Sequence[Record], sizes: tu
 - The n-gram model (`benchmarks/ngram.py`) has counted all of the training text, on one thread. A file begins after a
   start symbol that is part of the context, and every held-out byte is predicted.
 - The demo (`examples/demo.toml`) takes {len(steps)} steps of {run.training.tokens_per_step:,} tokens,
-  {sum(steps):.0f} s on {nproc} ranks; its seconds are of the whole command, with its start, evaluation and sample. Its bits are over the
-  bytes of all held-out tokens but the first; ends of documents have to be predicted too.
+  {sum(steps):.0f} s on {nproc} ranks; its seconds are of the whole command, with its start, evaluation and sample.
+  Its bits are over the bytes of all held-out tokens but the first; ends of documents have to be predicted too.
 - Machine: {platform.machine()}, {os.cpu_count()} cores, torch {version("torch")}.
 - Again: `python -m benchmarks.learning`.
 """

@@ -5,13 +5,13 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from benchmarks.peers.rank import Step
 from benchmarks.shapes import STEPS, Shape
 from phalanx.data.indexed import IndexedDataset
 from phalanx.data.loader import prefetch
+from phalanx.data.tokenizer import byte_tokenizer
 from phalanx.train.corpus import Corpus
 from phalanx.train.metrics import open_logs
 from phalanx.train.trainer import Trainer
@@ -20,7 +20,7 @@ from phalanx.train.trainer import Trainer
 def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
     run = shape.run(layout)
     directory = Path(tempfile.mkdtemp(prefix="phalanx-overhead-"))
-    corpus = Corpus(dataset, dataset, np.ones(shape.vocab, np.int32))
+    corpus = Corpus(dataset, dataset, byte_tokenizer())
     trainer = Trainer(run, corpus, directory, torch.device("cpu"), peak_flops=1e11)
     batches = prefetch(trainer.loader, 0, STEPS)
     logs = open_logs(directory, 0, None, run.name, {}) if trainer.is_main else []
