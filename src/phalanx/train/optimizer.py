@@ -15,7 +15,8 @@ from phalanx.train.muon import Muon
 def learning_rate_ratio(spec: OptimizerSpec, step: int, steps: int) -> float:
     """The learning rate of `step` (from 0) as a share of the peak: a linear warm-up, then `spec.decay`.
 
-    wsd (arXiv 2404.06395) stays at the peak and falls linearly in the last `decay_fraction` of the steps.
+    wsd (arXiv 2404.06395) stays at the peak and falls linearly in the last `decay_fraction` of the steps, or since the
+    warm-up where that leaves fewer.
     """
     if step < spec.warmup_steps:
         return (step + 1) / spec.warmup_steps
@@ -27,8 +28,8 @@ def learning_rate_ratio(spec: OptimizerSpec, step: int, steps: int) -> float:
     elif spec.decay == "linear":
         fall = progress
     else:
-        begin = 1 - spec.decay_fraction * steps / max(1, steps - spec.warmup_steps)
-        fall = max(0.0, (progress - begin) / (1 - begin))
+        falling = min(spec.decay_fraction * steps, steps - spec.warmup_steps)
+        fall = max(0.0, 1 - (steps - step) / falling)
     return 1.0 - (1.0 - spec.min_ratio) * fall
 
 
