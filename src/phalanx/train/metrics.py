@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,31 +14,41 @@ from phalanx.spec.errors import UserError
 
 Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
+WANDB_ID_FILE = "wandb.id"
 
 
 class Log(Protocol):
     """Takes one record: a step's, an evaluation's."""
 
-    def write(self, record: Record) -> None: ...
+    def write(self, record: Record) -> None:
+        """Keep a record. Steps rise; an evaluation may have the step of the record before it."""
 
-    def close(self) -> None: ...
+    def close(self, failed: bool = False) -> None:
+        """End the log. Safe after a failed write, and more than once."""
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object a line, flushed at once."""
+    """metrics.jsonl: one JSON object a line, flushed at once. JSON has no NaN or infinity: they are written as null."""
 
     def __init__(self, path: Path, after_step: int) -> None:
         """On resume, lines of steps that will be done again are dropped."""
         kept = [line for line in _lines(path) if json.loads(line)["step"] <= after_step]
-        path.write_text("".join(kept))
+        aside = path.with_suffix(".partial")  # a kill while the file is rewritten must not lose it
+        with aside.open("w") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
         self._file = path.open("a")
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        finite = {name: None if _not_finite(value) else value for name, value in record.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
-        self._file.close()
+    def close(self, failed: bool = False) -> None:
+        with suppress(OSError):  # of a write that failed before: every other is flushed
+            self._file.close()
 
 
 class TensorBoard:
@@ -50,42 +64,67 @@ class TensorBoard:
             if isinstance(value, int | float) and name != "step":
                 self._writer.add_scalar(name, value, record["step"])
 
-    def close(self) -> None:
-        self._writer.close()
+    def close(self, failed: bool = False) -> None:
+        with suppress(OSError):  # of a write that failed before, in the writer's thread
+            self._writer.close()
 
 
 class WeightsAndBiases:
-    """The optional service (`pip install phalanx[wandb]`)."""
+    """The optional service. Its run has the run directory's own id, so that `--resume` continues it; steps that are
+    done again it knows already, and keeps."""
 
-    def __init__(self, project: str, name: str, config: Record) -> None:
+    def __init__(self, project: str, name: str, directory: Path, config: Record) -> None:
         import wandb
 
-        self._run = wandb.init(project=project, name=name, config=config, resume="allow")
+        try:
+            self._run = wandb.init(
+                project=project, name=name, id=wandb_id(directory), resume="allow", dir=str(directory), config=config
+            )
+        except wandb.Error as error:
+            raise UserError(
+                "metrics.wandb", project, f"cannot be opened: {error}",
+                "run `wandb login`, set WANDB_MODE=offline, or remove it",
+            ) from None  # fmt: skip
 
     def write(self, record: Record) -> None:
         self._run.log(record, step=record["step"])
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool = False) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+def wandb_id(directory: Path) -> str:
+    """The W&B id of a run directory, made at first and kept in it."""
+    file = directory / WANDB_ID_FILE
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex[:16])
+    return file.read_text()
 
 
 def open_logs(directory: Path, after_step: int, wandb: str | None, name: str, config: Record) -> list[Log]:
-    """The logs of a run; `after_step` is the last step of the checkpoint it resumes from, 0 for a fresh one."""
-    logs: list[Log] = [
-        JsonLines(directory / METRICS_FILE, after_step),
-        TensorBoard(directory / "tensorboard", after_step),
-    ]
-    if wandb:
+    """The logs of a run; `after_step` is the last step of the checkpoint it resumes from, 0 for a fresh one.
+
+    Raises UserError, with nothing opened, if W&B is asked for and cannot be had.
+    """
+    logs: list[Log] = []
+    if wandb is not None:
         try:
-            logs.append(WeightsAndBiases(wandb, name, config))
+            logs.append(WeightsAndBiases(wandb, name, directory, config))
         except ImportError:
-            raise UserError("metrics.wandb", wandb, "wandb is not installed", "pip install 'phalanx[wandb]'") from None
+            problem = "needs wandb, which is not installed"
+            raise UserError("metrics.wandb", wandb, problem, "pip install -e '.[wandb]'") from None
+    logs.append(JsonLines(directory / METRICS_FILE, after_step))
+    logs.append(TensorBoard(directory / "tensorboard", after_step))
     return logs
 
 
 def read_metrics(directory: Path) -> list[Record]:
-    """All records of a run directory, in order."""
+    """All records of a run directory, in order. A number that was not finite is None."""
     return [json.loads(line) for line in _lines(directory / METRICS_FILE)]
+
+
+def _not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _lines(path: Path) -> list[str]:

@@ -1,0 +1,121 @@
+"""What a run writes down survives: numbers that are not finite, kills, resumes, and full disks."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from phalanx.spec.errors import UserError
+from phalanx.train.metrics import METRICS_FILE, JsonLines, open_logs, read_metrics, wandb_id
+
+
+def written(directory: Path, steps: range, after_step: int = 0) -> None:
+    logs = open_logs(directory, after_step, None, "run", {})
+    for step in steps:
+        for log in logs:
+            log.write({"step": step, "loss": float(step)})
+    for log in logs:
+        log.close()
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / METRICS_FILE, 0)
+    log.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "mfu": -math.inf, "tokens": 3})
+    log.close()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    strict = json.loads((tmp_path / METRICS_FILE).read_text(), parse_constant=refuse)
+    assert strict == {"step": 1, "loss": None, "grad_norm": None, "mfu": None, "tokens": 3}
+    assert read_metrics(tmp_path) == [strict]
+
+
+def test_a_resumed_run_drops_the_steps_it_does_again(tmp_path: Path) -> None:
+    written(tmp_path, range(1, 8))
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"step": 8, "lo')  # half a line, of a run that was killed
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+    written(tmp_path, range(5, 10), after_step=4)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("loss")] == [(step, step) for step in range(1, 10)]
+
+
+def test_a_kill_while_the_file_is_rewritten_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, range(1, 8))
+    before = read_metrics(tmp_path)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for moment in ("fsync", "replace"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, moment, killed)
+            patched.setattr(Path, moment, killed, raising=False)
+            with pytest.raises(KeyboardInterrupt):
+                JsonLines(tmp_path / METRICS_FILE, 4)
+        assert read_metrics(tmp_path) == before
+    JsonLines(tmp_path / METRICS_FILE, 4).close()
+    assert read_metrics(tmp_path) == before[:4]
+
+
+def test_logs_close_after_a_write_that_failed_and_twice(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full, the disk that is always full")
+    log = JsonLines(tmp_path / METRICS_FILE, 0)
+    log._file.close()
+    log._file = Path("/dev/full").open("a")  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left"):
+        log.write({"step": 1})
+    written(tmp_path, range(0))
+    for each in (log, *open_logs(tmp_path, 0, None, "run", {})):
+        each.close(failed=True)
+        each.close()
+
+
+def test_wandb_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any) -> Any:
+        if name == "wandb":
+            raise ImportError(name)
+        return real(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError) as caught:
+        open_logs(tmp_path, 0, "project", "run", {})
+    assert (caught.value.field, caught.value.value) == ("metrics.wandb", "project")
+    assert caught.value.fix == "pip install -e '.[wandb]'"
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_wandb_id_is_the_directory_s(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    assert wandb_id(tmp_path) == wandb_id(tmp_path)
+    assert wandb_id(tmp_path) != wandb_id(tmp_path / "other")
+
+
+def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install -e '.[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for failed in (True, False):
+        log, *others = open_logs(tmp_path, 0, "phalanx-test", "run", {"steps": 3})
+        log.write({"step": 1, "loss": math.nan})
+        for each in (log, *others):
+            each.close(failed)
+            each.close(failed)
+    runs = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert {run.name for run in runs} == {f"run-{wandb_id(tmp_path)}.wandb"}
+    (tmp_path / "refused").mkdir()
+    with pytest.raises(UserError, match="wandb login"):  # W&B allows no slash in a project
+        open_logs(tmp_path / "refused", 0, "phalanx/test", "run", {})
+    assert not (tmp_path / "refused" / METRICS_FILE).exists()
