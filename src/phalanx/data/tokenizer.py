@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.tokenizer import BYTES_TOKENIZER, BYTES_VOCAB, END_OF_TEXT
 
-END_OF_TEXT = "<|endoftext|>"
 END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
-BYTES_VOCAB = 257
 FIELD = "data.tokenizer"
 
 # A pretoken is a line with the indent of the next, so that merges reach over words ("if not ", "):\n        "), as in
@@ -74,7 +73,7 @@ class Tokenizer:
 
     def to_json(self) -> str:
         """What `save` writes and `load_tokenizer` reads."""
-        return '{"type": "bytes"}\n' if self.model is None else str(self.model.to_str(pretty=True))
+        return json.dumps(BYTES_TOKENIZER) + "\n" if self.model is None else str(self.model.to_str(pretty=True))
 
     def save(self, path: str | Path) -> None:
         """Write tokenizer.json; the byte tokenizer's is {"type": "bytes"}."""
@@ -98,7 +97,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         table = json.loads(text)
     except ValueError:
         raise _not_a_tokenizer(path, "is not JSON") from None
-    if table == {"type": "bytes"}:
+    if table == BYTES_TOKENIZER:
         return byte_tokenizer()
     if not isinstance(table, dict) or "model" not in table:
         raise _not_a_tokenizer(path, "is not a tokenizer: it has no model")

@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 
 from phalanx.spec.errors import UserError
-
-BYTES = {"type": "bytes"}
-END_OF_TEXT = "<|endoftext|>"
+from phalanx.spec.tokenizer import BYTES_TOKENIZER, END_OF_TEXT
 
 
 def hf_tokenizer_files(path: Path, end: int | None, context: int) -> dict[str, str]:
@@ -20,7 +18,7 @@ def hf_tokenizer_files(path: Path, end: int | None, context: int) -> dict[str, s
 
     try:
         text = path.read_text(encoding="utf-8")
-        text = byte_tokenizer_json() if json.loads(text) == BYTES else text
+        text = byte_tokenizer_json() if json.loads(text) == BYTES_TOKENIZER else text
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the bindings raise bare Exception
         raise UserError("tokenizer", str(path), f"cannot be read: {error}", "give a tokenizer.json") from None
