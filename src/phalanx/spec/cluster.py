@@ -17,6 +17,7 @@ class Cluster(Spec):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What computes: auto takes the GPU that is there, else the CPU."""
     nodes: int = Field(1, gt=0)
+    """Machines of the run, each with as many ranks; more than one are started with torchrun."""
     nproc: int | None = Field(None, gt=0, examples=[2])
     """Ranks per node; by default one per GPU, and on a CPU one. `--nproc` overrides it."""
     peak_flops: float | None = Field(None, gt=0, examples=[1e12])

@@ -39,15 +39,15 @@ class Layout(Spec):
     """Pipeline stages on each rank (interleaved)."""
     micro_batch: int | None = Field(None, gt=0, examples=[4])
     """Sequences per rank in one forward pass. By default the largest that divides the rank's share of a step and
-    holds at most 16,384 tokens."""
+    holds at most 16,384 tokens and 2 GiB of logits (fp32, tokens x vocabulary)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none; attention only (selective); whole blocks (full)."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where parameters and optimizer state rest between uses."""
     bucket_mb: float = Field(25.0, gt=0)
-    """Gradient bucket of DDP, in MiB."""
+    """Gradient bucket of DDP, in MiB; other ways of `data` have none."""
     static_graph: bool = False
-    """Tell DDP that every step uses the same parameters."""
+    """Tell DDP that every step uses the same parameters; not with accumulation."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,15 @@ class Degrees:
     apart, tensor-parallel ranks sit next to each other."""
 
     pp: int
+    """Pipeline stages."""
     dp_replicate: int
+    """Copies of the model (its shards together count as one)."""
     dp_shard: int
+    """Ranks that share one sharded copy."""
     cp: int
+    """Ranks that share one sequence."""
     tp: int
+    """Ranks that share one matrix product."""
 
     @property
     def dp(self) -> int:
@@ -68,6 +73,7 @@ class Degrees:
 
     @property
     def world_size(self) -> int:
+        """All ranks of the run."""
         return self.pp * self.dp * self.cp * self.tp
 
 
@@ -100,11 +106,17 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
 
 
 def refuse_unrunnable(layout: Layout) -> None:
-    """Raise UserError for a described value that training cannot run yet."""
+    """Raise UserError for a value that training cannot run yet, or that means nothing in this layout."""
     if layout.data not in RUNNABLE_DATA:
         raise UserError("parallel.data", layout.data, NOT_YET, f"runs today: {', '.join(RUNNABLE_DATA)}")
     for axis in ("tp", "pp", "cp", "ep", "virtual_stages"):
         if getattr(layout, axis) != 1:
             raise UserError(f"parallel.{axis}", getattr(layout, axis), NOT_YET, f"set parallel.{axis} = 1")
-    if layout.offload != "none":
-        raise UserError("parallel.offload", layout.offload, NOT_YET, 'set parallel.offload = "none"')
+    for field, runs in (("schedule", "1f1b"), ("offload", "none")):
+        if getattr(layout, field) != runs:
+            raise UserError(f"parallel.{field}", getattr(layout, field), NOT_YET, f'set parallel.{field} = "{runs}"')
+    if layout.static_graph and layout.data != "ddp":
+        raise UserError(
+            "parallel.static_graph", True, f'has no meaning with parallel.data = "{layout.data}"',
+            'remove it, or set parallel.data = "ddp"',
+        )  # fmt: skip

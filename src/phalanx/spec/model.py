@@ -21,9 +21,13 @@ class RopeSpec(Spec):
     original_context: int = Field(8192, gt=0)
     """Context of the first training, in tokens (llama3, yarn)."""
     low_freq_factor: float = 1.0
+    """Frequencies that turn less often than this within the original context are stretched whole (llama3)."""
     high_freq_factor: float = 4.0
+    """Frequencies that turn more often than this within the original context are kept (llama3)."""
     beta_fast: float = 32.0
+    """Turns within the original context from which on a frequency is kept (yarn)."""
     beta_slow: float = 1.0
+    """Turns within the original context below which a frequency is stretched whole (yarn)."""
 
 
 class MoESpec(Spec):
@@ -76,6 +80,7 @@ class ModelSpec(Spec):
     width: int = Field(gt=0)
     """Width of the residual stream (D)."""
     layers: int = Field(gt=0)
+    """Blocks of attention and MLP (L)."""
     heads: int = Field(gt=0)
     """Query heads (H)."""
     kv_heads: int = Field(0, ge=0)
@@ -87,10 +92,15 @@ class ModelSpec(Spec):
     context: int = Field(gt=0)
     """Longest sequence the model is made for, in tokens."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Before attention, before the MLP, and before the head."""
     norm_eps: float = Field(1e-5, gt=0)
+    """Added to the variance that a norm divides by."""
     activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    """Of the MLP: gated (swiglu: three matrices), or plain GELU, exact or by tanh (GPT-2)."""
     positions: Literal["rope", "learned"] = "rope"
+    """Rotary (rope), or an embedding learned for each of `context` positions (GPT-2)."""
     rope: RopeSpec = RopeSpec()
+    """The rotary embedding's numbers."""
     bias: bool = False
     """Biases in every linear layer but the head (GPT-2); not with SwiGLU."""
     qk_norm: Literal["none", "head", "full"] = "none"
@@ -98,6 +108,7 @@ class ModelSpec(Spec):
     tied: bool = False
     """Whether the head uses the embedding's matrix."""
     moe: MoESpec | None = None
+    """Experts in place of the MLP; without this table there are none."""
 
     @model_validator(mode="before")
     @classmethod

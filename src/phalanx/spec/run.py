@@ -11,8 +11,11 @@ from phalanx.spec.base import Spec, require
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.layout import Layout, degrees
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.tokenizer import BYTES_VOCAB
 
+# A micro-batch by default: large enough to keep a device busy, with logits that leave memory for the rest.
 MICRO_BATCH_TOKENS = 16_384
+LOGITS_BYTES = 2**31
 
 
 class DataSpec(Spec):
@@ -29,7 +32,7 @@ class DataSpec(Spec):
     """Field of a JSONL line or Parquet row that holds the text."""
     tokenizer: str = "bpe"
     """"bpe" trains one on the text; "bytes"; or the path of a Hugging Face tokenizer.json."""
-    tokenizer_vocab: int = Field(2048, ge=257)
+    tokenizer_vocab: int = Field(2048, ge=BYTES_VOCAB)
     """Vocabulary of the BPE that `tokenizer = "bpe"` trains."""
     streaming: bool = False
     """Tokenize while training instead of once before it. Every rank then reads all the text."""
@@ -40,6 +43,8 @@ class DataSpec(Spec):
 
 
 class TrainingSpec(Spec):
+    """How long, on how many tokens at a time, and in which arithmetic."""
+
     steps: int = Field(1000, gt=0)
     """Optimizer updates."""
     sequence: int = Field(256, gt=1)
@@ -49,6 +54,7 @@ class TrainingSpec(Spec):
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
     """bf16 computes in bf16 over fp32 parameters, gradients and optimizer state; fp64 is for proofs."""
     seed: int = Field(1234, ge=0)
+    """Decides initial weights and the order of the text: the same seed gives the same run in every layout."""
     compile: bool = False
     """Compile each block with torch.compile."""
     max_bad_steps: int = Field(5, gt=0)
@@ -58,6 +64,8 @@ class TrainingSpec(Spec):
 
 
 class OptimizerSpec(Spec):
+    """The optimizer, and its learning rate over the steps."""
+
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     """muon uses Muon for the matrices inside blocks and AdamW for the rest."""
     learning_rate: float = Field(3e-3, gt=0)
@@ -67,21 +75,26 @@ class OptimizerSpec(Spec):
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled decay of matrices; vectors are not decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """How much AdamW keeps of its running means of gradients and of their squares."""
     eps: float = Field(1e-8, gt=0)
+    """Added to the denominator of AdamW's update."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Momentum of SGD and Muon."""
     clip_norm: float = Field(1.0, ge=0)
     """Largest norm of the whole gradient; 0 does not clip."""
     warmup_steps: int = Field(50, ge=0)
+    """Steps in which the learning rate rises linearly to its peak."""
     decay: Literal["cosine", "linear", "wsd", "none"] = "cosine"
     """After warm-up: cosine or linear to the end, or warm-up, stable, decay (wsd, arXiv 2404.06395)."""
     decay_fraction: float = Field(0.2, gt=0, le=1)
-    """Share of the steps in which wsd decays."""
+    """Share of the steps in which wsd decays; never more than warm-up leaves."""
     min_ratio: float = Field(0.1, ge=0, le=1)
     """Learning rate at the end as a share of the peak."""
 
 
 class EvaluationSpec(Spec):
+    """When the held-out loss is measured, and on how much text."""
+
     every: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates at the end only."""
     tokens: int = Field(0, ge=0)
@@ -91,17 +104,21 @@ class EvaluationSpec(Spec):
 
 
 class CheckpointSpec(Spec):
-    every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0 saves at the end only."""
+    """How often the run is saved, so that `--resume` can continue it."""
+
+    every: int = Field(500, ge=0)
+    """Steps between checkpoints, beside the one at the end; 0 saves at the end (or when stopped) only."""
     keep: int = Field(2, gt=0)
     """Newest complete checkpoints to keep."""
 
 
 class MetricsSpec(Spec):
+    """What is written down of each step, and where."""
+
     every: int = Field(1, gt=0)
     """Steps between lines of metrics.jsonl."""
     wandb: str | None = Field(None, examples=["phalanx"])
-    """Project to log to in Weights & Biases (`pip install phalanx[wandb]`)."""
+    """Project to log to in Weights & Biases (`pip install -e '.[wandb]'`)."""
 
 
 class RunSpec(Spec):
@@ -112,14 +129,23 @@ class RunSpec(Spec):
     out: str = "runs"
     """Directory in which run directories are made."""
     model: ModelSpec
+    """What is trained."""
     data: DataSpec = DataSpec()
+    """What it learns from."""
     training: TrainingSpec = TrainingSpec()
+    """How long, and in which arithmetic."""
     optimizer: OptimizerSpec = OptimizerSpec()
+    """How weights follow gradients."""
     parallel: Layout = Layout()
+    """How the work is laid over ranks."""
     cluster: Cluster = Cluster()
+    """What it runs on."""
     evaluation: EvaluationSpec = EvaluationSpec()
+    """When the held-out loss is measured."""
     checkpoint: CheckpointSpec = CheckpointSpec()
+    """How often the run is saved."""
     metrics: MetricsSpec = MetricsSpec()
+    """What is written down."""
 
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
@@ -128,6 +154,11 @@ class RunSpec(Spec):
         require(
             training.tokens_per_step % training.sequence == 0, "training.tokens_per_step", training.tokens_per_step,
             f"is not a multiple of training.sequence ({training.sequence})", f"use {whole}",
+        )  # fmt: skip
+        require(
+            self.model.from_hf is None or self.data.tokenizer != "bpe", "data.tokenizer", self.data.tokenizer,
+            "would be trained anew, and the weights of model.from_hf know other tokens",
+            "give the path of the tokenizer.json that belongs to them",
         )  # fmt: skip
         if self.model.positions == "learned":
             require(
@@ -159,7 +190,7 @@ class Batch:
 def batch(run: RunSpec, world_size: int) -> Batch:
     """Cut a step's tokens over the ranks: global batch = micro-batch x ranks x accumulation.
 
-    Raises UserError if they cannot be cut evenly.
+    Raises UserError if they cannot be cut evenly, or the layout cannot run them so.
     """
     dp = degrees(run.parallel, world_size).dp
     sequences = run.training.tokens_per_step // run.training.sequence
@@ -170,11 +201,17 @@ def batch(run: RunSpec, world_size: int) -> Batch:
         f"use training.tokens_per_step = {nearest}",
     )  # fmt: skip
     share = sequences // dp
-    limit = max(1, MICRO_BATCH_TOKENS // run.training.sequence)
+    tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (4 * run.model.vocab))
+    limit = max(1, tokens // run.training.sequence)
     fits = [n for n in range(1, share + 1) if share % n == 0]
     micro_batch = run.parallel.micro_batch or max((n for n in fits if n <= limit), default=1)
     require(
         share % micro_batch == 0, "parallel.micro_batch", micro_batch,
         f"does not divide the {share} sequences that each rank has per step", f"use one of {', '.join(map(str, fits))}",
+    )  # fmt: skip
+    require(
+        not run.parallel.static_graph or dp == 1 or micro_batch == share, "parallel.static_graph", True,
+        f"fails in PyTorch (issue 143580) with accumulation, here of {share // micro_batch} micro-batches",
+        f"remove it, or set parallel.micro_batch = {share}",
     )  # fmt: skip
     return Batch(sequences=sequences, dp=dp, micro_batch=micro_batch, accumulation=share // micro_batch)
