@@ -121,7 +121,7 @@ def test_an_extra_that_is_not_installed(tmp_path, monkeypatch, source, package):
     monkeypatch.setattr(sys, "meta_path", [Missing(package), *sys.meta_path])
     with pytest.raises(UserError, match=f"needs {package}, which is not installed") as caught:
         list(documents([source]))
-    assert caught.value.fix == "pip install 'phalanx[data]'"
+    assert caught.value.fix == "pip install -e '.[data]'"
 
 
 class Missing:

@@ -185,7 +185,6 @@ def test_an_export_appears_whole_or_not_at_all(build, tmp_path):
     (tmp_path / "x").mkdir()
     exported(model, tmp_path / "x")
     refused(lambda: exported(model, tmp_path / "x"), "not empty")
-    exported(model, tmp_path / "x", replace=True)
     parameters.pop("norm.weight")
     refused(lambda: export_hf(model.spec, parameters, tmp_path / "y"), "norm.weight", "missing")
     refused(lambda: exported(model, tmp_path / "y", dtype="fp8"), "fp32, bf16")

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.tokenizer import BYTES_VOCAB
+from phalanx.train.progress import SECONDS_BETWEEN_LINES
 
 if TYPE_CHECKING:
     from phalanx.data.encode import Counts, Progress
@@ -28,7 +30,6 @@ Sources = Annotated[
 TextKey = Annotated[str, typer.Option(help="Field of a JSONL line or Parquet row that holds the text.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
-SECONDS_BETWEEN_LINES = 10
 
 
 @app.command()
@@ -73,7 +74,7 @@ def prepare(
 def tokenizer(
     sources: Sources,
     out: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],
-    vocab: Annotated[int, typer.Option(help="Ids in the vocabulary, at most.", min=257)] = 2048,
+    vocab: Annotated[int, typer.Option(help="Ids in the vocabulary, at most.", min=BYTES_VOCAB)] = 2048,
     text_key: TextKey = "text",
     force: Force = False,
     json_: Json = False,
@@ -180,7 +181,7 @@ def _progress(total_bytes: int | None) -> Iterator[Progress]:
 
 
 class _Lines:
-    """Prints the counts every ten seconds."""
+    """Prints the counts every SECONDS_BETWEEN_LINES."""
 
     def __init__(self, show: Any) -> None:
         self.show, self.next = show, time.monotonic() + SECONDS_BETWEEN_LINES

@@ -212,7 +212,7 @@ def _extra(module: str, field: str, source: str) -> Any:
     except ImportError:
         package = module.partition(".")[0]
         raise UserError(
-            field, source, f"needs {package}, which is not installed", "pip install 'phalanx[data]'"
+            field, source, f"needs {package}, which is not installed", "pip install -e '.[data]'"
         ) from None
 
 

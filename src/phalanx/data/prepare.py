@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.data.corpus import Document, documents, parts, read, split
-from phalanx.data.encode import Progress, disk_error, limit_threads, write_pairs
+from phalanx.data.encode import Progress, disk_error, write_pairs
 from phalanx.data.indexed import IndexedDataset, cut_tail, prefix_of
 from phalanx.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
@@ -38,15 +38,14 @@ class Prepared:
     """Path of the tokenizer.json."""
 
 
-def prepare(data: DataSpec, progress: Progress | None = None, workers: int = 0) -> Prepared:
-    """Tokenize what `data` describes, unless an earlier run did; `workers` threads (0: one per core).
+def prepare(data: DataSpec, progress: Progress | None = None) -> Prepared:
+    """Tokenize what `data` describes, unless an earlier run did.
 
     The cache's key is the names, sizes and times of all files (of a dataset on the hub, the name only), the
     tokenizer and the split. An entry is complete or absent: it is written aside and renamed, and of two runs
     at once the first wins. Raises UserError for anything wrong with the sources, the tokenizer or the cache.
     """
     check(data)
-    limit_threads(workers)
     cache = Path(data.cache).expanduser()
     final = cache / _fingerprint(data)
     try:

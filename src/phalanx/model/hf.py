@@ -124,19 +124,17 @@ def export_hf(
     end: int | None = None,
     dtype: str = "fp32",
     shard_bytes: int = SHARD_BYTES,
-    replace: bool = False,
 ) -> None:
     """Write a directory that transformers' AutoModelForCausalLM and AutoTokenizer load.
 
     `tensors` are full parameters by our names, `tokenizer` a tokenizer.json, `end` the id of its end-of-text
-    token, `dtype` "fp32" or "bf16". The directory appears whole or not at all; an existing one that is not
-    empty is replaced only if `replace`. Raises UserError if it may not be, if no Hugging Face architecture
-    has the model's shape, or if a parameter is missing.
+    token, `dtype` "fp32" or "bf16". The directory appears whole or not at all. Raises UserError if it is there
+    and not empty, if no Hugging Face architecture has the model's shape, or if a parameter is missing.
     """
     directory = Path(directory).expanduser()
     if dtype not in DTYPES:
         raise UserError("dtype", dtype, "is not supported", f"use one of {', '.join(DTYPES)}")
-    if directory.exists() and not replace and (not directory.is_dir() or any(directory.iterdir())):
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError("directory", str(directory), "exists and is not empty", "give a new one")
     config = hf_config(spec) | {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}
     special = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
@@ -158,8 +156,6 @@ def export_hf(
         _write_tensors(sources, shapes, tensors, beside, DTYPES[dtype], shard_bytes)
         for file in beside.glob("*.safetensors"):  # which safetensors makes for their owner alone
             shutil.copymode(beside / "config.json", file)
-        if replace and directory.exists():
-            shutil.rmtree(directory)
         beside.rename(directory)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
