@@ -148,25 +148,53 @@ def test_torchrun_starts_the_same_program(text: Path, tmp_path: Path) -> None:
 def test_a_signal_ends_the_run_with_a_checkpoint(text: Path, tmp_path: Path) -> None:
     run = described(text, tmp_path, {"training.steps": 100_000, "training.precision": "fp32"})
     process = launched(run, tmp_path)
-    metrics = tmp_path / "parity" / "metrics.jsonl"
-    deadline = time.monotonic() + 100
-    while not (metrics.exists() and len(read_metrics(metrics.parent)) > 3):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for_steps(process, tmp_path / "parity", 3)
     os.killpg(process.pid, signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
-    last = read_metrics(metrics.parent)[-1]["step"]
+    last = read_metrics(tmp_path / "parity")[-1]["step"]
     assert f"stopped by a signal after step {last}" in out
     assert (tmp_path / "parity" / "checkpoints" / "latest").read_text() == f"step-{last:08d}\n"
 
 
-def test_the_failing_rank_is_named_first(text: Path, tmp_path: Path) -> None:
-    """A gradient that blows up stops every rank; one message says which, when and why."""
+def test_one_message_says_why_all_ranks_stopped(text: Path, tmp_path: Path) -> None:
     changes = {"optimizer.learning_rate": 1e30, "optimizer.clip_norm": 0.0, "training.precision": "fp32"}
     process = launched(described(text, tmp_path, {**changes, "optimizer.name": "sgd"}), tmp_path)
     _, said = process.communicate(timeout=100)
     assert process.returncode == 1
+    assert said.count("phalanx: ") == 1
     assert "not finite" in said
     assert "learning_rate" in said
     assert "Traceback" not in said
+
+
+def test_the_rank_that_was_killed_is_named(text: Path, tmp_path: Path) -> None:
+    """The others fail because they lost it; it is the one to look at."""
+    run = described(text, tmp_path, {"training.steps": 100_000, "training.precision": "fp32"})
+    process = launched(run, tmp_path)
+    wait_for_steps(process, tmp_path / "parity", 3)
+    os.kill(process_of_rank(1, str(tmp_path / "parity")), signal.SIGKILL)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "phalanx: rank 1 was killed by SIGKILL" in said
+    assert said.count("phalanx: ") == 1
+
+
+def wait_for_steps(process: subprocess.Popen[str], directory: Path, count: int) -> None:
+    deadline = time.monotonic() + 100
+    while not ((directory / "metrics.jsonl").exists() and len(read_metrics(directory)) > count):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def process_of_rank(rank: int, directory: str) -> int:
+    """The process id of a rank of the run in a directory."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (folder / "cmdline").read_bytes().decode().split("\0")
+            environment = (folder / "environ").read_bytes().decode().split("\0")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if directory in arguments and f"RANK={rank}" in environment:
+            return int(folder.name)
+    raise AssertionError(f"no process of rank {rank} in {directory}")

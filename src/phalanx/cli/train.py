@@ -56,11 +56,12 @@ def train(
 
 
 def _load(path: Path, overrides: list[str]) -> RunSpec:
-    if path.is_dir():
-        path = path / "run.toml"
-        if not path.is_file():
-            raise UserError("run directory", str(path.parent), "has no run.toml", "give a run file")
-    return load_run(path, overrides)
+    if not path.is_dir():
+        return load_run(path, overrides)
+    if not (path / "run.toml").is_file():
+        raise UserError("run directory", str(path), "has no run.toml", "give a run file")
+    place = path.resolve()  # it may have been moved since it was made
+    return load_run(path / "run.toml", [*overrides, f"out='{place.parent}'", f"name={place.name}"])
 
 
 def _config(run: RunSpec, nproc: int | None) -> str:

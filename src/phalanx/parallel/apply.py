@@ -48,6 +48,9 @@ class Strategy(Protocol):
     def backward(self, last: bool) -> AbstractContextManager[None]:
         """Around the forward and backward pass of a micro-batch; `last` of its step."""
 
+    def rest(self) -> None:
+        """After forward passes that no backward pass follows: give back what was gathered for them."""
+
 
 class OneProcess:
     """No parallelism: the reference that every layout must equal."""
@@ -61,6 +64,9 @@ class OneProcess:
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
         yield
+
+    def rest(self) -> None:
+        pass
 
 
 def apply_layout(
@@ -122,6 +128,14 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters under the names they have in a model to which no layout was applied."""
     for name, parameter in module.named_parameters():
         yield name.replace(WRAPPER, ""), parameter
+
+
+def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that a checkpoint keeps, named likewise."""
+    kept = set(module.state_dict())
+    for name, buffer in module.named_buffers():
+        if name.replace(WRAPPER, "") in kept:
+            yield name.replace(WRAPPER, ""), buffer
 
 
 def computing(module: nn.Module, strategy: Strategy, precision: str) -> AbstractContextManager[object]:

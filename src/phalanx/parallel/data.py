@@ -42,6 +42,9 @@ class DataParallel:
     def _gradient_ready(self, _: Tensor) -> None:
         self._last_gradient = time.perf_counter()
 
+    def rest(self) -> None:
+        """Nothing was gathered."""
+
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
         """Around the forward and backward pass of a micro-batch; only the `last` one of a step communicates."""

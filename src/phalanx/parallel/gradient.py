@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from phalanx.parallel.exposed import ExposedTime
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -18,8 +21,8 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def global_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The L2 norm of the gradient over all parameters and ranks (scalar).
+def global_norm(parameters: Iterable[Tensor], exposed: ExposedTime | None = None) -> Tensor:
+    """The L2 norm of the gradient over all parameters and ranks (scalar); `exposed` counts the waiting.
 
     Parts that are split over the same groups are summed locally and all-reduced once over each of them; replicated
     parts are counted once. (`clip_grad_norm_` refuses parameters of different meshes.)
@@ -37,7 +40,8 @@ def global_norm(parameters: Iterable[Tensor]) -> Tensor:
     for groups, gradients in parts.items():
         square = torch.stack(torch._foreach_norm(gradients)).square().sum()
         for group in groups:
-            dist.all_reduce(square, group=group)
+            with exposed.waiting() if exposed else nullcontext():
+                dist.all_reduce(square, group=group)
         total = square if total is None else total + square
     return torch.zeros(()) if total is None else total.sqrt()
 

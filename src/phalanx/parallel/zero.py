@@ -64,6 +64,11 @@ class ZeRO3:
         if last and self.reduce_scatter is not None:
             self.reduce_scatter.finish()
 
+    def rest(self) -> None:
+        """Split the parameters again that a forward pass without a backward pass left gathered."""
+        for unit in self.units:
+            unit.reshard()
+
 
 class TimedAllGather(DefaultAllGather):
     """PyTorch's all-gather, with the time spent waiting for it counted."""

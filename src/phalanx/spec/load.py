@@ -43,6 +43,7 @@ def build_run(table: Table) -> RunSpec:
     table = dict(table)
     if isinstance(model := table.get("model", {}), dict):
         table["model"] = resolve_model(model)
+    table["data"] = _with_tokenizer(table.get("data", {}), table.get("model"))
     if isinstance(cluster := table.get("cluster", {}), dict):
         table["cluster"] = resolve_preset(cluster, "machines", "cluster")
     return parse(RunSpec, table)
@@ -61,6 +62,14 @@ def load_model(name: str) -> ModelSpec:
     return parse(ModelSpec, resolve_model({"preset": name}), "model")
 
 
+def _with_tokenizer(data: Any, model: Any) -> Any:
+    """Weights from Hugging Face bring their tokenizer, unless the run file names one."""
+    if not isinstance(data, dict) or not isinstance(model, dict) or "tokenizer" in data or "from_hf" not in model:
+        return data
+    path = Path(str(model["from_hf"])).expanduser() / "tokenizer.json"
+    return {**data, "tokenizer": str(path)} if path.is_file() else data
+
+
 def load_machine(name: str) -> Cluster:
     """The machine of a preset."""
     return parse(Cluster, resolve_preset({"preset": name}, "machines", "cluster"), "cluster")
@@ -71,7 +80,7 @@ def resolve_model(table: Table) -> Table:
     if not ({"preset", "from_hf"} & set(table)) and "width" not in table:
         table = {"preset": "tiny", **table}
     source = table.get("from_hf")
-    if source is None:
+    if source is None or {"vocab", "width", "layers", "heads", "ffn", "context"} <= set(table):
         return resolve_preset(table, "models", "model")
     path = Path(str(source)).expanduser()
     config = path if path.suffix == ".json" else path / "config.json"

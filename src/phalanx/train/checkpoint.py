@@ -18,15 +18,15 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.fsdp import FSDPModule
 
-from phalanx.parallel.apply import fill, named_parameters
+from phalanx.parallel.apply import fill, named_buffers, named_parameters
 from phalanx.spec.errors import UserError
 from phalanx.train.manifest import (
     FORMAT,
     checkpoints,
     newest_intact,
     publish,
+    set_aside,
     sha256,
     step_name,
     sync,
@@ -114,8 +114,12 @@ def _reason(error: BaseException) -> str:
 
 
 def newest_checkpoint(directory: Path) -> tuple[Path | None, dict[str, str]]:
-    """`newest_intact`, looked for by rank 0 and told to all."""
-    found: list[Any] = [newest_intact(directory) if not dist.is_initialized() or dist.get_rank() == 0 else None]
+    """`newest_intact`, looked for by rank 0 and told to all; damaged ones are set aside."""
+    found: list[Any] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        checkpoint, damaged = newest_intact(directory)
+        set_aside(directory, damaged, checkpoint)
+        found = [(checkpoint, damaged)]
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
     checkpoint, damaged = found[0]
@@ -124,12 +128,8 @@ def newest_checkpoint(directory: Path) -> tuple[Path | None, dict[str, str]]:
 
 def state_tensors(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Parameters, buffers and optimizer state under layout-free names."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()  # an evaluation leaves parameters gathered: no backward pass came after it
     parameters = dict(named_parameters(module))
-    buffers = {name: b for name, b in module.named_buffers() if name in module.state_dict()}
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in {**parameters, **buffers}.items()}
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in [*parameters.items(), *named_buffers(module)]}
     names = {id(parameter): name for name, parameter in parameters.items()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():

@@ -36,11 +36,11 @@ class Corpus:
         return Loader(self.train, *cut, mask_documents=run.data.mask_documents)
 
 
-def open_corpus(run: RunSpec, prepared: Prepared) -> Corpus:
-    """Open prepared data."""
+def open_corpus(run: RunSpec, prepared: Prepared, fresh: bool = True) -> Corpus:
+    """Open prepared data; a run that is not `fresh` has its weights in a checkpoint."""
     tokenizer = load_tokenizer(prepared.tokenizer)
     train = IndexedDataset(prepared.train) if prepared.train else None
-    return Corpus(train, IndexedDataset(prepared.held_out), tokenizer, initial_weights(run))
+    return Corpus(train, IndexedDataset(prepared.held_out), tokenizer, initial_weights(run) if fresh else None)
 
 
 def initial_weights(run: RunSpec) -> Callable[[str, torch.Size], Tensor] | None:

@@ -11,7 +11,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,11 @@ ENVIRONMENT = {
     "THP_MEM_ALLOC_ENABLE": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds between SIGTERM and SIGKILL: a step and a checkpoint
 }
+
+DEADLY = {-number for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV, signal.SIGILL)}
+AT_ONCE_SECONDS = 5.0
 
 REPORTED = "PHALANX_FAILURES_ARE_REPORTED"
 """Set where `spawn` waits for the ranks, reads what they leave in failures/, and prints the first."""
@@ -97,10 +101,13 @@ def set_environment(nproc: int) -> None:
 
 def report_failures(directory: Path, error: Any) -> int:
     """Print which rank failed first, at which step and why; returns the exit code."""
-    failures = [json.loads(file.read_text()) for file in (directory / FAILURES).glob("rank-*.json")]
-    if not failures:  # killed before it could write: out of memory, a signal
-        rank, first = error.get_first_failure()
-        print(f"phalanx: rank {rank} died without a word (exit code {first.exitcode}); out of memory?", file=sys.stderr)
+    failures = _read_failures(directory)
+    # A rank that was killed left no word, and what the others wrote is that they lost it.
+    killed = [(rank, failure.exitcode) for rank, failure in error.failures.items() if failure.exitcode in DEADLY]
+    if killed or not failures:
+        rank, code = killed[0] if killed else (error.get_first_failure()[0], error.get_first_failure()[1].exitcode)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        print(f"phalanx: rank {rank} {how} without a word; out of memory?", file=sys.stderr)
         return 1
     first = min(failures, key=lambda failure: failure["time"])
     if first["code"] == 2:
@@ -109,6 +116,14 @@ def report_failures(directory: Path, error: Any) -> int:
         print(f"phalanx: rank {first['rank']} failed after step {first['step']}: {first['reason']}", file=sys.stderr)
         print(f"  traceback: {directory / FAILURES}/rank-{first['rank']:05d}.json", file=sys.stderr)
     return int(first["code"])
+
+
+def _read_failures(directory: Path) -> list[dict[str, Any]]:
+    failures = []
+    for file in (directory / FAILURES).glob("rank-*.json"):
+        with suppress(ValueError):  # the disk may have been full
+            failures.append(json.loads(file.read_text()))
+    return failures
 
 
 def write_failure(directory: Path, rank: int, step: int, error: BaseException) -> None:
@@ -122,8 +137,11 @@ def write_failure(directory: Path, rank: int, step: int, error: BaseException) -
         "code": 2 if meant_for_people else 1,
         "traceback": traceback.format_exc(),
     }
-    (directory / FAILURES).mkdir(exist_ok=True)
-    (directory / FAILURES / f"rank-{rank:05d}.json").write_text(json.dumps(record, indent=1))
+    try:
+        (directory / FAILURES).mkdir(exist_ok=True)
+        (directory / FAILURES / f"rank-{rank:05d}.json").write_text(json.dumps(record, indent=1))
+    except OSError:  # the disk may be what failed
+        print(f"phalanx: rank {rank} failed after step {step}: {record['reason']}", file=sys.stderr)
 
 
 def join_ranks(device_type: str, timeout_seconds: float) -> torch.device:
@@ -150,10 +168,16 @@ def leave(code: int) -> None:
 
 @contextmanager
 def stop_on_signal(trainer: Any) -> Iterator[None]:
-    """SIGTERM (Slurm, torchrun) and Ctrl-C end the run after the step under way, with a checkpoint."""
+    """SIGTERM (Slurm, torchrun) and Ctrl-C end the run after the step under way, with a checkpoint; one more, some
+    seconds later, ends it at once. (Ctrl-C reaches a rank twice: from the terminal and from torchrun.)"""
+    first: float | None = None
 
     def stop(*_: object) -> None:
-        trainer.stop = True
+        nonlocal first
+        first = first or time.monotonic()
+        if time.monotonic() - first > AT_ONCE_SECONDS:
+            os._exit(130)
+        trainer.asked_to_stop = True
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

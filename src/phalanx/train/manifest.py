@@ -15,14 +15,22 @@ import hashlib
 import json
 import os
 import re
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
 
 FORMAT = "phalanx-checkpoint"
 SUMS = "SHA256SUMS"
 LATEST = "latest"
+SHAPE = (
+    "vocab", "width", "layers", "heads", "kv_heads", "head_dim", "ffn", "norm", "activation", "positions", "bias",
+    "qk_norm", "tied",
+)  # fmt: skip
+EXPERTS_SHAPE = ("experts", "top_k", "ffn", "shared_experts", "first_dense", "score", "bias_update_rate")
 _NAME = re.compile(r"step-(\d{8})")
 _LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
 
@@ -57,7 +65,10 @@ def damage(checkpoint: Path) -> str | None:
     present = {path.name for path in checkpoint.iterdir()} - {SUMS}
     if present != set(sums):
         return f"files differ from {SUMS}: {', '.join(sorted(present ^ set(sums)))}"
-    wrong = [name for name, digest in sums.items() if sha256(checkpoint / name) != digest]
+    try:
+        wrong = [name for name, digest in sums.items() if sha256(checkpoint / name) != digest]
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
     return f"checksum of {', '.join(wrong)} is wrong" if wrong else None
 
 
@@ -70,6 +81,17 @@ def newest_intact(directory: Path) -> tuple[Path | None, dict[str, str]]:
             return checkpoint, damaged
         damaged[checkpoint.name] = problem
     return None, damaged
+
+
+def set_aside(directory: Path, damaged: Iterable[str], intact: Path | None) -> None:
+    """Take damaged checkpoints out of the way (step-N.damaged), and let `latest` name the one that is used."""
+    for name in damaged:
+        aside = directory / f"{name}.damaged"
+        if aside.exists():
+            shutil.rmtree(aside)
+        (directory / name).rename(aside)
+    if intact is not None:
+        _point(intact)
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -111,8 +133,27 @@ def publish(unfinished: Path, sums: dict[str, str]) -> Path:
     final = unfinished.with_suffix("")
     unfinished.rename(final)
     sync(final.parent)
-    latest = final.parent / f"{LATEST}.tmp"
-    write_synced(latest, final.name + "\n")
-    latest.rename(final.parent / LATEST)
-    sync(final.parent)
+    _point(final)
     return final
+
+
+def _point(checkpoint: Path) -> None:
+    """Let `latest` name a checkpoint."""
+    latest = checkpoint.parent / f"{LATEST}.tmp"
+    write_synced(latest, checkpoint.name + "\n")
+    latest.rename(checkpoint.parent / LATEST)
+    sync(checkpoint.parent)
+
+
+def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
+    """Raise UserError if a checkpoint is of another model or optimizer than `run` describes."""
+    before, now = manifest["model"], run.model.model_dump(mode="json")
+    moe_before, moe_now = before["moe"] or {}, now["moe"] or {}
+    pairs = [(f"model.{name}", before[name], now[name]) for name in SHAPE]
+    pairs += [(f"model.moe.{name}", moe_before.get(name), moe_now.get(name)) for name in EXPERTS_SHAPE]
+    pairs += [("optimizer.name", manifest["optimizer"], run.optimizer.name)]
+    for field, saved, wanted in pairs:
+        if saved != wanted:
+            raise UserError(
+                field, wanted, f"is not the checkpoint's ({saved!r})", "resume with that, or start a new run"
+            )

@@ -11,8 +11,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
@@ -21,12 +23,13 @@ from phalanx.cost.parameters import parameters
 from phalanx.data.indexed import IndexedDataset
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import Prepared, check, prepare
-from phalanx.data.tokenizer import BYTES_VOCAB, load_tokenizer
+from phalanx.data.tokenizer import load_tokenizer
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import refuse_unrunnable
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec, batch
-from phalanx.train.manifest import checkpoints, read_manifest
+from phalanx.spec.tokenizer import BYTES_VOCAB
+from phalanx.train.manifest import check_manifest, checkpoints, read_manifest
 from phalanx.train.metrics import METRICS_FILE
 
 RUN_FILE, DATA_FILE, TOKENIZER_FILE, FAILURES = "run.toml", "data.json", "tokenizer.json", "failures"
@@ -61,7 +64,7 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
         )
     found = checkpoints(directory / "checkpoints")
     if found and resume:
-        read_manifest(found[0])
+        check_manifest(run, newest_manifest(found))
     elif not resume and (found or (directory / METRICS_FILE).exists()):
         raise UserError(
             "name", run.name, f"{directory} holds a run already",
@@ -91,9 +94,15 @@ def set_up(run: RunSpec, world_size: int, resume: bool, progress: Callable[..., 
     Raises UserError before anything is written if the run cannot work.
     """
     check_run(run, world_size, resume)
+    run = absolute(run)
     prepared = prepare(run.data, progress)
-    _check_tokens(run, prepared)
     directory = run_directory(run)
+    found = checkpoints(directory / "checkpoints") if resume else []
+    _check_tokens(run, prepared, newest_manifest(found) if found else None)
+    if run.model.from_hf and not found:
+        from phalanx.model.hf import hf_weights  # torch, which by now is needed anyway
+
+        hf_weights(run.model.from_hf)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / RUN_FILE).write_text(to_toml(run))
@@ -107,16 +116,37 @@ def set_up(run: RunSpec, world_size: int, resume: bool, progress: Callable[..., 
     return directory
 
 
-def _check_tokens(run: RunSpec, prepared: Prepared) -> None:
-    """Raise UserError if the text is too little for one sequence, or the tokenizer has more tokens than the model."""
+def newest_manifest(found: list[Path]) -> dict[str, Any]:
+    """The manifest of the newest of some checkpoints that has one: a damaged one may not.
+
+    Raises UserError if none was written by phalanx.
+    """
+    for checkpoint in found:
+        with suppress(UserError):
+            return read_manifest(checkpoint)
+    return read_manifest(found[0])
+
+
+def _check_tokens(run: RunSpec, prepared: Prepared, manifest: dict[str, Any] | None) -> None:
+    """Raise UserError if the text is too little, the tokenizer has more tokens than the model, or a checkpoint to
+    continue from was made with other text."""
     tokenizer = load_tokenizer(prepared.tokenizer)
     if tokenizer.vocab > run.model.vocab:
         raise UserError(
             "model.vocab", run.model.vocab, f"is less than the tokenizer's {tokenizer.vocab} tokens",
             f"set model.vocab = {tokenizer.vocab}",
         )  # fmt: skip
+    held_out = IndexedDataset(prepared.held_out)
+    if held_out.size < 2:
+        raise UserError(
+            "data.held_out", held_out.prefix, f"has {held_out.size} tokens: nothing to evaluate on",
+            "give more text, or raise data.held_out_fraction",
+        )  # fmt: skip
     if prepared.train:
-        Loader(IndexedDataset(prepared.train), run.training.sequence, 1, run.training.seed)
+        sequences = run.training.tokens_per_step // run.training.sequence
+        loader = Loader(IndexedDataset(prepared.train), run.training.sequence, sequences, run.training.seed)
+        if manifest is not None:
+            loader.resume(manifest["loader"])
 
 
 def read_directory(directory: Path) -> tuple[RunSpec, Prepared]:
@@ -132,6 +162,21 @@ def read_directory(directory: Path) -> tuple[RunSpec, Prepared]:
             "give a run file, or a directory that phalanx train made",
         )
     return load_run(directory / RUN_FILE, environment={}), Prepared(**json.loads((directory / DATA_FILE).read_text()))
+
+
+def absolute(run: RunSpec) -> RunSpec:
+    """The run with paths that mean the same from any working directory."""
+
+    def path(source: str) -> str:
+        named = source == "stdlib" or source.startswith("hf:")
+        return source if named else os.path.abspath(os.path.expanduser(source))
+
+    data = run.data
+    tokenizer = data.tokenizer if data.tokenizer in ("bpe", "bytes") else path(data.tokenizer)
+    lists = {"train": [path(s) for s in data.train], "held_out": [path(s) for s in data.held_out]}
+    model = run.model.replace(from_hf=path(run.model.from_hf)) if run.model.from_hf else run.model
+    described = {"data": data.replace(tokenizer=tokenizer, cache=path(data.cache), **lists), "model": model}
+    return run.model_copy(update={"out": path(run.out), **described})
 
 
 def to_toml(run: RunSpec) -> str:

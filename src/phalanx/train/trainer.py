@@ -15,24 +15,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.cost.compute import training_flops_per_token
-from phalanx.data.loader import Batch, evaluation_batches, prefetch
+from phalanx.cost.compute import mfu, training_flops_per_token
+from phalanx.data.loader import IGNORED, Batch, evaluation_batches, prefetch
 from phalanx.measure.memory import peak_memory_bytes
 from phalanx.model.moe import Router
 from phalanx.model.weights import initial_weight
 from phalanx.parallel.apply import apply_layout, computing
 from phalanx.parallel.gradient import clip, global_norm
 from phalanx.parallel.mesh import build_mesh
-from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec, batch
 from phalanx.train.checkpoint import Checkpointer, load_state, newest_checkpoint, restore_random_state, state_tensors
 from phalanx.train.corpus import Corpus
-from phalanx.train.manifest import read_manifest
+from phalanx.train.manifest import check_manifest, read_manifest
 from phalanx.train.metrics import Log, Record
 from phalanx.train.optimizer import build_optimizers, learning_rate_ratio, set_learning_rate
 from phalanx.train.progress import Progress
-
-IGNORED = -100
 
 
 class DivergenceError(RuntimeError):
@@ -77,8 +74,10 @@ class Trainer:
         """Target tokens learned from, over all ranks."""
         self.skipped = 0
         """Steps whose gradient was not finite."""
+        self.asked_to_stop = False
+        """Set by a signal on this rank, at any time."""
         self.stop = False
-        """Set (by a signal) to save and end after the step under way; one rank is enough."""
+        """Some rank was asked to stop before its last step was summed: all ranks agree to save and end."""
 
     @property
     def is_main(self) -> bool:
@@ -99,16 +98,17 @@ class Trainer:
                 self._write(logs, record, run.metrics.every)
                 progress.advance(record)
                 if bad_in_a_row >= run.training.max_bad_steps:
+                    self.checkpointer.wait()
                     raise DivergenceError(
                         f"step {self.step}: {bad_in_a_row} steps in a row were not finite: {self._reason(record)}; "
                         "lower optimizer.learning_rate or raise optimizer.warmup_steps, and --resume"
                     )
                 last = self.step == run.training.steps
-                if last or due(self.step, run.evaluation.every):
-                    evaluation = self.evaluate(progress)
-                    self._write(logs, evaluation, 1)
                 if last or self.stop or due(self.step, run.checkpoint.every):
                     self.save()
+                if last or due(self.step, run.evaluation.every):
+                    evaluation = self.evaluate()
+                    self._write(logs, evaluation, 1)
         finally:
             batches.close()
         self.checkpointer.wait()
@@ -120,8 +120,8 @@ class Trainer:
         micros = self._cut(next(batches))
         clock.mark("data_seconds")
         sums, tokens = self._forward_backward(micros)
-        norm = global_norm(self.parameters)
-        sums = self._sum_over_ranks(torch.cat([sums, sums.new_tensor([float(self.stop)])]))
+        norm = global_norm(self.parameters, self.strategy.exposed)
+        sums = self._sum_over_ranks(torch.cat([sums, sums.new_tensor([float(self.asked_to_stop)])]))
         loss, auxiliary, stop = (float(x) for x in sums)
         clock.mark("forward_backward_seconds")
         self._update(norm)
@@ -196,7 +196,7 @@ class Trainer:
     # -- evaluation, saving, returning -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, progress: Progress | None = None) -> Record:
+    def evaluate(self) -> Record:
         """Loss on the held-out text, in nats per token and bits per byte."""
         spec, begun = self.run.evaluation, time.perf_counter()
         sizes = torch.from_numpy(self.corpus.tokenizer.token_bytes()).to(self.device)
@@ -215,6 +215,7 @@ class Trainer:
                     [cross_entropy(logits, micro.targets).double(), known.new_tensor(len(known)), sizes[known].sum()]
                 )
         self.module.train()
+        self.strategy.rest()
         loss, tokens, size = (float(x) for x in self._sum_over_ranks(sums))
         record = {
             "step": self.step,
@@ -243,11 +244,7 @@ class Trainer:
         if checkpoint is None:
             return False, damaged
         manifest = read_manifest(checkpoint)
-        if manifest["optimizer"] != self.run.optimizer.name:
-            raise UserError(
-                "optimizer.name", self.run.optimizer.name, f"is not the checkpoint's ({manifest['optimizer']})",
-                f'set optimizer.name = "{manifest["optimizer"]}", or start a new run',
-            )  # fmt: skip
+        check_manifest(self.run, manifest)
         self.loader.resume(manifest["loader"])
         load_state(checkpoint, self.module, self.optimizers)
         restore_random_state(checkpoint, self.mesh.rank)
@@ -263,7 +260,7 @@ class Trainer:
         if self.device.type == "cpu":
             record["exposed_communication_seconds"] = self.strategy.exposed.take()
         if self.peak_flops:
-            record["mfu"] = speed * self.flops_per_token / (self.peak_flops * self.batch.dp)
+            record["mfu"] = mfu(speed, self.flops_per_token, self.peak_flops, self.mesh.degrees.world_size)
         record["learning_rate"] = self.optimizers[-1].param_groups[0]["lr"]
         record["peak_memory_bytes"] = peak_memory_bytes(self.device)
         return record | {"skipped_steps": self.skipped}
@@ -278,7 +275,8 @@ class Trainer:
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
         if self.mesh.dp_group is not None:
-            dist.all_reduce(values, group=self.mesh.dp_group)
+            with self.strategy.exposed.waiting():
+                dist.all_reduce(values, group=self.mesh.dp_group)
         return values
 
     def _start_sum(self, value: Tensor) -> dist.Work | None:

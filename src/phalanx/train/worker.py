@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from phalanx.spec.load import load_machine, load_run, preset_names
 from phalanx.spec.run import RunSpec
 from phalanx.train.corpus import open_corpus
 from phalanx.train.launch import REPORTED, choose_device, join_ranks, stop_on_signal, write_failure
+from phalanx.train.manifest import checkpoints
 from phalanx.train.metrics import Record, open_logs
 from phalanx.train.progress import Progress
 from phalanx.train.setup import read_directory, set_up
@@ -32,13 +34,18 @@ def work(source: Path, overrides: list[str], resume: bool) -> int:
     trainer: Trainer | None = None
     try:
         prepared = source.is_dir()
+        if prepared and overrides:
+            raise UserError("--set", overrides, "has no effect on a run directory", "give the run file instead")
         run = read_directory(source)[0] if prepared else load_run(source, overrides)
         device = join_ranks(choose_device(run), run.training.timeout_seconds)
         if not prepared:
             directory = _set_up_once(run, resume)
         run, data = read_directory(directory)
-        trainer = Trainer(run, open_corpus(run, data), directory, device, device_peak(run, device))
+        fresh = not checkpoints(directory / "checkpoints")
+        trainer = Trainer(run, open_corpus(run, data, fresh), directory, device, device_peak(run, device))
         _train(trainer, resume=resume or prepared)
+    except SystemExit as ended:  # rank 0 says why
+        return int(ended.code or 0)
     except BaseException as error:
         rank = trainer.mesh.rank if trainer else dist.get_rank() if dist.is_initialized() else 0
         step = trainer.step if trainer else 0
@@ -57,19 +64,34 @@ def _set_up_once(run: RunSpec, resume: bool) -> Path:
     """Under torchrun nobody was there before the ranks: rank 0 sets up, the others wait."""
     if not dist.is_initialized():
         return set_up(run, 1, resume)
-    made = [str(set_up(run, dist.get_world_size(), resume))] if dist.get_rank() == 0 else [""]
-    dist.broadcast_object_list(made, src=0)
-    return Path(made[0])
+    # Through the store, not a collective: tokenizing may take longer than any collective should.
+    store, key = dist.distributed_c10d._get_default_store(), "phalanx/run directory"
+    if dist.get_rank() == 0:
+        try:
+            directory = set_up(run, dist.get_world_size(), resume)
+        except BaseException:
+            store.set(key, "")
+            raise
+        store.set(key, str(directory))
+        return directory
+    store.wait([key], timedelta(days=1))
+    made = store.get(key).decode()
+    if not made:
+        raise SystemExit(2)
+    return Path(made)
 
 
 def device_peak(run: RunSpec, device: torch.device) -> float | None:
     """Peak FLOP/s of one rank: as the run file says, of the GPU's preset, or measured on a CPU; None if unknown."""
-    if run.cluster.peak_flops:
+    bf16 = run.training.precision == "bf16"
+    if run.cluster.peak_flops and (bf16 or not run.cluster.preset):
         return run.cluster.peak_flops
     if device.type == "cpu":
         return peak_flops(device, COMPUTE[run.training.precision])
-    known = [name for name in preset_names("machines") if name.upper() in torch.cuda.get_device_name(device)]
-    return load_machine(known[0]).peak_flops if known and run.training.precision == "bf16" else None
+    words = torch.cuda.get_device_name(device).upper().replace("-", " ").split()
+    known = [name for name in preset_names("machines") if name.upper() in words]
+    slower = {"PCIE", "NVL"} & set(words)  # the presets are the SXM cards
+    return load_machine(known[0]).peak_flops if known and bf16 and not slower else None
 
 
 def _train(trainer: Trainer, resume: bool) -> None:
@@ -81,13 +103,15 @@ def _train(trainer: Trainer, resume: bool) -> None:
         if not quiet
         else []
     )
-    with Progress(trainer.step, run.training.steps, quiet) as progress, stop_on_signal(trainer):
-        for name, problem in damaged.items():
-            progress.note(f"checkpoint {name} is damaged and was passed over: {problem}")
-        progress.note(opening(trainer, resumed))
-        evaluation = trainer.train(logs, progress)
-    for log in logs:
-        log.close()
+    try:
+        with Progress(trainer.step, run.training.steps, quiet) as progress, stop_on_signal(trainer):
+            for name, problem in damaged.items():
+                progress.note(f"checkpoint {name} is damaged and was set aside: {problem}")
+            progress.note(opening(trainer, resumed))
+            evaluation = trainer.train(logs, progress)
+    finally:
+        for log in logs:
+            log.close()
     sample = _sample(trainer) if run.evaluation.prompt and not trainer.stop else ""
     if trainer.is_main:
         print(closing(trainer, evaluation, sample))
