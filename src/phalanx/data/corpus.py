@@ -211,9 +211,7 @@ def _extra(module: str, field: str, source: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise UserError(
-            field, source, f"needs {package}, which is not installed", "pip install -e '.[data]'"
-        ) from None
+        raise UserError(field, source, f"needs {package}, which is not installed", "pip install -e '.[data]'") from None
 
 
 def _unreadable(field: str, path: str, error: OSError) -> UserError:
