@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from phalanx.model import attention
+
 KINDS = {
     "rope": {},
     "learned": {"positions": "learned", "norm": "layernorm", "activation": "gelu_tanh", "bias": True, "tied": True},
@@ -35,6 +37,32 @@ def test_a_later_token_leaves_earlier_logits(build, tokens, kind):
     before, after = model(tokens)[0], model(changed)[0]
     torch.testing.assert_close(after[:, :15], before[:, :15], rtol=0, atol=1e-12)
     assert ((after - before)[:, 15:].abs().amax(-1) > 1e-6).all()
+
+
+def test_grouped_heads_under_a_mask_are_repeated_where_no_kernel_takes_them(build, tokens, monkeypatch):
+    """What CUDA computes, on the CPU: outputs and gradients."""
+    starts = torch.tensor([0, 9, 20]).repeat_interleave(torch.tensor([9, 11, 4])).expand(2, -1)
+
+    def computed():
+        model = build(**KINDS["gqa"])
+        logits = model(tokens, starts)[0]
+        logits.square().mean().backward()
+        return logits, *(parameter.grad for parameter in model.parameters())
+
+    fused = computed()
+    calls = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(attention, "GROUPS_UNDER_A_MASK", ())
+    monkeypatch.setattr(
+        attention.F,
+        "scaled_dot_product_attention",
+        lambda q, k, v, **options: (
+            calls.append((q.shape, k.shape, options["enable_gqa"])) or attend(q, k, v, **options)
+        ),
+    )
+    torch.testing.assert_close(computed(), fused, rtol=0, atol=1e-12)
+    assert calls
+    assert all(query == key and not grouped for query, key, grouped in calls)
 
 
 def test_grouped_heads_equal_repeated_heads(build, tokens):

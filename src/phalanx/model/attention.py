@@ -11,6 +11,10 @@ from phalanx.model.norm import RMSNorm
 from phalanx.model.rotary import Rotary, rotate
 from phalanx.spec.model import ModelSpec
 
+# Devices whose fused kernels take grouped heads together with a mask. On CUDA flash takes no mask and the others no
+# groups, which leaves the kernel that holds all T x T scores.
+GROUPS_UNDER_A_MASK = ("cpu",)
+
 
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(K)) v over earlier tokens of the same document, then a projection back to D."""
@@ -38,13 +42,17 @@ class Attention(nn.Module):
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
         if rotary is not None:
             q_BTHK, k_BTHK = rotate(q_BTHK, rotary), rotate(k_BTHK, rotary)
+        grouped = q_BTHK.shape[2] != k_BTHK.shape[2]
+        if grouped and mask_B1TT is not None and v_BTHK.device.type not in GROUPS_UNDER_A_MASK:
+            k_BTHK, v_BTHK = (x.repeat_interleave(q_BTHK.shape[2] // x.shape[2], dim=2) for x in (k_BTHK, v_BTHK))
+            grouped = False
         out_BHTK = F.scaled_dot_product_attention(
             q_BTHK.transpose(1, 2).to(v_BTHK.dtype),  # norms may have lifted q and k to fp32
             k_BTHK.transpose(1, 2).to(v_BTHK.dtype),
             v_BTHK.transpose(1, 2),
             attn_mask=mask_B1TT,
             is_causal=mask_B1TT is None,
-            enable_gqa=q_BTHK.shape[2] != k_BTHK.shape[2],
+            enable_gqa=grouped,
         )
         return self.wo(out_BHTK.transpose(1, 2).flatten(2))
 
