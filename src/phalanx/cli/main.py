@@ -50,6 +50,3 @@ def main() -> None:
     except UserError as error:
         print(f"phalanx: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("phalanx: interrupted", file=sys.stderr)
-        sys.exit(130)
