@@ -1,0 +1,26 @@
+"""The measured peak counts 2 n^3 operations over the best time, by a clock that the test turns."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+
+from phalanx.measure.matmul import peak_flops
+
+
+@pytest.mark.parametrize("size", [8, 32])
+def test_it_is_2_n_cubed_over_the_best_time(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = itertools.accumulate(itertools.chain.from_iterable((1.0, seconds) for seconds in (0.5, 0.25, 4.0)))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ends))
+    assert peak_flops(torch.device("cpu"), torch.float32, size, rounds=3) == 2 * size**3 / 0.25
+
+
+def test_every_round_multiplies_once_in_the_type_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b: seen.append((a.dtype, a.shape, b.shape)) or real(a, b))
+    peak_flops(torch.device("cpu"), torch.bfloat16, 16, rounds=4)
+    assert seen == [(torch.bfloat16, (16, 16), (16, 16))] * 4

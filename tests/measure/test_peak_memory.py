@@ -1,0 +1,40 @@
+"""Peak memory is what this process has really held."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.measure.memory import peak_memory_bytes
+
+SIZE = 200_000_000
+PEAK = (
+    "import torch; from phalanx.measure.memory import peak_memory_bytes; print(peak_memory_bytes(torch.device('cpu')))"
+)
+
+
+def resident_bytes() -> int:
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("no /proc on this system")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_it_grows_by_what_is_touched_and_stays() -> None:
+    cpu, before = torch.device("cpu"), resident_bytes()
+    touched = torch.ones(SIZE, dtype=torch.uint8)
+    peak = peak_memory_bytes(cpu)
+    assert peak > before + 0.95 * SIZE
+    del touched
+    assert peak_memory_bytes(cpu) >= peak
+
+
+def test_a_process_does_not_inherit_its_parents_peak() -> None:
+    """As Linux's ru_maxrss does over fork and exec."""
+    size = 3 * SIZE
+    held = torch.ones(size, dtype=torch.uint8)
+    child = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    assert int(child.stdout) < len(held)
