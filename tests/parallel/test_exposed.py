@@ -1,0 +1,61 @@
+"""The seconds in which a rank stood still, by a clock that the test turns."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.parallel.exposed import ExposedTime, TimedWork
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+def test_it_adds_up_what_passes_inside_and_forgets_what_is_taken(clock: Clock) -> None:
+    exposed = ExposedTime()
+    for seconds in (2.0, 3.0):
+        with exposed.waiting():
+            clock.now += seconds
+        clock.now += 50.0
+    assert exposed.take() == 5.0
+    assert exposed.take() == 0.0
+
+
+def test_a_wait_that_fails_counts_too(clock: Clock) -> None:
+    exposed = ExposedTime()
+
+    def fail() -> None:
+        with exposed.waiting():
+            clock.now += 7.0
+            raise RuntimeError("a rank is gone")
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert exposed.take() == 7.0
+
+
+def test_the_wait_for_a_collective_is_counted(clock: Clock) -> None:
+    class Work(dist.Work):
+        def wait(self, *timeout: timedelta) -> bool:
+            clock.now += 4.0
+            return timeout == (timedelta(seconds=9),)
+
+    exposed = ExposedTime()
+    assert TimedWork(Work(), exposed).wait(timedelta(seconds=9))
+    assert exposed.take() == 4.0

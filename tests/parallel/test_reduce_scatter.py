@@ -1,0 +1,55 @@
+"""ZeRO-3's reduce-scatter on gloo against PyTorch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.exposed import ExposedTime
+from phalanx.parallel.zero import GlooReduceScatter
+from phalanx.testing import ranks
+
+SIZES = (3, 1, 5)
+"""Elements that a rank keeps of each of three blocks."""
+
+
+def blocks(dtype: torch.dtype) -> list[Tensor]:
+    """This rank's gradients of three blocks, for all ranks to share."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return [torch.randn(size * dist.get_world_size(), generator=generator, dtype=torch.float64).to(dtype)
+            for size in SIZES]  # fmt: skip
+
+
+def both(deferred: bool, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[bool], float]:
+    """Our sums and PyTorch's; which of ours were there before `finish`; and the seconds waited."""
+    group, exposed = dist.group.WORLD, ExposedTime()
+    assert group is not None
+    reduce_scatter = GlooReduceScatter(exposed, deferred)
+    ours = [torch.full((size,), torch.nan, dtype=dtype) for size in SIZES]
+    theirs = [torch.empty(size, dtype=dtype) for size in SIZES]
+    for block, out in zip(blocks(dtype), ours, strict=True):
+        reduce_scatter(out, block, group, dist.ReduceOp.SUM)
+    there = [not bool(out.isnan().any()) for out in ours]
+    reduce_scatter.finish()
+    reduce_scatter.finish()  # nothing is left to end
+    for block, out in zip(blocks(dtype), theirs, strict=True):
+        dist.reduce_scatter_tensor(out, block, group=group)
+    return ours, theirs, there, exposed.take()
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sums_are_those_of_pytorch(world_size: int, deferred: bool) -> None:
+    for ours, theirs, there, seconds in ranks(world_size).run(both, deferred, torch.float64):
+        for our, their in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(our, their, rtol=1e-14, atol=1e-14)
+        assert there == [True, True, not deferred]  # each ends when the next begins
+        assert seconds > 0
+
+
+def test_fp32_sums_are_near() -> None:
+    for ours, theirs, _, _ in ranks(2).run(both, True, torch.float32):
+        for our, their in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(our, their)
