@@ -4,6 +4,7 @@ written."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.data.indexed import IndexedWriter
+from phalanx.data.indexed import IndexedDataset, IndexedWriter
 from phalanx.spec.load import load_run
 from phalanx.train import launch, setup
 
@@ -58,7 +59,23 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"parallel.pp": 2}, ("parallel.pp = 2", "does not run yet")),
     ({"parallel.cp": 2}, ("parallel.cp = 2", "does not run yet")),
     ({"parallel.ep": 2}, ("parallel.ep = 2", "does not run yet")),
-    ({"parallel.offload": '"cpu"'}, ("parallel.offload = 'cpu'", "does not run yet")),
+    ({"parallel.offload": '"cpu"'}, ("parallel.offload = 'cpu'", "does not run yet", 'parallel.offload = "none"')),
+    (
+        {"parallel.schedule": '"gpipe"'},
+        ("parallel.schedule = 'gpipe'", "does not run yet", 'parallel.schedule = "1f1b"'),
+    ),
+    (
+        {"parallel.virtual_stages": 2},
+        ("parallel.virtual_stages = 2", "does not run yet", "parallel.virtual_stages = 1"),
+    ),
+    (
+        {"parallel.static_graph": "true", "parallel.data": '"zero3"'},
+        ("parallel.static_graph = True", 'no meaning with parallel.data = "zero3"', 'parallel.data = "ddp"'),
+    ),
+    (
+        {"parallel.static_graph": "true", "parallel.micro_batch": 2},
+        ("parallel.static_graph = True", "accumulation", "2 micro-batches", "parallel.micro_batch = 4"),
+    ),
     ({"parallel.tp": 3}, ("parallel.tp",)),
     ({"model.preset": '"tinny"'}, ("model.preset = 'tinny'", "did you mean 'tiny'")),
     ({"model.heads": 7}, ("model.heads = 7", "model.width (192)", "use one of")),
@@ -222,11 +239,22 @@ def test_environment_values_are_checked_too(place: Path, monkeypatch: Any, capsy
 
 
 def test_too_little_text(place: Path, monkeypatch: Any, capsys: Any) -> None:
-    (place / "short").mkdir()
-    for name in "abcdefgh":
-        (place / "short" / f"{name}.txt").write_text("x")
-    said = message(["train", "run.toml", "--set", 'data.train=["short"]'], monkeypatch, capsys)
-    assert "data." in said
+    sizes = ["training.sequence=8192", "training.tokens_per_step=16384"]
+    said = message(["train", "run.toml", *(word for size in sizes for word in ("--set", size))], monkeypatch, capsys)
+    found = re.fullmatch(
+        r"phalanx: data\.train = '(.+)': has ([\d,]+) tokens, and one sequence and its target need 8,193\n"
+        r"  fix: give more text, or lower training\.sequence\n",
+        said,
+    )
+    assert found, said
+    assert int(found[2].replace(",", "")) == IndexedDataset(found[1]).size
+
+
+def test_too_little_text_to_evaluate_on(place: Path, monkeypatch: Any, capsys: Any) -> None:
+    (place / "TEXT" / "end.txt").write_text("")
+    said = message(["train", "run.toml", "--set", 'data.held_out=["TEXT/end.txt"]'], monkeypatch, capsys)
+    assert said == "phalanx: data.held_out = ['TEXT/end.txt']: has no text\n  fix: name files with text in them\n"
+    assert not (place / "OUT" / "bad").exists()
 
 
 def test_the_real_command_ends_with_2(place: Path) -> None:

@@ -123,6 +123,18 @@ def test_a_step_is_cut_over_the_ranks(world_size, micro_batch, cut):
     assert made.sequences == made.dp * made.micro_batch * made.accumulation
 
 
+@pytest.mark.parametrize(
+    ("vocab", "sequence", "micro_batch"),
+    [(2048, 256, 64), (32_768, 256, 64), (65_536, 256, 32), (128_256, 1024, 4), (128_256, 8192, 1), (257, 32_768, 1)],
+)
+def test_a_default_micro_batch_has_at_most_16384_tokens_and_2_gib_of_logits(vocab, sequence, micro_batch):
+    training = {"sequence": sequence, "tokens_per_step": 128 * sequence}
+    run = build_run({"model": {"vocab": vocab}, "training": training})
+    assert batch(run, 1).micro_batch == micro_batch
+    assert micro_batch == 1 or micro_batch * sequence <= 16_384
+    assert micro_batch == 1 or micro_batch * sequence * vocab * 4 <= 2**31
+
+
 def test_a_step_that_the_ranks_cannot_share_is_refused_with_one_they_can():
     with pytest.raises(UserError, match=r"use training\.tokens_per_step = 16128"):
         batch(build_run({}), 3)
