@@ -1,0 +1,97 @@
+"""`phalanx train --print-config`, and what the command costs before it works."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from phalanx.cli.main import app
+from phalanx.spec.load import build_run, load_run
+
+RUN = """
+name = "first"
+[model]
+preset = "tiny"
+moe = {experts = 4, top_k = 2, ffn = 96}
+[training]
+steps = 30
+sequence = 64
+tokens_per_step = 4096
+seed = 2
+[parallel]
+data = "zero3"
+micro_batch = 8
+[optimizer]
+warmup_steps = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
+    return tmp_path / "run.toml"
+
+
+def printed(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["train", "run.toml", "--print-config", *arguments], catch_exceptions=False)
+    assert (result.exit_code, result.stderr) == (0, "")
+    return result.stdout
+
+
+def test_it_prints_the_same_run_and_makes_nothing(file: Path) -> None:
+    described = load_run(file, ["training.steps=7"], environment={})
+    text = printed("--nproc", "4", "--set", "training.steps=7")
+    assert build_run(tomllib.loads(text)) == described
+    assert [path.name for path in file.parent.iterdir()] == ["run.toml"]
+    again = file.with_name("again.toml")
+    again.write_text(text)
+    assert load_run(again, environment={}) == described
+
+
+def test_it_shows_how_a_step_is_cut(file: Path) -> None:
+    for nproc, cut in ((1, "8 sequences x 1 ranks x 8 accumulated"), (4, "8 sequences x 4 ranks x 2 accumulated")):
+        assert printed("--nproc", str(nproc)).splitlines()[0] == f"# per update: {cut}"
+    assert printed("--set", "cluster.nproc=2", "--set", "cluster.nodes=4").startswith("# per update: 8 sequences x 8 ")
+
+
+def test_defaults_then_file_then_environment_then_set(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_TRAINING__SEED", "3")
+    monkeypatch.setenv("PHALANX_TRAINING__SEQUENCE", "128")
+    training = tomllib.loads(printed("--set", "training.seed=4"))["training"]
+    assert training["precision"] == "bf16"  # the default
+    assert training["steps"] == 30  # the file
+    assert training["sequence"] == 128  # the environment
+    assert training["seed"] == 4  # --set
+
+
+PROGRAM = """
+import json, resource, sys
+from phalanx.cli.main import main
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+used = resource.getrusage(resource.RUSAGE_SELF)
+heavy = [name for name in ("torch", "tensorboard", "transformers", "datasets", "pandas") if name in sys.modules]
+print(json.dumps({"heavy": heavy, "seconds": used.ru_utime + used.ru_stime}), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["--help"], ["info", "tiny"], ["init", "new.toml"], ["train", "run.toml", "--print-config", "--nproc", "2"]],
+    ids=" ".join,
+)
+def test_it_starts_without_torch(command: list[str], file: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, *command], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    cost = json.loads(ended.stderr.splitlines()[-1])
+    assert cost["heavy"] == []
+    print(f"phalanx {' '.join(command)}: {cost['seconds']:.2f} s of CPU time")
