@@ -1,29 +1,39 @@
-"""`phalanx generate` and `phalanx export`, on a run directory with untrained weights."""
+"""`phalanx generate` and `phalanx export`, on a run that was trained and saved."""
 
 import json
+import math
+from pathlib import Path
 
 import pytest
+import torch
+from parity.trajectory import described, trainer
 from typer.testing import CliRunner
 
 from phalanx.cli.generate import pieces
 from phalanx.cli.main import app
 from phalanx.data.tokenizer import byte_tokenizer
-from phalanx.model.transformer import Transformer
-from phalanx.model.weights import initial_weight
+from phalanx.model.generate import generate
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import build_run
+from phalanx.train.progress import Progress
+from phalanx.train.setup import set_up
+
+SHORT = {"training.precision": "fp32", "training.steps": 12}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A trainer that has done its steps, with the directory it left."""
+    run = described(Path(json.__file__).parent, tmp_path_factory.mktemp("trained"), SHORT)
+    set_up(run, 1, resume=False)
+    under_way = trainer(run)
+    under_way.train([], Progress(0, run.training.steps, quiet=True))
+    under_way.module.eval()
+    return under_way
 
 
 @pytest.fixture
-def run_directory(tmp_path, monkeypatch):
-    run = build_run({"model": {"preset": "tiny", "vocab": 257, "width": 32, "heads": 2, "ffn": 48, "layers": 1}})
-    model = Transformer(run.model)
-    for name, parameter in model.named_parameters():
-        parameter.data = initial_weight(run.model, name, parameter.shape, 0)
-    path = tmp_path / "tokenizer.json"
-    byte_tokenizer().save(path)
-    monkeypatch.setattr("phalanx.train.checkpoint.load_trained", lambda directory: (run, model, path))
-    return tmp_path
+def run_directory(trained):
+    return trained.directory
 
 
 def said(*arguments):
@@ -40,17 +50,47 @@ def test_generate_continues_the_prompt(run_directory):
     assert said("generate", run_directory, "--tokens", 20, "--temperature", 0).endswith("\n")
 
 
+def test_generate_speaks_with_the_trained_weights(trained):
+    tokens = torch.tensor(list(b"def "))
+    with torch.no_grad():
+        expected = generate(trained.module, tokens, 30, temperature=0, context=trained.run.training.sequence)
+    assert 256 not in expected  # the end of the text
+    shown = said("generate", trained.directory, "--prompt", "def ", "--tokens", 30, "--temperature", 0)
+    assert shown == byte_tokenizer().decode(expected.tolist()) + "\n"
+
+
 def test_a_character_waits_for_its_last_byte():
     euro = list("€".encode())
     assert list(pieces(byte_tokenizer(), [65], [66, *euro, 67])) == ["B", "€", "C"]
 
 
-def test_export_writes_what_hugging_face_reads(run_directory):
-    text = said("export", run_directory, "--to", "hf", run_directory / "out", "--dtype", "bf16")
+def test_export_gives_transformers_the_trained_weights(trained, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert "parameters in fp32" in said("export", trained.directory, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "out").encode("import json")])
+    assert ids.tolist() == [list(b"import json")]
+    with torch.no_grad():
+        logits = theirs(ids).logits
+        torch.testing.assert_close(logits, trained.module(ids)[0], rtol=0, atol=2e-5)
+    assert float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])) < math.log(257)  # it has learned
+
+
+def test_export_writes_what_hugging_face_reads(run_directory, tmp_path):
+    text = said("export", run_directory, "--to", "hf", tmp_path / "out", "--dtype", "bf16")
     assert "parameters in bf16" in text
-    config = json.loads((run_directory / "out" / "config.json").read_text())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["eos_token_id"], config["torch_dtype"]) == ("qwen3", 256, "bfloat16")
     with pytest.raises(UserError, match="not empty"):
-        said("export", run_directory, "--to", "hf", run_directory / "out")
+        said("export", run_directory, "--to", "hf", tmp_path / "out")
     with pytest.raises(UserError, match="not a known format"):
-        said("export", run_directory, "--to", "gguf", run_directory / "other")
+        said("export", run_directory, "--to", "gguf", tmp_path / "other")
+
+
+def test_a_directory_without_a_checkpoint_is_named(tmp_path):
+    for command in (["generate", tmp_path], ["export", tmp_path, tmp_path / "out"]):
+        with pytest.raises(UserError) as caught:
+            said(*command)
+        assert (caught.value.field, caught.value.value) == ("run directory", str(tmp_path))
+        assert caught.value.fix
