@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import math
 import os
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from phalanx.spec.errors import UserError
+from phalanx.train import metrics
 from phalanx.train.metrics import METRICS_FILE, JsonLines, open_logs, read_metrics, wandb_id
 
 
@@ -81,15 +81,11 @@ def test_logs_close_after_a_write_that_failed_and_twice(tmp_path: Path) -> None:
         each.close()
 
 
-def test_wandb_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *arguments: Any) -> Any:
-        if name == "wandb":
-            raise ImportError(name)
-        return real(name, *arguments)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+@pytest.mark.parametrize("a_directory", [False, True])
+def test_wandb_that_is_not_installed_is_named(
+    a_directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "find_spec", lambda name: ModuleSpec(name, None) if a_directory else None)
     with pytest.raises(UserError) as caught:
         open_logs(tmp_path, 0, "project", "run", {})
     assert (caught.value.field, caught.value.value) == ("metrics.wandb", "project")

@@ -7,6 +7,7 @@ import math
 import os
 import uuid
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,6 +102,14 @@ def wandb_id(directory: Path) -> str:
     return file.read_text()
 
 
+def check_wandb(project: str) -> None:
+    """Raise UserError if W&B is not installed."""
+    found = find_spec("wandb")
+    if found is None or found.origin is None:  # a mere directory of this name, such as W&B leaves behind
+        problem = "needs wandb, which is not installed"
+        raise UserError("metrics.wandb", project, problem, "pip install -e '.[wandb]'")
+
+
 def open_logs(directory: Path, after_step: int, wandb: str | None, name: str, config: Record) -> list[Log]:
     """The logs of a run; `after_step` is the last step of the checkpoint it resumes from, 0 for a fresh one.
 
@@ -108,11 +117,8 @@ def open_logs(directory: Path, after_step: int, wandb: str | None, name: str, co
     """
     logs: list[Log] = []
     if wandb is not None:
-        try:
-            logs.append(WeightsAndBiases(wandb, name, directory, config))
-        except ImportError:
-            problem = "needs wandb, which is not installed"
-            raise UserError("metrics.wandb", wandb, problem, "pip install -e '.[wandb]'") from None
+        check_wandb(wandb)
+        logs.append(WeightsAndBiases(wandb, name, directory, config))
     logs.append(JsonLines(directory / METRICS_FILE, after_step))
     logs.append(TensorBoard(directory / "tensorboard", after_step))
     return logs
