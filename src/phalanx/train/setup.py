@@ -22,7 +22,7 @@ from phalanx.cost.memory import Optimizer, model_state_bytes
 from phalanx.cost.parameters import parameters
 from phalanx.data.indexed import IndexedDataset
 from phalanx.data.loader import Loader
-from phalanx.data.prepare import Prepared, check, prepare
+from phalanx.data.prepare import Prepared, prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import refuse_unrunnable
@@ -30,7 +30,7 @@ from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec, batch
 from phalanx.spec.tokenizer import BYTES_VOCAB
 from phalanx.train.manifest import check_manifest, checkpoints, read_manifest
-from phalanx.train.metrics import METRICS_FILE
+from phalanx.train.metrics import METRICS_FILE, check_wandb
 
 RUN_FILE, DATA_FILE, TOKENIZER_FILE, FAILURES = "run.toml", "data.json", "tokenizer.json", "failures"
 
@@ -41,7 +41,7 @@ def run_directory(run: RunSpec) -> Path:
 
 
 def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
-    """Raise UserError for anything that would stop this run later. Changes nothing."""
+    """Raise UserError for what would stop this run later; its text is `prepare`'s to check. Changes nothing."""
     refuse_unrunnable(run.parallel)
     batch(run, world_size)
     known = {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0)
@@ -49,8 +49,9 @@ def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
         raise UserError(
             "model.vocab", run.model.vocab, f"is less than the tokenizer's {known} tokens", f"set model.vocab = {known}"
         )
+    if run.metrics.wandb is not None:
+        check_wandb(run.metrics.wandb)
     _check_directory(run, resume)
-    check(run.data)
 
 
 def _check_directory(run: RunSpec, resume: bool) -> None:
@@ -139,7 +140,7 @@ def _check_tokens(run: RunSpec, prepared: Prepared, manifest: dict[str, Any] | N
     held_out = IndexedDataset(prepared.held_out)
     if held_out.size < 2:
         raise UserError(
-            "data.held_out", held_out.prefix, f"has {held_out.size} tokens: nothing to evaluate on",
+            "data.held_out", run.data.held_out or run.data.train, f"leaves {held_out.size} tokens to evaluate on",
             "give more text, or raise data.held_out_fraction",
         )  # fmt: skip
     if prepared.train:

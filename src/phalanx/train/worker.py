@@ -98,20 +98,19 @@ def _train(trainer: Trainer, resume: bool) -> None:
     run, directory = trainer.run, trainer.directory
     quiet = not trainer.is_main
     resumed, damaged = trainer.resume() if resume else (False, {})
-    logs = (
-        open_logs(directory, trainer.step, run.metrics.wandb, run.name, run.model_dump(mode="json"))
-        if not quiet
-        else []
-    )
+    config = run.model_dump(mode="json")
+    logs = [] if quiet else open_logs(directory, trainer.step, run.metrics.wandb, run.name, config)
+    failed = True
     try:
         with Progress(trainer.step, run.training.steps, quiet) as progress, stop_on_signal(trainer):
             for name, problem in damaged.items():
                 progress.note(f"checkpoint {name} is damaged and was set aside: {problem}")
             progress.note(opening(trainer, resumed))
             evaluation = trainer.train(logs, progress)
+        failed = False
     finally:
         for log in logs:
-            log.close()
+            log.close(failed)
     sample = _sample(trainer) if run.evaluation.prompt and not trainer.stop else ""
     if trainer.is_main:
         print(closing(trainer, evaluation, sample))
