@@ -8,7 +8,7 @@ from benchmarks.overhead import OURS, PLAIN, Comparison, Round, loss_difference,
 from benchmarks.peers.launch import Block
 from benchmarks.shapes import RANKS, SHAPES
 from phalanx.cost.parameters import parameters
-from phalanx.spec.run import batch
+from phalanx.spec.run import cut_batch
 
 
 def a_round(fast: float, slow: float, loss: float = 1.0) -> Round:
@@ -43,5 +43,5 @@ def test_shapes_are_those_of_the_published_figures(name: str, size: float) -> No
     shape = SHAPES[name]
     assert parameters(shape.model).total == pytest.approx(size, rel=0.002)
     for layout in ("ddp", "fsdp"):
-        cut = batch(shape.run(layout), RANKS)
+        cut = cut_batch(shape.run(layout), RANKS)
         assert (cut.micro_batch, cut.accumulation) == (shape.micro_batch, shape.accumulation)

@@ -2,7 +2,7 @@ import pytest
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import build_run, load_model, load_run, preset_names
-from phalanx.spec.run import batch
+from phalanx.spec.run import cut_batch
 
 
 def run_file(tmp_path, text):
@@ -118,7 +118,7 @@ def test_replace_validates():
 )
 def test_a_step_is_cut_over_the_ranks(world_size, micro_batch, cut):
     parallel = {} if micro_batch is None else {"micro_batch": micro_batch}
-    made = batch(build_run({"parallel": parallel}), world_size)
+    made = cut_batch(build_run({"parallel": parallel}), world_size)
     assert (made.dp, made.micro_batch, made.accumulation) == cut
     assert made.sequences == made.dp * made.micro_batch * made.accumulation
 
@@ -130,11 +130,11 @@ def test_a_step_is_cut_over_the_ranks(world_size, micro_batch, cut):
 def test_a_default_micro_batch_has_at_most_16384_tokens_and_2_gib_of_logits(vocab, sequence, micro_batch):
     training = {"sequence": sequence, "tokens_per_step": 128 * sequence}
     run = build_run({"model": {"vocab": vocab}, "training": training})
-    assert batch(run, 1).micro_batch == micro_batch
+    assert cut_batch(run, 1).micro_batch == micro_batch
     assert micro_batch == 1 or micro_batch * sequence <= 16_384
     assert micro_batch == 1 or micro_batch * sequence * vocab * 4 <= 2**31
 
 
 def test_a_step_that_the_ranks_cannot_share_is_refused_with_one_they_can():
     with pytest.raises(UserError, match=r"use training\.tokens_per_step = 16128"):
-        batch(build_run({}), 3)
+        cut_batch(build_run({}), 3)

@@ -65,13 +65,13 @@ def _load(path: Path, overrides: list[str]) -> RunSpec:
 
 
 def _config(run: RunSpec, nproc: int | None) -> str:
-    from phalanx.spec.run import batch
+    from phalanx.spec.run import cut_batch
     from phalanx.train.setup import to_toml
 
     ranks = nproc or run.cluster.nproc
     if ranks is None:  # the GPUs of this machine decide, and only torch could count them
         return to_toml(run).rstrip()
-    cut = batch(run, ranks * run.cluster.nodes)
+    cut = cut_batch(run, ranks * run.cluster.nodes)
     note = f"# per update: {cut.micro_batch} sequences x {cut.dp} ranks x {cut.accumulation} accumulated"
     return f"{note}\n{to_toml(run)}".rstrip()
 

@@ -174,7 +174,7 @@ class RunSpec(Spec):
 
 
 @dataclass(frozen=True)
-class Batch:
+class Cut:
     """How one optimizer update is cut: sequences = micro_batch x dp x accumulation."""
 
     sequences: int
@@ -187,7 +187,7 @@ class Batch:
     """Forward passes per rank in one optimizer update."""
 
 
-def batch(run: RunSpec, world_size: int) -> Batch:
+def cut_batch(run: RunSpec, world_size: int) -> Cut:
     """Cut a step's tokens over the ranks: global batch = micro-batch x ranks x accumulation.
 
     Raises UserError if they cannot be cut evenly, or the layout cannot run them so.
@@ -214,4 +214,4 @@ def batch(run: RunSpec, world_size: int) -> Batch:
         f"fails in PyTorch (issue 143580) with accumulation, here of {share // micro_batch} micro-batches",
         f"remove it, or set parallel.micro_batch = {share}",
     )  # fmt: skip
-    return Batch(sequences=sequences, dp=dp, micro_batch=micro_batch, accumulation=share // micro_batch)
+    return Cut(sequences=sequences, dp=dp, micro_batch=micro_batch, accumulation=share // micro_batch)

@@ -27,7 +27,7 @@ from phalanx.data.tokenizer import load_tokenizer
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import refuse_unrunnable
 from phalanx.spec.load import load_run
-from phalanx.spec.run import RunSpec, batch
+from phalanx.spec.run import RunSpec, cut_batch
 from phalanx.spec.tokenizer import BYTES_VOCAB
 from phalanx.train.manifest import check_manifest, checkpoints, read_manifest
 from phalanx.train.metrics import METRICS_FILE, check_wandb
@@ -43,7 +43,7 @@ def run_directory(run: RunSpec) -> Path:
 def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
     """Raise UserError for what would stop this run later; its text is `prepare`'s to check. Changes nothing."""
     refuse_unrunnable(run.parallel)
-    batch(run, world_size)
+    cut_batch(run, world_size)
     known = {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0)
     if run.model.vocab < known:
         raise UserError(

@@ -23,7 +23,7 @@ from phalanx.model.weights import initial_weight
 from phalanx.parallel.apply import apply_layout, computing
 from phalanx.parallel.gradient import clip, global_norm
 from phalanx.parallel.mesh import build_mesh
-from phalanx.spec.run import RunSpec, batch
+from phalanx.spec.run import RunSpec, cut_batch
 from phalanx.train.checkpoint import Checkpointer, load_state, newest_checkpoint, restore_random_state, state_tensors
 from phalanx.train.corpus import Corpus
 from phalanx.train.manifest import check_manifest, read_manifest
@@ -57,7 +57,7 @@ class Trainer:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.run, self.corpus, self.directory, self.device, self.peak_flops = run, corpus, directory, device, peak_flops
         self.mesh = build_mesh(run.parallel, world_size, device.type)
-        self.batch = batch(run, world_size)
+        self.cut = cut_batch(run, world_size)
         weights = corpus.weights or partial(initial_weight, run.model, seed=run.training.seed)
         self.module, self.strategy = apply_layout(
             run.model, run.parallel, self.mesh, device, weights, run.training.precision, run.training.compile
@@ -65,7 +65,7 @@ class Trainer:
         self.parameters = list(self.module.parameters())
         self.routers = [m for m in self.module.modules() if isinstance(m, Router)]
         self.optimizers = build_optimizers(run.optimizer, self.module)
-        self.loader = corpus.loader(run, self.batch.sequences, self.mesh.dp_rank, self.batch.dp)
+        self.loader = corpus.loader(run, self.cut.sequences, self.mesh.dp_rank, self.cut.dp)
         self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
         self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
         self.step = 0
@@ -117,7 +117,7 @@ class Trainer:
     def train_step(self, batches: Iterator[Batch]) -> Record:
         """One optimizer update: forward and backward passes, clipping, update. Returns its record."""
         clock = Stopwatch(self.device)
-        micros = self._cut(next(batches))
+        micros = self._micros(next(batches))
         clock.mark("data_seconds")
         sums, tokens = self._forward_backward(micros)
         norm = global_norm(self.parameters, self.strategy.exposed)
@@ -170,11 +170,11 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def _cut(self, batch: Batch) -> list[Micro]:
+    def _micros(self, batch: Batch) -> list[Micro]:
         """This rank's rows of a step as micro-batches on the device."""
         micros = []
-        for first in range(0, len(batch.tokens), self.batch.micro_batch):
-            rows = slice(first, first + self.batch.micro_batch)
+        for first in range(0, len(batch.tokens), self.cut.micro_batch):
+            rows = slice(first, first + self.cut.micro_batch)
             starts = None if batch.starts is None or not batch.starts[rows].any() else batch.starts[rows]
             tokens, targets = self._to_device(batch.tokens[rows]), self._to_device(batch.targets[rows])
             micros.append(Micro(tokens, targets, None if starts is None else self._to_device(starts)))
@@ -202,12 +202,12 @@ class Trainer:
         sizes = torch.from_numpy(self.corpus.tokenizer.token_bytes()).to(self.device)
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         batches = evaluation_batches(
-            self.corpus.held_out, self.run.training.sequence, self.batch.micro_batch, self.mesh.dp_rank, self.batch.dp,
+            self.corpus.held_out, self.run.training.sequence, self.cut.micro_batch, self.mesh.dp_rank, self.cut.dp,
             spec.tokens, self.run.data.mask_documents,
         )  # fmt: skip
         self.module.eval()
         for held_out in batches:
-            for micro in self._cut(held_out):
+            for micro in self._micros(held_out):
                 with computing(self.module, self.strategy, self.run.training.precision):
                     logits, _ = self.strategy.model(micro.tokens, micro.starts)
                 known = micro.targets[micro.targets != IGNORED]

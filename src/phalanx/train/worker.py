@@ -118,7 +118,7 @@ def _train(trainer: Trainer, resume: bool) -> None:
 
 def opening(trainer: Trainer, resumed: bool) -> str:
     """What a run says before its first step."""
-    run, cut, sizes = trainer.run, trainer.batch, trainer.mesh.degrees
+    run, cut, sizes = trainer.run, trainer.cut, trainer.mesh.degrees
     ranks = f"{sizes.world_size} rank{'s' if sizes.world_size > 1 else ''} ({trainer.device.type})"
     layout = f", {run.parallel.data}" if sizes.world_size > 1 else ""
     total = sum(p.numel() for p in trainer.parameters)
