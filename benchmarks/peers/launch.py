@@ -13,17 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import RANKS
+from phalanx.train import launch
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    # What Phalanx's launcher sets for its ranks: here everyone has it.
-    "THP_MEM_ALLOC_ENABLE": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(2**30),
-    "MALLOC_TRIM_THRESHOLD_": str(2**32),
-    "DS_ACCELERATOR": "cpu",
-}
+# Everyone has what Phalanx's launcher gives its ranks.
+ENVIRONMENT = {**launch.ENVIRONMENT, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
 
 
 @dataclass(frozen=True)
