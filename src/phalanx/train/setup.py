@@ -95,8 +95,8 @@ def set_up(run: RunSpec, world_size: int, resume: bool, progress: Callable[..., 
     Raises UserError before anything is written if the run cannot work.
     """
     check_run(run, world_size, resume)
+    prepared = prepare(run.data, progress)  # in the user's own words, which its errors quote
     run = absolute(run)
-    prepared = prepare(run.data, progress)
     directory = run_directory(run)
     found = checkpoints(directory / "checkpoints") if resume else []
     _check_tokens(run, prepared, newest_manifest(found) if found else None)
@@ -104,10 +104,11 @@ def set_up(run: RunSpec, world_size: int, resume: bool, progress: Callable[..., 
         from phalanx.model.hf import hf_weights  # torch, which by now is needed anyway
 
         hf_weights(run.model.from_hf)
+    paths = {name: os.path.abspath(path) if path else "" for name, path in asdict(prepared).items()}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / RUN_FILE).write_text(to_toml(run))
-        (directory / DATA_FILE).write_text(json.dumps(asdict(prepared), indent=1))
+        (directory / DATA_FILE).write_text(json.dumps(paths, indent=1))
         shutil.copyfile(prepared.tokenizer, directory / TOKENIZER_FILE)
     except OSError as error:
         raise UserError(
