@@ -11,7 +11,7 @@ from phalanx.spec.base import Spec, divisors
 from phalanx.spec.errors import UserError
 
 RUNNABLE_DATA = ("ddp", "zero3", "hsdp")
-NOT_YET = "is described and can be planned, but does not run yet"
+NOT_YET = "is described, but does not run yet"
 
 
 class Layout(Spec):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 import warnings
 from collections.abc import Mapping
@@ -202,6 +203,8 @@ def load_trained(run_directory: Path) -> tuple[Any, nn.Module, Path]:
     if checkpoint is None:
         problem = f"its checkpoints are damaged: {damaged}" if damaged else "has no checkpoint yet"
         raise UserError("run directory", str(run_directory), problem, "let the run reach its first checkpoint")
+    for name, problem in damaged.items():
+        print(f"phalanx: checkpoint {name} is damaged and was passed over: {problem}", file=sys.stderr)
     with torch.device("meta"):
         module = Transformer(run.model)
     fill(module, torch.device("cpu"), lambda _, shape: torch.empty(shape))
