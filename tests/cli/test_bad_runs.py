@@ -36,6 +36,8 @@ tokens_per_step = 256
 warmup_steps = 2
 """
 
+NVME = {"parallel.data": '"zero1"', "parallel.offload": '"nvme"'}
+
 # What is set (or done to the run file), more arguments, and words that the message must hold: field, value, fix.
 SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"training.stepz": 3}, ("training.stepz = 3", "did you mean 'steps'")),
@@ -51,7 +53,7 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"training": 5}, ("training = 5",)),
     ({"parallel.micro_batch": 3}, ("parallel.micro_batch = 3", "4 sequences", "1, 2, 4")),
     ({"parallel.data": '"fsdp"'}, ("parallel.data = 'fsdp'", "zero3")),
-    ({"parallel.data": '"zero1"'}, ("parallel.data = 'zero1'", "does not run yet", "ddp, zero3, hsdp")),
+    ({"parallel.data": '"parameter_server"'}, ("parallel.data = 'parameter_server'", "does not run yet", "ddp, zero1")),
     ({"parallel.data": '"hsdp"'}, ("parallel.dp_shard", "1, 2")),
     ({"parallel.data": '"hsdp"', "parallel.dp_shard": 3}, ("parallel.dp_shard = 3", "2 data-parallel ranks", "1, 2")),
     ({"parallel.dp_shard": 2}, ("parallel.dp_shard = 2", "no meaning")),
@@ -59,7 +61,20 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"parallel.pp": 2}, ("parallel.pp = 2", "does not run yet")),
     ({"parallel.cp": 2}, ("parallel.cp = 2", "does not run yet")),
     ({"parallel.ep": 2}, ("parallel.ep = 2", "does not run yet")),
-    ({"parallel.offload": '"cpu"'}, ("parallel.offload = 'cpu'", "does not run yet", 'parallel.offload = "none"')),
+    ({"parallel.offload": '"cpu"'}, ("parallel.offload = 'cpu'", 'no meaning with parallel.data = "ddp"', "zero1")),
+    ({"parallel.offload_directory": '"EMPTY"'}, ("parallel.offload_directory = 'EMPTY'", "no meaning", "nvme")),
+    ({**NVME}, ("parallel.offload_directory", "is needed", "local disk")),
+    ({**NVME, "parallel.offload_directory": '"missing"'}, ("parallel.offload_directory = 'missing'", "no directory")),
+    ({**NVME, "parallel.offload_directory": '"FILE"'}, ("parallel.offload_directory = 'FILE'", "no directory")),
+    ({**NVME, "parallel.offload_directory": '"/proc"'}, ("parallel.offload_directory = '/proc'", "fix: name")),
+    (
+        {**NVME, "parallel.offload_directory": '"/dev/shm"', "model.ffn": 10**12},
+        ("parallel.offload_directory = '/dev/shm'", "GB are free"),
+    ),
+    ({"parallel.compress": '"fp8"'}, ("parallel.compress = 'fp8'", "powersgd")),
+    ({"parallel.data": '"zero2"', "parallel.compress": '"bf16"'}, ("parallel.compress = 'bf16'", "no meaning")),
+    ({"parallel.wrap": '"model"'}, ("parallel.wrap = 'model'", "no meaning", "zero3 or hsdp")),
+    ({"parallel.data": '"zero3"', "parallel.bucket_mb": 1.0}, ("parallel.bucket_mb = 1.0", "no meaning")),
     (
         {"parallel.schedule": '"gpipe"'},
         ("parallel.schedule = 'gpipe'", "does not run yet", 'parallel.schedule = "1f1b"'),
@@ -70,7 +85,7 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     (
         {"parallel.static_graph": "true", "parallel.data": '"zero3"'},
-        ("parallel.static_graph = True", 'no meaning with parallel.data = "zero3"', 'parallel.data = "ddp"'),
+        ("parallel.static_graph = True", 'no meaning with parallel.data = "zero3"', "parallel.data to ddp"),
     ),
     (
         {"parallel.static_graph": "true", "parallel.micro_batch": 2},

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import fill
+from phalanx.parallel.strategy import give_memory
 from phalanx.spec.model import ModelSpec
 
 Build = Callable[..., Transformer]
@@ -31,7 +32,8 @@ def build() -> Build:
     def make(spec: ModelSpec | None = None, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
         with torch.device("meta"):
             model = Transformer(spec or ModelSpec(**SMALL | changes)).to(dtype)
-        fill(model, torch.device("cpu"), random_weight)
+        give_memory(model, torch.device("cpu"))
+        fill(dict(model.named_parameters()), random_weight)
         return model
 
     return make

@@ -72,7 +72,7 @@ def sampled(data, world_size):
     def weights(name, shape):
         return initial_weight(SPEC, name, shape, 0)
 
-    _, strategy = apply_layout(SPEC, layout, mesh, torch.device("cpu"), weights, "fp64")
+    strategy = apply_layout(SPEC, layout, mesh, torch.device("cpu"), weights, "fp64")
     return generate(strategy.model, PROMPT, 8, generator=seeded()).tolist()
 
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from phalanx.parallel.apply import named_parameters, recompute
+from phalanx.parallel.apply import recompute
+from phalanx.parallel.strategy import named_parameters
 
 MOE = {"experts": 4, "top_k": 2, "ffn": 24, "shared_experts": 1, "first_dense": 1}
 

@@ -9,15 +9,24 @@ from phalanx.parallel.gradient import clip, global_norm
 
 
 def test_norm_and_clip() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (2, 1, 1)]
-    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
-    norm = global_norm(parameters)
+    gradients = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
+    norm = global_norm(gradients)
     assert norm == 5
-    clip(parameters, norm, 10.0)
-    assert global_norm(parameters) == 5
-    clip(parameters, norm, 1.0)
-    assert global_norm(parameters) == pytest.approx(1.0, rel=1e-5)
+    clip(gradients, norm, 10.0)
+    assert global_norm(gradients) == 5
+    clip(gradients, norm, 1.0)
+    assert global_norm(gradients) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_norm_and_clip_of_bf16_are_measured_in_fp32() -> None:
+    gradients = [torch.full((1001,), 1.0, dtype=torch.bfloat16)]
+    norm = global_norm(gradients)
+    assert norm.dtype == torch.float32
+    assert norm == pytest.approx(1001**0.5, rel=1e-6)
+    clip(gradients, norm, 1.0)
+    assert gradients[0].dtype == torch.bfloat16
+    assert global_norm(gradients) == pytest.approx(1.0, rel=2**-8)
 
 
 def test_no_gradient_has_norm_0() -> None:
-    assert global_norm([torch.nn.Parameter(torch.zeros(2))]) == 0
+    assert global_norm([]) == 0

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.exposed import ExposedTime
-from phalanx.parallel.zero import GlooReduceScatter
+from phalanx.parallel.fsdp import DeferredReduceScatter
 from phalanx.testing import ranks
 
 SIZES = (3, 1, 5)
@@ -26,7 +26,7 @@ def both(deferred: bool, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]
     """Our sums and PyTorch's; which of ours were there before `finish`; and the seconds waited."""
     group, exposed = dist.group.WORLD, ExposedTime()
     assert group is not None
-    reduce_scatter = GlooReduceScatter(exposed, deferred)
+    reduce_scatter = DeferredReduceScatter(exposed, deferred)
     ours = [torch.full((size,), torch.nan, dtype=dtype) for size in SIZES]
     theirs = [torch.empty(size, dtype=dtype) for size in SIZES]
     for block, out in zip(blocks(dtype), ours, strict=True):

@@ -42,6 +42,15 @@ ROWS = [
     Row("zero3", 4, {"parallel.data": "zero3"}),
     Row("zero3", 4, {"parallel.data": "zero3"}, accumulation=2),
     Row("zero3-recompute-full", 2, {"parallel.data": "zero3", "parallel.recompute": "full"}),
+    Row("zero3-whole", 2, {"parallel.data": "zero3", "parallel.wrap": "model", "parallel.reshard": False}),
+    Row("zero3-sublayer", 2, {"parallel.data": "zero3", "parallel.wrap": "sublayer", "parallel.prefetch": 2}),
+    Row("zero1", 2, {"parallel.data": "zero1"}),
+    Row("zero1", 2, {"parallel.data": "zero1", "parallel.bucket_mb": 0.01}, accumulation=2),
+    Row("zero1", 4, {"parallel.data": "zero1", "parallel.bucket_mb": 0.01}),
+    Row("zero2", 2, {"parallel.data": "zero2"}),
+    Row("zero2", 2, {"parallel.data": "zero2", "parallel.bucket_mb": 0.01}, accumulation=2),
+    Row("zero2", 4, {"parallel.data": "zero2", "parallel.bucket_mb": 0.01}),
+    Row("zero2", 1, {"parallel.data": "zero2"}, accumulation=2),
     Row("hsdp-2x2", 4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}),
     Row("hsdp-2x2", 4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}, accumulation=2),
 ]
@@ -50,6 +59,8 @@ CASES = [
     for row in ROWS
     for model in row.models
 ]
+DATA = {data: {"parallel.data": data} for data in ("ddp", "zero1", "zero2", "zero3")}
+DATA["hsdp"] = {"parallel.data": "hsdp", "parallel.dp_shard": 2}
 OPTIMIZERS = {
     "muon": {"optimizer.name": "muon"},
     "sgd": {"optimizer.name": "sgd"},
@@ -88,16 +99,25 @@ def test_equals_one_process(row: Row, model: str, text: Path, tmp_path: Path) ->
         assert result == [pytest.approx(step, rel=1e-10) for step in reference(text, model)], f"rank {rank}"
 
 
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("changes", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("data", ["ddp", "zero3"])
-def test_every_optimizer_equals_one_process(data: str, changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
-    run = described(text, tmp_path, {"model": MOE, "parallel.data": data, **changes})
-    expected = reference(text, "moe", tuple(changes.items()))
-    assert ranks(2).run(trajectory, run)[0] == [pytest.approx(step, rel=1e-10) for step in expected]
+@pytest.mark.parametrize(
+    ("data", "world_size"), [(data, n) for data in DATA for n in (2, 4) if not (data == "hsdp" and n == 2)]
+)
+def test_every_optimizer_equals_one_process(
+    data: str, changes: dict[str, Any], world_size: int, model: str, text: Path, tmp_path: Path
+) -> None:
+    run = described(text, tmp_path, {"model": MODELS[model], **DATA[data], **changes})
+    expected = reference(text, model, tuple(changes.items()))
+    assert ranks(world_size).run(trajectory, run)[0] == [pytest.approx(step, rel=1e-10) for step in expected]
 
 
 @pytest.mark.parametrize(
-    "row", [Row("ddp", 2), Row("zero3", 2, {"parallel.data": "zero3"}), ROWS[-1]], ids=lambda row: row.name
+    "row",
+    [Row("ddp", 2), Row("ddp-bf16-wire", 2, {"parallel.compress": "bf16"}), ROWS[-1]]
+    + [Row(data, 2, {"parallel.data": data}) for data in ("zero1", "zero2", "zero3")]
+    + [Row("zero2", 2, {"parallel.data": "zero2"}, accumulation=2)],
+    ids=lambda row: f"{row.name}-acc{row.accumulation}",
 )
 @pytest.mark.parametrize("model", MODELS)
 def test_bf16_is_near_one_process(row: Row, model: str, text: Path, tmp_path: Path) -> None:

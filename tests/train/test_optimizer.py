@@ -93,7 +93,7 @@ def test_orthogonalise_leaves_singular_values_near_one(shape: tuple[int, ...]) -
 
 def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest() -> None:
     module = Transformer(load_model("tiny"))
-    muon, adamw = build_optimizers(OptimizerSpec(name="muon"), module)
+    muon, adamw = build_optimizers(OptimizerSpec(name="muon"), dict(module.named_parameters()))
     names = {id(p): name for name, p in module.named_parameters()}
     hidden = {names[id(p)] for group in muon.param_groups for p in group["params"]}
     assert hidden == {name for name, p in module.named_parameters() if "blocks" in name and p.ndim == 2}
@@ -114,7 +114,7 @@ def test_a_muon_step_by_hand() -> None:
 
 
 def test_learning_rates_scale_from_their_peaks() -> None:
-    optimizers = build_optimizers(OptimizerSpec(name="muon"), Transformer(load_model("tiny")))
+    optimizers = build_optimizers(OptimizerSpec(name="muon"), dict(Transformer(load_model("tiny")).named_parameters()))
     for ratio in (0.5, 0.25, 1.0):
         set_learning_rate(optimizers, ratio)
         assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.02 * ratio, 3e-3 * ratio]

@@ -46,13 +46,13 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(text: Path, tmp_path: 
     under_way = trainer(described(text, tmp_path, {"model": MOE}))
     poison(under_way, {2, 4})
     batches = prefetch(under_way.loader, 0, 5)
-    before = [p.detach().clone() for p in under_way.parameters]
+    before = [p.detach().clone() for p in under_way.strategy.trained.values()]
     records = []
     for step in range(1, 6):
         records.append(under_way.train_step(batches))
-        same = all(torch.equal(a, b) for a, b in zip(before, under_way.parameters, strict=True))
+        same = all(torch.equal(a, b) for a, b in zip(before, under_way.strategy.trained.values(), strict=True))
         assert same == (step in {2, 4})
-        before = [p.detach().clone() for p in under_way.parameters]
+        before = [p.detach().clone() for p in under_way.strategy.trained.values()]
     assert [record["skipped_steps"] for record in records] == [0, 1, 1, 2, 2]
     assert [math.isfinite(record["grad_norm"]) for record in records] == [True, False, True, False, True]
 

@@ -1,18 +1,20 @@
 """The one page that says in which order a layout is applied to a model:
 
-1. the model is made on the meta device, without memory;
+1. the transformer is made on the meta device, without memory;
 2. recomputation wraps its blocks;
 3. blocks are compiled;
-4. ZeRO splits its parameters (or HSDP, over two axes of the mesh);
-5. memory is given, and every rank fills its part of the initial weights;
-6. DDP wraps the replica.
+4. ZeRO-3 (or HSDP, over two axes of the mesh) splits its parameters;
+5. memory is given;
+6. the other ways of data parallelism take the replica;
+7. every rank fills what it trains with its part of the initial weights, and what computes is made of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, cast
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,52 +23,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.data import DataParallel
-from phalanx.parallel.exposed import ExposedTime
+from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.zero import ZeRO3
+from phalanx.parallel.offload import CpuOffload, DiskOffload
+from phalanx.parallel.strategy import Strategy, give_memory
+from phalanx.parallel.zero import ZeRO
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
 DTYPES = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
-WRAPPER = "_checkpoint_wrapped_module."
 Weights = Callable[[str, torch.Size], Tensor]
-
-
-class Strategy(Protocol):
-    """What a way of data parallelism offers the trainer."""
-
-    exposed: ExposedTime
-
-    @property
-    def model(self) -> nn.Module:
-        """What to call for a forward pass."""
-
-    @property
-    def loss_scale(self) -> float:
-        """What the loss is multiplied by, so that gradients come out summed over ranks."""
-
-    def backward(self, last: bool) -> AbstractContextManager[None]:
-        """Around the forward and backward pass of a micro-batch; `last` of its step."""
-
-    def rest(self) -> None:
-        """After forward passes that no backward pass follows: give back what was gathered for them."""
-
-
-class OneProcess:
-    """No parallelism: the reference that every layout must equal."""
-
-    loss_scale = 1.0
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.exposed = ExposedTime()
-
-    @contextmanager
-    def backward(self, last: bool) -> Iterator[None]:
-        yield
-
-    def rest(self) -> None:
-        pass
 
 
 def apply_layout(
@@ -77,8 +43,8 @@ def apply_layout(
     weights: Weights,
     precision: str = "bf16",
     compile: bool = False,
-) -> tuple[Transformer, Strategy]:
-    """Build the model under `layout`: the bare module, which owns the parameters, and the strategy that runs it.
+) -> Strategy:
+    """A transformer under `layout`.
 
     `weights` gives the full initial value of each parameter by name; a rank keeps its part of it.
     """
@@ -88,16 +54,43 @@ def apply_layout(
     if compile:
         for block in module.blocks:
             block.compile()
+    strategy = distribute(module, layout, mesh, device, list(module.blocks), precision)
+    fill(strategy.trained, weights)
+    strategy.publish()
+    return strategy
+
+
+def distribute(
+    module: nn.Module,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    blocks: Sequence[nn.Module] = (),
+    precision: str = "fp32",
+) -> Strategy:
+    """Any module under the data parallelism of `layout`. Its weights must be equal on all ranks, or still on the meta
+    device; `blocks` are the parts that ZeRO-3 gathers one at a time.
+
+    Raises UserError for what a layout cannot hold.
+    """
+    compute_dtype = torch.bfloat16 if precision == "bf16" else None
     shards = mesh.axes("dp_replicate", "dp_shard") if mesh.degrees.dp_shard > 1 else None
-    strategy: Strategy
-    if shards is not None:
-        strategy = ZeRO3(module, shards, torch.bfloat16 if precision == "bf16" else None)
-        fill(module, device, weights)
-    else:
-        fill(module, device, weights)
-        group = mesh.dp_group
-        strategy = OneProcess(module) if group is None else DataParallel(module, layout, group)
-    return module, strategy
+    offload = make_offload(layout)
+    if layout.data in ("zero3", "hsdp") and shards is not None:
+        sharded = FullySharded(module, blocks, layout, shards, compute_dtype, offload)
+        give_memory(module, device, parameters_on=torch.device("cpu") if offload else device)
+        return sharded
+    if layout.data in ("zero1", "zero2") or offload is not None:
+        return ZeRO(module, layout, shards, device, compute_dtype, offload)
+    give_memory(module, device)
+    return Strategy(module) if mesh.dp_group is None else DataParallel(module, layout, mesh.dp_group)
+
+
+def make_offload(layout: Layout) -> CpuOffload | None:
+    """Where the state of a run rests if not on its device."""
+    if layout.offload == "none":
+        return None
+    return CpuOffload() if layout.offload == "cpu" else DiskOffload(Path(str(layout.offload_directory)))
 
 
 def recompute(module: Transformer, mode: str) -> None:
@@ -111,35 +104,18 @@ def recompute(module: Transformer, mode: str) -> None:
 
 
 @torch.no_grad()
-def fill(module: nn.Module, device: torch.device, weights: Weights) -> None:
-    """Give a meta-device module its memory and its initial weights, one full parameter at a time."""
-    module.to_empty(device=device)
-    for name, parameter in named_parameters(module):
-        full = weights(name, parameter.shape).to(device=device, dtype=parameter.dtype)
+def fill(parameters: dict[str, nn.Parameter], weights: Weights) -> None:
+    """Give parameters their initial values, one full parameter at a time."""
+    for name, parameter in parameters.items():
+        full = weights(name, parameter.shape).to(device=parameter.device, dtype=parameter.dtype)
         if isinstance(parameter, DTensor):
             # Every rank has the full value already: no source rank, no communication.
             full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.copy_(full)
-    for buffer in module.buffers():
-        buffer.zero_()
 
 
-def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters under the names they have in a model to which no layout was applied."""
-    for name, parameter in module.named_parameters():
-        yield name.replace(WRAPPER, ""), parameter
-
-
-def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that a checkpoint keeps, named likewise."""
-    kept = set(module.state_dict())
-    for name, buffer in module.named_buffers():
-        if name.replace(WRAPPER, "") in kept:
-            yield name.replace(WRAPPER, ""), buffer
-
-
-def computing(module: nn.Module, strategy: Strategy, precision: str) -> AbstractContextManager[object]:
-    """Around forward passes: bf16 computation over fp32 parameters. Sharded models cast as they gather instead."""
-    if precision != "bf16" or isinstance(strategy, ZeRO3):
+def computing(strategy: Strategy, precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Around forward passes: bf16 computation over fp32 parameters, where they are not cast otherwise."""
+    if precision != "bf16" or not strategy.autocast:
         return nullcontext()
-    return torch.autocast(next(module.parameters()).device.type, dtype=torch.bfloat16)
+    return torch.autocast(device.type, dtype=torch.bfloat16)

@@ -2,26 +2,36 @@
 
 Gradients are all-reduced in buckets while the backward pass goes on (PyTorch Distributed, arXiv 2006.15704)."""
 
-from __future__ import annotations
-
+import inspect
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.parallel.exposed import ExposedTime
+from phalanx.parallel.strategy import Strategy
+from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 
+POWERSGD_FROM_STEP = 10
+"""PowerSGD sends whole gradients before: the first ones change most, and DDP settles its buckets (arXiv 1905.13727)."""
 
-class DataParallel:
+
+class DataParallel(Strategy):
     """A replica of the model. DDP divides summed gradients by the ranks; the trainer divides the loss by the tokens
     of the global batch, so `loss_scale` takes DDP's division back."""
 
+    model: DistributedDataParallel
+
     def __init__(self, module: nn.Module, layout: Layout, group: dist.ProcessGroup) -> None:
-        self.exposed = ExposedTime()
+        super().__init__(module)
         self.loss_scale = float(group.size())
         # The routers' buffers are kept equal by summing their loads; DDP need not broadcast them at every forward pass.
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
@@ -30,20 +40,23 @@ class DataParallel:
         self.model = DistributedDataParallel(
             module,
             process_group=group,
-            bucket_cap_mb=layout.bucket_mb,
             static_graph=layout.static_graph,
+            find_unused_parameters=layout.unused_parameters,
             gradient_as_bucket_view=True,
             init_sync=False,  # initial weights are a function of their names
+            **_buckets(layout),
         )
+        if layout.compress == "bf16":
+            self.model.register_comm_hook(group, average_in_bf16)
+        elif layout.compress == "powersgd":
+            state = PowerSGDState(group, layout.compress_rank, POWERSGD_FROM_STEP)
+            self.model.register_comm_hook(state, powerSGD_hook)
         self._last_gradient = 0.0
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(self._gradient_ready)
 
     def _gradient_ready(self, _: Tensor) -> None:
         self._last_gradient = time.perf_counter()
-
-    def rest(self) -> None:
-        """Nothing was gathered."""
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
@@ -55,4 +68,35 @@ class DataParallel:
         yield
         # On the CPU, backward returns when the last bucket is reduced: what follows the last gradient is exposed.
         if next(self.model.parameters()).device.type == "cpu":
-            self.exposed.seconds += max(0.0, time.perf_counter() - self._last_gradient)
+            now = time.perf_counter()
+            self.exposed.add(min(now, self._last_gradient), now)
+
+    def join(self) -> AbstractContextManager[None]:
+        """Around a loop of steps of which ranks have different numbers: those that are done shadow the others'
+        collectives with zeros (DDP's own join)."""
+        # The default divides by all ranks, gone or not, and `loss_scale` takes just that back: gradients stay sums.
+        return self.model.join()
+
+
+def _buckets(layout: Layout) -> dict[str, Any]:
+    """DDP's options for the size of buckets, in MiB.
+
+    Raises UserError if this torch has none for the first.
+    """
+    if layout.first_bucket_mb is None:
+        return {"bucket_cap_mb": layout.bucket_mb}
+    if "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel.__init__).parameters:
+        raise UserError(
+            "parallel.first_bucket_mb", layout.first_bucket_mb, f"torch {torch.__version__} cannot size it",
+            "use torch 2.13, or remove it",
+        )  # fmt: skip
+    return {"bucket_cap_mb_list": [layout.first_bucket_mb, layout.bucket_mb]}
+
+
+# DDP compares the types as objects, so that this file does not postpone annotations.
+def average_in_bf16(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+    """Half the bytes of fp32 on the wire. (PyTorch's own hook of this kind is refused by name without NCCL.)"""
+    buffer = bucket.buffer()
+    small = buffer.to(torch.bfloat16).div_(group.size())
+    work = dist.all_reduce(small, group=group, async_op=True)
+    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))

@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 
 class ExposedTime:
-    """Adds up the seconds in which the host waited for a collective. Exact on the CPU, where waiting blocks the host;
-    on a GPU the host does not wait, and the total stays 0."""
+    """The spans in which the host waited for a collective. Exact on the CPU, where waiting blocks the host; on a GPU
+    the host does not wait, and the total stays 0."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.spans: list[tuple[float, float]] = []
+        """Since the last `take`, by time.perf_counter()."""
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -24,12 +25,16 @@ class ExposedTime:
         try:
             yield
         finally:
-            self.seconds += time.perf_counter() - begun
+            self.add(begun, time.perf_counter())
+
+    def add(self, begun: float, ended: float) -> None:
+        """Count a span that was waited."""
+        self.spans.append((begun, ended))
 
     def take(self) -> float:
         """The seconds since the last call."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
+        spans, self.spans = self.spans, []
+        return sum(ended - begun for begun, ended in spans)
 
 
 class TimedWork(dist.Work):

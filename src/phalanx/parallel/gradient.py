@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -14,31 +14,25 @@ from torch.distributed.tensor import DTensor
 from phalanx.parallel.exposed import ExposedTime
 
 
-def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's part of every gradient there is."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-
-
 @torch.no_grad()
-def global_norm(parameters: Iterable[Tensor], exposed: ExposedTime | None = None) -> Tensor:
-    """The L2 norm of the gradient over all parameters and ranks (scalar); `exposed` counts the waiting.
+def global_norm(gradients: Sequence[Tensor], exposed: ExposedTime | None = None) -> Tensor:
+    """The L2 norm over all gradients and ranks (scalar, at least fp32); `exposed` counts the waiting.
 
     Parts that are split over the same groups are summed locally and all-reduced once over each of them; replicated
     parts are counted once. (`clip_grad_norm_` refuses parameters of different meshes.)
     """
     parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        gradient = parameter.grad
+    for gradient in gradients:
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
             split = [axis for axis, placement in enumerate(gradient.placements) if placement.is_shard()]
             parts[tuple(mesh.get_group(axis) for axis in split)].append(gradient.to_local())
-        elif gradient is not None:
+        else:
             parts[()].append(gradient)
     total = None
-    for groups, gradients in parts.items():
-        square = torch.stack(torch._foreach_norm(gradients)).square().sum()
+    for groups, local in parts.items():
+        dtype = torch.float32 if local[0].dtype == torch.bfloat16 else None
+        square = torch.stack(torch._foreach_norm(local, 2, dtype)).square().sum()
         for group in groups:
             with exposed.waiting() if exposed else nullcontext():
                 dist.all_reduce(square, group=group)
@@ -47,8 +41,9 @@ def global_norm(parameters: Iterable[Tensor], exposed: ExposedTime | None = None
 
 
 @torch.no_grad()
-def clip(parameters: Iterable[Tensor], norm: Tensor, limit: float) -> None:
+def clip(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
     """Scale every gradient by limit / norm where the norm is above the limit (in place)."""
-    gradients = local_gradients(parameters)
-    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    if local:
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(local, scale.to(local[0].device, local[0].dtype))

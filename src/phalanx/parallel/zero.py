@@ -1,116 +1,304 @@
-"""ZeRO-3 (arXiv 1910.02054) by PyTorch's FSDP2: parameters, gradients and optimizer state are split over ranks; each
-block's parameters are gathered just before use, and its gradients reduce-scattered just after. HSDP splits within
-groups of ranks and replicates between them.
+"""ZeRO-1 and ZeRO-2 (arXiv 1910.02054, sections 5.1 and 5.2): every rank computes with the whole model, and trains its
+rows of it.
 
-On gloo FSDP2 gathers synchronously and reduces twice what it needs (its reduce-scatter is an all-reduce); here gathers
-run ahead of the blocks that need them, and a reduce-scatter is an all-to-all and a local sum, ended one block later."""
+A rank owns an N-th of every parameter's rows and the optimizer state for them. Gradients are reduce-scattered in
+buckets to the owners of their rows while the backward pass goes on; the owners step; the new rows are gathered.
+ZeRO-1 keeps whole gradients and sends them once per step. ZeRO-2 sends them at every micro-batch and keeps its rows.
+
+Bytes per parameter, with Adam: in fp32 the owned rows are part of the model that computes, 4 + 4 + 8/N or
+4 + (4 + 8)/N. In bf16 the model and its gradients are bf16, and owners keep fp32 rows beside: 2 + 2 + 12/N or
+2 + (2 + 12)/N (section 3.1)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor, Shard
 
-from phalanx.model.transformer import Transformer
-from phalanx.parallel.exposed import ExposedTime, TimedWork
+from phalanx.parallel.collectives import ReduceScatter
+from phalanx.parallel.exposed import ExposedTime
+from phalanx.parallel.offload import CpuOffload
+from phalanx.parallel.strategy import Strategy, give_memory, named_parameters, pieces_of, step_with
+from phalanx.spec.layout import Layout
+
+MIB = 2**20
+PIECE_BYTES = 256 * MIB
+"""Owned rows that are stepped at once: their gradients are cast to the rows' precision just for it."""
 
 
-class ZeRO3:
-    """A sharded model. Gradients are summed over ranks, not averaged: the trainer divides the loss."""
+class ZeRO(Strategy):
+    """Stage 1 or 2. The trained parameters are this rank's rows, as DTensors (whole where there is one rank)."""
 
-    loss_scale = 1.0
-
-    def __init__(self, model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> None:
-        """`mesh` is one-dimensional (ZeRO-3) or replicate x shard (HSDP); `compute_dtype` casts parameters when they
-        are gathered, while gradients are reduced and state is kept in the parameters' own dtype."""
-        self.exposed = ExposedTime()
-        self.model = model
-        policy = MixedPrecisionPolicy(
-            param_dtype=compute_dtype,
-            reduce_dtype=torch.float32 if compute_dtype else None,
-            cast_forward_inputs=False,  # rotary tables stay fp32
-        )
-        blocks = [fully_shard(block, mesh=mesh, mp_policy=policy) for block in model.blocks]
-        self.root = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        self.units: list[FSDPModule] = [self.root, *blocks]
-        for unit in self.units:
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
-        self.reduce_scatter: GlooReduceScatter | None = None
-        if mesh.device_type == "cpu":
-            self._overlap_on_gloo(replicated=mesh.ndim > 1)
-
-    def _overlap_on_gloo(self, replicated: bool) -> None:
-        self.reduce_scatter = GlooReduceScatter(self.exposed, deferred=not replicated)
-        for unit, following in zip(self.units, [*self.units[1:], None], strict=True):
-            unit._set_unshard_async_op(True)
-            unit.set_custom_all_gather(TimedAllGather(self.exposed))
-            unit.set_custom_reduce_scatter(self.reduce_scatter)
-            if following is not None:
-                unit.set_modules_to_forward_prefetch([following])
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        compute_dtype: torch.dtype | None,
+        offload: CpuOffload | None,
+    ) -> None:
+        """`mesh` has one axis; None for a single rank. Without `compute_dtype` the model computes as it is. `offload`
+        keeps what is trained, and its state, elsewhere."""
+        split = Split(mesh)
+        beside = {}
+        if compute_dtype is not None or offload is not None:
+            beside = {name: _copy(split.rows(p), device, offload) for name, p in named_parameters(module)}
+        if compute_dtype is not None:
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(compute_dtype)
+        give_memory(module, device)
+        super().__init__(module)
+        self.whole_gradients = layout.data == "zero1"
+        self.autocast = compute_dtype is None
+        self.offload = offload
+        owned = {name: Owned(p, split, beside.get(name), offload) for name, p in self.trained.items()}
+        self.trained = {name: part.master for name, part in owned.items()}
+        self.buckets = [Bucket(parts, split, self.exposed) for parts in _cut(owned.values(), layout.bucket_mb * MIB)]
+        self._communicates = True
+        self._begun = 0
+        for bucket in self.buckets:
+            for part in bucket.parts:
+                part.parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket))
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
-        """Around the forward and backward pass of a micro-batch; only the `last` of a step communicates gradients."""
-        self.root.set_requires_gradient_sync(last)
-        self.root.set_is_last_backward(last)
+        """Around the forward and backward pass of a micro-batch."""
+        self._communicates = last or not self.whole_gradients
+        self._begun = 0
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parts)
         yield
-        if last and self.reduce_scatter is not None:
-            self.reduce_scatter.finish()
+        if self._communicates:
+            for bucket in self.buckets:
+                bucket.missing = 0  # what had no gradient has none on any rank, or counts as 0
+            self._reduce_ready()
+            self.buckets[-1].finish_reduce(self.whole_gradients)
 
-    def rest(self) -> None:
-        """Split the parameters again that a forward pass without a backward pass left gathered."""
-        for unit in self.units:
-            unit.reshard()
+    def _ready(self, bucket: Bucket, _: Tensor) -> None:
+        bucket.missing -= 1
+        if self._communicates and not bucket.missing:
+            self._reduce_ready()
+
+    def _reduce_ready(self) -> None:
+        """Send the buckets that are complete, in the same order on every rank, one at a time."""
+        while self._begun < len(self.buckets) and not self.buckets[self._begun].missing:
+            if self._begun:
+                self.buckets[self._begun - 1].finish_reduce(self.whole_gradients)
+            self.buckets[self._begun].begin_reduce(self.whole_gradients)
+            self._begun += 1
+
+    def gradients(self) -> list[Tensor]:
+        """The summed gradients of the owned rows, in the precision of the model."""
+        parts = [part for bucket in self.buckets for part in bucket.parts]
+        return [part.split.as_part(part.gradient, part.parameter) for part in parts if part.gradient is not None]
+
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Step the owned rows piece by piece, in the order of the forward pass, and gather what they have become."""
+        limit = PIECE_BYTES if self.offload is None else self.offload.piece_bytes
+        pieces = pieces_of(self.buckets[::-1], limit)
+        for index, piece in enumerate(pieces):
+            parts = [part for bucket in piece for part in bucket.parts]
+            masters = [part.master for part in parts]
+            gradients = [part.gradient for part in parts]
+            with self.offload.piece(index, optimizers, masters, gradients) if self.offload else nullcontext():
+                step_with(optimizers, masters, [part.gradient_of_master() for part in parts])
+            for bucket in piece:
+                bucket.drop_gradients()
+                bucket.begin_gather()
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+    def drop_gradients(self) -> None:
+        for bucket in self.buckets:
+            bucket.drop_gradients()
+
+    def new_state(self, parameter: nn.Parameter) -> Tensor:
+        return self.offload.zeros_like(parameter) if self.offload else super().new_state(parameter)
+
+    def publish(self) -> None:
+        """Gather every parameter from the owners of its rows."""
+        for bucket in self.buckets:
+            bucket.begin_gather()
+        for bucket in self.buckets:
+            bucket.finish_gather()
 
 
-class TimedAllGather(DefaultAllGather):
-    """PyTorch's all-gather, with the time spent waiting for it counted."""
+class Split:
+    """Which rows of a tensor are this rank's: of N ranks the first own as many as it takes, the last may have fewer."""
 
-    def __init__(self, exposed: ExposedTime) -> None:
-        self.exposed = exposed
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        self.mesh = mesh
+        self.ranks, self.rank = (mesh.size(), mesh.get_local_rank()) if mesh is not None else (1, 0)
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        work = super().__call__(output_tensor, input_tensor, group, async_op)
-        return TimedWork(work, self.exposed) if work is not None else None
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self.mesh.get_group() if self.mesh is not None else None
+
+    def each(self, whole: Tensor) -> int:
+        """Rows per rank."""
+        return -(-len(whole) // self.ranks)
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """This rank's rows (a view)."""
+        each = self.each(whole)
+        return whole.detach()[min(self.rank * each, len(whole)) : min((self.rank + 1) * each, len(whole))]
+
+    def as_part(self, rows: Tensor, whole: Tensor) -> Tensor:
+        """This rank's rows as part of a tensor like `whole`."""
+        if self.mesh is None:
+            return rows
+        shape, stride = whole.shape, whole.stride()
+        return DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
-class GlooReduceScatter(DefaultReduceScatter):
-    """All-to-all, then a local sum: 2 to 3.5 times as fast as gloo's, which all-reduces.
+class Owned:
+    """A parameter that computes, and the rows of it that this rank trains."""
 
-    Deferred, the sum waits until the next block's reduction starts (or `finish`), so that the exchange runs beside the
-    backward pass of one more block; at most one block's buffers are held meanwhile.
+    def __init__(
+        self, parameter: nn.Parameter, split: Split, beside: Tensor | None, offload: CpuOffload | None
+    ) -> None:
+        """`beside` are the rows where they are not those of the parameter itself."""
+        self.parameter, self.split, self.offload = parameter, split, offload
+        self.matrix = (len(parameter), parameter[0].numel())
+        self.size = split.each(parameter) * self.matrix[1]
+        """Elements of a rank, with padding."""
+        self.aliased = beside is None
+        self.rows = split.rows(parameter) if beside is None else beside
+        self.master = nn.Parameter(split.as_part(self.rows, parameter))
+        self.gradient: Tensor | None = None
+        """Of the rows, summed over ranks, in the precision of the model."""
+        self._resting: Tensor | None = None
+
+    def take(self, came: Tensor, keep_whole: bool) -> None:
+        """Keep what came of the gradient: in the whole one's rows, or added to what came of micro-batches before."""
+        whole = self.parameter.grad
+        if keep_whole and whole is not None:
+            self.gradient = self.split.rows(whole)
+            if came is not whole:
+                self.gradient.copy_(came)
+        elif self.offload is not None:
+            if self._resting is None:
+                self._resting = self.offload.keep(came)
+            elif self.gradient is None:
+                self._resting.copy_(came)
+            else:
+                self._resting.add_(came.to(self._resting.device))
+            self.gradient, self.parameter.grad = self._resting, None
+        else:
+            self.gradient = came if self.gradient is None or came is whole else self.gradient.add_(came)
+
+    def gradient_of_master(self) -> Tensor | None:
+        """The gradient where and as precise as the master is."""
+        if self.gradient is None:
+            return None
+        return self.split.as_part(self.gradient.to(self.rows.device, self.rows.dtype), self.parameter)
+
+
+class Bucket:
+    """Parameters whose gradients are sent at once, and whose rows are gathered at once.
+
+    On the way they lie in a buffer [N, n]: for each rank its rows of every parameter, padded where they are fewer.
     """
 
-    def __init__(self, exposed: ExposedTime, deferred: bool) -> None:
-        self.exposed, self.deferred = exposed, deferred
-        self._pending: tuple[dist.Work, Tensor, Tensor, Tensor] | None = None
+    def __init__(self, parts: list[Owned], split: Split, exposed: ExposedTime) -> None:
+        self.parts, self.exposed, self.group = parts, exposed, split.group
+        self.sizes = [part.size for part in parts]
+        self.missing = len(parts)
+        """Gradients of the micro-batch under way that have not come yet."""
+        self._reducing: ReduceScatter | None = None
+        self._gathering: tuple[dist.Work, Tensor] | None = None
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
-    ) -> dist.Work:
-        self.finish()
-        received = torch.empty_like(input_tensor)
-        work = dist.all_to_all_single(received, input_tensor, group=group, async_op=True)
-        self._pending = (work, received, input_tensor, output_tensor)
-        if not self.deferred:
-            self.finish()
-        return work
+    @property
+    def nbytes(self) -> int:
+        """Of the owned rows."""
+        return sum(part.rows.numel() * part.rows.element_size() for part in self.parts)
 
-    def finish(self) -> None:
-        """Wait for the exchange under way, if any, and sum what came."""
-        if self._pending is None:
+    def begin_reduce(self, keep_whole: bool) -> None:
+        """Send each owner its rows of these gradients."""
+        if self.group is None:
             return
-        work, received, _, output = self._pending
-        self._pending = None
+        for part in self.parts:
+            if part.parameter.grad is None:
+                part.parameter.grad = torch.zeros_like(part.parameter)
+        wholes = [part.parameter.grad.view(part.matrix) for part in self.parts if part.parameter.grad is not None]
+        sent = wholes[0].new_empty(self.group.size(), sum(self.sizes))
+        torch._chunk_cat(wholes, dim=0, num_chunks=self.group.size(), out=sent)
+        if not keep_whole:
+            for part in self.parts:
+                part.parameter.grad = None
+        self._reducing = ReduceScatter(sent, sent.new_empty(sum(self.sizes)), self.group, self.exposed)
+
+    def finish_reduce(self, keep_whole: bool) -> None:
+        """Hand every parameter the sum of its owned rows' gradients."""
+        if self._reducing is None:
+            for part in self.parts:
+                if part.parameter.grad is not None:
+                    part.take(part.parameter.grad, keep_whole)
+            return
+        self._reducing.wait()
+        summed = self._reducing.out.split(self.sizes)
+        self._reducing = None
+        for part, flat in zip(self.parts, summed, strict=True):
+            part.take(flat[: part.rows.numel()].view_as(part.rows), keep_whole)
+
+    def drop_gradients(self) -> None:
+        for part in self.parts:
+            part.gradient = part.parameter.grad = None
+
+    def begin_gather(self) -> None:
+        """Send the owned rows, as they were trained, to every rank."""
+        if self.group is None:
+            for part in self.parts:
+                if not part.aliased:
+                    part.parameter.detach().copy_(part.rows)
+            return
+        mine = self.parts[0].parameter.new_zeros(sum(self.sizes))
+        for part, flat in zip(self.parts, mine.split(self.sizes), strict=True):
+            flat[: part.rows.numel()].view_as(part.rows).copy_(part.rows)
+        whole = mine.new_empty(self.group.size() * len(mine))
+        work = dist.all_gather_into_tensor(whole, mine, group=self.group, async_op=True)
+        assert work is not None
+        self._gathering = work, whole.view(self.group.size(), -1)
+
+    def finish_gather(self) -> None:
+        """Let the model compute with what came."""
+        if self._gathering is None:
+            return
+        work, whole = self._gathering
+        self._gathering = None
         with self.exposed.waiting():
             work.wait()
-        torch.sum(received.view(-1, output.numel()), dim=0, out=output.view(-1))
+        for part, came in zip(self.parts, whole.split(self.sizes, dim=1), strict=True):
+            matrix = part.parameter.detach().view(part.matrix)
+            if matrix.numel() == came.numel():
+                matrix.view(came.shape).copy_(came)
+            else:
+                matrix.copy_(came.reshape(-1, part.matrix[1])[: len(matrix)])
+
+
+def _copy(rows: Tensor, device: torch.device, offload: CpuOffload | None) -> Tensor:
+    """Rows that are trained apart from the parameter; a tensor without memory gives rows to be filled."""
+    if offload is not None:
+        return offload.keep(rows)
+    return torch.empty_like(rows, device=device) if rows.is_meta else rows.to(device, copy=True)
+
+
+def _cut(rows: Iterable[Owned], limit: float) -> list[list[Owned]]:
+    """Buckets of about `limit` bytes of parameters of one dtype, in the order in which the backward pass comes by."""
+    buckets: list[list[Owned]] = []
+    size = 0
+    for part in reversed(list(rows)):
+        parameter = part.parameter
+        if not buckets or size >= limit or buckets[-1][0].parameter.dtype != parameter.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(part)
+        size += parameter.numel() * parameter.element_size()
+    return buckets

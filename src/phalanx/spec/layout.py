@@ -10,8 +10,23 @@ from pydantic import Field
 from phalanx.spec.base import Spec, divisors
 from phalanx.spec.errors import UserError
 
-RUNNABLE_DATA = ("ddp", "zero3", "hsdp")
+RUNNABLE_DATA = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 NOT_YET = "is described, but does not run yet"
+SHARDED = ("zero1", "zero2", "zero3", "hsdp")
+MEANT_FOR = {
+    "bucket_mb": ("ddp", "zero1", "zero2"),
+    "first_bucket_mb": ("ddp",),
+    "compress": ("ddp",),
+    "compress_rank": ("ddp",),
+    "static_graph": ("ddp",),
+    "unused_parameters": ("ddp",),
+    "reshard": ("zero3", "hsdp"),
+    "wrap": ("zero3", "hsdp"),
+    "prefetch": ("zero3", "hsdp"),
+    "offload": SHARDED,
+    "dp_shard": ("hsdp",),
+}
+"""Choices that mean something only with these values of `data`."""
 
 
 class Layout(Spec):
@@ -21,8 +36,8 @@ class Layout(Spec):
     """
 
     data: Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"] = "ddp"
-    """How data-parallel ranks share model state: replicated (ddp), sharded (zero1 to zero3 = FSDP), or sharded
-    within groups and replicated between them (hsdp)."""
+    """How data-parallel ranks share model state: replicated (ddp); optimizer state sharded (zero1), and gradients
+    (zero2), and parameters (zero3 = FSDP); or zero3 within groups and replicated between them (hsdp)."""
     dp_shard: int | None = Field(None, gt=0, examples=[8])
     """Ranks that share one sharded copy (hsdp). Must divide the data-parallel degree."""
     tp: int = Field(1, gt=0)
@@ -43,11 +58,31 @@ class Layout(Spec):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none; attention only (selective); whole blocks (full)."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """Where parameters and optimizer state rest between uses."""
+    """Where optimizer state (with zero1 and zero2 in bf16 the fp32 parameters, with zero2 gradients, with zero3 all
+    parameters) rests: on the device, in CPU memory, or the state in files. Needs zero1, zero2, zero3 or hsdp; a single
+    rank offloads too."""
+    offload_directory: str | None = Field(None, examples=["/local/scratch"])
+    """Where the files of `offload = "nvme"` lie: a local disk. They are unnamed and vanish with the run."""
     bucket_mb: float = Field(25.0, gt=0)
-    """Gradient bucket of DDP, in MiB; other ways of `data` have none."""
+    """Parameters whose gradients are sent at once, in MiB (ddp, zero1, zero2)."""
+    first_bucket_mb: float | None = Field(None, gt=0, examples=[1.0])
+    """The first bucket to be sent, in MiB: a small one starts early (ddp)."""
+    compress: Literal["none", "bf16", "powersgd"] = "none"
+    """Gradients on the wire (ddp): as they are; in half of fp32's bytes; or as products of thin matrices with error
+    feedback (PowerSGD, arXiv 1905.13727), which is not exact, and whose feedback a checkpoint does not keep."""
+    compress_rank: int = Field(4, gt=0)
+    """Rank of PowerSGD's matrices."""
     static_graph: bool = False
     """Tell DDP that every step uses the same parameters; not with accumulation."""
+    unused_parameters: bool = False
+    """Let DDP look for parameters that a step did not use, which otherwise stop it."""
+    reshard: bool = True
+    """Give a block's gathered parameters back after the forward pass and gather them again in the backward pass: less
+    memory, half as much traffic more (zero3, hsdp)."""
+    wrap: Literal["model", "block", "sublayer"] = "block"
+    """What is gathered at once (zero3, hsdp): the whole model, a block, or a block's attention and MLP each."""
+    prefetch: int = Field(1, ge=0)
+    """Gathers that run ahead of the one that is needed (zero3, hsdp)."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +115,9 @@ class Degrees:
 def degrees(layout: Layout, world_size: int) -> Degrees:
     """The mesh axes of `layout` on `world_size` ranks.
 
-    Raises UserError if the ranks cannot be divided so.
+    Raises UserError if the ranks cannot be divided so, or for a choice that means nothing in this layout.
     """
+    check_meaning(layout)
     model_ranks = layout.pp * layout.cp * layout.tp
     if world_size % model_ranks:
         raise UserError(
@@ -89,11 +125,6 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
             f"use a multiple of {model_ranks} ranks, or lower a degree",
         )  # fmt: skip
     dp = world_size // model_ranks
-    if layout.dp_shard is not None and layout.data != "hsdp":
-        raise UserError(
-            "parallel.dp_shard", layout.dp_shard, f'has no meaning with parallel.data = "{layout.data}"',
-            'remove it, or set parallel.data = "hsdp"',
-        )  # fmt: skip
     if layout.data == "hsdp":
         allowed = ", ".join(map(str, divisors(dp)))
         if layout.dp_shard is None:
@@ -105,18 +136,32 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
     return Degrees(layout.pp, dp // shard, shard, layout.cp, layout.tp)
 
 
+def check_meaning(layout: Layout) -> None:
+    """Raise UserError for a choice that means nothing in this layout."""
+    for field, data in MEANT_FOR.items():
+        value = getattr(layout, field)
+        if value != Layout.model_fields[field].default and layout.data not in data:
+            raise UserError(
+                f"parallel.{field}", value, f'has no meaning with parallel.data = "{layout.data}"',
+                f"remove it, or set parallel.data to {' or '.join(data)}",
+            )  # fmt: skip
+    if (layout.offload_directory is None) == (layout.offload == "nvme"):
+        problem = (
+            'is needed with parallel.offload = "nvme"' if layout.offload == "nvme"
+            else f'has no meaning with parallel.offload = "{layout.offload}"'
+        )  # fmt: skip
+        raise UserError(
+            "parallel.offload_directory", layout.offload_directory, problem,
+            'name a directory on a local disk and set parallel.offload = "nvme", or remove both',
+        )  # fmt: skip
+
+
 def refuse_unrunnable(layout: Layout) -> None:
-    """Raise UserError for a value that training cannot run yet, or that means nothing in this layout."""
+    """Raise UserError for a value that training cannot run yet."""
     if layout.data not in RUNNABLE_DATA:
         raise UserError("parallel.data", layout.data, NOT_YET, f"runs today: {', '.join(RUNNABLE_DATA)}")
     for axis in ("tp", "pp", "cp", "ep", "virtual_stages"):
         if getattr(layout, axis) != 1:
             raise UserError(f"parallel.{axis}", getattr(layout, axis), NOT_YET, f"set parallel.{axis} = 1")
-    for field, runs in (("schedule", "1f1b"), ("offload", "none")):
-        if getattr(layout, field) != runs:
-            raise UserError(f"parallel.{field}", getattr(layout, field), NOT_YET, f'set parallel.{field} = "{runs}"')
-    if layout.static_graph and layout.data != "ddp":
-        raise UserError(
-            "parallel.static_graph", True, f'has no meaning with parallel.data = "{layout.data}"',
-            'remove it, or set parallel.data = "ddp"',
-        )  # fmt: skip
+    if layout.schedule != "1f1b":
+        raise UserError("parallel.schedule", layout.schedule, NOT_YET, 'set parallel.schedule = "1f1b"')

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from phalanx.parallel.apply import fill, named_buffers, named_parameters
+from phalanx.parallel.strategy import Strategy, give_memory, named_buffers
 from phalanx.spec.errors import UserError
 from phalanx.train.manifest import (
     FORMAT,
@@ -127,11 +127,11 @@ def newest_checkpoint(directory: Path) -> tuple[Path | None, dict[str, str]]:
     return checkpoint, damaged
 
 
-def state_tensors(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+def state_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Parameters, buffers and optimizer state under layout-free names."""
-    parameters = dict(named_parameters(module))
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in [*parameters.items(), *named_buffers(module)]}
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    model = [*strategy.trained.items(), *named_buffers(strategy.module)]
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in model}
+    names = {id(parameter): name for name, parameter in strategy.trained.items()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -140,7 +140,7 @@ def state_tensors(module: nn.Module, optimizers: list[torch.optim.Optimizer]) ->
     return tensors
 
 
-def load_state(checkpoint: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+def load_state(checkpoint: Path, strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> None:
     """Load a checkpoint into a model and its optimizers, whatever layout either has.
 
     Raises UserError if the checkpoint is of another model.
@@ -148,10 +148,9 @@ def load_state(checkpoint: Path, module: nn.Module, optimizers: list[torch.optim
     reader = HuggingFaceStorageReader(str(checkpoint))
     entries = reader.read_metadata().state_dict_metadata.items()
     saved = {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
-    parameters = dict(named_parameters(module))
     for optimizer in optimizers:
-        _make_state(optimizer, parameters, saved)
-    tensors = state_tensors(module, optimizers)
+        _make_state(optimizer, strategy, saved)
+    tensors = state_tensors(strategy, optimizers)
     for name, tensor in tensors.items():
         if saved.get(name) != tuple(tensor.shape):
             raise UserError(
@@ -159,20 +158,19 @@ def load_state(checkpoint: Path, module: nn.Module, optimizers: list[torch.optim
                 f"and {list(tensor.shape)} in this run", "resume with the model and optimizer that it was saved with",
             )  # fmt: skip
     load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    strategy.publish()
 
 
-def _make_state(
-    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], saved: dict[str, tuple[int, ...]]
-) -> None:
+def _make_state(optimizer: torch.optim.Optimizer, strategy: Strategy, saved: dict[str, tuple[int, ...]]) -> None:
     """Give an optimizer that has not stepped yet the state that a checkpoint holds for it."""
     mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, shape in saved.items():
         kind, _, rest = name.partition(".")
         key, _, parameter_name = rest.partition(".")
-        parameter = parameters.get(parameter_name)
+        parameter = strategy.trained.get(parameter_name)
         if kind == "optimizer" and parameter is not None and id(parameter) in mine:
             scalar = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            optimizer.state[parameter][key] = torch.zeros_like(parameter) if shape else scalar
+            optimizer.state[parameter][key] = strategy.new_state(parameter) if shape else scalar
 
 
 def restore_random_state(checkpoint: Path, rank: int) -> None:
@@ -207,6 +205,6 @@ def load_trained(run_directory: Path) -> tuple[Any, nn.Module, Path]:
         print(f"phalanx: checkpoint {name} is damaged and was passed over: {problem}", file=sys.stderr)
     with torch.device("meta"):
         module = Transformer(run.model)
-    fill(module, torch.device("cpu"), lambda _, shape: torch.empty(shape))
-    load_state(checkpoint, module, [])
+    give_memory(module, torch.device("cpu"))
+    load_state(checkpoint, Strategy(module), [])
     return run, module.eval(), run_directory / "tokenizer.json"

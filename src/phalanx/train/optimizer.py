@@ -7,7 +7,6 @@ import math
 import torch
 from torch import nn
 
-from phalanx.parallel.apply import named_parameters
 from phalanx.spec.run import OptimizerSpec
 from phalanx.train.muon import Muon
 
@@ -33,10 +32,9 @@ def learning_rate_ratio(spec: OptimizerSpec, step: int, steps: int) -> float:
     return 1.0 - (1.0 - spec.min_ratio) * fall
 
 
-def build_optimizers(spec: OptimizerSpec, module: nn.Module) -> list[torch.optim.Optimizer]:
-    """The optimizers of a model. Matrices decay, vectors do not. With muon, matrices inside blocks are Muon's;
-    embeddings, head and vectors are AdamW's (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
-    parameters = dict(named_parameters(module))
+def build_optimizers(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """The optimizers of parameters by name. Matrices decay, vectors do not. With muon, matrices inside blocks are
+    Muon's; embeddings, head and vectors are AdamW's (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
     hidden = {name: p for name, p in parameters.items() if name.startswith("blocks.") and p.ndim >= 2}
     rest = {name: p for name, p in parameters.items() if name not in hidden}
     if spec.name == "muon":

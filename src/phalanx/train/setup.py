@@ -51,7 +51,24 @@ def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
         )
     if run.metrics.wandb is not None:
         check_wandb(run.metrics.wandb)
+    if run.parallel.offload_directory is not None:
+        _check_offload(run, run.parallel.offload_directory)
     _check_directory(run, resume)
+
+
+def _check_offload(run: RunSpec, directory: str) -> None:
+    place = Path(directory).expanduser()
+    fix = "name a directory on a local disk"
+    if not place.is_dir():
+        raise UserError("parallel.offload_directory", directory, "is no directory on this machine", fix)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError("parallel.offload_directory", directory, "cannot be written to", fix)
+    free, needed = shutil.disk_usage(place).free, checkpoint_bytes(run) / run.cluster.nodes
+    if needed > free:
+        raise UserError(
+            "parallel.offload_directory", directory,
+            f"{needed / 1e9:.2f} GB of optimizer state rest there, and {free / 1e9:.2f} GB are free", fix,
+        )  # fmt: skip
 
 
 def _check_directory(run: RunSpec, resume: bool) -> None:
@@ -177,7 +194,12 @@ def absolute(run: RunSpec) -> RunSpec:
     tokenizer = data.tokenizer if data.tokenizer in ("bpe", "bytes") else path(data.tokenizer)
     lists = {"train": [path(s) for s in data.train], "held_out": [path(s) for s in data.held_out]}
     model = run.model.replace(from_hf=path(run.model.from_hf)) if run.model.from_hf else run.model
-    described = {"data": data.replace(tokenizer=tokenizer, cache=path(data.cache), **lists), "model": model}
+    directory = run.parallel.offload_directory
+    described = {
+        "data": data.replace(tokenizer=tokenizer, cache=path(data.cache), **lists),
+        "model": model,
+        "parallel": run.parallel.replace(offload_directory=path(directory)) if directory else run.parallel,
+    }
     return run.model_copy(update={"out": path(run.out), **described})
 
 

@@ -59,12 +59,12 @@ class Trainer:
         self.mesh = build_mesh(run.parallel, world_size, device.type)
         self.cut = cut_batch(run, world_size)
         weights = corpus.weights or partial(initial_weight, run.model, seed=run.training.seed)
-        self.module, self.strategy = apply_layout(
+        self.strategy = apply_layout(
             run.model, run.parallel, self.mesh, device, weights, run.training.precision, run.training.compile
         )
-        self.parameters = list(self.module.parameters())
+        self.module = self.strategy.module
         self.routers = [m for m in self.module.modules() if isinstance(m, Router)]
-        self.optimizers = build_optimizers(run.optimizer, self.module)
+        self.optimizers = build_optimizers(run.optimizer, self.strategy.trained)
         self.loader = corpus.loader(run, self.cut.sequences, self.mesh.dp_rank, self.cut.dp)
         self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
         self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
@@ -120,7 +120,7 @@ class Trainer:
         micros = self._micros(next(batches))
         clock.mark("data_seconds")
         sums, tokens = self._forward_backward(micros)
-        norm = global_norm(self.parameters, self.strategy.exposed)
+        norm = global_norm(self.strategy.gradients(), self.strategy.exposed)
         sums = self._sum_over_ranks(torch.cat([sums, sums.new_tensor([float(self.asked_to_stop)])]))
         loss, auxiliary, stop = (float(x) for x in sums)
         clock.mark("forward_backward_seconds")
@@ -146,7 +146,7 @@ class Trainer:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for index, micro in enumerate(micros):
             with self.strategy.backward(last=index == len(micros) - 1):
-                with computing(self.module, self.strategy, self.run.training.precision):
+                with computing(self.strategy, self.run.training.precision, self.device):
                     logits, auxiliary = self.strategy.model(micro.tokens, micro.starts)
                 loss = cross_entropy(logits, micro.targets)
                 if counting is not None:
@@ -160,15 +160,13 @@ class Trainer:
         """Clip and step, or skip a gradient that is not finite."""
         if torch.isfinite(norm):
             if self.run.optimizer.clip_norm:
-                clip(self.parameters, norm, self.run.optimizer.clip_norm)
+                clip(self.strategy.gradients(), norm, self.run.optimizer.clip_norm)
             ratio = learning_rate_ratio(self.run.optimizer, self.step, self.run.training.steps)
             set_learning_rate(self.optimizers, ratio)
-            for optimizer in self.optimizers:
-                optimizer.step()
+            self.strategy.update(self.optimizers)
         else:
             self.skipped += 1
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+            self.strategy.drop_gradients()
 
     def _micros(self, batch: Batch) -> list[Micro]:
         """This rank's rows of a step as micro-batches on the device."""
@@ -208,7 +206,7 @@ class Trainer:
         self.module.eval()
         for held_out in batches:
             for micro in self._micros(held_out):
-                with computing(self.module, self.strategy, self.run.training.precision):
+                with computing(self.strategy, self.run.training.precision, self.device):
                     logits, _ = self.strategy.model(micro.tokens, micro.starts)
                 known = micro.targets[micro.targets != IGNORED]
                 sums += torch.stack(
@@ -233,7 +231,7 @@ class Trainer:
             "model": self.run.model.model_dump(mode="json"),
             "optimizer": self.run.optimizer.name,
         }
-        self.checkpointer.save(self.step, state_tensors(self.module, self.optimizers), manifest)
+        self.checkpointer.save(self.step, state_tensors(self.strategy, self.optimizers), manifest)
 
     def resume(self) -> tuple[bool, dict[str, str]]:
         """Continue from the newest intact checkpoint, if there is one; says so, and which newer ones are damaged.
@@ -246,7 +244,7 @@ class Trainer:
         manifest = read_manifest(checkpoint)
         check_manifest(self.run, manifest)
         self.loader.resume(manifest["loader"])
-        load_state(checkpoint, self.module, self.optimizers)
+        load_state(checkpoint, self.strategy, self.optimizers)
         restore_random_state(checkpoint, self.mesh.rank)
         self.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]
         return True, damaged

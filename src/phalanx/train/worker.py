@@ -121,7 +121,7 @@ def opening(trainer: Trainer, resumed: bool) -> str:
     run, cut, sizes = trainer.run, trainer.cut, trainer.mesh.degrees
     ranks = f"{sizes.world_size} rank{'s' if sizes.world_size > 1 else ''} ({trainer.device.type})"
     layout = f", {run.parallel.data}" if sizes.world_size > 1 else ""
-    total = sum(p.numel() for p in trainer.parameters)
+    total = sum(p.numel() for p in trainer.strategy.trained.values())
     train = trainer.corpus.train
     text = f"; the text is {train.size:,} tokens" if train is not None else ""
     lines = [
@@ -156,7 +156,7 @@ def _sample(trainer: Trainer) -> str:
     prompt = torch.from_numpy(tokenizer.encode_batch([run.evaluation.prompt])[0]).long().to(trainer.device)
     generator = torch.Generator(trainer.device).manual_seed(run.training.seed)
     trainer.module.eval()
-    with torch.no_grad(), computing(trainer.module, trainer.strategy, run.training.precision):
+    with torch.no_grad(), computing(trainer.strategy, run.training.precision, trainer.device):
         tokens = generate(
             trainer.strategy.model, prompt, SAMPLE_TOKENS, temperature=0.7, top_k=50, generator=generator,
             end=tokenizer.end, context=run.training.sequence,

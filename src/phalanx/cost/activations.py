@@ -1,0 +1,215 @@
+"""What the forward pass of one micro-batch leaves in memory for its backward pass. Exact, and without torch.
+
+The method is that of Korthikanti et al. (arXiv 2205.05198, section 4): go through the operations, and count what each
+keeps to compute its gradient. Their sum for a layer, T B D (34 + 5 H T / D) bytes, is of GPT in 16 bits with dropout.
+Ours differs: flash attention (arXiv 2205.14135) keeps a row's logsumexp instead of T x T scores and their softmax,
+there is no dropout, SwiGLU keeps four inner tensors where GELU keeps two, and autocast keeps a bf16 copy of a linear
+layer's input for each layer that reads it.
+
+The counts are those of PyTorch's CPU kernels, uncompiled, and tested against them to the byte. GPU kernels keep
+slightly different things; and there, under a document mask, the model repeats key/value heads (`model/attention.py`).
+
+Symbols: B sequences, T tokens in each, N = B T, D width, H heads, K head width, F inner width, V vocabulary, E experts,
+k of them per token; q and kv are the widths of all query and of all key/value heads together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.cost.memory import Precision
+from phalanx.spec.model import ModelSpec, MoESpec
+
+Recompute = Literal["none", "selective", "full"]
+INDEX = 8
+"""Bytes of a token, target, position or place in an order: int64."""
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Bytes alive after forward pass and loss, before backward, by part; and the most alive at any time."""
+
+    inputs: int = 0
+    """What blocks share: indices of tokens and positions, rotary tables; for recomputation also the mask."""
+    checkpoints: int = 0
+    """Inputs of the blocks (full) or attentions (selective) that are computed again."""
+    norms: int = 0
+    """Of the residual stream. The stream itself is kept here, as their input, and nowhere else."""
+    attention: int = 0
+    """Projections, norms of queries and keys, and attention itself."""
+    mlp: int = 0
+    """Dense MLPs."""
+    experts: int = 0
+    """Routers, routed and shared experts."""
+    head_and_loss: int = 0
+    """Input of the head, log-probabilities (at least fp32) and targets."""
+    logits: int = 0
+    """Not for autograd: the trainer's own name for them keeps them through the backward pass."""
+    weight_copies: int = 0
+    """Under autocast, bf16 copies of fp32 weights. They do not grow with the batch."""
+    peak: int = 0
+    """The most of all this at one time: `total`, or more while a block is computed again."""
+
+    @property
+    def total(self) -> int:
+        """Bytes kept when the forward pass and the loss are done."""
+        blocks = self.checkpoints + self.norms + self.attention + self.mlp + self.experts
+        return self.inputs + blocks + self.head_and_loss + self.logits + self.weight_copies
+
+
+def activation_bytes(
+    spec: ModelSpec,
+    batch: int,
+    sequence: int,
+    precision: Precision,
+    recompute: Recompute = "none",
+    autocast: bool = False,
+    masked: bool = False,
+) -> ActivationBytes:
+    """Activations of one rank for a micro-batch of `batch` sequences of `sequence` tokens.
+
+    bf16 is either `autocast` over fp32 parameters (one process, DDP; no effect on fp32 and fp64), or parameters that
+    are bf16 themselves (ZeRO). `masked`: documents in a sequence are hidden from each other.
+
+    The backward pass frees what it is done with, so that while layer l is computed again there is what the layers
+    before it keep, what it drops itself, and nothing of those after it or of the loss.
+    """
+    run = _Pass(batch, sequence, precision, autocast and precision == "bf16", masked)
+    stream = run.tokens * spec.width * run.stream
+    norm = Counter(norms=_norm(spec, run))
+    again = Counter(checkpoints=stream)
+    kept = Counter(inputs=_inputs(spec, run, recompute), logits=run.tokens * spec.vocab * run.number)
+    alive = []
+    for layer in range(spec.layers):
+        attention = _attention(spec, run)
+        mlp = _moe(spec, spec.moe, run) if spec.moe and spec.is_moe(layer) else _mlp(spec, run)
+        if recompute == "full":
+            kept += again
+            # The first norm keeps the block's input, which is there already, unless it needs it in fp32.
+            there = stream if spec.norm == "layernorm" or run.stream == run.wide else 0
+            alive.append((kept + norm + attention + norm + mlp).total() - there)
+        elif recompute == "selective":
+            kept += norm + again
+            # Likewise the projections their input, unless autocast makes copies of it.
+            alive.append((kept + attention).total() - (0 if run.autocast else stream))
+            kept += norm + mlp
+        else:
+            kept += norm + attention + norm + mlp
+    kept += norm + _head(spec, run)
+    return ActivationBytes(**kept, peak=max(kept.total(), *alive, 0))
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Sizes of a forward pass; those of numbers are in bytes."""
+
+    batch: int
+    sequence: int
+    precision: Precision
+    autocast: bool
+    masked: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    @property
+    def number(self) -> int:
+        """What matrix products compute in."""
+        return {"bf16": 2, "fp32": 4, "fp64": 8}[self.precision]
+
+    @property
+    def wide(self) -> int:
+        """What asks for accuracy: norms, softmax, rotary tables, the router. At least fp32."""
+        return max(4, self.number)
+
+    @property
+    def stream(self) -> int:
+        """The residual stream, which autocast leaves in the parameters' fp32."""
+        return self.wide if self.autocast else self.number
+
+    def linear_input(self, width: int, readers: int) -> int:
+        """The input that `readers` linear layers share. Autocast casts it for each of them anew."""
+        return self.tokens * width * self.number * (readers if self.autocast else 1)
+
+    def weights(self, count: int) -> int:
+        """Copies of `count` fp32 weights, kept by the products with them."""
+        return count * self.number if self.autocast else 0
+
+
+def _inputs(spec: ModelSpec, run: _Pass, recompute: Recompute) -> int:
+    places = run.tokens if run.masked else run.sequence  # positions start anew with each document
+    tokens = run.tokens * INDEX  # embedding
+    positions = places * INDEX  # learned: embedding
+    tables = 2 * places * spec.head_dim * run.wide  # rope: products with cosine and sine
+    mask = run.batch * run.sequence**2 if run.masked and recompute != "none" else 0  # bool, to compute again
+    return tokens + (positions if spec.positions == "learned" else tables) + mask
+
+
+def _norm(spec: ModelSpec, run: _Pass) -> int:
+    if spec.norm == "layernorm":
+        return run.tokens * (spec.width + 2) * run.stream  # x, its mean and 1 / std
+    return _rms_norm(run, spec.width)
+
+
+def _rms_norm(run: _Pass, width: int, vectors: int = 1) -> int:
+    """Over `vectors` of `width` per token: x, x / rms and 1 / rms."""
+    return run.tokens * vectors * (2 * width + 1) * run.wide
+
+
+def _attention(spec: ModelSpec, run: _Pass) -> Counter[str]:
+    D, H, K = spec.width, spec.heads, spec.head_dim
+    q, kv = H * K, spec.kv_heads * K
+    kept = run.linear_input(D, readers=3)  # wq, wk, wv
+    weights = 2 * D * (q + kv)
+    if spec.qk_norm == "head":
+        kept += _rms_norm(run, K, vectors=H + spec.kv_heads)
+        weights += 2 * K
+    elif spec.qk_norm == "full":
+        kept += _rms_norm(run, q) + _rms_norm(run, kv)
+        weights += q + kv
+    kept += run.tokens * (2 * q + 2 * kv) * run.number  # flash: q, k, v, and its output, which is wo's input
+    kept += run.tokens * H * run.wide  # flash: logsumexp
+    kept += run.batch * run.sequence**2 * run.number if run.masked else 0  # flash: the mask, as numbers to add
+    return Counter(attention=kept, weight_copies=run.weights(weights))
+
+
+def _mlp(spec: ModelSpec, run: _Pass) -> Counter[str]:
+    if spec.activation == "swiglu":
+        return Counter(mlp=_swiglu(run, spec.width, spec.ffn), weight_copies=run.weights(3 * spec.width * spec.ffn))
+    kept = run.linear_input(spec.width, readers=1)  # up
+    kept += 2 * run.tokens * spec.ffn * run.number  # gelu: its input; down: its output
+    return Counter(mlp=kept, weight_copies=run.weights(2 * spec.width * spec.ffn))
+
+
+def _swiglu(run: _Pass, width: int, ffn: int) -> int:
+    inner = 4 * run.tokens * ffn * run.number  # silu: gate x; product: silu and up x; down: the product
+    return run.linear_input(width, readers=2) + inner  # gate, up
+
+
+def _moe(spec: ModelSpec, moe: MoESpec, run: _Pass) -> Counter[str]:
+    """No expert drops a token, so that which one it went to does not matter."""
+    N, D, F, E, k = run.tokens, spec.width, moe.ffn, moe.experts, moe.top_k
+    shared = F * moe.shared_experts
+    kept = run.linear_input(D, readers=3 if shared else 1)  # the router; gate and up of the shared experts
+    kept += 4 * N * shared * run.number  # as in a SwiGLU
+    kept += N * (2 * E + 1) * run.wide  # z-loss: logits and logsumexp; softmax or sigmoid: scores
+    kept += N * run.wide if moe.score == "sigmoid" else 0  # balance loss: sums of scores
+    kept += N * (k + 1) * run.wide if moe.normalize_top_k else 0  # chosen scores and their sums
+    kept += (1 if moe.balance_over == "micro_batch" else run.batch) * E * run.wide  # balance loss: shares of tokens
+    kept += 3 * N * k * INDEX  # gather: the chosen; sorting by expert, and back
+    kept += N * k * (D + 4 * F) * run.number  # the experts, each a SwiGLU
+    kept += N * k * (D + 1) * run.number  # weighted sum: outputs and weights
+    # Grouped products, where there is one for the dtype and the sizes, keep where each expert's rows end (int32).
+    grouped = run.number <= 4 and D * run.number % 16 == 0 and F * run.number % 16 == 0
+    kept += 3 * E * 4 if grouped else 0
+    return Counter(experts=kept, weight_copies=run.weights(D * E + 3 * D * (F * E + shared)))
+
+
+def _head(spec: ModelSpec, run: _Pass) -> Counter[str]:
+    kept = run.linear_input(spec.width, readers=1)
+    kept += run.tokens * spec.vocab * run.wide  # log-softmax: its output. The fp32 copy of bf16 logits is dropped
+    kept += run.tokens * INDEX + run.wide  # negative log-likelihood: targets, and their total weight
+    return Counter(head_and_loss=kept, weight_copies=run.weights(spec.vocab * spec.width))

@@ -1,0 +1,197 @@
+"""What collectives move: the ring all-reduce step by step, bytes of each operation, and of one optimizer update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+Operation = Collective | Literal["send", "recv"]
+Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"]
+
+
+@dataclass(frozen=True)
+class Send:
+    """One message on the ring: in `step` (from 1), `source` sends its copy of `chunk` to `target`."""
+
+    step: int
+    source: int
+    target: int
+    chunk: int
+
+
+def reduce_scatter_sends(ranks: int) -> list[Send]:
+    """Partial sums go round: every rank starts with the chunk of its own number, and ends with the next one's sum."""
+    return _ring(ranks, first=0)
+
+
+def all_gather_sends(ranks: int) -> list[Send]:
+    """Sums go round: every rank starts with the chunk whose sum it owns after the reduce-scatter."""
+    return _ring(ranks, first=1)
+
+
+def _ring(ranks: int, first: int) -> list[Send]:
+    """N - 1 steps. Rank r sends chunk r + `first`, and from then on the chunk that it has just received."""
+    return [
+        Send(step, rank, (rank + 1) % ranks, (rank + first - (step - 1)) % ranks)
+        for step in range(1, ranks)
+        for rank in range(ranks)
+    ]
+
+
+@dataclass(frozen=True)
+class RingResult:
+    """What a ring all-reduce did."""
+
+    sums: list[list[float]]
+    """What each rank holds at the end: the sum over all ranks."""
+    owner: list[int]
+    """For each chunk, the rank that had its sum after the reduce-scatter."""
+    steps: tuple[int, int]
+    """Steps of the reduce-scatter and of the all-gather."""
+    sent: list[tuple[int, int]]
+    """Elements that each rank sent in the reduce-scatter and in the all-gather."""
+
+
+def ring_all_reduce(values: Sequence[Sequence[float]]) -> RingResult:
+    """Sum the ranks' `values`, equally many on each, by sending chunks to the next rank only.
+
+    A reduce-scatter and an all-gather over N chunks whose sizes differ by one element at most (Patarasuk & Yuan,
+    J. Parallel Distrib. Comput. 69, 2009). Each rank sends 2 (N-1)/N of the elements; no algorithm needs fewer.
+    """
+    ranks = len(values)
+    held = [_chunks(own, ranks) for own in values]
+    sizes = [len(chunk) for chunk in held[0]]
+    scatter, gather = reduce_scatter_sends(ranks), all_gather_sends(ranks)
+    owner = list(range(ranks))
+    for send in scatter:  # one by one is as good as at once: in a step, no rank receives the chunk that it sends
+        source, target = held[send.source], held[send.target]
+        target[send.chunk] = [a + b for a, b in zip(source[send.chunk], target[send.chunk], strict=True)]
+        owner[send.chunk] = send.target
+    for send in gather:
+        held[send.target][send.chunk] = held[send.source][send.chunk]
+    return RingResult(
+        sums=[[x for chunk in chunks for x in chunk] for chunks in held],
+        owner=owner,
+        steps=(len(scatter) // ranks, len(gather) // ranks),
+        sent=[(_elements_sent(scatter, rank, sizes), _elements_sent(gather, rank, sizes)) for rank in range(ranks)],
+    )
+
+
+def _chunks(own: Sequence[float], count: int) -> list[list[float]]:
+    bounds = [chunk * len(own) // count for chunk in range(count + 1)]
+    return [list(own[begin:end]) for begin, end in pairwise(bounds)]
+
+
+def _elements_sent(sends: list[Send], rank: int, sizes: list[int]) -> int:
+    return sum(sizes[send.chunk] for send in sends if send.source == rank)
+
+
+def bus_factor(operation: Collective, ranks: int) -> float:
+    """busbw = algbw x this factor, where algbw = size / time (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+
+    It makes speeds over different numbers of ranks comparable with a link's: it is the part of the size that a rank
+    sends. Size is of the whole tensor, gathered or yet unscattered; for all_to_all, of what one rank holds.
+    """
+    others = (ranks - 1) / ranks
+    factors: dict[Collective, float] = {
+        "all_reduce": 2 * others,
+        "all_gather": others,
+        "reduce_scatter": others,
+        "all_to_all": others,
+        "broadcast": float(ranks > 1),
+    }
+    return factors[operation]
+
+
+def sent_bytes(operation: Collective, size_bytes: float, ranks: int) -> float:
+    """Bytes that each rank sends, with `size_bytes` as in `bus_factor` and ring algorithms.
+
+    A broadcast goes down a chain from its root: every rank but the last passes the whole on.
+    """
+    return size_bytes * bus_factor(operation, ranks)
+
+
+def ring_steps(operation: Collective, ranks: int) -> int:
+    """Messages that wait for one another: 2 (N-1) for an all-reduce, half as many for the others."""
+    return (2 if operation == "all_reduce" else 1) * (ranks - 1)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends for one purpose in one optimizer update, over however many calls."""
+
+    operation: Operation
+    """Named as in torch.distributed."""
+    bytes: float
+    """Sent by the rank; received, if the operation is recv."""
+    why: str
+
+
+def update_traffic(
+    strategy: Strategy,
+    parameter_bytes: float,
+    gradient_bytes: float,
+    ranks: int,
+    accumulation: int = 1,
+    *,
+    replicas: int = 1,
+    reshard_after_forward: bool = True,
+    reduce_each_micro_batch: bool = True,
+) -> list[Traffic]:
+    """Traffic of one rank for one optimizer update of `accumulation` micro-batches.
+
+    P and G are the bytes of all parameters and gradients of the model as they are exchanged, N `ranks` (for hsdp, those
+    that share one of R = `replicas` copies), a `accumulation`. In sum, with f = (N-1)/N (ZeRO, arXiv 1910.02054,
+    section 7: 2 Psi for DDP and ZeRO-1 and 2, 3 Psi for ZeRO-3, where P = G = Psi, a = 1 and N is large):
+
+        ddp 2 G f | zero1 (G + P) f | zero2 (a G + P) f | zero3 a (2 P + G) f, or a (P + G) f if not resharded
+        hsdp: zero3, + 2 (G/N) (R-1)/R | parameter_server: P received, G sent by a worker (see `server_traffic`)
+
+    With `reduce_each_micro_batch` false, whole gradients add up on every rank, and zero2, zero3 and hsdp reduce them
+    once, in the last micro-batch: G in place of a G. All is linear in P and G: parts of a model that are
+    treated differently add up.
+    """
+    reductions = accumulation if reduce_each_micro_batch else 1
+
+    def exchange(operation: Collective, size_bytes: float, times: int, why: str) -> Traffic:
+        return Traffic(operation, times * sent_bytes(operation, size_bytes, ranks), why)
+
+    match strategy:
+        case "ddp":
+            return [exchange("all_reduce", gradient_bytes, 1, "gradients, summed once per update")]
+        case "zero1" | "zero2":
+            times = 1 if strategy == "zero1" else reductions
+            return [
+                exchange("reduce_scatter", gradient_bytes, times, "gradients, to the rank that updates them"),
+                exchange("all_gather", parameter_bytes, 1, "updated parameters"),
+            ]
+        case "zero3" | "hsdp":
+            traffic = [exchange("all_gather", parameter_bytes, accumulation, "parameters, for the forward pass")]
+            if reshard_after_forward:
+                traffic += [exchange("all_gather", parameter_bytes, accumulation, "parameters, for the backward pass")]
+            traffic += [
+                exchange("reduce_scatter", gradient_bytes, reductions, "gradients, to the rank that keeps them")
+            ]
+            if strategy == "hsdp":
+                between = sent_bytes("all_reduce", gradient_bytes / ranks, replicas)
+                traffic += [Traffic("all_reduce", between, "this rank's gradients, between replicas")]
+            return traffic
+        case "parameter_server":
+            return [
+                Traffic("recv", parameter_bytes, "parameters, from the servers"),
+                Traffic("send", gradient_bytes, "gradients, to the servers"),
+            ]
+
+
+def server_traffic(parameter_bytes: float, gradient_bytes: float, workers: int, share: float = 1.0) -> list[Traffic]:
+    """Traffic of one parameter server for one update: W x its parameters sent, W x its gradients received.
+
+    `share` is the part of the model that it keeps, 1/S where S servers share evenly (Li et al., OSDI 2014).
+    """
+    return [
+        Traffic("send", workers * share * parameter_bytes, "parameters, to every worker"),
+        Traffic("recv", workers * share * gradient_bytes, "gradients, from every worker"),
+    ]

@@ -1,0 +1,38 @@
+"""The reduce-scatter that every sharded strategy sends gradients with."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.exposed import ExposedTime
+
+
+class ReduceScatter:
+    """Rank r's part, summed over ranks, of what each rank sends: under way from the construction to `wait`.
+
+    Gloo has no reduce-scatter (PyTorch makes it of an all-reduce); there it is an all-to-all and a local sum, 2 to 3.5
+    times as fast.
+    """
+
+    def __init__(self, sent: Tensor, out: Tensor, group: dist.ProcessGroup, exposed: ExposedTime) -> None:
+        """`sent` [N x n] holds a part for each of the N ranks, `out` [n] takes this rank's."""
+        self.sent, self.out, self.exposed = sent, out, exposed
+        self.received: Tensor | None = None
+        if sent.device.type == "cpu":
+            self.received = torch.empty_like(sent)
+            self.work = dist.all_to_all_single(self.received, sent, group=group, async_op=True)
+        else:
+            self.work = dist.reduce_scatter_tensor(out, sent, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """End it: `out` has the sum."""
+        with self.exposed.waiting():
+            self.work.wait()
+        if self.received is not None:
+            total = self.received.view(-1, self.out.numel())
+            if self.out.dtype == torch.bfloat16:  # rounded once, not at every rank
+                self.out.view(-1).copy_(total.sum(dim=0, dtype=torch.float32))
+            else:
+                torch.sum(total, dim=0, out=self.out.view(-1))

@@ -1,0 +1,168 @@
+"""ZeRO-3 (arXiv 1910.02054, section 5.3) by PyTorch's FSDP2: parameters, gradients and optimizer state are split over
+ranks; a unit's parameters are gathered just before use, and its gradients reduce-scattered just after, at every
+micro-batch. HSDP splits within groups of ranks and replicates between them.
+
+On gloo FSDP2 gathers synchronously and reduces twice what it needs (its reduce-scatter is an all-reduce); here gathers
+run ahead of the units that need them, and a reduce-scatter is an all-to-all and a local sum, ended one unit later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from phalanx.parallel.collectives import ReduceScatter
+from phalanx.parallel.exposed import ExposedTime, TimedWork
+from phalanx.parallel.offload import CpuOffload
+from phalanx.parallel.strategy import Strategy, pieces_of, step_with
+from phalanx.spec.layout import Layout
+
+
+class FullySharded(Strategy):
+    """A sharded model. Gradients are summed over ranks, not averaged: the trainer divides the loss."""
+
+    autocast = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[nn.Module],
+        layout: Layout,
+        mesh: DeviceMesh,
+        compute_dtype: torch.dtype | None,
+        offload: CpuOffload | None,
+    ) -> None:
+        """`mesh` is one-dimensional (ZeRO-3) or replicate x shard (HSDP); `compute_dtype` casts parameters when they
+        are gathered, while gradients are reduced and state is kept in the parameters' own dtype."""
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype,
+            reduce_dtype=torch.float32 if compute_dtype else None,
+            cast_forward_inputs=False,  # rotary tables stay fp32
+        )
+        on_gpu = mesh.device_type != "cpu"
+        place = OffloadPolicy() if offload is None else CPUOffloadPolicy(pin_memory=on_gpu)
+        wrapped = [part for block in blocks for part in _parts(block, layout.wrap)]
+        units = [
+            fully_shard(
+                part, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=layout.reshard
+            )
+            for part in wrapped
+        ]  # fmt: skip
+        self.root = fully_shard(
+            module, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=False
+        )  # fmt: skip
+        super().__init__(module)
+        self.units: list[FSDPModule] = [self.root, *units]
+        for unit in self.units:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        self.replicated = mesh.ndim > 1
+        self.offload = offload
+        self._prefetch(layout.prefetch)
+        self.reduce_scatter: DeferredReduceScatter | None = None
+        if not on_gpu:
+            self._overlap_on_gloo()
+
+    def _prefetch(self, ahead: int) -> None:
+        """Gather so many units ahead of the one that computes."""
+        backward = [self.root, *reversed(self.units[1:])]
+        for index, unit in enumerate(self.units):
+            unit.set_modules_to_forward_prefetch(self.units[index + 1 : index + 1 + ahead])
+        for index, unit in enumerate(backward):
+            unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + ahead])
+
+    def _overlap_on_gloo(self) -> None:
+        self.reduce_scatter = DeferredReduceScatter(self.exposed, deferred=not self.replicated)
+        for unit in self.units:
+            unit._set_unshard_async_op(True)
+            unit.set_custom_all_gather(TimedAllGather(self.exposed))
+            unit.set_custom_reduce_scatter(self.reduce_scatter)
+
+    @contextmanager
+    def backward(self, last: bool) -> Iterator[None]:
+        """Around the forward and backward pass of a micro-batch. Gradients are split after each of them: kept whole
+        until the last, they would take as much memory as the model. Replicas sum theirs after the last."""
+        self.root.set_requires_all_reduce(last)
+        self.root.set_is_last_backward(last)
+        if self.reduce_scatter is None or not self.reduce_scatter.deferred:
+            yield
+            return
+        # FSDP2 would add to gradients whose sum has not come yet: they accumulate here.
+        before = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+        self.drop_gradients()
+        yield
+        self.reduce_scatter.finish()
+        for name, gradient in before.items():
+            parameter = self.trained[name]
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Step all at once, or what is offloaded piece by piece."""
+        if self.offload is None:
+            super().update(optimizers)
+            return
+        pieces = pieces_of(list(self.trained.values()), self.offload.piece_bytes)
+        gradients = [[parameter.grad for parameter in piece] for piece in pieces]
+        self.drop_gradients()
+        for index, (piece, its_gradients) in enumerate(zip(pieces, gradients, strict=True)):
+            with self.offload.piece(index, optimizers, piece, []):
+                step_with(optimizers, piece, its_gradients)
+
+    def new_state(self, parameter: nn.Parameter) -> Tensor:
+        return self.offload.zeros_like(parameter) if self.offload else super().new_state(parameter)
+
+    def rest(self) -> None:
+        """Split the parameters again that a forward pass without a backward pass left gathered."""
+        for unit in self.units:
+            unit.reshard()
+
+
+def _parts(block: nn.Module, wrap: str) -> list[nn.Module]:
+    """What is gathered at once of a block: all of it, its parts, or nothing of its own (the whole model at once)."""
+    parts = [child for child in block.children() if any(True for _ in child.parameters())]
+    return {"model": [], "block": [block], "sublayer": parts}[wrap]
+
+
+class TimedAllGather(DefaultAllGather):
+    """PyTorch's all-gather, with the time spent waiting for it counted."""
+
+    def __init__(self, exposed: ExposedTime) -> None:
+        self.exposed = exposed
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        work = super().__call__(output_tensor, input_tensor, group, async_op)
+        return TimedWork(work, self.exposed) if work is not None else None
+
+
+class DeferredReduceScatter(DefaultReduceScatter):
+    """Our reduce-scatter in FSDP2's place for it.
+
+    Deferred, the sum waits until the next unit's reduction starts (or `finish`), so that the exchange runs beside the
+    backward pass of one more unit; at most one unit's buffers are held meanwhile.
+    """
+
+    def __init__(self, exposed: ExposedTime, deferred: bool) -> None:
+        self.exposed, self.deferred = exposed, deferred
+        self._pending: ReduceScatter | None = None
+
+    def __call__(  # type: ignore[override]  # FSDP2 drops what comes back
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+    ) -> None:
+        self.finish()
+        self._pending = ReduceScatter(input_tensor, output_tensor, group, self.exposed)
+        if not self.deferred:
+            self.finish()
+
+    def finish(self) -> None:
+        """End the exchange under way, if any."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None

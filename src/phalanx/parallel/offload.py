@@ -1,0 +1,171 @@
+"""Offload: what is trained, its gradients and its optimizer state rest outside the device and are stepped there.
+
+To CPU memory (ZeRO-Offload, arXiv 2101.06840), or to files on a local disk (ZeRO-Infinity, arXiv 2104.07857), mapped
+into memory. On disk they are stepped piece by piece: while one is stepped, the next is read and the one before is
+written, so that three pieces are in memory at a time, however large the state is."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.spec.errors import UserError
+
+SMALL_BYTES = 2**16
+"""Tensors below this stay in memory: norms and biases are many and weigh nothing."""
+
+
+class CpuOffload:
+    """To CPU memory, pinned where a GPU copies from it."""
+
+    piece_bytes = 256 * 2**20
+    """What is trained, stepped at once."""
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor in the place where it rests; of one without memory, zeros."""
+        room = self._room_for(tensor)
+        return room if tensor.is_meta else room.copy_(tensor)
+
+    def _room_for(self, like: Tensor) -> Tensor:
+        return torch.zeros_like(like, device="cpu", pin_memory=torch.cuda.is_available())
+
+    def zeros_like(self, parameter: Tensor) -> Tensor:
+        """Optimizer state of a parameter that rests here, not stepped yet."""
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return _like(parameter, self._room_for(local))
+
+    @contextmanager
+    def piece(
+        self,
+        index: int,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor | None],
+    ) -> Iterator[None]:
+        """Around the step of a piece; the same piece has the same `index` at every step."""
+        yield
+
+
+class DiskOffload(CpuOffload):
+    """To unnamed files in a directory: they vanish with the process, however it ends."""
+
+    piece_bytes = 16 * 2**20
+
+    def __init__(self, directory: Path) -> None:
+        """Raises UserError if files cannot be made there."""
+        self.directory = directory
+        self.files: dict[int, MappedFile] = {}
+        """By the address of their tensor."""
+        self.pieces: dict[int, list[MappedFile]] = {}
+        self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
+
+    @contextmanager
+    def piece(
+        self,
+        index: int,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor | None],
+    ) -> Iterator[None]:
+        self._reader.submit(_read_all, self.pieces.get(index + 1, []))
+        yield
+        if index not in self.pieces:
+            self.pieces[index] = self._adopt(optimizers, parameters, gradients)
+        writing = self._writer.submit(_write_all, self.pieces[index])
+        if self._writing is not None:
+            self._writing.result()
+        self._writing = writing
+
+    def _adopt(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor | None],
+    ) -> list[MappedFile]:
+        """Put on disk the state that optimizers made in memory at their first step; the files of these parameters."""
+        tensors = [*parameters, *(gradient for gradient in gradients if gradient is not None)]
+        for parameter in parameters:
+            for optimizer in optimizers:
+                state = optimizer.state.get(parameter, {})
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        if _local(value).data_ptr() not in self.files:
+                            state[key] = _like(value, self.keep(_local(value)))
+                        tensors.append(state[key])
+        found = [self.files.get(_local(tensor).data_ptr()) for tensor in tensors]
+        return [file for file in found if file is not None]
+
+    def _room_for(self, like: Tensor) -> Tensor:
+        if like.numel() * like.element_size() < SMALL_BYTES:
+            return super()._room_for(like)
+        file = MappedFile(self.directory, like)
+        self.files[file.tensor.data_ptr()] = file
+        return file.tensor
+
+
+class MappedFile:
+    """A tensor whose memory is a file's."""
+
+    def __init__(self, directory: Path, like: Tensor) -> None:
+        """Zeros of the shape and type of `like`. Raises UserError if the disk has no room for them."""
+        size = like.numel() * like.element_size()
+        try:
+            self.file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
+            os.posix_fallocate(self.file.fileno(), 0, size)  # a mapped file that cannot grow later kills its process
+        except OSError as error:
+            raise UserError("parallel.offload_directory", str(directory), *_no_room(directory, size, error)) from error
+        self.memory = mmap.mmap(self.file.fileno(), size)
+        self.tensor = torch.frombuffer(self.memory, dtype=like.dtype).view(like.shape)
+
+    def read(self) -> None:
+        """Begin to read all of it."""
+        self.memory.madvise(mmap.MADV_WILLNEED)
+
+    def write(self) -> None:
+        """Write what has changed, and give its memory back."""
+        os.fdatasync(self.file.fileno())
+        self.memory.madvise(mmap.MADV_DONTNEED)
+        os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read_all(files: Sequence[MappedFile]) -> None:
+    for file in files:
+        file.read()
+
+
+def _write_all(files: Sequence[MappedFile]) -> None:
+    for file in files:
+        file.write()
+
+
+def _no_room(directory: Path, size: int, error: OSError) -> tuple[str, str]:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = shutil.disk_usage(directory).free
+        problem = f"has no room for {size / 1e9:.3f} GB of optimizer state more ({free / 1e9:.3f} GB are free)"
+        return problem, "free space, or name a directory on another disk; the last checkpoint stands"
+    return f"cannot be written: {error.strerror}", "name a directory on a local disk that can be written"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(tensor: Tensor, local: Tensor) -> Tensor:
+    """`local` as this rank's part of a tensor that is split as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )  # fmt: skip

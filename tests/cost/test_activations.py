@@ -1,0 +1,137 @@
+from contextlib import contextmanager
+
+import pytest
+
+from phalanx.cost.activations import activation_bytes
+from phalanx.cost.parameters import parameters
+from phalanx.spec.model import ModelSpec
+
+torch = pytest.importorskip("torch")
+
+from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper  # noqa: E402
+
+from phalanx.model.transformer import Transformer  # noqa: E402
+from phalanx.parallel.apply import recompute  # noqa: E402
+from phalanx.train.trainer import cross_entropy  # noqa: E402
+
+LLAMA = ModelSpec(vocab=100, width=32, layers=3, heads=4, kv_heads=2, ffn=48, context=64)
+GPT2 = LLAMA.replace(kv_heads=4, norm="layernorm", activation="gelu_tanh", positions="learned", bias=True, tied=True)
+MOE = {"experts": 6, "top_k": 3, "ffn": 24, "first_dense": 1}
+DEEPSEEK = {"shared_experts": 2, "score": "sigmoid", "normalize_top_k": False, "bias_update_rate": 0.1, "ffn": 25}
+SPECS = {
+    "llama": LLAMA,
+    "llama-wide": LLAMA.replace(tied=True, head_dim=10, layers=1, ffn=400, vocab=7),
+    "qwen3": LLAMA.replace(qk_norm="head", heads=6, head_dim=10),
+    "qk-norm-learned": LLAMA.replace(qk_norm="full", positions="learned"),
+    "gpt2": GPT2,
+    "gelu-rotary": GPT2.replace(activation="gelu", positions="rope", norm="rmsnorm", bias=False),
+    "layernorm-swiglu": LLAMA.replace(norm="layernorm", qk_norm="head"),
+    "mixtral": LLAMA.replace(moe=MOE),
+    "deepseek": LLAMA.replace(moe=MOE | DEEPSEEK | {"balance_over": "micro_batch"}),
+    "olmoe": LLAMA.replace(moe=MOE | {"shared_experts": 1, "top_k": 1}, qk_norm="full", norm="layernorm"),
+}
+PRECISIONS = {"fp32": ("fp32", False), "fp64": ("fp64", False), "autocast": ("bf16", True), "bf16": ("bf16", False)}
+
+
+class Saved(dict):
+    """Storages by address, each once, without those that the model owns; what is noted stays alive."""
+
+    def __init__(self, model):
+        self.owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+
+    def note(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.owned:
+            self.setdefault(storage.data_ptr(), storage)
+        return tensor
+
+    @contextmanager
+    def forward(self, autocast):
+        """A forward pass whose saved tensors are noted."""
+        keeping = saved_tensors_hooks(self.note, lambda tensor: tensor)
+        with keeping, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            yield
+
+    @property
+    def bytes(self):
+        return sum(storage.nbytes() for storage in self.values())
+
+
+def measure(spec, batch, sequence, precision, mode, autocast, masked):
+    """Bytes alive after the trainer's forward pass and loss, and the most alive in its backward pass."""
+    torch.manual_seed(0)
+    model = Transformer(spec)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.to({"fp64": torch.float64, "bf16": torch.float32 if autocast else torch.bfloat16}.get(precision))
+    recompute(model, mode)
+    saved, again = Saved(model), []
+
+    def entered(block, args):  # the tables are a tuple, which a checkpoint keeps without autograd
+        for table in args[1] or ():
+            saved.note(table)
+
+    def left(module, args, output):  # what was noted until now is still there when this is computed again
+        again.append((module._checkpoint_wrapped_module, args, dict(saved)))
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(entered)
+    for module in model.modules():
+        if isinstance(module, CheckpointWrapper):
+            module.register_forward_hook(left)
+    tokens, targets = (torch.randint(spec.vocab, (batch, sequence)) for _ in range(2))
+    starts = torch.arange(sequence).div(10, rounding_mode="floor").mul(10).expand(batch, -1) if masked else None
+    with saved.forward(autocast):
+        logits, _ = model(tokens, starts)
+    with saved.forward(autocast=False):
+        cross_entropy(logits, targets)
+    saved.note(logits)
+    peak = saved.bytes
+    for module, args, before in again:
+        alive = Saved(model)
+        alive.update(before)
+        alive.note(logits)
+        with alive.forward(autocast):
+            module(*args)
+        peak = max(peak, alive.bytes)
+    return saved.bytes, peak
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("numbers", PRECISIONS)
+@pytest.mark.parametrize("name", SPECS)
+def test_to_the_byte(name, numbers, mode, masked):
+    precision, autocast = PRECISIONS[numbers]
+    found = measure(SPECS[name], 3, 20, precision, mode, autocast, masked)
+    predicted = activation_bytes(SPECS[name], 3, 20, precision, mode, autocast, masked)
+    assert (predicted.total, predicted.peak) == found
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", SPECS)
+def test_twice_the_sequences_take_twice_the_bytes(name, mode):
+    one, two, three = (activation_bytes(SPECS[name], n, 64, "bf16", mode, autocast=True) for n in (1, 2, 3))
+    for part in ("checkpoints", "norms", "attention", "mlp", "logits"):
+        assert getattr(two, part) == 2 * getattr(one, part), part
+    assert three.total - two.total == two.total - one.total  # what is left does not depend on the batch
+    assert two.weight_copies == one.weight_copies
+
+
+@pytest.mark.parametrize(("ranks", "saved"), [(4, 0.75), (8, 0.875)])
+def test_ranks_share_a_batch(ranks, saved):
+    whole, share = (activation_bytes(LLAMA, batch, 64, "fp32").total for batch in (64, 64 // ranks))
+    assert 1 - share / whole == pytest.approx(saved, abs=0.01)
+
+
+def test_autocast_copies_each_matrix_once():
+    for spec in (LLAMA, GPT2, SPECS["deepseek"]):
+        copies = activation_bytes(spec, 1, 16, "bf16", autocast=True).weight_copies
+        assert copies == 2 * (parameters(spec).block_matrices + spec.vocab * spec.width)
+    assert activation_bytes(LLAMA, 1, 16, "fp32", autocast=True) == activation_bytes(LLAMA, 1, 16, "fp32")
+
+
+def test_the_vocabulary_outweighs_the_blocks_of_a_small_model():
+    small = activation_bytes(LLAMA.replace(vocab=8192), 4, 64, "bf16", autocast=True)
+    assert small.logits + small.head_and_loss > small.total / 2

@@ -1,0 +1,142 @@
+from itertools import groupby
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.cost.network import (
+    Send,
+    all_gather_sends,
+    bus_factor,
+    reduce_scatter_sends,
+    ring_all_reduce,
+    ring_steps,
+    sent_bytes,
+    server_traffic,
+    update_traffic,
+)
+
+A, B, C, D = range(4)
+RANKS = st.integers(1, 9)
+P, G = 3e9, 5e9
+
+
+def total(strategy: str, ranks: int, accumulation: int = 1, **choices: int) -> float:
+    return sum(t.bytes for t in update_traffic(strategy, P, G, ranks, accumulation, **choices))
+
+
+def test_a_ring_of_four_over_1024_gradients():
+    result = ring_all_reduce([[float(rank)] * 1024 for rank in range(4)])
+    assert reduce_scatter_sends(4)[:4] == [Send(1, 0, 1, A), Send(1, 1, 2, B), Send(1, 2, 3, C), Send(1, 3, 0, D)]
+    assert result.steps == (3, 3)
+    assert [result.owner.index(rank) for rank in range(4)] == [B, C, D, A]
+    assert result.sent == [(768, 768)] * 4
+    assert sent_bytes("all_reduce", 1024 * 4, 4) == 1536 * 4 == 6144
+    assert result.sums == [[0 + 1 + 2 + 3] * 1024] * 4
+
+
+@pytest.mark.parametrize(
+    ("gradients", "mean"),
+    [([[0.8, 0.2, 0.5], [0.6, 0.4, 0.3], [0.7, 0.3, 0.4], [0.5, 0.1, 0.6]], [0.65, 0.25, 0.45]),
+     ([[0.1, 0.2, 0.3], [0.2, 0.1, 0.4], [0.3, 0.3, 0.2], [0.2, 0.2, 0.3]], [0.2, 0.2, 0.3])],
+)  # fmt: skip
+def test_mean_gradients(gradients, mean):
+    for sums in ring_all_reduce(gradients).sums:
+        assert [x / 4 for x in sums] == pytest.approx(mean, rel=1e-15)
+
+
+def test_the_update_that_adds_the_mean():
+    sums = ring_all_reduce([[0.1, 0.2, 0.3], [0.2, 0.1, 0.4], [0.3, 0.3, 0.2], [0.2, 0.2, 0.3]]).sums[0]
+    assert [w + x / 4 for w, x in zip([0.5, 0.3, 0.2], sums, strict=True)] == pytest.approx([0.7, 0.5, 0.5], rel=1e-15)
+
+
+@st.composite
+def gradients(draw) -> list[list[float]]:
+    """Whole numbers, so that sums are exact in any order; lengths below the number of ranks too."""
+    ranks, length = draw(RANKS), draw(st.integers(0, 30))
+    row = st.lists(st.integers(-1000, 1000).map(float), min_size=length, max_size=length)
+    return draw(st.lists(row, min_size=ranks, max_size=ranks))
+
+
+@settings(deadline=None)
+@given(gradients())
+def test_every_rank_ends_with_the_sum_and_sends_what_the_formula_says(values):
+    result, ranks, length = ring_all_reduce(values), len(values), len(values[0])
+    assert result.sums == [[sum(column) for column in zip(*values, strict=True)]] * ranks
+    assert sum(result.steps) == ring_steps("all_reduce", ranks)
+    for phase, operation in enumerate(["reduce_scatter", "all_gather"]):
+        sent = [rank_sent[phase] for rank_sent in result.sent]
+        assert sum(sent) == pytest.approx(ranks * sent_bytes(operation, length, ranks))
+        assert all(abs(elements - sent_bytes(operation, length, ranks)) < 1 for elements in sent)
+
+
+@given(RANKS)
+def test_in_each_step_every_rank_sends_once_and_receives_once(ranks):
+    for sends in (reduce_scatter_sends(ranks), all_gather_sends(ranks)):
+        steps = [list(step) for _, step in groupby(sends, key=lambda send: send.step)]
+        assert len(steps) == ring_steps("all_gather", ranks)
+        for step in steps:
+            assert [send.source for send in step] == list(range(ranks))
+            assert sorted(send.target for send in step) == sorted(send.chunk for send in step) == list(range(ranks))
+            assert all(send.target == (send.source + 1) % ranks for send in step)
+
+
+@given(RANKS)
+def test_a_chunk_is_sent_on_by_its_owner_only(ranks):
+    owner = ring_all_reduce([[1.0]] * ranks).owner
+    assert sorted(owner) == list(range(ranks))
+    assert all(owner[send.chunk] == send.source for send in all_gather_sends(ranks) if send.step == 1)
+
+
+def test_ranks_must_hold_equally_many_values():
+    with pytest.raises(ValueError, match="zip"):
+        ring_all_reduce([[1.0, 2.0], [1.0, 2.0, 3.0]])
+
+
+def test_bus_bandwidth():
+    algbw = 16e9 / 0.1
+    assert algbw == 160e9
+    assert algbw * bus_factor("all_reduce", 125) == pytest.approx(320e9, rel=0.01)
+    assert algbw * bus_factor("all_reduce", 2) == algbw
+    assert ring_steps("all_reduce", 125) == 248
+    others = [bus_factor(operation, 4) for operation in ("all_gather", "reduce_scatter", "all_to_all", "broadcast")]
+    assert others == [0.75, 0.75, 0.75, 1]
+    assert sent_bytes("all_gather", P, 1) == sent_bytes("broadcast", P, 1) == 0
+
+
+@given(RANKS, st.integers(1, 5))
+def test_an_update_of_each_strategy(n, a):
+    f = (n - 1) / n
+    assert total("ddp", n, a) == pytest.approx(2 * G * f)
+    assert total("zero1", n, a) == pytest.approx((G + P) * f)
+    assert total("zero2", n, a) == pytest.approx((a * G + P) * f)
+    assert total("zero3", n, a) == pytest.approx(a * (2 * P + G) * f)
+    assert total("zero3", n, a, reshard_after_forward=False) == pytest.approx(a * (P + G) * f)
+    assert total("zero3", n, a, reduce_each_micro_batch=False) == pytest.approx((2 * a * P + G) * f)
+    assert total("zero2", n, a, reduce_each_micro_batch=False) == pytest.approx(total("zero1", n, a))
+
+
+@given(RANKS, RANKS, st.integers(1, 5))
+def test_hsdp_is_zero3_and_a_sum_between_replicas(n, r, a):
+    between = 2 * G / n * (r - 1) / r
+    assert total("hsdp", n, a, replicas=r) == pytest.approx(total("zero3", n, a) + between)
+    assert total("hsdp", 1, a, replicas=r) == pytest.approx(total("ddp", r, a))
+
+
+def test_the_papers_volumes_in_units_of_the_model():
+    volumes = [sum(t.bytes for t in update_traffic(s, 1, 1, 10**6)) for s in ("ddp", "zero1", "zero2", "zero3")]
+    assert volumes == pytest.approx([2, 2, 2, 3], rel=2e-6)
+
+
+def test_operations_are_named_as_torch_names_them():
+    traffic = update_traffic("hsdp", P, G, 4, replicas=2)
+    assert [t.operation for t in traffic] == ["all_gather", "all_gather", "reduce_scatter", "all_reduce"]
+
+
+@given(RANKS, RANKS)
+def test_servers_send_what_workers_receive(workers, servers):
+    worker = {t.operation: t.bytes for t in update_traffic("parameter_server", P, G, workers, accumulation=3)}
+    server = {t.operation: t.bytes for t in server_traffic(P, G, workers, share=1 / servers)}
+    assert worker == {"recv": P, "send": G}
+    assert servers * server["send"] == pytest.approx(workers * worker["recv"])
+    assert servers * server["recv"] == pytest.approx(workers * worker["send"])
