@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.data.indexed import IndexedDataset, IndexedWriter, cut_tail
-from phalanx.data.loader import IGNORED, Batch, Loader, evaluation_batches, prefetch, shuffle
+from phalanx.data.loader import IGNORED, Batch, Loader, evaluation_batches, prefetch, share, shuffle
 from phalanx.spec.errors import UserError
 
 lengths = st.lists(st.integers(0, 25), min_size=1, max_size=15)
@@ -144,10 +144,20 @@ def test_a_step_can_span_epochs(write_tokens):
     assert loader.state(1)["tokens"] == 10
 
 
-def test_ranks_that_cannot_share_a_step(write_tokens):
-    with pytest.raises(UserError, match=r"is 4 sequences, which 3 ranks cannot share") as caught:
-        Loader(write_tokens([[1, 2, 3]]), 2, 4, 0, 0, 3)
-    assert caught.value.field == "training.tokens_per_step"
+def test_uneven_shares_differ_by_one_and_make_the_whole():
+    shares = [share(8, rank, 3).tolist() for rank in range(3)]
+    assert shares == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_steps_of_another_size_go_on_where_the_data_was_left(write_tokens):
+    dataset = write_tokens([list(range(100))])
+    small, large = Loader(dataset, 4, 2, 3), Loader(dataset, 4, 6, 3)
+    with pytest.raises(UserError, match=r"training\.tokens_per_step = 6: is not what the checkpoint"):
+        large.resume(small.state(3))
+    large.resume(small.state(3), resized=True)
+    assert large.step(3).tokens.tolist() == [row for n in (3, 4, 5) for row in small.step(n).tokens.tolist()]
+    assert large.state(3)["position"] == small.state(3)["position"] == 6
+    assert large.state(4)["tokens"] == small.state(6)["tokens"]
 
 
 def test_state_survives_json_and_knows_its_data(write_tokens):
@@ -157,8 +167,8 @@ def test_state_survives_json_and_knows_its_data(write_tokens):
     assert {name: state[name] for name in ("epoch", "position", "tokens", "seed", "sequence")} == {
         "epoch": 1, "position": 5, "tokens": 112, "seed": 3, "sequence": 8,
     }  # fmt: skip
-    loader.check_state(state)
-    Loader(dataset, 8, 2, 3, rank=1, ranks=2).check_state(state)  # fewer or more ranks may resume
+    loader.resume(state)
+    Loader(dataset, 8, 2, 3, rank=1, ranks=2).resume(state)  # fewer or more ranks may resume
 
 
 @pytest.mark.parametrize(
@@ -174,14 +184,14 @@ def test_a_checkpoint_of_another_cut_is_refused(write_tokens, change, field):
     settings = {"sequence": 8, "sequences_per_step": 2, "seed": 3}
     state = Loader(dataset, **settings).state(1)
     with pytest.raises(UserError, match="is not what the checkpoint was made with") as caught:
-        Loader(dataset, **{**settings, **change}).check_state(state)
+        Loader(dataset, **{**settings, **change}).resume(state)
     assert caught.value.field == field
 
 
 def test_a_checkpoint_of_other_data_is_refused(write_tokens):
     state = Loader(write_tokens([list(range(50))]), 8, 2, 3).state(1)
     with pytest.raises(UserError, match="is not what the checkpoint was made with") as caught:
-        Loader(write_tokens([list(range(1, 51))]), 8, 2, 3).check_state(state)
+        Loader(write_tokens([list(range(1, 51))]), 8, 2, 3).resume(state)
     assert caught.value.field == "data.train"
 
 

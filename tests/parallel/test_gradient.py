@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.parallel.gradient import clip, global_norm
+from phalanx.parallel.gradient import clip_ratio, global_norm, scale
 
 
 def test_norm_and_clip() -> None:
     gradients = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
     norm = global_norm(gradients)
     assert norm == 5
-    clip(gradients, norm, 10.0)
+    scale(gradients, clip_ratio(norm, 10.0))
     assert global_norm(gradients) == 5
-    clip(gradients, norm, 1.0)
+    scale(gradients, clip_ratio(norm, 1.0))
     assert global_norm(gradients) == pytest.approx(1.0, rel=1e-5)
 
 
@@ -23,9 +23,13 @@ def test_norm_and_clip_of_bf16_are_measured_in_fp32() -> None:
     norm = global_norm(gradients)
     assert norm.dtype == torch.float32
     assert norm == pytest.approx(1001**0.5, rel=1e-6)
-    clip(gradients, norm, 1.0)
+    scale(gradients, clip_ratio(norm, 1.0))
     assert gradients[0].dtype == torch.bfloat16
     assert global_norm(gradients) == pytest.approx(1.0, rel=2**-8)
+
+
+def test_a_limit_of_0_does_not_clip() -> None:
+    assert clip_ratio(torch.tensor(1e9), 0.0) == 1
 
 
 def test_no_gradient_has_norm_0() -> None:

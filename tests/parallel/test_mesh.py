@@ -14,7 +14,7 @@ from phalanx.spec.layout import Degrees, Layout, degrees
 TABLE: list[tuple[dict[str, Any], int, tuple[int, int, int, int, int], list[int]]] = [
     ({}, 1, (1, 1, 1, 1, 1), [0]),
     ({}, 4, (1, 4, 1, 1, 1), [0, 1, 2, 3]),
-    ({"data": "parameter_server"}, 2, (1, 2, 1, 1, 1), [0, 1]),
+    ({"data": "parameter_server"}, 3, (1, 2, 1, 1, 1, 1), [1, 0, 1]),
     ({"data": "zero1"}, 2, (1, 1, 2, 1, 1), [0, 1]),
     ({"data": "zero3"}, 4, (1, 1, 4, 1, 1), [0, 1, 2, 3]),
     ({"data": "hsdp", "dp_shard": 2}, 4, (1, 2, 2, 1, 1), [0, 1, 2, 3]),

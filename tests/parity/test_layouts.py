@@ -51,6 +51,14 @@ ROWS = [
     Row("zero2", 2, {"parallel.data": "zero2", "parallel.bucket_mb": 0.01}, accumulation=2),
     Row("zero2", 4, {"parallel.data": "zero2", "parallel.bucket_mb": 0.01}),
     Row("zero2", 1, {"parallel.data": "zero2"}, accumulation=2),
+    Row("ddp-uneven", 4, {"parallel.micro_batch": 2, "training.tokens_per_step": 7 * 32}),
+    Row("zero1-uneven", 4, {"parallel.data": "zero1", "training.tokens_per_step": 7 * 32, "parallel.micro_batch": 1}),
+    Row("server-uneven", 4, {"parallel.data": "parameter_server", "parallel.micro_batch": 2}),
+    Row("server", 2, {"parallel.data": "parameter_server"}),
+    Row("server", 3, {"parallel.data": "parameter_server"}, accumulation=2),
+    Row("servers-2", 4, {"parallel.data": "parameter_server", "parallel.servers": 2}),
+    Row("server-async-0", 3, {"parallel.data": "parameter_server", "parallel.staleness": 0}),
+    Row("servers-2-async-0", 4, {"parallel.data": "parameter_server", "parallel.servers": 2, "parallel.staleness": 0}),
     Row("hsdp-2x2", 4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}),
     Row("hsdp-2x2", 4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}, accumulation=2),
 ]
@@ -61,6 +69,7 @@ CASES = [
 ]
 DATA = {data: {"parallel.data": data} for data in ("ddp", "zero1", "zero2", "zero3")}
 DATA["hsdp"] = {"parallel.data": "hsdp", "parallel.dp_shard": 2}
+DATA["parameter_server"] = {"parallel.data": "parameter_server"}
 OPTIMIZERS = {
     "muon": {"optimizer.name": "muon"},
     "sgd": {"optimizer.name": "sgd"},
@@ -87,8 +96,14 @@ def reference(text: Path, model: str, changes: tuple[tuple[str, Any], ...] = ())
 
 
 def layout(row: Row, model: str) -> dict[str, Any]:
-    micro_batch = 8 // row.ranks // row.accumulation
+    servers = row.changes.get("parallel.servers", 1) if "server" in row.name else 0
+    micro_batch = 8 // (row.ranks - servers) // row.accumulation
     return {"model": MODELS[model], "parallel.micro_batch": micro_batch, **row.changes}
+
+
+def whole(row: Row) -> tuple[tuple[str, Any], ...]:
+    """What of a row's changes its reference needs too: the batch."""
+    return tuple((key, value) for key, value in row.changes.items() if key.startswith("training."))
 
 
 @pytest.mark.parametrize(("row", "model"), CASES)
@@ -96,7 +111,7 @@ def test_equals_one_process(row: Row, model: str, text: Path, tmp_path: Path) ->
     run = described(text, tmp_path, layout(row, model))
     results = [trajectory(run)] if row.ranks == 1 else ranks(row.ranks).run(trajectory, run)
     for rank, result in enumerate(results):
-        assert result == [pytest.approx(step, rel=1e-10) for step in reference(text, model)], f"rank {rank}"
+        assert result == [pytest.approx(step, rel=1e-10) for step in reference(text, model, whole(row))], f"rank {rank}"
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -65,4 +65,7 @@ def steps(under_way: Trainer, last: int) -> list[tuple[float, float]]:
 
 def trajectory(run: RunSpec) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step, on this rank."""
-    return steps(trainer(run), run.training.steps)
+    under_way = trainer(run)
+    result = steps(under_way, run.training.steps)
+    under_way.strategy.settle()
+    return result

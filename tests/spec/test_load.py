@@ -137,4 +137,24 @@ def test_a_default_micro_batch_has_at_most_16384_tokens_and_2_gib_of_logits(voca
 
 def test_a_step_that_the_ranks_cannot_share_is_refused_with_one_they_can():
     with pytest.raises(UserError, match=r"use training\.tokens_per_step = 16128"):
-        cut_batch(build_run({}), 3)
+        cut_batch(build_run({"parallel": {"data": "zero3"}}), 3)
+
+
+def test_ranks_that_reduce_once_may_share_unevenly():
+    made = cut_batch(build_run({}), 3)
+    assert (made.sequences, made.dp, made.micro_batch, made.accumulation) == (64, 3, 22, 1)
+    with pytest.raises(UserError, match="100 data-parallel ranks cannot share"):
+        cut_batch(build_run({}), 100)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "ranks", "sequences", "learning_rate"),
+    [("keep", 4, 64, 1.0), ("linear", 4, 128, 2.0), ("linear", 1, 32, 0.5), ("sqrt", 8, 256, 2.0)],
+)
+def test_other_ranks_change_accumulation_or_the_batch_and_learning_rates(scaling, ranks, sequences, learning_rate):
+    """Tokens per update are those of 2 ranks, 64 sequences."""
+    base = {} if scaling == "keep" else {"base_ranks": 2}
+    run = build_run({"training": {"scaling": scaling, **base}, "parallel": {"micro_batch": 4}})
+    made = cut_batch(run, ranks)
+    assert (made.sequences, made.learning_rate) == (sequences, learning_rate)
+    assert made.sequences == made.micro_batch * made.dp * made.accumulation

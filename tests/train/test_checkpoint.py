@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from parity.trajectory import MOE, described, steps, trainer, trajectory
 
+from phalanx.data.loader import prefetch
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
@@ -47,15 +49,49 @@ def second_half(run: RunSpec) -> list[tuple[float, float]]:
     under_way = trainer(run)
     assert under_way.resume() == (True, {})
     assert (under_way.step, under_way.tokens) == (HALF, HALF * run.training.tokens_per_step)
-    return steps(under_way, run.training.steps)
+    result = steps(under_way, run.training.steps)
+    under_way.strategy.settle()
+    return result
+
+
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    **{f"{data}x{n}": (n, {"parallel.data": data}) for data in ("ddp", "zero1", "zero2", "zero3") for n in (2, 4)},
+    "hsdpx4": (4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}),
+    "serverx2": (2, {"parallel.data": "parameter_server"}),
+    "serversx4": (4, {"parallel.data": "parameter_server", "parallel.servers": 2, "parallel.staleness": 0}),
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    return trajectory(described(text, tmp_path_factory.mktemp("whole"), {"model": MOE}))
+
+
+@pytest.fixture(scope="module")
+def halves(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run to the middle in every place, each saved."""
+    folders = {}
+    for name, (world_size, changes) in PLACES.items():
+        folders[name] = tmp_path_factory.mktemp(name)
+        ranks(world_size).run(first_half, described(text, folders[name], {"model": MOE, **changes}))
+    return folders
+
+
+@pytest.mark.parametrize("after", PLACES)
+@pytest.mark.parametrize("before", PLACES)
+def test_every_layout_continues_every_other(
+    before: str, after: str, halves: dict[str, Path], text: Path, uninterrupted: list[tuple[float, float]]
+) -> None:
+    world_size, changes = PLACES[after]
+    run = described(text, halves[before], {"model": MOE, **changes})
+    result = ranks(world_size).run(second_half, run)[0]
+    assert result == [pytest.approx(step, rel=1e-10) for step in uninterrupted[HALF:]]
 
 
 DDP2, ZERO4, ZERO2 = (2, {"parallel.data": "ddp"}), (4, {"parallel.data": "zero3"}), (2, {"parallel.data": "zero3"})
 HSDP4 = (4, {"parallel.data": "hsdp", "parallel.dp_shard": 2})
 RETURNS = {
-    "zero3x4-ddpx2": (ZERO4, DDP2, {}),
-    "ddpx2-hsdpx4": (DDP2, HSDP4, {}),
-    "hsdpx4-zero3x2": (HSDP4, ZERO2, {}),
     "zero3x4-ddpx2-muon": (ZERO4, DDP2, {"optimizer.name": "muon"}),
     "hsdpx4-zero3x2-sgd": (HSDP4, ZERO2, {"optimizer.name": "sgd"}),
     "zero3x2-ddpx2-recompute": (ZERO2, DDP2, {"parallel.recompute": "full"}),
@@ -76,6 +112,26 @@ def test_resume_in_the_same_layout_is_bit_exact(text: Path, tmp_path: Path) -> N
     whole = ranks(2).run(trajectory, run)
     ranks(2).run(first_half, run)
     assert ranks(2).run(second_half, run) == [result[HALF:] for result in whole]
+
+
+def rates_and_tokens(run: RunSpec) -> list[tuple[float, int]]:
+    under_way = trainer(run)
+    under_way.resume()
+    batches = prefetch(under_way.loader, under_way.step, run.training.steps)
+    records = [under_way.train_step(batches) for _ in range(under_way.step, run.training.steps)]
+    return [(record["learning_rate"], record["tokens"]) for record in records]
+
+
+def test_a_run_that_returns_with_other_ranks_warms_up_to_its_new_batch(text: Path, tmp_path: Path) -> None:
+    """From 2 ranks to 4 with linear scaling: twice the tokens, and a learning rate that rises to twice its value in
+    the steps of a warm-up."""
+    training = {"training.scaling": "linear", "training.base_ranks": 2}
+    run = described(text, tmp_path, {**training, "optimizer.warmup_steps": 4, "optimizer.decay": "none"})
+    ranks(2).run(first_half, run)
+    rates, tokens = zip(*ranks(4).run(rates_and_tokens, run)[0], strict=True)
+    assert rates == pytest.approx([0.01 * factor for factor in (1.25, 1.5, 1.75, 2, 2, 2, 2, 2, 2, 2)])
+    assert [after - before for before, after in pairwise(tokens)] == [2 * run.training.tokens_per_step] * 9
+    assert tokens[0] == HALF * run.training.tokens_per_step + 2 * run.training.tokens_per_step
 
 
 def command(run: RunSpec, file: Path, *more: str) -> list[str]:

@@ -41,8 +41,8 @@ class Steps(Protocol):
     def state(self, step: int) -> dict[str, Any]:
         """Where the run is before step `step`, for a checkpoint."""
 
-    def resume(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state."""
+    def resume(self, state: dict[str, Any], resized: bool = False) -> None:
+        """Go on from a checkpoint's state; unless steps are `resized` they must be as large as there."""
 
 
 def gather(
@@ -98,7 +98,8 @@ def shuffle(offsets: np.ndarray, sequence: int, seed: int, epoch: int) -> Epoch:
 class Loader:
     """This rank's share of every global step, by random access: no state but the step number.
 
-    Sequence i of step n is number g = n * sequences_per_step + i; g // sequences_per_epoch is its epoch.
+    Sequence i of step n is number g = n * sequences_per_step + i; g // sequences_per_epoch is its epoch. (After a
+    return with steps of another size, n counts from there.)
     Raises UserError if the data does not fill one sequence.
     """
 
@@ -115,6 +116,7 @@ class Loader:
         self.dataset, self.sequence, self.seed, self.mask = dataset, sequence, seed, mask_documents
         self.sequences_per_step = sequences_per_step
         self.rows = share(sequences_per_step, rank, ranks)
+        self._origin = (0, 0)
         self.sequences_per_epoch = (dataset.size - 1) // sequence
         if self.sequences_per_epoch < 1:
             raise UserError(
@@ -126,9 +128,13 @@ class Loader:
 
     def step(self, number: int) -> Batch:
         """This rank's rows of global step `number`: [sequences_per_step / ranks, T]."""
-        wanted = number * self.sequences_per_step + self.rows
+        wanted = self._first(number) + self.rows
         epochs, index = np.divmod(wanted, self.sequences_per_epoch)
         return stack([self._rows(int(epoch), index[epochs == epoch]) for epoch in np.unique(epochs)])
+
+    def _first(self, step: int) -> int:
+        from_step, from_sequence = self._origin
+        return from_sequence + (step - from_step) * self.sequences_per_step
 
     def _rows(self, number: int, index: np.ndarray) -> Batch:
         epoch = self._epoch(number)
@@ -137,17 +143,17 @@ class Loader:
 
     def state(self, step: int) -> dict[str, Any]:
         """Where the run is before step `step`, for a checkpoint (JSON-able)."""
-        epoch, position = divmod(step * self.sequences_per_step, self.sequences_per_epoch)
-        tokens = step * self.sequences_per_step * self.sequence
-        return {"epoch": epoch, "position": position, "tokens": tokens, **self._identity}
+        epoch, position = divmod(self._first(step), self.sequences_per_epoch)
+        tokens = self._first(step) * self.sequence
+        return {"step": step, "epoch": epoch, "position": position, "tokens": tokens, **self._identity}
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise UserError if a checkpoint was made with other data, or data cut or shuffled otherwise."""
-        check_identity(self._identity, state)
+    def resume(self, state: dict[str, Any], resized: bool = False) -> None:
+        """Go on from a checkpoint's state, after the last sequence that it had seen.
 
-    def resume(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state: there is nothing to move, only to check."""
-        self.check_state(state)
+        Raises UserError if it was made with other data, or data cut or shuffled otherwise; steps may be `resized`.
+        """
+        check_identity(self._identity, state, resized)
+        self._origin = (state["step"], state["epoch"] * self.sequences_per_epoch + state["position"])
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -160,16 +166,11 @@ class Loader:
 
 
 def share(sequences: int, rank: int, ranks: int) -> np.ndarray:
-    """The rows of a global batch that are this rank's: a contiguous block, int64 [sequences / ranks].
-
-    Raises UserError if the ranks cannot share the batch evenly.
-    """
-    if sequences % ranks:
-        raise UserError(
-            "training.tokens_per_step", None, f"is {sequences} sequences, which {ranks} ranks cannot share",
-            f"make it a multiple of {ranks} sequences",
-        )  # fmt: skip
-    return np.arange(rank * (sequences // ranks), (rank + 1) * (sequences // ranks))
+    """The rows of a global batch that are this rank's: a contiguous block, int64 [sequences / ranks], where ranks come
+    out unevenly one more for the first of them."""
+    each, more = divmod(sequences, ranks)
+    first = rank * each + min(rank, more)
+    return np.arange(first, first + each + (rank < more))
 
 
 def stack(batches: list[Batch]) -> Batch:
@@ -182,15 +183,16 @@ def stack(batches: list[Batch]) -> Batch:
     return Batch(np.concatenate([b.tokens for b in batches]), np.concatenate([b.targets for b in batches]), starts)
 
 
-def check_identity(mine: dict[str, Any], state: dict[str, Any]) -> None:
-    """Raise UserError at the first value of `mine` that a checkpoint's state has otherwise."""
+def check_identity(mine: dict[str, Any], state: dict[str, Any], resized: bool = False) -> None:
+    """Raise UserError at the first value of `mine` that a checkpoint's state has otherwise; the size of steps may
+    differ if they are `resized`."""
     fields = {
         "seed": "training.seed",
         "sequence": "training.sequence",
         "sequences_per_step": "training.tokens_per_step",
     }
     for name, value in mine.items():
-        if state.get(name) != value:
+        if state.get(name) != value and not (resized and name == "sequences_per_step"):
             raise UserError(
                 fields.get(name, "data.train"), value,
                 f"is not what the checkpoint was made with ({state.get(name)!r})",

@@ -89,16 +89,17 @@ class StreamingLoader:
             raise ValueError(f"step {step} is not among those that the stream remembers: {sorted(self._states)}")
         return self._states[step]
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise UserError if a checkpoint was made with other data, or data cut or shuffled otherwise."""
-        check_identity(self._identity, state)
+    def resume(self, state: dict[str, Any], resized: bool = False) -> None:
+        """Go on from a checkpoint's state, reading no earlier file again.
 
-    def resume(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state, reading no earlier file again. Raises as check_state."""
-        self.check_state(state)
-        self._go_to(int(state["step"]), Cursor(**{name: int(state[name]) for name in Cursor.__dataclass_fields__}))
+        Raises UserError if it was made with other data, or data cut or shuffled otherwise; steps may be `resized`.
+        """
+        check_identity(self._identity, state, resized)
+        cursor = Cursor(**{name: int(state[name]) for name in Cursor.__dataclass_fields__})
+        self._go_to(int(state["step"]), cursor, int(state["tokens"]))
 
-    def _go_to(self, step: int, cursor: Cursor) -> None:
+    def _go_to(self, step: int, cursor: Cursor, tokens: int = 0) -> None:
+        self._origin = (step, tokens)
         self._next, self._skip, self._position = step, cursor.offset, cursor.position
         self._buffer: deque[Piece] = deque()
         self._buffered = -cursor.offset
@@ -112,7 +113,8 @@ class StreamingLoader:
         if self._buffer:
             head = self._buffer[0]
             place = Cursor(self._start.epoch, head.part, head.document, self._skip, self._position)
-        tokens = self._next * self.sequences_per_step * self.sequence
+        from_step, tokens = self._origin
+        tokens += (self._next - from_step) * self.sequences_per_step * self.sequence
         self._states[self._next] = {"step": self._next, **vars(place), "tokens": tokens, **self._identity}
         self._states.pop(self._next - KEPT_STATES, None)
 

@@ -26,9 +26,11 @@ from phalanx.parallel.data import DataParallel
 from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.offload import CpuOffload, DiskOffload
-from phalanx.parallel.strategy import Strategy, give_memory
+from phalanx.parallel.parameter_server import parameter_server
+from phalanx.parallel.strategy import Strategy, give_memory, named_parameters
 from phalanx.parallel.zero import ZeRO
-from phalanx.spec.layout import Layout
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import SHARDED, Layout
 from phalanx.spec.model import ModelSpec
 
 DTYPES = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
@@ -69,21 +71,36 @@ def distribute(
     precision: str = "fp32",
 ) -> Strategy:
     """Any module under the data parallelism of `layout`. Its weights must be equal on all ranks, or still on the meta
-    device; `blocks` are the parts that ZeRO-3 gathers one at a time.
+    device; `blocks` are the parts that ZeRO-3 gathers one at a time: modules that are called, not lists of them.
 
     Raises UserError for what a layout cannot hold.
     """
+    refuse_unsplittable(module, layout)
     compute_dtype = torch.bfloat16 if precision == "bf16" else None
     shards = mesh.axes("dp_replicate", "dp_shard") if mesh.degrees.dp_shard > 1 else None
     offload = make_offload(layout)
     if layout.data in ("zero3", "hsdp") and shards is not None:
-        sharded = FullySharded(module, blocks, layout, shards, compute_dtype, offload)
+        sharded = FullySharded(module, blocks, layout, shards, compute_dtype, offload, mesh.dp_group)
         give_memory(module, device, parameters_on=torch.device("cpu") if offload else device)
         return sharded
     if layout.data in ("zero1", "zero2") or offload is not None:
         return ZeRO(module, layout, shards, device, compute_dtype, offload)
+    if layout.data == "parameter_server":
+        return parameter_server(module, layout, device)
     give_memory(module, device)
     return Strategy(module) if mesh.dp_group is None else DataParallel(module, layout, mesh.dp_group)
+
+
+def refuse_unsplittable(module: nn.Module, layout: Layout) -> None:
+    """Raise UserError for a parameter whose rows cannot be given to ranks."""
+    for name, parameter in named_parameters(module) if layout.data in SHARDED else ():
+        if parameter.ndim == 0:
+            problem, fix = f"{name} is a scalar and has no rows to split", "give it the shape [1]"
+        elif not parameter.is_contiguous():
+            problem, fix = f"the rows of {name} do not lie one after another", "make it contiguous()"
+        else:
+            continue
+        raise UserError("parallel.data", layout.data, problem, f'{fix}, or use parallel.data = "ddp"')
 
 
 def make_offload(layout: Layout) -> CpuOffload | None:

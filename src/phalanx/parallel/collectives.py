@@ -1,4 +1,4 @@
-"""The reduce-scatter that every sharded strategy sends gradients with."""
+"""The collectives that every sharded strategy uses: gather one tensor, reduce-scatter one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.exposed import ExposedTime
+
+# Of one tensor each; torch 2.13 renamed both.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ReduceScatter:
@@ -24,7 +28,7 @@ class ReduceScatter:
             self.received = torch.empty_like(sent)
             self.work = dist.all_to_all_single(self.received, sent, group=group, async_op=True)
         else:
-            self.work = dist.reduce_scatter_tensor(out, sent, group=group, async_op=True)
+            self.work = reduce_scatter(out, sent, group=group, async_op=True)
 
     def wait(self) -> None:
         """End it: `out` has the sum."""

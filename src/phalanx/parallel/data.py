@@ -31,7 +31,7 @@ class DataParallel(Strategy):
     model: DistributedDataParallel
 
     def __init__(self, module: nn.Module, layout: Layout, group: dist.ProcessGroup) -> None:
-        super().__init__(module)
+        super().__init__(module, group)
         self.loss_scale = float(group.size())
         # The routers' buffers are kept equal by summing their loads; DDP need not broadcast them at every forward pass.
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
@@ -53,7 +53,8 @@ class DataParallel(Strategy):
             self.model.register_comm_hook(state, powerSGD_hook)
         self._last_gradient = 0.0
         for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._gradient_ready)
 
     def _gradient_ready(self, _: Tensor) -> None:
         self._last_gradient = time.perf_counter()
@@ -72,8 +73,11 @@ class DataParallel(Strategy):
             self.exposed.add(min(now, self._last_gradient), now)
 
     def join(self) -> AbstractContextManager[None]:
-        """Around a loop of steps of which ranks have different numbers: those that are done shadow the others'
-        collectives with zeros (DDP's own join)."""
+        """Around the last steps of a run, of which ranks have different numbers: those that are done shadow the others'
+        collectives with zeros (DDP's own join), and get their weights at the end.
+
+        Inside it `update` follows `backward`: who is done takes no part in `reduce`. The state of optimizers is not
+        sent, so those who were done early must not train on with theirs."""
         # The default divides by all ranks, gone or not, and `loss_scale` takes just that back: gradients stay sums.
         return self.model.join()
 

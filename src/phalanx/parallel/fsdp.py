@@ -37,6 +37,7 @@ class FullySharded(Strategy):
         mesh: DeviceMesh,
         compute_dtype: torch.dtype | None,
         offload: CpuOffload | None,
+        group: dist.ProcessGroup | None,
     ) -> None:
         """`mesh` is one-dimensional (ZeRO-3) or replicate x shard (HSDP); `compute_dtype` casts parameters when they
         are gathered, while gradients are reduced and state is kept in the parameters' own dtype."""
@@ -57,7 +58,7 @@ class FullySharded(Strategy):
         self.root = fully_shard(
             module, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=False
         )  # fmt: skip
-        super().__init__(module)
+        super().__init__(module, group)
         self.units: list[FSDPModule] = [self.root, *units]
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)

@@ -1,4 +1,4 @@
-"""The norm of the whole gradient, whatever meshes its parts live on."""
+"""The norm of the whole gradient, whatever meshes its parts live on, and scaling by it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,14 @@ def global_norm(gradients: Sequence[Tensor], exposed: ExposedTime | None = None)
     return torch.zeros(()) if total is None else total.sqrt()
 
 
+def clip_ratio(norm: Tensor, limit: float) -> Tensor:
+    """What a gradient of this norm is multiplied by so that its norm is at most `limit` (0: any)."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
+
+
 @torch.no_grad()
-def clip(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
-    """Scale every gradient by limit / norm where the norm is above the limit (in place)."""
+def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply every gradient by a scalar (in place)."""
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     if local:
-        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(local, scale.to(local[0].device, local[0].dtype))
+        torch._foreach_mul_(local, factor.to(local[0].device, local[0].dtype))

@@ -18,13 +18,13 @@ class Mesh:
     degrees: Degrees
     rank: int
     devices: DeviceMesh | None
-    """None for a run of a single process."""
+    """None for a run of a single process, or with servers."""
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the data this rank reads, from 0 to degrees.dp - 1."""
+        """Which share of the data this rank reads, from 0 to degrees.dp - 1; a server reads none, but is given one."""
         inner = self.degrees.cp * self.degrees.tp
-        return self.rank // inner % self.degrees.dp
+        return (self.rank - self.degrees.servers) // inner % self.degrees.dp
 
     def axes(self, *names: str) -> DeviceMesh | None:
         """The submesh over those of the named axes that have more than one rank; None if none has."""
@@ -33,7 +33,9 @@ class Mesh:
 
     @cached_property
     def dp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that read different data for the same copy of the model."""
+        """The ranks that read different data for the same copy of the model, and their servers."""
+        if self.degrees.servers:
+            return dist.group.WORLD
         mesh = self.axes("dp_replicate", "dp_shard")
         if mesh is None:
             return None
@@ -48,7 +50,9 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
     sizes = degrees(layout, world_size)
     if world_size == 1:
         return Mesh(sizes, 0, None)
-    named = {field.name: getattr(sizes, field.name) for field in fields(sizes)}
+    if sizes.servers:  # what they and their workers send has no axes
+        return Mesh(sizes, dist.get_rank(), None)
+    named = {field.name: getattr(sizes, field.name) for field in fields(sizes) if field.name != "servers"}
     present = {name: size for name, size in named.items() if size > 1}
     devices = init_device_mesh(device_type, tuple(present.values()), mesh_dim_names=tuple(present))
     return Mesh(sizes, dist.get_rank(), devices)

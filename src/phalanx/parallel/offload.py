@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from phalanx.parallel.strategy import as_part
 from phalanx.spec.errors import UserError
 
 SMALL_BYTES = 2**16
@@ -166,6 +167,4 @@ def _like(tensor: Tensor, local: Tensor) -> Tensor:
     """`local` as this rank's part of a tensor that is split as `tensor` is."""
     if not isinstance(tensor, DTensor):
         return local
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )  # fmt: skip
+    return as_part(local, tensor.device_mesh, tensor.placements, tensor.shape)

@@ -4,30 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from phalanx.parallel.exposed import ExposedTime
+from phalanx.parallel.gradient import clip_ratio, global_norm, scale
 
 WRAPPER = "_checkpoint_wrapped_module."
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What a step came to over all ranks."""
+
+    norm: Tensor
+    """Of the gradient of the mean, before clipping; a scalar."""
+    sums: Tensor
+    """Of what each rank measured."""
+    behind: int = 0
+    """So many steps ago it was: an asynchronous worker has only heard of those."""
+    stale: int | None = None
+    """Updates that the oldest weights behind this gradient lacked (asynchronous servers)."""
 
 
 class Strategy:
     """A model on this rank, and what this rank's optimizers train of it.
 
-    A step is: forward and backward passes inside `backward`, then `gradients` (to measure and clip), then `update`.
-    As it stands here it is one process, the reference that every layout must equal.
+    A step is: forward and backward passes of a sum of losses inside `backward`, then `reduce`, then `update` (or
+    `drop_gradients`). As it stands here it is one process, the reference that every layout must equal.
     """
+
+    computes = True
+    """Whether this rank does forward and backward passes."""
 
     loss_scale = 1.0
     """What the loss is multiplied by, so that gradients come out summed over ranks."""
     autocast = True
     """bf16 computes by autocast over fp32 parameters. False where the parameters that compute are bf16 themselves."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        """`group` are the ranks that read different data for the same model."""
+        self.module, self.group = module, group
         self.model: nn.Module = module
         """What to call for a forward pass."""
         self.trained: dict[str, nn.Parameter] = dict(named_parameters(module))
@@ -44,6 +68,24 @@ class Strategy:
         """The summed gradient of what is trained; whoever scales it scales the step."""
         return [p.grad for p in self.trained.values() if p.grad is not None]
 
+    def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> Reduced:
+        """Sum over ranks what each measured (fp64), and turn the gradient of the summed losses into that of their mean
+        over the first of these sums, of at most `clip_norm` (0: any).
+
+        Nothing but sums is ever divided by ranks or micro-batches: their numbers of tokens may differ.
+        """
+        norm = global_norm(self.gradients(), self.exposed)
+        if self.group is not None:
+            with self.exposed.waiting():
+                dist.all_reduce(sums, group=self.group)
+        return Reduced(self.mean_and_clip(norm, sums[0], clip_norm), sums)
+
+    def mean_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
+        """Divide the gradients by `weight` and clip them; returns the norm (of the sum: `norm`) between the two."""
+        norm = norm / weight.to(norm.dtype)
+        scale(self.gradients(), clip_ratio(norm, clip_norm) / weight.to(norm.dtype))
+        return norm
+
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step, let the model compute with the result, and drop the gradients."""
         for optimizer in optimizers:
@@ -56,6 +98,9 @@ class Strategy:
 
     def publish(self) -> None:
         """Let the model compute with what is trained, after somebody else than `update` changed that."""
+
+    def settle(self) -> None:
+        """Have every update that was made, so that all ranks compute with the same weights."""
 
     def new_state(self, parameter: nn.Parameter) -> Tensor:
         """Optimizer state of a trained parameter, not stepped yet: zeros like it, where such state rests."""
@@ -96,10 +141,34 @@ def give_memory(module: nn.Module, device: torch.device, parameters_on: torch.de
     Parameters may rest elsewhere."""
     meta = any(parameter.is_meta for parameter in module.parameters())
     module.to_empty(device=parameters_on or device) if meta else module.to(parameters_on or device)
+    if meta:
+        for buffer in module.buffers():
+            buffer.zero_()
+    place_buffers(module, device)
+
+
+def place_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move buffers to a device; those without memory are 0."""
     for part in module.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[name] = torch.zeros_like(buffer, device=device) if meta else buffer.to(device)
+                part._buffers[name] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+
+
+def rebind(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put a parameter in another's place, or places."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is old:
+                part._parameters[name] = new
+
+
+def as_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """A tensor of this shape of which `local` is this rank's part. Unlike `DTensor.from_local` it leaves a part where
+    it is, which may be another device than the mesh's."""
+    stride = tuple(torch.empty(shape, device="meta").stride())
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # as FSDP2 does it
 
 
 class HasBytes(Protocol):

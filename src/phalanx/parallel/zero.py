@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
-from phalanx.parallel.collectives import ReduceScatter
+from phalanx.parallel.collectives import ReduceScatter, all_gather
 from phalanx.parallel.exposed import ExposedTime
 from phalanx.parallel.offload import CpuOffload
-from phalanx.parallel.strategy import Strategy, give_memory, named_parameters, pieces_of, step_with
+from phalanx.parallel.strategy import Strategy, as_part, give_memory, named_parameters, pieces_of, step_with
 from phalanx.spec.layout import Layout
 
 MIB = 2**20
@@ -49,16 +49,16 @@ class ZeRO(Strategy):
         split = Split(mesh)
         beside = {}
         if compute_dtype is not None or offload is not None:
-            beside = {name: _copy(split.rows(p), device, offload) for name, p in named_parameters(module)}
+            beside = {name: _copy(split.rows(p), device, offload) for name, p in _learning(named_parameters(module))}
         if compute_dtype is not None:
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(compute_dtype)
         give_memory(module, device)
-        super().__init__(module)
+        super().__init__(module, split.group)
         self.whole_gradients = layout.data == "zero1"
         self.autocast = compute_dtype is None
         self.offload = offload
-        owned = {name: Owned(p, split, beside.get(name), offload) for name, p in self.trained.items()}
+        owned = {name: Owned(p, split, beside.get(name), offload) for name, p in _learning(self.trained.items())}
         self.trained = {name: part.master for name, part in owned.items()}
         self.buckets = [Bucket(parts, split, self.exposed) for parts in _cut(owned.values(), layout.bucket_mb * MIB)]
         self._communicates = True
@@ -152,10 +152,7 @@ class Split:
 
     def as_part(self, rows: Tensor, whole: Tensor) -> Tensor:
         """This rank's rows as part of a tensor like `whole`."""
-        if self.mesh is None:
-            return rows
-        shape, stride = whole.shape, whole.stride()
-        return DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return rows if self.mesh is None else as_part(rows, self.mesh, [Shard(0)], whole.shape)
 
 
 class Owned:
@@ -263,8 +260,7 @@ class Bucket:
         for part, flat in zip(self.parts, mine.split(self.sizes), strict=True):
             flat[: part.rows.numel()].view_as(part.rows).copy_(part.rows)
         whole = mine.new_empty(self.group.size() * len(mine))
-        work = dist.all_gather_into_tensor(whole, mine, group=self.group, async_op=True)
-        assert work is not None
+        work = all_gather(whole, mine, group=self.group, async_op=True)
         self._gathering = work, whole.view(self.group.size(), -1)
 
     def finish_gather(self) -> None:
@@ -281,6 +277,11 @@ class Bucket:
                 matrix.view(came.shape).copy_(came)
             else:
                 matrix.copy_(came.reshape(-1, part.matrix[1])[: len(matrix)])
+
+
+def _learning(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those that are not frozen: every rank keeps the others whole, and trains nothing of them."""
+    return ((name, parameter) for name, parameter in parameters if parameter.requires_grad)
 
 
 def _copy(rows: Tensor, device: torch.device, offload: CpuOffload | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +11,7 @@ from pydantic import Field
 from phalanx.spec.base import Spec, divisors
 from phalanx.spec.errors import UserError
 
-RUNNABLE_DATA = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+RUNNABLE_DATA = ("ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server")
 NOT_YET = "is described, but does not run yet"
 SHARDED = ("zero1", "zero2", "zero3", "hsdp")
 MEANT_FOR = {
@@ -25,6 +26,8 @@ MEANT_FOR = {
     "prefetch": ("zero3", "hsdp"),
     "offload": SHARDED,
     "dp_shard": ("hsdp",),
+    "servers": ("parameter_server",),
+    "staleness": ("parameter_server",),
 }
 """Choices that mean something only with these values of `data`."""
 
@@ -37,7 +40,12 @@ class Layout(Spec):
 
     data: Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"] = "ddp"
     """How data-parallel ranks share model state: replicated (ddp); optimizer state sharded (zero1), and gradients
-    (zero2), and parameters (zero3 = FSDP); or zero3 within groups and replicated between them (hsdp)."""
+    (zero2), and parameters (zero3 = FSDP); zero3 within groups and replicated between them (hsdp); or owned by ranks
+    that only serve them (parameter_server)."""
+    servers: int = Field(1, gt=0)
+    """Ranks that are servers, the first of all; the others are workers (parameter_server)."""
+    staleness: int | None = Field(None, ge=0, examples=[2])
+    """Updates that a worker's weights may lack (parameter_server). By default workers wait for every update."""
     dp_shard: int | None = Field(None, gt=0, examples=[8])
     """Ranks that share one sharded copy (hsdp). Must divide the data-parallel degree."""
     tp: int = Field(1, gt=0)
@@ -100,6 +108,8 @@ class Degrees:
     """Ranks that share one sequence."""
     tp: int
     """Ranks that share one matrix product."""
+    servers: int = 0
+    """Ranks that own parameters and compute nothing; they come first."""
 
     @property
     def dp(self) -> int:
@@ -109,7 +119,7 @@ class Degrees:
     @property
     def world_size(self) -> int:
         """All ranks of the run."""
-        return self.pp * self.dp * self.cp * self.tp
+        return self.servers + self.pp * self.dp * self.cp * self.tp
 
 
 def degrees(layout: Layout, world_size: int) -> Degrees:
@@ -118,13 +128,19 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
     Raises UserError if the ranks cannot be divided so, or for a choice that means nothing in this layout.
     """
     check_meaning(layout)
-    model_ranks = layout.pp * layout.cp * layout.tp
-    if world_size % model_ranks:
+    servers = layout.servers if layout.data == "parameter_server" else 0
+    if servers and servers >= world_size:
         raise UserError(
-            "parallel.pp x cp x tp", model_ranks, f"does not divide the {world_size} ranks of the run",
+            "parallel.servers", servers, f"leaves no worker of the {world_size} ranks of the run",
+            f"start more ranks, or use at most {world_size - 1} servers" if world_size > 1 else "start more ranks",
+        )  # fmt: skip
+    model_ranks = layout.pp * layout.cp * layout.tp
+    if (world_size - servers) % model_ranks:
+        raise UserError(
+            "parallel.pp x cp x tp", model_ranks, f"does not divide the {world_size - servers} ranks that compute",
             f"use a multiple of {model_ranks} ranks, or lower a degree",
         )  # fmt: skip
-    dp = world_size // model_ranks
+    dp = (world_size - servers) // model_ranks
     if layout.data == "hsdp":
         allowed = ", ".join(map(str, divisors(dp)))
         if layout.dp_shard is None:
@@ -133,7 +149,17 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
             problem = f"does not divide the {dp} data-parallel ranks"
             raise UserError("parallel.dp_shard", layout.dp_shard, problem, f"use one of {allowed}")
     shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data, dp)
-    return Degrees(layout.pp, dp // shard, shard, layout.cp, layout.tp)
+    return Degrees(layout.pp, dp // shard, shard, layout.cp, layout.tp, servers)
+
+
+def spread(sizes: Mapping[str, int], servers: int) -> dict[str, int]:
+    """Which server owns which parameter: the largest first, each to the server that has least so far."""
+    load = [0] * servers
+    owner = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owner[name] = load.index(min(load))
+        load[owner[name]] += sizes[name]
+    return owner
 
 
 def check_meaning(layout: Layout) -> None:

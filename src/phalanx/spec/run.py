@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from phalanx.spec.base import Spec, require
+from phalanx.spec.base import Spec, divisors, require
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.layout import Layout, degrees
 from phalanx.spec.model import ModelSpec
@@ -16,6 +16,8 @@ from phalanx.spec.tokenizer import BYTES_VOCAB
 # A micro-batch by default: large enough to keep a device busy, with logits that leave memory for the rest.
 MICRO_BATCH_TOKENS = 16_384
 LOGITS_BYTES = 2**31
+UNEVEN_DATA = ("ddp", "zero1", "parameter_server")
+"""Ways of data parallelism whose ranks need not do the same number of forward passes."""
 
 
 class DataSpec(Spec):
@@ -51,6 +53,12 @@ class TrainingSpec(Spec):
     """Tokens in a sequence (T)."""
     tokens_per_step: int = Field(16_384, gt=0)
     """Tokens in one optimizer update over all ranks. Micro-batch and accumulation follow from it."""
+    scaling: Literal["keep", "linear", "sqrt"] = "keep"
+    """What other ranks than `base_ranks` change: keep takes the same tokens per step, and accumulation changes; linear
+    (arXiv 1706.02677) and sqrt (arXiv 1404.5997) take the same tokens per rank, and learning rates are multiplied by
+    the ratio of ranks or by its root. A run that returns with other ranks warms up to its new rates."""
+    base_ranks: int | None = Field(None, gt=0, examples=[8])
+    """The data-parallel ranks that `tokens_per_step` and the learning rates are meant for (linear and sqrt)."""
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
     """bf16 computes in bf16 over fp32 parameters, gradients and optimizer state; fp64 is for proofs."""
     seed: int = Field(1234, ge=0)
@@ -182,31 +190,49 @@ class Cut:
     dp: int
     """Ranks that read different data."""
     micro_batch: int
-    """Sequences per rank in one forward pass."""
+    """Sequences per rank in one forward pass, at most."""
     accumulation: int
-    """Forward passes per rank in one optimizer update."""
+    """Forward passes per rank in one optimizer update, at most."""
+    learning_rate: float = 1.0
+    """What learning rates are multiplied by."""
 
 
 def cut_batch(run: RunSpec, world_size: int) -> Cut:
     """Cut a step's tokens over the ranks: global batch = micro-batch x ranks x accumulation.
 
-    Raises UserError if they cannot be cut evenly, or the layout cannot run them so.
+    Ranks that reduce gradients once per step may have uneven shares. Raises UserError if the batch cannot be cut, or
+    the layout cannot run it so.
     """
     dp = degrees(run.parallel, world_size).dp
-    sequences = run.training.tokens_per_step // run.training.sequence
-    nearest = max(1, round(sequences / dp)) * dp * run.training.sequence
+    training = run.training
+    sequences = training.tokens_per_step // training.sequence
+    base = training.base_ranks or dp
     require(
-        sequences % dp == 0, "training.tokens_per_step", run.training.tokens_per_step,
-        f"is {sequences} sequences of {run.training.sequence} tokens, which {dp} data-parallel ranks cannot share",
+        (training.scaling == "keep") == (training.base_ranks is None), "training.base_ranks", training.base_ranks,
+        f'and training.scaling = "{training.scaling}" do not go together',
+        "set both base_ranks and scaling (linear or sqrt), or neither",
+    )  # fmt: skip
+    require(
+        training.base_ranks is None or sequences % base == 0, "training.base_ranks", base,
+        f"do not divide the {sequences} sequences of a step",
+        f"use one of {', '.join(map(str, divisors(sequences)))}",
+    )  # fmt: skip
+    if training.base_ranks is not None:
+        sequences = sequences // base * dp
+    nearest = max(1, round(sequences / dp)) * dp * training.sequence
+    require(
+        sequences % dp == 0 or (run.parallel.data in UNEVEN_DATA and sequences >= dp),
+        "training.tokens_per_step", training.tokens_per_step,
+        f"is {sequences} sequences of {training.sequence} tokens, which {dp} data-parallel ranks cannot share",
         f"use training.tokens_per_step = {nearest}",
     )  # fmt: skip
-    share = sequences // dp
+    share = -(-sequences // dp)
     tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (4 * run.model.vocab))
-    limit = max(1, tokens // run.training.sequence)
-    fits = [n for n in range(1, share + 1) if share % n == 0]
+    limit = max(1, tokens // training.sequence)
+    fits = divisors(share) if sequences % dp == 0 else list(range(1, share + 1))
     micro_batch = run.parallel.micro_batch or max((n for n in fits if n <= limit), default=1)
     require(
-        share % micro_batch == 0, "parallel.micro_batch", micro_batch,
+        micro_batch in fits, "parallel.micro_batch", micro_batch,
         f"does not divide the {share} sequences that each rank has per step", f"use one of {', '.join(map(str, fits))}",
     )  # fmt: skip
     require(
@@ -214,4 +240,5 @@ def cut_batch(run: RunSpec, world_size: int) -> Cut:
         f"fails in PyTorch (issue 143580) with accumulation, here of {share // micro_batch} micro-batches",
         f"remove it, or set parallel.micro_batch = {share}",
     )  # fmt: skip
-    return Cut(sequences=sequences, dp=dp, micro_batch=micro_batch, accumulation=share // micro_batch)
+    ratio = {"keep": 1.0, "linear": dp / base, "sqrt": (dp / base) ** 0.5}[training.scaling]
+    return Cut(sequences, dp, micro_batch, accumulation=-(-share // micro_batch), learning_rate=ratio)

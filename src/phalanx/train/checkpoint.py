@@ -1,5 +1,5 @@
-"""Sharded, asynchronous checkpoints by PyTorch's DCP, in safetensors (nothing is pickled), and their return into any
-layout and world size."""
+"""Sharded checkpoints by PyTorch's DCP, written beside the training, in safetensors (nothing is pickled), and their
+return into any layout and world size."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
-from phalanx.parallel.strategy import Strategy, give_memory, named_buffers
+from phalanx.parallel.strategy import Strategy, as_part, give_memory, named_buffers
 from phalanx.spec.errors import UserError
 from phalanx.train.manifest import (
     FORMAT,
@@ -65,15 +66,17 @@ class Checkpointer:
         random_state = {"torch": torch.get_rng_state().numpy().tobytes().hex()}
         if torch.cuda.is_available():
             random_state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
-        writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
-        saving = async_save(dict(tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None)
         body = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
-        self._thread = threading.Thread(target=self._finish, args=(path, saving, random_state, body), daemon=True)
+        copies = {name: copy(tensor) for name, tensor in tensors.items()}
+        self._thread = threading.Thread(target=self._write, args=(path, copies, random_state, body), daemon=True)
         self._thread.start()
 
-    def _finish(self, path: Path, saving: Any, random_state: dict[str, str], manifest: dict[str, Any]) -> None:
+    def _write(
+        self, path: Path, tensors: dict[str, Tensor], random_state: dict[str, str], manifest: dict[str, Any]
+    ) -> None:
         try:
-            saving.result()
+            writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+            save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
             mine = sorted(path.glob(f"shard-{self.rank + 1:05d}-*"))
             for file in mine:
                 sync(file)
@@ -107,6 +110,14 @@ class Checkpointer:
     def _barrier(self) -> None:
         if self.group is not None:
             dist.barrier(group=self.group)
+
+
+def copy(tensor: Tensor) -> Tensor:
+    """A copy of this rank's part in CPU memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor.to("cpu", copy=True)
+    local = tensor.to_local().to("cpu", copy=True)
+    return as_part(local, tensor.device_mesh, tensor.placements, tensor.shape)
 
 
 def _reason(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -32,14 +33,34 @@ def learning_rate_ratio(spec: OptimizerSpec, step: int, steps: int) -> float:
     return 1.0 - (1.0 - spec.min_ratio) * fall
 
 
+@dataclass(frozen=True)
+class Rescaling:
+    """What learning rates are multiplied by: linearly from one value to another in the steps after a change of ranks
+    (the gradual warm-up of arXiv 1706.02677, section 2.2)."""
+
+    before: float
+    after: float
+    since: int
+    steps: int
+
+    def at(self, step: int) -> float:
+        """The factor of `step` (from 0)."""
+        done = min(1.0, (step - self.since + 1) / self.steps) if self.steps else 1.0
+        return self.before + (self.after - self.before) * done
+
+
 def build_optimizers(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """The optimizers of parameters by name. Matrices decay, vectors do not. With muon, matrices inside blocks are
-    Muon's; embeddings, head and vectors are AdamW's (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
+    """The optimizers of parameters by name; none for none. Matrices decay, vectors do not. With muon, matrices inside
+    blocks are Muon's; embeddings, head and vectors are AdamW's (Jordan et al. 2024,
+    https://kellerjordan.github.io/posts/muon/)."""
     hidden = {name: p for name, p in parameters.items() if name.startswith("blocks.") and p.ndim >= 2}
     rest = {name: p for name, p in parameters.items() if name not in hidden}
+    if not parameters:
+        return []
     if spec.name == "muon":
-        muon = Muon(list(hidden.values()), spec.muon_learning_rate, spec.momentum, spec.weight_decay)
-        return [muon, _adamw(spec, rest)]
+        matrices = list(hidden.values())
+        muon = [Muon(matrices, spec.muon_learning_rate, spec.momentum, spec.weight_decay)] if matrices else []
+        return [*muon, *([_adamw(spec, rest)] if rest else [])]
     if spec.name == "adamw":
         return [_adamw(spec, parameters)]
     # DTensor has no rule for fused SGD.

@@ -116,7 +116,8 @@ def set_up(run: RunSpec, world_size: int, resume: bool, progress: Callable[..., 
     run = absolute(run)
     directory = run_directory(run)
     found = checkpoints(directory / "checkpoints") if resume else []
-    _check_tokens(run, prepared, newest_manifest(found) if found else None)
+    sequences = cut_batch(run, world_size).sequences
+    _check_tokens(run, prepared, sequences, newest_manifest(found) if found else None)
     if run.model.from_hf and not found:
         from phalanx.model.hf import hf_weights  # torch, which by now is needed anyway
 
@@ -146,7 +147,7 @@ def newest_manifest(found: list[Path]) -> dict[str, Any]:
     return read_manifest(found[0])
 
 
-def _check_tokens(run: RunSpec, prepared: Prepared, manifest: dict[str, Any] | None) -> None:
+def _check_tokens(run: RunSpec, prepared: Prepared, sequences: int, manifest: dict[str, Any] | None) -> None:
     """Raise UserError if the text is too little, the tokenizer has more tokens than the model, or a checkpoint to
     continue from was made with other text."""
     tokenizer = load_tokenizer(prepared.tokenizer)
@@ -162,10 +163,9 @@ def _check_tokens(run: RunSpec, prepared: Prepared, manifest: dict[str, Any] | N
             "give more text, or raise data.held_out_fraction",
         )  # fmt: skip
     if prepared.train:
-        sequences = run.training.tokens_per_step // run.training.sequence
         loader = Loader(IndexedDataset(prepared.train), run.training.sequence, sequences, run.training.seed)
         if manifest is not None:
-            loader.resume(manifest["loader"])
+            loader.resume(manifest["loader"], resized=run.training.scaling != "keep")
 
 
 def read_directory(directory: Path) -> tuple[RunSpec, Prepared]:

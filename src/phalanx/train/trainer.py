@@ -21,14 +21,13 @@ from phalanx.measure.memory import peak_memory_bytes
 from phalanx.model.moe import Router
 from phalanx.model.weights import initial_weight
 from phalanx.parallel.apply import apply_layout, computing
-from phalanx.parallel.gradient import clip, global_norm
 from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.run import RunSpec, cut_batch
 from phalanx.train.checkpoint import Checkpointer, load_state, newest_checkpoint, restore_random_state, state_tensors
 from phalanx.train.corpus import Corpus
 from phalanx.train.manifest import check_manifest, read_manifest
 from phalanx.train.metrics import Log, Record
-from phalanx.train.optimizer import build_optimizers, learning_rate_ratio, set_learning_rate
+from phalanx.train.optimizer import Rescaling, build_optimizers, learning_rate_ratio, set_learning_rate
 from phalanx.train.progress import Progress
 
 
@@ -68,6 +67,7 @@ class Trainer:
         self.loader = corpus.loader(run, self.cut.sequences, self.mesh.dp_rank, self.cut.dp)
         self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
         self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
+        self.rescaling = Rescaling(self.cut.learning_rate, self.cut.learning_rate, 0, 0)
         self.step = 0
         """Optimizer updates done."""
         self.tokens = 0
@@ -76,12 +76,17 @@ class Trainer:
         """Steps whose gradient was not finite."""
         self.asked_to_stop = False
         """Set by a signal on this rank, at any time."""
-        self.stop = False
-        """Some rank was asked to stop before its last step was summed: all ranks agree to save and end."""
+        self.stop_after: int | None = None
+        """The step after which all ranks save and end, since some rank was asked to stop."""
 
     @property
     def is_main(self) -> bool:
         return self.mesh.rank == 0
+
+    @property
+    def stop(self) -> bool:
+        """Whether all ranks have agreed to save and end now."""
+        return self.stop_after is not None and self.step >= self.stop_after
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -115,54 +120,51 @@ class Trainer:
         return evaluation
 
     def train_step(self, batches: Iterator[Batch]) -> Record:
-        """One optimizer update: forward and backward passes, clipping, update. Returns its record."""
+        """One optimizer update: forward and backward passes, their sum over ranks, update. Returns its record."""
         clock = Stopwatch(self.device)
-        micros = self._micros(next(batches))
+        micros = self._micros(next(batches)) if self.strategy.computes else []
         clock.mark("data_seconds")
-        sums, tokens = self._forward_backward(micros)
-        norm = global_norm(self.strategy.gradients(), self.strategy.exposed)
-        sums = self._sum_over_ranks(torch.cat([sums, sums.new_tensor([float(self.asked_to_stop)])]))
-        loss, auxiliary, stop = (float(x) for x in sums)
+        reduced = self.strategy.reduce(self._forward_backward(micros), self.run.optimizer.clip_norm)
+        tokens, loss, auxiliary, stop, *_ = reduced.sums.tolist()
         clock.mark("forward_backward_seconds")
-        self._update(norm)
-        record = {"step": self.step + 1, "loss": loss / tokens, "grad_norm": float(norm)}
-        clock.mark("optimizer_seconds")
-        self.step, self.tokens, self.stop = self.step + 1, self.tokens + tokens, stop > 0
+        record = {"step": self.step + 1 - reduced.behind, "loss": loss / tokens, "grad_norm": float(reduced.norm)}
+        finite = math.isfinite(record["grad_norm"])
         if self.routers:
-            record |= {
-                "auxiliary_loss": auxiliary / tokens,
-                "hot_expert_share": self._balance(math.isfinite(record["grad_norm"])),
-            }
-        return record | self._measures(clock.read(), tokens)
+            hottest = self._balance(reduced.sums[4:], finite)
+            record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": hottest}
+        self._update(finite)
+        clock.mark("optimizer_seconds")
+        self.step, self.tokens = self.step + 1, self.tokens + int(tokens)
+        if stop and self.stop_after is None:  # a rank that lags hears of it so much later
+            self.stop_after = record["step"] + (self.run.parallel.staleness or 0)
+        if reduced.stale is not None and self.run.parallel.staleness is not None:
+            record["staleness"] = reduced.stale
+        return record | self._measures(clock.read(), int(tokens))
 
-    def _forward_backward(self, micros: list[Micro]) -> tuple[Tensor, int]:
-        """Gradients of the mean loss over the global batch; the sums of this rank's losses, and the global tokens.
-
-        The sum is divided by the targets of the whole batch before backward: done later, or per rank or micro-batch,
-        it is wrong as soon as their numbers differ.
-        """
-        count = torch.stack([(micro.targets != IGNORED).sum() for micro in micros]).sum()
-        counting = self._start_sum(count)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+    def _forward_backward(self, micros: list[Micro]) -> Tensor:
+        """Gradients of the summed loss of this rank's rows. Returns what to sum over ranks: target tokens, loss,
+        auxiliary loss, whether to stop, and each router's load."""
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        sums[3] = float(self.asked_to_stop)
         for index, micro in enumerate(micros):
             with self.strategy.backward(last=index == len(micros) - 1):
-                with computing(self.strategy, self.run.training.precision, self.device):
-                    logits, auxiliary = self.strategy.model(micro.tokens, micro.starts)
-                loss = cross_entropy(logits, micro.targets)
-                if counting is not None:
-                    counting.wait()
-                    counting = None
-                (self.strategy.loss_scale * (loss + auxiliary) / count).backward()
-            sums += torch.stack([loss.detach(), auxiliary.detach()]).double()
-        return sums, int(count)
+                loss, auxiliary = self._losses(micro)
+                (self.strategy.loss_scale * (loss + auxiliary)).backward()
+            tokens = (micro.targets != IGNORED).sum()
+            sums[:3] += torch.stack([tokens.double(), loss.detach().double(), auxiliary.detach().double()])
+        return torch.cat([sums, *(router.load.double() for router in self.routers)])
 
-    def _update(self, norm: Tensor) -> None:
-        """Clip and step, or skip a gradient that is not finite."""
-        if torch.isfinite(norm):
-            if self.run.optimizer.clip_norm:
-                clip(self.strategy.gradients(), norm, self.run.optimizer.clip_norm)
+    def _losses(self, micro: Micro) -> tuple[Tensor, Tensor]:
+        """The loss and the auxiliary loss, summed over tokens. The logits, the largest tensor of all, end here."""
+        with computing(self.strategy, self.run.training.precision, self.device):
+            logits, auxiliary = self.strategy.model(micro.tokens, micro.starts)
+        return cross_entropy(logits, micro.targets), auxiliary
+
+    def _update(self, finite: bool) -> None:
+        """Step, or skip a gradient that is not finite."""
+        if finite:
             ratio = learning_rate_ratio(self.run.optimizer, self.step, self.run.training.steps)
-            set_learning_rate(self.optimizers, ratio)
+            set_learning_rate(self.optimizers, ratio * self.rescaling.at(self.step))
             self.strategy.update(self.optimizers)
         else:
             self.skipped += 1
@@ -182,14 +184,14 @@ class Trainer:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
-    def _balance(self, apply: bool) -> float:
-        """Sum the routers' loads over ranks and correct their biases; returns the hottest expert's share of its layer,
+    def _balance(self, loads: Tensor, apply: bool) -> float:
+        """Correct the routers' biases by their loads over all ranks; returns the hottest expert's share of its layer,
         times the number of experts (1 is balanced)."""
-        loads = self._sum_over_ranks(torch.stack([router.load for router in self.routers]))
-        for router, load in zip(self.routers, loads, strict=True):
+        by_layer = loads.view(len(self.routers), -1)
+        for router, load in zip(self.routers, by_layer, strict=True):
             router.load.copy_(load)
-            router.rebalance(apply)
-        return float((loads.max(dim=1).values / loads.mean(dim=1)).max())
+            router.rebalance(apply and bool(self.strategy.trained))  # a worker is sent its biases
+        return float((by_layer.max(dim=1).values / by_layer.mean(dim=1)).max())
 
     # -- evaluation, saving, returning -------------------------------------------------------------------------------
 
@@ -197,6 +199,7 @@ class Trainer:
     def evaluate(self) -> Record:
         """Loss on the held-out text, in nats per token and bits per byte."""
         spec, begun = self.run.evaluation, time.perf_counter()
+        self.strategy.settle()
         sizes = torch.from_numpy(self.corpus.tokenizer.token_bytes()).to(self.device)
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         batches = evaluation_batches(
@@ -204,14 +207,11 @@ class Trainer:
             spec.tokens, self.run.data.mask_documents,
         )  # fmt: skip
         self.module.eval()
-        for held_out in batches:
+        for held_out in batches if self.strategy.computes else ():
             for micro in self._micros(held_out):
-                with computing(self.strategy, self.run.training.precision, self.device):
-                    logits, _ = self.strategy.model(micro.tokens, micro.starts)
+                summed, _ = self._losses(micro)
                 known = micro.targets[micro.targets != IGNORED]
-                sums += torch.stack(
-                    [cross_entropy(logits, micro.targets).double(), known.new_tensor(len(known)), sizes[known].sum()]
-                )
+                sums += torch.stack([summed.double(), known.new_tensor(len(known)), sizes[known].sum()])
         self.module.train()
         self.strategy.rest()
         loss, tokens, size = (float(x) for x in self._sum_over_ranks(sums))
@@ -224,10 +224,12 @@ class Trainer:
 
     def save(self) -> None:
         """Begin a checkpoint of this step."""
+        self.strategy.settle()
         manifest = {
             "tokens": self.tokens,
             "skipped": self.skipped,
             "loader": self.loader.state(self.step),
+            "learning_rate": self.rescaling.at(self.step),
             "model": self.run.model.model_dump(mode="json"),
             "optimizer": self.run.optimizer.name,
         }
@@ -243,10 +245,12 @@ class Trainer:
             return False, damaged
         manifest = read_manifest(checkpoint)
         check_manifest(self.run, manifest)
-        self.loader.resume(manifest["loader"])
+        self.loader.resume(manifest["loader"], resized=self.run.training.scaling != "keep")
         load_state(checkpoint, self.strategy, self.optimizers)
         restore_random_state(checkpoint, self.mesh.rank)
         self.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]
+        before, warmup = manifest.get("learning_rate", 1.0), self.run.optimizer.warmup_steps
+        self.rescaling = Rescaling(before, self.cut.learning_rate, self.step, warmup)
         return True, damaged
 
     # -- measuring ---------------------------------------------------------------------------------------------------
@@ -255,11 +259,12 @@ class Trainer:
         total = sum(seconds.values())
         speed = tokens / total
         record = {"tokens": self.tokens, "tokens_per_second": speed, "step_seconds": total, **seconds}
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self.strategy.computes:
             record["exposed_communication_seconds"] = self.strategy.exposed.take()
         if self.peak_flops:
             record["mfu"] = mfu(speed, self.flops_per_token, self.peak_flops, self.mesh.degrees.world_size)
-        record["learning_rate"] = self.optimizers[-1].param_groups[0]["lr"]
+        if self.optimizers:
+            record["learning_rate"] = self.optimizers[-1].param_groups[0]["lr"]
         record["peak_memory_bytes"] = peak_memory_bytes(self.device)
         return record | {"skipped_steps": self.skipped}
 
@@ -276,10 +281,6 @@ class Trainer:
             with self.strategy.exposed.waiting():
                 dist.all_reduce(values, group=self.mesh.dp_group)
         return values
-
-    def _start_sum(self, value: Tensor) -> dist.Work | None:
-        group = self.mesh.dp_group
-        return dist.all_reduce(value, group=group, async_op=True) if group is not None else None
 
 
 class Stopwatch:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from phalanx.cost.parameters import parameters
 from phalanx.measure.matmul import peak_flops
 from phalanx.parallel.apply import computing
 from phalanx.spec.errors import UserError
@@ -121,14 +122,20 @@ def opening(trainer: Trainer, resumed: bool) -> str:
     run, cut, sizes = trainer.run, trainer.cut, trainer.mesh.degrees
     ranks = f"{sizes.world_size} rank{'s' if sizes.world_size > 1 else ''} ({trainer.device.type})"
     layout = f", {run.parallel.data}" if sizes.world_size > 1 else ""
-    total = sum(p.numel() for p in trainer.strategy.trained.values())
+    total = parameters(run.model).total
     train = trainer.corpus.train
     text = f"; the text is {train.size:,} tokens" if train is not None else ""
     lines = [
         f"{total:,} parameters on {ranks}{layout}, {run.training.precision}",
-        f"{run.training.tokens_per_step:,} tokens per update = {cut.micro_batch} sequences of {run.training.sequence} "
-        f"x {cut.dp} ranks x {cut.accumulation} accumulated{text}",
+        f"{cut.sequences * run.training.sequence:,} tokens per update = {cut.micro_batch} sequences of "
+        f"{run.training.sequence} x {cut.dp} ranks x {cut.accumulation} accumulated"
+        f"{', shared unevenly' if cut.sequences % cut.dp else ''}{text}",
     ]
+    if run.training.base_ranks is not None:
+        lines.append(
+            f"learning rates x {cut.learning_rate:.4g} ({run.training.scaling}): {cut.dp} ranks instead of "
+            f"{run.training.base_ranks}"
+        )
     return "\n".join([*lines, f"resumed after step {trainer.step}"] if resumed else lines)
 
 
@@ -152,6 +159,8 @@ def _sample(trainer: Trainer) -> str:
     from phalanx.model.generate import generate
 
     run = trainer.run
+    if not trainer.strategy.computes:
+        return _told("")
     tokenizer = trainer.corpus.tokenizer
     prompt = torch.from_numpy(tokenizer.encode_batch([run.evaluation.prompt])[0]).long().to(trainer.device)
     generator = torch.Generator(trainer.device).manual_seed(run.training.seed)
@@ -161,4 +170,12 @@ def _sample(trainer: Trainer) -> str:
             trainer.strategy.model, prompt, SAMPLE_TOKENS, temperature=0.7, top_k=50, generator=generator,
             end=tokenizer.end, context=run.training.sequence,
         )  # fmt: skip
-    return tokenizer.decode(tokens.tolist())
+    return _told(tokenizer.decode(tokens.tolist()))
+
+
+def _told(text: str) -> str:
+    """What the last rank, which always computes, has to tell the first, which may not."""
+    said = [text]
+    if dist.is_initialized():
+        dist.broadcast_object_list(said, src=dist.get_world_size() - 1)
+    return said[0]

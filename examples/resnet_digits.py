@@ -1,0 +1,69 @@
+"""Any module trains here: a ResNet-18 from `transformers` learns scikit-learn's handwritten digits.
+
+    python examples/resnet_digits.py                                          # one process
+    torchrun --nproc-per-node 2 examples/resnet_digits.py zero2               # or ddp, zero1, zero3
+    torchrun --nproc-per-node 4 examples/resnet_digits.py hsdp --dp-shard 2
+
+It needs transformers and scikit-learn: pip install -e '.[examples]'
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from transformers import ResNetConfig, ResNetForImageClassification
+
+from phalanx.parallel.apply import distribute
+from phalanx.parallel.mesh import build_mesh
+from phalanx.spec.layout import Layout
+from phalanx.train.launch import join_ranks, leave
+
+BATCH = 64  # images per step, over all ranks
+EPOCH = 24 * BATCH  # images to learn from; the other 261 are the test
+
+parser = argparse.ArgumentParser()
+parser.add_argument("data", nargs="?", default="ddp", help="the data parallelism: ddp, zero1, zero2, ...")
+parser.add_argument("--dp-shard", type=int, help="ranks that share one copy (hsdp)")
+parser.add_argument("--steps", type=int, default=72)
+options = parser.parse_args()
+
+device = join_ranks("cuda" if torch.cuda.is_available() else "cpu", timeout_seconds=600)
+layout = Layout(data=options.data, dp_shard=options.dp_shard)
+mesh = build_mesh(layout, dist.get_world_size() if dist.is_initialized() else 1, device.type)
+torch.manual_seed(0)  # every rank makes the same weights, and the same batches to take its share of
+
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32, device=device).unsqueeze(1) / 16
+images = F.interpolate(images, scale_factor=4)  # of 8 x 8 pixels, ResNet's stem would leave 2 x 2
+labels = torch.tensor(digits.target, device=device)
+learn, test = torch.randperm(len(labels)).tensor_split([EPOCH])
+
+sizes = {"depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512], "layer_type": "basic"}  # ResNet-18's
+model = ResNetForImageClassification(ResNetConfig(num_channels=1, num_labels=10, **sizes))
+strategy = distribute(model, layout, mesh, device, blocks=list(model.resnet.encoder.stages))
+optimizer = torch.optim.AdamW(strategy.trained.values(), lr=1e-4)
+
+epochs = -(-options.steps * BATCH // EPOCH)
+batches = torch.cat([learn[torch.randperm(EPOCH)] for _ in range(epochs)]).split(BATCH)
+for step, batch in enumerate(batches[: options.steps], start=1):
+    mine = batch[mesh.dp_rank :: mesh.degrees.dp]
+    with strategy.backward(last=True):  # the last micro-batch of the step, for it is the only one
+        loss = F.cross_entropy(strategy.model(images[mine]).logits, labels[mine], reduction="sum")
+        (strategy.loss_scale * loss).backward()
+    # Losses and gradients are summed over ranks, and divided by what is summed first: the images of the whole batch.
+    sums = torch.tensor([len(mine), loss.item()], dtype=torch.float64, device=device)
+    count, total = strategy.reduce(sums, clip_norm=1.0).sums
+    strategy.update([optimizer])
+    if mesh.rank == 0 and step % 8 == 0:
+        print(f"step {step:3}: training loss {total / count:.4f}", flush=True)
+
+# BatchNorm normalises each rank's share by itself, so its running statistics differ from rank to rank: rank 0 speaks
+# for its own. Every rank evaluates all the same, for with zero3 no rank has all the parameters.
+strategy.model.eval()
+with torch.no_grad():
+    right = strategy.model(images[test]).logits.argmax(dim=1) == labels[test]
+if mesh.rank == 0:
+    print(f"test accuracy {right.float().mean():.1%}", flush=True)
+leave(0)

@@ -1,0 +1,305 @@
+"""Parameter server (Li et al., OSDI 2014): servers own the parameters and their optimizer state, workers compute.
+
+A step has four parts: servers broadcast the weights; each worker does its forward and backward passes; servers add up
+the workers' gradients, in the order of the workers, and divide them by the tokens behind them; servers update. The
+first ranks are the servers, and parameters are spread over them by bytes. A worker holds weights and gradients only,
+whatever the optimizer.
+
+Synchronously, that is all. Asynchronously (`parallel.staleness` = s; bounded delay, section 3.4 of the paper) a worker
+goes on as long as its weights lack at most s updates. An update is still made of one gradient of every worker, and
+weights that have come are taken at once. A server then has room for s + 1 gradients of every worker and s + 1 copies
+of its weights.
+
+All of it goes through CPU memory and gloo: servers need no GPU, and workers none that reach each other."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.parallel.gradient import global_norm
+from phalanx.parallel.strategy import Reduced, Strategy, named_buffers, named_parameters, place_buffers, rebind
+from phalanx.spec.layout import Layout, spread
+
+Shapes = dict[str, torch.Size]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who does what."""
+
+    servers: list[int]
+    workers: list[int]
+    owned: list[Shapes]
+    """The parameters of each server."""
+    groups: list[dist.ProcessGroup]
+    """Each server and all workers."""
+    between_servers: dist.ProcessGroup
+    staleness: int | None
+    """Updates that a worker's weights may lack; None: it waits for every update."""
+
+
+def parameter_server(module: nn.Module, layout: Layout, device: torch.device) -> Strategy:
+    """This rank's part in it: a server or a worker."""
+    servers = list(range(layout.servers))
+    workers = list(range(layout.servers, dist.get_world_size()))
+    shapes = {name: parameter.shape for name, parameter in named_parameters(module)}
+    owner = spread({name: shape.numel() for name, shape in shapes.items()}, layout.servers)
+    roles = Roles(
+        servers, workers,
+        owned=[{name: shape for name, shape in shapes.items() if owner[name] == server} for server in servers],
+        groups=[dist.new_group([server, *workers], backend="gloo") for server in servers],
+        between_servers=dist.new_group(servers, backend="gloo"),
+        staleness=layout.staleness,
+    )  # fmt: skip
+    return Server(module, roles) if dist.get_rank() in servers else Worker(module, roles, device)
+
+
+class Worker(Strategy):
+    """Computes gradients, and trains nothing itself."""
+
+    def __init__(self, module: nn.Module, roles: Roles, device: torch.device) -> None:
+        whole = dict(named_parameters(module))
+        self.weights = [_vector(whole, shapes, device) for shapes in roles.owned]
+        """One vector for each server's parameters, which the model's are views of."""
+        self.sums = [torch.zeros_like(weights) for weights in self.weights]
+        """Of gradients, likewise."""
+        for shapes, weights, sums in zip(roles.owned, self.weights, self.sums, strict=True):
+            gradients = _views(sums, shapes)
+            for name, view in _views(weights, shapes).items():
+                parameter = nn.Parameter(view)
+                parameter.grad = gradients[name]
+                rebind(module, whole[name], parameter)
+        place_buffers(module, device)
+        super().__init__(module)
+        self.trained, self.roles = {}, roles
+        self.buffers = [buffer for _, buffer in named_buffers(module)]
+        self.done = 0
+        """Steps whose gradients were sent."""
+        self.versions = [0] * len(roles.servers)
+        """Updates in the weights of each server."""
+        self._expected: list[tuple[dist.Work, Tensor] | None] = [None] * len(roles.servers)
+        self._newest = torch.zeros(0)
+
+    def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> Reduced:
+        """Send this step's gradients, and take the weights that there are, or must be."""
+        message = torch.cat([sums, sums.new_tensor([min(self.versions)])]).cpu()
+        sent = [gradients.cpu() for gradients in self.sums]
+        works = []
+        for server, gradients in zip(self.roles.servers, sent, strict=True):
+            works += [_isend(message, server, 2 * self.done), _isend(gradients, server, 2 * self.done + 1)]
+        self.done += 1
+        if self.roles.staleness is None:
+            self._receive_broadcast(2 + len(sums))
+        else:
+            self._take_what_came(2 + len(sums), self.done - self.roles.staleness)
+        with self.exposed.waiting():
+            for work in works:
+                work.wait()
+        for gradients in self.sums:
+            gradients.zero_()
+        version, norm = int(self._newest[0]), self._newest[1]
+        heard = self._newest[2:].to(sums.device) if version else sums  # of no update yet: its own, for want of better
+        return Reduced(norm, heard, behind=self.done - version)
+
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """The servers'."""
+
+    def drop_gradients(self) -> None:
+        """They were sent."""
+
+    def publish(self) -> None:
+        self._receive_broadcast(2)
+
+    def settle(self) -> None:
+        if self.roles.staleness is not None and len(self._newest) > 2:
+            self._take_what_came(len(self._newest), self.done)
+
+    def _receive_broadcast(self, size: int) -> None:
+        header = self._room_for_header(size)
+        with self.exposed.waiting():
+            dist.broadcast(header, self.roles.servers[0], group=self.roles.groups[0])
+            for server, group, weights in zip(self.roles.servers, self.roles.groups, self.weights, strict=True):
+                received = _room_for(weights)
+                dist.broadcast(received, server, group=group)
+                weights.copy_(received)
+        self.versions = [self.done] * len(self.versions)
+        self._take_header(header, size)
+
+    def _take_what_came(self, size: int, needed: int) -> None:
+        """Take updates of every server until there are `needed` of them, and those beyond that have come."""
+        for index, server in enumerate(self.roles.servers):
+            while self.versions[index] < self.done:
+                tag = 2 * (self.versions[index] + 1)
+                if (expected := self._expected[index]) is None:
+                    header = self._room_for_header(size)
+                    expected = self._expected[index] = _irecv(header, server, tag), header
+                work, header = expected
+                # Gloo says that a message has come only to who waits for it; its first number says so before.
+                if self.versions[index] >= needed and header[0] < 0:
+                    break
+                received = _room_for(self.weights[index])
+                with self.exposed.waiting():
+                    work.wait()
+                    dist.recv(received, server, tag=tag + 1)
+                self.weights[index].copy_(received)
+                self.versions[index] += 1
+                self._expected[index] = None
+                if index == 0:
+                    self._take_header(header, size)
+
+    def _room_for_header(self, size: int) -> Tensor:
+        """For version, gradient norm and sums (`size` together), and buffers."""
+        return torch.full((size + sum(buffer.numel() for buffer in self.buffers),), -1.0, dtype=torch.float64)
+
+    def _take_header(self, header: Tensor, size: int) -> None:
+        self._newest, *buffers = header.split([size, *(buffer.numel() for buffer in self.buffers)])
+        for buffer, received in zip(self.buffers, buffers, strict=True):
+            buffer.copy_(received.view_as(buffer))
+
+
+class Server(Strategy):
+    """Trains its share of the parameters with the workers' gradients, and computes none itself."""
+
+    computes = False
+
+    def __init__(self, module: nn.Module, roles: Roles) -> None:
+        whole, cpu = dict(named_parameters(module)), torch.device("cpu")
+        shapes = roles.owned[dist.get_rank()]
+        self.weights = _vector(whole, shapes, cpu)
+        self.sum = torch.zeros_like(self.weights)
+        trained = {name: nn.Parameter(view) for name, view in _views(self.weights, shapes).items()}
+        for name, gradient in _views(self.sum, shapes).items():
+            trained[name].grad = gradient
+        for parameter in whole.values():
+            rebind(module, parameter, nn.Parameter(torch.empty_like(parameter, device="meta")))
+        place_buffers(module, cpu)
+        super().__init__(module)
+        self.trained, self.roles = trained, roles
+        self.buffers = [buffer for _, buffer in named_buffers(module)]
+        self.done = 0
+        """Updates."""
+        self._header = torch.zeros(2, dtype=torch.float64)
+        self._one_room: Tensor | None = None
+        self._posted: dict[int, deque[tuple[list[dist.Work], Tensor, Tensor]]] = defaultdict(deque)
+        self._sending: deque[tuple[list[dist.Work], Tensor, Tensor]] = deque()
+
+    def gradients(self) -> list[Tensor]:
+        return [self.sum]
+
+    def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> Reduced:
+        """Add up what the workers send; a server's own `sums` are 0."""
+        total, oldest = torch.zeros(len(sums), dtype=torch.float64), self.done
+        for worker in self.roles.workers:
+            message, gradients = self._receive(worker, len(sums) + 1)
+            total += message[:-1]
+            oldest = min(oldest, int(message[-1]))
+            self.sum.copy_(gradients) if worker == self.roles.workers[0] else self.sum.add_(gradients)
+            if self.roles.staleness is not None:
+                self._post(worker, message, gradients, ahead=1 + self.roles.staleness)
+        square = global_norm([self.sum]).double().square()
+        with self.exposed.waiting():
+            dist.all_reduce(square, group=self.roles.between_servers)
+        norm = self.mean_and_clip(square.sqrt(), total[0], clip_norm)
+        self._header = torch.cat([total.new_tensor([self.done + 1.0]), norm[None], total])
+        return Reduced(norm, total.to(sums.device), stale=self.done - oldest)
+
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """End the step, updated or not: the workers wait for its weights."""
+        self.done += 1
+        self._broadcast() if self.roles.staleness is None else self._send()
+
+    def publish(self) -> None:
+        self._header = torch.zeros(2, dtype=torch.float64)
+        self._broadcast()
+
+    def settle(self) -> None:
+        self._finish_sending(keep=0)
+
+    def _finish_sending(self, keep: int) -> None:
+        while len(self._sending) > keep:
+            for work in self._sending.popleft()[0]:
+                work.wait()
+
+    def _receive(self, worker: int, size: int) -> tuple[Tensor, Tensor]:
+        """The next gradients of a worker, and what it sent with them. Synchronously there is one place to receive them
+        in; asynchronously each worker has its own, which are received in ahead of time."""
+        if self.roles.staleness is None:
+            self._one_room = torch.empty_like(self.sum) if self._one_room is None else self._one_room
+            self._post(worker, torch.empty(size, dtype=torch.float64), self._one_room, ahead=0)
+        elif not self._posted[worker]:
+            for ahead in range(1 + self.roles.staleness):
+                self._post(worker, torch.empty(size, dtype=torch.float64), torch.empty_like(self.sum), ahead)
+        works, message, gradients = self._posted[worker].popleft()
+        with self.exposed.waiting():
+            for work in works:
+                work.wait()
+        return message, gradients
+
+    def _post(self, worker: int, message: Tensor, gradients: Tensor, ahead: int) -> None:
+        """Begin to receive what a worker sends so many steps ahead."""
+        tag = 2 * (self.done + ahead)
+        works = [_irecv(message, worker, tag), _irecv(gradients, worker, tag + 1)]
+        self._posted[worker].append((works, message, gradients))
+
+    def _message(self) -> Tensor:
+        return torch.cat([self._header, *(buffer.flatten().double() for buffer in self.buffers)])
+
+    def _broadcast(self) -> None:
+        mine = dist.get_rank()
+        with self.exposed.waiting():
+            if mine == self.roles.servers[0]:
+                dist.broadcast(self._message(), mine, group=self.roles.groups[mine])
+            dist.broadcast(self.weights, mine, group=self.roles.groups[mine])
+
+    def _send(self) -> None:
+        """Send each worker a copy of the weights, which go on changing."""
+        self._finish_sending(keep=self.roles.staleness or 0)  # a worker further behind would have been waited for
+        message, weights = self._message(), self.weights.clone()
+        works = []
+        for worker in self.roles.workers:
+            works += [_isend(message, worker, 2 * self.done), _isend(weights, worker, 2 * self.done + 1)]
+        self._sending.append((works, message, weights))
+
+
+def _vector(whole: dict[str, nn.Parameter], shapes: Shapes, device: torch.device) -> Tensor:
+    """The named parameters one after another; zeros for those without memory."""
+    dtype = next(iter(whole.values())).dtype
+    vector = torch.zeros(sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=device)
+    for name, view in _views(vector, shapes).items():
+        if not whole[name].is_meta:
+            view.copy_(whole[name].detach())
+    return vector
+
+
+def _views(vector: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    """The parts of such a vector by name."""
+    parts = vector.split([shape.numel() for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def _room_for(weights: Tensor) -> Tensor:
+    """Where to receive weights: in their place, or beside a GPU's."""
+    return weights if weights.device.type == "cpu" else torch.empty_like(weights, device="cpu")
+
+
+def _isend(tensor: Tensor, to: int, tag: int) -> dist.Work:
+    work = dist.isend(tensor, to, tag=tag)
+    assert work is not None
+    return work
+
+
+def _irecv(tensor: Tensor, source: int, tag: int) -> dist.Work:
+    work = dist.irecv(tensor, source, tag=tag)
+    assert work is not None
+    return work

@@ -1,0 +1,339 @@
+"""Modules that are not our transformer, under every strategy: a ResNet from `transformers`, and the example."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import ResNetConfig, ResNetForImageClassification
+
+from phalanx.parallel.apply import distribute
+from phalanx.parallel.data import DataParallel
+from phalanx.parallel.mesh import Mesh, build_mesh
+from phalanx.parallel.strategy import Strategy
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
+from phalanx.testing import ranks
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "resnet_digits.py"
+CPU = torch.device("cpu")
+BATCH = 16
+STEPS = 6
+HSDP = {"data": "hsdp", "dp_shard": 2}
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    *((n, {"data": data}) for data in ("ddp", "zero1", "zero2", "zero3") for n in (2, 4)),
+    (2, {"data": "ddp", "bucket_mb": 0.01, "static_graph": True}),
+    (2, {"data": "zero1", "bucket_mb": 0.005}),
+    (4, {"data": "zero2", "bucket_mb": 0.005}),
+    (4, {"data": "zero3", "wrap": "sublayer", "prefetch": 2}),
+    (4, {"data": "zero3", "wrap": "model", "reshard": False}),
+    (4, HSDP),
+    (4, {**HSDP, "wrap": "sublayer"}),
+]
+CASES = [
+    pytest.param(n, layout, parts, id=f"{'-'.join(map(str, layout.values()))}-x{n}-acc{parts}")
+    for n, layout in LAYOUTS
+    for parts in (1, 2)
+    if not (parts > 1 and layout.get("static_graph"))
+]
+FIRST_BUCKET = "bucket_cap_mb_list" in inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+Trajectory = list[tuple[float, float]]
+
+
+def resnet(train: bool) -> ResNetForImageClassification:
+    """Two small stages in fp64. No number of channels divides by four ranks; of five, one of them owns none. Its
+    BatchNorm normalises by the batch if `train`, and else computes each image by itself, as one process would."""
+    torch.manual_seed(0)
+    config = ResNetConfig(
+        num_channels=1, embedding_size=5, hidden_sizes=[10, 14], depths=[1, 2], layer_type="basic", num_labels=10
+    )  # fmt: skip
+    model = ResNetForImageClassification(config).double()
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.train(train)
+    return model
+
+
+def mesh_of(layout: Layout) -> Mesh:
+    return build_mesh(layout, dist.get_world_size() if dist.is_initialized() else 1, "cpu")
+
+
+def blocks(model: ResNetForImageClassification) -> list[nn.Module]:
+    return [block for stage in model.resnet.encoder.stages for block in stage.layers]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """The images and labels of a step, over all ranks."""
+    random = torch.Generator().manual_seed(step)
+    images = torch.randn(BATCH, 1, 24, 24, generator=random, dtype=torch.float64)
+    return images, torch.randint(10, (BATCH,), generator=random)
+
+
+def share_of(whole: tuple[Tensor, Tensor], mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """This rank's."""
+    images, labels = whole
+    return images[mesh.dp_rank :: mesh.degrees.dp], labels[mesh.dp_rank :: mesh.degrees.dp]
+
+
+def adamw(strategy: Strategy) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(strategy.trained.values(), lr=0.01, weight_decay=0.1)
+
+
+def loss_of(strategy: Strategy, images: Tensor, labels: Tensor) -> Tensor:
+    """Summed over images."""
+    return F.cross_entropy(strategy.model(images).logits, labels, reduction="sum")
+
+
+def trajectory(choices: dict[str, Any], train: bool = False, micro_batches: int = 1) -> Trajectory:
+    """Mean loss and gradient norm of every step, clipped."""
+    layout = Layout(**choices)
+    mesh, model = mesh_of(layout), resnet(train)
+    strategy = distribute(model, layout, mesh, CPU, blocks(model), "fp64")
+    return train_on(strategy, [share_of(batch(step), mesh) for step in range(STEPS)], micro_batches)
+
+
+def train_on(strategy: Strategy, batches: list[tuple[Tensor, Tensor]], micro_batches: int = 1) -> Trajectory:
+    """Mean loss over ranks and gradient norm of every step."""
+    optimizer, result = adamw(strategy), []
+    for images, labels in batches:
+        sums = torch.tensor([len(labels), 0.0], dtype=torch.float64)
+        for part in (slice(index, None, micro_batches) for index in range(micro_batches)):
+            with strategy.backward(last=part.start == micro_batches - 1):
+                loss = loss_of(strategy, images[part], labels[part])
+                (strategy.loss_scale * loss).backward()
+            sums[1] += loss.detach()
+        reduced = strategy.reduce(sums, clip_norm=1.0)
+        strategy.update([optimizer])
+        result.append((float(reduced.sums[1] / reduced.sums[0]), float(reduced.norm)))
+    return result
+
+
+@cache
+def one_process() -> Trajectory:
+    return trajectory({})
+
+
+def near(expected: Trajectory) -> list[Any]:
+    return [pytest.approx(step, rel=1e-10) for step in expected]
+
+
+@pytest.mark.parametrize(("world_size", "layout", "micro_batches"), CASES)
+def test_a_resnet_equals_one_process(world_size: int, layout: dict[str, Any], micro_batches: int) -> None:
+    for result in ranks(world_size).run(trajectory, layout, micro_batches=micro_batches):
+        assert result == near(one_process())
+
+
+@pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
+def test_one_rank_takes_every_strategy(data: str) -> None:
+    assert trajectory({"data": data}) == near(one_process())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_strategies_agree_where_batchnorm_normalises_each_share(world_size: int) -> None:
+    """No strategy equals one process then, for the statistics are of a share; the shares are the same in all."""
+    layouts = [layout for n, layout in LAYOUTS if n == world_size]
+    first, *others = [ranks(world_size).run(trajectory, layout, train=True) for layout in layouts]
+    assert first[0] != near(trajectory({}, train=True))
+    for other in others:
+        assert other == [near(result) for result in first]
+
+
+def complete(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """A copy of them, of all ranks' parts."""
+    full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in parameters.items()}
+    return {name: parameter.detach().clone() for name, parameter in full.items()}
+
+
+def agree(some: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(some, others, rtol=1e-10, atol=1e-13)
+
+
+class Frozen(nn.Module):
+    """A module of which one part does not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(6, 5).double(), nn.Linear(5, 3).double()
+        self.body.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
+
+
+def with_frozen(choices: dict[str, Any]) -> dict[str, Tensor]:
+    """All weights after some steps, as the model computes with them."""
+    layout = Layout(**choices)
+    mesh = mesh_of(layout)
+    strategy = distribute(Frozen(), layout, mesh, CPU, precision="fp64")
+    optimizer = adamw(strategy)
+    for step in range(STEPS):
+        x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        with strategy.backward(last=True):
+            loss = strategy.model(x[mesh.dp_rank :: mesh.degrees.dp]).square().sum()
+            (strategy.loss_scale * loss).backward()
+        strategy.update([optimizer])
+    return complete(dict(strategy.module.named_parameters()))
+
+
+@pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_part_may_be_frozen(data: str) -> None:
+    expected = with_frozen({})
+    assert torch.equal(expected["body.weight"], Frozen().body.weight)
+    for result in ranks(2).run(with_frozen, {"data": data}):
+        agree(result, expected)
+
+
+@pytest.mark.parametrize("data", ["zero1", "zero2", "zero3", "hsdp"])
+def test_what_has_no_rows_is_refused_by_name(data: str) -> None:
+    layout = Layout(data=data, dp_shard=1 if data == "hsdp" else None)
+    module = nn.Module()
+    module.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(UserError, match="scale is a scalar"):
+        distribute(module, layout, mesh_of(layout), CPU)
+    channels_last = nn.Conv2d(3, 10, 3).to(memory_format=torch.channels_last)
+    with pytest.raises(UserError, match="rows of weight"):
+        distribute(channels_last, layout, mesh_of(layout), CPU)
+
+
+# -- what only DDP offers ----------------------------------------------------------------------------------------------
+
+
+def uneven(batches: list[int]) -> dict[str, Tensor]:
+    """The weights after each rank has learned from its own number of batches."""
+    layout = Layout()
+    mesh, model = mesh_of(layout), resnet(train=False)
+    strategy = distribute(model, layout, mesh, CPU, precision="fp64")
+    assert isinstance(strategy, DataParallel)
+    optimizer = adamw(strategy)
+    with strategy.join():
+        for step in range(batches[mesh.dp_rank]):
+            with strategy.backward(last=True):
+                loss = loss_of(strategy, *share_of(batch(step), mesh)) / BATCH
+                (strategy.loss_scale * loss).backward()
+            strategy.update([optimizer])  # not `reduce`: who is done does not join its sum
+    return complete(strategy.trained)
+
+
+def of_those_that_are_left(batches: list[int]) -> dict[str, Tensor]:
+    """The same in one process: the sum of the gradients that exist."""
+    model = resnet(train=False)
+    strategy = Strategy(model)
+    optimizer = adamw(strategy)
+    for step in range(max(batches)):
+        images, labels = batch(step)
+        for rank, count in enumerate(batches):
+            if step < count:
+                share = slice(rank, None, len(batches))
+                (loss_of(strategy, images[share], labels[share]) / BATCH).backward()
+        strategy.update([optimizer])
+    return complete(strategy.trained)
+
+
+@pytest.mark.parametrize("batches", [[2, 4], [4, 2], [3, 1, 4, 1]], ids=str)
+def test_ranks_may_have_different_numbers_of_batches(batches: list[int]) -> None:
+    expected = of_those_that_are_left(batches)
+    for result in ranks(len(batches)).run(uneven, batches, timeout=60):
+        agree(result, expected)
+
+
+def on_one_batch(choices: dict[str, Any], steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of steps on one batch, and the weights at last."""
+    layout = Layout(**choices)
+    mesh = mesh_of(layout)
+    strategy = distribute(resnet(train=False), layout, mesh, CPU, precision="fp64")
+    result = train_on(strategy, [share_of(batch(0), mesh)] * steps)
+    return [loss for loss, _ in result], complete(strategy.trained)
+
+
+def test_powersgd_learns_and_keeps_replicas_identical() -> None:
+    compressed = {"compress": "powersgd", "compress_rank": 1}
+    (losses, weights), (_, others) = ranks(2).run(on_one_batch, compressed, 40)
+    for name, weight in weights.items():
+        assert torch.equal(weight, others[name]), name
+    exact = ranks(2).run(on_one_batch, {}, 40)[0][0]
+    assert losses[:10] == pytest.approx(exact[:10], rel=1e-10)  # it begins with whole gradients
+    assert losses[-1] != pytest.approx(exact[-1], rel=1e-6)  # and does compress then
+    assert losses[-1] < 0.5 * losses[10] < 0.5 * losses[0]
+
+
+class TwoHeads(nn.Module):
+    """A module of which a step may leave a part unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.other = (nn.Linear(n, m, dtype=torch.float64) for n, m in [(6, 5), (5, 3), (5, 3)])
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        x = self.body(x).tanh()
+        return self.head(x) + self.other(x) if both else self.head(x)
+
+
+def with_unused(choices: dict[str, Any], on_all: bool) -> dict[str, Tensor]:
+    """The weights after steps of which every second one, on all ranks or only on odd ones, uses one head."""
+    layout = Layout(**choices)
+    mesh = mesh_of(layout)
+    strategy = distribute(TwoHeads(), layout, mesh, CPU, precision="fp64")
+    optimizer = adamw(strategy)
+    shares = 2 if mesh.degrees.dp == 1 else 1
+    for step in range(STEPS):
+        x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        for share in range(shares):  # one process stands for both ranks
+            rank = mesh.dp_rank + share
+            both = step % 2 == 0 or (rank % 2 == 0 and not on_all)
+            with strategy.backward(last=share == shares - 1):
+                (strategy.loss_scale * strategy.model(x[rank::2], both).square().sum()).backward()
+        strategy.update([optimizer])
+    return complete(strategy.trained)
+
+
+@pytest.mark.parametrize("on_all", [True, False], ids=["on-all-ranks", "on-one-rank"])
+def test_a_step_may_leave_parameters_unused(on_all: bool) -> None:
+    expected = with_unused({}, on_all)
+    for result in ranks(2).run(with_unused, {"unused_parameters": True}, on_all):
+        agree(result, expected)
+
+
+def bucket_sizes(choices: dict[str, Any]) -> tuple[Trajectory, list[int]]:
+    """The trajectory, and the bytes of DDP's buckets."""
+    layout = Layout(**choices)
+    mesh = mesh_of(layout)
+    strategy = distribute(resnet(train=False), layout, mesh, CPU, precision="fp64")
+    assert isinstance(strategy, DataParallel)
+    result = train_on(strategy, [share_of(batch(step), mesh) for step in range(STEPS)])
+    sizes = strategy.model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    return result, [int(size) for size in sizes.split(",")]
+
+
+@pytest.mark.skipif(not FIRST_BUCKET, reason="this torch cannot size the first bucket")
+def test_the_first_bucket_may_be_small() -> None:
+    result, small = ranks(2).run(bucket_sizes, {"first_bucket_mb": 0.002, "bucket_mb": 0.02})[0]
+    assert result == near(one_process())
+    _, even = ranks(2).run(bucket_sizes, {"bucket_mb": 0.02})[0]
+    assert small[0] < even[0], (small, even)
+
+
+# -- the example -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", ["zero2", "zero3"])
+def test_the_example_runs(data: str) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [sys.executable, *torchrun, str(EXAMPLE), data, "--steps", "8"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("training loss") == ended.stdout.count("test accuracy") == 1, ended.stdout
