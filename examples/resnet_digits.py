@@ -3,6 +3,7 @@
     python examples/resnet_digits.py                                          # one process
     torchrun --nproc-per-node 2 examples/resnet_digits.py zero2               # or ddp, zero1, zero3
     torchrun --nproc-per-node 4 examples/resnet_digits.py hsdp --dp-shard 2
+    torchrun --nproc-per-node 3 examples/resnet_digits.py parameter_server    # a server and two workers
 
 It needs transformers and scikit-learn: pip install -e '.[examples]'
 """
@@ -43,27 +44,30 @@ learn, test = torch.randperm(len(labels)).tensor_split([EPOCH])
 sizes = {"depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512], "layer_type": "basic"}  # ResNet-18's
 model = ResNetForImageClassification(ResNetConfig(num_channels=1, num_labels=10, **sizes))
 strategy = distribute(model, layout, mesh, device, blocks=list(model.resnet.encoder.stages))
-optimizer = torch.optim.AdamW(strategy.trained.values(), lr=1e-4)
+optimizers = [torch.optim.AdamW(strategy.trained.values(), lr=1e-4)] if strategy.trained else []  # a worker has none
 
 epochs = -(-options.steps * BATCH // EPOCH)
 batches = torch.cat([learn[torch.randperm(EPOCH)] for _ in range(epochs)]).split(BATCH)
 for step, batch in enumerate(batches[: options.steps], start=1):
-    mine = batch[mesh.dp_rank :: mesh.degrees.dp]
-    with strategy.backward(last=True):  # the last micro-batch of the step, for it is the only one
-        loss = F.cross_entropy(strategy.model(images[mine]).logits, labels[mine], reduction="sum")
-        (strategy.loss_scale * loss).backward()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    if strategy.computes:  # a parameter server does not
+        mine = batch[mesh.dp_rank :: mesh.degrees.dp]
+        with strategy.backward(last=True):  # the last micro-batch of the step, for it is the only one
+            loss = F.cross_entropy(strategy.model(images[mine]).logits, labels[mine], reduction="sum")
+            (strategy.loss_scale * loss).backward()
+        sums += torch.stack([loss.new_tensor(len(mine)), loss.detach()])
     # Losses and gradients are summed over ranks, and divided by what is summed first: the images of the whole batch.
-    sums = torch.tensor([len(mine), loss.item()], dtype=torch.float64, device=device)
     count, total = strategy.reduce(sums, clip_norm=1.0).sums
-    strategy.update([optimizer])
+    strategy.update(optimizers)
     if mesh.rank == 0 and step % 8 == 0:
         print(f"step {step:3}: training loss {total / count:.4f}", flush=True)
 
-# BatchNorm normalises each rank's share by itself, so its running statistics differ from rank to rank: rank 0 speaks
-# for its own. Every rank evaluates all the same, for with zero3 no rank has all the parameters.
+# BatchNorm normalises each rank's share by itself, so its running statistics differ from rank to rank: the first that
+# computes speaks for its own. All evaluate, for with zero3 no rank has all the parameters.
 strategy.model.eval()
-with torch.no_grad():
-    right = strategy.model(images[test]).logits.argmax(dim=1) == labels[test]
-if mesh.rank == 0:
-    print(f"test accuracy {right.float().mean():.1%}", flush=True)
+if strategy.computes:
+    with torch.no_grad():
+        right = strategy.model(images[test]).logits.argmax(dim=1) == labels[test]
+    if mesh.dp_rank == 0:
+        print(f"test accuracy {right.float().mean():.1%}", flush=True)
 leave(0)

@@ -40,6 +40,8 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"data": "zero3", "wrap": "model", "reshard": False}),
     (4, HSDP),
     (4, {**HSDP, "wrap": "sublayer"}),
+    (3, {"data": "parameter_server"}),
+    (4, {"data": "parameter_server", "servers": 2}),
 ]
 CASES = [
     pytest.param(n, layout, parts, id=f"{'-'.join(map(str, layout.values()))}-x{n}-acc{parts}")
@@ -86,8 +88,10 @@ def share_of(whole: tuple[Tensor, Tensor], mesh: Mesh) -> tuple[Tensor, Tensor]:
     return images[mesh.dp_rank :: mesh.degrees.dp], labels[mesh.dp_rank :: mesh.degrees.dp]
 
 
-def adamw(strategy: Strategy) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(strategy.trained.values(), lr=0.01, weight_decay=0.1)
+def adamw(strategy: Strategy) -> list[torch.optim.Optimizer]:
+    """Of what this rank trains; a worker of a parameter server trains nothing."""
+    trained = list(strategy.trained.values())
+    return [torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)] if trained else []
 
 
 def loss_of(strategy: Strategy, images: Tensor, labels: Tensor) -> Tensor:
@@ -105,16 +109,16 @@ def trajectory(choices: dict[str, Any], train: bool = False, micro_batches: int 
 
 def train_on(strategy: Strategy, batches: list[tuple[Tensor, Tensor]], micro_batches: int = 1) -> Trajectory:
     """Mean loss over ranks and gradient norm of every step."""
-    optimizer, result = adamw(strategy), []
+    optimizers, result = adamw(strategy), []
     for images, labels in batches:
-        sums = torch.tensor([len(labels), 0.0], dtype=torch.float64)
-        for part in (slice(index, None, micro_batches) for index in range(micro_batches)):
+        sums = torch.tensor([len(labels) * strategy.computes, 0.0], dtype=torch.float64)
+        for part in (slice(index, None, micro_batches) for index in range(micro_batches * strategy.computes)):
             with strategy.backward(last=part.start == micro_batches - 1):
                 loss = loss_of(strategy, images[part], labels[part])
                 (strategy.loss_scale * loss).backward()
             sums[1] += loss.detach()
         reduced = strategy.reduce(sums, clip_norm=1.0)
-        strategy.update([optimizer])
+        strategy.update(optimizers)
         result.append((float(reduced.sums[1] / reduced.sums[0]), float(reduced.norm)))
     return result
 
@@ -142,7 +146,7 @@ def test_one_rank_takes_every_strategy(data: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_strategies_agree_where_batchnorm_normalises_each_share(world_size: int) -> None:
     """No strategy equals one process then, for the statistics are of a share; the shares are the same in all."""
-    layouts = [layout for n, layout in LAYOUTS if n == world_size]
+    layouts = [layout for n, layout in LAYOUTS if n == world_size and layout["data"] != "parameter_server"]
     first, *others = [ranks(world_size).run(trajectory, layout, train=True) for layout in layouts]
     assert first[0] != near(trajectory({}, train=True))
     for other in others:
@@ -177,13 +181,13 @@ def with_frozen(choices: dict[str, Any]) -> dict[str, Tensor]:
     layout = Layout(**choices)
     mesh = mesh_of(layout)
     strategy = distribute(Frozen(), layout, mesh, CPU, precision="fp64")
-    optimizer = adamw(strategy)
+    optimizers = adamw(strategy)
     for step in range(STEPS):
         x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         with strategy.backward(last=True):
             loss = strategy.model(x[mesh.dp_rank :: mesh.degrees.dp]).square().sum()
             (strategy.loss_scale * loss).backward()
-        strategy.update([optimizer])
+        strategy.update(optimizers)
     return complete(dict(strategy.module.named_parameters()))
 
 
@@ -216,13 +220,13 @@ def uneven(batches: list[int]) -> dict[str, Tensor]:
     mesh, model = mesh_of(layout), resnet(train=False)
     strategy = distribute(model, layout, mesh, CPU, precision="fp64")
     assert isinstance(strategy, DataParallel)
-    optimizer = adamw(strategy)
+    optimizers = adamw(strategy)
     with strategy.join():
         for step in range(batches[mesh.dp_rank]):
             with strategy.backward(last=True):
                 loss = loss_of(strategy, *share_of(batch(step), mesh)) / BATCH
                 (strategy.loss_scale * loss).backward()
-            strategy.update([optimizer])  # not `reduce`: who is done does not join its sum
+            strategy.update(optimizers)  # not `reduce`: who is done does not join its sum
     return complete(strategy.trained)
 
 
@@ -230,14 +234,14 @@ def of_those_that_are_left(batches: list[int]) -> dict[str, Tensor]:
     """The same in one process: the sum of the gradients that exist."""
     model = resnet(train=False)
     strategy = Strategy(model)
-    optimizer = adamw(strategy)
+    optimizers = adamw(strategy)
     for step in range(max(batches)):
         images, labels = batch(step)
         for rank, count in enumerate(batches):
             if step < count:
                 share = slice(rank, None, len(batches))
                 (loss_of(strategy, images[share], labels[share]) / BATCH).backward()
-        strategy.update([optimizer])
+        strategy.update(optimizers)
     return complete(strategy.trained)
 
 
@@ -286,7 +290,7 @@ def with_unused(choices: dict[str, Any], on_all: bool) -> dict[str, Tensor]:
     layout = Layout(**choices)
     mesh = mesh_of(layout)
     strategy = distribute(TwoHeads(), layout, mesh, CPU, precision="fp64")
-    optimizer = adamw(strategy)
+    optimizers = adamw(strategy)
     shares = 2 if mesh.degrees.dp == 1 else 1
     for step in range(STEPS):
         x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
@@ -295,7 +299,7 @@ def with_unused(choices: dict[str, Any], on_all: bool) -> dict[str, Tensor]:
             both = step % 2 == 0 or (rank % 2 == 0 and not on_all)
             with strategy.backward(last=share == shares - 1):
                 (strategy.loss_scale * strategy.model(x[rank::2], both).square().sum()).backward()
-        strategy.update([optimizer])
+        strategy.update(optimizers)
     return complete(strategy.trained)
 
 

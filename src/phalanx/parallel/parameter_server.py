@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.model.moe import Router
 from phalanx.parallel.gradient import global_norm
-from phalanx.parallel.strategy import Reduced, Strategy, named_buffers, named_parameters, place_buffers, rebind
+from phalanx.parallel.strategy import Reduced, Strategy, named_parameters, place_buffers, rebind
 from phalanx.spec.layout import Layout, spread
 
 Shapes = dict[str, torch.Size]
@@ -72,13 +73,13 @@ class Worker(Strategy):
         for shapes, weights, sums in zip(roles.owned, self.weights, self.sums, strict=True):
             gradients = _views(sums, shapes)
             for name, view in _views(weights, shapes).items():
-                parameter = nn.Parameter(view)
+                parameter = nn.Parameter(view, whole[name].requires_grad)
                 parameter.grad = gradients[name]
                 rebind(module, whole[name], parameter)
         place_buffers(module, device)
         super().__init__(module)
         self.trained, self.roles = {}, roles
-        self.buffers = [buffer for _, buffer in named_buffers(module)]
+        self.biases = _biases(module)
         self.done = 0
         """Steps whose gradients were sent."""
         self.versions = [0] * len(roles.servers)
@@ -154,13 +155,13 @@ class Worker(Strategy):
                     self._take_header(header, size)
 
     def _room_for_header(self, size: int) -> Tensor:
-        """For version, gradient norm and sums (`size` together), and buffers."""
-        return torch.full((size + sum(buffer.numel() for buffer in self.buffers),), -1.0, dtype=torch.float64)
+        """For version, gradient norm and sums (`size` together), and routers' biases."""
+        return torch.full((size + sum(bias.numel() for bias in self.biases),), -1.0, dtype=torch.float64)
 
     def _take_header(self, header: Tensor, size: int) -> None:
-        self._newest, *buffers = header.split([size, *(buffer.numel() for buffer in self.buffers)])
-        for buffer, received in zip(self.buffers, buffers, strict=True):
-            buffer.copy_(received.view_as(buffer))
+        self._newest, *biases = header.split([size, *(bias.numel() for bias in self.biases)])
+        for bias, received in zip(self.biases, biases, strict=True):
+            bias.copy_(received)
 
 
 class Server(Strategy):
@@ -173,15 +174,17 @@ class Server(Strategy):
         shapes = roles.owned[dist.get_rank()]
         self.weights = _vector(whole, shapes, cpu)
         self.sum = torch.zeros_like(self.weights)
-        trained = {name: nn.Parameter(view) for name, view in _views(self.weights, shapes).items()}
-        for name, gradient in _views(self.sum, shapes).items():
-            trained[name].grad = gradient
+        gradients, trained = _views(self.sum, shapes), {}
+        for name, view in _views(self.weights, shapes).items():
+            if whole[name].requires_grad:
+                trained[name] = nn.Parameter(view)
+                trained[name].grad = gradients[name]
         for parameter in whole.values():
             rebind(module, parameter, nn.Parameter(torch.empty_like(parameter, device="meta")))
         place_buffers(module, cpu)
         super().__init__(module)
         self.trained, self.roles = trained, roles
-        self.buffers = [buffer for _, buffer in named_buffers(module)]
+        self.biases = _biases(module)
         self.done = 0
         """Updates."""
         self._header = torch.zeros(2, dtype=torch.float64)
@@ -253,7 +256,7 @@ class Server(Strategy):
         self._posted[worker].append((works, message, gradients))
 
     def _message(self) -> Tensor:
-        return torch.cat([self._header, *(buffer.flatten().double() for buffer in self.buffers)])
+        return torch.cat([self._header, *(bias.double() for bias in self.biases)])
 
     def _broadcast(self) -> None:
         mine = dist.get_rank()
@@ -286,6 +289,11 @@ def _views(vector: Tensor, shapes: Shapes) -> dict[str, Tensor]:
     """The parts of such a vector by name."""
     parts = vector.split([shape.numel() for shape in shapes.values()])
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def _biases(module: nn.Module) -> list[Tensor]:
+    """What a server corrects beside parameters, and sends: an asynchronous worker does not hear of every update."""
+    return [part.bias for part in module.modules() if isinstance(part, Router) and part.moe.bias_update_rate]
 
 
 def _room_for(weights: Tensor) -> Tensor:
