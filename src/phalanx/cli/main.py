@@ -7,7 +7,7 @@ import sys
 import typer
 
 from phalanx import __version__
-from phalanx.cli import data, export, generate, info, init, train
+from phalanx.cli import data, export, generate, info, init, memory, train
 from phalanx.spec.errors import UserError
 
 app = typer.Typer(
@@ -40,6 +40,7 @@ app.command("export")(export.export)
 app.command("generate")(generate.generate)
 app.command("info")(info.info)
 app.command("init")(init.init)
+app.command("memory")(memory.memory)
 app.command("train")(train.train)
 
 

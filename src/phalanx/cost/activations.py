@@ -8,6 +8,8 @@ layer's input for each layer that reads it.
 
 The counts are those of PyTorch's CPU kernels, uncompiled, and tested against them to the byte. GPU kernels keep
 slightly different things; and there, under a document mask, the model repeats key/value heads (`model/attention.py`).
+Of what exists for a moment only, the loss's is counted (N V numbers each, usually the largest), and what is computed
+again; gradients on their way between layers are not.
 
 Symbols: B sequences, T tokens in each, N = B T, D width, H heads, K head width, F inner width, V vocabulary, E experts,
 k of them per token; q and kv are the widths of all query and of all key/value heads together.
@@ -19,7 +21,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.cost.memory import Precision
+from phalanx.cost.precision import COMPUTED, Precision
 from phalanx.spec.model import ModelSpec, MoESpec
 
 Recompute = Literal["none", "selective", "full"]
@@ -29,7 +31,7 @@ INDEX = 8
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes alive after forward pass and loss, before backward, by part; and the most alive at any time."""
+    """Bytes alive after forward pass and loss, before backward, by part; and at the moments when more are."""
 
     inputs: int = 0
     """What blocks share: indices of tokens and positions, rotary tables; for recomputation also the mask."""
@@ -45,18 +47,24 @@ class ActivationBytes:
     """Routers, routed and shared experts."""
     head_and_loss: int = 0
     """Input of the head, log-probabilities (at least fp32) and targets."""
-    logits: int = 0
-    """Not for autograd: the trainer's own name for them keeps them through the backward pass."""
     weight_copies: int = 0
     """Under autocast, bf16 copies of fp32 weights. They do not grow with the batch."""
-    peak: int = 0
-    """The most of all this at one time: `total`, or more while a block is computed again."""
+    loss_gradients: int = 0
+    """Not kept: gradients of log-probabilities and of the logits they are of, with which the backward pass begins
+    beside everything else. (The forward pass ends with less: the logits, and of bf16 ones the fp32 copy.)"""
+    recomputed: int = 0
+    """The most kept while a block or attention is computed again in the backward pass; 0 where none is."""
 
     @property
     def total(self) -> int:
         """Bytes kept when the forward pass and the loss are done."""
         blocks = self.checkpoints + self.norms + self.attention + self.mlp + self.experts
-        return self.inputs + blocks + self.head_and_loss + self.logits + self.weight_copies
+        return self.inputs + blocks + self.head_and_loss + self.weight_copies
+
+    @property
+    def peak(self) -> int:
+        """The most at one time: when the backward pass begins, or while something is computed again."""
+        return max(self.total + self.loss_gradients, self.recomputed)
 
 
 def activation_bytes(
@@ -80,7 +88,7 @@ def activation_bytes(
     stream = run.tokens * spec.width * run.stream
     norm = Counter(norms=_norm(spec, run))
     again = Counter(checkpoints=stream)
-    kept = Counter(inputs=_inputs(spec, run, recompute), logits=run.tokens * spec.vocab * run.number)
+    kept = Counter(inputs=_inputs(spec, run, recompute))
     alive = []
     for layer in range(spec.layers):
         attention = _attention(spec, run)
@@ -98,7 +106,8 @@ def activation_bytes(
         else:
             kept += norm + attention + norm + mlp
     kept += norm + _head(spec, run)
-    return ActivationBytes(**kept, peak=max(kept.total(), *alive, 0))
+    loss_gradients = 2 * run.tokens * spec.vocab * run.wide
+    return ActivationBytes(**kept, loss_gradients=loss_gradients, recomputed=max(alive, default=0))
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ class _Pass:
     @property
     def number(self) -> int:
         """What matrix products compute in."""
-        return {"bf16": 2, "fp32": 4, "fp64": 8}[self.precision]
+        return COMPUTED[self.precision]
 
     @property
     def wide(self) -> int:

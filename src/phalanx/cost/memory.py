@@ -1,14 +1,26 @@
-"""What parameters, gradients and optimizer state take in memory, before any sharding."""
+"""What a run takes in memory: state of a whole model, and all that each rank holds under its layout.
+
+Exact, tested against the strategies to the byte: parameters, gradients and optimizer state of the fullest rank, split
+by rows with the remainder (not counted: buffers, and AdamW's step, 4 bytes a tensor). Estimates: activations, as
+`cost.activations` says of them, and communication buffers (`cost.buffers`). Each part is the most of it at any
+time and these times differ, so that their total is rather more than a rank needs. Not in it: a gradient that is added
+to another, what an optimizer's step needs when activations are gone, the allocator's gaps, libraries, the process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from phalanx.cost.activations import activation_bytes
+from phalanx.cost.buffers import communication_bytes, server_buffers
+from phalanx.cost.network import Strategy
 from phalanx.cost.parameters import ParameterCount
+from phalanx.cost.precision import COMPUTED, KEPT, Precision
+from phalanx.cost.shapes import Shape, Shapes, elements, owned_elements, parameter_shapes
+from phalanx.spec.layout import Layout, degrees, refuse_unrunnable, spread
+from phalanx.spec.run import OptimizerSpec, RunSpec, cut_batch
 
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
-Precision = Literal["bf16", "fp32", "fp64"]
 
 STATES: dict[Optimizer, int] = {"sgd": 0, "sgd-momentum": 1, "adamw": 2, "muon": 1}
 """Numbers that an optimizer keeps per parameter: none, a momentum, Adam's two moments, Muon's momentum."""
@@ -46,7 +58,7 @@ def state_bytes(optimizer: Optimizer, precision: Precision) -> StateBytes:
     Parameters, gradients and state are fp32 for bf16 and fp32 alike: the bf16 copies that the products read
     are made when needed and dropped. fp64 doubles everything. "muon" is a parameter that Muon itself trains.
     """
-    number = 8 if precision == "fp64" else 4
+    number = KEPT[precision]
     return StateBytes(number, number, STATES[optimizer] * number)
 
 
@@ -56,3 +68,142 @@ def model_state_bytes(count: ParameterCount, optimizer: Optimizer, precision: Pr
         return state_bytes(optimizer, precision) * count.total
     rest = count.total - count.block_matrices
     return state_bytes("muon", precision) * count.block_matrices + state_bytes("adamw", precision) * rest
+
+
+def optimizer_of(spec: OptimizerSpec) -> Optimizer:
+    """What a run's optimizer is called here."""
+    if spec.name == "sgd":
+        return "sgd-momentum" if spec.momentum else "sgd"
+    return spec.name
+
+
+def strategy_bytes(strategy: Strategy, precision: Precision, whole: int, owned: int, states: int) -> StateBytes:
+    """State that one rank keeps of a model of `whole` parameters, of which it owns `owned`, and keeps `states` numbers
+    of optimizer state.
+
+    Bytes per parameter with Adam on N ranks (`whole` 1, `owned` 1/N, `states` 2/N; of ddp 2):
+
+        |              | bf16      | fp32      |
+        |--------------|-----------|-----------|
+        | ddp          | 16        | 16        |
+        | zero1        | 4 + 12/N  | 8 + 8/N   |
+        | zero2        | 2 + 14/N  | 4 + 12/N  |
+        | zero3, hsdp  | 16/N      | 16/N      |
+
+    In bf16, zero1 and zero2 keep model and gradients in bf16, and fp32 rows, which they train, among the optimizer's
+    state: the published figures (ZeRO, arXiv 1910.02054, section 3.1 and figure 1). In fp32 and fp64 those rows are
+    the model's own.
+    """
+    computed, kept = COMPUTED[precision], KEPT[precision]
+    trained_apart = kept * owned if precision == "bf16" else 0
+    match strategy:
+        case "zero1":
+            return StateBytes(computed * whole, computed * whole, trained_apart + kept * states)
+        case "zero2":
+            return StateBytes(computed * whole, computed * owned, trained_apart + kept * states)
+        case "zero3" | "hsdp":
+            return StateBytes(kept * owned, kept * owned, kept * states)
+        case "ddp" | "parameter_server":
+            return StateBytes(kept * whole, kept * whole, kept * states)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that a rank holds, by what for; each the most at any time."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    """State, and with bf16 under zero1 and zero2 the fp32 rows that are trained."""
+    activations: int = 0
+    communication: int = 0
+    """Buffers, and what was gathered and is given back."""
+    offloaded: int = 0
+    """Resting in CPU memory or files; not in `total`."""
+
+    @property
+    def state(self) -> int:
+        """Bytes that stay from step to step."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return self.state + self.activations + self.communication
+
+
+def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
+    """What the fullest rank of each role holds: of "rank", or with a parameter server of "server" and "worker".
+
+    Raises UserError if the layout cannot run on so many ranks.
+    """
+    refuse_unrunnable(run.parallel)
+    if run.parallel.data == "parameter_server":
+        return {"server": _server(run, world_size), "worker": _rank(run, world_size)}
+    return {"rank": _rank(run, world_size)}
+
+
+def _rank(run: RunSpec, world_size: int) -> RankMemory:
+    """A rank that computes."""
+    precision, layout = run.training.precision, run.parallel
+    cut, sizes = cut_batch(run, world_size), degrees(layout, world_size)
+    strategy, shapes = _runs_as(layout, sizes.dp_shard), parameter_shapes(run.model)
+    whole, _ = _counts(shapes, run, 1)
+    owned, states = _counts(shapes, run, sizes.dp_shard)
+    if strategy == "parameter_server":
+        states = 0  # its servers keep them
+    state, offloaded = strategy_bytes(strategy, precision, whole, owned, states), 0
+    if layout.offload != "none":
+        state, offloaded = _offload(strategy, state, copied=0 if precision == "bf16" else KEPT[precision] * owned)
+    autocast = strategy in ("ddp", "parameter_server")
+    activations = activation_bytes(
+        run.model, cut.micro_batch, run.training.sequence, precision, layout.recompute, autocast,
+        run.data.mask_documents,
+    )  # fmt: skip
+    return RankMemory(
+        state.parameters, state.gradients, state.optimizer, activations.peak,
+        communication_bytes(shapes, run, strategy, sizes, cut.accumulation), offloaded,
+    )  # fmt: skip
+
+
+def _server(run: RunSpec, world_size: int) -> RankMemory:
+    """The server that holds most. A server is in CPU memory, whatever computes."""
+    layout, shapes = run.parallel, parameter_shapes(run.model)
+    workers = cut_batch(run, world_size).dp
+    owner = spread({name: elements(shape) for name, shape in shapes.items()}, layout.servers)
+    servers = []
+    for server in range(layout.servers):
+        owned, states = _counts({name: shape for name, shape in shapes.items() if owner[name] == server}, run, 1)
+        state = strategy_bytes("parameter_server", run.training.precision, owned, owned, states)
+        buffers = server_buffers(state.parameters, workers, layout.staleness)
+        servers.append(RankMemory(state.parameters, state.gradients, state.optimizer, communication=buffers))
+    return max(servers, key=lambda server: server.total)
+
+
+def _runs_as(layout: Layout, shards: int) -> Strategy:
+    """The strategy that a layout comes to: FSDP with nobody to share with is a replica, or ZeRO-2 if it offloads."""
+    if layout.data in ("zero3", "hsdp") and shards == 1:
+        return "ddp" if layout.offload == "none" else "zero2"
+    return layout.data
+
+
+def _counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:
+    """Parameters of the first of `ranks` that share all rows, and numbers of optimizer state that it keeps for them."""
+    optimizer = optimizer_of(run.optimizer)
+    owned = {name: owned_elements(shape, ranks) for name, shape in shapes.items()}
+    return sum(owned.values()), sum(count * _states(name, shapes[name], optimizer) for name, count in owned.items())
+
+
+def _states(name: str, shape: Shape, optimizer: Optimizer) -> int:
+    """Numbers of optimizer state per number of a parameter: Muon leaves what is no matrix in a block to AdamW."""
+    muons = name.startswith("blocks.") and len(shape) >= 2
+    return STATES["adamw" if optimizer == "muon" and not muons else optimizer]
+
+
+def _offload(strategy: Strategy, state: StateBytes, copied: int) -> tuple[StateBytes, int]:
+    """What offload leaves on the device, and the bytes that rest elsewhere: of ZeRO-1 all that is trained (`copied`
+    where it would be the model's own rows) and its state, of ZeRO-2 also the gradients, of ZeRO-3 everything."""
+    if strategy in ("zero3", "hsdp"):
+        return StateBytes(0, 0, 0), state.total
+    kept = StateBytes(state.parameters, state.gradients if strategy == "zero1" else 0, 0)
+    return kept, state.total - kept.total + copied

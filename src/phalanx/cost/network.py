@@ -139,7 +139,6 @@ def update_traffic(
     *,
     replicas: int = 1,
     reshard_after_forward: bool = True,
-    reduce_each_micro_batch: bool = True,
 ) -> list[Traffic]:
     """Traffic of one rank for one optimizer update of `accumulation` micro-batches.
 
@@ -150,11 +149,8 @@ def update_traffic(
         ddp 2 G f | zero1 (G + P) f | zero2 (a G + P) f | zero3 a (2 P + G) f, or a (P + G) f if not resharded
         hsdp: zero3, + 2 (G/N) (R-1)/R | parameter_server: P received, G sent by a worker (see `server_traffic`)
 
-    With `reduce_each_micro_batch` false, whole gradients add up on every rank, and zero2, zero3 and hsdp reduce them
-    once, in the last micro-batch: G in place of a G. All is linear in P and G: parts of a model that are
-    treated differently add up.
+    All is linear in P and G: parts of a model that are treated differently add up.
     """
-    reductions = accumulation if reduce_each_micro_batch else 1
 
     def exchange(operation: Collective, size_bytes: float, times: int, why: str) -> Traffic:
         return Traffic(operation, times * sent_bytes(operation, size_bytes, ranks), why)
@@ -163,7 +159,7 @@ def update_traffic(
         case "ddp":
             return [exchange("all_reduce", gradient_bytes, 1, "gradients, summed once per update")]
         case "zero1" | "zero2":
-            times = 1 if strategy == "zero1" else reductions
+            times = 1 if strategy == "zero1" else accumulation
             return [
                 exchange("reduce_scatter", gradient_bytes, times, "gradients, to the rank that updates them"),
                 exchange("all_gather", parameter_bytes, 1, "updated parameters"),
@@ -173,7 +169,7 @@ def update_traffic(
             if reshard_after_forward:
                 traffic += [exchange("all_gather", parameter_bytes, accumulation, "parameters, for the backward pass")]
             traffic += [
-                exchange("reduce_scatter", gradient_bytes, reductions, "gradients, to the rank that keeps them")
+                exchange("reduce_scatter", gradient_bytes, accumulation, "gradients, to the rank that keeps them")
             ]
             if strategy == "hsdp":
                 between = sent_bytes("all_reduce", gradient_bytes / ranks, replicas)

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
-from phalanx.spec.model import ModelSpec, MoESpec
+from phalanx.cost.shapes import elements, parameter_shapes
+from phalanx.spec.model import ModelSpec
+
+PART = {
+    "embedding": "embedding",
+    "positions": "embedding",
+    "attention": "attention",
+    "mlp": "mlp",
+    "experts": "experts",
+    "shared": "shared_experts",
+    "router": "router",
+    **dict.fromkeys(("attention_norm", "mlp_norm", "q_norm", "k_norm", "norm"), "norms"),
+    "head": "head",
+}
+"""What a module's parameters count as; the innermost of a name decides."""
 
 
 @dataclass(frozen=True)
@@ -59,40 +75,18 @@ class ParameterCount:
         return self.total - self.embedding - self.head - self.norms - self.biases
 
 
+@lru_cache
 def parameters(spec: ModelSpec) -> ParameterCount:
-    """Count the parameters of `spec`. Exact: equal to the sum over the tensors of `phalanx.model`.
-
-    Symbols: D width, L layers; q and kv are the widths of all query and of all key/value heads together.
-    """
-    D, L = spec.width, spec.layers
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    moe_layers = sum(spec.is_moe(layer) for layer in range(L))
-    dense_layers = L - moe_layers
-    matrices = 3 if spec.activation == "swiglu" else 2
-    attention_biases = L * (q + 2 * kv + D) if spec.bias else 0
-    mlp_biases = dense_layers * (spec.ffn + D) if spec.bias else 0
+    """Count the parameters of `spec`: the sum over its tensors, `parameter_shapes`."""
+    count: Counter[str] = Counter()
+    biases = 0
+    for name, shape in parameter_shapes(spec).items():
+        part = next(PART[module] for module in reversed(name.split(".")) if module in PART)
+        count[part] += elements(shape)
+        biases += elements(shape) if name.endswith(".bias") and part != "norms" else 0
     return ParameterCount(
-        embedding=spec.vocab * D + (spec.context * D if spec.positions == "learned" else 0),
-        attention=L * 2 * D * (q + kv) + attention_biases,
-        mlp=dense_layers * matrices * D * spec.ffn + mlp_biases,
-        experts=moe_layers * spec.moe.experts * _expert(D, spec.moe) if spec.moe else 0,
-        shared_experts=moe_layers * spec.moe.shared_experts * _expert(D, spec.moe) if spec.moe else 0,
-        router=moe_layers * D * spec.moe.experts if spec.moe else 0,
-        norms=_norms(spec, q, kv),
-        head=0 if spec.tied else spec.vocab * D,
-        idle=moe_layers * (spec.moe.experts - spec.moe.top_k) * _expert(D, spec.moe) if spec.moe else 0,
-        biases=attention_biases + mlp_biases,
-        tied_head=spec.vocab * D if spec.tied else 0,
+        **{part: count[part] for part in PART.values()},
+        idle=count["experts"] // spec.moe.experts * (spec.moe.experts - spec.moe.top_k) if spec.moe else 0,
+        biases=biases,
+        tied_head=spec.vocab * spec.width if spec.tied else 0,
     )
-
-
-def _expert(D: int, moe: MoESpec) -> int:
-    """One expert is a SwiGLU: gate, up, down."""
-    return 3 * D * moe.ffn
-
-
-def _norms(spec: ModelSpec, q: int, kv: int) -> int:
-    """Two norms per block and one before the head, LayerNorm with a bias; and those of queries and keys."""
-    stream = (2 * spec.layers + 1) * spec.width * (2 if spec.norm == "layernorm" else 1)
-    heads = {"none": 0, "head": 2 * spec.head_dim, "full": q + kv}[spec.qk_norm]
-    return stream + spec.layers * heads

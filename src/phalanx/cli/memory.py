@@ -1,0 +1,179 @@
+"""`phalanx memory`: what each rank of a run would hold, under its layout and under the others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from phalanx.cli.info import describe, short
+from phalanx.cost.memory import RankMemory, rank_memory
+from phalanx.cost.network import Strategy
+from phalanx.spec.base import divisors
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import MEANT_FOR, Layout
+from phalanx.spec.load import load_run
+from phalanx.spec.run import RunSpec, cut_batch
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "total")
+WIDTH = 120
+"""Of the table, so that a narrow terminal breaks its lines rather than its numbers."""
+NOTES = (
+    "*: the run's own layout",
+    "exact: parameters, gradients, optimizer state (of the fullest rank)",
+    "estimated: activations of one micro-batch at their peak, and an upper bound of communication buffers; "
+    "not counted: allocator, libraries",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A role under a layout, or why the layout cannot run."""
+
+    data: Strategy
+    own: bool
+    role: str = "rank"
+    micro_batch: int | None = None
+    memory: RankMemory | None = None
+    fits: bool | None = None
+    """None where the memory is not known; a server is in the CPU's."""
+    problem: str = ""
+
+
+def memory(
+    run: Annotated[Path, typer.Argument(help="A run file.", metavar="RUN.toml")],
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks of the run; by default cluster.nproc x cluster.nodes.", min=1, metavar="N")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a field, e.g. training.precision=fp32.", metavar="K=V")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the bytes that each rank holds under each strategy: before anything runs, and without torch.
+
+    Examples:
+
+        phalanx memory run.toml --ranks 8
+
+        phalanx memory run.toml --ranks 64 --set model.preset=llama3-8b --set cluster.preset=h100
+
+        phalanx memory run.toml --ranks 8 --set parallel.recompute=full --json
+    """
+    described = load_run(run, set_ or [])
+    world_size, why = (ranks, "--ranks") if ranks else _default_ranks(described)
+    found = rows(described, world_size)
+    if json_:
+        print(json.dumps(facts(described, world_size, found), indent=2))
+    else:
+        _show(described, world_size, why, found)
+
+
+def _default_ranks(run: RunSpec) -> tuple[int, str]:
+    nproc, nodes = run.cluster.nproc, run.cluster.nodes
+    if nproc is None:
+        return nodes, "one per node, since cluster.nproc is not set; see --ranks"
+    return nproc * nodes, "cluster.nproc x cluster.nodes"
+
+
+def rows(run: RunSpec, world_size: int) -> list[Row]:
+    """The run under every strategy that such ranks may have."""
+    found = []
+    for data in get_args(Strategy):
+        own = data == run.parallel.data
+        layout = run.parallel if own else _layout(run.parallel, data, world_size)
+        if layout is not None:
+            found += _rows(run.model_copy(update={"parallel": layout}), world_size, own)
+    return found
+
+
+def _layout(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
+    """The layout with another strategy, without the choices that mean nothing there; None if there is none."""
+    unset = {field: Layout.model_fields[field].default for field, meant in MEANT_FOR.items() if data not in meant}
+    if unset.get("offload"):
+        unset["offload_directory"] = None
+    shards = divisors(world_size)[1:-1]
+    if data == "hsdp":
+        return layout.model_copy(update={**unset, "data": data, "dp_shard": shards[-1]}) if shards else None
+    return layout.model_copy(update={**unset, "data": data})
+
+
+def _rows(run: RunSpec, world_size: int, own: bool) -> list[Row]:
+    data, limit = run.parallel.data, run.cluster.memory_bytes
+    try:
+        held, micro_batch = rank_memory(run, world_size), cut_batch(run, world_size).micro_batch
+    except UserError as error:
+        return [Row(data, own, problem=str(error).partition("\n")[0])]
+    return [
+        Row(data, own, role, micro_batch, found, found.total <= limit if limit and role != "server" else None)
+        for role, found in held.items()
+    ]
+
+
+def facts(run: RunSpec, world_size: int, found: list[Row]) -> dict[str, Any]:
+    """What `phalanx memory --json` prints."""
+    return {
+        "model": run.model.preset or run.model.from_hf,
+        "ranks": world_size,
+        "precision": run.training.precision,
+        "optimizer": run.optimizer.name,
+        "sequence": run.training.sequence,
+        "memory_bytes": run.cluster.memory_bytes,
+        "layouts": [
+            {**asdict(row), "memory": row.memory and {**asdict(row.memory), "total": row.memory.total}} for row in found
+        ],
+    }
+
+
+def _show(run: RunSpec, world_size: int, why: str, found: list[Row]) -> None:
+    console = Console(width=max(Console().width, WIDTH))
+    console.print(run.model.preset or run.model.from_hf or "model", style="bold", end="  ", highlight=False)
+    console.print(describe(run.model), highlight=False, soft_wrap=True)
+    console.print(_line(run, world_size, why, found), highlight=False, soft_wrap=True)
+    console.print()
+    console.print(_table(world_size, found), soft_wrap=True)
+    for row in found:
+        if row.problem:
+            console.print(f"{_name(row, world_size)}: {row.problem}", style="yellow", highlight=False, soft_wrap=True)
+    console.print()
+    for note in NOTES:
+        console.print(note, style="dim", highlight=False, soft_wrap=True)
+
+
+def _line(run: RunSpec, world_size: int, why: str, found: list[Row]) -> str:
+    """Ranks, arithmetic, micro-batch."""
+    sizes = {row.micro_batch for row in found if row.micro_batch}
+    tokens = f"{run.training.sequence} tokens"
+    batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''} ({why})"
+    return f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, recompute {run.parallel.recompute}"
+
+
+def _table(world_size: int, found: list[Row]) -> Table:
+    offloads = any(row.memory and row.memory.offloaded for row in found)
+    differ = len({row.micro_batch for row in found if row.micro_batch}) > 1
+    table = Table("bytes per rank", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in (*PARTS, *(["offloaded"] if offloads else []), *(["micro-batch"] if differ else []), ""):
+        table.add_column(column, justify="right")
+    for row in found:
+        if row.memory is None:
+            table.add_row(_name(row, world_size), *["-"] * len(PARTS))
+            continue
+        held = [f"{short(getattr(row.memory, part))}B" for part in PARTS]
+        held += [f"{short(row.memory.offloaded)}B"] if offloads else []
+        held += [str(row.micro_batch)] if differ else []
+        style = "red" if row.fits is False else "bold" if row.own else ""
+        table.add_row(_name(row, world_size), *held, "does not fit" if row.fits is False else "", style=style)
+    return table
+
+
+def _name(row: Row, world_size: int) -> str:
+    """The strategy, and the role where there are two; the run's own is marked."""
+    data = "one process" if world_size == 1 and row.data == "ddp" else row.data
+    role = "" if row.role == "rank" else f" {row.role}"
+    return f"{'*' if row.own else ' '} {data}{role}"

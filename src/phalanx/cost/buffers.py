@@ -1,0 +1,126 @@
+"""What ranks need for a moment to send and receive: an upper bound, for each strategy, of what it holds at one time.
+
+Symbols: N ranks that share one copy. A reduce-scatter sends a whole buffer of N parts, and an N-th comes of it; on a
+CPU, where gloo has none, a second whole buffer receives what all ranks send (`parallel.collectives`)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from phalanx.cost.network import Strategy
+from phalanx.cost.precision import COMPUTED, KEPT, Precision
+from phalanx.cost.shapes import Shape, Shapes, elements, owned_elements
+from phalanx.spec.layout import Degrees, Layout
+from phalanx.spec.run import RunSpec
+
+MIB = 2**20
+
+
+def communication_bytes(shapes: Shapes, run: RunSpec, strategy: Strategy, sizes: Degrees, accumulation: int) -> int:
+    """Of a rank that computes, under the strategy that its layout comes to. A parameter server's worker has none: what
+    it sends and receives are its gradients and parameters, or on a GPU in CPU memory."""
+    layout, precision, on_gpu = run.parallel, run.training.precision, run.cluster.device == "cuda"
+    wholes = 1 if on_gpu else 2
+    match strategy:
+        case "ddp":
+            return ddp_buffers(shapes, layout, KEPT[precision]) if sizes.dp > 1 else 0
+        case "zero1" | "zero2":
+            whole_gradients = strategy == "zero1"
+            return zero_buffers(shapes, layout, sizes.dp_shard, COMPUTED[precision], whole_gradients, wholes)
+        case "zero3" | "hsdp":
+            deferred = not on_gpu and sizes.dp_replicate == 1
+            summed_twice = deferred and accumulation > 1 and layout.offload == "none"
+            return fsdp_buffers(shapes, layout, sizes.dp_shard, precision, wholes, summed_twice)
+        case "parameter_server":
+            return 0
+
+
+def ddp_buffers(shapes: Shapes, layout: Layout, number: int) -> int:
+    """Gradients are views of what is sent. Compressed to bf16, a bucket (of fp32) has a copy of half its size on the
+    way; one is counted. PowerSGD keeps what it did not send (its thin matrices are small), and a copy of a bucket."""
+    largest = number * max(map(_whole, buckets(shapes, layout.bucket_mb * MIB / number)))
+    match layout.compress:
+        case "none":
+            return 0
+        case "bf16":
+            return 2 * largest // number
+        case "powersgd":
+            return number * sum(map(elements, shapes.values())) + largest
+
+
+def zero_buffers(shapes: Shapes, layout: Layout, ranks: int, number: int, whole_gradients: bool, wholes: int) -> int:
+    """Of ZeRO-1 (`whole_gradients`) or ZeRO-2, the larger of two: a bucket's reduce-scatter, beside which ZeRO-2 keeps
+    the gradients of the next bucket until they are all there; or the gathers of a bucket and of the one before it, each
+    of an N-th and the whole. Buckets are as `parallel.zero` cuts them, with padded rows; those of offload may be
+    smaller."""
+    if ranks == 1:
+        return 0
+    cut = buckets(shapes, layout.bucket_mb * MIB / number)
+    owned = [sum(owned_elements(shape, ranks) for shape in bucket) for bucket in cut]
+    filling = [0 if whole_gradients else _whole(bucket) for bucket in [*cut[1:], []]]
+    reduced = max(part * (wholes * ranks + 1) + more for part, more in zip(owned, filling, strict=True))
+    gathered = max(before + part for before, part in pairwise([0, *owned])) * (ranks + 1)
+    return number * max(reduced, gathered)
+
+
+def fsdp_buffers(
+    shapes: Shapes, layout: Layout, ranks: int, precision: Precision, wholes: int, summed_twice: bool
+) -> int:
+    """Of ZeRO-3, the larger of two moments: when a block's gradients are there, or at the backward pass's end those of
+    the root unit, which is all that is in no block and stays gathered until then.
+
+    Beside the root, `prefetch` blocks ahead and the block that computes are gathered (without `reshard` all), and when
+    its gradients are copied to be sent, as much as is sent takes its place; those of the block before are then under
+    way. Gradients wait in the dtype that computes, the head's all the time; they are sent and summed in the
+    parameters' own. What FSDP2 holds twice while it copies a block out of what was gathered is less
+    (torch/distributed/fsdp/_fully_shard). `summed_twice`: on a CPU a micro-batch's sums come beside those of the
+    micro-batches before it (`parallel.fsdp`).
+    """
+    computed, kept = COMPUTED[precision] * ranks, KEPT[precision] * ranks
+    root, *blocks = units(shapes, layout, ranks)
+    block = max(blocks, default=0)
+    ahead = min(max(1, layout.prefetch), len(blocks))
+    last = [] if "head.weight" not in shapes else [n for n in shapes if n.startswith(("embedding", "positions"))]
+    early = root - sum(owned_elements(shapes[name], ranks) for name in last)
+
+    def reducing(unit: int) -> int:
+        return kept * unit * wholes + KEPT[precision] * unit
+
+    gathered = root + (ahead * block if layout.reshard else sum(blocks))
+    in_blocks = computed * (gathered + early + block) + kept * block + reducing(block)
+    at_the_end = max((computed + kept) * root + reducing(block), reducing(root))
+    return max(in_blocks, at_the_end) + (KEPT[precision] * (root + sum(blocks)) if summed_twice else 0)
+
+
+def server_buffers(owned_bytes: int, workers: int, staleness: int | None) -> int:
+    """Room for one worker's gradients; asynchronously for s + 1 of every worker's, and s + 1 copies of the weights on
+    their way (s = `staleness`)."""
+    return owned_bytes if staleness is None else (workers + 1) * (staleness + 1) * owned_bytes
+
+
+def buckets(shapes: Shapes, limit: float) -> list[list[Shape]]:
+    """Parameters sent at once, the last of the model first: a bucket is full when it has `limit` numbers or more."""
+    cut: list[list[Shape]] = []
+    size = 0
+    for shape in reversed(shapes.values()):
+        if not cut or size >= limit:
+            cut.append([])
+            size = 0
+        cut[-1].append(shape)
+        size += elements(shape)
+    return cut
+
+
+def units(shapes: Shapes, layout: Layout, ranks: int) -> list[int]:
+    """Numbers that a rank owns, with padding, of what FSDP gathers at once: the root, then every wrapped part."""
+    # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks are whole.
+    depth = {"model": 0, "block": 2, "sublayer": 2 if layout.recompute == "full" else 3}[layout.wrap]
+    owned = {"": 0}
+    for name, shape in shapes.items():
+        unit = ".".join(name.split(".")[:depth]) if name.startswith("blocks.") else ""
+        owned[unit] = owned.get(unit, 0) + owned_elements(shape, ranks)
+    return list(owned.values())
+
+
+def _whole(bucket: list[Shape]) -> int:
+    return sum(map(elements, bucket))

@@ -1,0 +1,84 @@
+"""Every tensor that a model trains, by name and shape, without torch: those of `phalanx.model.transformer`.
+
+Symbols: V vocabulary, D width, F inner width, E experts; q and kv are the widths of all query and of all key/value
+heads together."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.spec.model import ModelSpec, MoESpec
+
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
+
+
+def parameter_shapes(spec: ModelSpec) -> Shapes:
+    """Shapes by the names, and in the order, of the transformer's `named_parameters`."""
+    V, D = spec.vocab, spec.width
+    blocks = {str(layer): _block(spec, layer) for layer in range(spec.layers)}
+    return {
+        **_named(embedding=_linear(V, D)),
+        **(_named(positions=_linear(spec.context, D)) if spec.positions == "learned" else {}),
+        **_named(blocks=_named(**blocks)),
+        **_named(norm=_norm(spec)),
+        **({} if spec.tied else _named(head=_linear(V, D))),
+    }
+
+
+def elements(shape: Shape) -> int:
+    """Numbers in a tensor of this shape."""
+    return math.prod(shape)
+
+
+def owned_elements(shape: Shape, ranks: int) -> int:
+    """Numbers of the first of `ranks` that share the rows of a tensor: each has as many rows, but the last may have
+    fewer, and padding in their place where all send or store equally much."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
+
+
+def _block(spec: ModelSpec, layer: int) -> Shapes:
+    mlp = _moe(spec, spec.moe) if spec.moe and spec.is_moe(layer) else _mlp(spec)
+    return _named(attention_norm=_norm(spec), attention=_attention(spec), mlp_norm=_norm(spec), mlp=mlp)
+
+
+def _attention(spec: ModelSpec) -> Shapes:
+    D, q, kv = spec.width, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    rows = {"wq": q, "wk": kv, "wv": kv}
+    shapes = _named(**{name: _linear(count, D, spec.bias) for name, count in rows.items()}, wo=_linear(D, q, spec.bias))
+    if spec.qk_norm == "none":
+        return shapes
+    q, kv = (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (q, kv)
+    return shapes | _named(q_norm={"weight": (q,)}, k_norm={"weight": (kv,)})
+
+
+def _mlp(spec: ModelSpec) -> Shapes:
+    if spec.activation == "swiglu":
+        return _swiglu(spec.width, spec.ffn)
+    return _named(up=_linear(spec.ffn, spec.width, spec.bias), down=_linear(spec.width, spec.ffn, spec.bias))
+
+
+def _swiglu(D: int, F: int) -> Shapes:
+    return _named(gate=_linear(F, D), up=_linear(F, D), down=_linear(D, F))
+
+
+def _moe(spec: ModelSpec, moe: MoESpec) -> Shapes:
+    D, F, E = spec.width, moe.ffn, moe.experts
+    return {
+        **_named(router=_named(gate=_linear(E, D))),
+        **_named(experts={"gate": (E, F, D), "up": (E, F, D), "down": (E, D, F)}),
+        **(_named(shared=_swiglu(D, F * moe.shared_experts)) if moe.shared_experts else {}),
+    }
+
+
+def _norm(spec: ModelSpec) -> Shapes:
+    return {"weight": (spec.width,), **({"bias": (spec.width,)} if spec.norm == "layernorm" else {})}
+
+
+def _linear(rows: int, columns: int, bias: bool = False) -> Shapes:
+    return {"weight": (rows, columns), **({"bias": (rows,)} if bias else {})}
+
+
+def _named(**parts: Shapes) -> Shapes:
+    """The shapes of a module from those of its parts."""
+    return {f"{part}.{name}": shape for part, shapes in parts.items() for name, shape in shapes.items()}

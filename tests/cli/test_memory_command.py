@@ -1,0 +1,132 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from phalanx.cli.main import app
+from phalanx.cost.memory import rank_memory
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import load_run
+
+runner = CliRunner()
+COLUMNS = ("parameters", "gradients", "optimizer", "activations", "communication", "total")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('[parallel]\ndata = "zero2"\n')
+    return path
+
+
+def shown(run: Path, *arguments: str) -> str:
+    result = runner.invoke(app, ["memory", str(run), *arguments], catch_exceptions=False, env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def known(run: Path, *arguments: str) -> dict[str, Any]:
+    return json.loads(shown(run, *arguments, "--json"))
+
+
+def by_name(run: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    return {f"{row['data']} {row['role']}": row for row in known(run, *arguments)["layouts"]}
+
+
+def test_it_shows_every_strategy_and_marks_the_runs_own(run):
+    text = shown(run, "--ranks", "4")
+    lines = text.splitlines()
+    assert lines[0].startswith("tiny  3 layers")
+    assert lines[1].startswith("4 ranks (--ranks), bf16, adamw, sequences of 256 tokens")
+    assert all(column in text for column in COLUMNS)
+    assert "offloaded" not in text
+    names = [line.split("  ")[0] if line[0] == "*" else line[2:].split("  ")[0] for line in lines[4:11]]
+    assert names == ["ddp", "zero1", "* zero2", "zero3", "hsdp", "parameter_server server", "parameter_server worker"]
+    assert "exact: parameters" in text
+    assert "estimated: activations" in text
+    assert "…" not in text
+
+
+def test_json_is_rank_memory(run):
+    rows = by_name(run, "--ranks", "4")
+    predicted = rank_memory(load_run(run, environment={}), 4)["rank"]
+    own = rows["zero2 rank"]
+    assert own["own"]
+    assert not rows["ddp rank"]["own"]
+    assert own["micro_batch"] == 16
+    assert {part: own["memory"][part] for part in COLUMNS} == {part: getattr(predicted, part) for part in COLUMNS}
+    assert rows["parameter_server worker"]["memory"]["optimizer"] == 0
+    facts = known(run, "--ranks", "4")
+    assert (facts["model"], facts["ranks"], facts["precision"]) == ("tiny", 4, "bf16")
+
+
+def test_ranks_are_those_of_the_cluster_unless_given(run):
+    assert known(run)["ranks"] == 1
+    assert "1 rank (one per node, since cluster.nproc is not set" in shown(run)
+    cluster = ["--set", "cluster.nproc=4", "--set", "cluster.nodes=2"]
+    assert known(run, *cluster)["ranks"] == 8
+    assert "8 ranks (cluster.nproc x cluster.nodes)" in shown(run, *cluster)
+    assert known(run, *cluster, "--ranks", "2")["ranks"] == 2
+
+
+def test_one_rank_is_one_process(run):
+    text = shown(run)
+    assert "one process" in text
+    assert "micro-batch 64 x 256 tokens" in text
+    assert "hsdp" not in text
+
+
+def test_hsdp_takes_the_runs_shards_or_as_many_as_leave_two_copies(run):
+    eight, four = (by_name(run, "--ranks", ranks)["hsdp rank"]["memory"]["parameters"] for ranks in ("8", "4"))
+    assert eight < four
+    own = ["--set", "parallel.data=hsdp", "--set", "parallel.dp_shard=2", "--ranks", "8"]
+    assert by_name(run, *own)["hsdp rank"]["memory"]["parameters"] == four
+
+
+def test_what_cannot_run_says_why(run):
+    rows = by_name(run, "--ranks", "5")
+    assert rows["zero2 rank"]["memory"] is None
+    assert "which 5 data-parallel ranks cannot share" in rows["zero2 rank"]["problem"]
+    assert rows["zero1 rank"]["problem"] == ""
+    assert "* zero2: training.tokens_per_step = 16384: is 64 sequences" in shown(run, "--ranks", "5")
+    assert "parallel.tp = 2: is described, but does not run yet" in shown(run, "--ranks", "4", "--set", "parallel.tp=2")
+
+
+def test_what_does_not_fit_is_marked_but_servers_are_in_cpu_memory(run):
+    assert by_name(run, "--ranks", "4")["ddp rank"]["fits"] is None
+    small = ["--ranks", "4", "--set", "cluster.memory_bytes=300000000"]
+    rows = by_name(run, *small)
+    assert (rows["ddp rank"]["fits"], rows["zero3 rank"]["fits"]) == (False, True)
+    assert rows["parameter_server server"]["fits"] is None
+    marked = [line for line in shown(run, *small).splitlines() if "does not fit" in line]
+    assert [line.split()[0] for line in marked] == ["ddp", "parameter_server"]
+
+
+def test_what_is_offloaded_has_a_column(run):
+    offload = ["--ranks", "4", "--set", "parallel.offload=nvme", "--set", "parallel.offload_directory=/tmp"]
+    assert "offloaded" in shown(run, *offload)
+    rows = by_name(run, *offload)
+    assert rows["ddp rank"]["memory"]["offloaded"] == 0 < rows["zero1 rank"]["memory"]["offloaded"]
+    assert rows["zero3 rank"]["memory"]["parameters"] == 0
+
+
+def test_choices_of_the_runs_strategy_are_left_out_of_others(run):
+    choices = ["--set", "parallel.data=parameter_server", "--set", "parallel.staleness=1", "--ranks", "4"]
+    assert all(not row["problem"] for row in by_name(run, *choices).values())
+
+
+def test_mistakes_are_explained(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        runner.invoke(app, ["memory", str(tmp_path / "none.toml")], catch_exceptions=False)
+
+
+def test_it_answers_without_torch(run):
+    program = (
+        f"import sys; from phalanx.cli.main import app; app(['memory', {str(run)!r}, '--ranks', '4'], "
+        "standalone_mode=False); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)

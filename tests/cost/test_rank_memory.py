@@ -1,0 +1,289 @@
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cost.test_parameters import specs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.cost.activations import activation_bytes
+from phalanx.cost.buffers import buckets, units
+from phalanx.cost.memory import RankMemory, rank_memory, state_bytes, strategy_bytes
+from phalanx.cost.parameters import parameters
+from phalanx.cost.shapes import parameter_shapes
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
+from phalanx.spec.load import build_run, load_model
+from phalanx.spec.run import RunSpec
+
+STAGES = ("ddp", "zero1", "zero2", "zero3")
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw"},
+    "sgd": {"name": "sgd", "momentum": 0.0},
+    "momentum": {"name": "sgd"},
+    "muon": {"name": "muon"},
+}
+STATE = ("parameters", "gradients", "optimizer", "offloaded")
+ODD = {"vocab": 601, "width": 34, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 18, "ffn": 99, "context": 64}
+ODD_MOE = {**ODD, "moe": {"experts": 3, "top_k": 2, "ffn": 25, "shared_experts": 1, "first_dense": 1}}
+
+
+def described(data: str = "ddp", precision: str = "bf16", model: Any = None, **tables: Any) -> RunSpec:
+    parallel = {"data": data, **tables.pop("parallel", {})}
+    training = {"precision": precision, "tokens_per_step": 16_384, **tables.pop("training", {})}
+    return build_run({"model": model or {"preset": "tiny"}, "parallel": parallel, "training": training, **tables})
+
+
+def held(data: str, ranks: int, precision: str = "bf16", **tables: Any) -> RankMemory:
+    return rank_memory(described(data, precision, **tables), ranks)["rank"]
+
+
+# -- the worked examples --------------------------------------------------------------------------------
+
+
+def test_resnet_18_centralized_and_with_ten_workers():
+    m, activations = 11_700_000, 20_850_000_000  # the activations are given
+    centralized = state_bytes("adamw", "fp32") * m
+    worker = strategy_bytes("parameter_server", "fp32", m, m, states=0)
+    assert (centralized.total, worker.total) == (187_200_000, 93_600_000)
+    whole = RankMemory(**asdict(centralized), activations=activations)
+    tenth = RankMemory(**asdict(worker), activations=activations // 10)
+    assert tenth.activations == 2.085e9
+    assert whole.total / 1e9 == pytest.approx(21.037, abs=0.02)
+    assert tenth.total / 1e9 == pytest.approx(2.179, abs=0.02)
+    assert whole.total / tenth.total == pytest.approx(9.656, abs=0.001)
+
+
+def test_a_worker_holds_twice_the_model_whatever_the_optimizer():
+    for optimizer in OPTIMIZERS.values():
+        run = described("parameter_server", "fp32", optimizer=optimizer)
+        worker = rank_memory(run, 5)["worker"]
+        assert worker.state == 2 * 4 * parameters(run.model).total
+        assert worker.communication == 0
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), list(zip(STAGES, (120, 31.4, 16.6, 1.88), strict=True)))
+def test_zero_on_64_ranks_with_7_5_billion_parameters(stage, gigabytes):
+    whole, owned = 7_500_000_000, 7_500_000_000 // 64
+    states = 2 * (whole if stage == "ddp" else owned)
+    assert strategy_bytes(stage, "bf16", whole, owned, states).total / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+
+@given(st.integers(1, 10_000))
+def test_bytes_per_parameter_of_zero(n):
+    """16, 4 + 12/N, 2 + 14/N and 16/N, each times N."""
+    assert strategy_bytes("ddp", "bf16", n, n, 2 * n).total == 16 * n
+    assert strategy_bytes("zero1", "bf16", n, 1, 2).total == 4 * n + 12
+    assert strategy_bytes("zero2", "bf16", n, 1, 2).total == 2 * n + 14
+    assert strategy_bytes("zero3", "bf16", n, 1, 2).total == strategy_bytes("hsdp", "bf16", n, 1, 2).total == 16
+    assert strategy_bytes("zero1", "fp32", n, 1, 2).total == 8 * n + 8
+    assert strategy_bytes("zero2", "fp32", n, 1, 2).total == 4 * n + 12
+    assert strategy_bytes("zero1", "fp64", n, 1, 2).total == 2 * (8 * n + 8)
+
+
+def test_a_whole_model_comes_to_the_published_bytes():
+    model = {"preset": "llama3-8b"}
+    training = {"sequence": 1024, "tokens_per_step": 64 * 1024}
+    count = parameters(load_model("llama3-8b")).total
+    for stage, each in zip(STAGES, (16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64), strict=True):
+        assert held(stage, 64, model=model, training=training).state == pytest.approx(each * count, rel=1e-4)
+
+
+# -- against the strategies themselves --------------------------------------------------------------------------------
+
+
+def really_held(run: RunSpec) -> dict[str, int]:
+    """Bytes of each part that this rank's strategy holds between a backward pass and its update, in its second step."""
+    from parity.trajectory import trainer
+
+    from phalanx.data.loader import prefetch
+
+    under_way = trainer(run)
+    batches = prefetch(under_way.loader, 0, 2)
+    under_way.train_step(batches)
+    strategy, found = under_way.strategy, {}
+
+    def reduce(*arguments: Any) -> Any:
+        reduced = type(strategy).reduce(strategy, *arguments)
+        found.update({part: in_storages(tensors) for part, tensors in strategy.held(under_way.optimizers).items()})
+        return reduced
+
+    strategy.reduce = reduce  # type: ignore[method-assign]
+    under_way.train_step(batches)
+    return found
+
+
+def in_storages(tensors: Iterable[Any]) -> int:
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
+
+
+MUON, CPU, TWO = {"optimizer.name": "muon"}, {"parallel.offload": "cpu"}, {"parallel.servers": 2}
+CASES = [
+    *[(data, 2, precision, {}) for data in STAGES for precision in ("bf16", "fp32", "fp64")],
+    *[(data, 2, "bf16", MUON) for data in ("zero1", "zero3")],
+    *[(data, 2, precision, CPU) for data in ("zero1", "zero2", "zero3") for precision in ("bf16", "fp32")],
+    ("hsdp", 4, "bf16", {"parallel.dp_shard": 2}),
+    ("zero2", 1, "bf16", {}),
+    ("zero3", 1, "bf16", {}),
+    ("zero3", 1, "bf16", CPU),
+    ("parameter_server", 4, "bf16", TWO),
+    ("parameter_server", 4, "fp32", TWO | MUON),
+    ("parameter_server", 3, "fp32", {"parallel.staleness": 1}),
+]
+
+
+@pytest.mark.parametrize(("data", "world_size", "precision", "changes"), CASES)
+def test_state_is_what_the_strategies_hold_to_the_byte(data, world_size, precision, changes, tmp_path):
+    pytest.importorskip("torch")
+    from parity.trajectory import described
+
+    from phalanx.testing import ranks
+
+    common = {"model": ODD_MOE, "parallel.data": data, "training.precision": precision, "training.steps": 4}
+    run = described(Path(json.__file__).parent, tmp_path, {**common, **changes})
+    found = ranks(world_size).run(really_held, run)
+    servers = run.parallel.servers if data == "parameter_server" else 0
+    for role, predicted in rank_memory(run, world_size).items():
+        fullest = max(found[:servers] if role == "server" else found[servers:], key=lambda held: sum(held.values()))
+        assert {part: fullest.get(part, 0) for part in STATE} == {part: getattr(predicted, part) for part in STATE}
+        assert role == "rank" or fullest.get("communication", 0) <= predicted.communication
+
+
+def test_buckets_are_those_of_zero():
+    torch = pytest.importorskip("torch")
+    from phalanx.model.transformer import Transformer
+    from phalanx.parallel.zero import _cut
+
+    with torch.device("meta"):
+        parts = [
+            SimpleNamespace(parameter=parameter)
+            for parameter in Transformer(described(model=ODD_MOE).model).parameters()
+        ]
+    for limit in (1, 5_000, 30_000, 1e9):
+        theirs = [[tuple(part.parameter.shape) for part in bucket] for bucket in _cut(parts, 4 * limit)]
+        assert buckets(parameter_shapes(described(model=ODD_MOE).model), limit) == theirs
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("wrap", ["model", "block", "sublayer"])
+def test_units_are_those_of_fsdp(wrap, recompute):
+    torch = pytest.importorskip("torch")
+    from phalanx.model.transformer import Transformer
+    from phalanx.parallel import apply, fsdp
+
+    spec = described(model=ODD_MOE).model
+    with torch.device("meta"):
+        model = Transformer(spec)
+    apply.recompute(model, recompute)
+    parts = [part for block in model.blocks for part in fsdp._parts(block, wrap)]
+    theirs = [sum(p.numel() for p in part.parameters()) for part in parts]
+    root = sum(p.numel() for p in model.parameters()) - sum(theirs)
+    assert units(parameter_shapes(spec), Layout(wrap=wrap, recompute=recompute), 1) == [root, *theirs]
+
+
+# -- the other parts --------------------------------------------------------------------------------
+
+
+def test_activations_are_those_of_a_micro_batch_at_their_peak():
+    run = described("zero2", parallel={"micro_batch": 2, "recompute": "full"})
+    autocast, pure = (
+        activation_bytes(run.model, 2, 256, "bf16", "full", autocast, masked=True).peak for autocast in (True, False)
+    )
+    for data in ("zero1", "zero2", "zero3"):
+        assert held(data, 2, parallel={"micro_batch": 2, "recompute": "full"}).activations == pure
+    assert held("ddp", 2, parallel={"micro_batch": 2, "recompute": "full"}).activations == autocast > pure
+    assert rank_memory(described("parameter_server"), 3)["server"].activations == 0
+
+
+def test_buffers_of_ddp_and_of_servers():
+    run = described("parameter_server", "fp32", parallel={"staleness": 2})
+    size = 4 * parameters(run.model).total
+    assert rank_memory(run, 5)["server"].communication == (4 + 1) * 3 * size
+    assert rank_memory(described("parameter_server", "fp32"), 5)["server"].communication == size
+    assert held("ddp", 4).communication == 0
+    assert held("ddp", 4, parallel={"compress": "bf16"}).communication == size / 2  # smaller than a bucket
+    assert held("ddp", 4, parallel={"compress": "powersgd"}).communication == 2 * size
+    assert held("ddp", 1, parallel={"compress": "powersgd"}).communication == 0
+
+
+def test_buffers_of_zero_are_two_buckets_gathered_or_one_reduced():
+    model = {**ODD, "vocab": 600, "width": 36, "ffn": 100}  # no remainder on two ranks
+    size = 4 * parameters(described(model=model).model).total
+    assert held("zero1", 2, "fp32", model=model).communication == 2.5 * size  # one bucket, sent, received, its half
+    assert held("zero1", 2, "fp32", model=model, cluster={"device": "cuda"}).communication == 1.5 * size
+    small = {"bucket_mb": 1e-6}
+    embedding = 4 * 600 * 36
+    assert held("zero1", 2, "fp32", model=model, parallel=small).communication == 2.5 * embedding
+    assert (
+        held("zero2", 2, "fp32", model=model, parallel=small).communication
+        < held("zero2", 2, "fp32", model=model).communication
+    )
+
+
+def test_zero3_gathers_less_in_smaller_units():
+    wraps = [
+        held("zero3", 4, parallel={"wrap": wrap}, model={"preset": "gpt2-124m"})
+        for wrap in ("sublayer", "block", "model")
+    ]
+    sizes = [memory.communication for memory in wraps]
+    assert sizes == sorted(sizes)
+    kept = held("zero3", 4, parallel={"reshard": False}, model={"preset": "gpt2-124m"}).communication
+    assert sizes[1] < kept
+
+
+# -- properties ------------------------------------------------------------------------------------------------------
+
+PRECISIONS = st.sampled_from(["bf16", "fp32", "fp64"])
+
+
+def of(spec: Any, stage: str, ranks: int, precision: str, optimizer: str, **parallel: Any) -> RankMemory:
+    tables = {"training": {"tokens_per_step": 64 * 27_720, "sequence": 64}, "optimizer": OPTIMIZERS[optimizer]}
+    return held(stage, ranks, precision, model=spec, parallel=parallel, **tables)
+
+
+@settings(max_examples=40, deadline=None)
+@given(specs(), st.integers(1, 12), PRECISIONS, st.sampled_from(list(OPTIMIZERS)))
+def test_each_stage_holds_no_more_than_the_one_before(spec, n, precision, optimizer):
+    table = spec.model_dump(mode="json") | {"context": 64}
+    states = [of(table, stage, n, precision, optimizer).state for stage in STAGES]
+    assert states == sorted(states, reverse=True)
+    if n == 1:
+        assert len(set(states)) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(specs(), st.integers(1, 6), st.integers(1, 2), PRECISIONS, st.sampled_from(STAGES[1:]))
+def test_more_ranks_hold_no_more_and_a_copy_together_at_least_all(spec, n, more, precision, stage):
+    table = spec.model_dump(mode="json") | {"context": 64}
+    fewer, many = of(table, stage, n, precision, "adamw"), of(table, stage, n * (1 + more), precision, "adamw")
+    assert many.state <= fewer.state
+    assert n * fewer.optimizer >= of(table, stage, 1, precision, "adamw").optimizer
+
+
+@settings(max_examples=30, deadline=None)
+@given(specs(), st.integers(1, 4), PRECISIONS, st.sampled_from(STAGES[1:]))
+def test_offload_moves_state_and_loses_none(spec, n, precision, stage):
+    table = spec.model_dump(mode="json") | {"context": 64}
+    here, away = (of(table, stage, n, precision, "adamw", offload=offload) for offload in ("none", "cpu"))
+    assert here.offloaded == away.optimizer == 0
+    assert away.total < here.total
+    assert away.state + away.offloaded >= here.state
+
+
+def test_one_process_in_bf16_has_sixteen_bytes_a_parameter():
+    count = parameters(described().model).total
+    assert [held(stage, 1).state for stage in STAGES] == [16 * count] * 4
+
+
+def test_a_layout_that_cannot_run_is_refused():
+    with pytest.raises(UserError, match="leaves no worker"):
+        rank_memory(described("parameter_server"), 1)
+    with pytest.raises(UserError, match="cannot share"):
+        rank_memory(described("zero2"), 5)
+    with pytest.raises(UserError, match="does not run yet"):
+        rank_memory(described(parallel={"tp": 2}), 4)
