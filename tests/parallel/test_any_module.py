@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,32 @@ def test_what_has_no_rows_is_refused_by_name(data: str) -> None:
     channels_last = nn.Conv2d(3, 10, 3).to(memory_format=torch.channels_last)
     with pytest.raises(UserError, match="rows of weight"):
         distribute(channels_last, layout, mesh_of(layout), CPU)
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "LBFGS": torch.optim.LBFGS,
+    "SparseAdam": lambda parameters: torch.optim.SparseAdam(list(parameters)),
+    "Adafactor": torch.optim.Adafactor,
+    "Rprop": torch.optim.Rprop,
+}
+
+
+def step_with_one_of(name: str, data: str) -> None:
+    layout = Layout(data=data)
+    strategy = distribute(nn.Linear(6, 5), layout, mesh_of(layout), CPU)
+    optimizer = OPTIMIZERS[name](strategy.trained.values())
+    before = complete(strategy.trained)
+    with strategy.backward(last=True):
+        strategy.model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(UserError, match=f"optimizer = '{name}': .* cannot train what ZeRO splits over ranks"):
+        strategy.update([optimizer])
+    agree(complete(strategy.trained), before)
+
+
+@pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_cannot_be_split_is_refused(name: str, data: str) -> None:
+    ranks(2).run(step_with_one_of, name, data)
 
 
 # -- what only DDP offers ----------------------------------------------------------------------------------------------

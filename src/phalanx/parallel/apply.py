@@ -27,10 +27,10 @@ from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.offload import CpuOffload, DiskOffload
 from phalanx.parallel.parameter_server import parameter_server
-from phalanx.parallel.strategy import Strategy, give_memory, named_parameters
+from phalanx.parallel.splittable import refuse_unsplittable
+from phalanx.parallel.strategy import Strategy, give_memory
 from phalanx.parallel.zero import ZeRO
-from phalanx.spec.errors import UserError
-from phalanx.spec.layout import SHARDED, Layout
+from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
 DTYPES = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
@@ -89,18 +89,6 @@ def distribute(
         return parameter_server(module, layout, device)
     give_memory(module, device)
     return Strategy(module) if mesh.dp_group is None else DataParallel(module, layout, mesh.dp_group)
-
-
-def refuse_unsplittable(module: nn.Module, layout: Layout) -> None:
-    """Raise UserError for a parameter whose rows cannot be given to ranks."""
-    for name, parameter in named_parameters(module) if layout.data in SHARDED else ():
-        if parameter.ndim == 0:
-            problem, fix = f"{name} is a scalar and has no rows to split", "give it the shape [1]"
-        elif not parameter.is_contiguous():
-            problem, fix = f"the rows of {name} do not lie one after another", "make it contiguous()"
-        else:
-            continue
-        raise UserError("parallel.data", layout.data, problem, f'{fix}, or use parallel.data = "ddp"')
 
 
 def make_offload(layout: Layout) -> CpuOffload | None:

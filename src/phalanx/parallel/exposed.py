@@ -17,6 +17,8 @@ class ExposedTime:
     def __init__(self) -> None:
         self.spans: list[tuple[float, float]] = []
         """Since the last `take`, by time.perf_counter()."""
+        self.taken: list[tuple[float, float]] = []
+        """Those of the last `take`."""
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -33,8 +35,8 @@ class ExposedTime:
 
     def take(self) -> float:
         """The seconds since the last call."""
-        spans, self.spans = self.spans, []
-        return sum(ended - begun for begun, ended in spans)
+        self.taken, self.spans = self.spans, []
+        return sum(ended - begun for begun, ended in self.taken)
 
 
 class TimedWork(dist.Work):

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from phalanx.parallel.collectives import ReduceScatter
 from phalanx.parallel.exposed import ExposedTime, TimedWork
 from phalanx.parallel.offload import CpuOffload
+from phalanx.parallel.splittable import refuse_unsplittable_optimizers
 from phalanx.parallel.strategy import Strategy, pieces_of, step_with
 from phalanx.spec.layout import Layout
 
@@ -105,6 +106,7 @@ class FullySharded(Strategy):
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step all at once, or what is offloaded piece by piece."""
+        refuse_unsplittable_optimizers(optimizers)
         if self.offload is None:
             super().update(optimizers)
             return
@@ -117,6 +119,16 @@ class FullySharded(Strategy):
 
     def new_state(self, parameter: nn.Parameter) -> Tensor:
         return self.offload.zeros_like(parameter) if self.offload else super().new_state(parameter)
+
+    def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+        held = super().held(optimizers)
+        held["parameters"] = list(self.trained.values())  # whole ones are gathered, which `elastic` counts
+        return held if self.offload is None else {"offloaded": [tensor for part in held.values() for tensor in part]}
+
+    def elastic(self) -> list[Tensor]:
+        groups = [unit._get_fsdp_state()._fsdp_param_group for unit in self.units]
+        parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+        return [whole for parameter in parameters for whole in getattr(parameter, "all_gather_outputs", [])]
 
     def rest(self) -> None:
         """Split the parameters again that a forward pass without a backward pass left gathered."""

@@ -6,6 +6,7 @@ written, so that three pieces are in memory at a time, however large the state i
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -23,6 +24,11 @@ from torch.distributed.tensor import DTensor
 from phalanx.parallel.strategy import as_part
 from phalanx.spec.errors import UserError
 
+MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+FREED_AT_ONCE_BYTES = 2**20
+WRITERS = 4
+"""Files that are written at once: each waits for the disk more than it works."""
 SMALL_BYTES = 2**16
 """Tensors below this stay in memory: norms and biases are many and weigh nothing."""
 
@@ -40,6 +46,9 @@ class CpuOffload:
 
     def _room_for(self, like: Tensor) -> Tensor:
         return torch.zeros_like(like, device="cpu", pin_memory=torch.cuda.is_available())
+
+    def changed(self, tensors: Sequence[Tensor]) -> None:
+        """Begin to bring back to where they rest tensors that were changed outside `piece`."""
 
     def zeros_like(self, parameter: Tensor) -> Tensor:
         """Optimizer state of a parameter that rests here, not stepped yet."""
@@ -69,8 +78,9 @@ class DiskOffload(CpuOffload):
         self.files: dict[int, MappedFile] = {}
         """By the address of their tensor."""
         self.pieces: dict[int, list[MappedFile]] = {}
-        self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._writing: Future[None] | None = None
+        self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(WRITERS)
+        self._writing: list[Future[None]] = []
+        _give_freed_memory_back()
 
     @contextmanager
     def piece(
@@ -84,9 +94,16 @@ class DiskOffload(CpuOffload):
         yield
         if index not in self.pieces:
             self.pieces[index] = self._adopt(optimizers, parameters, gradients)
-        writing = self._writer.submit(_write_all, self.pieces[index])
-        if self._writing is not None:
-            self._writing.result()
+        self._write(self.pieces[index])
+
+    def changed(self, tensors: Sequence[Tensor]) -> None:
+        self._write(self._files_of(tensors))
+
+    def _write(self, files: Sequence[MappedFile]) -> None:
+        """Begin to write files; waits for those before them, so that what is in memory stays bounded."""
+        writing = [self._writer.submit(file.write) for file in files]
+        for before in self._writing:
+            before.result()
         self._writing = writing
 
     def _adopt(
@@ -105,6 +122,9 @@ class DiskOffload(CpuOffload):
                         if _local(value).data_ptr() not in self.files:
                             state[key] = _like(value, self.keep(_local(value)))
                         tensors.append(state[key])
+        return self._files_of(tensors)
+
+    def _files_of(self, tensors: Sequence[Tensor]) -> list[MappedFile]:
         found = [self.files.get(_local(tensor).data_ptr()) for tensor in tensors]
         return [file for file in found if file is not None]
 
@@ -131,8 +151,10 @@ class MappedFile:
         self.tensor = torch.frombuffer(self.memory, dtype=like.dtype).view(like.shape)
 
     def read(self) -> None:
-        """Begin to read all of it."""
-        self.memory.madvise(mmap.MADV_WILLNEED)
+        """Read all of it, so that nobody waits for a page of it."""
+        address, size = ctypes.c_void_p(self.tensor.data_ptr()), ctypes.c_size_t(len(self.memory))
+        if ctypes.CDLL(None).madvise(address, size, MADV_POPULATE_READ):  # the mmap module's would hold the GIL
+            self.memory.madvise(mmap.MADV_WILLNEED)
 
     def write(self) -> None:
         """Write what has changed, and give its memory back."""
@@ -146,9 +168,12 @@ def _read_all(files: Sequence[MappedFile]) -> None:
         file.read()
 
 
-def _write_all(files: Sequence[MappedFile]) -> None:
-    for file in files:
-        file.write()
+def _give_freed_memory_back() -> None:
+    """Undo what the launcher does for speed (glibc only): memory is what is short here."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, FREED_AT_ONCE_BYTES)
+        mallopt(M_TRIM_THRESHOLD, FREED_AT_ONCE_BYTES)
 
 
 def _no_room(directory: Path, size: int, error: OSError) -> tuple[str, str]:

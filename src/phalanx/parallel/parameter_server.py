@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from phalanx.model.moe import Router
 from phalanx.parallel.gradient import global_norm
-from phalanx.parallel.strategy import Reduced, Strategy, named_parameters, place_buffers, rebind
+from phalanx.parallel.strategy import Reduced, Strategy, named_parameters, place_buffers, rebind, state_of
 from phalanx.spec.layout import Layout, spread
 
 Shapes = dict[str, torch.Size]
@@ -225,6 +225,16 @@ class Server(Strategy):
     def publish(self) -> None:
         self._header = torch.zeros(2, dtype=torch.float64)
         self._broadcast()
+
+    def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+        received = [gradients for posted in self._posted.values() for _, _, gradients in posted]
+        one_room = [] if self._one_room is None else [self._one_room]
+        return {
+            "parameters": [self.weights],
+            "gradients": [self.sum],
+            "optimizer": state_of(optimizers),
+            "communication": [*one_room, *received, *(weights for _, _, weights in self._sending)],
+        }
 
     def settle(self) -> None:
         self._finish_sending(keep=0)

@@ -106,6 +106,18 @@ class Strategy:
         """Optimizer state of a trained parameter, not stepped yet: zeros like it, where such state rests."""
         return torch.zeros_like(parameter)
 
+    def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+        """What this rank holds from step to step, by part, for whoever measures it."""
+        return {
+            "parameters": [*self.module.parameters(), *self.trained.values()],
+            "gradients": [p.grad for p in self.module.parameters() if p.grad is not None],
+            "optimizer": state_of(optimizers),
+        }
+
+    def elastic(self) -> list[Tensor]:
+        """Buffers of communication whose storage is freed and made again behind tensors that stay."""
+        return []
+
     def rest(self) -> None:
         """After forward passes that no backward pass follows: give back what was gathered for them."""
 
@@ -122,6 +134,12 @@ def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in module.named_buffers():
         if name.replace(WRAPPER, "") in kept:
             yield name.replace(WRAPPER, ""), buffer
+
+
+def state_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    """The tensors of optimizer state, but for counts of steps."""
+    states = (state for optimizer in optimizers for state in optimizer.state.values())
+    return [value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim]
 
 
 def step_with(

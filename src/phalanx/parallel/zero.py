@@ -23,8 +23,10 @@ from torch.distributed.tensor import Shard
 
 from phalanx.parallel.collectives import ReduceScatter, all_gather
 from phalanx.parallel.exposed import ExposedTime
+from phalanx.parallel.gradient import clip_ratio
 from phalanx.parallel.offload import CpuOffload
-from phalanx.parallel.strategy import Strategy, as_part, give_memory, named_parameters, pieces_of, step_with
+from phalanx.parallel.splittable import refuse_unsplittable_optimizers
+from phalanx.parallel.strategy import Strategy, as_part, give_memory, named_parameters, pieces_of, state_of, step_with
 from phalanx.spec.layout import Layout
 
 MIB = 2**20
@@ -60,9 +62,15 @@ class ZeRO(Strategy):
         self.offload = offload
         owned = {name: Owned(p, split, beside.get(name), offload) for name, p in _learning(self.trained.items())}
         self.trained = {name: part.master for name, part in owned.items()}
-        self.buckets = [Bucket(parts, split, self.exposed) for parts in _cut(owned.values(), layout.bucket_mb * MIB)]
+        limit = layout.bucket_mb * MIB
+        if offload is not None:  # a piece is whole buckets; their bytes are those of all ranks, in a model's precision
+            limit = min(limit, offload.piece_bytes * split.ranks / 2)
+        self.buckets = [Bucket(parts, split, self.exposed) for parts in _cut(owned.values(), limit)]
         self._communicates = True
         self._begun = 0
+        self._factor: Tensor | None = None
+        """What gradients that rest elsewhere still have to be multiplied by."""
+        self._gathering: Bucket | None = None
         for bucket in self.buckets:
             for part in bucket.parts:
                 part.parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket))
@@ -99,8 +107,17 @@ class ZeRO(Strategy):
         parts = [part for bucket in self.buckets for part in bucket.parts]
         return [part.split.as_part(part.gradient, part.parameter) for part in parts if part.gradient is not None]
 
+    def mean_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
+        """As everywhere; gradients that rest elsewhere are divided and clipped when the step reads them anyway."""
+        if self.offload is None:
+            return super().mean_and_clip(norm, weight, clip_norm)
+        norm = norm / weight.to(norm.dtype)
+        self._factor = clip_ratio(norm, clip_norm) / weight.to(norm.dtype)
+        return norm
+
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step the owned rows piece by piece, in the order of the forward pass, and gather what they have become."""
+        refuse_unsplittable_optimizers(optimizers)
         limit = PIECE_BYTES if self.offload is None else self.offload.piece_bytes
         pieces = pieces_of(self.buckets[::-1], limit)
         for index, piece in enumerate(pieces):
@@ -108,12 +125,22 @@ class ZeRO(Strategy):
             masters = [part.master for part in parts]
             gradients = [part.gradient for part in parts]
             with self.offload.piece(index, optimizers, masters, gradients) if self.offload else nullcontext():
-                step_with(optimizers, masters, [part.gradient_of_master() for part in parts])
+                step_with(optimizers, masters, [part.gradient_of_master(self._factor) for part in parts])
             for bucket in piece:
                 bucket.drop_gradients()
-                bucket.begin_gather()
-        for bucket in self.buckets:
-            bucket.finish_gather()
+                self._gather(bucket)
+        self._finish_gather()
+
+    def _gather(self, bucket: Bucket) -> None:
+        """Begin to gather a bucket, and end the one before: two are under way at a time, not the whole model."""
+        bucket.begin_gather()
+        self._finish_gather()
+        self._gathering = bucket
+
+    def _finish_gather(self) -> None:
+        if self._gathering is not None:
+            self._gathering.finish_gather()
+            self._gathering = None
 
     def drop_gradients(self) -> None:
         for bucket in self.buckets:
@@ -122,12 +149,21 @@ class ZeRO(Strategy):
     def new_state(self, parameter: nn.Parameter) -> Tensor:
         return self.offload.zeros_like(parameter) if self.offload else super().new_state(parameter)
 
+    def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+        parts = [part for bucket in self.buckets for part in bucket.parts]
+        beside = [part.rows for part in parts if not part.aliased]
+        rows = [part.gradient for part in parts if part.gradient is not None]
+        whole = [part.parameter.grad for part in parts if part.parameter.grad is not None]
+        held: dict[str, list[Tensor]] = {"parameters": [part.parameter for part in parts]}
+        if self.offload is None:
+            return held | {"gradients": rows + whole, "optimizer": beside + state_of(optimizers)}
+        return held | {"gradients": whole, "offloaded": beside + state_of(optimizers) + ([] if whole else rows)}
+
     def publish(self) -> None:
         """Gather every parameter from the owners of its rows."""
         for bucket in self.buckets:
-            bucket.begin_gather()
-        for bucket in self.buckets:
-            bucket.finish_gather()
+            self._gather(bucket)
+        self._finish_gather()
 
 
 class Split:
@@ -187,15 +223,19 @@ class Owned:
                 self._resting.copy_(came)
             else:
                 self._resting.add_(came.to(self._resting.device))
+            self.offload.changed([self._resting])
             self.gradient, self.parameter.grad = self._resting, None
         else:
             self.gradient = came if self.gradient is None or came is whole else self.gradient.add_(came)
 
-    def gradient_of_master(self) -> Tensor | None:
-        """The gradient where and as precise as the master is."""
+    def gradient_of_master(self, factor: Tensor | None) -> Tensor | None:
+        """The gradient, times a factor, where and as precise as the master is."""
         if self.gradient is None:
             return None
-        return self.split.as_part(self.gradient.to(self.rows.device, self.rows.dtype), self.parameter)
+        scaled = (
+            self.gradient if factor is None else self.gradient * factor.to(self.gradient.device, self.gradient.dtype)
+        )
+        return self.split.as_part(scaled.to(self.rows.device, self.rows.dtype), self.parameter)
 
 
 class Bucket:

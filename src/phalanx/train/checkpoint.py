@@ -39,6 +39,10 @@ from phalanx.train.manifest import (
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
+FILE_BYTES = 32 * 2**20
+"""Tensors that rest on disk are saved in files of about so much: DCP makes each whole in memory."""
+
+
 class Checkpointer:
     """Saves beside the training: `save` copies the state and returns; a thread writes, checksums and publishes."""
 
@@ -56,8 +60,11 @@ class Checkpointer:
             for leftover in directory.glob("*.tmp"):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
-        """Begin to save; waits for the save before it."""
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], on_disk: bool = False
+    ) -> None:
+        """Begin to save; waits for the save before it. What rests `on_disk` may be more than memory holds: it is not
+        copied, but saved before this returns."""
         self.wait()
         path = self.directory / f"{step_name(step)}.tmp"
         if self.rank == 0:
@@ -67,15 +74,25 @@ class Checkpointer:
         if torch.cuda.is_available():
             random_state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
         body = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
+        if on_disk:
+            self._write(path, dict(tensors), random_state, body, into_files(tensors, FILE_BYTES))
+            self.wait()
+            return
         copies = {name: copy(tensor) for name, tensor in tensors.items()}
-        self._thread = threading.Thread(target=self._write, args=(path, copies, random_state, body), daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(path, copies, random_state, body, None), daemon=True)
         self._thread.start()
 
     def _write(
-        self, path: Path, tensors: dict[str, Tensor], random_state: dict[str, str], manifest: dict[str, Any]
+        self,
+        path: Path,
+        tensors: dict[str, Tensor],
+        random_state: dict[str, str],
+        manifest: dict[str, Any],
+        files: dict[str, int] | None,
     ) -> None:
+        """`files` gives the number of the file that each tensor is written to; all to one if None."""
         try:
-            writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+            writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=files, save_distributed=True)
             save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
             mine = sorted(path.glob(f"shard-{self.rank + 1:05d}-*"))
             for file in mine:
@@ -110,6 +127,19 @@ class Checkpointer:
     def _barrier(self) -> None:
         if self.group is not None:
             dist.barrier(group=self.group)
+
+
+def into_files(tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
+    """Which file, from 1, each tensor goes to, so that a rank's files have about `limit` bytes. All ranks go by what
+    rank 0 finds, which owns no less than any other."""
+    index, size, files = 1, 0, {}
+    for name, tensor in tensors.items():
+        mine = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+        if size and size + mine > limit:
+            index, size = index + 1, 0
+        files[name] = index
+        size += mine
+    return files
 
 
 def copy(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,13 +90,16 @@ class Trainer:
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
-    def train(self, logs: list[Log], progress: Progress) -> Record:
-        """Train to the last step (or until `stop`); returns the last evaluation."""
+    def train(
+        self, logs: list[Log], progress: Progress, step: Callable[[Iterator[Batch]], Record] | None = None
+    ) -> Record:
+        """Train to the last step (or until `stop`); returns the last evaluation. `step` stands in for `train_step`."""
         run, bad_in_a_row, evaluation = self.run, 0, {}
+        step = step or self.train_step
         batches = prefetch(self.loader, self.step, run.training.steps)
         try:
             while self.step < run.training.steps and not self.stop:
-                record = self.train_step(batches)
+                record = step(batches)
                 bad_in_a_row = 0 if math.isfinite(record["grad_norm"]) else bad_in_a_row + 1
                 if bad_in_a_row:
                     progress.note(f"step {self.step}: skipped, {self._reason(record)}")
@@ -233,7 +236,8 @@ class Trainer:
             "model": self.run.model.model_dump(mode="json"),
             "optimizer": self.run.optimizer.name,
         }
-        self.checkpointer.save(self.step, state_tensors(self.strategy, self.optimizers), manifest)
+        tensors = state_tensors(self.strategy, self.optimizers)
+        self.checkpointer.save(self.step, tensors, manifest, on_disk=self.run.parallel.offload == "nvme")
 
     def resume(self) -> tuple[bool, dict[str, str]]:
         """Continue from the newest intact checkpoint, if there is one; says so, and which newer ones are damaged.

@@ -1,0 +1,103 @@
+"""A memory limit around a process: a cgroup where one can be made (as root, on Linux), else RLIMIT_DATA.
+
+A cgroup's limit covers resident memory and the page cache of files that the process touched, mapped ones too, which the
+kernel takes back when it needs to. RLIMIT_DATA covers private memory that was asked for, used or not, and no mapped
+file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+RLIMIT_SLACK_BYTES = 192 * 2**20
+"""Stacks and arenas of threads count for RLIMIT_DATA, though hardly any of their memory is ever used."""
+
+BASE = """
+import torch, phalanx.train.worker
+from torch.utils.tensorboard import SummaryWriter
+layer = torch.nn.Linear(512, 512).bfloat16()
+optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+layer(torch.ones(512, 512).bfloat16()).float().logsumexp(-1).sum().backward()
+optimizer.step()
+print(open("/proc/self/status").read())
+"""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Where a command runs."""
+
+    kind: str
+    prefix: list[str]
+    """What to put before the command."""
+    group: Path | None
+
+    def peak_bytes(self) -> int | None:
+        """The most that all of it held, with page cache; None if nobody counted."""
+        for name in ("memory.max_usage_in_bytes", "memory.peak"):
+            if self.group is not None and (self.group / name).exists():
+                return int((self.group / name).read_text())
+        return None
+
+
+@contextmanager
+def memory_limit(limit_bytes: int | None) -> Iterator[Limit]:
+    """A limit that commands can be run under; None only counts. What still runs in it at the end is killed."""
+    group = _make_group(limit_bytes)
+    if group is None:
+        set_limit = f"ulimit -d {limit_bytes // 1024} && " if limit_bytes is not None else ""
+        yield Limit("RLIMIT_DATA", ["sh", "-c", f'{set_limit}exec "$@"', "sh"], None)
+        return
+    try:
+        yield Limit("cgroup", ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group)], group)
+    finally:
+        _remove(group)
+
+
+def _make_group(limit_bytes: int | None) -> Path | None:
+    version_1 = (V1 / "memory.limit_in_bytes").exists()
+    group = (V1 if version_1 else V2) / f"phalanx-{os.getpid()}-{time.monotonic_ns()}"
+    names = ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"] if version_1 else ["memory.max", "memory.swap.max"]
+    try:
+        group.mkdir()
+    except OSError:
+        return None
+    try:
+        if limit_bytes is not None:
+            (group / names[0]).write_text(str(limit_bytes))
+            if (group / names[1]).exists():  # no swap: what is beyond the limit goes to our files or nowhere
+                (group / names[1]).write_text(str(limit_bytes) if version_1 else "0")
+        elif not (group / names[0]).exists():
+            raise OSError("this cgroup has no memory controller")
+    except OSError:
+        group.rmdir()
+        return None
+    return group
+
+
+def _remove(group: Path) -> None:
+    for _ in range(100):
+        for process in (group / "cgroup.procs").read_text().split():
+            os.kill(int(process), 9)
+        try:
+            group.rmdir()
+            return
+        except OSError:  # those who were killed are not gone yet
+            time.sleep(0.1)
+
+
+def base_bytes(kind: str) -> int:
+    """What Python, torch and Phalanx hold before there is a model, as this kind of limit counts it (without the page
+    cache, which can be taken back)."""
+    said = subprocess.run([sys.executable, "-c", BASE], capture_output=True, text=True, check=True).stdout
+    sizes = {line.split(":")[0]: line.split()[1] for line in said.splitlines() if line.endswith("kB")}
+    if kind == "cgroup":
+        return int(sizes["RssAnon"]) * 1024
+    return int(sizes["VmData"]) * 1024 + RLIMIT_SLACK_BYTES

@@ -1,0 +1,129 @@
+"""Optimizer state on disk, end to end: a run whose state is larger than its memory, and a disk that is full."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.limit import base_bytes, memory_limit
+from phalanx.cost.parameters import parameters
+from phalanx.spec.load import build_run
+from phalanx.train.manifest import checkpoints, damage
+from phalanx.train.setup import checkpoint_bytes, to_toml
+
+PHALANX = [sys.executable, "-c", "from phalanx.cli.main import main; main()"]
+MODEL = {"vocab": 257, "width": 512, "layers": 8, "heads": 8, "kv_heads": 8, "ffn": 1408, "context": 64}
+SMALL = {**MODEL, "width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 512}
+ROOM_BYTES = 110 * 2**20
+"""For activations, the pieces under way, and whatever else is neither weights nor the base of Python and torch."""
+
+
+def described(directory: Path, name: str, model: dict[str, int], offload: Path | None, **training: int) -> Path:
+    """The file of a short run."""
+    rests = {"offload": "nvme", "offload_directory": str(offload)} if offload else {}
+    run = build_run(
+        {
+            "name": name,
+            "out": str(directory),
+            "model": model,
+            "data": {"train": [str(Path(json.__file__).parent)], "tokenizer": "bytes", "cache": str(directory)},
+            "training": {"steps": 2, "sequence": 64, "tokens_per_step": 256, **training},
+            "parallel": {"data": "zero2", "micro_batch": 2, "recompute": "full", **rests},
+            "optimizer": {"warmup_steps": 1},
+            "evaluation": {"tokens": 128},
+            "cluster": {"device": "cpu", "nproc": 1, "peak_flops": 1e12},
+        }
+    )
+    file = directory / f"{name}.toml"
+    file.write_text(to_toml(run))
+    return file
+
+
+def train(file: Path, *options: str, prefix: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [*(prefix or []), *PHALANX, "train", str(file), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def numbers(directory: Path, name: str) -> list[tuple[Any, ...]]:
+    """What a run learned, to the last bit."""
+    records = map(json.loads, (directory / name / "metrics.jsonl").read_text().splitlines())
+    return [(record.get("loss"), record.get("grad_norm"), record.get("held_out_loss")) for record in records]
+
+
+def test_a_run_larger_than_its_memory_trains_as_in_memory(tmp_path: Path) -> None:
+    """The limit is the base of Python and torch, the bf16 weights, and ROOM_BYTES; the optimizer state, which is all
+    but the weights, is twice what the limit leaves above the base."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("neither cgroups nor a working RLIMIT_DATA on this system")
+    total = parameters(build_run({"model": MODEL}).model).total
+    state_bytes = 12 * total
+    with memory_limit(None) as probe:
+        above_base = 2 * total + ROOM_BYTES
+        limit_bytes = base_bytes(probe.kind) + above_base
+    print(f"limited by {probe.kind} to {limit_bytes / 1e6:.0f} MB, {above_base / 1e6:.0f} MB above the base")
+    assert state_bytes > 1.8 * above_base
+
+    with memory_limit(limit_bytes) as limit:
+        ended = train(described(tmp_path, "disk", MODEL, tmp_path), prefix=limit.prefix)
+        assert ended.returncode == 0, ended.stderr
+        peak = limit.peak_bytes()
+        assert peak is None or peak <= limit_bytes
+    [checkpoint] = checkpoints(tmp_path / "disk" / "checkpoints")
+    assert damage(checkpoint) is None
+    assert len(list(checkpoint.glob("shard-*"))) > 5  # none of which was large
+
+    with memory_limit(limit_bytes) as limit:
+        more = described(tmp_path, "disk", MODEL, tmp_path, steps=3)
+        ended = train(more, "--resume", prefix=limit.prefix)
+        assert ended.returncode == 0, ended.stderr
+    with memory_limit(limit_bytes) as limit:
+        assert train(described(tmp_path, "refused", MODEL, None), prefix=limit.prefix).returncode not in (0, 2)
+    assert train(described(tmp_path, "memory", MODEL, None)).returncode == 0
+    assert numbers(tmp_path, "disk")[:3] == numbers(tmp_path, "memory")
+
+
+@contextmanager
+def filesystem(place: Path, size_bytes: int) -> Iterator[None]:
+    """A filesystem of its own, in memory."""
+    place.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "phalanx-test", str(place)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this process may not mount a filesystem")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_fills_up_stops_the_run_and_leaves_the_checkpoint(tmp_path: Path) -> None:
+    offload = tmp_path / "offload"
+    first = described(tmp_path, "run", SMALL, offload)
+    state_bytes = checkpoint_bytes(build_run({"model": SMALL}))
+    with filesystem(offload, 2 * state_bytes):
+        assert train(first).returncode == 0
+    [checkpoint] = checkpoints(tmp_path / "run" / "checkpoints")
+    more = described(tmp_path, "run", SMALL, offload, steps=4)
+    # Enough for the state that the checkpoint brings, and not for the gradients of the first step.
+    with filesystem(offload, state_bytes + 500_000):
+        full = train(more, "--resume")
+    with filesystem(offload, state_bytes // 2):
+        too_small = train(more, "--resume")
+    assert (full.returncode, too_small.returncode) == (2, 2)
+    assert "failed after step 2" in full.stderr
+    assert f"{offload}" in full.stderr
+    assert "has no room for" in full.stderr
+    assert "GB are free" in full.stderr
+    assert "the last checkpoint stands" in full.stderr
+    assert f"{offload}" in too_small.stderr
+    assert checkpoints(tmp_path / "run" / "checkpoints") == [checkpoint]
+    assert damage(checkpoint) is None
+    with filesystem(offload, 2 * state_bytes):
+        assert train(more, "--resume").returncode == 0
