@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import shutil
@@ -302,7 +303,7 @@ OTHERS = {
     "optimizer.name": {"model": MOE, "optimizer.name": "muon"},
     "training.seed": {"model": MOE, "training.seed": 7},
     "training.sequence": {"model": MOE, "training.sequence": 16},
-    "data.train": {"model": MOE, "data.held_out_fraction": 0.6},
+    "data.train": {"model": MOE, "data.train": [str(Path(logging.__file__).parent)]},
 }
 
 

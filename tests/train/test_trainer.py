@@ -125,10 +125,10 @@ def test_learning_happens(text: Path, tmp_path: Path) -> None:
         assert losses[-1] < losses[0] - 0.5, optimizer
 
 
-def launched(run: Any, tmp_path: Path, *more: str) -> subprocess.Popen[str]:
+def launched(run: Any, tmp_path: Path, *more: str, nproc: int = 2) -> subprocess.Popen[str]:
     file = tmp_path / "run.toml"
     file.write_text(to_toml(run))
-    command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2", *more]
+    command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", str(nproc), *more]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
@@ -167,10 +167,19 @@ def test_one_message_says_why_all_ranks_stopped(text: Path, tmp_path: Path) -> N
     assert "Traceback" not in said
 
 
-def test_the_rank_that_was_killed_is_named(text: Path, tmp_path: Path) -> None:
-    """The others fail because they lost it; it is the one to look at."""
-    run = described(text, tmp_path, {"training.steps": 100_000, "training.precision": "fp32"})
-    process = launched(run, tmp_path)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"parallel.data": "parameter_server"},
+        {"parallel.data": "parameter_server", "parallel.staleness": 1},
+    ],
+    ids=["ddp", "parameter-server", "parameter-server-async"],
+)
+def test_the_rank_that_was_killed_is_named(changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
+    """The others fail because they lost it; it is the one to look at. Under the parameter server it is a worker."""
+    run = described(text, tmp_path, {"training.steps": 100_000, "training.precision": "fp32", **changes})
+    process = launched(run, tmp_path, nproc=3 if changes else 2)
     wait_for_steps(process, tmp_path / "parity", 3)
     os.kill(process_of_rank(1, str(tmp_path / "parity")), signal.SIGKILL)
     _, said = process.communicate(timeout=100)

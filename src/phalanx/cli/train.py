@@ -30,6 +30,12 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")
     ] = False,
+    measure_memory: Annotated[
+        bool,
+        typer.Option(
+            "--measure-memory", help="Measure what one early step holds and sends on each rank, beside the prediction."
+        ),
+    ] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print what would run, as TOML, and exit.")
     ] = False,
@@ -46,13 +52,15 @@ def train(
 
         phalanx train run.toml --resume
 
+        phalanx train run.toml --nproc 2 --measure-memory
+
         torchrun --nproc-per-node 8 -m phalanx.train run.toml
     """
     described = _load(run, set_ or [])
     if print_config:
         print(_config(described, nproc))
         return
-    raise typer.Exit(_run(described, nproc, resume))
+    raise typer.Exit(_run(described, nproc, resume, measure_memory))
 
 
 def _load(path: Path, overrides: list[str]) -> RunSpec:
@@ -76,7 +84,7 @@ def _config(run: RunSpec, nproc: int | None) -> str:
     return f"{note}\n{to_toml(run)}".rstrip()
 
 
-def _run(run: RunSpec, nproc: int | None, resume: bool) -> int:
+def _run(run: RunSpec, nproc: int | None, resume: bool, measure: bool) -> int:
     from phalanx.cli.preparing import preparing
     from phalanx.train.setup import check_run, set_up
 
@@ -93,4 +101,4 @@ def _run(run: RunSpec, nproc: int | None, resume: bool) -> int:
     ranks = choose_nproc(run, nproc)
     with preparing() as progress:
         directory = set_up(run, ranks, resume, progress)
-    return spawn(directory, ranks)
+    return spawn(directory, ranks, *(["--measure-memory"] if measure else []))

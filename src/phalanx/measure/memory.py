@@ -1,15 +1,28 @@
-"""What a process really holds."""
+"""What a process really holds: all of it, and tensors by part."""
 
 from __future__ import annotations
 
 import resource
 import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # On Linux getrusage's peak is at least that of the process which started this one, before exec.
 STATUS = Path("/proc/self/status")
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "communication")
+COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
+"""Namespaces of operations whose tensors are buffers of communication, unless they are known as something else."""
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -21,3 +34,93 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(peak.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Counts the bytes of every tensor that is made inside and of those known before, each storage once, until it is
+    freed. It slows every operation: for a step or two.
+
+    A tensor counts for the part that `known` names, else as communication if it has been in a collective, else as
+    activations, which so contain what is temporary in forward and backward passes.
+    """
+
+    def __init__(self, known: Callable[[], Mapping[str, Iterable[Tensor]]], elastic: Sequence[Tensor] = ()) -> None:
+        """`known` gives tensors by part; `elastic` are buffers of communication whose storage grows and shrinks
+        behind PyTorch's back, as FSDP2's gathered parameters do."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known, self.elastic = known, [tensor.untyped_storage() for tensor in elastic]
+        self._elastic_keys = {storage._cdata for storage in self.elastic}
+        self.part_of: dict[int, str] = {}
+        self.bytes_of: dict[int, int] = {}
+        self.held: Counter[str] = Counter()
+        self.peaks: Counter[str] = Counter()
+        """The most that each part held at any time."""
+        self.peak_total = 0
+        """The most that all of them held together."""
+        self._elastic_bytes = 0
+        self.look()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        communicates = func.namespace in COMMUNICATION
+        for leaf in tree_leaves((args, kwargs, out) if communicates else out):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
+                self._note(leaf, "communication" if communicates else "activations", moves=communicates)
+        self.look() if communicates else self._measure()  # what came of a collective may be a gradient
+        return out
+
+    def look(self) -> None:
+        """Ask again what belongs to which part."""
+        for part, tensors in self.known().items():
+            for tensor in tensors:
+                self._note(_local(tensor), part, moves=True)
+        self._measure()
+
+    def _note(self, tensor: Tensor, part: str, moves: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if tensor.is_meta or key in self._elastic_keys:
+            return
+        before = self.part_of.get(key)
+        if before is None:
+            self.part_of[key], self.bytes_of[key] = part, storage.nbytes()
+            self.held[part] += storage.nbytes()
+            weakref.finalize(storage, self._freed, key)
+        elif moves and before != part and (before == "activations" or part != "communication"):
+            self.part_of[key] = part
+            self.held[before] -= self.bytes_of[key]
+            self.held[part] += self.bytes_of[key]
+
+    def _freed(self, key: int) -> None:
+        self.held[self.part_of.pop(key)] -= self.bytes_of.pop(key)
+
+    def _measure(self) -> None:
+        elastic = sum(storage.nbytes() for storage in self.elastic)
+        self.held["communication"] += elastic - self._elastic_bytes
+        self._elastic_bytes = elastic
+        for part, held in self.held.items():
+            self.peaks[part] = max(self.peaks[part], held)
+        self.peak_total = max(self.peak_total, sum(self.held.values()))
+
+    @contextmanager
+    def gradients_of(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+        """Inside, gradients count as such from the moment that they are there."""
+
+        def came(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self._note(_local(parameter.grad), "gradients", moves=True)
+
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

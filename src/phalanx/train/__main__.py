@@ -18,8 +18,9 @@ def main() -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a field of the run file"
     )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
+    parser.add_argument("--measure-memory", action="store_true", help="measure memory and collectives of one step")
     arguments = parser.parse_args()
-    leave(work(arguments.run, arguments.set, arguments.resume))
+    leave(work(arguments.run, arguments.set, arguments.resume, arguments.measure_memory))
 
 
 if __name__ == "__main__":  # DCP's background processes import the main module again

@@ -65,14 +65,14 @@ def choose_nproc(run: RunSpec, asked: int | None) -> int:
     return nproc
 
 
-def spawn(directory: Path, nproc: int) -> int:
+def spawn(directory: Path, nproc: int, *options: str) -> int:
     """Train the run of a directory with local ranks; returns the exit code, after printing the first failure.
 
-    A single rank takes this process's place and does not return.
+    A single rank takes this process's place and does not return. `options` are phalanx.train's.
     """
     set_environment(nproc)
     if nproc == 1:  # nobody stays behind to read its failure: it prints that itself
-        os.execv(sys.executable, [sys.executable, "-m", "phalanx.train", str(directory)])
+        os.execv(sys.executable, [sys.executable, "-m", "phalanx.train", str(directory), *options])
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -84,7 +84,7 @@ def spawn(directory: Path, nproc: int) -> int:
     )  # fmt: skip
     os.environ[REPORTED] = "1"
     try:
-        elastic_launch(config, sys.executable)("-m", "phalanx.train", str(directory))
+        elastic_launch(config, sys.executable)("-m", "phalanx.train", str(directory), *options)
     except ChildFailedError as error:
         return report_failures(directory, error)
     except SignalException:

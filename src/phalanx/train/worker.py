@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
@@ -20,6 +21,8 @@ from phalanx.spec.run import RunSpec
 from phalanx.train.corpus import open_corpus
 from phalanx.train.launch import REPORTED, choose_device, join_ranks, stop_on_signal, write_failure
 from phalanx.train.manifest import checkpoints
+from phalanx.train.measured import FOLDER as MEASURED
+from phalanx.train.measured import Measuring, as_text, beside, read_measured
 from phalanx.train.metrics import Record, open_logs
 from phalanx.train.progress import Progress
 from phalanx.train.setup import read_directory, set_up
@@ -29,8 +32,9 @@ COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 SAMPLE_TOKENS = 160
 
 
-def work(source: Path, overrides: list[str], resume: bool) -> int:
-    """Train on this rank; returns the exit code. `source` is a run directory, or a run file that rank 0 sets up."""
+def work(source: Path, overrides: list[str], resume: bool, measure: bool = False) -> int:
+    """Train on this rank; returns the exit code. `source` is a run directory, or a run file that rank 0 sets up.
+    `measure` asks for what one step holds and sends."""
     directory = source
     trainer: Trainer | None = None
     try:
@@ -44,7 +48,7 @@ def work(source: Path, overrides: list[str], resume: bool) -> int:
         run, data = read_directory(directory)
         fresh = not checkpoints(directory / "checkpoints")
         trainer = Trainer(run, open_corpus(run, data, fresh), directory, device, device_peak(run, device))
-        _train(trainer, resume=resume or prepared)
+        _train(trainer, resume or prepared, measure)
     except SystemExit as ended:  # rank 0 says why
         return int(ended.code or 0)
     except BaseException as error:
@@ -95,7 +99,7 @@ def device_peak(run: RunSpec, device: torch.device) -> float | None:
     return load_machine(known[0]).peak_flops if known and bf16 and not slower else None
 
 
-def _train(trainer: Trainer, resume: bool) -> None:
+def _train(trainer: Trainer, resume: bool, measure: bool) -> None:
     run, directory = trainer.run, trainer.directory
     quiet = not trainer.is_main
     resumed, damaged = trainer.resume() if resume else (False, {})
@@ -107,7 +111,7 @@ def _train(trainer: Trainer, resume: bool) -> None:
             for name, problem in damaged.items():
                 progress.note(f"checkpoint {name} is damaged and was set aside: {problem}")
             progress.note(opening(trainer, resumed))
-            evaluation = trainer.train(logs, progress)
+            evaluation = trainer.train(logs, progress, Measuring(trainer) if measure else None)
         failed = False
     finally:
         for log in logs:
@@ -115,6 +119,10 @@ def _train(trainer: Trainer, resume: bool) -> None:
     sample = _sample(trainer) if run.evaluation.prompt and not trainer.stop else ""
     if trainer.is_main:
         print(closing(trainer, evaluation, sample))
+        if (directory / MEASURED).is_dir():
+            rows = beside(run, trainer.mesh.degrees.world_size, read_measured(directory))
+            (directory / MEASURED / "beside.json").write_text(json.dumps(rows, indent=1))
+            print(as_text(rows))
 
 
 def opening(trainer: Trainer, resumed: bool) -> str:

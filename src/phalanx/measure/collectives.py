@@ -1,0 +1,110 @@
+"""Every collective of a step: which operation, among how many ranks, how many bytes, how long, and how much of that
+this rank stood still for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from phalanx.cost import network
+from phalanx.cost.network import sent_bytes
+
+NAMES = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "recv",
+    "_allgather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_reduce": "all_reduce",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+"""PyTorch's operations, under the names of torch.distributed."""
+NAMESPACES = ("c10d", "_c10d_functional")
+
+
+@dataclass
+class Collective:
+    """One call. `size_bytes` is that of the whole: what is reduced or broadcast, what is gathered from all, what a rank
+    has to scatter, exchange or send."""
+
+    operation: str
+    ranks: int
+    size_bytes: int
+    begun: float
+    """By time.perf_counter()."""
+    ended: float | None = None
+    """None where the backend does not tell (send and recv)."""
+
+    @property
+    def sent_bytes(self) -> float:
+        """What a rank sends for it around a ring; nothing to receive."""
+        if self.operation in ("send", "recv"):
+            return self.size_bytes if self.operation == "send" else 0
+        return sent_bytes(cast(network.Collective, self.operation), self.size_bytes, self.ranks)
+
+    def exposed(self, waits: Iterable[tuple[float, float]]) -> float:
+        """The seconds of it in which the rank waited."""
+        if self.ended is None:
+            return 0.0
+        return sum(max(0.0, min(self.ended, after) - max(self.begun, before)) for before, after in waits)
+
+
+class CollectiveRecorder(TorchDispatchMode):
+    """Notes the collectives issued inside, DDP's and FSDP's too. It slows every operation: for a step or two."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Collective] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        begun = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        operation = NAMES.get(func._schema.name.partition("::")[2]) if func.namespace in NAMESPACES else None
+        if operation is not None:
+            call = Collective(operation, _ranks(args), _size(operation, args), begun)
+            self.calls.append(call)
+            _note_end(call, out)
+        return out
+
+
+def _ranks(args: Sequence[Any]) -> int:
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return dist.ProcessGroup.unbox(argument).size()
+        if isinstance(argument, str):  # functional collectives name their group
+            with suppress(LookupError, RuntimeError, ValueError):
+                return c10d._resolve_process_group(argument).size()  # type: ignore[arg-type, attr-defined]
+    return dist.get_world_size()
+
+
+def _size(operation: str, args: Sequence[Any]) -> int:
+    sizes = [sum(leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)) for argument in args]
+    # Outputs come before inputs, where there are both; the larger is the whole.
+    return sizes[1] if operation == "all_to_all" and len(sizes) > 1 and sizes[1] else max(sizes)
+
+
+def _note_end(call: Collective, out: Any) -> None:
+    def over(_: Any) -> None:
+        call.ended = time.perf_counter()
+
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, torch.ScriptObject):
+            with suppress(RuntimeError):  # gloo has no future of a send or a recv
+                dist.Work.unbox(leaf).get_future().add_done_callback(over)

@@ -1,0 +1,148 @@
+"""One step of a run measured from inside: what each rank held by part, and every collective; beside what was predicted.
+
+RUN_DIR/measured/rank-00000.json      of each rank
+RUN_DIR/measured/beside.json          predicted beside measured"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.cost.memory import rank_memory
+from phalanx.cost.network import Traffic
+from phalanx.cost.traffic import run_traffic
+from phalanx.data.loader import Batch
+from phalanx.measure.collectives import CollectiveRecorder
+from phalanx.measure.memory import MemoryMeter
+from phalanx.parallel.strategy import Reduced
+from phalanx.spec.layout import degrees
+from phalanx.spec.run import RunSpec
+from phalanx.train.metrics import Record
+from phalanx.train.trainer import Trainer
+
+MEASURED_STEP = 3
+"""Of those that a process does: optimizer state is there by then, and DDP has settled its buckets."""
+FOLDER = "measured"
+STATE = ("parameters", "gradients", "optimizer", "offloaded")
+PARTS = ("parameters", "gradients", "optimizer", "offloaded", "activations", "communication")
+NOTE = (
+    "bytes of the fullest rank; sent: around a ring, of the operations asked for (on gloo a reduce-scatter is made of "
+    "an all-to-all and a sum)"
+)
+
+
+class Measuring:
+    """Steps in place of a trainer's own, of which one is measured."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.steps = trainer, 0
+
+    def __call__(self, batches: Iterator[Batch]) -> Record:
+        self.steps += 1
+        if self.steps != MEASURED_STEP:
+            return self.trainer.train_step(batches)
+        record, measured = measured_step(self.trainer, batches)
+        write_measured(self.trainer.directory, self.trainer.mesh.rank, measured)
+        return record
+
+
+def measured_step(trainer: Trainer, batches: Iterator[Batch]) -> tuple[Record, dict[str, Any]]:
+    """A step like any other, but slower, and what was measured in it: of memory, what was held between the backward
+    pass and the update, the peak of each part, and that of all together."""
+    strategy, held = trainer.strategy, Counter[str]()
+    meter = MemoryMeter(lambda: strategy.held(trainer.optimizers), strategy.elastic())
+    recorder = CollectiveRecorder()
+
+    def reduce(sums: Tensor, clip_norm: float = 0.0) -> Reduced:
+        reduced = type(strategy).reduce(strategy, sums, clip_norm)
+        meter.look()
+        held.update(meter.held)
+        return reduced
+
+    strategy.reduce = reduce  # type: ignore[method-assign]
+    try:
+        with meter.gradients_of(trainer.module.parameters()), meter, recorder:
+            record = trainer.train_step(batches)
+    finally:
+        del strategy.reduce
+    return record, {
+        "step": record["step"],
+        "held_bytes": dict(held),
+        "peak_bytes": {**meter.peaks, "total": meter.peak_total},
+        "collectives": summed(recorder, strategy.exposed.taken),
+    }
+
+
+def summed(recorder: CollectiveRecorder, waits: list[tuple[float, float]]) -> list[dict[str, Any]]:
+    """The collectives of a step by operation and number of ranks: bytes are of the operation asked for, `sent_bytes`
+    what a rank sends for it around a ring."""
+    rows: dict[tuple[str, int], dict[str, Any]] = defaultdict(
+        lambda: {"calls": 0, "bytes": 0, "sent_bytes": 0.0, "seconds": 0.0, "exposed_seconds": 0.0}
+    )
+    for call in recorder.calls:
+        row = rows[call.operation, call.ranks]
+        row["calls"] += 1
+        row["bytes"] += call.size_bytes
+        row["sent_bytes"] += call.sent_bytes
+        if call.ended is not None:
+            row["seconds"] += call.ended - call.begun
+            row["exposed_seconds"] += call.exposed(waits)
+    return [{"operation": operation, "ranks": ranks, **row} for (operation, ranks), row in sorted(rows.items())]
+
+
+def write_measured(directory: Path, rank: int, measured: dict[str, Any]) -> None:
+    """Keep what a rank measured."""
+    (directory / FOLDER).mkdir(exist_ok=True)
+    (directory / FOLDER / f"rank-{rank:05d}.json").write_text(json.dumps(measured, indent=1))
+
+
+def read_measured(directory: Path) -> list[dict[str, Any]]:
+    """What each rank measured, in the order of ranks."""
+    return [json.loads(file.read_text()) for file in sorted((directory / FOLDER).glob("rank-*.json"))]
+
+
+def beside(run: RunSpec, world_size: int, measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Predicted beside measured, of the fullest rank of each role: memory by part in bytes (state between the backward
+    pass and the update, the rest at its peak), and what is sent, by operation."""
+    memory, traffic = rank_memory(run, world_size), run_traffic(run, world_size)
+    servers = degrees(run.parallel, world_size).servers
+    ranks_of = {"rank": measured, "server": measured[:servers], "worker": measured[servers:]}
+    rows = []
+    for role, predicted in memory.items():
+        for part in PARTS:
+            when = "held_bytes" if part in STATE else "peak_bytes"
+            got = max(rank[when].get(part, 0) for rank in ranks_of[role])
+            rows.append({"role": role, "what": part, "predicted": getattr(predicted, part), "measured": got})
+        for operation, size in _by_operation(traffic[role]).items():
+            got = max(_sent(rank["collectives"], operation) for rank in ranks_of[role])
+            rows.append({"role": role, "what": operation, "predicted": round(size), "measured": round(got)})
+    return rows
+
+
+def _by_operation(traffic: list[Traffic]) -> dict[str, float]:
+    total: dict[str, float] = defaultdict(float)
+    for row in traffic:
+        total[row.operation] += row.bytes
+    return total
+
+
+def _sent(collectives: list[dict[str, Any]], operation: str) -> float:
+    """What a rank sent, or received, with an operation. On gloo a reduce-scatter is made of an all-to-all."""
+    names = {operation, "all_to_all"} if operation == "reduce_scatter" else {operation}
+    size = "bytes" if operation == "recv" else "sent_bytes"
+    return sum(float(row[size]) for row in collectives if row["operation"] in names)
+
+
+def as_text(rows: list[dict[str, Any]]) -> str:
+    """The comparison as lines."""
+    lines = [f"{'':8} {'':14} {'predicted':>14} {'measured':>14}  measured / predicted"]
+    for row in rows:
+        share = f"{row['measured'] / row['predicted']:.3f}" if row["predicted"] else ""
+        kind = "sent" if row["what"] not in PARTS else "held"
+        lines.append(f"{row['role']:8} {kind} {row['what']:14} {row['predicted']:>14,} {row['measured']:>14,}  {share}")
+    return "\n".join([*lines, NOTE])

@@ -1,0 +1,54 @@
+"""What is recorded of the collectives of real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from phalanx.measure.collectives import Collective, CollectiveRecorder
+from phalanx.testing import ranks
+
+
+def some_of_each() -> list[tuple[str, int, int, bool]]:
+    """Collectives of 1,000 fp32 numbers, and what was recorded: operation, ranks, bytes, whether an end is known."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    half = dist.new_group([0, 1])
+    values, doubled = torch.ones(1000), torch.ones(2000)
+    split = distribute_tensor(values, mesh, [Shard(0)])
+    with CollectiveRecorder() as recorder:
+        dist.all_reduce(values)
+        dist.all_reduce(values, group=half, async_op=True).wait()  # type: ignore[union-attr]
+        dist.all_gather_into_tensor(doubled, values)
+        dist.all_to_all_single(torch.empty(2000), doubled)
+        dist.broadcast(values, 0)
+        dist.reduce_scatter_tensor(values, doubled)
+        dist.send(values, 1) if rank == 0 else dist.recv(values, 0)
+        split.full_tensor()
+        values.add_(1)  # no collective
+    dist.barrier()
+    return [(call.operation, call.ranks, call.size_bytes, call.ended is not None) for call in recorder.calls]
+
+
+def test_operations_groups_and_bytes_are_those_asked_for() -> None:
+    sender, receiver = ranks(2).run(some_of_each)
+    expected = [
+        ("all_reduce", 2, 4000, True),
+        ("all_reduce", 2, 4000, True),
+        ("all_gather", 2, 8000, True),
+        ("all_to_all", 2, 8000, True),
+        ("broadcast", 2, 4000, True),
+        ("reduce_scatter", 2, 8000, False),
+    ]
+    assert sender[:6] == receiver[:6] == expected
+    assert sender[6] == ("send", 2, 4000, False)
+    assert receiver[6] == ("recv", 2, 4000, False)
+    assert sender[7][:2] == ("all_gather", 2)
+
+
+def test_exposed_is_what_was_waited_for() -> None:
+    call = Collective("all_reduce", 2, 1, begun=10.0, ended=14.0)
+    assert call.exposed([(0.0, 9.0), (9.5, 11.0), (13.0, 20.0)]) == pytest.approx(2.0)
+    assert call.exposed([]) == 0

@@ -1,0 +1,65 @@
+"""Bytes by part, of tensors whose sizes are known."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import nn
+
+from phalanx.measure.memory import MemoryMeter
+
+KIB = 1024
+
+
+def test_what_is_freed_no_longer_counts_and_peaks_stay() -> None:
+    with MemoryMeter(dict) as meter:
+        first = torch.zeros(KIB, dtype=torch.float32)
+        second = first + 1
+        view = second[10:]
+        del first
+        third = torch.zeros(2 * KIB, dtype=torch.uint8)
+        assert meter.held["activations"] == 4 * KIB + 2 * KIB
+        del second
+        assert meter.held["activations"] == 4 * KIB + 2 * KIB  # the view still needs it
+        del view, third
+        assert meter.held["activations"] == 0
+    assert meter.peaks["activations"] == meter.peak_total == 8 * KIB
+
+
+def test_known_tensors_gradients_and_activations_of_a_linear_layer() -> None:
+    layer = nn.Linear(64, 32, bias=False)
+    weight_bytes = 4 * 64 * 32
+    with MemoryMeter(lambda: {"parameters": layer.parameters()}) as meter, meter.gradients_of(layer.parameters()):
+        x = torch.ones(128, 64)
+        loss = layer(x).square().sum()
+        kept = meter.held["activations"]
+        loss.backward()
+        assert meter.held["gradients"] == weight_bytes
+    assert meter.held["parameters"] == meter.peaks["parameters"] == weight_bytes
+    assert 4 * 128 * (64 + 32) <= kept <= 4 * 128 * (64 + 3 * 32) + 64
+    del loss, x
+    gc.collect()
+    assert meter.held["activations"] == 0
+
+
+def test_a_tensor_counts_once_under_the_part_that_names_it() -> None:
+    weights = torch.zeros(100, dtype=torch.float64)
+    grown = False
+    meter = MemoryMeter(lambda: {"parameters": [weights], "optimizer": [weights[:10]] if grown else []})
+    assert meter.held == {"parameters": 800, "communication": 0}
+    grown = True
+    meter.look()
+    assert +meter.held == {"optimizer": 800}
+
+
+def test_storage_that_grows_behind_its_tensor_is_communication() -> None:
+    gathered = torch.zeros(100, dtype=torch.float32)
+    gathered.untyped_storage().resize_(0)
+    with MemoryMeter(dict, [gathered]) as meter:
+        gathered.untyped_storage().resize_(400)
+        torch.zeros(1)
+        gathered.untyped_storage().resize_(0)
+        torch.zeros(1)
+    assert meter.held["communication"] == 0
+    assert meter.peaks["communication"] == 400
