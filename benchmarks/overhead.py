@@ -192,7 +192,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser("benchmarks.overhead")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["ddp", "fsdp"])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3, help="steps of a trainer in a round")
     asked = parser.parse_args()

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import DataSpec, OptimizerSpec, RunSpec, TrainingSpec
 
 RANKS = 2
-LAYOUTS = {"ddp": "ddp", "fsdp": "zero3"}
-"""What every trainer here has, and what Phalanx calls it."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {"data": "ddp"},
+    "zero1": {"data": "zero1"},
+    "zero2": {"data": "zero2"},
+    "fsdp": {"data": "zero3"},
+    "zero2, CPU offload": {"data": "zero2", "offload": "cpu"},
+    "zero2, disk offload": {"data": "zero2", "offload": "nvme", "offload_directory": tempfile.gettempdir()},
+    "parameter server": {"data": "parameter_server"},
+}
+"""Layouts by the name that they have in the tables, as Phalanx describes them."""
 OPTIMIZER = OptimizerSpec(learning_rate=1e-3, warmup_steps=0, decay="none")
 SEED = 1234
 STEPS = 1_000_000
@@ -59,7 +69,7 @@ class Shape:
                 steps=STEPS, sequence=self.sequence, tokens_per_step=self.tokens, precision="fp32", seed=SEED
             ),
             optimizer=OPTIMIZER,
-            parallel=Layout(data=LAYOUTS[layout], micro_batch=self.micro_batch),
+            parallel=Layout(**LAYOUTS[layout], micro_batch=self.micro_batch),
         )
 
 

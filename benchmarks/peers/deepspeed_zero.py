@@ -1,4 +1,4 @@
-"""DeepSpeed, ZeRO stage 0 (which is DDP) or 3, around the same model and optimizer."""
+"""DeepSpeed, ZeRO stage 0 (which is DDP) to 3, around the same model and optimizer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from benchmarks.peers.rank import Step
 from benchmarks.shapes import OPTIMIZER, STEPS, Shape
 from phalanx.data.indexed import IndexedDataset
 from phalanx.data.loader import prefetch
+
+STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 
 
 class WithLoss(nn.Module):
@@ -30,7 +32,7 @@ def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
         "train_micro_batch_size_per_gpu": shape.micro_batch,
         "gradient_accumulation_steps": shape.accumulation,
         "gradient_clipping": OPTIMIZER.clip_norm,
-        "zero_optimization": {"stage": 3 if layout == "fsdp" else 0},
+        "zero_optimization": {"stage": STAGES[layout]},
     }
     model = WithLoss(transformer(shape))
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)

@@ -63,11 +63,18 @@ class Ranks:
 
     def run(self, trainer: str, steps: int) -> list[Block]:
         """Do so many steps of a trainer; what they took, by rank."""
+        return [Block(**value) for value in self._ask(f"{trainer} {steps}")]
+
+    def _ask(self, line: str) -> list[Any]:
         for process in self._processes:
             assert process.stdin
-            process.stdin.write(f"{trainer} {steps}\n")
+            process.stdin.write(f"{line}\n")
             process.stdin.flush()
-        return [Block(**value) for value in self._read()]
+        return self._read()
+
+    def sent_bytes(self, trainer: str) -> float:
+        """What the rank that sends most sends in one step."""
+        return max(self._ask(f"{trainer} bytes"))
 
     def close(self) -> None:
         """End the ranks."""

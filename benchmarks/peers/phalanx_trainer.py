@@ -19,13 +19,14 @@ from phalanx.train.trainer import Trainer
 
 def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
     run = shape.run(layout)
-    directory = Path(tempfile.mkdtemp(prefix="phalanx-overhead-"))
+    kept = tempfile.TemporaryDirectory(prefix="phalanx-overhead-")
+    directory = Path(kept.name)
     corpus = Corpus(dataset, dataset, byte_tokenizer())
     trainer = Trainer(run, corpus, directory, torch.device("cpu"), peak_flops=1e11)
     batches = prefetch(trainer.loader, 0, STEPS)
     logs = open_logs(directory, 0, None, run.name, {}) if trainer.is_main else []
 
-    def step() -> float:
+    def step(_: object = kept) -> float:  # the directory goes with it
         record = trainer.train_step(batches)
         for log in logs:
             log.write(record)

@@ -1,4 +1,5 @@
-"""What a person would write by hand in PyTorch: DDP or FSDP2 around the same model, and the loop."""
+"""What a person would write by hand in PyTorch: DDP, DDP with ZeroRedundancyOptimizer (zero1), or FSDP2 (zero2: without
+resharding after the forward pass) around the same model, and the loop."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers.rank import Step
@@ -19,18 +21,20 @@ from phalanx.data.loader import Loader, prefetch
 from phalanx.model.transformer import Transformer
 from phalanx.model.weights import initial_weight
 
+ADAMW = {"lr": OPTIMIZER.learning_rate, "betas": OPTIMIZER.betas, "fused": True}
+
 
 def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
-    sharded = layout == "fsdp"
+    sharded = layout in ("zero2", "fsdp")
     model: nn.Module = transformer(shape)
     if sharded:
         mesh = init_device_mesh("cpu", (RANKS,))
         for block in model.blocks:
-            fully_shard(block, mesh=mesh)
+            fully_shard(block, mesh=mesh, reshard_after_forward=layout == "fsdp")
         fully_shard(model, mesh=mesh)
     else:
         model = DistributedDataParallel(model)
-    optimizer = adamw(model)
+    optimizer = sharded_adamw(model) if layout == "zero1" else adamw(model)
     batches = prefetch(loader(shape, dataset), 0, STEPS)
 
     def step() -> float:
@@ -67,13 +71,21 @@ def transformer(shape: Shape) -> Transformer:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that Phalanx uses: matrices decay, vectors do not."""
+    return torch.optim.AdamW(groups(model), **ADAMW)
+
+
+def sharded_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """The same, its state split over ranks."""
+    return ZeroRedundancyOptimizer(groups(model), optimizer_class=torch.optim.AdamW, **ADAMW)
+
+
+def groups(model: nn.Module) -> list[dict[str, object]]:
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
+    return [
         {"params": matrices, "weight_decay": OPTIMIZER.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=OPTIMIZER.betas, fused=True)
 
 
 def loader(shape: Shape, dataset: IndexedDataset) -> Loader:

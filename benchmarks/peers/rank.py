@@ -2,7 +2,8 @@
 
     RANK=... WORLD_SIZE=... python -m benchmarks.peers.rank SHAPE LAYOUT DATA_PREFIX TRAINER...
 
-Each line of standard input names a trainer and a number of steps; a `Block` answers it, as a line of JSON.
+Each line of standard input names a trainer and a number of steps; a `Block` answers it, as a line of JSON. Instead of a
+number, "bytes" does one step and is answered with what the rank sent in it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from benchmarks.peers.launch import Block
 from benchmarks.shapes import SHAPES
 from phalanx.data.indexed import IndexedDataset
+from phalanx.measure.collectives import CollectiveRecorder
 
 Step = Callable[[], float]
 
@@ -37,7 +39,7 @@ def main(shape: str, layout: str, data: str, names: list[str]) -> None:
     answer("ready")
     for line in sys.stdin:
         name, steps = line.split()
-        answer(asdict(measure(trainers[name], int(steps))))
+        answer(sent(trainers[name]) if steps == "bytes" else asdict(measure(trainers[name], int(steps))))
     os._exit(0)  # gloo's threads may abort an orderly end
 
 
@@ -52,6 +54,13 @@ def measure(step: Step, count: int) -> Block:
         cpu_seconds.append(time.process_time() - cpu)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Block(seconds, cpu_seconds, losses, peak)
+
+
+def sent(step: Step) -> float:
+    """Bytes that a step sends around rings: what its collectives were asked for."""
+    with CollectiveRecorder() as recorder:
+        step()
+    return sum(call.sent_bytes for call in recorder.calls)
 
 
 def answer(value: object) -> None:
