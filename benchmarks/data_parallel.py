@@ -94,7 +94,8 @@ after the forward pass, and with it; both of the latter keep whole gradients unt
 them once per update; Phalanx's and DeepSpeed's stages 2 and 3 split them at every micro-batch, which is what saves
 their memory. Memory is the most that the process held (resident, with Python and PyTorch). Sent are the bytes of the
 collectives asked for, around a ring; what DeepSpeed sends outside of torch.distributed's dispatcher is not seen.
-The parameter server has one server and one worker here, so only one rank computes. HSDP needs four ranks.
+The parameter server has one server and one worker here, so only one rank computes; HSDP has four ranks on the same
+cores, two that share a copy and two copies.
 
 ## How
 

@@ -12,11 +12,14 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import DataSpec, OptimizerSpec, RunSpec, TrainingSpec
 
 RANKS = 2
+"""Of every layout but those in MORE_RANKS."""
+MORE_RANKS = {"hsdp": 4}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"data": "ddp"},
     "zero1": {"data": "zero1"},
     "zero2": {"data": "zero2"},
     "fsdp": {"data": "zero3"},
+    "hsdp": {"data": "hsdp", "dp_shard": 2},
     "zero2, CPU offload": {"data": "zero2", "offload": "cpu"},
     "zero2, disk offload": {"data": "zero2", "offload": "nvme", "offload_directory": tempfile.gettempdir()},
     "parameter server": {"data": "parameter_server"},

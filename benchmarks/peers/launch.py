@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import RANKS
+from benchmarks.shapes import MORE_RANKS, RANKS
 from phalanx.train import launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,14 +42,15 @@ class Ranks:
         self._answers: list[Any] = []
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        for rank in range(RANKS):
-            self._start(rank, port, [str(python), "-m", "benchmarks.peers.rank", shape, layout, data, *trainers])
+        ranks = MORE_RANKS.get(layout, RANKS)
+        for rank in range(ranks):
+            self._start(rank, ranks, port, [str(python), "-m", "benchmarks.peers.rank", shape, layout, data, *trainers])
         self._read()
 
-    def _start(self, rank: int, port: int, command: list[str]) -> None:
+    def _start(self, rank: int, ranks: int, port: int, command: list[str]) -> None:
         read, write = os.pipe()
         variables = {
-            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS,
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ANSWERS": write, **ENVIRONMENT,
         }  # fmt: skip
         with self._log.open("a") as log:

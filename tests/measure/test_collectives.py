@@ -12,8 +12,8 @@ from phalanx.measure.collectives import Collective, CollectiveRecorder
 from phalanx.testing import ranks
 
 
-def some_of_each() -> list[tuple[str, int, int, bool]]:
-    """Collectives of 1,000 fp32 numbers, and what was recorded: operation, ranks, bytes, whether an end is known."""
+def some_of_each() -> list[tuple[str, tuple[int, ...], int, bool]]:
+    """Collectives of 1,000 fp32 numbers, and what was recorded: operation, group, bytes, whether an end is known."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     half = dist.new_group([0, 1])
     values, doubled = torch.ones(1000), torch.ones(2000)
@@ -29,26 +29,26 @@ def some_of_each() -> list[tuple[str, int, int, bool]]:
         split.full_tensor()
         values.add_(1)  # no collective
     dist.barrier()
-    return [(call.operation, call.ranks, call.size_bytes, call.ended is not None) for call in recorder.calls]
+    return [(call.operation, call.group, call.size_bytes, call.ended is not None) for call in recorder.calls]
 
 
 def test_operations_groups_and_bytes_are_those_asked_for() -> None:
     sender, receiver = ranks(2).run(some_of_each)
     expected = [
-        ("all_reduce", 2, 4000, True),
-        ("all_reduce", 2, 4000, True),
-        ("all_gather", 2, 8000, True),
-        ("all_to_all", 2, 8000, True),
-        ("broadcast", 2, 4000, True),
-        ("reduce_scatter", 2, 8000, False),
+        ("all_reduce", (0, 1), 4000, True),
+        ("all_reduce", (0, 1), 4000, True),
+        ("all_gather", (0, 1), 8000, True),
+        ("all_to_all", (0, 1), 8000, True),
+        ("broadcast", (0, 1), 4000, True),
+        ("reduce_scatter", (0, 1), 8000, False),
     ]
     assert sender[:6] == receiver[:6] == expected
-    assert sender[6] == ("send", 2, 4000, False)
-    assert receiver[6] == ("recv", 2, 4000, False)
-    assert sender[7][:2] == ("all_gather", 2)
+    assert sender[6] == ("send", (0, 1), 4000, False)
+    assert receiver[6] == ("recv", (0, 1), 4000, False)
+    assert sender[7][:2] == ("all_gather", (0, 1))
 
 
 def test_exposed_is_what_was_waited_for() -> None:
-    call = Collective("all_reduce", 2, 1, begun=10.0, ended=14.0)
+    call = Collective("all_reduce", "all_reduce", (0, 1), 1, begun=10.0, ended=14.0)
     assert call.exposed([(0.0, 9.0), (9.5, 11.0), (13.0, 20.0)]) == pytest.approx(2.0)
     assert call.exposed([]) == 0

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
-import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from parity.trajectory import MOE, described, steps, trainer, trajectory
+from parity.trajectory import DENSE, MOE, described, steps, trainer, trajectory
+from torch import nn
 
-from phalanx.parallel.parameter_server import Server, Worker
-from phalanx.spec.layout import spread
+from phalanx.cost.traffic import run_traffic
+from phalanx.data.loader import Batch, prefetch
+from phalanx.measure.collectives import CollectiveRecorder
+from phalanx.parallel.parameter_server import Server, Worker, parameter_server
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout, spread
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
+from phalanx.train.metrics import Record
+from phalanx.train.trainer import Trainer
 
 SERVER = {"parallel.data": "parameter_server"}
 
@@ -33,20 +42,27 @@ def test_asynchronous_with_staleness_0_is_synchronous_bit_for_bit(changes: Any, 
     assert ranks(4).run(trajectory, described(text, tmp_path, {**changes, "parallel.staleness": 0})) == synchronous
 
 
+def hold_last_worker(under_way: Trainer) -> None:
+    """Let the last rank begin its second step only when the first worker is as far ahead as it may be."""
+    run, last = under_way.run, dist.get_world_size() - 1
+    most = min(1 + (run.parallel.staleness or 0), run.training.steps)
+    waiting = dist.new_group([run.parallel.servers, last], backend="gloo")
+    train_step, done = under_way.train_step, iter(range(1, 1000))
+
+    def held(batches: Iterator[Batch]) -> Record:
+        record, steps_done = train_step(batches), next(done)
+        if steps_done == (1 if dist.get_rank() == last else most):
+            dist.barrier(waiting)
+        return record
+
+    if dist.get_rank() in (run.parallel.servers, last):
+        under_way.train_step = held  # type: ignore[method-assign]
+
+
 def one_worker_is_slow(run: RunSpec) -> list[dict[str, Any]]:
-    """The records of a run in which the last rank takes longer for its first three backward passes."""
+    """The records of a run in which the first worker is, at first, as far ahead of the last as it may be."""
     under_way = trainer(run)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        forward = under_way.strategy.model.forward
-        calls = iter(range(1000))
-
-        def slow(*arguments: Any) -> Any:
-            time.sleep(0.3 if next(calls) < 3 else 0)
-            return forward(*arguments)
-
-        under_way.strategy.model.forward = slow  # type: ignore[method-assign]
-    from phalanx.data.loader import prefetch
-
+    hold_last_worker(under_way)
     batches = prefetch(under_way.loader, 0, run.training.steps)
     records = [under_way.train_step(batches) for _ in range(run.training.steps)]
     under_way.evaluate()
@@ -65,6 +81,64 @@ def test_staleness_is_used_bounded_and_reported(servers: int, text: Path, tmp_pa
         assert all(index + 1 - 2 <= record["step"] <= index + 1 for index, record in enumerate(worker))
     losses = [record["loss"] for record in results[0]]
     assert losses[-1] < losses[0] - 1
+
+
+def test_all_ranks_evaluate_before_the_first_update_was_heard_of(text: Path, tmp_path: Path) -> None:
+    changes = {**SERVER, "parallel.staleness": 4, "training.steps": 2, "optimizer.warmup_steps": 1}
+    results = ranks(3).run(one_worker_is_slow, described(text, tmp_path, changes), timeout=60)
+    assert [records[0]["step"] for records in results] == [1, 0, 0]
+
+
+def stopped_by_one_worker(run: RunSpec) -> tuple[int, int]:
+    """The step after which this rank stops when the first worker is asked to at once, and how many it made."""
+    under_way = trainer(run)
+    under_way.asked_to_stop = dist.get_rank() == run.parallel.servers
+    batches, steps_done = prefetch(under_way.loader, 0, run.training.steps), 0
+    while not under_way.stop:
+        under_way.train_step(batches)
+        steps_done += 1
+    under_way.evaluate()
+    return under_way.step, steps_done
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_all_ranks_stop_after_the_same_step(servers: int, staleness: int, text: Path, tmp_path: Path) -> None:
+    changes = {**SERVER, "parallel.staleness": staleness, "parallel.servers": servers, "training.steps": 100}
+    results = ranks(4).run(stopped_by_one_worker, described(text, tmp_path, changes), timeout=60)
+    assert results == [(2 + staleness, 2 + staleness)] * 4
+
+
+def exchanged(run: RunSpec) -> dict[str, float]:
+    """Bytes that this rank sends and receives in ten updates, all that is under way included."""
+    under_way = trainer(run)
+    batches = prefetch(under_way.loader, 0, 10)
+    with CollectiveRecorder() as recorder:
+        for _ in range(10):
+            under_way.train_step(batches)
+        under_way.strategy.settle()
+    total = Counter[str]()
+    for call in recorder.calls:
+        total[call.operation] += call.size_bytes
+    return dict(total)
+
+
+def test_asynchronous_traffic_is_the_formulas(text: Path, tmp_path: Path) -> None:
+    """A worker receives ahead of time, and a server for who is ahead: both in full numbers of messages."""
+    model = {**DENSE, "width": 64, "heads": 4, "kv_heads": 2, "vocab": 1024}
+    run = described(text, tmp_path, {**SERVER, "parallel.staleness": 1, "model": model})
+    server, *workers = ranks(3).run(exchanged, run)
+    predicted = run_traffic(run, 3)
+    for got, role in ((server, "server"), (workers[0], "worker"), (workers[1], "worker")):
+        for traffic in predicted[role]:
+            ahead = 2 * traffic.bytes if (role, traffic.operation) == ("server", "recv") else 0  # posted, not yet sent
+            assert got[traffic.operation] == pytest.approx(10 * traffic.bytes + ahead, rel=0.01), (role, traffic)
+
+
+def test_parameters_of_two_types_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(UserError, match=r"1.bias in torch.float64"):
+        parameter_server(module, Layout(data="parameter_server"), torch.device("cpu"))
 
 
 def held(run: RunSpec) -> tuple[int, int, int]:
@@ -103,7 +177,7 @@ def test_parameters_are_spread_by_size(sizes: dict[str, int], servers: int) -> N
     owner = spread(sizes, servers)
     assert owner.keys() == sizes.keys()
     load = [sum(size for name, size in sizes.items() if owner[name] == server) for server in range(servers)]
-    # The rule of longest processing time: at most 4/3 - 1/(3m) of the best (Graham 1969), which is at least this.
+    # Any list scheduling: at most 2 - 1/m of the best (Graham 1969, theorem 1), which is at least this.
     best = max(sum(sizes.values()) / servers, max(sizes.values()))
-    assert max(load) <= best * 2
+    assert max(load) <= best * (2 - 1 / servers) * (1 + 1e-12)
     assert max(load) - min(load) <= max(sizes.values())

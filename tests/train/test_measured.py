@@ -52,17 +52,19 @@ def measure(run: RunSpec) -> dict[str, Any]:
     return measured
 
 
-RUNS = [("dense", precision, micro_batch) for precision in ("bf16", "fp32") for micro_batch in (None, 1)]
+RUNS = [("dense", precision, micro_batch, "adamw") for precision in ("bf16", "fp32") for micro_batch in (None, 1)]
+MOE_RUNS = [("moe", "bf16", None, "adamw"), ("moe", "bf16", None, "muon")]
 
 
-@pytest.mark.parametrize(("model", "precision", "micro_batch"), [*RUNS, ("moe", "bf16", None)])
+@pytest.mark.parametrize(("model", "precision", "micro_batch", "optimizer"), [*RUNS, *MOE_RUNS])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_state_and_traffic_are_what_the_formulas_say(
-    layout: str, model: str, precision: str, micro_batch: int | None, text: Path, tmp_path: Path
+    layout: str, model: str, precision: str, micro_batch: int | None, optimizer: str, text: Path, tmp_path: Path
 ) -> None:
     world_size, changes = LAYOUTS[layout]
     changes = {**changes, **({"parallel.micro_batch": micro_batch} if micro_batch else {})}
-    run = described(text, tmp_path, {"model": MODELS[model], "training.precision": precision, **changes})
+    numbers = {"training.precision": precision, "optimizer.name": optimizer}
+    run = described(text, tmp_path, {"model": MODELS[model], **numbers, **changes})
     measured = ranks(world_size).run(measure, run) if world_size > 1 else [measure(run)]
     for row in beside(run, world_size, measured):
         if row["what"] in STATE:

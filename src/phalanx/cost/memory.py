@@ -16,7 +16,7 @@ from phalanx.cost.buffers import communication_bytes, server_buffers
 from phalanx.cost.network import Strategy
 from phalanx.cost.parameters import ParameterCount
 from phalanx.cost.precision import COMPUTED, KEPT, Precision
-from phalanx.cost.shapes import Shape, Shapes, elements, owned_elements, parameter_shapes
+from phalanx.cost.shapes import Shape, Shapes, elements, muon_trains, owned_elements, parameter_shapes
 from phalanx.spec.layout import Layout, degrees, refuse_unrunnable, spread
 from phalanx.spec.run import OptimizerSpec, RunSpec, cut_batch
 
@@ -120,6 +120,8 @@ class RankMemory:
     """Buffers, and what was gathered and is given back."""
     offloaded: int = 0
     """Resting in CPU memory or files; not in `total`."""
+    in_files: int = 0
+    """Of what is offloaded."""
 
     @property
     def state(self) -> int:
@@ -152,9 +154,13 @@ def _rank(run: RunSpec, world_size: int) -> RankMemory:
     owned, states = _counts(shapes, run, sizes.dp_shard)
     if strategy == "parameter_server":
         states = 0  # its servers keep them
-    state, offloaded = strategy_bytes(strategy, precision, whole, owned, states), 0
+    state, offloaded, in_files = strategy_bytes(strategy, precision, whole, owned, states), 0, 0
     if layout.offload != "none":
-        state, offloaded = _offload(strategy, state, copied=0 if precision == "bf16" else KEPT[precision] * owned)
+        copied = 0 if precision == "bf16" else KEPT[precision] * owned
+        optimizer, (state, offloaded) = state.optimizer, _offload(strategy, state, copied)
+        # FSDP2 keeps parameters and gradients in CPU memory; only the state is ours to put in files.
+        in_files = optimizer if strategy in ("zero3", "hsdp") else offloaded
+        in_files = in_files if layout.offload == "nvme" else 0
     autocast = strategy in ("ddp", "parameter_server")
     activations = activation_bytes(
         run.model, cut.micro_batch, run.training.sequence, precision, layout.recompute, autocast,
@@ -162,7 +168,7 @@ def _rank(run: RunSpec, world_size: int) -> RankMemory:
     )  # fmt: skip
     return RankMemory(
         state.parameters, state.gradients, state.optimizer, activations.peak,
-        communication_bytes(shapes, run, strategy, sizes, cut.accumulation), offloaded,
+        communication_bytes(shapes, run, strategy, sizes, cut.accumulation), offloaded, in_files,
     )  # fmt: skip
 
 
@@ -196,8 +202,7 @@ def _counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:
 
 def _states(name: str, shape: Shape, optimizer: Optimizer) -> int:
     """Numbers of optimizer state per number of a parameter: Muon leaves what is no matrix in a block to AdamW."""
-    muons = name.startswith("blocks.") and len(shape) >= 2
-    return STATES["adamw" if optimizer == "muon" and not muons else optimizer]
+    return STATES["adamw" if optimizer == "muon" and not muon_trains(name, shape) else optimizer]
 
 
 def _offload(strategy: Strategy, state: StateBytes, copied: int) -> tuple[StateBytes, int]:

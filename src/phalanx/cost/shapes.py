@@ -37,6 +37,12 @@ def owned_elements(shape: Shape, ranks: int) -> int:
     return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
+def muon_trains(name: str, shape: Shape) -> bool:
+    """Whether Muon trains a tensor: matrices inside blocks, and stacks of them. AdamW trains the rest (Jordan et al.
+    2024, https://kellerjordan.github.io/posts/muon/)."""
+    return name.startswith("blocks.") and len(shape) >= 2
+
+
 def _block(spec: ModelSpec, layer: int) -> Shapes:
     mlp = _moe(spec, spec.moe) if spec.moe and spec.is_moe(layer) else _mlp(spec)
     return _named(attention_norm=_norm(spec), attention=_attention(spec), mlp_norm=_norm(spec), mlp=mlp)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
-from phalanx.cost.network import Traffic, update_traffic
+from phalanx.cost.network import Traffic, sent_bytes, update_traffic
 from phalanx.cost.precision import COMPUTED, KEPT
-from phalanx.cost.shapes import Shapes, elements, owned_elements, parameter_shapes
+from phalanx.cost.shapes import Shapes, elements, muon_trains, owned_elements, parameter_shapes
 from phalanx.spec.layout import Layout, degrees, spread
 from phalanx.spec.run import RunSpec, cut_batch
 
@@ -28,8 +28,10 @@ def run_traffic(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
     if layout.data == "ddp":
         compressed = 2 if layout.compress == "bf16" else kept
         return {"rank": update_traffic("ddp", kept * whole, compressed * whole, sizes.dp)}
+    muon = _muons(shapes, run, sizes.dp_shard)
     if layout.data in ("zero1", "zero2"):
-        return {"rank": update_traffic(layout.data, computed * whole, computed * whole, sizes.dp, cut.accumulation)}
+        reduced = update_traffic(layout.data, computed * whole, computed * whole, sizes.dp, cut.accumulation)
+        return {"rank": [*reduced, *muon]}
     blocks = {name: shape for name, shape in shapes.items() if name.startswith("blocks.") and layout.wrap != "model"}
     in_blocks = _padded(blocks, sizes.dp_shard)
     # The root's parameters (embedding, last norm, head) stay gathered between the two passes.
@@ -42,7 +44,19 @@ def run_traffic(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
             replicas=sizes.dp_replicate, reshard_after_forward=reshard,
         )
     ]  # fmt: skip
-    return {"rank": _merged(traffic)}
+    return {"rank": [*_merged(traffic), *muon]}
+
+
+def _muons(shapes: Shapes, run: RunSpec, ranks: int) -> list[Traffic]:
+    """What Muon sends where ranks have rows of its matrices: its momenta, so that each matrix is whole on one rank, and
+    the rows of what comes of it back (`train.muon`). Experts are whole matrices already."""
+    if run.optimizer.name != "muon" or ranks == 1:
+        return []
+    alike = Counter(shape for name, shape in shapes.items() if len(shape) == 2 and muon_trains(name, shape))
+    gathered = sum(count * owned_elements(shape, ranks) for shape, count in alike.items())
+    returned = sum(-(-count // ranks) * elements(shape) for shape, count in alike.items())
+    size = COMPUTED["fp64" if run.training.precision == "fp64" else "bf16"] * (gathered + returned)
+    return [Traffic("all_to_all", sent_bytes("all_to_all", size, ranks), "Muon's momenta, to whole matrices and back")]
 
 
 def _served(shapes: Shapes, layout: Layout, kept: int, workers: int) -> dict[str, list[Traffic]]:

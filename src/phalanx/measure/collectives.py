@@ -4,7 +4,7 @@ this rank stood still for."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -45,12 +45,21 @@ class Collective:
     has to scatter, exchange or send."""
 
     operation: str
-    ranks: int
+    """What was asked for."""
+    made_of: str
+    """The operation that did it."""
+    group: tuple[int, ...]
+    """Among which ranks of the run."""
     size_bytes: int
     begun: float
     """By time.perf_counter()."""
     ended: float | None = None
     """None where the backend does not tell (send and recv)."""
+
+    @property
+    def ranks(self) -> int:
+        """How many take part."""
+        return len(self.group)
 
     @property
     def sent_bytes(self) -> float:
@@ -69,8 +78,10 @@ class Collective:
 class CollectiveRecorder(TorchDispatchMode):
     """Notes the collectives issued inside, DDP's and FSDP's too. It slows every operation: for a step or two."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked_for: Callable[[], str | None] = lambda: None) -> None:
+        """`asked_for` names what the operation under way stands for, if for another."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self.asked_for = asked_for
         self.calls: list[Collective] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -78,20 +89,23 @@ class CollectiveRecorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         operation = NAMES.get(func._schema.name.partition("::")[2]) if func.namespace in NAMESPACES else None
         if operation is not None:
-            call = Collective(operation, _ranks(args), _size(operation, args), begun)
+            asked_for = self.asked_for() or operation
+            call = Collective(asked_for, operation, _group(args), _size(operation, args), begun)
             self.calls.append(call)
             _note_end(call, out)
         return out
 
 
-def _ranks(args: Sequence[Any]) -> int:
+def _group(args: Sequence[Any]) -> tuple[int, ...]:
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            return dist.ProcessGroup.unbox(argument).size()
+            # PyTorch knows the ranks of the group that it made, not of this other object for it.
+            name = dist.ProcessGroup.unbox(argument).group_name
+            return tuple(dist.get_process_group_ranks(c10d._resolve_process_group(name)))  # type: ignore[attr-defined]
         if isinstance(argument, str):  # functional collectives name their group
             with suppress(LookupError, RuntimeError, ValueError):
-                return c10d._resolve_process_group(argument).size()  # type: ignore[arg-type, attr-defined]
-    return dist.get_world_size()
+                return tuple(dist.get_process_group_ranks(c10d._resolve_process_group(argument)))  # type: ignore[arg-type, attr-defined]
+    return tuple(range(dist.get_world_size()))
 
 
 def _size(operation: str, args: Sequence[Any]) -> int:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +15,20 @@ from phalanx.parallel.exposed import ExposedTime
 # Of one tensor each; torch 2.13 renamed both.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+ASKED_FOR: ContextVar[str | None] = ContextVar("asked_for", default=None)
+"""What an operation stands for while it is called, for whoever records operations."""
+
+
+@contextmanager
+def standing_for(operation: str) -> Iterator[None]:
+    """Around the call of an operation that does the work of another."""
+    token = ASKED_FOR.set(operation)
+    try:
+        yield
+    finally:
+        ASKED_FOR.reset(token)
 
 
 class ReduceScatter:
@@ -26,7 +44,8 @@ class ReduceScatter:
         self.received: Tensor | None = None
         if sent.device.type == "cpu":
             self.received = torch.empty_like(sent)
-            self.work = dist.all_to_all_single(self.received, sent, group=group, async_op=True)
+            with standing_for("reduce_scatter"):
+                self.work = dist.all_to_all_single(self.received, sent, group=group, async_op=True)
         else:
             self.work = reduce_scatter(out, sent, group=group, async_op=True)
 

@@ -64,7 +64,9 @@ class FullySharded(Strategy):
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        self.replicated = mesh.ndim > 1
+        # A deferred sum comes when FSDP2 believes that it is there, and must not be cast in between.
+        cast = compute_dtype is not None and any(p.dtype != torch.float32 for p in self.trained.values())
+        self.deferred = mesh.ndim == 1 and not cast
         self.offload = offload
         self._prefetch(layout.prefetch)
         self.reduce_scatter: DeferredReduceScatter | None = None
@@ -80,7 +82,7 @@ class FullySharded(Strategy):
             unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + ahead])
 
     def _overlap_on_gloo(self) -> None:
-        self.reduce_scatter = DeferredReduceScatter(self.exposed, deferred=not self.replicated)
+        self.reduce_scatter = DeferredReduceScatter(self.exposed, deferred=self.deferred)
         for unit in self.units:
             unit._set_unshard_async_op(True)
             unit.set_custom_all_gather(TimedAllGather(self.exposed))

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -81,6 +82,7 @@ class DiskOffload(CpuOffload):
         self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(WRITERS)
         self._writing: list[Future[None]] = []
         _give_freed_memory_back()
+        _allow_many_files()
 
     @contextmanager
     def piece(
@@ -176,11 +178,19 @@ def _give_freed_memory_back() -> None:
         mallopt(M_TRIM_THRESHOLD, FREED_AT_ONCE_BYTES)
 
 
+def _allow_many_files() -> None:
+    """Each tensor has a file with two descriptors (the map's is its own); the usual soft limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _no_room(directory: Path, size: int, error: OSError) -> tuple[str, str]:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = shutil.disk_usage(directory).free
         problem = f"has no room for {size / 1e9:.3f} GB of optimizer state more ({free / 1e9:.3f} GB are free)"
         return problem, "free space, or name a directory on another disk; the last checkpoint stands"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "needs more open files than this process may have", "raise the hard limit of open files (ulimit -Hn)"
     return f"cannot be written: {error.strerror}", "name a directory on a local disk that can be written"
 
 

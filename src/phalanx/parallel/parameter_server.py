@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from phalanx.model.moe import Router
 from phalanx.parallel.gradient import global_norm
 from phalanx.parallel.strategy import Reduced, Strategy, named_parameters, place_buffers, rebind, state_of
+from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout, spread
 
 Shapes = dict[str, torch.Size]
@@ -46,7 +47,14 @@ class Roles:
 
 
 def parameter_server(module: nn.Module, layout: Layout, device: torch.device) -> Strategy:
-    """This rank's part in it: a server or a worker."""
+    """This rank's part in it: a server or a worker. Raises UserError for parameters of more than one dtype."""
+    types = {parameter.dtype: name for name, parameter in named_parameters(module)}
+    if len(types) > 1:
+        found = " and ".join(f"{name} in {dtype}" for dtype, name in types.items())
+        raise UserError(
+            "parallel.data", layout.data, f"sends parameters as one vector, of one dtype: there is {found}",
+            "convert the module to one dtype, or use another parallel.data",
+        )  # fmt: skip
     servers = list(range(layout.servers))
     workers = list(range(layout.servers, dist.get_world_size()))
     shapes = {name: parameter.shape for name, parameter in named_parameters(module)}
@@ -85,7 +93,9 @@ class Worker(Strategy):
         self.versions = [0] * len(roles.servers)
         """Updates in the weights of each server."""
         self._expected: list[tuple[dist.Work, Tensor] | None] = [None] * len(roles.servers)
-        self._newest = torch.zeros(0)
+        self._newest = torch.zeros(2)
+        """Version, gradient norm and sums of the last update heard of."""
+        self._message_size = 2
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> Reduced:
         """Send this step's gradients, and take the weights that there are, or must be."""
@@ -95,10 +105,11 @@ class Worker(Strategy):
         for server, gradients in zip(self.roles.servers, sent, strict=True):
             works += [_isend(message, server, 2 * self.done), _isend(gradients, server, 2 * self.done + 1)]
         self.done += 1
+        self._message_size = 2 + len(sums)
         if self.roles.staleness is None:
-            self._receive_broadcast(2 + len(sums))
+            self._receive_broadcast()
         else:
-            self._take_what_came(2 + len(sums), self.done - self.roles.staleness)
+            self._take_what_came(self.done - self.roles.staleness)
         with self.exposed.waiting():
             for work in works:
                 work.wait()
@@ -115,14 +126,13 @@ class Worker(Strategy):
         """They were sent."""
 
     def publish(self) -> None:
-        self._receive_broadcast(2)
+        self._receive_broadcast()
 
     def settle(self) -> None:
-        if self.roles.staleness is not None and len(self._newest) > 2:
-            self._take_what_came(len(self._newest), self.done)
+        self._take_what_came(self.done)
 
-    def _receive_broadcast(self, size: int) -> None:
-        header = self._room_for_header(size)
+    def _receive_broadcast(self) -> None:
+        header = self._room_for_header()
         with self.exposed.waiting():
             dist.broadcast(header, self.roles.servers[0], group=self.roles.groups[0])
             for server, group, weights in zip(self.roles.servers, self.roles.groups, self.weights, strict=True):
@@ -130,15 +140,15 @@ class Worker(Strategy):
                 dist.broadcast(received, server, group=group)
                 weights.copy_(received)
         self.versions = [self.done] * len(self.versions)
-        self._take_header(header, size)
+        self._take_header(header)
 
-    def _take_what_came(self, size: int, needed: int) -> None:
+    def _take_what_came(self, needed: int) -> None:
         """Take updates of every server until there are `needed` of them, and those beyond that have come."""
         for index, server in enumerate(self.roles.servers):
             while self.versions[index] < self.done:
                 tag = 2 * (self.versions[index] + 1)
                 if (expected := self._expected[index]) is None:
-                    header = self._room_for_header(size)
+                    header = self._room_for_header()
                     expected = self._expected[index] = _irecv(header, server, tag), header
                 work, header = expected
                 # Gloo says that a message has come only to who waits for it; its first number says so before.
@@ -152,14 +162,15 @@ class Worker(Strategy):
                 self.versions[index] += 1
                 self._expected[index] = None
                 if index == 0:
-                    self._take_header(header, size)
+                    self._take_header(header)
 
-    def _room_for_header(self, size: int) -> Tensor:
-        """For version, gradient norm and sums (`size` together), and routers' biases."""
-        return torch.full((size + sum(bias.numel() for bias in self.biases),), -1.0, dtype=torch.float64)
+    def _room_for_header(self) -> Tensor:
+        """For version, gradient norm and sums, and routers' biases."""
+        size = self._message_size + sum(bias.numel() for bias in self.biases)
+        return torch.full((size,), -1.0, dtype=torch.float64)
 
-    def _take_header(self, header: Tensor, size: int) -> None:
-        self._newest, *biases = header.split([size, *(bias.numel() for bias in self.biases)])
+    def _take_header(self, header: Tensor) -> None:
+        self._newest, *biases = header.split([self._message_size, *(bias.numel() for bias in self.biases)])
         for bias, received in zip(self.biases, biases, strict=True):
             bias.copy_(received)
 
@@ -196,8 +207,8 @@ class Server(Strategy):
         return [self.sum]
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> Reduced:
-        """Add up what the workers send; a server's own `sums` are 0."""
-        total, oldest = torch.zeros(len(sums), dtype=torch.float64), self.done
+        """Add up what the workers send, to this server's own `sums`, which are 0 but for what it has to announce."""
+        total, oldest = sums.double().cpu(), self.done
         for worker in self.roles.workers:
             message, gradients = self._receive(worker, len(sums) + 1)
             total += message[:-1]

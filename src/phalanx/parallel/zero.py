@@ -254,8 +254,8 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Of the owned rows."""
-        return sum(part.rows.numel() * part.rows.element_size() for part in self.parts)
+        """Of the owned rows, with padding: equal on all ranks, which so step the same pieces."""
+        return sum(part.size * part.rows.element_size() for part in self.parts)
 
     def begin_reduce(self, keep_whole: bool) -> None:
         """Send each owner its rows of these gradients."""

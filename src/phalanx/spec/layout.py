@@ -148,6 +148,9 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
         if dp % layout.dp_shard:
             problem = f"does not divide the {dp} data-parallel ranks"
             raise UserError("parallel.dp_shard", layout.dp_shard, problem, f"use one of {allowed}")
+        if layout.dp_shard == 1 and layout.offload != "none":
+            fix = f'use another of {allowed}, or parallel.data = "zero1"'
+            raise UserError("parallel.dp_shard", 1, "shards nothing, and only what is sharded is offloaded", fix)
     shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data, dp)
     return Degrees(layout.pp, dp // shard, shard, layout.cp, layout.tp, servers)
 

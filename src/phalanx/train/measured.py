@@ -6,11 +6,13 @@ RUN_DIR/measured/beside.json          predicted beside measured"""
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.cost.memory import rank_memory
@@ -19,6 +21,7 @@ from phalanx.cost.traffic import run_traffic
 from phalanx.data.loader import Batch
 from phalanx.measure.collectives import CollectiveRecorder
 from phalanx.measure.memory import MemoryMeter
+from phalanx.parallel.collectives import ASKED_FOR
 from phalanx.parallel.strategy import Reduced
 from phalanx.spec.layout import degrees
 from phalanx.spec.run import RunSpec
@@ -56,7 +59,7 @@ def measured_step(trainer: Trainer, batches: Iterator[Batch]) -> tuple[Record, d
     pass and the update, the peak of each part, and that of all together."""
     strategy, held = trainer.strategy, Counter[str]()
     meter = MemoryMeter(lambda: strategy.held(trainer.optimizers), strategy.elastic())
-    recorder = CollectiveRecorder()
+    recorder = CollectiveRecorder(ASKED_FOR.get)
 
     def reduce(sums: Tensor, clip_norm: float = 0.0) -> Reduced:
         reduced = type(strategy).reduce(strategy, sums, clip_norm)
@@ -65,34 +68,39 @@ def measured_step(trainer: Trainer, batches: Iterator[Batch]) -> tuple[Record, d
         return reduced
 
     strategy.reduce = reduce  # type: ignore[method-assign]
+    waits = strategy.exposed.spans = []
     try:
         with meter.gradients_of(trainer.module.parameters()), meter, recorder:
             record = trainer.train_step(batches)
     finally:
         del strategy.reduce
+        strategy.exposed.spans = None
     return record, {
         "step": record["step"],
         "held_bytes": dict(held),
         "peak_bytes": {**meter.peaks, "total": meter.peak_total},
-        "collectives": summed(recorder, strategy.exposed.taken),
+        "collectives": summed(recorder, waits),
     }
 
 
 def summed(recorder: CollectiveRecorder, waits: list[tuple[float, float]]) -> list[dict[str, Any]]:
-    """The collectives of a step by operation and number of ranks: bytes are of the operation asked for, `sent_bytes`
-    what a rank sends for it around a ring."""
-    rows: dict[tuple[str, int], dict[str, Any]] = defaultdict(
+    """The collectives of a step by operation, what did it, and group of ranks: bytes are of the operation asked for,
+    `sent_bytes` what a rank sends for it around a ring."""
+    rows: dict[tuple[str, str, tuple[int, ...]], dict[str, Any]] = defaultdict(
         lambda: {"calls": 0, "bytes": 0, "sent_bytes": 0.0, "seconds": 0.0, "exposed_seconds": 0.0}
     )
     for call in recorder.calls:
-        row = rows[call.operation, call.ranks]
+        row = rows[call.operation, call.made_of, call.group]
         row["calls"] += 1
         row["bytes"] += call.size_bytes
         row["sent_bytes"] += call.sent_bytes
         if call.ended is not None:
             row["seconds"] += call.ended - call.begun
             row["exposed_seconds"] += call.exposed(waits)
-    return [{"operation": operation, "ranks": ranks, **row} for (operation, ranks), row in sorted(rows.items())]
+    return [
+        {"operation": operation, "made_of": made_of, "group": list(group), **row}
+        for (operation, made_of, group), row in sorted(rows.items())
+    ]
 
 
 def write_measured(directory: Path, rank: int, measured: dict[str, Any]) -> None:
@@ -104,6 +112,22 @@ def write_measured(directory: Path, rank: int, measured: dict[str, Any]) -> None
 def read_measured(directory: Path) -> list[dict[str, Any]]:
     """What each rank measured, in the order of ranks."""
     return [json.loads(file.read_text()) for file in sorted((directory / FOLDER).glob("rank-*.json"))]
+
+
+def forget_measured(directory: Path) -> None:
+    """Remove what was measured before; only rank 0 does, before any rank can have done a step."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.rmtree(directory / FOLDER, ignore_errors=True)
+
+
+def compare(run: RunSpec, world_size: int, directory: Path) -> str:
+    """Keep predicted beside measured in a run directory, and show it."""
+    measured = read_measured(directory)
+    if len(measured) < world_size:
+        return f"nothing was measured: that is done in the step {MEASURED_STEP} after a start"
+    rows = beside(run, world_size, measured)
+    (directory / FOLDER / "beside.json").write_text(json.dumps(rows, indent=1))
+    return as_text(rows)
 
 
 def beside(run: RunSpec, world_size: int, measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -132,10 +156,9 @@ def _by_operation(traffic: list[Traffic]) -> dict[str, float]:
 
 
 def _sent(collectives: list[dict[str, Any]], operation: str) -> float:
-    """What a rank sent, or received, with an operation. On gloo a reduce-scatter is made of an all-to-all."""
-    names = {operation, "all_to_all"} if operation == "reduce_scatter" else {operation}
+    """What a rank sent, or received, with an operation."""
     size = "bytes" if operation == "recv" else "sent_bytes"
-    return sum(float(row[size]) for row in collectives if row["operation"] in names)
+    return sum(float(row[size]) for row in collectives if row["operation"] == operation)
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:

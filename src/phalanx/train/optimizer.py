@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from phalanx.cost.shapes import muon_trains
 from phalanx.spec.run import OptimizerSpec
 from phalanx.train.muon import Muon
 
@@ -50,10 +51,8 @@ class Rescaling:
 
 
 def build_optimizers(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """The optimizers of parameters by name; none for none. Matrices decay, vectors do not. With muon, matrices inside
-    blocks are Muon's; embeddings, head and vectors are AdamW's (Jordan et al. 2024,
-    https://kellerjordan.github.io/posts/muon/)."""
-    hidden = {name: p for name, p in parameters.items() if name.startswith("blocks.") and p.ndim >= 2}
+    """The optimizers of parameters by name; none for none. Matrices decay, vectors do not."""
+    hidden = {name: p for name, p in parameters.items() if muon_trains(name, p.shape)}
     rest = {name: p for name, p in parameters.items() if name not in hidden}
     if not parameters:
         return []

@@ -18,7 +18,7 @@ from typing import Any
 
 import tomli_w
 
-from phalanx.cost.memory import Optimizer, model_state_bytes
+from phalanx.cost.memory import model_state_bytes, optimizer_of, rank_memory
 from phalanx.cost.parameters import parameters
 from phalanx.data.indexed import IndexedDataset
 from phalanx.data.loader import Loader
@@ -52,18 +52,19 @@ def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
     if run.metrics.wandb is not None:
         check_wandb(run.metrics.wandb)
     if run.parallel.offload_directory is not None:
-        _check_offload(run, run.parallel.offload_directory)
+        _check_offload(run, run.parallel.offload_directory, world_size)
     _check_directory(run, resume)
 
 
-def _check_offload(run: RunSpec, directory: str) -> None:
+def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
     place = Path(directory).expanduser()
     fix = "name a directory on a local disk"
     if not place.is_dir():
         raise UserError("parallel.offload_directory", directory, "is no directory on this machine", fix)
     if not os.access(place, os.W_OK | os.X_OK):
         raise UserError("parallel.offload_directory", directory, "cannot be written to", fix)
-    free, needed = shutil.disk_usage(place).free, checkpoint_bytes(run) / run.cluster.nodes
+    ranks_here = world_size / run.cluster.nodes
+    free, needed = shutil.disk_usage(place).free, ranks_here * rank_memory(run, world_size)["rank"].in_files
     if needed > free:
         raise UserError(
             "parallel.offload_directory", directory,
@@ -100,9 +101,7 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
 
 def checkpoint_bytes(run: RunSpec) -> int:
     """Bytes of one checkpoint: parameters and optimizer state."""
-    sgd: Optimizer = "sgd-momentum" if run.optimizer.momentum else "sgd"
-    optimizer = sgd if run.optimizer.name == "sgd" else run.optimizer.name
-    state = model_state_bytes(parameters(run.model), optimizer, run.training.precision)
+    state = model_state_bytes(parameters(run.model), optimizer_of(run.optimizer), run.training.precision)
     return state.parameters + state.optimizer
 
 

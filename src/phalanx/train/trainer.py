@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,14 +94,16 @@ class Trainer:
         self, logs: list[Log], progress: Progress, step: Callable[[Iterator[Batch]], Record] | None = None
     ) -> Record:
         """Train to the last step (or until `stop`); returns the last evaluation. `step` stands in for `train_step`."""
-        run, bad_in_a_row, evaluation = self.run, 0, {}
+        run, bad_in_a_row, heard_of, evaluation = self.run, 0, -1, {}
         step = step or self.train_step
         batches = prefetch(self.loader, self.step, run.training.steps)
         try:
             while self.step < run.training.steps and not self.stop:
                 record = step(batches)
-                bad_in_a_row = 0 if math.isfinite(record["grad_norm"]) else bad_in_a_row + 1
-                if bad_in_a_row:
+                finite, news = math.isfinite(record["grad_norm"]), record["step"] != heard_of
+                heard_of = record["step"]  # an asynchronous worker may hear of a step twice
+                bad_in_a_row = 0 if finite else bad_in_a_row + news
+                if bad_in_a_row and news:
                     progress.note(f"step {self.step}: skipped, {self._reason(record)}")
                 self._write(logs, record, run.metrics.every)
                 progress.advance(record)
@@ -128,27 +130,40 @@ class Trainer:
         micros = self._micros(next(batches)) if self.strategy.computes else []
         clock.mark("data_seconds")
         reduced = self.strategy.reduce(self._forward_backward(micros), self.run.optimizer.clip_norm)
-        tokens, loss, auxiliary, stop, *_ = reduced.sums.tolist()
+        tokens, loss, auxiliary, asked, announced, *_ = reduced.sums.tolist()
         clock.mark("forward_backward_seconds")
         record = {"step": self.step + 1 - reduced.behind, "loss": loss / tokens, "grad_norm": float(reduced.norm)}
         finite = math.isfinite(record["grad_norm"])
         if self.routers:
-            hottest = self._balance(reduced.sums[4:], finite)
+            hottest = self._balance(reduced.sums[5:], finite)
             record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": hottest}
         self._update(finite)
         clock.mark("optimizer_seconds")
         self.step, self.tokens = self.step + 1, self.tokens + int(tokens)
-        if stop and self.stop_after is None:  # a rank that lags hears of it so much later
-            self.stop_after = record["step"] + (self.run.parallel.staleness or 0)
+        self._hear_of_stop(record["step"], bool(asked), int(announced))
         if reduced.stale is not None and self.run.parallel.staleness is not None:
             record["staleness"] = reduced.stale
         return record | self._measures(clock.read(), int(tokens))
 
+    def _hear_of_stop(self, step: int, asked: bool, announced: int) -> None:
+        """Settle after which step all ranks stop, from what was summed in `step`. Asynchronous workers may miss a step;
+        servers miss none, and announce from the next on one that nobody can have passed by then."""
+        staleness = self.run.parallel.staleness
+        if self.stop_after is not None:
+            return
+        if staleness is None:
+            self.stop_after = step if asked else None
+        elif self.strategy.computes:
+            self.stop_after = announced or None
+        elif asked:
+            self.stop_after = step + 1 + staleness
+
     def _forward_backward(self, micros: list[Micro]) -> Tensor:
         """Gradients of the summed loss of this rank's rows. Returns what to sum over ranks: target tokens, loss,
-        auxiliary loss, whether to stop, and each router's load."""
-        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        auxiliary loss, whether to stop, after which step (from a server), and each router's load."""
+        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
         sums[3] = float(self.asked_to_stop)
+        sums[4] = 0 if self.strategy.computes else self.stop_after or 0
         for index, micro in enumerate(micros):
             with self.strategy.backward(last=index == len(micros) - 1):
                 loss, auxiliary = self._losses(micro)
@@ -232,7 +247,7 @@ class Trainer:
             "tokens": self.tokens,
             "skipped": self.skipped,
             "loader": self.loader.state(self.step),
-            "learning_rate": self.rescaling.at(self.step),
+            "rescaling": asdict(self.rescaling),
             "model": self.run.model.model_dump(mode="json"),
             "optimizer": self.run.optimizer.name,
         }
@@ -253,8 +268,11 @@ class Trainer:
         load_state(checkpoint, self.strategy, self.optimizers)
         restore_random_state(checkpoint, self.mesh.rank)
         self.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]
-        before, warmup = manifest.get("learning_rate", 1.0), self.run.optimizer.warmup_steps
-        self.rescaling = Rescaling(before, self.cut.learning_rate, self.step, warmup)
+        rescaling = Rescaling(**manifest["rescaling"])
+        if rescaling.after != self.cut.learning_rate:  # the ranks are others
+            warmup = self.run.optimizer.warmup_steps
+            rescaling = Rescaling(rescaling.at(self.step - 1), self.cut.learning_rate, self.step, warmup)
+        self.rescaling = rescaling
         return True, damaged
 
     # -- measuring ---------------------------------------------------------------------------------------------------
@@ -263,8 +281,9 @@ class Trainer:
         total = sum(seconds.values())
         speed = tokens / total
         record = {"tokens": self.tokens, "tokens_per_second": speed, "step_seconds": total, **seconds}
+        waited = self.strategy.exposed.take()
         if self.device.type == "cpu" and self.strategy.computes:
-            record["exposed_communication_seconds"] = self.strategy.exposed.take()
+            record["exposed_communication_seconds"] = waited
         if self.peak_flops:
             record["mfu"] = mfu(speed, self.flops_per_token, self.peak_flops, self.mesh.degrees.world_size)
         if self.optimizers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -21,8 +20,7 @@ from phalanx.spec.run import RunSpec
 from phalanx.train.corpus import open_corpus
 from phalanx.train.launch import REPORTED, choose_device, join_ranks, stop_on_signal, write_failure
 from phalanx.train.manifest import checkpoints
-from phalanx.train.measured import FOLDER as MEASURED
-from phalanx.train.measured import Measuring, as_text, beside, read_measured
+from phalanx.train.measured import Measuring, compare, forget_measured
 from phalanx.train.metrics import Record, open_logs
 from phalanx.train.progress import Progress
 from phalanx.train.setup import read_directory, set_up
@@ -47,6 +45,8 @@ def work(source: Path, overrides: list[str], resume: bool, measure: bool = False
             directory = _set_up_once(run, resume)
         run, data = read_directory(directory)
         fresh = not checkpoints(directory / "checkpoints")
+        if measure:
+            forget_measured(directory)  # of an earlier start, maybe of other ranks
         trainer = Trainer(run, open_corpus(run, data, fresh), directory, device, device_peak(run, device))
         _train(trainer, resume or prepared, measure)
     except SystemExit as ended:  # rank 0 says why
@@ -119,10 +119,8 @@ def _train(trainer: Trainer, resume: bool, measure: bool) -> None:
     sample = _sample(trainer) if run.evaluation.prompt and not trainer.stop else ""
     if trainer.is_main:
         print(closing(trainer, evaluation, sample))
-        if (directory / MEASURED).is_dir():
-            rows = beside(run, trainer.mesh.degrees.world_size, read_measured(directory))
-            (directory / MEASURED / "beside.json").write_text(json.dumps(rows, indent=1))
-            print(as_text(rows))
+        if measure:
+            print(compare(run, trainer.mesh.degrees.world_size, directory))
 
 
 def opening(trainer: Trainer, resumed: bool) -> str:
