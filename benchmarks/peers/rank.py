@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from benchmarks.peers.launch import Block
 from benchmarks.shapes import SHAPES
 from phalanx.data.indexed import IndexedDataset
 from phalanx.measure.collectives import CollectiveRecorder
+from phalanx.measure.memory import peak_memory_bytes
 
 Step = Callable[[], float]
 
@@ -52,8 +52,7 @@ def measure(step: Step, count: int) -> Block:
         losses.append(step())
         seconds.append(time.perf_counter() - wall)
         cpu_seconds.append(time.process_time() - cpu)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Block(seconds, cpu_seconds, losses, peak)
+    return Block(seconds, cpu_seconds, losses, peak_memory_bytes(torch.device("cpu")))
 
 
 def sent(step: Step) -> float:

@@ -68,6 +68,10 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"parallel.data": '"hsdp"'}, ("parallel.dp_shard", "1, 2")),
     ({"parallel.data": '"hsdp"', "parallel.dp_shard": 3}, ("parallel.dp_shard = 3", "2 data-parallel ranks", "1, 2")),
     ({"parallel.dp_shard": 2}, ("parallel.dp_shard = 2", "no meaning")),
+    (
+        {"parallel.data": '"hsdp"', "parallel.dp_shard": 1, "parallel.offload": '"cpu"'},
+        ("parallel.dp_shard = 1", "only what is sharded is offloaded", "1, 2"),
+    ),
     ({"parallel.tp": 2}, ("parallel.tp = 2", "does not run yet", "parallel.tp = 1")),
     ({"parallel.pp": 2}, ("parallel.pp = 2", "does not run yet")),
     ({"parallel.cp": 2}, ("parallel.cp = 2", "does not run yet")),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -43,6 +45,10 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {**HSDP, "wrap": "sublayer"}),
     (3, {"data": "parameter_server"}),
     (4, {"data": "parameter_server", "servers": 2}),
+    (4, {"data": "parameter_server", "servers": 2, "staleness": 0}),
+    (2, {"data": "zero1", "offload": "cpu"}),
+    (2, {"data": "zero2", "offload": "nvme", "offload_directory": tempfile.gettempdir()}),
+    (2, {"data": "zero3", "offload": "cpu"}),
 ]
 CASES = [
     pytest.param(n, layout, parts, id=f"{'-'.join(map(str, layout.values()))}-x{n}-acc{parts}")
@@ -137,6 +143,23 @@ def near(expected: Trajectory) -> list[Any]:
 def test_a_resnet_equals_one_process(world_size: int, layout: dict[str, Any], micro_batches: int) -> None:
     for result in ranks(world_size).run(trajectory, layout, micro_batches=micro_batches):
         assert result == near(one_process())
+
+
+def gradient_norm_in_bf16(data: str) -> float:
+    """Of a module that is bf16 itself."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6, dtype=torch.bfloat16) for _ in range(4)]
+    layout = Layout(data=data)
+    mesh = mesh_of(layout)
+    strategy = distribute(nn.Sequential(*layers), layout, mesh, CPU, layers, "bf16")
+    with strategy.backward(last=True):
+        strategy.model(torch.ones(2, 6, dtype=torch.bfloat16)).square().sum().backward()
+    return float(strategy.reduce(torch.tensor([1.0], dtype=torch.float64)).norm)
+
+
+@pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
+def test_a_module_may_be_bf16_itself(data: str) -> None:
+    assert ranks(2).run(gradient_norm_in_bf16, data) == pytest.approx([gradient_norm_in_bf16("ddp")] * 2, rel=0.02)
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
@@ -363,8 +386,11 @@ def test_the_first_bucket_may_be_small() -> None:
 def test_the_example_runs(data: str) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(
-        [sys.executable, *torchrun, str(EXAMPLE), data, "--steps", "8"],
+        [sys.executable, *torchrun, str(EXAMPLE), data, "--steps", "24"],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("training loss") == ended.stdout.count("test accuracy") == 1, ended.stdout
+    losses = [float(loss) for loss in re.findall(r"training loss ([\d.]+)", ended.stdout)]
+    assert len(losses) == 3, ended.stdout
+    assert losses[2] < 0.7 * losses[0], ended.stdout
+    assert ended.stdout.count("test accuracy") == 1, ended.stdout

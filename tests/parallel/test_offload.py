@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from parity.trajectory import MOE, described, steps, trainer, trajectory
 
 from phalanx.parallel import offload
-from phalanx.parallel.offload import DiskOffload, MappedFile
+from phalanx.parallel.offload import SMALL_BYTES, DiskOffload, MappedFile
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
@@ -87,6 +88,19 @@ def test_files_have_no_name_and_take_their_room_at_once(tmp_path: Path) -> None:
     mapped.write()
     mapped.read()
     assert mapped.tensor.sum() == 3000
+
+
+def test_a_tensor_more_than_files_may_be_open_is_explained(tmp_path: Path, monkeypatch: Any) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        kept = DiskOffload(tmp_path)  # takes what it may
+        assert len([kept.keep(torch.ones(SMALL_BYTES)) for _ in range(300)]) == 300
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        with pytest.raises(UserError, match="more open files than this process may have"):
+            kept.keep(torch.ones(SMALL_BYTES))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(("code", "words"), [(errno.ENOSPC, "has no room"), (errno.EACCES, "cannot be written")])

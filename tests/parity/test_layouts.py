@@ -124,7 +124,8 @@ def test_every_optimizer_equals_one_process(
 ) -> None:
     run = described(text, tmp_path, {"model": MODELS[model], **DATA[data], **changes})
     expected = reference(text, model, tuple(changes.items()))
-    assert ranks(world_size).run(trajectory, run)[0] == [pytest.approx(step, rel=1e-10) for step in expected]
+    for rank, result in enumerate(ranks(world_size).run(trajectory, run)):
+        assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
 
 
 @pytest.mark.parametrize(

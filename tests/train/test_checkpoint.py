@@ -135,6 +135,24 @@ def test_a_run_that_returns_with_other_ranks_warms_up_to_its_new_batch(text: Pat
     assert tokens[0] == HALF * run.training.tokens_per_step + 2 * run.training.tokens_per_step
 
 
+def three_steps_and_save(run: RunSpec) -> None:
+    under_way = trainer(run)
+    under_way.resume()
+    steps(under_way, under_way.step + 3)
+    under_way.save()
+    under_way.checkpointer.wait()
+
+
+def test_a_warm_up_to_new_rates_goes_on_after_a_restart(text: Path, tmp_path: Path) -> None:
+    changes = {"training.scaling": "sqrt", "training.base_ranks": 1, "optimizer.warmup_steps": 6}
+    whole, killed = (described(text, tmp_path / name, changes) for name in ("whole", "killed"))
+    for run in (whole, killed):
+        three_steps_and_save(run)
+    ranks(2).run(three_steps_and_save, killed)
+    rates = ranks(2).run(rates_and_tokens, whole)[0]
+    assert ranks(2).run(rates_and_tokens, killed)[0] == rates[3:]
+
+
 def command(run: RunSpec, file: Path, *more: str) -> list[str]:
     file.write_text(to_toml(run))
     return [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2", *more]

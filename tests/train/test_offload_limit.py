@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import pytest
 
 from benchmarks.limit import base_bytes, memory_limit
+from phalanx.cost.memory import rank_memory
 from phalanx.cost.parameters import parameters
-from phalanx.spec.load import build_run
+from phalanx.spec.load import build_run, load_run
 from phalanx.train.manifest import checkpoints, damage
 from phalanx.train.setup import checkpoint_bytes, to_toml
 
 PHALANX = [sys.executable, "-c", "from phalanx.cli.main import main; main()"]
-MODEL = {"vocab": 257, "width": 512, "layers": 8, "heads": 8, "kv_heads": 8, "ffn": 1408, "context": 64}
+MODEL = {"vocab": 257, "width": 512, "layers": 20, "heads": 8, "kv_heads": 8, "ffn": 1408, "context": 64}
 SMALL = {**MODEL, "width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 512}
 ROOM_BYTES = 110 * 2**20
 """For activations, the pieces under way, and whatever else is neither weights nor the base of Python and torch."""
@@ -59,8 +61,8 @@ def numbers(directory: Path, name: str) -> list[tuple[Any, ...]]:
 
 
 def test_a_run_larger_than_its_memory_trains_as_in_memory(tmp_path: Path) -> None:
-    """The limit is the base of Python and torch, the bf16 weights, and ROOM_BYTES; the optimizer state, which is all
-    but the weights, is twice what the limit leaves above the base."""
+    """The limit is the base of Python and torch, the bf16 weights, and ROOM_BYTES. The optimizer state is larger than
+    all of that; four times as large in `benchmarks/offload.py`, where the base weighs less."""
     if not sys.platform.startswith("linux"):
         pytest.skip("neither cgroups nor a working RLIMIT_DATA on this system")
     total = parameters(build_run({"model": MODEL}).model).total
@@ -69,7 +71,7 @@ def test_a_run_larger_than_its_memory_trains_as_in_memory(tmp_path: Path) -> Non
         above_base = 2 * total + ROOM_BYTES
         limit_bytes = base_bytes(probe.kind) + above_base
     print(f"limited by {probe.kind} to {limit_bytes / 1e6:.0f} MB, {above_base / 1e6:.0f} MB above the base")
-    assert state_bytes > 1.8 * above_base
+    assert state_bytes > 1.4 * limit_bytes
 
     with memory_limit(limit_bytes) as limit:
         ended = train(described(tmp_path, "disk", MODEL, tmp_path), prefix=limit.prefix)
@@ -103,27 +105,46 @@ def filesystem(place: Path, size_bytes: int) -> Iterator[None]:
         subprocess.run(["umount", str(place)], check=True)
 
 
+def start(file: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([*PHALANX, "train", str(file), "--resume"], stderr=subprocess.PIPE, text=True)
+
+
 def test_a_disk_that_fills_up_stops_the_run_and_leaves_the_checkpoint(tmp_path: Path) -> None:
     offload = tmp_path / "offload"
     first = described(tmp_path, "run", SMALL, offload)
-    state_bytes = checkpoint_bytes(build_run({"model": SMALL}))
-    with filesystem(offload, 2 * state_bytes):
+    in_files = rank_memory(load_run(first, environment={}), 1)["rank"].in_files
+    with filesystem(offload, 2 * in_files):
         assert train(first).returncode == 0
     [checkpoint] = checkpoints(tmp_path / "run" / "checkpoints")
     more = described(tmp_path, "run", SMALL, offload, steps=4)
-    # Enough for the state that the checkpoint brings, and not for the gradients of the first step.
-    with filesystem(offload, state_bytes + 500_000):
-        full = train(more, "--resume")
-    with filesystem(offload, state_bytes // 2):
+
+    with filesystem(offload, in_files // 2):
         too_small = train(more, "--resume")
-    assert (full.returncode, too_small.returncode) == (2, 2)
-    assert "failed after step 2" in full.stderr
-    assert f"{offload}" in full.stderr
-    assert "has no room for" in full.stderr
-    assert "GB are free" in full.stderr
-    assert "the last checkpoint stands" in full.stderr
-    assert f"{offload}" in too_small.stderr
+    assert too_small.returncode == 2
+    assert f"parallel.offload_directory = '{offload}'" in too_small.stderr
+    assert "rest there" in too_small.stderr
+
+    with filesystem(offload, 2 * in_files):
+        begun = start(more)
+        wait_until(lambda: "steps = 4" in (tmp_path / "run" / "run.toml").read_text())  # it is checked, and not built
+        # Room for the state that the checkpoint brings, and not for the gradients of the first step.
+        state_bytes = checkpoint_bytes(build_run({"model": SMALL}))
+        (offload / "others").write_bytes(b"0" * (2 * in_files - state_bytes - 500_000))
+        _, said = begun.communicate(timeout=200)
+    assert begun.returncode == 2
+    assert "failed after step 2" in said
+    assert f"{offload}" in said
+    assert "has no room for" in said
+    assert "GB are free" in said
+    assert "the last checkpoint stands" in said
     assert checkpoints(tmp_path / "run" / "checkpoints") == [checkpoint]
     assert damage(checkpoint) is None
-    with filesystem(offload, 2 * state_bytes):
+    with filesystem(offload, 2 * in_files):
         assert train(more, "--resume").returncode == 0
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
