@@ -62,6 +62,7 @@ for step, batch in enumerate(batches[: options.steps], start=1):
     if mesh.rank == 0 and step % 8 == 0:
         print(f"step {step:3}: training loss {total / count:.4f}", flush=True)
 
+strategy.settle()
 # BatchNorm normalises each rank's share by itself, so its running statistics differ from rank to rank: the first that
 # computes speaks for its own. All evaluate, for with zero3 no rank has all the parameters.
 strategy.model.eval()

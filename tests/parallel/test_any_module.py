@@ -127,6 +127,7 @@ def train_on(strategy: Strategy, batches: list[tuple[Tensor, Tensor]], micro_bat
         reduced = strategy.reduce(sums, clip_norm=1.0)
         strategy.update(optimizers)
         result.append((float(reduced.sums[1] / reduced.sums[0]), float(reduced.norm)))
+    strategy.settle()
     return result
 
 

@@ -31,12 +31,14 @@ STEPS = 20
 
 
 def described(text: Path, out: Path, changes: Table) -> RunSpec:
-    """A small run over the text files of a directory, with some values changed ("section.key": value)."""
+    """A small run over the Python files of a directory, with some values changed ("section.key": value). The first by
+    name is held out: a share would be drawn by path, and be another in every folder."""
+    held_out, *train = sorted(str(file) for file in text.rglob("*.py"))
     table: Table = {
         "name": "parity",
         "out": str(out),
         "model": DENSE,
-        "data": {"train": [str(text)], "tokenizer": "bytes", "cache": str(out / "cache"), "held_out_fraction": 0.3},
+        "data": {"train": train, "held_out": [held_out], "tokenizer": "bytes", "cache": str(out / "cache")},
         "training": {"steps": STEPS, "sequence": 32, "tokens_per_step": 8 * 32, "precision": "fp64"},
         "optimizer": {"warmup_steps": 3, "learning_rate": 0.01},
     }

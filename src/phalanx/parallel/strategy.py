@@ -100,7 +100,8 @@ class Strategy:
         """Let the model compute with what is trained, after somebody else than `update` changed that."""
 
     def settle(self) -> None:
-        """Have every update that was made, so that all ranks compute with the same weights."""
+        """Have every update that was made, so that all ranks compute with the same weights; before anything else than
+        a step, and at the end (asynchronous updates may still be under way)."""
 
     def new_state(self, parameter: nn.Parameter) -> Tensor:
         """Optimizer state of a trained parameter, not stepped yet: zeros like it, where such state rests."""
