@@ -30,6 +30,7 @@ from phalanx.parallel.parameter_server import parameter_server
 from phalanx.parallel.splittable import refuse_unsplittable
 from phalanx.parallel.strategy import Strategy, give_memory
 from phalanx.parallel.zero import ZeRO
+from phalanx.spec.installed import refuse_unsupported
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
@@ -75,6 +76,7 @@ def distribute(
 
     Raises UserError for what a layout cannot hold.
     """
+    refuse_unsupported(layout)
     refuse_unsplittable(module, layout)
     compute_dtype = torch.bfloat16 if precision == "bf16" else None
     shards = mesh.axes("dp_replicate", "dp_shard") if mesh.degrees.dp_shard > 1 else None

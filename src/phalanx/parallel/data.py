@@ -2,7 +2,6 @@
 
 Gradients are all-reduced in buckets while the backward pass goes on (PyTorch Distributed, arXiv 2006.15704)."""
 
-import inspect
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +16,6 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.parallel.strategy import Strategy
-from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 
 POWERSGD_FROM_STEP = 10
@@ -83,17 +81,9 @@ class DataParallel(Strategy):
 
 
 def _buckets(layout: Layout) -> dict[str, Any]:
-    """DDP's options for the size of buckets, in MiB.
-
-    Raises UserError if this torch has none for the first.
-    """
+    """DDP's options for the size of buckets, in MiB."""
     if layout.first_bucket_mb is None:
         return {"bucket_cap_mb": layout.bucket_mb}
-    if "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel.__init__).parameters:
-        raise UserError(
-            "parallel.first_bucket_mb", layout.first_bucket_mb, f"torch {torch.__version__} cannot size it",
-            "use torch 2.13, or remove it",
-        )  # fmt: skip
     return {"bucket_cap_mb_list": [layout.first_bucket_mb, layout.bucket_mb]}
 
 

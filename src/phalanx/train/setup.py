@@ -25,6 +25,7 @@ from phalanx.data.loader import Loader
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.spec.errors import UserError
+from phalanx.spec.installed import refuse_unsupported
 from phalanx.spec.layout import refuse_unrunnable
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec, cut_batch
@@ -43,6 +44,7 @@ def run_directory(run: RunSpec) -> Path:
 def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
     """Raise UserError for what would stop this run later; its text is `prepare`'s to check. Changes nothing."""
     refuse_unrunnable(run.parallel)
+    refuse_unsupported(run.parallel)
     cut_batch(run, world_size)
     known = {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0)
     if run.model.vocab < known:

@@ -1,0 +1,23 @@
+"""What the installed PyTorch lacks for a layout; known without importing it."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
+
+SIZES_FIRST_BUCKET = (2, 13)
+"""From this version on DDP takes bucket_cap_mb_list."""
+
+
+def refuse_unsupported(layout: Layout) -> None:
+    """Raise UserError for a choice that the installed PyTorch cannot follow."""
+    installed = version("torch")
+    major, minor, *_ = installed.split(".")
+    if layout.first_bucket_mb is not None and (int(major), int(minor)) < SIZES_FIRST_BUCKET:
+        needed = ".".join(map(str, SIZES_FIRST_BUCKET))
+        raise UserError(
+            "parallel.first_bucket_mb", layout.first_bucket_mb, f"torch {installed} cannot size it",
+            f"use torch {needed}, or remove it",
+        )  # fmt: skip
