@@ -116,7 +116,7 @@ cores, two that share a copy and two copies.
 - {rounds} rounds of {steps} steps of each trainer after two to warm up; medians.
 - torch {version("torch")}, {", ".join(PEERS)}; {platform.machine()}, {os.cpu_count()} cores, Python
   {platform.python_version()}.
-- Again: `python -m benchmarks.data_parallel`.
+- Again: `python -m benchmarks.data_parallel --rounds {rounds}`.
 """
 
 
