@@ -1,0 +1,146 @@
+"""A pipeline schedule as data: what each rank computes, in order. It is simulated, drawn, exchanged with PyTorch, and
+run.
+
+Letters are PyTorch's: F forward; B the whole backward; I and W its halves, the gradients of the stage's input and of
+its weights. (Papers on zero bubble write B for I.) `2F0` is the forward pass of micro-batch 0 through stage 2.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, cast
+
+from phalanx.spec.errors import UserError
+
+Kind = Literal["F", "B", "I", "W"]
+COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*$")
+ACTION = re.compile(r"(\d+)([FBIW])(\d+)$")
+OVERLAPPED = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B$")
+
+
+class Action(NamedTuple):
+    """One computation of one stage for one micro-batch."""
+
+    stage: int
+    kind: Kind
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro}"
+
+
+class Overlap(NamedTuple):
+    """A forward and a backward pass of two micro-batches, of which each computes while the other communicates
+    (DualPipe, arXiv 2412.19437, section 3.2.1)."""
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+
+Step = Action | Overlap
+Grid = Sequence[Sequence[Step | None]]
+"""Rows of ranks, columns of ticks; None is an idle one."""
+
+
+def actions(step: Step) -> tuple[Action, ...]:
+    """The one or two computations of a step."""
+    return (step,) if isinstance(step, Action) else tuple(step)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each pipeline rank does, in order. Sending and receiving follow from it: what a stage gives goes to the
+    rank of the next as soon as it is there."""
+
+    orders: tuple[tuple[Step, ...], ...]
+    """By rank."""
+
+    @classmethod
+    def of(cls, orders: Iterable[Iterable[Step | None]]) -> Schedule:
+        """A schedule of any rows; idle ticks are left out."""
+        return cls(tuple(tuple(step for step in order if step is not None) for order in orders))
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """What a rank computes, in order."""
+        return (action for step in self.orders[rank] for action in actions(step))
+
+    @cached_property
+    def rank_of(self) -> dict[int, int]:
+        """The rank of every stage (of the first rank that has it)."""
+        found: dict[int, int] = {}
+        for rank in range(len(self.orders)):
+            for action in self.actions(rank):
+                found.setdefault(action.stage, rank)
+        return dict(sorted(found.items()))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.orders)
+
+    @property
+    def stages(self) -> int:
+        return 1 + max(self.rank_of)
+
+    @cached_property
+    def micro_batches(self) -> int:
+        return 1 + max(action.micro for rank in range(self.ranks) for action in self.actions(rank))
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank computes."""
+        return [stage for stage, owner in self.rank_of.items() if owner == rank]
+
+    def dependencies(self, action: Action) -> list[tuple[Action, ...]]:
+        """What must have been computed before `action`: one of each of these."""
+        stage, kind, micro = action
+        if kind == "F":
+            return [(Action(stage - 1, "F", micro),)] if stage else []
+        if kind == "W":
+            return [(Action(stage, "I", micro),)]
+        after = [(Action(stage + 1, "B", micro), Action(stage + 1, "I", micro))] if stage + 1 < self.stages else []
+        return [(Action(stage, "F", micro),), *after]
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The schedule as `torch.distributed.pipelining` reads it ("compute_only"): a row per rank."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(schedule.orders)
+    return text.getvalue()
+
+
+def read_csv(text: str, name: str = "schedule") -> list[list[Step | None]]:
+    """The rows of a schedule that PyTorch or `to_csv` wrote; empty cells are idle ticks. Communication is left out: it
+    follows from the rest.
+
+    Raises UserError for a cell that is no action.
+    """
+    rows: list[list[Step | None]] = []
+    for cells in csv.reader(io.StringIO(text)):
+        stripped = [cell.strip() for cell in cells]
+        rows.append([_step(cell, f"{name}, rank {len(rows)}") for cell in stripped if not COMMUNICATION.match(cell)])
+    if not any(step for row in rows for step in row):
+        raise UserError(name, None, "holds no action", "give a row of actions per rank, such as 0F0,0F1,0B0,0B1")
+    return rows
+
+
+def _step(cell: str, place: str) -> Step | None:
+    if not cell:
+        return None
+    if pair := OVERLAPPED.match(cell):
+        forward, backward = (_step(part.strip(), place) for part in pair.groups())
+        if isinstance(forward, Action) and isinstance(backward, Action):
+            return Overlap(forward, backward)
+    if parts := ACTION.match(cell):
+        stage, kind, micro = parts.groups()
+        return Action(int(stage), cast(Kind, kind), int(micro))
+    raise UserError(
+        place, cell, "is no action",
+        "write stage, one of F, B, I, W, and micro-batch, such as 2F0; leave idle cells empty",
+    )  # fmt: skip

@@ -1,0 +1,188 @@
+"""The published pipeline schedules, each from its rule. p ranks (stages, but for those with several to a rank), m
+micro-batches."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+
+from phalanx.schedule.action import Action, Kind, Overlap, Schedule, Step, actions
+from phalanx.schedule.greedy import greedy
+from phalanx.schedule.simulate import Times
+from phalanx.spec.errors import UserError
+
+
+def naive(p: int, m: int) -> Schedule:
+    """One micro-batch after another through all stages and back."""
+    return Schedule.of([[Action(s, kind, i) for i in range(m) for kind in ("F", "B")] for s in range(p)])
+
+
+def gpipe(p: int, m: int) -> Schedule:
+    """All forward passes, then all backward passes, the last first (arXiv 1811.06965)."""
+    return Schedule.of(
+        [*(Action(s, "F", i) for i in range(m)), *(Action(s, "B", i) for i in reversed(range(m)))] for s in range(p)
+    )
+
+
+def one_f_one_b(p: int, m: int) -> Schedule:
+    """As many forward passes as there are stages after this one, then a forward and a backward pass in turn: no more
+    than p micro-batches are held (arXiv 1806.03377; the non-interleaved schedule of 2104.04473, section 2.2.1)."""
+    return Schedule.of(_in_turn(_each(s, "F", m), _each(s, "B", m), p - 1 - s) for s in range(p))
+
+
+def interleaved(p: int, m: int, v: int = 2) -> Schedule:
+    """1F1B over v stages of each rank (stage s is of rank s mod p), p micro-batches at a time through each (arXiv
+    2104.04473, section 2.2.2).
+
+    Raises UserError unless p divides m.
+    """
+    if m % p:
+        raise UserError("micro-batches", m, f"is not a multiple of the {p} ranks", "interleaved runs them p at a time")
+    rounds = [(chunk, first + i) for first in range(0, m, p) for chunk in range(v) for i in range(p)]
+
+    def order(rank: int) -> Iterator[Step]:
+        forward = [Action(chunk * p + rank, "F", micro) for chunk, micro in rounds]
+        backward = [Action((v - 1 - chunk) * p + rank, "B", micro) for chunk, micro in rounds]
+        return _in_turn(forward, backward, (v - 1) * p + 2 * (p - 1 - rank) if v > 1 else p - 1 - rank)
+
+    return Schedule.of(map(order, range(p)))
+
+
+def zb_h1(p: int, m: int) -> Schedule:
+    """1F1B whose weight halves wait: stage s does that of micro-batch i - s after the input half of i, so that the
+    input halves go up without them; no more than p micro-batches are held anywhere (arXiv 2401.10241, section 2.2)."""
+
+    def order(s: int) -> Iterator[Step]:
+        forward = deque(_each(s, "F", m))
+        yield from (forward.popleft() for _ in range(min(p - s, m)))
+        for i in range(m):
+            yield Action(s, "I", i)
+            if i >= s:
+                yield Action(s, "W", i - s)
+            if forward:
+                yield forward.popleft()
+        yield from (Action(s, "W", i) for i in range(max(m - s, 0), m))
+
+    return Schedule.of(map(order, range(p)))
+
+
+def zb_h2(p: int, m: int) -> Schedule:
+    """Input halves before forward passes before weight halves, up to 2p - 1 micro-batches held: from m = 2p - 1 on no
+    rank idles between its first and its last action, if all three take equally long (arXiv 2401.10241, section 2.3)."""
+    return greedy(
+        {s: [s] for s in range(p)}, m, lambda action, _: ("IFW".index(action.kind),), [2 * p - 1] * p, Times()
+    )
+
+
+def zb_v(p: int, m: int) -> Schedule:
+    """Two stages to a rank, s and 2p - 1 - s, down and up again like a V: the last stage is where the first is, so that
+    backward passes begin there at once, and every rank holds as much as the first of 1F1B does (arXiv 2401.10241,
+    section 6)."""
+
+    def order(rank: int) -> Iterator[Step]:
+        down, up = rank, 2 * p - 1 - rank
+        forward = {down: deque(_each(down, "F", micros)), up: deque(_each(up, "F", micros))}
+        input = {down: deque(_each(down, "I", micros)), up: deque(_each(up, "I", micros))}
+        weight: dict[int, deque[Action]] = {down: deque(), up: deque()}
+
+        def halves(stage: int) -> Iterator[Step]:
+            yield (half := input[stage].popleft())
+            yield half._replace(kind="W")
+
+        yield from (forward[down].popleft() for _ in range(2 * (p - rank) - 1))
+        for _ in range(rank):
+            yield forward[up].popleft()
+            yield forward[down].popleft()
+        for _ in range(p - rank):
+            yield forward[up].popleft()
+            yield from halves(up)
+        while forward[up]:
+            if forward[down]:
+                yield forward[down].popleft()
+            yield from halves(down)
+            yield forward[up].popleft()
+            yield from halves(up)
+        for _ in range(rank):  # weight halves wait, input halves go on
+            for stage in (down, up):
+                weight[stage].append(input[stage][0]._replace(kind="W"))
+                yield input[stage].popleft()
+        while input[down]:
+            weight[down].append(input[down][0]._replace(kind="W"))
+            yield input[down].popleft()
+            yield weight[down].popleft()
+        yield from (*weight[up], *weight[down])
+
+    # Written for at least 2p - 1 micro-batches; of fewer, those that are not there are left out.
+    micros = max(m, 2 * p - 1)
+    return Schedule.of((step for step in order(rank) if _micro(step) < m) for rank in range(p))
+
+
+def dualpipe_v(p: int, m: int) -> Schedule:
+    """DualPipe cut in half: stages as in `zb_v`; forward passes of one direction overlap with backward passes of the
+    other, so that each hides the communication of the other's experts (github.com/deepseek-ai/DualPipe, dualpipev.py).
+
+    Raises UserError for fewer micro-batches than stages.
+    """
+    if m < 2 * p:
+        raise UserError("micro-batches", m, f"is less than the {2 * p} stages", "dualpipe-v needs as many or more")
+
+    def order(rank: int) -> Iterator[Step]:
+        down, up = rank, 2 * p - 1 - rank
+        after, counts = p - 1 - rank, defaultdict[tuple[int, str], int](int)
+        waiting: deque[Action] = deque()
+
+        def do(stage: int, kind: Kind) -> Action:
+            key = (stage, "F" if kind == "F" else "B")
+            counts[key] += 1
+            return Action(stage, kind, counts[key] - 1)
+
+        def half(stage: int) -> Action:
+            waiting.append((action := do(stage, "I"))._replace(kind="W"))
+            return action
+
+        def weight() -> Iterator[Step]:
+            if waiting:
+                yield waiting.popleft()
+
+        yield from (do(down, "F") for _ in range(2 * after))
+        yield from (do(stage, "F") for _ in range(rank + 1) for stage in (down, up))
+        for _ in range(after):
+            yield half(up)
+            yield from weight()
+            yield do(up, "F")
+        for i in range(m - 2 * p + rank + 1):
+            pair = Overlap(do(down, "F"), do(up, "B"))
+            yield from actions(pair) if i == 0 and rank == p - 1 else [pair]  # apart, the last rank's are done sooner
+            yield Overlap(do(up, "F"), do(down, "B"))
+        for _ in range(after):
+            yield do(up, "B")
+            yield Overlap(do(up, "F"), do(down, "B"))
+        # From half of the rest on weight halves wait, on even ranks beginning with the stage below.
+        rest = [stage for _ in range(rank + 1) for stage in (up, down)]
+        whole = (rank + 1) // 2 * 2 + (1 - rank % 2)
+        yield from (do(stage, "B") if at < whole else half(stage) for at, stage in enumerate(rest))
+        for _ in range(after):
+            yield from weight()
+            yield half(down)
+        while waiting:
+            yield from weight()
+
+    return Schedule.of(map(order, range(p)))
+
+
+def _each(stage: int, kind: Kind, m: int) -> list[Action]:
+    return [Action(stage, kind, i) for i in range(m)]
+
+
+def _in_turn(forward: list[Action], backward: list[Action], ahead: int) -> Iterator[Step]:
+    """Some forward passes ahead, then one of each in turn while there are both."""
+    ahead = min(ahead, len(forward))
+    yield from forward[:ahead]
+    for after, before in zip(forward[ahead:], backward, strict=False):
+        yield after
+        yield before
+    yield from backward[len(forward) - ahead :]
+
+
+def _micro(step: Step) -> int:
+    return step.micro if isinstance(step, Action) else step.forward.micro

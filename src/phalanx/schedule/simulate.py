@@ -1,0 +1,142 @@
+"""How long a schedule takes: every rank runs its order as soon as what it needs has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from phalanx.schedule.action import Action, Overlap, Schedule, Step, actions
+from phalanx.schedule.validate import check
+
+Time = float | Fraction
+
+
+@dataclass(frozen=True)
+class Times:
+    """Durations, in any one unit: of a stage each, or the same for all."""
+
+    forward: Time | Sequence[Time] = 1
+    input: Time | Sequence[Time] = 1
+    """Of the backward pass, the half that gives the gradient of a stage's input."""
+    weight: Time | Sequence[Time] = 1
+    """The half that gives the gradients of its weights."""
+    transfer: Time = 0
+    """From the end of an action to the arrival of what it gives at another rank, which computes meanwhile."""
+    overlapped: Time | None = None
+    """An overlapped forward and backward pass; by default their sum."""
+
+    def of(self, action: Action) -> Time:
+        """What an action takes."""
+        forward, input, weight = (_of(times, action.stage) for times in (self.forward, self.input, self.weight))
+        return {"F": forward, "I": input, "W": weight, "B": input + weight}[action.kind]
+
+    def of_step(self, step: Step) -> Time:
+        """What a step takes."""
+        if isinstance(step, Overlap) and self.overlapped is not None:
+            return self.overlapped
+        return sum(self.of(action) for action in actions(step))
+
+
+def _of(times: Time | Sequence[Time], stage: int) -> Time:
+    return times[stage] if isinstance(times, Sequence) else times
+
+
+class Span(NamedTuple):
+    """When a step ran."""
+
+    step: Step
+    start: Time
+    end: Time
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What every rank did when, and the measures of it."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    """By rank, in order."""
+
+    @property
+    def makespan(self) -> Time:
+        """From the first start to the last end on any rank."""
+        return max(spans[-1].end for spans in self.spans) - min(spans[0].start for spans in self.spans)
+
+    def window(self, rank: int) -> Time:
+        """From a rank's own first start to its own last end: what counts where steps follow each other without a
+        synchronisation of all ranks (arXiv 2401.10241, section 2)."""
+        return self.spans[rank][-1].end - self.spans[rank][0].start
+
+    def busy(self, rank: int) -> Time:
+        """Time in which a rank computes."""
+        return sum(span.end - span.start for span in self.spans[rank])
+
+    @property
+    def bubble(self) -> Time:
+        """Idle share of the makespan over all ranks: (p - 1) / (m + p - 1) for 1F1B (arXiv 2104.04473, section 2.2)."""
+        ranks = range(len(self.spans))
+        return 1 - sum(self.busy(rank) for rank in ranks) / (len(ranks) * self.makespan)
+
+    @property
+    def overhead(self) -> Time:
+        """The makespan beyond the busiest rank's computing, over that: (p - 1) / m for 1F1B (the same source's other
+        definition)."""
+        busy = max(self.busy(rank) for rank in range(len(self.spans)))
+        return self.makespan / busy - 1
+
+    @property
+    def window_bubble(self) -> Time:
+        """Idle share of the rank whose window is the longest."""
+        rank = max(range(len(self.spans)), key=self.window)
+        return 1 - self.busy(rank) / self.window(rank)
+
+
+def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
+    """The timeline of a valid schedule.
+
+    Raises UserError if it is not valid.
+    """
+    check(schedule)
+    times = times or Times()
+    ends: dict[Action, Time] = {}
+    spans: list[list[Span]] = [[] for _ in schedule.orders]
+    left = [list(order)[::-1] for order in schedule.orders]
+    while any(left):
+        for rank, steps in enumerate(left):
+            while steps and (arrived := _arrival(schedule, times, steps[-1], rank, ends)) is not None:
+                step = steps.pop()
+                start = max(arrived, spans[rank][-1].end if spans[rank] else 0)
+                spans[rank].append(Span(step, start, start + times.of_step(step)))
+                ends.update(dict.fromkeys(actions(step), spans[rank][-1].end))
+    return Timeline(tuple(map(tuple, spans)))
+
+
+def _arrival(schedule: Schedule, times: Times, step: Step, rank: int, ends: dict[Action, Time]) -> Time | None:
+    """When everything that a step needs is on its rank; None while that is not known."""
+    latest: Time = 0
+    for action in actions(step):
+        for needed in schedule.dependencies(action):
+            found = next((one for one in needed if one in ends), None)
+            if found is None:
+                return None
+            near = schedule.rank_of[found.stage] == rank
+            latest = max(latest, ends[found] + (0 if near else times.transfer))
+    return latest
+
+
+def in_flight(schedule: Schedule, rank: int) -> list[int]:
+    """After each step of a rank, the micro-batches whose activations its stages hold: from the forward pass to the end
+    of the backward pass (of its weight half, where it is halved); those of each stage counted."""
+    held, found = 0, []
+    for step in schedule.orders[rank]:
+        held += sum(action.kind == "F" for action in actions(step))
+        found.append(held)  # before what ends with this step gives its own back
+        held -= sum(action.kind in "BW" for action in actions(step))
+    return found
+
+
+def peak_activations(schedule: Schedule, rank: int) -> Fraction:
+    """The most that `in_flight` gives, in micro-batches of all of the rank's stages together: a rank of 1F1B that holds
+    4 micro-batches has 4, and one that holds 4 micro-batches of one of its two stages has 2."""
+    return Fraction(max(in_flight(schedule, rank), default=0), len(schedule.stages_of(rank)))
