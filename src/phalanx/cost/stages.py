@@ -1,0 +1,65 @@
+"""Where a pipeline cuts the model: what each part costs, and the cut in which the slowest stage is fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
+
+from phalanx.cost.shapes import elements, parameter_shapes
+from phalanx.spec.errors import UserError
+from phalanx.spec.model import ModelSpec
+
+
+def part_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> list[float]:
+    """FLOPs to train on one token, of the embedding, of each block, and of the last norm with the head: their sum is
+    `training_flops_per_token` and, for the rows of the embedding that are read and whose gradients are added, 2 D."""
+    attention = 12 * spec.heads * spec.head_dim * sequence * (0.5 if causal else 1.0)
+    blocks = [attention] * spec.layers
+    for name, shape in parameter_shapes(spec).items():
+        owner, _, rest = name.partition(".")
+        if owner == "blocks" and len(shape) >= 2:
+            layer, _, tensor = rest.partition(".")
+            used = spec.moe.top_k / spec.moe.experts if spec.moe and ".experts." in f".{tensor}" else 1.0
+            blocks[int(layer)] += 6 * elements(shape) * used
+    return [2.0 * spec.width, *blocks, 6.0 * spec.vocab * spec.width]
+
+
+def cut_stages(costs: Sequence[float], stages: int) -> list[int]:
+    """How many blocks each stage has, where `costs` are those of the embedding, of each block and of the head: each has
+    one at least, the costliest stage costs as little as can be, and the rest are as even as this leaves them.
+
+    Raises UserError if there are more stages than blocks.
+    """
+    layers = len(costs) - 2
+    if stages > layers:
+        raise UserError(
+            "parallel.pp", stages, f"stages for a model of {layers} layers; each needs one at least",
+            f"use at most {layers} stages in all (pp, times the stages of a rank), or a deeper model",
+        )  # fmt: skip
+    first, *blocks, last = costs
+    blocks[0] += first
+    blocks[-1] += last
+    before = [0.0, *accumulate(blocks)]
+
+    def best(limit: float, power: int) -> tuple[float, list[int]]:
+        """The least sum of the stages' costs to a power (0: only the largest counts), none of them above the limit."""
+        # reach[end]: the best cut of the first `end` blocks into the stages so far, and its ends.
+        reach: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+        for stage in range(stages):
+            later = stages - 1 - stage
+            following: dict[int, tuple[float, list[int]]] = {}
+            for begin, (so_far, ends) in reach.items():
+                for end in range(begin + 1, layers - later + 1):
+                    cost = before[end] - before[begin]
+                    if cost > limit:
+                        break
+                    total = so_far + cost**power if power else max(so_far, cost)
+                    if total < following.get(end, (inf, []))[0]:
+                        following[end] = total, [*ends, end]
+            reach = following
+        return reach[layers]
+
+    slowest, _ = best(inf, 0)
+    _, ends = best(slowest * (1 + 1e-12), 2)
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]

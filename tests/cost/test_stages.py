@@ -1,0 +1,55 @@
+"""Stages are cut by cost: published counts, the head's weight, and the best of all cuts."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.cost.compute import training_flops_per_token
+from phalanx.cost.stages import cut_stages, part_flops
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import load_model
+
+
+@pytest.mark.parametrize(("layers", "stages", "each"), [(48, 4, 12), (12, 4, 3)])
+def test_equal_layers_are_shared_equally(layers: int, stages: int, each: int) -> None:
+    assert cut_stages([0.0, *[1.0] * layers, 0.0], stages) == [each] * stages
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "gpt2-124m", "mixtral-8x7b", "spes-7b"])
+def test_parts_are_the_whole(model: str) -> None:
+    spec = load_model(model)
+    parts = part_flops(spec, 2048)
+    assert len(parts) == spec.layers + 2
+    assert sum(parts) == pytest.approx(training_flops_per_token(spec, 2048) + 2 * spec.width, rel=1e-12)
+
+
+def test_the_head_takes_blocks_from_its_stage() -> None:
+    spec = load_model("llama3-8b")  # its head costs as much as 2 blocks
+    assert cut_stages(part_flops(spec, 2048), 4) == [8, 9, 9, 6]
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(UserError, match=r"parallel\.pp = 3: stages for a model of 2 layers"):
+        cut_stages([0, 1, 1, 0], 3)
+
+
+@given(st.lists(st.integers(1, 9), min_size=3, max_size=10), st.integers(1, 5))
+def test_no_cut_is_better(costs: list[int], stages: int) -> None:
+    layers = len(costs) - 2
+    stages = min(stages, layers)
+
+    def sums(ends: tuple[int, ...]) -> list[int]:
+        whole = [costs[0] + costs[1], *costs[2:-2], costs[-2] + costs[-1]] if layers > 1 else [sum(costs)]
+        return [sum(whole[a:b]) for a, b in zip((0, *ends), (*ends, layers), strict=True)]
+
+    found = cut_stages(costs, stages)
+    assert sum(found) == layers
+    assert min(found) >= 1
+    ends = tuple(sum(found[: i + 1]) for i in range(stages - 1))
+    others = [sums(other) for other in combinations(range(1, layers), stages - 1)]
+    key = lambda stage: (max(stage), sum(cost**2 for cost in stage))  # noqa: E731
+    assert key(sums(ends)) == min(map(key, others))
