@@ -18,14 +18,14 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from phalanx.parallel.apply import distribute
 from phalanx.parallel.mesh import build_mesh
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import RUNNABLE_DATA, Layout
 from phalanx.train.launch import join_ranks, leave
 
 BATCH = 64  # images per step, over all ranks
 EPOCH = 24 * BATCH  # images to learn from; the other 261 are the test
 
 parser = argparse.ArgumentParser()
-parser.add_argument("data", nargs="?", default="ddp", help="the data parallelism: ddp, zero1, zero2, ...")
+parser.add_argument("data", nargs="?", default="ddp", choices=RUNNABLE_DATA, help="the data parallelism")
 parser.add_argument("--dp-shard", type=int, help="ranks that share one copy (hsdp)")
 parser.add_argument("--steps", type=int, default=72)
 options = parser.parse_args()

@@ -48,7 +48,7 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"training.steps": -5}, ("training.steps = -5", "greater than 0")),
     ({"training.compile": '"yes"'}, ("training.compile = 'yes'", "true")),
     ({"training.precision": '"fp16"'}, ("training.precision = 'fp16'", "bf16")),
-    ({"training.tokens_per_step": 250}, ("training.tokens_per_step = 250", "training.sequence (32)", "use 224")),
+    ({"training.tokens_per_step": 250}, ("training.tokens_per_step = 250", "training.sequence (32)", "use 256")),
     ({"training.tokens_per_step": 32}, ("training.tokens_per_step = 32", "2 data-parallel ranks", "fix: use")),
     (
         {"training.tokens_per_step": 96, "parallel.data": '"zero2"'},
@@ -61,7 +61,7 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"parallel.data": '"fsdp"'}, ("parallel.data = 'fsdp'", "zero3")),
     (
         {"parallel.data": '"parameter_server"', "parallel.servers": 2},
-        ("parallel.servers = 2", "no worker of the 2 ranks", "at most 1"),
+        ("parallel.servers = 2", "no worker of the 2 ranks", "lower it to 1"),
     ),
     ({"parallel.servers": 2}, ("parallel.servers = 2", "no meaning", "parameter_server")),
     ({"parallel.data": '"parameter_server"', "parallel.staleness": -1}, ("parallel.staleness = -1", "raise it")),

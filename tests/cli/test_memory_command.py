@@ -45,7 +45,15 @@ def test_it_shows_every_strategy_and_marks_the_runs_own(run):
     assert all(column in text for column in COLUMNS)
     assert "offloaded" not in text
     names = [line.split("  ")[0] if line[0] == "*" else line[2:].split("  ")[0] for line in lines[4:11]]
-    assert names == ["ddp", "zero1", "* zero2", "zero3", "hsdp", "parameter_server server", "parameter_server worker"]
+    assert names == [
+        "ddp",
+        "zero1",
+        "* zero2",
+        "zero3",
+        "hsdp of 2",
+        "parameter_server server",
+        "parameter_server worker",
+    ]
     assert "exact: parameters" in text
     assert "estimated: activations" in text
     assert "…" not in text

@@ -1,6 +1,7 @@
 import pytest
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import check_meaning
 from phalanx.spec.load import build_run, load_model, load_run, preset_names
 from phalanx.spec.run import cut_batch
 
@@ -18,7 +19,7 @@ BAD = [
     ("[training]\nsteps = 0", "training.steps", "0", "raise it"),
     ("[training]\nstep = 5", "training.step", "5", "did you mean 'steps'?"),
     ("[trainin]\nsteps = 5", "trainin", "", "did you mean 'training'?"),
-    ("[training]\ntokens_per_step = 1000", "training.tokens_per_step", "1000", "use 768"),
+    ("[training]\ntokens_per_step = 1000", "training.tokens_per_step", "1000", "use 1024"),
     ("training = 5", "training", "5", "write a table: [training]"),
     ('[optimizer]\nname = "adam"', "optimizer.name", "'adam'", "did you mean 'adamw'?"),
     ("[optimizer]\nlearning_rate = inf", "optimizer.learning_rate", "inf", "write a finite number"),
@@ -79,6 +80,42 @@ def test_defaults_then_file_then_environment_then_set(tmp_path):
     training = run.training
     assert (training.max_bad_steps, training.sequence, training.seed, training.steps) == (5, 128, 3, 4000)
     assert (run.name, run.model.layers, run.model.width, run.model.qk_norm) == ("trial", 4, 192, "none")
+
+
+def test_an_empty_value_is_the_default(tmp_path):
+    path = run_file(tmp_path, '[parallel]\ndata = "hsdp"\ndp_shard = 2')
+    assert load_run(path, ["parallel.dp_shard="], {}).parallel.dp_shard is None
+
+
+def test_another_strategy_leaves_the_choices_of_the_files_own_behind(tmp_path):
+    offloaded = (
+        '[parallel]\ndata = "zero3"\nreshard = false\noffload = "nvme"\noffload_directory = "/x"\nmicro_batch = 2'
+    )
+    path = run_file(tmp_path, offloaded)
+    ddp = load_run(path, ["parallel.data=ddp"], {}).parallel
+    assert (ddp.reshard, ddp.offload, ddp.offload_directory, ddp.micro_batch) == (True, "none", None, 2)
+    here = load_run(path, ["parallel.offload=none"], {}).parallel
+    assert (here.reshard, here.offload_directory) == (False, None)
+    zero1 = load_run(path, ["parallel.data=zero1"], {}).parallel
+    assert (zero1.reshard, zero1.offload, zero1.offload_directory) == (True, "nvme", "/x")
+    asked = load_run(path, ["parallel.data=ddp", "parallel.staleness=2"], {}).parallel
+    with pytest.raises(UserError, match=r"parallel\.staleness = 2: has no meaning"):
+        check_meaning(asked)
+
+
+def test_a_mistake_in_the_environment_is_named_so(tmp_path):
+    with pytest.raises(
+        UserError, match=r"training\.stepz = 3: is not a known field \(set by PHALANX_TRAINING__STEPZ\)"
+    ):
+        load_run(run_file(tmp_path, ""), [], {"PHALANX_TRAINING__STEPZ": "3"})
+
+
+@pytest.mark.parametrize(("text", "warmup"), [
+    ("", 50), ("[training]\nsteps = 4", 2), ("[training]\nsteps = 1", 0), ("[training]\nsteps = 100", 50),
+    ("[training]\nsteps = 60\n[optimizer]\nwarmup_steps = 40", 40),
+])  # fmt: skip
+def test_a_short_run_warms_up_for_half_of_it(tmp_path, text, warmup):
+    assert load_run(run_file(tmp_path, text), [], {}).optimizer.warmup_steps == warmup
 
 
 @pytest.mark.parametrize("override", ["training.steps", "=5", "name.x.y=1"])

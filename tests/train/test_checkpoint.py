@@ -22,7 +22,7 @@ from phalanx.data.loader import prefetch
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
-from phalanx.train.manifest import checkpoints, damage, newest_intact
+from phalanx.train.manifest import check_manifest, checkpoints, damage, newest_intact
 from phalanx.train.metrics import read_metrics
 from phalanx.train.setup import set_up, to_toml
 
@@ -48,7 +48,9 @@ def first_half(run: RunSpec) -> None:
 def second_half(run: RunSpec) -> list[tuple[float, float]]:
     """Return from the newest checkpoint and train to the end."""
     under_way = trainer(run)
-    assert under_way.resume() == (True, {})
+    resumed, damaged = under_way.resume()
+    assert resumed
+    assert not damaged
     assert (under_way.step, under_way.tokens) == (HALF, HALF * run.training.tokens_per_step)
     result = steps(under_way, run.training.steps)
     under_way.strategy.settle()
@@ -259,7 +261,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
     run = described(text, tmp_path, {"model": MOE})
     under_way = trainer(run)
     resumed, damaged = under_way.resume()
-    assert (resumed, under_way.step) == (True, 2)
+    assert (resumed, under_way.step) == (1, 2)
     assert list(damaged) == ["step-00000004"]
     assert "checksum" in damaged["step-00000004"]
     assert steps(under_way, 4) == trajectory(described(text, tmp_path / "whole", {"model": MOE}))[2:4]
@@ -342,3 +344,11 @@ def test_a_broken_manifest_does_not_refuse_the_run(text: Path, saved: Path, tmp_
     shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
     (tmp_path / "parity" / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
     set_up(described(text, tmp_path, {"model": MOE}), 1, resume=True)
+
+
+def test_a_run_does_not_return_to_before_its_checkpoint(text: Path, tmp_path: Path) -> None:
+    run = described(text, tmp_path, {})
+    manifest = {"model": run.model.model_dump(mode="json"), "optimizer": "adamw", "step": run.training.steps}
+    check_manifest(run, manifest)
+    with pytest.raises(UserError, match=r"training.steps = 20: is less than the 21 steps that the run has done"):
+        check_manifest(run, {**manifest, "step": run.training.steps + 1})

@@ -186,6 +186,9 @@ def test_the_rank_that_was_killed_is_named(changes: dict[str, Any], text: Path, 
     assert process.returncode == 1
     assert "phalanx: rank 1 was killed by SIGKILL" in said
     assert said.count("phalanx: ") == 1
+    assert f"there is no checkpoint yet; continue with: phalanx train {tmp_path / 'parity'} --resume" in said
+    left = json.loads((tmp_path / "parity" / "failures" / "rank-00001.json").read_text())
+    assert left["reason"].startswith("was killed by SIGKILL")
 
 
 def wait_for_steps(process: subprocess.Popen[str], directory: Path, count: int) -> None:

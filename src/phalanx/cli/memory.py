@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from phalanx.cli.info import describe, short
 from phalanx.cost.memory import RankMemory, rank_memory
@@ -43,6 +43,8 @@ class Row:
     fits: bool | None = None
     """None where the memory is not known; a server is in the CPU's."""
     problem: str = ""
+    dp_shard: int | None = None
+    """Of hsdp, where the run file does not say."""
 
 
 def memory(
@@ -88,7 +90,8 @@ def rows(run: RunSpec, world_size: int) -> list[Row]:
         own = data == run.parallel.data
         layout = run.parallel if own else _layout(run.parallel, data, world_size)
         if layout is not None:
-            found += _rows(run.model_copy(update={"parallel": layout}), world_size, own)
+            made = _rows(run.model_copy(update={"parallel": layout}), world_size, own)
+            found += made if own else [replace(row, dp_shard=layout.dp_shard) for row in made]
     return found
 
 
@@ -157,7 +160,9 @@ def _line(run: RunSpec, world_size: int, why: str, found: list[Row]) -> str:
 def _table(world_size: int, found: list[Row]) -> Table:
     offloads = any(row.memory and row.memory.offloaded for row in found)
     differ = len({row.micro_batch for row in found if row.micro_batch}) > 1
-    table = Table("bytes per rank", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table = Table(
+        Column("bytes per rank", no_wrap=True), box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0)
+    )
     for column in (*PARTS, *(["offloaded"] if offloads else []), *(["micro-batch"] if differ else []), ""):
         table.add_column(column, justify="right")
     for row in found:
@@ -176,4 +181,5 @@ def _name(row: Row, world_size: int) -> str:
     """The strategy, and the role where there are two; the run's own is marked."""
     data = "one process" if world_size == 1 and row.data == "ddp" else row.data
     role = "" if row.role == "rank" else f" {row.role}"
-    return f"{'*' if row.own else ' '} {data}{role}"
+    shard = f" of {row.dp_shard}" if row.dp_shard else ""
+    return f"{'*' if row.own else ' '} {data}{shard}{role}"

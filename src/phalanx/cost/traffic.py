@@ -14,8 +14,9 @@ from phalanx.spec.run import RunSpec, cut_batch
 def run_traffic(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
     """Traffic by role: of "rank", or with a parameter server of "server" (the fullest) and "worker".
 
-    Exact but for what is smaller than a kilobyte (sums of losses and norms). Rows that ranks share unevenly are sent
-    with padding, and counted so. Raises UserError if the layout cannot run on so many ranks.
+    Exact but for what is smaller than a kilobyte (sums of losses and norms); of PowerSGD what steps send once it
+    compresses. Rows that ranks share unevenly are sent with padding, and counted so. Raises UserError if the layout
+    cannot run on so many ranks.
     """
     layout, precision = run.parallel, run.training.precision
     cut, sizes, shapes = cut_batch(run, world_size), degrees(layout, world_size), parameter_shapes(run.model)
@@ -26,8 +27,8 @@ def run_traffic(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
         return {"rank": []}
     whole = _padded(shapes, sizes.dp_shard)
     if layout.data == "ddp":
-        compressed = 2 if layout.compress == "bf16" else kept
-        return {"rank": update_traffic("ddp", kept * whole, compressed * whole, sizes.dp)}
+        sent = {"none": kept * whole, "bf16": 2 * whole, "powersgd": kept * _powersgd(shapes, layout.compress_rank)}
+        return {"rank": update_traffic("ddp", kept * whole, sent[layout.compress], sizes.dp)}
     muon = _muons(shapes, run, sizes.dp_shard)
     if layout.data in ("zero1", "zero2"):
         reduced = update_traffic(layout.data, computed * whole, computed * whole, sizes.dp, cut.accumulation)
@@ -45,6 +46,17 @@ def run_traffic(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
         )
     ]  # fmt: skip
     return {"rank": [*_merged(traffic), *muon]}
+
+
+def _powersgd(shapes: Shapes, rank: int) -> int:
+    """Numbers that PowerSGD sends: of a tensor as a matrix [n, m] two thin ones of n x rank and rank x m, where they
+    have less than half of its numbers; of others all (arXiv 1905.13727, algorithm 1; PyTorch's powerSGD_hook)."""
+    total = 0
+    for shape in shapes.values():
+        n, m = shape[0], elements(shape) // shape[0]
+        thin = (n + m) * min(n, m, rank)
+        total += thin if len(shape) > 1 and 2 * (n + m) * rank < n * m else n * m
+    return total
 
 
 def _muons(shapes: Shapes, run: RunSpec, ranks: int) -> list[Traffic]:

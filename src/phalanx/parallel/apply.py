@@ -77,7 +77,7 @@ def distribute(
     Raises UserError for what a layout cannot hold.
     """
     refuse_unsupported(layout)
-    refuse_unsplittable(module, layout)
+    refuse_unsplittable(module, layout, blocks)
     compute_dtype = torch.bfloat16 if precision == "bf16" else None
     shards = mesh.axes("dp_replicate", "dp_shard") if mesh.degrees.dp_shard > 1 else None
     offload = make_offload(layout)

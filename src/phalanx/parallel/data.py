@@ -3,7 +3,7 @@
 Gradients are all-reduced in buckets while the backward pass goes on (PyTorch Distributed, arXiv 2006.15704)."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -44,11 +44,12 @@ class DataParallel(Strategy):
             init_sync=False,  # initial weights are a function of their names
             **_buckets(layout),
         )
+        self._powersgd: PowerSGDState | None = None
         if layout.compress == "bf16":
             self.model.register_comm_hook(group, average_in_bf16)
         elif layout.compress == "powersgd":
-            state = PowerSGDState(group, layout.compress_rank, POWERSGD_FROM_STEP)
-            self.model.register_comm_hook(state, powerSGD_hook)
+            self._powersgd = PowerSGDState(group, layout.compress_rank, POWERSGD_FROM_STEP)
+            self.model.register_comm_hook(self._powersgd, powerSGD_hook)
         self._last_gradient = 0.0
         for parameter in module.parameters():
             if parameter.requires_grad:
@@ -69,6 +70,11 @@ class DataParallel(Strategy):
         if next(self.model.parameters()).device.type == "cpu":
             now = time.perf_counter()
             self.exposed.add(min(now, self._last_gradient), now)
+
+    def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+        """As everywhere, and what PowerSGD did not send yet."""
+        unsent = self._powersgd.error_dict.values() if self._powersgd else ()
+        return super().held(optimizers) | {"communication": list(unsent)}
 
     def join(self) -> AbstractContextManager[None]:
         """Around the last steps of a run, of which ranks have different numbers: those that are done shadow the others'

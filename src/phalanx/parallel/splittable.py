@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -30,8 +30,10 @@ def refuse_unsplittable_optimizers(optimizers: Iterable[torch.optim.Optimizer]) 
                 raise UserError("optimizer", type(optimizer).__name__, problem, fix)
 
 
-def refuse_unsplittable(module: nn.Module, layout: Layout) -> None:
-    """Raise UserError for a parameter whose rows cannot be given to ranks."""
+def refuse_unsplittable(module: nn.Module, layout: Layout, blocks: Sequence[nn.Module] = ()) -> None:
+    """Raise UserError for a parameter whose rows cannot be given to ranks, or for a module that is its own block."""
+    if any(block is module for block in blocks):
+        raise UserError("blocks", type(module).__name__, "is the module itself", "name its parts, or none")
     for name, parameter in named_parameters(module) if layout.data in SHARDED else ():
         if parameter.ndim == 0:
             problem, fix = f"{name} is a scalar and has no rows to split", "give it the shape [1]"

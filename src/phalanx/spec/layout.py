@@ -132,7 +132,7 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
     if servers and servers >= world_size:
         raise UserError(
             "parallel.servers", servers, f"leaves no worker of the {world_size} ranks of the run",
-            f"start more ranks, or use at most {world_size - 1} servers" if world_size > 1 else "start more ranks",
+            f"start more ranks, or lower it to {world_size - 1}" if world_size > 1 else "start more ranks",
         )  # fmt: skip
     model_ranks = layout.pp * layout.cp * layout.tp
     if (world_size - servers) % model_ranks:

@@ -12,30 +12,58 @@ from typing import Any
 
 from phalanx.spec.base import parse, suggest
 from phalanx.spec.cluster import Cluster
-from phalanx.spec.errors import UserError
+from phalanx.spec.errors import UserError, UserErrors
 from phalanx.spec.hf_config import model_table
+from phalanx.spec.layout import MEANT_FOR, Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.run import RunSpec
+from phalanx.spec.run import OptimizerSpec, RunSpec
 
 ENVIRONMENT_PREFIX = "PHALANX_"
 Table = dict[str, Any]
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = (), environment: Mapping[str, str] = os.environ) -> RunSpec:
-    """Read a run file; `overrides` are the --set arguments, such as "training.steps=200".
+    """Read a run file; `overrides` are the --set arguments, such as "training.steps=200". A value that is left out
+    ("parallel.dp_shard=") is the default.
 
     Raises UserError that names the field, its value and the fix.
     """
     table = read_toml(path)
+    written = dict(parallel) if isinstance(parallel := table.get("parallel", {}), dict) else {}
+    from_environment = {}
     for name, text in sorted(environment.items()):
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
-            _assign(table, name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), text, name)
+            keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+            from_environment[".".join(keys)] = name
+            _assign(table, keys, text, name)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key.strip():
             raise UserError("--set", override, "is not KEY=VALUE", "write, for example, --set training.steps=200")
+        from_environment.pop(key.strip(), None)
         _assign(table, key.strip().split("."), text.strip(), f"--set {key}")
-    return build_run(table)
+    _leave_behind(table.get("parallel", {}), written)
+    try:
+        return build_run(table)
+    except UserError as error:
+        for one in error.errors if isinstance(error, UserErrors) else [error]:
+            if one.field in from_environment:
+                one.problem += f" (set by {from_environment[one.field]})"
+        raise
+
+
+def _leave_behind(parallel: Any, written: Table) -> None:
+    """Another strategy than the run file's leaves behind those of its choices that mean nothing to the new one."""
+    if not isinstance(parallel, dict):
+        return
+    kept = [field for field in written if parallel.get(field) == written[field]]
+    if parallel.get("data") != written.get("data"):
+        data = str(parallel.get("data", Layout.model_fields["data"].default))
+        for field in kept:
+            if data not in MEANT_FOR.get(field, (data,)):
+                del parallel[field]
+    if parallel.get("offload") != written.get("offload") and "offload_directory" in kept:
+        parallel.pop("offload_directory")
 
 
 def build_run(table: Table) -> RunSpec:
@@ -44,6 +72,7 @@ def build_run(table: Table) -> RunSpec:
     if isinstance(model := table.get("model", {}), dict):
         table["model"] = resolve_model(model)
     table["data"] = _with_tokenizer(table.get("data", {}), table.get("model"))
+    table["optimizer"] = _with_warmup(table.get("optimizer", {}), table.get("training"))
     if isinstance(cluster := table.get("cluster", {}), dict):
         table["cluster"] = resolve_preset(cluster, "machines", "cluster")
     return parse(RunSpec, table)
@@ -68,6 +97,15 @@ def _with_tokenizer(data: Any, model: Any) -> Any:
         return data
     path = Path(str(model["from_hf"])).expanduser() / "tokenizer.json"
     return {**data, "tokenizer": str(path)} if path.is_file() else data
+
+
+def _with_warmup(optimizer: Any, training: Any) -> Any:
+    """A short run warms up for at most half of its steps, unless the run file says otherwise."""
+    steps = training.get("steps") if isinstance(training, dict) else None
+    if not isinstance(optimizer, dict) or "warmup_steps" in optimizer or not isinstance(steps, int) or steps < 1:
+        return optimizer
+    usual = int(OptimizerSpec.model_fields["warmup_steps"].default)
+    return {**optimizer, "warmup_steps": steps // 2} if steps < 2 * usual else optimizer
 
 
 def load_machine(name: str) -> Cluster:
@@ -110,7 +148,8 @@ def read_toml(path: str | Path) -> Table:
     path = Path(path)
     if path.is_dir() or not path.exists():
         problem = "is a directory" if path.is_dir() else "no such file"
-        raise UserError("run file", str(path), problem, "write one with: phalanx init " + (path.name or "run.toml"))
+        name = path.name if path.suffix == ".toml" else "run.toml"
+        raise UserError("run file", str(path), problem, f"write one with: phalanx init {name}")
     try:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -146,7 +185,10 @@ def _assign(table: Table, path: list[str], text: str, origin: str) -> None:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise UserError(origin, text, f"{part} is a value, not a table", "check the dotted path")
-    table[path[-1]] = _value(text)
+    if text:
+        table[path[-1]] = _value(text)
+    else:
+        table.pop(path[-1], None)
 
 
 def _value(text: str) -> Any:

@@ -91,7 +91,7 @@ class OptimizerSpec(Spec):
     clip_norm: float = Field(1.0, ge=0)
     """Largest norm of the whole gradient; 0 does not clip."""
     warmup_steps: int = Field(50, ge=0)
-    """Steps in which the learning rate rises linearly to its peak."""
+    """Steps in which the learning rate rises linearly to its peak; of a run file without it at most half of all."""
     decay: Literal["cosine", "linear", "wsd", "none"] = "cosine"
     """After warm-up: cosine or linear to the end, or warm-up, stable, decay (wsd, arXiv 2404.06395)."""
     decay_fraction: float = Field(0.2, gt=0, le=1)
@@ -158,7 +158,7 @@ class RunSpec(Spec):
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
         training, optimizer = self.training, self.optimizer
-        whole = max(1, training.tokens_per_step // training.sequence) * training.sequence
+        whole = max(1, round(training.tokens_per_step / training.sequence)) * training.sequence
         require(
             training.tokens_per_step % training.sequence == 0, "training.tokens_per_step", training.tokens_per_step,
             f"is not a multiple of training.sequence ({training.sequence})", f"use {whole}",
@@ -207,9 +207,10 @@ def cut_batch(run: RunSpec, world_size: int) -> Cut:
     training = run.training
     sequences = training.tokens_per_step // training.sequence
     base = training.base_ranks or dp
+    scales = training.scaling != "keep"
     require(
-        (training.scaling == "keep") == (training.base_ranks is None), "training.base_ranks", training.base_ranks,
-        f'and training.scaling = "{training.scaling}" do not go together',
+        scales == (training.base_ranks is not None), "training.base_ranks", training.base_ranks,
+        f'{"is needed" if scales else "has no meaning"} with training.scaling = "{training.scaling}"',
         "set both base_ranks and scaling (linear or sqrt), or neither",
     )  # fmt: skip
     require(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
+from phalanx.train.manifest import checkpoints
 from phalanx.train.setup import FAILURES
 
 # Without the first, restarted gloo ranks find stale addresses. The next two keep freed memory in the process: a step
@@ -77,7 +78,9 @@ def spawn(directory: Path, nproc: int, *options: str) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we name the failing rank ourselves
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # we name the failing rank ourselves
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, start_method="spawn",
@@ -107,15 +110,32 @@ def report_failures(directory: Path, error: Any) -> int:
     if killed or not failures:
         rank, code = killed[0] if killed else (error.get_first_failure()[0], error.get_first_failure()[1].exitcode)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        print(f"phalanx: rank {rank} {how} without a word; out of memory?", file=sys.stderr)
+        reason = f"{how} without a word; out of memory?"
+        record = {"rank": rank, "time": time.time(), "reason": reason, "code": 1}
+        with suppress(OSError):  # the disk may be full
+            _failure_file(directory, rank).write_text(json.dumps(record, indent=1))
+        print(f"phalanx: rank {rank} {reason}", file=sys.stderr)
+        _say_how_to_go_on(directory)
         return 1
     first = min(failures, key=lambda failure: failure["time"])
     if first["code"] == 2:
         print(f"phalanx: {first['reason']}", file=sys.stderr)
     else:
         print(f"phalanx: rank {first['rank']} failed after step {first['step']}: {first['reason']}", file=sys.stderr)
-        print(f"  traceback: {directory / FAILURES}/rank-{first['rank']:05d}.json", file=sys.stderr)
+        print(f"  traceback: {_failure_file(directory, first['rank'])}", file=sys.stderr)
+        _say_how_to_go_on(directory)
     return int(first["code"])
+
+
+def _say_how_to_go_on(directory: Path) -> None:
+    saved = checkpoints(directory / "checkpoints")
+    last = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
+    print(f"  {last}; continue with: phalanx train {directory} --resume", file=sys.stderr)
+
+
+def _failure_file(directory: Path, rank: int) -> Path:
+    (directory / FAILURES).mkdir(exist_ok=True)
+    return directory / FAILURES / f"rank-{rank:05d}.json"
 
 
 def _read_failures(directory: Path) -> list[dict[str, Any]]:
@@ -138,8 +158,7 @@ def write_failure(directory: Path, rank: int, step: int, error: BaseException) -
         "traceback": traceback.format_exc(),
     }
     try:
-        (directory / FAILURES).mkdir(exist_ok=True)
-        (directory / FAILURES / f"rank-{rank:05d}.json").write_text(json.dumps(record, indent=1))
+        _failure_file(directory, rank).write_text(json.dumps(record, indent=1))
     except OSError:  # the disk may be what failed
         print(f"phalanx: rank {rank} failed after step {step}: {record['reason']}", file=sys.stderr)
 

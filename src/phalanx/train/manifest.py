@@ -146,7 +146,12 @@ def _point(checkpoint: Path) -> None:
 
 
 def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
-    """Raise UserError if a checkpoint is of another model or optimizer than `run` describes."""
+    """Raise UserError if a checkpoint is of another model or optimizer than `run` describes, or beyond its end."""
+    if run.training.steps < manifest["step"]:
+        raise UserError(
+            "training.steps", run.training.steps, f"is less than the {manifest['step']} steps that the run has done",
+            "raise it, or start a new run",
+        )  # fmt: skip
     before, now = manifest["model"], run.model.model_dump(mode="json")
     moe_before, moe_now = before["moe"] or {}, now["moe"] or {}
     pairs = [(f"model.{name}", before[name], now[name]) for name in SHAPE]

@@ -22,6 +22,7 @@ from phalanx.data.loader import Batch
 from phalanx.measure.collectives import CollectiveRecorder
 from phalanx.measure.memory import MemoryMeter
 from phalanx.parallel.collectives import ASKED_FOR
+from phalanx.parallel.data import POWERSGD_FROM_STEP
 from phalanx.parallel.strategy import Reduced
 from phalanx.spec.layout import degrees
 from phalanx.spec.run import RunSpec
@@ -34,8 +35,8 @@ FOLDER = "measured"
 STATE = ("parameters", "gradients", "optimizer", "offloaded")
 PARTS = ("parameters", "gradients", "optimizer", "offloaded", "activations", "communication")
 NOTE = (
-    "bytes of the fullest rank; sent: around a ring, of the operations asked for (on gloo a reduce-scatter is made of "
-    "an all-to-all and a sum)"
+    "bytes of the fullest rank; of communication at most so much is predicted; sent: around a ring, of the operations "
+    "asked for (on gloo a reduce-scatter is made of an all-to-all and a sum)"
 )
 
 
@@ -43,15 +44,20 @@ class Measuring:
     """Steps in place of a trainer's own, of which one is measured."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.steps = trainer, 0
+        self.trainer, self.steps, self.measured = trainer, 0, measured_number(trainer.run)
 
     def __call__(self, batches: Iterator[Batch]) -> Record:
         self.steps += 1
-        if self.steps != MEASURED_STEP:
+        if self.steps != self.measured:
             return self.trainer.train_step(batches)
         record, measured = measured_step(self.trainer, batches)
         write_measured(self.trainer.directory, self.trainer.mesh.rank, measured)
         return record
+
+
+def measured_number(run: RunSpec) -> int:
+    """Which step after a start is measured."""
+    return POWERSGD_FROM_STEP + 2 if run.parallel.compress == "powersgd" else MEASURED_STEP
 
 
 def measured_step(trainer: Trainer, batches: Iterator[Batch]) -> tuple[Record, dict[str, Any]]:
@@ -124,10 +130,11 @@ def compare(run: RunSpec, world_size: int, directory: Path) -> str:
     """Keep predicted beside measured in a run directory, and show it."""
     measured = read_measured(directory)
     if len(measured) < world_size:
-        return f"nothing was measured: that is done in the step {MEASURED_STEP} after a start"
+        return f"nothing was measured: step {measured_number(run)} after a start is, and there were fewer"
     rows = beside(run, world_size, measured)
     (directory / FOLDER / "beside.json").write_text(json.dumps(rows, indent=1))
-    return as_text(rows)
+    unseen = "\nwhat PowerSGD sends is not recorded" if run.parallel.compress == "powersgd" else ""
+    return f"{as_text(rows)}{unseen}\nmore, with times, in {directory / FOLDER}"
 
 
 def beside(run: RunSpec, world_size: int, measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -142,7 +149,9 @@ def beside(run: RunSpec, world_size: int, measured: list[dict[str, Any]]) -> lis
             when = "held_bytes" if part in STATE else "peak_bytes"
             got = max(rank[when].get(part, 0) for rank in ranks_of[role])
             rows.append({"role": role, "what": part, "predicted": getattr(predicted, part), "measured": got})
-        for operation, size in _by_operation(traffic[role]).items():
+        # PowerSGD sends from callbacks of other threads, where nothing is recorded.
+        sent = {} if run.parallel.compress == "powersgd" else _by_operation(traffic[role])
+        for operation, size in sent.items():
             got = max(_sent(rank["collectives"], operation) for rank in ranks_of[role])
             rows.append({"role": role, "what": operation, "predicted": round(size), "measured": round(got)})
     return rows
@@ -166,6 +175,7 @@ def as_text(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'':8} {'':14} {'predicted':>14} {'measured':>14}  measured / predicted"]
     for row in rows:
         share = f"{row['measured'] / row['predicted']:.3f}" if row["predicted"] else ""
-        kind = "sent" if row["what"] not in PARTS else "held"
-        lines.append(f"{row['role']:8} {kind} {row['what']:14} {row['predicted']:>14,} {row['measured']:>14,}  {share}")
+        kind = "held" if row["what"] in PARTS else "got" if row["what"] == "recv" else "sent"
+        what = f"{row['role']:8} {kind:4} {row['what']:14}"
+        lines.append(f"{what} {row['predicted']:>14,} {row['measured']:>14,}  {share}")
     return "\n".join([*lines, NOTE])

@@ -254,14 +254,15 @@ class Trainer:
         tensors = state_tensors(self.strategy, self.optimizers)
         self.checkpointer.save(self.step, tensors, manifest, on_disk=self.run.parallel.offload == "nvme")
 
-    def resume(self) -> tuple[bool, dict[str, str]]:
-        """Continue from the newest intact checkpoint, if there is one; says so, and which newer ones are damaged.
+    def resume(self) -> tuple[int, dict[str, str]]:
+        """Continue from the newest intact checkpoint, if there is one; says how many ranks wrote it (0: there is none),
+        and which newer ones are damaged.
 
         Raises UserError if the checkpoint is of another model or other data.
         """
         checkpoint, damaged = newest_checkpoint(self.checkpointer.directory)
         if checkpoint is None:
-            return False, damaged
+            return 0, damaged
         manifest = read_manifest(checkpoint)
         check_manifest(self.run, manifest)
         self.loader.resume(manifest["loader"], resized=self.run.training.scaling != "keep")
@@ -273,7 +274,7 @@ class Trainer:
             warmup = self.run.optimizer.warmup_steps
             rescaling = Rescaling(rescaling.at(self.step - 1), self.cut.learning_rate, self.step, warmup)
         self.rescaling = rescaling
-        return True, damaged
+        return int(manifest["world_size"]), damaged
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 

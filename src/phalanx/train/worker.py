@@ -28,6 +28,7 @@ from phalanx.train.trainer import DivergenceError, Trainer
 
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 SAMPLE_TOKENS = 160
+PLACES = {"cpu": "CPU memory", "nvme": "files"}
 
 
 def work(source: Path, overrides: list[str], resume: bool, measure: bool = False) -> int:
@@ -102,7 +103,7 @@ def device_peak(run: RunSpec, device: torch.device) -> float | None:
 def _train(trainer: Trainer, resume: bool, measure: bool) -> None:
     run, directory = trainer.run, trainer.directory
     quiet = not trainer.is_main
-    resumed, damaged = trainer.resume() if resume else (False, {})
+    resumed, damaged = trainer.resume() if resume else (0, {})
     config = run.model_dump(mode="json")
     logs = [] if quiet else open_logs(directory, trainer.step, run.metrics.wandb, run.name, config)
     failed = True
@@ -123,26 +124,37 @@ def _train(trainer: Trainer, resume: bool, measure: bool) -> None:
             print(compare(run, trainer.mesh.degrees.world_size, directory))
 
 
-def opening(trainer: Trainer, resumed: bool) -> str:
-    """What a run says before its first step."""
+def opening(trainer: Trainer, resumed: int) -> str:
+    """What a run says before its first step; `resumed` is how many ranks wrote what it goes on from, if it does."""
     run, cut, sizes = trainer.run, trainer.cut, trainer.mesh.degrees
-    ranks = f"{sizes.world_size} rank{'s' if sizes.world_size > 1 else ''} ({trainer.device.type})"
+    ranks = f"{counted(sizes.world_size)} ({trainer.device.type})"
     layout = f", {run.parallel.data}" if sizes.world_size > 1 else ""
+    layout += f", state in {PLACES[run.parallel.offload]}" if run.parallel.offload != "none" else ""
     total = parameters(run.model).total
     train = trainer.corpus.train
     text = f"; the text is {train.size:,} tokens" if train is not None else ""
     lines = [
         f"{total:,} parameters on {ranks}{layout}, {run.training.precision}",
         f"{cut.sequences * run.training.sequence:,} tokens per update = {cut.micro_batch} sequences of "
-        f"{run.training.sequence} x {cut.dp} ranks x {cut.accumulation} accumulated"
+        f"{run.training.sequence} x {counted(cut.dp)} x {cut.accumulation} accumulated"
         f"{', shared unevenly' if cut.sequences % cut.dp else ''}{text}",
     ]
-    if run.training.base_ranks is not None:
+    if cut.learning_rate != 1:
         lines.append(
-            f"learning rates x {cut.learning_rate:.4g} ({run.training.scaling}): {cut.dp} ranks instead of "
+            f"learning rates x {cut.learning_rate:.4g} ({run.training.scaling}): {counted(cut.dp)} instead of "
             f"{run.training.base_ranks}"
         )
-    return "\n".join([*lines, f"resumed after step {trainer.step}"] if resumed else lines)
+    if resumed:
+        others = f" of {counted(resumed)}" if resumed != sizes.world_size else ""
+        lines.append(f"resumed after step {trainer.step}{others}")
+        if trainer.step == run.training.steps:
+            lines.append("that was the last: raise training.steps to go on")
+    return "\n".join(lines)
+
+
+def counted(ranks: int) -> str:
+    """A number of ranks in words."""
+    return f"{ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def closing(trainer: Trainer, evaluation: Record, sample: str) -> str:
