@@ -10,22 +10,22 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Degrees, Layout, degrees
 
-# A layout, the ranks, the degrees (pp, dp_replicate, dp_shard, cp, tp), and the share of the data of each rank.
+# A layout, the ranks, the degrees (dp_replicate, dp_shard, pp, cp, tp), and the share of the data of each rank.
 TABLE: list[tuple[dict[str, Any], int, tuple[int, int, int, int, int], list[int]]] = [
     ({}, 1, (1, 1, 1, 1, 1), [0]),
-    ({}, 4, (1, 4, 1, 1, 1), [0, 1, 2, 3]),
-    ({"data": "parameter_server"}, 3, (1, 2, 1, 1, 1, 1), [1, 0, 1]),
-    ({"data": "zero1"}, 2, (1, 1, 2, 1, 1), [0, 1]),
-    ({"data": "zero3"}, 4, (1, 1, 4, 1, 1), [0, 1, 2, 3]),
-    ({"data": "hsdp", "dp_shard": 2}, 4, (1, 2, 2, 1, 1), [0, 1, 2, 3]),
-    ({"data": "hsdp", "dp_shard": 1}, 4, (1, 4, 1, 1, 1), [0, 1, 2, 3]),
-    ({"data": "hsdp", "dp_shard": 4}, 4, (1, 1, 4, 1, 1), [0, 1, 2, 3]),
-    ({"tp": 2}, 4, (1, 2, 1, 1, 2), [0, 0, 1, 1]),
-    ({"cp": 2, "data": "zero3"}, 4, (1, 1, 2, 2, 1), [0, 0, 1, 1]),
-    ({"pp": 2}, 4, (2, 2, 1, 1, 1), [0, 1, 0, 1]),
-    ({"pp": 2, "tp": 2}, 8, (2, 2, 1, 1, 2), [0, 0, 1, 1] * 2),
-    ({"pp": 2, "cp": 2, "tp": 2}, 8, (2, 1, 1, 2, 2), [0] * 8),
-    ({"data": "hsdp", "dp_shard": 2, "tp": 2}, 8, (1, 2, 2, 1, 2), [0, 0, 1, 1, 2, 2, 3, 3]),
+    ({}, 4, (4, 1, 1, 1, 1), [0, 1, 2, 3]),
+    ({"data": "parameter_server"}, 3, (2, 1, 1, 1, 1, 1), [1, 0, 1]),
+    ({"data": "zero1"}, 2, (1, 2, 1, 1, 1), [0, 1]),
+    ({"data": "zero3"}, 4, (1, 4, 1, 1, 1), [0, 1, 2, 3]),
+    ({"data": "hsdp", "dp_shard": 2}, 4, (2, 2, 1, 1, 1), [0, 1, 2, 3]),
+    ({"data": "hsdp", "dp_shard": 1}, 4, (4, 1, 1, 1, 1), [0, 1, 2, 3]),
+    ({"data": "hsdp", "dp_shard": 4}, 4, (1, 4, 1, 1, 1), [0, 1, 2, 3]),
+    ({"tp": 2}, 4, (2, 1, 1, 1, 2), [0, 0, 1, 1]),
+    ({"cp": 2, "data": "zero3"}, 4, (1, 2, 1, 2, 1), [0, 0, 1, 1]),
+    ({"pp": 2}, 4, (2, 1, 2, 1, 1), [0, 0, 1, 1]),
+    ({"pp": 2, "tp": 2}, 8, (2, 1, 2, 1, 2), [0, 0, 0, 0, 1, 1, 1, 1]),
+    ({"pp": 2, "cp": 2, "tp": 2}, 8, (1, 1, 2, 2, 2), [0] * 8),
+    ({"data": "hsdp", "dp_shard": 2, "tp": 2}, 8, (2, 2, 1, 1, 2), [0, 0, 1, 1, 2, 2, 3, 3]),
 ]
 
 

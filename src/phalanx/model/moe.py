@@ -90,12 +90,15 @@ class Experts(nn.Module):
             dtype = x_ND.dtype
         x_ND = x_ND.to(dtype)
         gate, up, down = (w.to(dtype) for w in (self.gate, self.up, self.down))
-        product = _grouped if _grouped_runs(x_ND, gate) else _looped
-        hidden_NF = F.silu(product(x_ND, gate, ends_E)) * product(x_ND, up, ends_E)
-        return product(hidden_NF, down, ends_E)
+        hidden_NF = F.silu(self.product(x_ND, gate, ends_E)) * self.product(x_ND, up, ends_E)
+        return self.product(hidden_NF, down, ends_E)
+
+    def product(self, x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+        """Each expert's rows times its own weight, transposed: [N, O]."""
+        return (_grouped if grouped_runs(x_NI, weight_EOI) else _looped)(x_NI, weight_EOI, ends_E)
 
 
-def _grouped_runs(x: Tensor, weight: Tensor) -> bool:
+def grouped_runs(x: Tensor, weight: Tensor) -> bool:
     """Whether torch has a grouped matrix product for this dtype and device: bf16 everywhere, fp32 on the CPU;
     its kernels want rows of whole 16 bytes."""
     dtypes = (torch.bfloat16, torch.float32) if x.device.type == "cpu" else (torch.bfloat16,)

@@ -4,6 +4,8 @@ Shapes: B batch, T tokens, D width, V vocabulary."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -56,22 +58,39 @@ class Transformer(nn.Module):
         `starts_BT` holds for each token the index in its row at which its document begins: documents do not
         attend to each other, and each counts its positions from 0. None: every row is one document.
         """
-        place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        place = place_T if starts_BT is None else place_T - starts_BT
-        mask = None if starts_BT is None else document_mask(starts_BT)
+        x_BTD, auxiliary = self.through(self.blocks, self.embed(tokens_BT, starts_BT), starts_BT)
+        return self.predict(x_BTD), auxiliary
+
+    def embed(self, tokens_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
+        """What the first block is given, [B, T, D]."""
         x_BTD = self.embedding(tokens_BT)
-        table = None
         if self.spec.positions == "learned":
-            x_BTD = x_BTD + self.positions(place)
-        else:
+            x_BTD = x_BTD + self.positions(places(tokens_BT, starts_BT))
+        return x_BTD
+
+    def through(self, blocks: Iterable[nn.Module], x_BTD: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What these blocks make of `x_BTD`, and their auxiliary loss."""
+        mask = None if starts_BT is None else document_mask(starts_BT)
+        table = None
+        if self.spec.positions != "learned":
             dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
-            table = rotary(self.spec.rope, self.spec.head_dim, place, dtype)
+            table = rotary(self.spec.rope, self.spec.head_dim, places(x_BTD, starts_BT), dtype)
         auxiliary = x_BTD.new_zeros(())
-        for block in self.blocks:
+        for block in blocks:
             x_BTD, more = block(x_BTD, table, mask)
             auxiliary = auxiliary + more
+        return x_BTD, auxiliary
+
+    def predict(self, x_BTD: Tensor) -> Tensor:
+        """Logits of what the last block gave, [B, T, V]."""
         x_BTD = self.norm(x_BTD)
-        return (F.linear(x_BTD, self.embedding.weight) if self.spec.tied else self.head(x_BTD)), auxiliary
+        return F.linear(x_BTD, self.embedding.weight) if self.spec.tied else self.head(x_BTD)
+
+
+def places(x_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
+    """Each token's position in its document, [T], or [B, T] where documents start inside of rows."""
+    place_T = torch.arange(x_BT.shape[1], device=x_BT.device)
+    return place_T if starts_BT is None else place_T - starts_BT
 
 
 def document_mask(starts_BT: Tensor) -> Tensor:

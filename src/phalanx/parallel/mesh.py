@@ -13,7 +13,7 @@ from phalanx.spec.layout import Degrees, Layout, degrees
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes outermost first: pp, dp_replicate, dp_shard, cp, tp. Axes of one rank are left out of `devices`."""
+    """Axes outermost first: dp_replicate, dp_shard, pp, cp, tp. Axes of one rank are left out of `devices`."""
 
     degrees: Degrees
     rank: int
@@ -23,7 +23,7 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """Which share of the data this rank reads, from 0 to degrees.dp - 1; a server reads none, but is given one."""
-        inner = self.degrees.cp * self.degrees.tp
+        inner = self.degrees.pp * self.degrees.cp * self.degrees.tp
         return (self.rank - self.degrees.servers) // inner % self.degrees.dp
 
     def axes(self, *names: str) -> DeviceMesh | None:

@@ -95,15 +95,15 @@ class Layout(Spec):
 
 @dataclass(frozen=True)
 class Degrees:
-    """The size of every mesh axis; their product is the world size. Outermost first: pipeline neighbours may be far
-    apart, tensor-parallel ranks sit next to each other."""
+    """The size of every mesh axis; their product is the world size. Outermost first: data-parallel ranks, which meet
+    once per step, may be far apart, pipeline neighbours less so, and tensor-parallel ranks sit next to each other."""
 
-    pp: int
-    """Pipeline stages."""
     dp_replicate: int
     """Copies of the model (its shards together count as one)."""
     dp_shard: int
     """Ranks that share one sharded copy."""
+    pp: int
+    """Ranks that a batch passes one after another."""
     cp: int
     """Ranks that share one sequence."""
     tp: int
@@ -152,7 +152,7 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
             fix = f'use another of {allowed}, or parallel.data = "zero1"'
             raise UserError("parallel.dp_shard", 1, "shards nothing, and only what is sharded is offloaded", fix)
     shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data, dp)
-    return Degrees(layout.pp, dp // shard, shard, layout.cp, layout.tp, servers)
+    return Degrees(dp // shard, shard, layout.pp, layout.cp, layout.tp, servers)
 
 
 def spread(sizes: Mapping[str, int], servers: int) -> dict[str, int]:

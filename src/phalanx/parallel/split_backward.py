@@ -1,0 +1,136 @@
+"""Backward passes in two halves (zero bubble, arXiv 2401.10241): the gradient of a stage's input at once, for the stage
+before waits for it; those of its weights later.
+
+Linear layers and experts, which have nearly all of the work, put their second half off: what it needs, the layer's
+input and the gradient of its output, is kept until then. Autograd's own graph is done with after the first half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.model.moe import Experts, grouped_runs
+
+WeightGradient = tuple[Tensor, Callable[[], Tensor]]
+"""A weight as it was used (it may be a cast or a part of a parameter), and how to compute its gradient."""
+
+
+class Later:
+    """Where the layers of a model put what they put off."""
+
+    def __init__(self) -> None:
+        self.put_off: list[WeightGradient] | None = None
+        """None while nothing is put off."""
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[WeightGradient]]:
+        """Around the first half of a backward pass; gives what is left for the second."""
+        self.put_off = []
+        try:
+            yield self.put_off
+        finally:
+            self.put_off = None
+
+
+def finish_weights(put_off: list[WeightGradient]) -> None:
+    """The second half: gradients reach the parameters, and whoever waits for them, as in any backward pass."""
+    weights = [weight for weight, _ in put_off]
+    gradients = []
+    while put_off:
+        _, gradient = put_off.pop(0)
+        gradients.append(gradient())
+    if weights:
+        torch.autograd.backward(weights, gradients)
+
+
+def split_backward(module: nn.Module, later: Later) -> None:
+    """Let the linear layers and experts of a model put the gradients of their weights off while `later` collects."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            part.forward = partial(_linear, part, later)  # type: ignore[method-assign]
+        elif isinstance(part, Experts):
+            part.product = partial(_product, part.product, later)  # type: ignore[method-assign]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
+    """x W^T + b, whose weight's gradient may be put off."""
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _Linear.apply(x, weight, bias, later)
+
+
+def _linear(layer: nn.Linear, later: Later, x: Tensor) -> Tensor:
+    return linear(x, layer.weight, layer.bias, later)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.later = weight, later
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+
+        def of_weight() -> Tensor:
+            return grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+        at_once = None
+        if needs_weight:
+            if ctx.later.put_off is None:
+                at_once = of_weight()
+            else:
+                ctx.later.put_off.append((ctx.weight, of_weight))
+        of_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
+        return grad @ ctx.weight if needs_x else None, at_once, of_bias, None
+
+
+def _product(product: Callable[..., Tensor], later: Later, x_ND: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    return _Product.apply(x_ND, weight_EOI, ends_E, product, later)
+
+
+class _Product(torch.autograd.Function):
+    """The experts' product, each with its own rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, weight_EOI: Tensor, ends_E: Tensor, product: Callable[..., Tensor], later: Later
+    ) -> Tensor:
+        ctx.save_for_backward(x_ND, ends_E)
+        ctx.weight, ctx.product, ctx.later = weight_EOI, product, later
+        return product(x_ND, weight_EOI, ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x_ND, ends_E = ctx.saved_tensors
+        weight, product = ctx.weight, ctx.product
+
+        def of_weight() -> Tensor:
+            return _outer(grad.contiguous(), x_ND, weight, ends_E)
+
+        at_once = None
+        if ctx.needs_input_grad[1]:
+            if ctx.later.put_off is None:
+                at_once = of_weight()
+            else:
+                ctx.later.put_off.append((weight, of_weight))
+        of_x = product(grad.contiguous(), weight.detach().transpose(1, 2), ends_E) if ctx.needs_input_grad[0] else None
+        return of_x, at_once, None, None, None
+
+
+def _outer(grad_NO: Tensor, x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """Of each expert, its rows of the gradient times its rows of the input: [E, O, I]."""
+    if grouped_runs(x_NI, weight_EOI):
+        return F.grouped_mm(grad_NO.T, x_NI, offs=ends_E.to(torch.int32))
+    sizes = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).tolist()
+    return torch.stack([g.T @ x for g, x in zip(grad_NO.split(sizes), x_NI.split(sizes), strict=True)])
