@@ -1,18 +1,20 @@
 """The one page that says in which order a layout is applied to a model:
 
-1. the transformer is made on the meta device, without memory;
+1. the transformer is made on the meta device, without memory; of a pipeline the stages of this rank;
 2. recomputation wraps its blocks;
 3. blocks are compiled;
 4. ZeRO-3 (or HSDP, over two axes of the mesh) splits its parameters;
 5. memory is given;
 6. the other ways of data parallelism take the replica;
-7. every rank fills what it trains with its part of the initial weights, and what computes is made of that.
+7. the pipeline runs the stages over that;
+8. every rank fills what it trains with its part of the initial weights, and what computes is made of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import cast
 
@@ -21,17 +23,21 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from phalanx.cost.stages import cut_stages, part_flops
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.data import DataParallel
+from phalanx.parallel.data import DataParallel, Replica
 from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.offload import CpuOffload, DiskOffload
 from phalanx.parallel.parameter_server import parameter_server
+from phalanx.parallel.pipeline import Part, Pipeline, ranges
 from phalanx.parallel.splittable import refuse_unsplittable
 from phalanx.parallel.strategy import Strategy, give_memory
 from phalanx.parallel.zero import ZeRO
+from phalanx.schedule.action import Schedule
+from phalanx.schedule.named import named
 from phalanx.spec.installed import refuse_unsupported
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import Layout, stages_of
 from phalanx.spec.model import ModelSpec
 
 DTYPES = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
@@ -46,18 +52,24 @@ def apply_layout(
     weights: Weights,
     precision: str = "bf16",
     compile: bool = False,
+    sequence: int | None = None,
 ) -> Strategy:
     """A transformer under `layout`.
 
-    `weights` gives the full initial value of each parameter by name; a rank keeps its part of it.
+    `weights` gives the full initial value of each parameter by name; a rank keeps its part of it. `sequence` are the
+    tokens that a pipeline's stages are balanced for, by default the model's context.
     """
     with torch.device("meta"):
-        module = Transformer(spec).to(DTYPES[precision])
+        module = Transformer(spec) if layout.pp == 1 else make_part(spec, layout, mesh, sequence)
+        module.to(DTYPES[precision])
     recompute(module, layout.recompute)
+    blocks = list(module.blocks.children())
     if compile:
-        for block in module.blocks:
+        for block in blocks:
             block.compile()
-    strategy = distribute(module, layout, mesh, device, list(module.blocks), precision)
+    strategy = distribute(module, layout, mesh, device, blocks, precision)
+    if isinstance(module, Part):
+        strategy = make_pipeline(strategy, module, layout, mesh, precision, device)
     fill(strategy.trained, weights)
     strategy.publish()
     return strategy
@@ -86,11 +98,39 @@ def distribute(
         give_memory(module, device, parameters_on=torch.device("cpu") if offload else device)
         return sharded
     if layout.data in ("zero1", "zero2") or offload is not None:
-        return ZeRO(module, layout, shards, device, compute_dtype, offload)
+        # A pipeline's micro-batches overlap: their gradients add up before they are split, as with ZeRO-1.
+        stage = layout if layout.pp == 1 else layout.model_copy(update={"data": "zero1"})
+        return ZeRO(module, stage, shards, device, compute_dtype, offload)
     if layout.data == "parameter_server":
         return parameter_server(module, layout, device)
     give_memory(module, device)
-    return Strategy(module) if mesh.dp_group is None else DataParallel(module, layout, mesh.dp_group)
+    if mesh.dp_group is None:
+        return Strategy(module)
+    return (DataParallel if layout.pp == 1 else Replica)(module, layout, mesh.dp_group)
+
+
+def make_part(spec: ModelSpec, layout: Layout, mesh: Mesh, sequence: int | None) -> Part:
+    """This rank's stages, cut by what they cost."""
+    stages = stages_of(layout)
+    layers = ranges(cut_stages(part_flops(spec, sequence or spec.context), stages))
+    some = named(layout.schedule, layout.pp, 2 * layout.pp, layout.virtual_stages)
+    return Part(spec, {stage: layers[stage] for stage in some.stages_of(mesh.pp_rank)}, stages)
+
+
+def make_pipeline(
+    inner: Strategy, part: Part, layout: Layout, mesh: Mesh, precision: str, device: torch.device
+) -> Pipeline:
+    """The pipeline of this rank's stages with the others'."""
+
+    @cache
+    def schedule_of(micro_batches: int) -> Schedule:
+        return named(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+
+    pipe, everybody = mesh.axes("pp"), mesh.loss_group
+    assert pipe is not None
+    assert everybody is not None
+    context = partial(computing, inner, precision, device)
+    return Pipeline(inner, part, schedule_of, pipe.get_group(), everybody, context)
 
 
 def make_offload(layout: Layout) -> CpuOffload | None:
@@ -103,9 +143,9 @@ def make_offload(layout: Layout) -> CpuOffload | None:
 def recompute(module: Transformer, mode: str) -> None:
     """Drop activations in the forward pass and compute them again in the backward pass (arXiv 1604.06174): of whole
     blocks (full), or of attention only (selective, arXiv 2205.05198)."""
-    for index, block in enumerate(module.blocks):
+    for name, block in list(module.blocks.named_children()):
         if mode == "full":
-            module.blocks[index] = checkpoint_wrapper(block)
+            setattr(module.blocks, name, checkpoint_wrapper(block))
         elif mode == "selective":
             block.attention = checkpoint_wrapper(cast(nn.Module, block.attention))
 

@@ -15,11 +15,34 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.parallel.strategy import Strategy
+from phalanx.parallel.strategy import Strategy, pieces_of
 from phalanx.spec.layout import Layout
 
 POWERSGD_FROM_STEP = 10
 """PowerSGD sends whole gradients before: the first ones change most, and DDP settles its buckets (arXiv 1905.13727)."""
+
+
+class Replica(Strategy):
+    """Data parallelism without DDP, which follows one micro-batch at a time: gradients are summed in `collect`, for
+    those whose micro-batches overlap (a pipeline)."""
+
+    def __init__(self, module: nn.Module, layout: Layout, group: dist.ProcessGroup) -> None:
+        super().__init__(module, group)
+        self.bucket_bytes = int(layout.bucket_mb * 2**20)
+
+    def collect(self) -> None:
+        for parameter in self.trained.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        sent = []
+        for bucket in pieces_of(self.gradients(), self.bucket_bytes):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            sent.append((bucket, flat, dist.all_reduce(flat, group=self.group, async_op=True)))
+        for bucket, flat, work in sent:
+            with self.exposed.waiting():
+                work.wait()
+            for gradient, came in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+                gradient.copy_(came.view_as(gradient))
 
 
 class DataParallel(Strategy):

@@ -26,6 +26,11 @@ class Mesh:
         inner = self.degrees.pp * self.degrees.cp * self.degrees.tp
         return (self.rank - self.degrees.servers) // inner % self.degrees.dp
 
+    @property
+    def pp_rank(self) -> int:
+        """Where in the pipeline this rank is."""
+        return self.rank // (self.degrees.cp * self.degrees.tp) % self.degrees.pp
+
     def axes(self, *names: str) -> DeviceMesh | None:
         """The submesh over those of the named axes that have more than one rank; None if none has."""
         present = tuple(name for name in names if getattr(self.degrees, name) > 1)
@@ -40,6 +45,15 @@ class Mesh:
         if mesh is None:
             return None
         return (mesh._flatten("dp") if mesh.ndim > 1 else mesh).get_group()
+
+    @cached_property
+    def loss_group(self) -> dist.ProcessGroup | None:
+        """The ranks that each compute a part of what is summed up to the loss."""
+        if self.degrees.pp == 1:
+            return self.dp_group
+        mesh = self.axes("dp_replicate", "dp_shard", "pp")
+        assert mesh is not None
+        return (mesh._flatten("loss") if mesh.ndim > 1 else mesh).get_group()
 
 
 def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,20 @@ from phalanx.parallel.exposed import ExposedTime
 from phalanx.parallel.gradient import clip_ratio, global_norm, scale
 
 WRAPPER = "_checkpoint_wrapped_module."
+
+
+class MicroBatch(Protocol):
+    """What the model needs of one: token ids [B, T], and where documents start (see Transformer.forward)."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+
+    @property
+    def starts(self) -> Tensor | None: ...
+
+
+Losses = Callable[[Callable[..., Any], Any], tuple[Tensor, Tensor]]
+"""Runs a micro-batch, its second argument, through the first as the model; returns the loss and the auxiliary loss."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,9 @@ class Strategy:
     computes = True
     """Whether this rank does forward and backward passes."""
 
+    has_loss = True
+    """Whether what this rank computes ends in a loss: of a pipeline only the rank with the last stage does."""
+
     loss_scale = 1.0
     """What the loss is multiplied by, so that gradients come out summed over ranks."""
     autocast = True
@@ -58,6 +75,21 @@ class Strategy:
         """What this rank's optimizers train, under the names of a model to which no layout was applied: whole
         parameters, or this rank's part of them (DTensors)."""
         self.exposed = ExposedTime()
+
+    def run(self, micros: Sequence[MicroBatch], losses: Losses) -> Iterator[tuple[Tensor, Tensor]]:
+        """Forward and backward passes of a step's micro-batches; gives what `losses` gave of each, detached."""
+        for index, micro in enumerate(micros):
+            with self.backward(last=index == len(micros) - 1):
+                loss, auxiliary = losses(self.model, micro)
+                (self.loss_scale * (loss + auxiliary)).backward()
+            yield loss.detach(), auxiliary.detach()
+
+    def measure(self, micro: MicroBatch, losses: Losses) -> Tensor:
+        """The loss of a micro-batch that nothing is learned from; 0 on a rank without the last stage."""
+        return losses(self.model, micro)[0]
+
+    def collect(self) -> None:
+        """After a step's backward passes, of which none was said to be the last: bring the gradients to who trains."""
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:

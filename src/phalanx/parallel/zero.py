@@ -89,6 +89,10 @@ class ZeRO(Strategy):
             self._reduce_ready()
             self.buckets[-1].finish_reduce(self.whole_gradients)
 
+    def collect(self) -> None:
+        with self.backward(last=True):
+            pass
+
     def _ready(self, bucket: Bucket, _: Tensor) -> None:
         bucket.missing -= 1
         if self._communicates and not bucket.missing:

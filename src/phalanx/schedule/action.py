@@ -107,6 +107,18 @@ class Schedule:
         after = [(Action(stage + 1, "B", micro), Action(stage + 1, "I", micro))] if stage + 1 < self.stages else []
         return [(Action(stage, "F", micro),), *after]
 
+    def receiver(self, message: Action) -> int:
+        """The rank that needs what an F, or a B or I (written B), gave."""
+        return self.rank_of[message.stage + (1 if message.kind == "F" else -1)]
+
+    def messages(self, rank: int) -> Iterator[tuple[Action, int]]:
+        """What a rank sends, in order, and to whom: the output of every forward pass but the last stage's, and of every
+        backward pass (or input half: written B, too) but the first stage's the gradient of its input."""
+        for stage, kind, micro in self.actions(rank):
+            if (kind == "F" and stage + 1 < self.stages) or (kind in "BI" and stage):
+                message = Action(stage, "F" if kind == "F" else "B", micro)
+                yield message, self.receiver(message)
+
 
 def to_csv(schedule: Schedule) -> str:
     """The schedule as `torch.distributed.pipelining` reads it ("compute_only"): a row per rank."""

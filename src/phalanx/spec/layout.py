@@ -12,6 +12,7 @@ from phalanx.spec.base import Spec, divisors
 from phalanx.spec.errors import UserError
 
 RUNNABLE_DATA = ("ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server")
+IN_PIPELINES = ("ddp", "zero1", "zero2")
 NOT_YET = "is described, but does not run yet"
 SHARDED = ("zero1", "zero2", "zero3", "hsdp")
 MEANT_FOR = {
@@ -155,6 +156,12 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
     return Degrees(dp // shard, shard, layout.pp, layout.cp, layout.tp, servers)
 
 
+def stages_of(layout: Layout) -> int:
+    """Stages of the pipeline, over all its ranks."""
+    each = {"interleaved": layout.virtual_stages, "zb-v": 2, "dualpipe-v": 2}.get(layout.schedule, 1)
+    return layout.pp * each
+
+
 def spread(sizes: Mapping[str, int], servers: int) -> dict[str, int]:
     """Which server owns which parameter: the largest first, each to the server that has least so far."""
     load = [0] * servers
@@ -167,6 +174,13 @@ def spread(sizes: Mapping[str, int], servers: int) -> dict[str, int]:
 
 def check_meaning(layout: Layout) -> None:
     """Raise UserError for a choice that means nothing in this layout."""
+    if layout.pp == 1 and layout.schedule != "1f1b":
+        problem, fix = "has no meaning with parallel.pp = 1", "remove it, or set parallel.pp to 2 or more"
+        raise UserError("parallel.schedule", layout.schedule, problem, fix)
+    if (layout.schedule == "interleaved") == (layout.virtual_stages == 1):
+        problem = f'does not go with parallel.schedule = "{layout.schedule}"'
+        fix = 'set it to 2 or more with "interleaved", and leave it out with any other'
+        raise UserError("parallel.virtual_stages", layout.virtual_stages, problem, fix)
     for field, data in MEANT_FOR.items():
         value = getattr(layout, field)
         if value != Layout.model_fields[field].default and layout.data not in data:
@@ -189,8 +203,11 @@ def refuse_unrunnable(layout: Layout) -> None:
     """Raise UserError for a value that training cannot run yet."""
     if layout.data not in RUNNABLE_DATA:
         raise UserError("parallel.data", layout.data, NOT_YET, f"runs today: {', '.join(RUNNABLE_DATA)}")
-    for axis in ("tp", "pp", "cp", "ep", "virtual_stages"):
+    for axis in ("tp", "cp", "ep"):
         if getattr(layout, axis) != 1:
             raise UserError(f"parallel.{axis}", getattr(layout, axis), NOT_YET, f"set parallel.{axis} = 1")
-    if layout.schedule != "1f1b":
-        raise UserError("parallel.schedule", layout.schedule, NOT_YET, 'set parallel.schedule = "1f1b"')
+    if layout.pp > 1 and layout.data not in IN_PIPELINES:
+        fix = f"use one of {', '.join(IN_PIPELINES)}, or parallel.pp = 1"
+        raise UserError("parallel.data", layout.data, f"in a pipeline (parallel.pp = {layout.pp}) {NOT_YET}", fix)
+    if layout.pp > 1 and layout.offload != "none":
+        raise UserError("parallel.offload", layout.offload, f"in a pipeline {NOT_YET}", 'set parallel.offload = "none"')

@@ -59,10 +59,14 @@ class Trainer:
         self.cut = cut_batch(run, world_size)
         weights = corpus.weights or partial(initial_weight, run.model, seed=run.training.seed)
         self.strategy = apply_layout(
-            run.model, run.parallel, self.mesh, device, weights, run.training.precision, run.training.compile
-        )
+            run.model, run.parallel, self.mesh, device, weights, run.training.precision, run.training.compile,
+            run.training.sequence,
+        )  # fmt: skip
         self.module = self.strategy.module
-        self.routers = [m for m in self.module.modules() if isinstance(m, Router)]
+        self.moe_layers = [layer for layer in range(run.model.layers) if run.model.moe and run.model.is_moe(layer)]
+        routers = {name: part for name, part in self.module.named_modules() if isinstance(part, Router)}
+        self.routers = {self.moe_layers.index(int(name.split(".")[1])): router for name, router in routers.items()}
+        """This rank's, by their place among the layers with experts."""
         self.optimizers = build_optimizers(run.optimizer, self.strategy.trained)
         self.loader = corpus.loader(run, self.cut.sequences, self.mesh.dp_rank, self.cut.dp)
         self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
@@ -134,7 +138,7 @@ class Trainer:
         clock.mark("forward_backward_seconds")
         record = {"step": self.step + 1 - reduced.behind, "loss": loss / tokens, "grad_norm": float(reduced.norm)}
         finite = math.isfinite(record["grad_norm"])
-        if self.routers:
+        if self.moe_layers:
             hottest = self._balance(reduced.sums[5:], finite)
             record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": hottest}
         self._update(finite)
@@ -164,18 +168,18 @@ class Trainer:
         sums = torch.zeros(5, dtype=torch.float64, device=self.device)
         sums[3] = float(self.asked_to_stop)
         sums[4] = 0 if self.strategy.computes else self.stop_after or 0
-        for index, micro in enumerate(micros):
-            with self.strategy.backward(last=index == len(micros) - 1):
-                loss, auxiliary = self._losses(micro)
-                (self.strategy.loss_scale * (loss + auxiliary)).backward()
-            tokens = (micro.targets != IGNORED).sum()
-            sums[:3] += torch.stack([tokens.double(), loss.detach().double(), auxiliary.detach().double()])
-        return torch.cat([sums, *(router.load.double() for router in self.routers)])
+        for micro, (loss, auxiliary) in zip(micros, self.strategy.run(micros, self._losses), strict=True):
+            tokens = (micro.targets != IGNORED).sum() * self.strategy.has_loss
+            sums[:3] += torch.stack([tokens.double(), loss.double(), auxiliary.double()])
+        loads = sums.new_zeros(len(self.moe_layers), self.run.model.moe.experts if self.run.model.moe else 0)
+        for place, router in self.routers.items():
+            loads[place] = router.load
+        return torch.cat([sums, loads.flatten()])
 
-    def _losses(self, micro: Micro) -> tuple[Tensor, Tensor]:
+    def _losses(self, model: Callable[..., tuple[Tensor, Tensor]], micro: Micro) -> tuple[Tensor, Tensor]:
         """The loss and the auxiliary loss, summed over tokens. The logits, the largest tensor of all, end here."""
         with computing(self.strategy, self.run.training.precision, self.device):
-            logits, auxiliary = self.strategy.model(micro.tokens, micro.starts)
+            logits, auxiliary = model(micro.tokens, micro.starts)
         return cross_entropy(logits, micro.targets), auxiliary
 
     def _update(self, finite: bool) -> None:
@@ -205,9 +209,9 @@ class Trainer:
     def _balance(self, loads: Tensor, apply: bool) -> float:
         """Correct the routers' biases by their loads over all ranks; returns the hottest expert's share of its layer,
         times the number of experts (1 is balanced)."""
-        by_layer = loads.view(len(self.routers), -1)
-        for router, load in zip(self.routers, by_layer, strict=True):
-            router.load.copy_(load)
+        by_layer = loads.view(len(self.moe_layers), -1)
+        for place, router in self.routers.items():
+            router.load.copy_(by_layer[place])
             router.rebalance(apply and bool(self.strategy.trained))  # a worker is sent its biases
         return float((by_layer.max(dim=1).values / by_layer.mean(dim=1)).max())
 
@@ -227,8 +231,8 @@ class Trainer:
         self.module.eval()
         for held_out in batches if self.strategy.computes else ():
             for micro in self._micros(held_out):
-                summed, _ = self._losses(micro)
-                known = micro.targets[micro.targets != IGNORED]
+                summed = self.strategy.measure(micro, self._losses)
+                known = micro.targets[(micro.targets != IGNORED) & self.strategy.has_loss]
                 sums += torch.stack([summed.double(), known.new_tensor(len(known)), sizes[known].sum()])
         self.module.train()
         self.strategy.rest()
@@ -301,9 +305,9 @@ class Trainer:
         return f"loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}"
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
-        if self.mesh.dp_group is not None:
+        if self.mesh.loss_group is not None:
             with self.strategy.exposed.waiting():
-                dist.all_reduce(values, group=self.mesh.dp_group)
+                dist.all_reduce(values, group=self.mesh.loss_group)
         return values
 
 

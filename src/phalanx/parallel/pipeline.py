@@ -1,0 +1,335 @@
+"""Pipeline parallelism: the model's blocks are cut into stages, each of a rank; a step's micro-batches pass through all
+of them and their gradients back, in the order of a `Schedule`, the very one that is simulated and drawn.
+
+A rank sends what a stage gives, an activation or its gradient, as soon as it is there, and goes on; it waits only for
+what its next action needs. Where a schedule asks for halves, backward passes are really split (`split_backward`).
+Gradients add up over the step and are summed over data-parallel ranks once, at its end."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.exposed import ExposedTime
+from phalanx.parallel.gradient import global_norm
+from phalanx.parallel.split_backward import Later, WeightGradient, finish_weights, linear, split_backward
+from phalanx.parallel.strategy import Losses, MicroBatch, Reduced, Strategy
+from phalanx.schedule.action import Action, Schedule, Step, actions
+from phalanx.spec.model import ModelSpec
+
+POSTED = 2
+"""Receives that are under way on a link before they are asked for."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A micro-batch without targets."""
+
+    tokens: Tensor
+    starts: Tensor | None
+
+
+class Part(Transformer):
+    """The stages of one rank: a transformer without the blocks, embedding and head that other ranks have. What it has
+    is named as in the whole."""
+
+    def __init__(self, spec: ModelSpec, layers: Mapping[int, range], stages: int) -> None:
+        """`layers` are the blocks of each of this rank's stages, `stages` all stages of the pipeline."""
+        super().__init__(spec)
+        self.layers, self.last = dict(layers), stages - 1
+        mine = {str(layer): self.blocks[layer] for of_stage in layers.values() for layer in of_stage}
+        self.blocks = nn.ModuleDict(mine)  # type: ignore[assignment]
+        self.later = Later()
+        if 0 not in layers:
+            del self.embedding
+            if spec.positions == "learned":
+                del self.positions
+        if self.last not in layers:
+            del self.norm
+            if not spec.tied:
+                del self.head
+
+    def forward(self, x: Tensor, starts_BT: Tensor | None = None, stage: int = 0) -> tuple[Tensor, Tensor]:
+        """A stage's output (of the last the logits), and its auxiliary loss; `x` is the stage's input, or tokens."""
+        x_BTD = self.embed(x, starts_BT) if stage == 0 else x
+        blocks = [self.blocks[str(layer)] for layer in self.layers[stage]]  # type: ignore[call-overload]
+        x_BTD, auxiliary = self.through(blocks, x_BTD, starts_BT)
+        return (self.predict(x_BTD) if stage == self.last else x_BTD), auxiliary
+
+    def predict(self, x_BTD: Tensor) -> Tensor:
+        if not self.spec.tied:
+            return super().predict(x_BTD)
+        return linear(self.norm(x_BTD), self.embedding.weight, None, self.later)
+
+
+def ranges(counts: Sequence[int]) -> list[range]:
+    """The layers of every stage, from how many each has."""
+    ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+@dataclass
+class Held:
+    """What a stage keeps of a micro-batch from its forward to its backward pass."""
+
+    x: Tensor
+    out: Tensor
+    auxiliary: Tensor
+    put_off: list[WeightGradient] = field(default_factory=list)
+
+
+class Pipeline(Strategy):
+    """A rank's stages under a data parallelism of their own (`inner`)."""
+
+    def __init__(
+        self,
+        inner: Strategy,
+        part: Part,
+        schedule_of: Callable[[int], Schedule],
+        group: dist.ProcessGroup,
+        everybody: dist.ProcessGroup,
+        computing: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        """`schedule_of` gives the schedule of so many micro-batches; `group` are the ranks of the pipeline, `everybody`
+        these and their data-parallel copies; `computing` is around forward passes."""
+        super().__init__(inner.module, everybody)
+        self.inner, self.part, self.schedule_of, self.pipe, self.computing = inner, part, schedule_of, group, computing
+        self.trained, self.loss_scale, self.autocast = inner.trained, inner.loss_scale, inner.autocast
+        self.exposed = inner.exposed = ExposedTime()
+        self.rank = group.rank()
+        self.has_loss = part.last in part.layers
+        self.model = cast(nn.Module, self._whole)
+        some = schedule_of(2 * group.size())
+        stages = [[Action(stage, "F", 0) for stage in some.stages_of(rank)] for rank in range(some.ranks)]
+        self.forward_only = Schedule.of(stages)
+        self.timeline: list[tuple[Step, float, float]] = []
+        """What this rank did in the last step, and when (seconds of the host)."""
+        if any(action.kind == "W" for action in some.actions(self.rank)):
+            split_backward(part, part.later)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def run(self, micros: Sequence[MicroBatch], losses: Losses) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run the schedule; gives each micro-batch's loss (0 where this rank has not the last stage) and auxiliary loss
+        of this rank's stages."""
+        schedule = self.schedule_of(len(micros))
+        links = self._links(schedule, micros)
+        held: dict[tuple[int, int], Held] = {}
+        done: dict[int, list[Tensor]] = defaultdict(list)
+        self.timeline = []
+        with self.inner.backward(last=False):
+            for step in schedule.orders[self.rank]:
+                arrived = [self._arrival(schedule, links, action) for action in actions(step)]
+                begun = time.perf_counter()
+                for action, came in zip(actions(step), arrived, strict=True):
+                    self._do(action, came, micros[action.micro], losses, held, done, links)
+                self.timeline.append((step, begun, time.perf_counter()))
+            links.finish()
+        for index in range(len(micros)):
+            loss, auxiliary = torch.stack(done[index]).sum(0)
+            yield loss, auxiliary
+
+    def measure(self, micro: MicroBatch, losses: Losses) -> Tensor:
+        schedule, loss = self.forward_only, torch.zeros(())
+        links = self._links(schedule, [micro])
+        for action in schedule.actions(self.rank):
+            came = self._arrival(schedule, links, action)
+            out = self._forward(action.stage, micro.tokens if came is None else came, micro, losses).out
+            if action.stage < self.part.last:
+                links.send(action, out)
+            else:
+                loss = out
+        links.finish()
+        return loss
+
+    @torch.no_grad()
+    def _whole(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits of the whole model on every rank of the pipeline, at least fp32, and no auxiliary loss."""
+        logits = tokens_BT.new_zeros(*tokens_BT.shape, self.part.spec.vocab, dtype=torch.float32)
+
+        def keep(model: Callable[..., tuple[Tensor, Tensor]], micro: MicroBatch) -> tuple[Tensor, Tensor]:
+            logits.copy_(model(micro.tokens, micro.starts)[0])
+            return logits.new_zeros(()), logits.new_zeros(())
+
+        self.measure(Tokens(tokens_BT, starts_BT), keep)
+        dist.broadcast(logits, group=self.pipe, group_src=self.forward_only.rank_of[self.part.last])
+        return logits, logits.new_zeros(())
+
+    def _arrival(self, schedule: Schedule, links: Links, action: Action) -> Tensor | None:
+        """What an action needs from another stage, if anything."""
+        stage, kind, micro = action
+        if kind == "F" and stage > 0:
+            return links.receive(Action(stage - 1, "F", micro))
+        if kind in "BI" and stage + 1 < schedule.stages:
+            return links.receive(Action(stage + 1, "B", micro))
+        return None
+
+    def _do(
+        self,
+        action: Action,
+        came: Tensor | None,
+        micro: MicroBatch,
+        losses: Losses,
+        held: dict[tuple[int, int], Held],
+        done: dict[int, list[Tensor]],
+        links: Links,
+    ) -> None:
+        stage, kind, index = action
+        key = stage, index
+        if kind == "F":
+            x = micro.tokens if came is None else came.requires_grad_()
+            held[key] = self._forward(stage, x, micro, losses)
+            if stage < self.part.last:
+                done[index].append(torch.stack([held[key].auxiliary.detach() * 0, held[key].auxiliary.detach()]))
+                links.send(Action(stage, "F", index), held[key].out.detach())
+            else:
+                done[index].append(torch.stack([held[key].out.detach(), held[key].auxiliary.detach()]))
+        elif kind == "W":
+            finish_weights(held.pop(key).put_off)
+        else:
+            of = held[key]
+            if kind == "I":
+                with self.part.later.collecting() as of.put_off:
+                    self._backward(of, came)
+            else:
+                self._backward(held.pop(key), came)
+            if stage > 0:
+                assert of.x.grad is not None
+                links.send(Action(stage, "B", index), of.x.grad)
+            of.x = of.out = of.auxiliary = torch.empty(0)
+
+    def _forward(self, stage: int, x: Tensor, micro: MicroBatch, losses: Losses) -> Held:
+        """The stage's output, of the last the loss."""
+        if stage == self.part.last:
+            return Held(x, *losses(lambda _, starts: self.inner.model(x, starts, stage), micro))
+        with self.computing():
+            return Held(x, *self.inner.model(x, micro.starts, stage))
+
+    def _backward(self, of: Held, came: Tensor | None) -> None:
+        if came is None:
+            (self.loss_scale * (of.out + of.auxiliary)).backward()
+        else:
+            scale = torch.full_like(of.auxiliary, self.loss_scale)
+            both = [pair for pair in ((of.out, came), (of.auxiliary, scale)) if pair[0].requires_grad]
+            torch.autograd.backward([out for out, _ in both], [gradient for _, gradient in both])
+
+    def _links(self, schedule: Schedule, micros: Sequence[MicroBatch]) -> Links:
+        shapes = [torch.Size([*micro.tokens.shape, self.part.spec.width]) for micro in micros]
+        like = next(self.part.blocks.parameters()).new_empty(0)
+        return Links(schedule, self.rank, self.pipe, shapes, like, self.exposed)
+
+    # -- what a trainer asks of any strategy ---------------------------------------------------------------------------
+
+    def gradients(self) -> list[Tensor]:
+        return self.inner.gradients()
+
+    def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> Reduced:
+        """As everywhere; the norm is that of the gradients of all stages."""
+        self.inner.collect()
+        square = global_norm(self.gradients(), self.exposed).to(sums.device).square()
+        with self.exposed.waiting():
+            dist.all_reduce(square, group=self.pipe)
+            dist.all_reduce(sums, group=self.group)
+        return Reduced(self.inner.mean_and_clip(square.sqrt(), sums[0], clip_norm), sums)
+
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.inner.update(optimizers)
+
+    def drop_gradients(self) -> None:
+        self.inner.drop_gradients()
+
+    def publish(self) -> None:
+        self.inner.publish()
+
+    def new_state(self, parameter: nn.Parameter) -> Tensor:
+        return self.inner.new_state(parameter)
+
+    def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+        return self.inner.held(optimizers)
+
+    def elastic(self) -> list[Tensor]:
+        return self.inner.elastic()
+
+    def rest(self) -> None:
+        self.inner.rest()
+
+
+class Links:
+    """The messages of a step between this rank and the others of its pipeline.
+
+    On every link they come in the order in which they are sent, which the schedule tells both ends: so nothing but the
+    tensors is sent, and a few receives can be under way ahead of their use.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        group: dist.ProcessGroup,
+        shapes: Sequence[torch.Size],
+        like: Tensor,
+        exposed: ExposedTime,
+    ) -> None:
+        """`shapes` are those of each micro-batch's activation; `like` has their dtype and device."""
+        self.schedule, self.rank, self.group, self.exposed = schedule, rank, group, exposed
+        self.shapes, self.like = shapes, like
+        self._inbox: dict[Action, Tensor] = {}
+        self._sends: list[tuple[dist.Work | None, Tensor]] = []
+        self._coming: dict[int, deque[Action]] = {
+            sender: deque(message for message, to in schedule.messages(sender) if to == rank)
+            for sender in range(schedule.ranks)
+            if sender != rank
+        }
+        self._posted: dict[int, deque[tuple[Action, dist.Work | None, Tensor]]] = defaultdict(deque)
+        for sender in self._coming:
+            self._post(sender)
+
+    def send(self, message: Action, tensor: Tensor) -> None:
+        """Send what a stage gave to the stage that needs it; returns at once."""
+        to = self.schedule.receiver(message)
+        if to == self.rank:
+            self._inbox[message] = tensor
+            return
+        work = dist.isend(tensor.contiguous(), group=self.group, group_dst=to, tag=self._tag(message))
+        self._sends.append((work, tensor))
+        self._sends = [(work, kept) for work, kept in self._sends if work is not None and not work.is_completed()]
+
+    def receive(self, message: Action) -> Tensor:
+        """What a stage gave, once it is here."""
+        while message not in self._inbox:
+            sender = self.schedule.rank_of[message.stage]
+            first, work, tensor = self._posted[sender].popleft()
+            self._post(sender)
+            with self.exposed.waiting():
+                if work is not None:
+                    work.wait()
+            self._inbox[first] = tensor
+        return self._inbox.pop(message)
+
+    def finish(self) -> None:
+        """Wait for what is still on its way."""
+        for work, _ in self._sends:
+            if work is not None:
+                work.wait()
+        self._sends = []
+
+    def _post(self, sender: int) -> None:
+        coming, posted = self._coming[sender], self._posted[sender]
+        while coming and len(posted) < POSTED:
+            message = coming.popleft()
+            tensor = self.like.new_empty(self.shapes[message.micro])
+            work = dist.irecv(tensor, group=self.group, group_src=sender, tag=self._tag(message))
+            posted.append((message, work, tensor))
+
+    def _tag(self, message: Action) -> int:
+        stage, kind, micro = message
+        return (2 * stage + (kind == "B")) * len(self.shapes) + micro
