@@ -73,7 +73,22 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("parallel.dp_shard = 1", "only what is sharded is offloaded", "1, 2"),
     ),
     ({"parallel.tp": 2}, ("parallel.tp = 2", "does not run yet", "parallel.tp = 1")),
-    ({"parallel.pp": 2}, ("parallel.pp = 2", "does not run yet")),
+    ({"parallel.tp": 2}, ("parallel.tp = 2", "does not run yet")),
+    ({"parallel.pp": 2, "parallel.data": "zero3"}, ("parallel.data = 'zero3'", "in a pipeline", "zero1")),
+    ({"parallel.pp": 2, "model.layers": 1}, ("parallel.pp = 2", "1 layers", "a deeper model")),
+    (
+        {"parallel.pp": 2, "parallel.schedule": "dualpipe-v", "model.layers": 4, "parallel.micro_batch": 4},
+        ("parallel.schedule = 'dualpipe-v'", "2 micro-batches", "less than the 4 stages", "parallel.micro_batch"),
+    ),
+    (
+        {"parallel.pp": 2, "parallel.schedule": "interleaved"},
+        ("parallel.virtual_stages = 1", "does not go with", "2 or more"),
+    ),
+    ({"parallel.pp": 2, "model.tied": "true"}, ("model.tied = True", "different ranks", "zb-v")),
+    (
+        {"parallel.pp": 2, "parallel.schedule": "zb-h1", "training.compile": "true"},
+        ("training.compile = True", "zb-h1", "1f1b"),
+    ),
     ({"parallel.cp": 2}, ("parallel.cp = 2", "does not run yet")),
     ({"parallel.ep": 2}, ("parallel.ep = 2", "does not run yet")),
     ({"parallel.offload": '"cpu"'}, ("parallel.offload = 'cpu'", 'no meaning with parallel.data = "ddp"', "zero1")),
@@ -92,11 +107,11 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"parallel.data": '"zero3"', "parallel.bucket_mb": 1.0}, ("parallel.bucket_mb = 1.0", "no meaning")),
     (
         {"parallel.schedule": '"gpipe"'},
-        ("parallel.schedule = 'gpipe'", "does not run yet", 'parallel.schedule = "1f1b"'),
+        ("parallel.schedule = 'gpipe'", "no meaning with parallel.pp = 1", "parallel.pp to 2"),
     ),
     (
         {"parallel.virtual_stages": 2},
-        ("parallel.virtual_stages = 2", "does not run yet", "parallel.virtual_stages = 1"),
+        ("parallel.virtual_stages = 2", 'parallel.schedule = "1f1b"', "interleaved"),
     ),
     (
         {"parallel.static_graph": "true", "parallel.data": '"zero3"'},

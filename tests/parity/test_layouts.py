@@ -15,6 +15,11 @@ from parity.trajectory import DENSE, MOE, described, trajectory
 from phalanx.testing import ranks
 
 MODELS = {"dense": DENSE, "moe": MOE}
+MODELS |= {"deep": {**DENSE, "layers": 4}, "deep-moe": {**MOE, "layers": 4}, "deeper": {**DENSE, "layers": 8}}
+MODELS["deep-tied"] = {**MODELS["deep"], "tied": True}
+GPT2 = {"qk_norm": "none", "positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
+MODELS["deep-gpt2"] = {**MODELS["deep"], **GPT2}
+DEEP = ("deep", "deep-moe")
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,37 @@ ROWS = [
     Row("servers-2-async-0", 4, {"parallel.data": "parameter_server", "parallel.servers": 2, "parallel.staleness": 0}),
     Row("hsdp-2x2", 4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}),
     Row("hsdp-2x2", 4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}, accumulation=2),
+]
+
+
+def pipeline(schedule: str, pp: int, world_size: int, models: tuple[str, ...] = DEEP, **choices: Any) -> Row:
+    """A row of a pipeline whose ranks have micro-batches of one sequence."""
+    name = "-".join([schedule, f"pp{pp}", *map(str, choices.values())])
+    changes = {"parallel.pp": pp, "parallel.schedule": schedule, "parallel.micro_batch": 1}
+    changes |= {key.replace("__", "."): value for key, value in choices.items()}
+    return Row(name, world_size, changes, 8 * pp // world_size, models)
+
+
+SCHEDULES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+ROWS += [pipeline(schedule, 2, 2) for schedule in SCHEDULES]
+ROWS += [pipeline(schedule, 4, 4) for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2")]
+ROWS += [pipeline(schedule, 4, 4, ("deeper",)) for schedule in ("zb-v", "dualpipe-v")]
+ROWS += [pipeline("interleaved", 2, 2, parallel__virtual_stages=2)]
+ROWS += [pipeline("interleaved", pp, pp, ("deeper",), parallel__virtual_stages=v) for pp, v in ((2, 4), (4, 2))]
+ROWS += [pipeline(schedule, 2, 4) for schedule in ("1f1b", "zb-h1", "zb-v", "dualpipe-v")]
+ROWS += [pipeline(schedule, 2, 4, parallel__data=data) for schedule in ("gpipe", "zb-v") for data in ("zero1", "zero2")]
+ROWS += [
+    pipeline(schedule, 2, 2, parallel__recompute=recompute)
+    for schedule in ("1f1b", "zb-v")
+    for recompute in ("full", "selective")
+]
+ROWS += [
+    pipeline("1f1b", 2, 2, ("deep-gpt2",)),
+    pipeline("zb-h1", 2, 2, ("deep-gpt2",)),
+    pipeline("zb-v", 2, 2, ("deep-tied",)),
+    pipeline("dualpipe-v", 2, 4, ("deep-tied",), parallel__data="zero1"),
+    pipeline("1f1b", 2, 2, parallel__micro_batch=2),
+    pipeline("zb-h1", 2, 4, parallel__data="zero1", training__tokens_per_step=7 * 32),
 ]
 CASES = [
     pytest.param(row, model, id=f"{row.name}-x{row.ranks}-acc{row.accumulation}-{model}")
@@ -114,7 +150,7 @@ def test_equals_one_process(row: Row, model: str, text: Path, tmp_path: Path) ->
         assert result == [pytest.approx(step, rel=1e-10) for step in reference(text, model, whole(row))], f"rank {rank}"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["dense", "moe"])
 @pytest.mark.parametrize("changes", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize(
     ("data", "world_size"), [(data, n) for data in DATA for n in (2, 4) if not (data == "hsdp" and n == 2)]
@@ -130,12 +166,14 @@ def test_every_optimizer_equals_one_process(
 
 @pytest.mark.parametrize(
     "row",
-    [Row("ddp", 2), Row("ddp-bf16-wire", 2, {"parallel.compress": "bf16"}), ROWS[-1]]
+    [Row("ddp", 2), Row("ddp-bf16-wire", 2, {"parallel.compress": "bf16"})]
+    + [Row("hsdp-2x2", 4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}, accumulation=2)]
     + [Row(data, 2, {"parallel.data": data}) for data in ("zero1", "zero2", "zero3")]
-    + [Row("zero2", 2, {"parallel.data": "zero2"}, accumulation=2)],
+    + [Row("zero2", 2, {"parallel.data": "zero2"}, accumulation=2)]
+    + [pipeline("1f1b", 2, 2), pipeline("zb-h1", 2, 4, parallel__data="zero1")],
     ids=lambda row: f"{row.name}-acc{row.accumulation}",
 )
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["dense", "moe"])
 def test_bf16_is_near_one_process(row: Row, model: str, text: Path, tmp_path: Path) -> None:
     bf16 = {"training.precision": "bf16"}
     run = described(text, tmp_path, {**layout(row, model), **bf16})

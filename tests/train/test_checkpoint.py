@@ -62,6 +62,8 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"{data}x{n}": (n, {"parallel.data": data}) for data in ("ddp", "zero1", "zero2", "zero3") for n in (2, 4)},
     "hsdpx4": (4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}),
     "serverx2": (2, {"parallel.data": "parameter_server"}),
+    "pipelinex2": (2, {"parallel.pp": 2, "parallel.micro_batch": 1}),
+    "pipelinex4-zero1": (4, {"parallel.pp": 2, "parallel.schedule": "zb-h1", "parallel.data": "zero1"}),
     "serversx4": (4, {"parallel.data": "parameter_server", "parallel.servers": 2, "parallel.staleness": 0}),
 }
 

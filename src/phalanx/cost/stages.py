@@ -7,8 +7,41 @@ from itertools import accumulate
 from math import inf
 
 from phalanx.cost.shapes import elements, parameter_shapes
+from phalanx.schedule.named import named
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import stages_of
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import RunSpec, cut_batch
+
+
+def check_pipeline(run: RunSpec, world_size: int) -> None:
+    """Raise UserError if a pipeline cannot run this model, or its schedule these micro-batches."""
+    layout, cut = run.parallel, cut_batch(run, world_size)
+    if layout.pp == 1:
+        return
+    cut_stages(part_flops(run.model, run.training.sequence), stages_of(layout))
+    try:
+        schedule = named(layout.schedule, layout.pp, cut.accumulation, layout.virtual_stages)
+    except UserError as error:
+        problem = f"cannot run a step of {cut.accumulation} micro-batches: that {error.problem}"
+        fix = "change parallel.micro_batch or training.tokens_per_step"
+        raise UserError("parallel.schedule", layout.schedule, problem, fix) from None
+    if layout.schedule in ("interleaved", "dualpipe-v") and cut.sequences % (cut.dp * cut.micro_batch):
+        raise UserError(
+            "training.tokens_per_step", run.training.tokens_per_step,
+            f'gives ranks different numbers of micro-batches, which "{layout.schedule}" does not take',
+            "make it a multiple of micro-batch x data-parallel ranks x training.sequence",
+        )  # fmt: skip
+    if run.model.tied and schedule.rank_of[0] != schedule.rank_of[schedule.stages - 1]:
+        raise UserError(
+            "model.tied", True, "embedding and head would be on different ranks, which does not run yet",
+            'use parallel.schedule = "zb-v" or "dualpipe-v", whose first and last stage share a rank, or tied = false',
+        )  # fmt: skip
+    if run.training.compile and any(action.kind == "W" for action in schedule.actions(0)):
+        raise UserError(
+            "training.compile", True, f'cannot split backward passes as "{layout.schedule}" does',
+            'set it to false, or use parallel.schedule = "1f1b"',
+        )  # fmt: skip
 
 
 def part_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> list[float]:

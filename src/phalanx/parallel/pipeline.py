@@ -104,7 +104,8 @@ class Pipeline(Strategy):
         super().__init__(inner.module, everybody)
         self.inner, self.part, self.schedule_of, self.pipe, self.computing = inner, part, schedule_of, group, computing
         self.trained, self.loss_scale, self.autocast = inner.trained, inner.loss_scale, inner.autocast
-        self.exposed = inner.exposed = ExposedTime()
+        self.exposed = inner.exposed
+        self.waits: ExposedTime = ExposedTime()
         self.rank = group.rank()
         self.has_loss = part.last in part.layers
         self.model = cast(nn.Module, self._whole)
@@ -225,7 +226,7 @@ class Pipeline(Strategy):
     def _links(self, schedule: Schedule, micros: Sequence[MicroBatch]) -> Links:
         shapes = [torch.Size([*micro.tokens.shape, self.part.spec.width]) for micro in micros]
         like = next(self.part.blocks.parameters()).new_empty(0)
-        return Links(schedule, self.rank, self.pipe, shapes, like, self.exposed)
+        return Links(schedule, self.rank, self.pipe, shapes, like, self.waits)
 
     # -- what a trainer asks of any strategy ---------------------------------------------------------------------------
 
@@ -277,10 +278,10 @@ class Links:
         group: dist.ProcessGroup,
         shapes: Sequence[torch.Size],
         like: Tensor,
-        exposed: ExposedTime,
+        waits: ExposedTime,
     ) -> None:
         """`shapes` are those of each micro-batch's activation; `like` has their dtype and device."""
-        self.schedule, self.rank, self.group, self.exposed = schedule, rank, group, exposed
+        self.schedule, self.rank, self.group, self.waits = schedule, rank, group, waits
         self.shapes, self.like = shapes, like
         self._inbox: dict[Action, Tensor] = {}
         self._sends: list[tuple[dist.Work | None, Tensor]] = []
@@ -309,7 +310,7 @@ class Links:
             sender = self.schedule.rank_of[message.stage]
             first, work, tensor = self._posted[sender].popleft()
             self._post(sender)
-            with self.exposed.waiting():
+            with self.waits.waiting():
                 if work is not None:
                     work.wait()
             self._inbox[first] = tensor

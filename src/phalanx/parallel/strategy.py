@@ -66,6 +66,9 @@ class Strategy:
     autocast = True
     """bf16 computes by autocast over fp32 parameters. False where the parameters that compute are bf16 themselves."""
 
+    waits: ExposedTime | None = None
+    """Time in which this rank waited for the other stages of a pipeline."""
+
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         """`group` are the ranks that read different data for the same model."""
         self.module, self.group = module, group

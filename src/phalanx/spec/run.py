@@ -16,6 +16,8 @@ from phalanx.spec.tokenizer import BYTES_VOCAB
 # A micro-batch by default: large enough to keep a device busy, with logits that leave memory for the rest.
 MICRO_BATCH_TOKENS = 16_384
 LOGITS_BYTES = 2**31
+PIPELINE_FILLED = 4
+"""Micro-batches of a step for each rank of a pipeline, by default: 1F1B idles for a fifth of it then."""
 UNEVEN_DATA = ("ddp", "zero1", "parameter_server")
 """Ways of data parallelism whose ranks need not do the same number of forward passes."""
 
@@ -230,6 +232,8 @@ def cut_batch(run: RunSpec, world_size: int) -> Cut:
     share = -(-sequences // dp)
     tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (4 * run.model.vocab))
     limit = max(1, tokens // training.sequence)
+    if run.parallel.pp > 1:  # a pipeline is full only of several micro-batches for each of its ranks
+        limit = max(1, min(limit, share // (PIPELINE_FILLED * run.parallel.pp)))
     fits = divisors(share) if sequences % dp == 0 else list(range(1, share + 1))
     micro_batch = run.parallel.micro_batch or max((n for n in fits if n <= limit), default=1)
     require(

@@ -20,6 +20,7 @@ import tomli_w
 
 from phalanx.cost.memory import model_state_bytes, optimizer_of, rank_memory
 from phalanx.cost.parameters import parameters
+from phalanx.cost.stages import check_pipeline
 from phalanx.data.indexed import IndexedDataset
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import Prepared, prepare
@@ -46,6 +47,7 @@ def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
     refuse_unrunnable(run.parallel)
     refuse_unsupported(run.parallel)
     cut_batch(run, world_size)
+    check_pipeline(run, world_size)
     known = {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0)
     if run.model.vocab < known:
         raise UserError(

@@ -289,6 +289,8 @@ class Trainer:
         waited = self.strategy.exposed.take()
         if self.device.type == "cpu" and self.strategy.computes:
             record["exposed_communication_seconds"] = waited
+        if self.strategy.waits is not None:
+            record["pipeline_wait_seconds"] = self.strategy.waits.take()
         if self.peak_flops:
             record["mfu"] = mfu(speed, self.flops_per_token, self.peak_flops, self.mesh.degrees.world_size)
         if self.optimizers:
