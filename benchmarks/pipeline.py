@@ -1,0 +1,130 @@
+"""Bubbles as they are simulated and as they are measured, of every pipeline schedule.
+
+    python -m benchmarks.pipeline       # prints the tables and writes docs/benchmarks/pipeline.md
+
+Two ranks train a model; with more ranks than cores each stage's computation is a wait of stated length, so that nothing
+but the schedule and its messages is left. The bubble is the idle share of all ranks between the first start and the
+last end of a step. What is simulated is the very schedule that runs: with the stated times, or those of its actions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+from collections import defaultdict
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.pipeline_ranks import Ran, layout_of, schedule_of, train, wait
+from benchmarks.shapes import SHAPES
+from phalanx.data.prepare import prepare
+from phalanx.schedule.action import Action, Schedule, actions
+from phalanx.schedule.simulate import Times, simulate
+from phalanx.spec.run import DataSpec
+from phalanx.testing import ranks
+
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "pipeline.md"
+UNIT_SECONDS = 0.03
+"""What a rank waits for the forward pass of a micro-batch, and for each half of its backward pass."""
+
+
+def bubble(step: list[list[Ran]]) -> tuple[float, float]:
+    """The idle share of a step over its ranks, and its seconds."""
+    busy = sum(ended - begun for rank in step for _, begun, ended in rank)
+    seconds = max(rank[-1][2] for rank in step) - min(rank[0][1] for rank in step)
+    return 1 - busy / (len(step) * seconds), seconds
+
+
+def times_of(schedule: Schedule, step: list[list[Ran]]) -> Times:
+    """What each stage's actions took in a step, on average; a whole backward pass counts as its input half."""
+    taken: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for rank, ran in enumerate(step):
+        for planned, (_, begun, ended) in zip(schedule.orders[rank], ran, strict=True):
+            for action in actions(planned):  # of an overlapped pair each counts by what such actions take elsewhere
+                if isinstance(planned, Action):
+                    taken[action.stage, action.kind].append(ended - begun)
+    mean = {key: statistics.mean(seconds) for key, seconds in taken.items()}
+
+    def of(kinds: str) -> list[float]:
+        return [max((mean.get((stage, kind), 0.0) for kind in kinds), default=0.0) for stage in range(schedule.stages)]
+
+    return Times(of("F"), of("I" if any(kind == "I" for _, kind in mean) else "B"), of("W"))
+
+
+def row(name: str, p: int, m: int, steps: list[list[list[Ran]]], simulated: float) -> tuple[str, float, float]:
+    """A line of a table, the measured bubble, and the median step."""
+    measured, seconds = (statistics.median(values) for values in zip(*map(bubble, steps), strict=True))
+    apart = f"{100 * (measured - simulated):+.1f}"
+    line = f"| {name} | {p} | {m} | {simulated:.1%} | {measured:.1%} | {apart} | {seconds:.3f} |"
+    return line, measured, seconds
+
+
+def by_step(by_rank: list[list[list[Ran]]]) -> list[list[list[Ran]]]:
+    """What ranks did, step by step."""
+    return [list(step) for step in zip(*by_rank, strict=True)]
+
+
+COLUMNS = ("schedule", "ranks", "micro-batches", "bubble simulated", "measured", "points apart", "seconds per step")
+HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
+
+
+def waited(p: int, m: int, steps: int) -> str:
+    """The table of ranks that wait."""
+    lines, seconds = [HEAD], {}
+    for name in SCHEDULES:
+        layout = layout_of(name, p)
+        schedule = schedule_of(layout, m)
+        unit = UNIT_SECONDS / (schedule.stages // p)
+        ran = by_step(ranks(p).run(wait, layout, m, UNIT_SECONDS, steps, timeout=600))
+        expected = simulate(schedule, Times(unit, unit, unit))
+        line, _, seconds[name] = row(name, p, m, ran, float(expected.bubble))
+        lines.append(line)
+        print(line, flush=True)
+    faster = ", ".join(f"{name} {seconds['1f1b'] / seconds[name]:.2f}" for name in SCHEDULES if name.startswith("zb"))
+    return "\n".join([*lines, "", f"Speed of a step beside 1F1B's: {faster}."])
+
+
+def trained(shape: str, steps: int) -> str:
+    """The table of two ranks that learn."""
+    data, lines = prepare(DataSpec(tokenizer="bytes")).train, [HEAD]
+    for name in SCHEDULES:
+        layout = layout_of(name, 2)
+        run = SHAPES[shape].run("ddp")
+        m = SHAPES[shape].sequences
+        run = run.model_copy(update={"parallel": layout.model_copy(update={"micro_batch": 1})})
+        ran = by_step(ranks(2).run(train, run, data, steps, timeout=600))
+        schedule = schedule_of(layout, m)
+        expected = statistics.median(float(simulate(schedule, times_of(schedule, step)).bubble) for step in ran)
+        line, *_ = row(name, 2, m, ran, expected)
+        lines.append(line)
+        print(line, flush=True)
+    return "\n".join(lines)
+
+
+def page(tables: list[tuple[str, str]], steps: int) -> str:
+    """What is written to docs/."""
+    begin, end = __doc__.split("\n\n", 1)[0], __doc__.split("\n\n", 2)[2].strip()
+    where = f"torch {version('torch')}, {platform.machine()}, gloo; medians of {steps} steps."
+    parts = [f"# {begin}", "    python -m benchmarks.pipeline", end, where]
+    return "\n\n".join([*parts, *(f"## {title}\n\n{table}" for title, table in tables)]) + "\n"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser("benchmarks.pipeline")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    asked = parser.parse_args()
+    tables = [(f"Two ranks that train the {asked.shape} shape, times of each stage's own actions",
+               trained(asked.shape, asked.steps))]  # fmt: skip
+    for p in (4, 8):
+        title = f"{p} ranks that wait {UNIT_SECONDS * 1e3:g} ms for each of forward pass, input and weight half"
+        tables.append((title, waited(p, 2 * p, asked.steps)))
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
+    PAGE.write_text(page(tables, asked.steps))
+
+
+if __name__ == "__main__":
+    main()

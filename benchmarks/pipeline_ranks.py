@@ -1,0 +1,114 @@
+"""What the ranks of `benchmarks.pipeline` do: train through a pipeline, or wait in it instead of computing."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from contextlib import nullcontext
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.shapes import STEPS
+from phalanx.data.indexed import IndexedDataset
+from phalanx.data.loader import prefetch
+from phalanx.data.tokenizer import byte_tokenizer
+from phalanx.parallel.mesh import build_mesh
+from phalanx.parallel.pipeline import Part, Pipeline, Tokens, ranges
+from phalanx.parallel.strategy import Strategy
+from phalanx.schedule.action import Schedule
+from phalanx.schedule.named import named
+from phalanx.spec.layout import Layout, stages_of
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import RunSpec
+from phalanx.train.corpus import Corpus
+from phalanx.train.trainer import Trainer
+
+SMALL = ModelSpec(layers=16, width=8, heads=1, kv_heads=1, ffn=8, vocab=8, context=8)
+Ran = tuple[str, float, float]
+"""A step of a schedule, and when it began and ended."""
+
+
+class Waits(Part):
+    """Stages that wait instead of computing."""
+
+    def __init__(self, layers: dict[int, range], stages: int, seconds: float) -> None:
+        super().__init__(SMALL, layers, stages)
+        self.seconds, self.weight = seconds, torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, starts_BT: Tensor | None = None, stage: int = 0) -> tuple[Tensor, Tensor]:
+        x_BTD = torch.zeros(*x.shape, SMALL.width) if stage == 0 else x
+        return _Wait.apply(x_BTD, self.weight, self), torch.zeros(())
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, part: Waits) -> Tensor:
+        ctx.part, ctx.weight = part, weight
+        time.sleep(part.seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        def of_weight() -> Tensor:
+            time.sleep(ctx.part.seconds)
+            return torch.zeros(1)
+
+        time.sleep(ctx.part.seconds)
+        later = ctx.part.later.put_off
+        if later is None:
+            return grad, of_weight(), None
+        later.append((ctx.weight, of_weight))
+        return grad, None, None
+
+
+def layout_of(schedule: str, p: int) -> Layout:
+    """A pipeline of p ranks."""
+    return Layout(pp=p, schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)
+
+
+def schedule_of(layout: Layout, m: int) -> Schedule:
+    """The layout's schedule."""
+    return named(layout.schedule, layout.pp, m, layout.virtual_stages)
+
+
+def wait(layout: Layout, m: int, seconds: float, steps: int) -> list[list[Ran]]:
+    """What this rank did in each step, and when."""
+    mesh, stages = build_mesh(layout, layout.pp, "cpu"), stages_of(layout)
+    layers = ranges([1] * stages)
+    mine = {stage: layers[stage] for stage in schedule_of(layout, 2 * layout.pp).stages_of(mesh.rank)}
+    part = Waits(mine, stages, seconds / len(mine))
+    pipe = mesh.axes("pp")
+    assert pipe is not None
+    group = pipe.get_group()
+    strategy = Pipeline(Strategy(part), part, cache(partial(schedule_of, layout)), group, group, nullcontext)
+    micros = [Tokens(torch.zeros(1, 4, dtype=torch.int64), None)] * m
+
+    def losses(model: Any, micro: Tokens) -> tuple[Tensor, Tensor]:
+        return model(micro.tokens, micro.starts)[0].sum(), torch.zeros(())
+
+    ran = []
+    for _ in range(steps + 1):
+        dist.barrier()
+        list(strategy.run(micros, losses))
+        ran.append([(str(step), begun, ended) for step, begun, ended in strategy.timeline])
+    return ran[1:]
+
+
+def train(run: RunSpec, data: str, steps: int) -> list[list[Ran]]:
+    """The same of a run that learns."""
+    dataset = IndexedDataset(data)
+    with tempfile.TemporaryDirectory() as kept:
+        under_way = Trainer(run, Corpus(dataset, dataset, byte_tokenizer()), Path(kept), torch.device("cpu"))
+        batches, ran = prefetch(under_way.loader, 0, STEPS), []
+        for _ in range(steps + 2):
+            dist.barrier()
+            under_way.train_step(batches)
+            assert isinstance(under_way.strategy, Pipeline)
+            ran.append([(str(step), begun, ended) for step, begun, ended in under_way.strategy.timeline])
+        batches.close()
+    return ran[2:]
