@@ -7,7 +7,7 @@ import sys
 import typer
 
 from phalanx import __version__
-from phalanx.cli import data, export, generate, info, init, memory, pipeline, train
+from phalanx.cli import data, export, generate, info, init, memory, mesh, pipeline, train
 from phalanx.spec.errors import UserError
 
 app = typer.Typer(
@@ -42,6 +42,7 @@ app.command("generate")(generate.generate)
 app.command("info")(info.info)
 app.command("init")(init.init)
 app.command("memory")(memory.memory)
+app.command("mesh")(mesh.mesh)
 app.command("train")(train.train)
 
 

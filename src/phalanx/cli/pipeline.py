@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.cost.stages import cut_stages, part_flops, stage_costs
 from phalanx.report.timeline import COLOURS, LEGEND, chrome_trace, draw, lines
 from phalanx.schedule.action import Schedule, read_csv, to_csv
 from phalanx.schedule.idealised import active, book_overlap
@@ -21,6 +22,8 @@ from phalanx.schedule.search import search
 from phalanx.schedule.simulate import Timeline, Times, peak_activations, simulate
 from phalanx.schedule.validate import violations, violations_as_drawn
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import stages_of
+from phalanx.spec.load import load_run
 
 app = typer.Typer(help="Show and check pipeline schedules.", no_args_is_help=True, rich_markup_mode="markdown")
 IDEALISED = "book-overlap"
@@ -196,6 +199,77 @@ def _table(facts: dict[str, Any]) -> Table:
             "peak", f"{max(peaks):g} micro-batches of activations; by rank {' '.join(f'{p:g}' for p in peaks)}"
         )
     return table
+
+
+@app.command()
+def cut(
+    run: Annotated[Path, typer.Argument(help="A run file.", metavar="RUN.toml")],
+    stages: Annotated[
+        int | None, typer.Option(help="Stages in all; by default those of the run's layout.", min=1, metavar="N")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a field, e.g. parallel.pp=4.", metavar="K=V")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show where the model is cut into stages, and why: by estimated FLOPs, embedding and head counted.
+
+    Examples:
+
+        phalanx pipeline cut run.toml --stages 4
+
+        phalanx pipeline cut run.toml --stages 16 --set model.preset=llama3-8b --set training.sequence=8192
+    """
+    described = load_run(run, set_ or [])
+    number = stages or stages_of(described.parallel)
+    costs = part_flops(described.model, described.training.sequence)
+    layers = cut_stages(costs, number)
+    rows = stage_costs(costs, layers)
+    even = [len(part) for part in _evenly(described.model.layers, number)]
+    facts = {
+        "stages": number,
+        "layers": layers,
+        "flops_per_token": rows,
+        "slowest_over_mean": _imbalance(rows),
+        "by_layers_alone": {"layers": even, "slowest_over_mean": _imbalance(stage_costs(costs, even))},
+    }
+    if json_:
+        print(json.dumps(facts, indent=2))
+    else:
+        _explain(facts, costs)
+
+
+def _evenly(layers: int, stages: int) -> list[range]:
+    """Layers shared by number alone, more to the first."""
+    ends = [-(-layers * (stage + 1) // stages) for stage in range(stages)]
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _imbalance(costs: list[float]) -> float:
+    return max(costs) * len(costs) / sum(costs)
+
+
+def _explain(facts: dict[str, Any], costs: list[float]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("stage", "layers", "GFLOP per token", "beside the mean"):
+        table.add_column(column, justify="left" if column == "layers" else "right")
+    mean, first = sum(facts["flops_per_token"]) / facts["stages"], 0
+    for stage, (count, cost) in enumerate(zip(facts["layers"], facts["flops_per_token"], strict=True)):
+        names = [f"{first}-{first + count - 1}" if count > 1 else str(first)]
+        names = ["embedding", *names] if stage == 0 else names
+        names += ["head"] if stage == facts["stages"] - 1 else []
+        table.add_row(str(stage), ", ".join(names), f"{cost / 1e9:.4g}", f"{cost / mean:.3f}")
+        first += count
+    console = Console()
+    console.print(table)
+    alone, block = facts["by_layers_alone"], costs[1]
+    lines = [
+        f"a pipeline is as fast as its slowest stage: {1 / facts['slowest_over_mean']:.1%} of an even cut",
+        f"the head costs {costs[-1] / block:.2g} of a block",
+        f"by layers alone ({' '.join(map(str, alone['layers']))}) it would be {1 / alone['slowest_over_mean']:.1%}",
+    ]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 
 from phalanx.cost.shapes import elements, parameter_shapes
@@ -56,6 +56,15 @@ def part_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> list[floa
             used = spec.moe.top_k / spec.moe.experts if spec.moe and ".experts." in f".{tensor}" else 1.0
             blocks[int(layer)] += 6 * elements(shape) * used
     return [2.0 * spec.width, *blocks, 6.0 * spec.vocab * spec.width]
+
+
+def stage_costs(costs: Sequence[float], layers: Sequence[int]) -> list[float]:
+    """What each stage costs, of so many blocks: the first has the embedding, the last the head."""
+    ends = [0, *accumulate(layers)]
+    found = [sum(costs[1 + begin : 1 + end]) for begin, end in pairwise(ends)]
+    found[0] += costs[0]
+    found[-1] += costs[-1]
+    return found
 
 
 def cut_stages(costs: Sequence[float], stages: int) -> list[int]:

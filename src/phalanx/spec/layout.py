@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from pydantic import Field
@@ -154,6 +155,20 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
             raise UserError("parallel.dp_shard", 1, "shards nothing, and only what is sharded is offloaded", fix)
     shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data, dp)
     return Degrees(dp // shard, shard, layout.pp, layout.cp, layout.tp, servers)
+
+
+AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
+"""Outermost first."""
+
+
+def groups(sizes: Degrees, *axes: str) -> list[tuple[int, ...]]:
+    """The ranks of every group over these axes: those that differ in nothing else. Servers are in none."""
+    shape = [getattr(sizes, axis) for axis in AXES]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for index, place in enumerate(product(*map(range, shape))):
+        others = tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in axes)
+        found.setdefault(others, []).append(sizes.servers + index)
+    return [tuple(ranks) for ranks in found.values()]
 
 
 def stages_of(layout: Layout) -> int:

@@ -1,0 +1,77 @@
+"""`phalanx mesh`: which ranks work together on what, and whether they are on one machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from phalanx.spec.layout import AXES, degrees, groups
+from phalanx.spec.load import load_run
+
+MEANING = {
+    "dp_replicate": "copies of the model",
+    "dp_shard": "shards of one copy",
+    "pp": "stages that follow each other",
+    "cp": "parts of one sequence",
+    "tp": "parts of one matrix product",
+}
+
+
+def mesh(
+    run: Annotated[Path, typer.Argument(help="A run file.", metavar="RUN.toml")],
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks of the run; by default cluster.nproc x cluster.nodes.", min=1, metavar="N")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a field, e.g. parallel.pp=4.", metavar="K=V")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show every group of every axis, the ranks in it, and whether it stays inside a node.
+
+    Examples:
+
+        phalanx mesh run.toml --ranks 16 --set parallel.pp=4 --set parallel.tp=2 --set cluster.nproc=8
+
+        phalanx mesh run.toml --ranks 8 --set parallel.data=hsdp --set parallel.dp_shard=4 --json
+    """
+    described = load_run(run, set_ or [])
+    world_size = ranks or (described.cluster.nproc or 1) * described.cluster.nodes
+    per_node = described.cluster.nproc or world_size
+    sizes = degrees(described.parallel, world_size)
+    axes = [
+        {
+            "axis": axis,
+            "ranks": getattr(sizes, axis),
+            "groups": [
+                {"ranks": list(group), "inside_a_node": len({rank // per_node for rank in group}) == 1}
+                for group in groups(sizes, axis)
+            ],
+        }
+        for axis in AXES
+        if getattr(sizes, axis) > 1
+    ]
+    facts = {"ranks": world_size, "ranks_per_node": per_node, "servers": sizes.servers, "axes": axes}
+    if json_:
+        print(json.dumps(facts, indent=2))
+    else:
+        _show(facts)
+
+
+def _show(facts: dict[str, Any]) -> None:
+    console = Console()
+    nodes = -(-facts["ranks"] // facts["ranks_per_node"])
+    where = f"{facts['ranks']} ranks on {nodes} node{'s' if nodes > 1 else ''}"
+    servers = f", of which the first {facts['servers']} are servers" if facts["servers"] else ""
+    console.print(f"{where}{servers}; axes outermost first", highlight=False, soft_wrap=True)
+    for axis in facts["axes"]:
+        console.print()
+        console.print(Text(axis["axis"], "bold") + f" {axis['ranks']}: {MEANING[axis['axis']]}", soft_wrap=True)
+        for group in axis["groups"]:
+            members = " ".join(map(str, group["ranks"]))
+            console.print(f"  {members}" + ("" if group["inside_a_node"] else "   crosses nodes"), highlight=False)

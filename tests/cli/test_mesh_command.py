@@ -1,0 +1,70 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from phalanx.cli.main import app
+from phalanx.spec.layout import Layout, degrees, groups
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text("")
+    return path
+
+
+def shown(run: Path, *arguments: str) -> str:
+    result = runner.invoke(app, ["mesh", str(run), *arguments], catch_exceptions=False, env={"COLUMNS": "120"})
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_the_published_groups_of_16_ranks(run: Path) -> None:
+    """4 stages x 2 tensor-parallel ranks x 2 copies: rank = dp x 8 + pp x 2 + tp."""
+    sizes = degrees(Layout(pp=4, tp=2), 16)
+    assert groups(sizes, "tp") == [(2 * i, 2 * i + 1) for i in range(8)]
+    assert groups(sizes, "pp") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
+    assert groups(sizes, "dp_replicate") == [(i, i + 8) for i in range(8)]
+    assert degrees(Layout(pp=4, tp=4), 32).dp == 2
+    facts: dict[str, Any] = json.loads(
+        shown(
+            run,
+            "--ranks",
+            "16",
+            "--set",
+            "parallel.pp=4",
+            "--set",
+            "parallel.tp=2",
+            "--set",
+            "cluster.nproc=8",
+            "--json",
+        )
+    )
+    inside = {axis["axis"]: {group["inside_a_node"] for group in axis["groups"]} for axis in facts["axes"]}
+    assert inside == {"tp": {True}, "pp": {True}, "dp_replicate": {False}}
+
+
+def test_two_dimensions_on_four_ranks(run: Path) -> None:
+    sizes = degrees(Layout(pp=2), 4)
+    assert groups(sizes, "pp") == [(0, 1), (2, 3)]
+    assert groups(sizes, "dp_replicate") == [(0, 2), (1, 3)]
+    assert groups(sizes, "dp_replicate", "pp") == [(0, 1, 2, 3)]
+
+
+def test_it_names_axes_and_groups_that_cross_nodes(run: Path) -> None:
+    out = shown(run, "--ranks", "8", "--set", "parallel.pp=2", "--set", "cluster.nproc=4")
+    assert out.startswith("8 ranks on 2 nodes; axes outermost first")
+    assert "dp_replicate 4: copies of the model" in out
+    assert "  0 2 4 6   crosses nodes" in out
+    assert "  0 1\n" in out
+
+
+def test_servers_are_in_no_group(run: Path) -> None:
+    out = shown(run, "--ranks", "4", "--set", "parallel.data=parameter_server")
+    assert "of which the first 1 are servers" in out
+    assert "  1 2 3" in out
