@@ -82,10 +82,8 @@ def wait(layout: Layout, m: int, seconds: float, steps: int) -> list[list[Ran]]:
     layers = ranges([1] * stages)
     mine = {stage: layers[stage] for stage in schedule_of(layout, 2 * layout.pp).stages_of(mesh.rank)}
     part = Waits(mine, stages, seconds / len(mine))
-    pipe = mesh.axes("pp")
-    assert pipe is not None
-    group = pipe.get_group()
-    strategy = Pipeline(Strategy(part), part, cache(partial(schedule_of, layout)), group, group, nullcontext)
+    everybody = mesh.links[0]
+    strategy = Pipeline(Strategy(part), part, cache(partial(schedule_of, layout)), mesh.links, everybody, nullcontext)
     micros = [Tokens(torch.zeros(1, 4, dtype=torch.int64), None)] * m
 
     def losses(model: Any, micro: Tokens) -> tuple[Tensor, Tensor]:

@@ -126,11 +126,8 @@ def make_pipeline(
     def schedule_of(micro_batches: int) -> Schedule:
         return named(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
 
-    pipe, everybody = mesh.axes("pp"), mesh.loss_group
-    assert pipe is not None
-    assert everybody is not None
-    context = partial(computing, inner, precision, device)
-    return Pipeline(inner, part, schedule_of, pipe.get_group(), everybody, context)
+    assert mesh.loss_group is not None
+    return Pipeline(inner, part, schedule_of, mesh.links, mesh.loss_group, partial(computing, inner, precision, device))
 
 
 def make_offload(layout: Layout) -> CpuOffload | None:

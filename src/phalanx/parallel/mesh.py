@@ -19,6 +19,9 @@ class Mesh:
     rank: int
     devices: DeviceMesh | None
     """None for a run of a single process, or with servers."""
+    returning: DeviceMesh | None = None
+    """The same ranks in groups of their own, for what goes back in a pipeline: NCCL wants the sends and receives of two
+    ranks in one order on both, which holds for each direction. Gloo, which has tags, has no need of it."""
 
     @property
     def dp_rank(self) -> int:
@@ -30,6 +33,13 @@ class Mesh:
     def pp_rank(self) -> int:
         """Where in the pipeline this rank is."""
         return self.rank // (self.degrees.cp * self.degrees.tp) % self.degrees.pp
+
+    @property
+    def links(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The groups of this rank's pipeline: for messages to later ranks of it, and to earlier ones."""
+        assert self.devices is not None
+        back = self.devices if self.returning is None else self.returning
+        return self.devices["pp"].get_group(), back["pp"].get_group()
 
     def axes(self, *names: str) -> DeviceMesh | None:
         """The submesh over those of the named axes that have more than one rank; None if none has."""
@@ -69,4 +79,6 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
     named = {field.name: getattr(sizes, field.name) for field in fields(sizes) if field.name != "servers"}
     present = {name: size for name, size in named.items() if size > 1}
     devices = init_device_mesh(device_type, tuple(present.values()), mesh_dim_names=tuple(present))
-    return Mesh(sizes, dist.get_rank(), devices)
+    back = device_type != "cpu" and sizes.pp > 1
+    returning = init_device_mesh(device_type, tuple(present.values()), mesh_dim_names=tuple(present)) if back else None
+    return Mesh(sizes, dist.get_rank(), devices, returning)

@@ -95,21 +95,29 @@ class Pipeline(Strategy):
         inner: Strategy,
         part: Part,
         schedule_of: Callable[[int], Schedule],
-        group: dist.ProcessGroup,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         everybody: dist.ProcessGroup,
         computing: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        """`schedule_of` gives the schedule of so many micro-batches; `group` are the ranks of the pipeline, `everybody`
-        these and their data-parallel copies; `computing` is around forward passes."""
+        """`schedule_of` gives the schedule of so many micro-batches; `groups` are the ranks of the pipeline, for messages
+        to later ones and to earlier ones; `everybody` are these and their data-parallel copies; `computing` is around
+        forward passes."""
         super().__init__(inner.module, everybody)
-        self.inner, self.part, self.schedule_of, self.pipe, self.computing = inner, part, schedule_of, group, computing
+        self.inner, self.part, self.schedule_of, self.pipe, self.computing = (
+            inner,
+            part,
+            schedule_of,
+            groups[0],
+            computing,
+        )
+        self.groups = groups
         self.trained, self.loss_scale, self.autocast = inner.trained, inner.loss_scale, inner.autocast
         self.exposed = inner.exposed
         self.waits: ExposedTime = ExposedTime()
-        self.rank = group.rank()
+        self.rank = self.pipe.rank()
         self.has_loss = part.last in part.layers
         self.model = cast(nn.Module, self._whole)
-        some = schedule_of(2 * group.size())
+        some = schedule_of(2 * self.pipe.size())
         stages = [[Action(stage, "F", 0) for stage in some.stages_of(rank)] for rank in range(some.ranks)]
         self.forward_only = Schedule.of(stages)
         self.timeline: list[tuple[Step, float, float]] = []
@@ -226,7 +234,7 @@ class Pipeline(Strategy):
     def _links(self, schedule: Schedule, micros: Sequence[MicroBatch]) -> Links:
         shapes = [torch.Size([*micro.tokens.shape, self.part.spec.width]) for micro in micros]
         like = next(self.part.blocks.parameters()).new_empty(0)
-        return Links(schedule, self.rank, self.pipe, shapes, like, self.waits)
+        return Links(schedule, self.rank, self.groups, shapes, like, self.waits)
 
     # -- what a trainer asks of any strategy ---------------------------------------------------------------------------
 
@@ -275,13 +283,14 @@ class Links:
         self,
         schedule: Schedule,
         rank: int,
-        group: dist.ProcessGroup,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         shapes: Sequence[torch.Size],
         like: Tensor,
         waits: ExposedTime,
     ) -> None:
-        """`shapes` are those of each micro-batch's activation; `like` has their dtype and device."""
-        self.schedule, self.rank, self.group, self.waits = schedule, rank, group, waits
+        """`groups` are for messages to later ranks and to earlier ones; `shapes` are those of each micro-batch's
+        activation; `like` has their dtype and device."""
+        self.schedule, self.rank, self.groups, self.waits = schedule, rank, groups, waits
         self.shapes, self.like = shapes, like
         self._inbox: dict[Action, Tensor] = {}
         self._sends: list[tuple[dist.Work | None, Tensor]] = []
@@ -300,7 +309,7 @@ class Links:
         if to == self.rank:
             self._inbox[message] = tensor
             return
-        work = dist.isend(tensor.contiguous(), group=self.group, group_dst=to, tag=self._tag(message))
+        work = dist.isend(tensor.contiguous(), group=self.groups[to < self.rank], group_dst=to, tag=self._tag(message))
         self._sends.append((work, tensor))
         self._sends = [(work, kept) for work, kept in self._sends if work is not None and not work.is_completed()]
 
@@ -328,7 +337,7 @@ class Links:
         while coming and len(posted) < POSTED:
             message = coming.popleft()
             tensor = self.like.new_empty(self.shapes[message.micro])
-            work = dist.irecv(tensor, group=self.group, group_src=sender, tag=self._tag(message))
+            work = dist.irecv(tensor, group=self.groups[sender > self.rank], group_src=sender, tag=self._tag(message))
             posted.append((message, work, tensor))
 
     def _tag(self, message: Action) -> int:
