@@ -87,6 +87,19 @@ class Held:
     put_off: list[WeightGradient] = field(default_factory=list)
 
 
+@dataclass
+class UnderWay:
+    """A step under way on a rank."""
+
+    micros: Sequence[MicroBatch]
+    losses: Losses
+    links: Links
+    held: dict[tuple[int, int], Held] = field(default_factory=dict)
+    """By stage and micro-batch."""
+    done: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    """Loss and auxiliary loss of each micro-batch in each of this rank's stages."""
+
+
 class Pipeline(Strategy):
     """A rank's stages under a data parallelism of their own (`inner`)."""
 
@@ -99,18 +112,12 @@ class Pipeline(Strategy):
         everybody: dist.ProcessGroup,
         computing: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        """`schedule_of` gives the schedule of so many micro-batches; `groups` are the ranks of the pipeline, for messages
-        to later ones and to earlier ones; `everybody` are these and their data-parallel copies; `computing` is around
-        forward passes."""
+        """`schedule_of` gives the schedule of so many micro-batches; `groups` are the ranks of the pipeline, for
+        messages to later ones and to earlier ones; `everybody` are these and their data-parallel copies; `computing`
+        is around forward passes."""
         super().__init__(inner.module, everybody)
-        self.inner, self.part, self.schedule_of, self.pipe, self.computing = (
-            inner,
-            part,
-            schedule_of,
-            groups[0],
-            computing,
-        )
-        self.groups = groups
+        self.inner, self.part, self.schedule_of, self.computing = inner, part, schedule_of, computing
+        self.groups, self.pipe = groups, groups[0]
         self.trained, self.loss_scale, self.autocast = inner.trained, inner.loss_scale, inner.autocast
         self.exposed = inner.exposed
         self.waits: ExposedTime = ExposedTime()
@@ -131,20 +138,18 @@ class Pipeline(Strategy):
         """Run the schedule; gives each micro-batch's loss (0 where this rank has not the last stage) and auxiliary loss
         of this rank's stages."""
         schedule = self.schedule_of(len(micros))
-        links = self._links(schedule, micros)
-        held: dict[tuple[int, int], Held] = {}
-        done: dict[int, list[Tensor]] = defaultdict(list)
+        under_way = UnderWay(micros, losses, self._links(schedule, micros))
         self.timeline = []
         with self.inner.backward(last=False):
             for step in schedule.orders[self.rank]:
-                arrived = [self._arrival(schedule, links, action) for action in actions(step)]
+                arrived = [self._arrival(schedule, under_way.links, action) for action in actions(step)]
                 begun = time.perf_counter()
                 for action, came in zip(actions(step), arrived, strict=True):
-                    self._do(action, came, micros[action.micro], losses, held, done, links)
+                    self._do(action, came, under_way)
                 self.timeline.append((step, begun, time.perf_counter()))
-            links.finish()
+            under_way.links.finish()
         for index in range(len(micros)):
-            loss, auxiliary = torch.stack(done[index]).sum(0)
+            loss, auxiliary = torch.stack(under_way.done[index]).sum(0)
             yield loss, auxiliary
 
     def measure(self, micro: MicroBatch, losses: Losses) -> Tensor:
@@ -182,26 +187,18 @@ class Pipeline(Strategy):
             return links.receive(Action(stage + 1, "B", micro))
         return None
 
-    def _do(
-        self,
-        action: Action,
-        came: Tensor | None,
-        micro: MicroBatch,
-        losses: Losses,
-        held: dict[tuple[int, int], Held],
-        done: dict[int, list[Tensor]],
-        links: Links,
-    ) -> None:
+    def _do(self, action: Action, came: Tensor | None, under_way: UnderWay) -> None:
         stage, kind, index = action
+        held, links, last = under_way.held, under_way.links, stage == self.part.last
         key = stage, index
         if kind == "F":
+            micro = under_way.micros[index]
             x = micro.tokens if came is None else came.requires_grad_()
-            held[key] = self._forward(stage, x, micro, losses)
-            if stage < self.part.last:
-                done[index].append(torch.stack([held[key].auxiliary.detach() * 0, held[key].auxiliary.detach()]))
-                links.send(Action(stage, "F", index), held[key].out.detach())
-            else:
-                done[index].append(torch.stack([held[key].out.detach(), held[key].auxiliary.detach()]))
+            of = held[key] = self._forward(stage, x, micro, under_way.losses)
+            auxiliary = of.auxiliary.detach()
+            under_way.done[index].append(torch.stack([of.out.detach() if last else 0 * auxiliary, auxiliary]))
+            if not last:
+                links.send(Action(stage, "F", index), of.out.detach())
         elif kind == "W":
             finish_weights(held.pop(key).put_off)
         else:
