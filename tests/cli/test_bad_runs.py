@@ -84,7 +84,6 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"parallel.pp": 2, "parallel.schedule": "interleaved"},
         ("parallel.virtual_stages = 1", "does not go with", "2 or more"),
     ),
-    ({"parallel.pp": 2, "model.tied": "true"}, ("model.tied = True", "different ranks", "zb-v")),
     (
         {"parallel.pp": 2, "parallel.schedule": "zb-h1", "training.compile": "true"},
         ("training.compile = True", "zb-h1", "1f1b"),

@@ -32,11 +32,6 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
             f'gives ranks different numbers of micro-batches, which "{layout.schedule}" does not take',
             "make it a multiple of micro-batch x data-parallel ranks x training.sequence",
         )  # fmt: skip
-    if run.model.tied and schedule.rank_of[0] != schedule.rank_of[schedule.stages - 1]:
-        raise UserError(
-            "model.tied", True, "embedding and head would be on different ranks, which does not run yet",
-            'use parallel.schedule = "zb-v" or "dualpipe-v", whose first and last stage share a rank, or tied = false',
-        )  # fmt: skip
     if run.training.compile and any(action.kind == "W" for action in schedule.actions(0)):
         raise UserError(
             "training.compile", True, f'cannot split backward passes as "{layout.schedule}" does',

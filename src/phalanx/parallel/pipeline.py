@@ -8,7 +8,7 @@ Gradients add up over the step and are summed over data-parallel ranks once, at 
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,13 +21,11 @@ from torch import Tensor, nn
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.exposed import ExposedTime
 from phalanx.parallel.gradient import global_norm
+from phalanx.parallel.links import Links
 from phalanx.parallel.split_backward import Later, WeightGradient, finish_weights, linear, split_backward
 from phalanx.parallel.strategy import Losses, MicroBatch, Reduced, Strategy
 from phalanx.schedule.action import Action, Schedule, Step, actions
 from phalanx.spec.model import ModelSpec
-
-POSTED = 2
-"""Receives that are under way on a link before they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,8 @@ class Part(Transformer):
         mine = {str(layer): self.blocks[layer] for of_stage in layers.values() for layer in of_stage}
         self.blocks = nn.ModuleDict(mine)  # type: ignore[assignment]
         self.later = Later()
+        self.copy: Tensor | None = None
+        """Of the embedding, where it is also the head and another rank trains it."""
         if 0 not in layers:
             del self.embedding
             if spec.positions == "learned":
@@ -68,7 +68,8 @@ class Part(Transformer):
     def predict(self, x_BTD: Tensor) -> Tensor:
         if not self.spec.tied:
             return super().predict(x_BTD)
-        return linear(self.norm(x_BTD), self.embedding.weight, None, self.later)
+        weight = self.embedding.weight if self.copy is None else self.copy
+        return linear(self.norm(x_BTD), weight, None, self.later)
 
 
 def ranges(counts: Sequence[int]) -> list[range]:
@@ -123,6 +124,9 @@ class Pipeline(Strategy):
         self.waits: ExposedTime = ExposedTime()
         self.rank = self.pipe.rank()
         self.has_loss = part.last in part.layers
+        if part.spec.tied and self.has_loss and 0 not in part.layers:
+            shape = part.spec.vocab, part.spec.width
+            part.copy = next(part.blocks.parameters()).new_zeros(shape).requires_grad_()
         self.model = cast(nn.Module, self._whole)
         some = schedule_of(2 * self.pipe.size())
         stages = [[Action(stage, "F", 0) for stage in some.stages_of(rank)] for rank in range(some.ranks)]
@@ -240,6 +244,7 @@ class Pipeline(Strategy):
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> Reduced:
         """As everywhere; the norm is that of the gradients of all stages."""
+        self._tie(gradients=True)
         self.inner.collect()
         square = global_norm(self.gradients(), self.exposed).to(sums.device).square()
         with self.exposed.waiting():
@@ -249,94 +254,49 @@ class Pipeline(Strategy):
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.inner.update(optimizers)
+        self._tie()
 
     def drop_gradients(self) -> None:
         self.inner.drop_gradients()
 
     def publish(self) -> None:
         self.inner.publish()
+        self._tie()
+
+    def _tie(self, gradients: bool = False) -> None:
+        """Where embedding and head are one, on two ranks: the first trains it, and sends its weights to the last after
+        every update; before that it adds the last's gradients to its own."""
+        first, last = self.forward_only.rank_of[0], self.forward_only.rank_of[self.part.last]
+        if not self.part.spec.tied or first == last or self.rank not in (first, last):
+            return
+        with self.exposed.waiting():
+            if self.part.copy is not None:
+                if gradients:
+                    assert self.part.copy.grad is not None
+                    dist.send(self.part.copy.grad, group=self.groups[1], group_dst=first)
+                    self.part.copy.grad = None
+                else:
+                    dist.recv(self.part.copy.detach(), group=self.groups[0], group_src=first)
+            else:
+                weight = self.part.embedding.weight
+                if gradients:
+                    came = torch.empty_like(weight)
+                    dist.recv(came, group=self.groups[1], group_src=last)
+                    weight.grad = came if weight.grad is None else weight.grad.add_(came)
+                else:
+                    dist.send(weight.detach(), group=self.groups[0], group_dst=last)
 
     def new_state(self, parameter: nn.Parameter) -> Tensor:
         return self.inner.new_state(parameter)
 
     def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
-        return self.inner.held(optimizers)
+        held = self.inner.held(optimizers)
+        if self.part.copy is not None:
+            held["parameters"] = [*held["parameters"], self.part.copy]
+        return held
 
     def elastic(self) -> list[Tensor]:
         return self.inner.elastic()
 
     def rest(self) -> None:
         self.inner.rest()
-
-
-class Links:
-    """The messages of a step between this rank and the others of its pipeline.
-
-    On every link they come in the order in which they are sent, which the schedule tells both ends: so nothing but the
-    tensors is sent, and a few receives can be under way ahead of their use.
-    """
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        rank: int,
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
-        shapes: Sequence[torch.Size],
-        like: Tensor,
-        waits: ExposedTime,
-    ) -> None:
-        """`groups` are for messages to later ranks and to earlier ones; `shapes` are those of each micro-batch's
-        activation; `like` has their dtype and device."""
-        self.schedule, self.rank, self.groups, self.waits = schedule, rank, groups, waits
-        self.shapes, self.like = shapes, like
-        self._inbox: dict[Action, Tensor] = {}
-        self._sends: list[tuple[dist.Work | None, Tensor]] = []
-        self._coming: dict[int, deque[Action]] = {
-            sender: deque(message for message, to in schedule.messages(sender) if to == rank)
-            for sender in range(schedule.ranks)
-            if sender != rank
-        }
-        self._posted: dict[int, deque[tuple[Action, dist.Work | None, Tensor]]] = defaultdict(deque)
-        for sender in self._coming:
-            self._post(sender)
-
-    def send(self, message: Action, tensor: Tensor) -> None:
-        """Send what a stage gave to the stage that needs it; returns at once."""
-        to = self.schedule.receiver(message)
-        if to == self.rank:
-            self._inbox[message] = tensor
-            return
-        work = dist.isend(tensor.contiguous(), group=self.groups[to < self.rank], group_dst=to, tag=self._tag(message))
-        self._sends.append((work, tensor))
-        self._sends = [(work, kept) for work, kept in self._sends if work is not None and not work.is_completed()]
-
-    def receive(self, message: Action) -> Tensor:
-        """What a stage gave, once it is here."""
-        while message not in self._inbox:
-            sender = self.schedule.rank_of[message.stage]
-            first, work, tensor = self._posted[sender].popleft()
-            self._post(sender)
-            with self.waits.waiting():
-                if work is not None:
-                    work.wait()
-            self._inbox[first] = tensor
-        return self._inbox.pop(message)
-
-    def finish(self) -> None:
-        """Wait for what is still on its way."""
-        for work, _ in self._sends:
-            if work is not None:
-                work.wait()
-        self._sends = []
-
-    def _post(self, sender: int) -> None:
-        coming, posted = self._coming[sender], self._posted[sender]
-        while coming and len(posted) < POSTED:
-            message = coming.popleft()
-            tensor = self.like.new_empty(self.shapes[message.micro])
-            work = dist.irecv(tensor, group=self.groups[sender > self.rank], group_src=sender, tag=self._tag(message))
-            posted.append((message, work, tensor))
-
-    def _tag(self, message: Action) -> int:
-        stage, kind, micro = message
-        return (2 * stage + (kind == "B")) * len(self.shapes) + micro

@@ -1,0 +1,89 @@
+"""What pipeline ranks send each other in a step: activations, and their gradients."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.exposed import ExposedTime
+from phalanx.schedule.action import Action, Schedule
+
+POSTED = 2
+"""Receives that are under way on a link before they are asked for."""
+
+
+class Links:
+    """The messages of a step between this rank and the others of its pipeline.
+
+    On every link they come in the order in which they are sent, which the schedule tells both ends: so nothing but the
+    tensors is sent, and a few receives can be under way ahead of their use.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        shapes: Sequence[torch.Size],
+        like: Tensor,
+        waits: ExposedTime,
+    ) -> None:
+        """`groups` are for messages to later ranks and to earlier ones; `shapes` are those of each micro-batch's
+        activation; `like` has their dtype and device."""
+        self.schedule, self.rank, self.groups, self.waits = schedule, rank, groups, waits
+        self.shapes, self.like = shapes, like
+        self._inbox: dict[Action, Tensor] = {}
+        self._sends: list[tuple[dist.Work | None, Tensor]] = []
+        self._coming: dict[int, deque[Action]] = {
+            sender: deque(message for message, to in schedule.messages(sender) if to == rank)
+            for sender in range(schedule.ranks)
+            if sender != rank
+        }
+        self._posted: dict[int, deque[tuple[Action, dist.Work | None, Tensor]]] = defaultdict(deque)
+        for sender in self._coming:
+            self._post(sender)
+
+    def send(self, message: Action, tensor: Tensor) -> None:
+        """Send what a stage gave to the stage that needs it; returns at once."""
+        to = self.schedule.receiver(message)
+        if to == self.rank:
+            self._inbox[message] = tensor
+            return
+        work = dist.isend(tensor.contiguous(), group=self.groups[to < self.rank], group_dst=to, tag=self._tag(message))
+        self._sends.append((work, tensor))
+        self._sends = [(work, kept) for work, kept in self._sends if work is not None and not work.is_completed()]
+
+    def receive(self, message: Action) -> Tensor:
+        """What a stage gave, once it is here."""
+        while message not in self._inbox:
+            sender = self.schedule.rank_of[message.stage]
+            first, work, tensor = self._posted[sender].popleft()
+            self._post(sender)
+            with self.waits.waiting():
+                if work is not None:
+                    work.wait()
+            self._inbox[first] = tensor
+        return self._inbox.pop(message)
+
+    def finish(self) -> None:
+        """Wait for what is still on its way."""
+        for work, _ in self._sends:
+            if work is not None:
+                work.wait()
+        self._sends = []
+
+    def _post(self, sender: int) -> None:
+        coming, posted = self._coming[sender], self._posted[sender]
+        while coming and len(posted) < POSTED:
+            message = coming.popleft()
+            tensor = self.like.new_empty(self.shapes[message.micro])
+            work = dist.irecv(tensor, group=self.groups[sender > self.rank], group_src=sender, tag=self._tag(message))
+            posted.append((message, work, tensor))
+
+    def _tag(self, message: Action) -> int:
+        stage, kind, micro = message
+        return (2 * stage + (kind == "B")) * len(self.shapes) + micro
