@@ -83,7 +83,8 @@ def wait(layout: Layout, m: int, seconds: float, steps: int) -> list[list[Ran]]:
     mine = {stage: layers[stage] for stage in schedule_of(layout, 2 * layout.pp).stages_of(mesh.rank)}
     part = Waits(mine, stages, seconds / len(mine))
     everybody = mesh.links[0]
-    strategy = Pipeline(Strategy(part), part, cache(partial(schedule_of, layout)), mesh.links, everybody, nullcontext)
+    order, like = cache(partial(schedule_of, layout)), torch.empty(0)
+    strategy = Pipeline(Strategy(part), part, order, mesh.links, everybody, nullcontext, like)
     micros = [Tokens(torch.zeros(1, 4, dtype=torch.int64), None)] * m
 
     def losses(model: Any, micro: Tokens) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,10 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     ({"parallel.tp": 2}, ("parallel.tp = 2", "does not run yet", "parallel.tp = 1")),
     ({"parallel.tp": 2}, ("parallel.tp = 2", "does not run yet")),
-    ({"parallel.pp": 2, "parallel.data": "zero3"}, ("parallel.data = 'zero3'", "in a pipeline", "zero1")),
+    (
+        {"parallel.pp": 2, "parallel.data": '"parameter_server"'},
+        ("parallel.data = 'parameter_server'", "in a pipeline", "zero1"),
+    ),
     ({"parallel.pp": 2, "model.layers": 1}, ("parallel.pp = 2", "1 layers", "a deeper model")),
     (
         {"parallel.pp": 2, "parallel.schedule": "dualpipe-v", "model.layers": 4, "parallel.micro_batch": 4},

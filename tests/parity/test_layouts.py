@@ -85,6 +85,14 @@ ROWS += [pipeline("interleaved", 2, 2, parallel__virtual_stages=2)]
 ROWS += [pipeline("interleaved", pp, pp, ("deeper",), parallel__virtual_stages=v) for pp, v in ((2, 4), (4, 2))]
 ROWS += [pipeline(schedule, 2, 4) for schedule in ("1f1b", "zb-h1", "zb-v", "dualpipe-v")]
 ROWS += [pipeline(schedule, 2, 4, parallel__data=data) for schedule in ("gpipe", "zb-v") for data in ("zero1", "zero2")]
+ROWS += [pipeline(schedule, 2, 4, parallel__data="zero3") for schedule in ("1f1b", "zb-h1", "zb-v", "dualpipe-v")]
+ROWS += [
+    pipeline("zb-v", 2, 4, ("deep-tied",), parallel__data="zero3"),
+    pipeline("zb-h1", 2, 4, parallel__data="zero3", parallel__recompute="full"),
+    pipeline("1f1b", 2, 8, parallel__data="hsdp", parallel__dp_shard=2),
+    pipeline("zb-v", 2, 8, parallel__data="zero1"),
+    pipeline("1f1b", 4, 8, parallel__data="zero3"),
+]
 ROWS += [
     pipeline(schedule, 2, 2, parallel__recompute=recompute)
     for schedule in ("1f1b", "zb-v")
@@ -174,7 +182,8 @@ def test_every_optimizer_equals_one_process(
     + [Row("hsdp-2x2", 4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}, accumulation=2)]
     + [Row(data, 2, {"parallel.data": data}) for data in ("zero1", "zero2", "zero3")]
     + [Row("zero2", 2, {"parallel.data": "zero2"}, accumulation=2)]
-    + [pipeline("1f1b", 2, 2), pipeline("zb-h1", 2, 4, parallel__data="zero1")],
+    + [pipeline("1f1b", 2, 2), pipeline("zb-h1", 2, 4, parallel__data="zero1")]
+    + [pipeline("1f1b", 2, 4, parallel__data="zero3")],
     ids=lambda row: f"{row.name}-acc{row.accumulation}",
 )
 @pytest.mark.parametrize("model", ["dense", "moe"])

@@ -64,6 +64,7 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "serverx2": (2, {"parallel.data": "parameter_server"}),
     "pipelinex2": (2, {"parallel.pp": 2, "parallel.micro_batch": 1}),
     "pipelinex4-zero1": (4, {"parallel.pp": 2, "parallel.schedule": "zb-h1", "parallel.data": "zero1"}),
+    "pipelinex4-zero3": (4, {"parallel.pp": 2, "parallel.data": "zero3"}),
     "serversx4": (4, {"parallel.data": "parameter_server", "parallel.servers": 2, "parallel.staleness": 0}),
 }
 

@@ -32,6 +32,12 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
             f'gives ranks different numbers of micro-batches, which "{layout.schedule}" does not take',
             "make it a multiple of micro-batch x data-parallel ranks x training.sequence",
         )  # fmt: skip
+    apart = schedule.rank_of[0] != schedule.rank_of[schedule.stages - 1]
+    if run.model.tied and apart and layout.data in ("zero3", "hsdp"):
+        raise UserError(
+            "model.tied", True, f'with parallel.data = "{layout.data}" embedding and head must be on one rank',
+            'use parallel.schedule = "zb-v" or "dualpipe-v", which have both there, or parallel.data = "zero1"',
+        )  # fmt: skip
     if run.training.compile and any(action.kind == "W" for action in schedule.actions(0)):
         raise UserError(
             "training.compile", True, f'cannot split backward passes as "{layout.schedule}" does',

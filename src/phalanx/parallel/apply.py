@@ -127,7 +127,11 @@ def make_pipeline(
         return named(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
 
     assert mesh.loss_group is not None
-    return Pipeline(inner, part, schedule_of, mesh.links, mesh.loss_group, partial(computing, inner, precision, device))
+    context = partial(computing, inner, precision, device)
+    # Under autocast what is added up stays in the parameters' precision.
+    dtype = torch.bfloat16 if precision == "bf16" and not inner.autocast else DTYPES[precision]
+    like = torch.empty(0, dtype=dtype, device=device)
+    return Pipeline(inner, part, schedule_of, mesh.links, mesh.loss_group, context, like)
 
 
 def make_offload(layout: Layout) -> CpuOffload | None:

@@ -52,7 +52,8 @@ class FullySharded(Strategy):
         wrapped = [part for block in blocks for part in _parts(block, layout.wrap)]
         units = [
             fully_shard(
-                part, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=layout.reshard
+                part, mesh=mesh, mp_policy=policy, offload_policy=place,
+                reshard_after_forward=layout.reshard and layout.pp == 1,
             )
             for part in wrapped
         ]  # fmt: skip
@@ -68,6 +69,7 @@ class FullySharded(Strategy):
         cast = compute_dtype is not None and any(p.dtype != torch.float32 for p in self.trained.values())
         self.deferred = mesh.ndim == 1 and not cast
         self.offload = offload
+        self.in_pipeline = layout.pp > 1
         self._prefetch(layout.prefetch)
         self.reduce_scatter: DeferredReduceScatter | None = None
         if not on_gpu:
@@ -92,6 +94,10 @@ class FullySharded(Strategy):
     def backward(self, last: bool) -> Iterator[None]:
         """Around the forward and backward pass of a micro-batch. Gradients are split after each of them: kept whole
         until the last, they would take as much memory as the model. Replicas sum theirs after the last."""
+        if self.in_pipeline:
+            self._end_with_backward(False)
+            yield
+            return
         self.root.set_requires_all_reduce(last)
         self.root.set_is_last_backward(last)
         if self.reduce_scatter is None or not self.reduce_scatter.deferred:
@@ -105,6 +111,25 @@ class FullySharded(Strategy):
         for name, gradient in before.items():
             parameter = self.trained[name]
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+    def _end_with_backward(self, now: bool) -> None:
+        """Whether gradients are split, and parameters given back, when a backward pass ends. A pipeline's micro-batches
+        overlap, and halves of backward passes go on with parameters that must still be those of the forward pass."""
+        self.root.set_requires_gradient_sync(now)
+        self.root.set_reshard_after_backward(now)
+        self.root.set_is_last_backward(now)
+
+    def collect(self) -> None:
+        """What FSDP2 does when a backward pass ends, once for all of a pipeline's step (as PyTorch's own pipelining
+        does it, `_PipelineStageBase.perform_reduce_grad`)."""
+        self._end_with_backward(True)
+        state = self.root._get_fsdp_state()
+        for each in state._state_ctx.all_states:
+            if each._fsdp_param_group is not None:
+                each._fsdp_param_group.post_backward()
+        state._root_post_backward_final_callback()
+        if self.reduce_scatter is not None:
+            self.reduce_scatter.finish()
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step all at once, or what is offloaded piece by piece."""

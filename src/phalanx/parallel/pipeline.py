@@ -112,13 +112,14 @@ class Pipeline(Strategy):
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         everybody: dist.ProcessGroup,
         computing: Callable[[], AbstractContextManager[object]],
+        like: Tensor,
     ) -> None:
         """`schedule_of` gives the schedule of so many micro-batches; `groups` are the ranks of the pipeline, for
         messages to later ones and to earlier ones; `everybody` are these and their data-parallel copies; `computing`
-        is around forward passes."""
+        is around forward passes; `like` has the dtype and device of what stages give each other."""
         super().__init__(inner.module, everybody)
         self.inner, self.part, self.schedule_of, self.computing = inner, part, schedule_of, computing
-        self.groups, self.pipe = groups, groups[0]
+        self.groups, self.pipe, self.like = groups, groups[0], like
         self.trained, self.loss_scale, self.autocast = inner.trained, inner.loss_scale, inner.autocast
         self.exposed = inner.exposed
         self.waits: ExposedTime = ExposedTime()
@@ -126,7 +127,7 @@ class Pipeline(Strategy):
         self.has_loss = part.last in part.layers
         if part.spec.tied and self.has_loss and 0 not in part.layers:
             shape = part.spec.vocab, part.spec.width
-            part.copy = next(part.blocks.parameters()).new_zeros(shape).requires_grad_()
+            part.copy = like.new_zeros(shape).requires_grad_()
         self.model = cast(nn.Module, self._whole)
         some = schedule_of(2 * self.pipe.size())
         stages = [[Action(stage, "F", 0) for stage in some.stages_of(rank)] for rank in range(some.ranks)]
@@ -234,8 +235,7 @@ class Pipeline(Strategy):
 
     def _links(self, schedule: Schedule, micros: Sequence[MicroBatch]) -> Links:
         shapes = [torch.Size([*micro.tokens.shape, self.part.spec.width]) for micro in micros]
-        like = next(self.part.blocks.parameters()).new_empty(0)
-        return Links(schedule, self.rank, self.groups, shapes, like, self.waits)
+        return Links(schedule, self.rank, self.groups, shapes, self.like, self.waits)
 
     # -- what a trainer asks of any strategy ---------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from phalanx.spec.base import Spec, divisors
 from phalanx.spec.errors import UserError
 
 RUNNABLE_DATA = ("ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server")
-IN_PIPELINES = ("ddp", "zero1", "zero2")
+IN_PIPELINES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 NOT_YET = "is described, but does not run yet"
 SHARDED = ("zero1", "zero2", "zero3", "hsdp")
 MEANT_FOR = {
@@ -88,7 +88,7 @@ class Layout(Spec):
     """Let DDP look for parameters that a step did not use, which otherwise stop it."""
     reshard: bool = True
     """Give a block's gathered parameters back after the forward pass and gather them again in the backward pass: less
-    memory, half as much traffic more (zero3, hsdp)."""
+    memory, half as much traffic more (zero3, hsdp). In a pipeline they stay for the step: its micro-batches overlap."""
     wrap: Literal["model", "block", "sublayer"] = "block"
     """What is gathered at once (zero3, hsdp): the whole model, a block, or a block's attention and MLP each."""
     prefetch: int = Field(1, ge=0)
