@@ -145,6 +145,7 @@ class Pipeline(Strategy):
         schedule = self.schedule_of(len(micros))
         under_way = UnderWay(micros, losses, self._links(schedule, micros))
         self.timeline = []
+        self.waits.take()  # those of an evaluation
         with self.inner.backward(last=False):
             for step in schedule.orders[self.rank]:
                 arrived = [self._arrival(schedule, under_way.links, action) for action in actions(step)]
