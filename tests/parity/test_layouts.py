@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from parity.fuzz import difference, layouts
 from parity.trajectory import DENSE, MOE, described, trajectory
 from phalanx.testing import ranks
 
@@ -199,3 +200,8 @@ def test_the_table_can_fail(text: Path, tmp_path: Path) -> None:
     """A learning rate off by a millionth is seen."""
     changed = trajectory(described(text, tmp_path, {"optimizer.learning_rate": 0.01 * (1 + 1e-6)}))
     assert changed != [pytest.approx(step, rel=1e-10) for step in reference(text, "dense")]
+
+
+def test_drawn_layouts_equal_one_process(text: Path) -> None:
+    for world_size, model, layers, changes in layouts(seed=7, count=6, text=text):
+        assert difference(text, world_size, model, layers, changes) < 1e-10, (world_size, model, layers, changes)

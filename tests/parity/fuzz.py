@@ -1,0 +1,126 @@
+"""Random valid layouts, each held against one process like the rows of the table.
+
+PYTHONPATH=tests python -m parity.fuzz --count 50 --seed 1      # prints a line for each; exits with 1 if one differs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from parity.trajectory import DENSE, MOE, Table, described, trajectory
+from phalanx.cost.stages import check_pipeline
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import refuse_unrunnable
+from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.testing import ranks
+
+STEPS = 5
+SEQUENCES = 8
+TOLERANCE = 1e-10
+GPT2 = {"qk_norm": "none", "positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
+MODELS: dict[str, Table] = {"dense": DENSE, "moe": MOE, "gpt2": {**DENSE, **GPT2}, "tied": {**DENSE, "tied": True}}
+
+
+def draw(dice: random.Random) -> tuple[int, str, int, Table]:
+    """Ranks, a model, its layers, and what to change in the run file; it may be invalid."""
+    world_size = dice.choice([2, 2, 4, 4, 4, 8])
+    pp = dice.choice([size for size in (1, 2, 4, 8) if world_size % size == 0])
+    data = dice.choice(["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"])
+    layout: Table = {"parallel.data": data, "parallel.pp": pp}
+    layout["parallel.recompute"] = dice.choice(["none", "none", "selective", "full"])
+    if pp > 1:
+        schedules = ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+        layout["parallel.schedule"] = dice.choice(schedules)
+        if layout["parallel.schedule"] == "interleaved":
+            layout["parallel.virtual_stages"] = 2
+    if data == "hsdp":
+        layout["parallel.dp_shard"] = 2
+    if data == "parameter_server":
+        layout["parallel.servers"] = dice.choice([1, 2])
+    if data in ("ddp", "zero1", "zero2"):
+        layout["parallel.bucket_mb"] = dice.choice([0.01, 25.0])
+    layout["parallel.micro_batch"] = dice.choice([1, 1, 2, 4])
+    layout["optimizer.name"] = dice.choice(["adamw", "adamw", "sgd", "muon"])
+    layout["training.tokens_per_step"] = dice.choice([SEQUENCES, SEQUENCES, SEQUENCES - 1]) * 32
+    return world_size, dice.choice(list(MODELS)), dice.choice([2, 4, 8]), layout
+
+
+def valid(world_size: int, run: RunSpec) -> bool:
+    """Whether training takes the layout."""
+    try:
+        refuse_unrunnable(run.parallel)
+        cut_batch(run, world_size)
+        check_pipeline(run, world_size)
+    except UserError:
+        return False
+    return True
+
+
+def layouts(seed: int, count: int, text: Path) -> list[tuple[int, str, int, Table]]:
+    """So many valid ones."""
+    dice, found = random.Random(seed), []
+    while len(found) < count:
+        world_size, model, layers, changes = drawn = draw(dice)
+        try:
+            run = described(text, text.parent, settings(model, layers, changes))
+        except UserError:
+            continue
+        if valid(world_size, run):
+            found.append(drawn)
+    return found
+
+
+def settings(model: str, layers: int, changes: Table) -> Table:
+    """A run's changes with its model."""
+    return {"model": {**MODELS[model], "layers": layers}, "training.steps": STEPS, **changes}
+
+
+@cache
+def reference(text: Path, model: str, layers: int, changes: tuple[tuple[str, Any], ...]) -> list[tuple[float, float]]:
+    """One process's losses and norms."""
+    return trajectory(described(text, Path(tempfile.mkdtemp()), settings(model, layers, dict(changes))))
+
+
+def difference(text: Path, world_size: int, model: str, layers: int, changes: Table) -> float:
+    """The largest relative difference of a loss or norm from one process's, over ranks and steps."""
+    kept = {key: value for key, value in changes.items() if not key.startswith("parallel.")}
+    expected = reference(text, model, layers, tuple(sorted(kept.items())))
+    run = described(text, Path(tempfile.mkdtemp()), settings(model, layers, changes))
+    results = ranks(world_size).run(trajectory, run)
+    return max(
+        abs(got - wanted) / abs(wanted)
+        for result in results
+        for step, whole in zip(result, expected, strict=True)
+        for got, wanted in zip(step, whole, strict=True)
+    )
+
+
+def main() -> None:
+    """Draw, run, say."""
+    parser = argparse.ArgumentParser("parity.fuzz")
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    text, wrong = Path(json.__file__).parent, 0
+    for world_size, model, layers, changes in layouts(asked.seed, asked.count, text):
+        try:
+            worst = difference(text, world_size, model, layers, changes)
+            said = f"{worst:.1e}"
+        except Exception as error:  # a layout that ends in an error is a finding like any other
+            worst, said = float("inf"), f"{type(error).__name__}: {str(error)[-600:]}"
+        wrong += worst > TOLERANCE
+        shown = " ".join(f"{key.partition('.')[2]}={value}" for key, value in changes.items())
+        print(f"{'ok ' if worst <= TOLERANCE else 'BAD'} {said} x{world_size} {model}-{layers} {shown}", flush=True)
+    print(f"{asked.count - wrong} of {asked.count} layouts of seed {asked.seed} within {TOLERANCE:g}")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
