@@ -46,10 +46,10 @@ def draw(dice: random.Random) -> tuple[int, str, int, Table]:
         layout["parallel.servers"] = dice.choice([1, 2])
     if data in ("ddp", "zero1", "zero2"):
         layout["parallel.bucket_mb"] = dice.choice([0.01, 25.0])
-    layout["parallel.micro_batch"] = dice.choice([1, 1, 2, 4])
+    layout["parallel.micro_batch"] = dice.choice([1, 1, 1, 2] if pp > 1 else [1, 2, 4])
     layout["optimizer.name"] = dice.choice(["adamw", "adamw", "sgd", "muon"])
     layout["training.tokens_per_step"] = dice.choice([SEQUENCES, SEQUENCES, SEQUENCES - 1]) * 32
-    return world_size, dice.choice(list(MODELS)), dice.choice([2, 4, 8]), layout
+    return world_size, dice.choice(list(MODELS)), dice.choice([4, 8] if pp > 1 else [2, 4]), layout
 
 
 def valid(world_size: int, run: RunSpec) -> bool:
