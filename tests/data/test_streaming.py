@@ -76,16 +76,16 @@ def test_every_state_resumes_exactly(request, kind):
     folder = request.getfixturevalue(kind)
     loader = loader_of(folder)
     states, batches = [], []
-    for step in range(25):
-        states.append(json.loads(json.dumps(loader.state(step))))
-        batches.append(rows_of(loader.step(step)))
-    assert states[-1]["epoch"] > 0
+    # How many make an epoch depends on the folder's name, by which documents are held out.
+    while len(states) < 25 or states[-1]["epoch"] == 0:
+        states.append(json.loads(json.dumps(loader.state(len(states)))))
+        batches.append(rows_of(loader.step(len(batches))))
     assert states[3]["tokens"] == 3 * ROWS * SEQUENCE
     for step, state in enumerate(states):
         again = loader_of(folder)
         again.resume(state)
         assert again.state(step) == state
-        assert [rows_of(again.step(n)) for n in range(step, min(step + 3, 25))] == batches[step : step + 3]
+        assert [rows_of(again.step(n)) for n in range(step, min(step + 3, len(batches)))] == batches[step : step + 3]
 
 
 def test_resuming_reads_no_earlier_file_of_the_epoch(corpus, monkeypatch):
