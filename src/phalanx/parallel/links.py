@@ -53,8 +53,9 @@ class Links:
         if to == self.rank:
             self._inbox[message] = tensor
             return
-        work = dist.isend(tensor.contiguous(), group=self.groups[to < self.rank], group_dst=to, tag=self._tag(message))
-        self._sends.append((work, tensor))
+        sent = tensor.contiguous()
+        work = dist.isend(sent, group=self.groups[to < self.rank], group_dst=to, tag=self._tag(message))
+        self._sends.append((work, sent))
         self._sends = [(work, kept) for work, kept in self._sends if work is not None and not work.is_completed()]
 
     def receive(self, message: Action) -> Tensor:
