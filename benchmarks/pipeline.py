@@ -16,35 +16,27 @@ from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.pipeline_ranks import Ran, layout_of, schedule_of, train, wait
+from benchmarks.pipeline_ranks import layout_of, train, wait
 from benchmarks.shapes import SHAPES
 from phalanx.data.prepare import prepare
-from phalanx.schedule.action import Action, Schedule, actions
-from phalanx.schedule.simulate import Times, simulate
+from phalanx.schedule.action import Action, Schedule
+from phalanx.schedule.named import PUBLISHED, schedule_of
+from phalanx.schedule.simulate import Span, Timeline, Times, simulate
 from phalanx.spec.run import DataSpec
 from phalanx.testing import ranks
 
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "pipeline.md"
 UNIT_SECONDS = 0.03
 """What a rank waits for the forward pass of a micro-batch, and for each half of its backward pass."""
 
 
-def bubble(step: list[list[Ran]]) -> tuple[float, float]:
-    """The idle share of a step over its ranks, and its seconds."""
-    busy = sum(ended - begun for rank in step for _, begun, ended in rank)
-    seconds = max(rank[-1][2] for rank in step) - min(rank[0][1] for rank in step)
-    return 1 - busy / (len(step) * seconds), seconds
-
-
-def times_of(schedule: Schedule, step: list[list[Ran]]) -> Times:
+def times_of(schedule: Schedule, step: Timeline) -> Times:
     """What each stage's actions took in a step, on average; a whole backward pass counts as its input half."""
     taken: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for rank, ran in enumerate(step):
-        for planned, (_, begun, ended) in zip(schedule.orders[rank], ran, strict=True):
-            for action in actions(planned):  # of an overlapped pair each counts by what such actions take elsewhere
-                if isinstance(planned, Action):
-                    taken[action.stage, action.kind].append(ended - begun)
+    for spans in step.spans:
+        for action, begun, ended in spans:  # of an overlapped pair each counts by what such actions take elsewhere
+            if isinstance(action, Action):
+                taken[action.stage, action.kind].append(float(ended - begun))
     mean = {key: statistics.mean(seconds) for key, seconds in taken.items()}
 
     def of(kinds: str) -> list[float]:
@@ -53,17 +45,18 @@ def times_of(schedule: Schedule, step: list[list[Ran]]) -> Times:
     return Times(of("F"), of("I" if any(kind == "I" for _, kind in mean) else "B"), of("W"))
 
 
-def row(name: str, p: int, m: int, steps: list[list[list[Ran]]], simulated: float) -> tuple[str, float, float]:
+def row(name: str, p: int, m: int, steps: list[Timeline], simulated: float) -> tuple[str, float, float]:
     """A line of a table, the measured bubble, and the median step."""
-    measured, seconds = (statistics.median(values) for values in zip(*map(bubble, steps), strict=True))
+    measured = statistics.median(float(step.bubble) for step in steps)
+    seconds = statistics.median(float(step.makespan) for step in steps)
     apart = f"{100 * (measured - simulated):+.1f}"
     line = f"| {name} | {p} | {m} | {simulated:.1%} | {measured:.1%} | {apart} | {seconds:.3f} |"
     return line, measured, seconds
 
 
-def by_step(by_rank: list[list[list[Ran]]]) -> list[list[list[Ran]]]:
-    """What ranks did, step by step."""
-    return [list(step) for step in zip(*by_rank, strict=True)]
+def by_step(by_rank: list[list[list[Span]]]) -> list[Timeline]:
+    """What all ranks did, step by step."""
+    return [Timeline(tuple(map(tuple, step))) for step in zip(*by_rank, strict=True)]
 
 
 COLUMNS = ("schedule", "ranks", "micro-batches", "bubble simulated", "measured", "points apart", "seconds per step")
@@ -73,7 +66,7 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 def waited(p: int, m: int, steps: int) -> str:
     """The table of ranks that wait."""
     lines, seconds = [HEAD], {}
-    for name in SCHEDULES:
+    for name in PUBLISHED:
         layout = layout_of(name, p)
         schedule = schedule_of(layout, m)
         unit = UNIT_SECONDS / (schedule.stages // p)
@@ -82,14 +75,14 @@ def waited(p: int, m: int, steps: int) -> str:
         line, _, seconds[name] = row(name, p, m, ran, float(expected.bubble))
         lines.append(line)
         print(line, flush=True)
-    faster = ", ".join(f"{name} {seconds['1f1b'] / seconds[name]:.2f}" for name in SCHEDULES if name.startswith("zb"))
+    faster = ", ".join(f"{name} {seconds['1f1b'] / seconds[name]:.2f}" for name in PUBLISHED if name.startswith("zb"))
     return "\n".join([*lines, "", f"Speed of a step beside 1F1B's: {faster}."])
 
 
 def trained(shape: str, steps: int) -> str:
     """The table of two ranks that learn."""
     data, lines = prepare(DataSpec(tokenizer="bytes")).train, [HEAD]
-    for name in SCHEDULES:
+    for name in PUBLISHED:
         layout = layout_of(name, 2)
         run = SHAPES[shape].run("ddp")
         m = SHAPES[shape].sequences

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,17 @@ from phalanx.data.indexed import IndexedDataset
 from phalanx.data.loader import prefetch
 from phalanx.data.tokenizer import byte_tokenizer
 from phalanx.parallel.mesh import build_mesh
-from phalanx.parallel.pipeline import Part, Pipeline, Tokens, ranges
+from phalanx.parallel.pipeline import Part, Pipeline, Tokens
 from phalanx.parallel.strategy import Strategy
-from phalanx.schedule.action import Schedule
-from phalanx.schedule.named import named
-from phalanx.spec.layout import Layout, stages_of
+from phalanx.schedule.named import any_schedule_of, schedule_of
+from phalanx.schedule.simulate import Span
+from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
 from phalanx.train.corpus import Corpus
 from phalanx.train.trainer import Trainer
 
 SMALL = ModelSpec(layers=16, width=8, heads=1, kv_heads=1, ffn=8, vocab=8, context=8)
-Ran = tuple[str, float, float]
-"""A step of a schedule, and when it began and ended."""
 
 
 class Waits(Part):
@@ -71,19 +69,13 @@ def layout_of(schedule: str, p: int) -> Layout:
     return Layout(pp=p, schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)
 
 
-def schedule_of(layout: Layout, m: int) -> Schedule:
-    """The layout's schedule."""
-    return named(layout.schedule, layout.pp, m, layout.virtual_stages)
-
-
-def wait(layout: Layout, m: int, seconds: float, steps: int) -> list[list[Ran]]:
+def wait(layout: Layout, m: int, seconds: float, steps: int) -> list[list[Span]]:
     """What this rank did in each step, and when."""
-    mesh, stages = build_mesh(layout, layout.pp, "cpu"), stages_of(layout)
-    layers = ranges([1] * stages)
-    mine = {stage: layers[stage] for stage in schedule_of(layout, 2 * layout.pp).stages_of(mesh.rank)}
-    part = Waits(mine, stages, seconds / len(mine))
+    mesh, some = build_mesh(layout, layout.pp, "cpu"), any_schedule_of(layout)
+    mine = {stage: range(stage, stage + 1) for stage in some.stages_of(mesh.rank)}
+    part = Waits(mine, some.stages, seconds / len(mine))
     everybody = mesh.links[0]
-    order, like = cache(partial(schedule_of, layout)), torch.empty(0)
+    order, like = partial(schedule_of, layout), torch.empty(0)
     strategy = Pipeline(Strategy(part), part, order, mesh.links, everybody, nullcontext, like)
     micros = [Tokens(torch.zeros(1, 4, dtype=torch.int64), None)] * m
 
@@ -94,11 +86,11 @@ def wait(layout: Layout, m: int, seconds: float, steps: int) -> list[list[Ran]]:
     for _ in range(steps + 1):
         dist.barrier()
         list(strategy.run(micros, losses))
-        ran.append([(str(step), begun, ended) for step, begun, ended in strategy.timeline])
+        ran.append(strategy.timeline)
     return ran[1:]
 
 
-def train(run: RunSpec, data: str, steps: int) -> list[list[Ran]]:
+def train(run: RunSpec, data: str, steps: int) -> list[list[Span]]:
     """The same of a run that learns."""
     dataset = IndexedDataset(data)
     with tempfile.TemporaryDirectory() as kept:
@@ -108,6 +100,6 @@ def train(run: RunSpec, data: str, steps: int) -> list[list[Ran]]:
             dist.barrier()
             under_way.train_step(batches)
             assert isinstance(under_way.strategy, Pipeline)
-            ran.append([(str(step), begun, ended) for step, begun, ended in under_way.strategy.timeline])
+            ran.append(under_way.strategy.timeline)
         batches.close()
     return ran[2:]

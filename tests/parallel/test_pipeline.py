@@ -10,8 +10,9 @@ import pytest
 import torch
 from parity.trajectory import DENSE, MOE, described, trainer
 
+from phalanx.cost.stages import ranges
 from phalanx.data.loader import prefetch
-from phalanx.parallel.pipeline import Part, Pipeline, ranges
+from phalanx.parallel.pipeline import Part, Pipeline
 from phalanx.schedule.action import Action, Schedule
 from phalanx.schedule.named import named
 from phalanx.spec.run import RunSpec

@@ -14,8 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from parity.trajectory import DENSE, MOE, Table, described, trajectory
+from parity.trajectory import DENSE, GPT2, MOE, Table, described, trajectory
 from phalanx.cost.stages import check_pipeline
+from phalanx.schedule.named import PUBLISHED
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import refuse_unrunnable
 from phalanx.spec.run import RunSpec, cut_batch
@@ -24,7 +25,6 @@ from phalanx.testing import ranks
 STEPS = 5
 SEQUENCES = 8
 TOLERANCE = 1e-10
-GPT2 = {"qk_norm": "none", "positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
 MODELS: dict[str, Table] = {"dense": DENSE, "moe": MOE, "gpt2": {**DENSE, **GPT2}, "tied": {**DENSE, "tied": True}}
 
 
@@ -36,8 +36,7 @@ def draw(dice: random.Random) -> tuple[int, str, int, Table]:
     layout: Table = {"parallel.data": data, "parallel.pp": pp}
     layout["parallel.recompute"] = dice.choice(["none", "none", "selective", "full"])
     if pp > 1:
-        schedules = ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
-        layout["parallel.schedule"] = dice.choice(schedules)
+        layout["parallel.schedule"] = dice.choice(list(PUBLISHED))
         if layout["parallel.schedule"] == "interleaved":
             layout["parallel.virtual_stages"] = 2
     if data == "hsdp":

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from parity.fuzz import difference, layouts
-from parity.trajectory import DENSE, MOE, described, trajectory
+from parity.trajectory import DENSE, GPT2, MOE, described, trajectory
 from phalanx.testing import ranks
 
 MODELS = {"dense": DENSE, "moe": MOE}
 MODELS |= {"deep": {**DENSE, "layers": 4}, "deep-moe": {**MOE, "layers": 4}, "deeper": {**DENSE, "layers": 8}}
 MODELS["deep-tied"] = {**MODELS["deep"], "tied": True}
-GPT2 = {"qk_norm": "none", "positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
 MODELS["deep-gpt2"] = {**MODELS["deep"], **GPT2}
 DEEP = ("deep", "deep-moe")
 

@@ -27,6 +27,7 @@ DENSE: Table = {
     "qk_norm": "head",
 }
 MOE: Table = {**DENSE, "moe": {"experts": 4, "top_k": 2, "ffn": 24, "shared_experts": 1, "bias_update_rate": 0.01}}
+GPT2: Table = {"qk_norm": "none", "positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
 STEPS = 20
 
 

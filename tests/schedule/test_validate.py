@@ -11,16 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.schedule.action import Action, Grid, Schedule, Step, read_csv, to_csv
-from phalanx.schedule.generate import (
-    dualpipe_v,
-    gpipe,
-    interleaved,
-    naive,
-    one_f_one_b,
-    zb_h1,
-    zb_h2,
-    zb_v,
-)
+from phalanx.schedule.generate import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
 from phalanx.schedule.simulate import Times, in_flight, peak_activations, simulate
 from phalanx.schedule.validate import violations, violations_as_drawn
 from phalanx.spec.errors import UserError

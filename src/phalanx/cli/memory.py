@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
-import typer
 from rich.console import Console
 from rich.table import Column, Table
 
 from phalanx.cli.info import describe, short
+from phalanx.cli.options import Json, Overrides, Ranks, RunFile
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.cost.network import Strategy
 from phalanx.spec.base import divisors
@@ -47,16 +46,7 @@ class Row:
     """Of hsdp, where the run file does not say."""
 
 
-def memory(
-    run: Annotated[Path, typer.Argument(help="A run file.", metavar="RUN.toml")],
-    ranks: Annotated[
-        int | None, typer.Option(help="Ranks of the run; by default cluster.nproc x cluster.nodes.", min=1, metavar="N")
-    ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a field, e.g. training.precision=fp32.", metavar="K=V")
-    ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def memory(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json = False) -> None:
     """Show the bytes that each rank holds under each strategy: before anything runs, and without torch.
 
     Examples:
@@ -68,19 +58,14 @@ def memory(
         phalanx memory run.toml --ranks 8 --set parallel.recompute=full --json
     """
     described = load_run(run, set_ or [])
-    world_size, why = (ranks, "--ranks") if ranks else _default_ranks(described)
+    world_size, why = (ranks, "--ranks") if ranks else (described.cluster.ranks, "cluster.nproc x cluster.nodes")
+    if ranks is None and described.cluster.nproc is None:
+        why = "one per node, since cluster.nproc is not set; see --ranks"
     found = rows(described, world_size)
     if json_:
         print(json.dumps(facts(described, world_size, found), indent=2))
     else:
         _show(described, world_size, why, found)
-
-
-def _default_ranks(run: RunSpec) -> tuple[int, str]:
-    nproc, nodes = run.cluster.nproc, run.cluster.nodes
-    if nproc is None:
-        return nodes, "one per node, since cluster.nproc is not set; see --ranks"
-    return nproc * nodes, "cluster.nproc x cluster.nodes"
 
 
 def rows(run: RunSpec, world_size: int) -> list[Row]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
+from phalanx.cli.options import Json, Overrides, Ranks, RunFile
 from phalanx.spec.layout import AXES, degrees, groups
 from phalanx.spec.load import load_run
 
@@ -22,16 +21,7 @@ MEANING = {
 }
 
 
-def mesh(
-    run: Annotated[Path, typer.Argument(help="A run file.", metavar="RUN.toml")],
-    ranks: Annotated[
-        int | None, typer.Option(help="Ranks of the run; by default cluster.nproc x cluster.nodes.", min=1, metavar="N")
-    ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a field, e.g. parallel.pp=4.", metavar="K=V")
-    ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json = False) -> None:
     """Show every group of every axis, the ranks in it, and whether it stays inside a node.
 
     Examples:
@@ -41,7 +31,7 @@ def mesh(
         phalanx mesh run.toml --ranks 8 --set parallel.data=hsdp --set parallel.dp_shard=4 --json
     """
     described = load_run(run, set_ or [])
-    world_size = ranks or (described.cluster.nproc or 1) * described.cluster.nodes
+    world_size = ranks or described.cluster.ranks
     per_node = described.cluster.nproc or world_size
     sizes = degrees(described.parallel, world_size)
     axes = [

@@ -5,24 +5,25 @@ from __future__ import annotations
 import json
 import sys
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cost.stages import cut_stages, part_flops, stage_costs
-from phalanx.report.timeline import COLOURS, LEGEND, chrome_trace, draw, lines
+from phalanx.cli.options import Json, Overrides, RunFile
+from phalanx.cost.stages import cut_stages, part_flops, ranges, stage_costs
+from phalanx.report.timeline import COLOURS, LEGEND, chrome_trace, draw, kinds, lines
 from phalanx.schedule.action import Schedule, read_csv, to_csv
 from phalanx.schedule.idealised import active, book_overlap
-from phalanx.schedule.named import Name, named
+from phalanx.schedule.named import PUBLISHED, any_schedule_of, named
 from phalanx.schedule.search import search
 from phalanx.schedule.simulate import Timeline, Times, peak_activations, simulate
 from phalanx.schedule.validate import violations, violations_as_drawn
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import stages_of
 from phalanx.spec.load import load_run
 
 app = typer.Typer(help="Show and check pipeline schedules.", no_args_is_help=True, rich_markup_mode="markdown")
@@ -58,7 +59,7 @@ def show(
         list[Path] | None,
         typer.Option(help="Write .svg or .png, .json (a trace for ui.perfetto.dev), or PyTorch's .csv; repeatable."),
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_: Json = False,
 ) -> None:
     """Draw a schedule: who does what when, its bubble, and the activations that each rank holds.
 
@@ -120,7 +121,7 @@ def _schedule(
 ) -> Schedule:
     if name.endswith(".csv"):
         return Schedule.of(_read(Path(name)))
-    if name not in (known := [*get_args(Name), "searched", IDEALISED]):
+    if name not in (known := [*PUBLISHED, "searched", IDEALISED]):
         raise UserError("SCHEDULE", name, "is not known", f"use one of {', '.join(known)}, or a .csv file")
     p, m = _sizes(stages, microbatches)
     if name == "searched":
@@ -177,8 +178,9 @@ def _show(facts: dict[str, Any], timeline: Timeline, written: list[Path]) -> Non
     margin = len(f"rank {facts['ranks'] - 1} ")
     for rank, line in enumerate(lines(timeline, console.width - margin)):
         console.print(Text(f"rank {rank}".ljust(margin)) + line, soft_wrap=True)
-    kinds = [kind for kind in LEGEND if any(f"{kind}" in str(span.step) for span in timeline.spans[0])]
-    legend = [Text(f" {kind} ", f"black on {COLOURS[kind][0]}") + Text(f" {LEGEND[kind]}   ") for kind in kinds]
+    legend = [
+        Text(f" {kind} ", f"black on {COLOURS[kind][0]}") + Text(f" {LEGEND[kind]}   ") for kind in kinds(timeline)
+    ]
     console.print(Text(" " * margin) + Text().join(legend))
     console.print()
     console.print(_table(facts))
@@ -203,14 +205,12 @@ def _table(facts: dict[str, Any]) -> Table:
 
 @app.command()
 def cut(
-    run: Annotated[Path, typer.Argument(help="A run file.", metavar="RUN.toml")],
+    run: RunFile,
     stages: Annotated[
         int | None, typer.Option(help="Stages in all; by default those of the run's layout.", min=1, metavar="N")
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a field, e.g. parallel.pp=4.", metavar="K=V")
-    ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    set_: Overrides = None,
+    json_: Json = False,
 ) -> None:
     """Show where the model is cut into stages, and why: by estimated FLOPs, embedding and head counted.
 
@@ -221,11 +221,11 @@ def cut(
         phalanx pipeline cut run.toml --stages 16 --set model.preset=llama3-8b --set training.sequence=8192
     """
     described = load_run(run, set_ or [])
-    number = stages or stages_of(described.parallel)
+    number = stages or any_schedule_of(described.parallel).stages
     costs = part_flops(described.model, described.training.sequence)
     layers = cut_stages(costs, number)
     rows = stage_costs(costs, layers)
-    even = [len(part) for part in _evenly(described.model.layers, number)]
+    even = _evenly(described.model.layers, number)
     facts = {
         "stages": number,
         "layers": layers,
@@ -239,10 +239,10 @@ def cut(
         _explain(facts, costs)
 
 
-def _evenly(layers: int, stages: int) -> list[range]:
+def _evenly(layers: int, stages: int) -> list[int]:
     """Layers shared by number alone, more to the first."""
-    ends = [-(-layers * (stage + 1) // stages) for stage in range(stages)]
-    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    ends = [-(-layers * stage // stages) for stage in range(stages + 1)]
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 def _imbalance(costs: list[float]) -> float:
@@ -253,13 +253,12 @@ def _explain(facts: dict[str, Any], costs: list[float]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in ("stage", "layers", "GFLOP per token", "beside the mean"):
         table.add_column(column, justify="left" if column == "layers" else "right")
-    mean, first = sum(facts["flops_per_token"]) / facts["stages"], 0
-    for stage, (count, cost) in enumerate(zip(facts["layers"], facts["flops_per_token"], strict=True)):
-        names = [f"{first}-{first + count - 1}" if count > 1 else str(first)]
+    mean = sum(facts["flops_per_token"]) / facts["stages"]
+    for stage, (layers, cost) in enumerate(zip(ranges(facts["layers"]), facts["flops_per_token"], strict=True)):
+        names = [f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])]
         names = ["embedding", *names] if stage == 0 else names
         names += ["head"] if stage == facts["stages"] - 1 else []
         table.add_row(str(stage), ", ".join(names), f"{cost / 1e9:.4g}", f"{cost / mean:.3f}")
-        first += count
     console = Console()
     console.print(table)
     alone, block = facts["by_layers_alone"], costs[1]
@@ -278,7 +277,7 @@ def check(
     order: Annotated[
         bool, typer.Option("--order", help="Let ranks wait for each other: idle cells do not count.")
     ] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_: Json = False,
 ) -> None:
     """Accept or reject a schedule, naming what is wrong; exits with 1 if it is rejected.
 

@@ -7,21 +7,21 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from phalanx.cost.shapes import elements, parameter_shapes
-from phalanx.schedule.named import named
+from phalanx.schedule.named import any_schedule_of, schedule_of
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import stages_of
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec, cut_batch
 
 
 def check_pipeline(run: RunSpec, world_size: int) -> None:
     """Raise UserError if a pipeline cannot run this model, or its schedule these micro-batches."""
-    layout, cut = run.parallel, cut_batch(run, world_size)
+    layout = run.parallel
     if layout.pp == 1:
         return
-    cut_stages(part_flops(run.model, run.training.sequence), stages_of(layout))
+    cut = cut_batch(run, world_size)
+    stage_layers(run)
     try:
-        schedule = named(layout.schedule, layout.pp, cut.accumulation, layout.virtual_stages)
+        schedule = schedule_of(layout, cut.accumulation)
     except UserError as error:
         problem = f"cannot run a step of {cut.accumulation} micro-batches: that {error.problem}"
         fix = "change parallel.micro_batch or training.tokens_per_step"
@@ -45,6 +45,20 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
         )  # fmt: skip
 
 
+def stage_layers(run: RunSpec) -> list[range]:
+    """The layers of every stage of a run's pipeline.
+
+    Raises UserError if there are more stages than layers.
+    """
+    costs = part_flops(run.model, run.training.sequence)
+    return ranges(cut_stages(costs, any_schedule_of(run.parallel).stages))
+
+
+def ranges(counts: Sequence[int]) -> list[range]:
+    """The layers of every stage, from how many each has."""
+    return [range(begin, end) for begin, end in pairwise([0, *accumulate(counts)])]
+
+
 def part_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> list[float]:
     """FLOPs to train on one token, of the embedding, of each block, and of the last norm with the head: their sum is
     `training_flops_per_token` and, for the rows of the embedding that are read and whose gradients are added, 2 D."""
@@ -61,8 +75,7 @@ def part_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> list[floa
 
 def stage_costs(costs: Sequence[float], layers: Sequence[int]) -> list[float]:
     """What each stage costs, of so many blocks: the first has the embedding, the last the head."""
-    ends = [0, *accumulate(layers)]
-    found = [sum(costs[1 + begin : 1 + end]) for begin, end in pairwise(ends)]
+    found = [sum(costs[1 + layer] for layer in mine) for mine in ranges(layers)]
     found[0] += costs[0]
     found[-1] += costs[-1]
     return found
@@ -105,4 +118,4 @@ def cut_stages(costs: Sequence[float], stages: int) -> list[int]:
 
     slowest, _ = best(inf, 0)
     _, ends = best(slowest * (1 + 1e-12), 2)
-    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    return [end - begin for begin, end in pairwise([0, *ends])]

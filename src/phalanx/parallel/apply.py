@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -23,21 +23,19 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from phalanx.cost.stages import cut_stages, part_flops
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.data import DataParallel, Replica
 from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.offload import CpuOffload, DiskOffload
 from phalanx.parallel.parameter_server import parameter_server
-from phalanx.parallel.pipeline import Part, Pipeline, ranges
+from phalanx.parallel.pipeline import Part, Pipeline
 from phalanx.parallel.splittable import refuse_unsplittable
 from phalanx.parallel.strategy import Strategy, give_memory
 from phalanx.parallel.zero import ZeRO
-from phalanx.schedule.action import Schedule
-from phalanx.schedule.named import named
+from phalanx.schedule.named import any_schedule_of, schedule_of
 from phalanx.spec.installed import refuse_unsupported
-from phalanx.spec.layout import Layout, stages_of
+from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
 DTYPES = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
@@ -52,15 +50,15 @@ def apply_layout(
     weights: Weights,
     precision: str = "bf16",
     compile: bool = False,
-    sequence: int | None = None,
+    layers: Sequence[range] = (),
 ) -> Strategy:
     """A transformer under `layout`.
 
-    `weights` gives the full initial value of each parameter by name; a rank keeps its part of it. `sequence` are the
-    tokens that a pipeline's stages are balanced for, by default the model's context.
+    `weights` gives the full initial value of each parameter by name; a rank keeps its part of it. `layers` are those of
+    every stage, where there is a pipeline.
     """
     with torch.device("meta"):
-        module = Transformer(spec) if layout.pp == 1 else make_part(spec, layout, mesh, sequence)
+        module = Transformer(spec) if layout.pp == 1 else make_part(spec, layout, mesh, layers)
         module.to(DTYPES[precision])
     recompute(module, layout.recompute)
     blocks = list(module.blocks.children())
@@ -109,29 +107,22 @@ def distribute(
     return (DataParallel if layout.pp == 1 else Replica)(module, layout, mesh.dp_group)
 
 
-def make_part(spec: ModelSpec, layout: Layout, mesh: Mesh, sequence: int | None) -> Part:
-    """This rank's stages, cut by what they cost."""
-    stages = stages_of(layout)
-    layers = ranges(cut_stages(part_flops(spec, sequence or spec.context), stages))
-    some = named(layout.schedule, layout.pp, 2 * layout.pp, layout.virtual_stages)
-    return Part(spec, {stage: layers[stage] for stage in some.stages_of(mesh.pp_rank)}, stages)
+def make_part(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequence[range]) -> Part:
+    """This rank's stages."""
+    mine = any_schedule_of(layout).stages_of(mesh.pp_rank)
+    return Part(spec, {stage: layers[stage] for stage in mine}, len(layers))
 
 
 def make_pipeline(
     inner: Strategy, part: Part, layout: Layout, mesh: Mesh, precision: str, device: torch.device
 ) -> Pipeline:
     """The pipeline of this rank's stages with the others'."""
-
-    @cache
-    def schedule_of(micro_batches: int) -> Schedule:
-        return named(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
-
     assert mesh.loss_group is not None
     context = partial(computing, inner, precision, device)
     # Under autocast what is added up stays in the parameters' precision.
     dtype = torch.bfloat16 if precision == "bf16" and not inner.autocast else DTYPES[precision]
     like = torch.empty(0, dtype=dtype, device=device)
-    return Pipeline(inner, part, schedule_of, mesh.links, mesh.loss_group, context, like)
+    return Pipeline(inner, part, partial(schedule_of, layout), mesh.links, mesh.loss_group, context, like)
 
 
 def make_offload(layout: Layout) -> CpuOffload | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phalanx.spec.layout import Degrees, Layout, degrees
+from phalanx.spec.layout import AXES, Degrees, Layout, degrees
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,21 @@ class Mesh:
         """The ranks that read different data for the same copy of the model, and their servers."""
         if self.degrees.servers:
             return dist.group.WORLD
-        mesh = self.axes("dp_replicate", "dp_shard")
-        if mesh is None:
-            return None
-        return (mesh._flatten("dp") if mesh.ndim > 1 else mesh).get_group()
+        return self._flat("dp", "dp_replicate", "dp_shard")
 
     @cached_property
     def loss_group(self) -> dist.ProcessGroup | None:
         """The ranks that each compute a part of what is summed up to the loss."""
         if self.degrees.pp == 1:
             return self.dp_group
-        mesh = self.axes("dp_replicate", "dp_shard", "pp")
-        assert mesh is not None
-        return (mesh._flatten("loss") if mesh.ndim > 1 else mesh).get_group()
+        return self._flat("loss", "dp_replicate", "dp_shard", "pp")
+
+    def _flat(self, name: str, *axes: str) -> dist.ProcessGroup | None:
+        """One group over these axes."""
+        mesh = self.axes(*axes)
+        if mesh is None:
+            return None
+        return (mesh._flatten(name) if mesh.ndim > 1 else mesh).get_group()
 
 
 def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
@@ -76,9 +78,7 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
         return Mesh(sizes, 0, None)
     if sizes.servers:  # what they and their workers send has no axes
         return Mesh(sizes, dist.get_rank(), None)
-    named = {field.name: getattr(sizes, field.name) for field in fields(sizes) if field.name != "servers"}
-    present = {name: size for name, size in named.items() if size > 1}
-    devices = init_device_mesh(device_type, tuple(present.values()), mesh_dim_names=tuple(present))
+    present = {axis: size for axis in AXES if (size := getattr(sizes, axis)) > 1}
+    make = partial(init_device_mesh, device_type, tuple(present.values()), mesh_dim_names=tuple(present))
     back = device_type != "cpu" and sizes.pp > 1
-    returning = init_device_mesh(device_type, tuple(present.values()), mesh_dim_names=tuple(present)) if back else None
-    return Mesh(sizes, dist.get_rank(), devices, returning)
+    return Mesh(sizes, dist.get_rank(), make(), make() if back else None)

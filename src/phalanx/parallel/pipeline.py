@@ -24,7 +24,8 @@ from phalanx.parallel.gradient import global_norm
 from phalanx.parallel.links import Links
 from phalanx.parallel.split_backward import Later, WeightGradient, finish_weights, linear, split_backward
 from phalanx.parallel.strategy import Losses, MicroBatch, Reduced, Strategy
-from phalanx.schedule.action import Action, Schedule, Step, actions
+from phalanx.schedule.action import Action, Schedule, actions
+from phalanx.schedule.simulate import Span
 from phalanx.spec.model import ModelSpec
 
 
@@ -72,20 +73,13 @@ class Part(Transformer):
         return linear(self.norm(x_BTD), weight, None, self.later)
 
 
-def ranges(counts: Sequence[int]) -> list[range]:
-    """The layers of every stage, from how many each has."""
-    ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
-    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
-
-
-@dataclass
+@dataclass(frozen=True)
 class Held:
     """What a stage keeps of a micro-batch from its forward to its backward pass."""
 
     x: Tensor
     out: Tensor
     auxiliary: Tensor
-    put_off: list[WeightGradient] = field(default_factory=list)
 
 
 @dataclass
@@ -97,6 +91,8 @@ class UnderWay:
     links: Links
     held: dict[tuple[int, int], Held] = field(default_factory=dict)
     """By stage and micro-batch."""
+    put_off: dict[tuple[int, int], list[WeightGradient]] = field(default_factory=dict)
+    """What the second halves of backward passes have to do, likewise."""
     done: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     """Loss and auxiliary loss of each micro-batch in each of this rank's stages."""
 
@@ -132,7 +128,7 @@ class Pipeline(Strategy):
         some = schedule_of(2 * self.pipe.size())
         stages = [[Action(stage, "F", 0) for stage in some.stages_of(rank)] for rank in range(some.ranks)]
         self.forward_only = Schedule.of(stages)
-        self.timeline: list[tuple[Step, float, float]] = []
+        self.timeline: list[Span] = []
         """What this rank did in the last step, and when (seconds of the host)."""
         if any(action.kind == "W" for action in some.actions(self.rank)):
             split_backward(part, part.later)
@@ -152,7 +148,7 @@ class Pipeline(Strategy):
                 begun = time.perf_counter()
                 for action, came in zip(actions(step), arrived, strict=True):
                     self._do(action, came, under_way)
-                self.timeline.append((step, begun, time.perf_counter()))
+                self.timeline.append(Span(step, begun, time.perf_counter()))
             under_way.links.finish()
         for index in range(len(micros)):
             loss, auxiliary = torch.stack(under_way.done[index]).sum(0)
@@ -206,18 +202,17 @@ class Pipeline(Strategy):
             if not last:
                 links.send(Action(stage, "F", index), of.out.detach())
         elif kind == "W":
-            finish_weights(held.pop(key).put_off)
+            finish_weights(under_way.put_off.pop(key))
         else:
-            of = held[key]
+            of = held.pop(key)
             if kind == "I":
-                with self.part.later.collecting() as of.put_off:
+                with self.part.later.collecting() as under_way.put_off[key]:
                     self._backward(of, came)
             else:
-                self._backward(held.pop(key), came)
+                self._backward(of, came)
             if stage > 0:
                 assert of.x.grad is not None
                 links.send(Action(stage, "B", index), of.x.grad)
-            of.x = of.out = of.auxiliary = torch.empty(0)
 
     def _forward(self, stage: int, x: Tensor, micro: MicroBatch, losses: Losses) -> Held:
         """The stage's output, of the last the loss."""

@@ -37,6 +37,13 @@ class Later:
         finally:
             self.put_off = None
 
+    def or_now(self, weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
+        """The gradient of a weight, or None if it is put off."""
+        if self.put_off is None:
+            return gradient()
+        self.put_off.append((weight, gradient))
+        return None
+
 
 def finish_weights(put_off: list[WeightGradient]) -> None:
     """The second half: gradients reach the parameters, and whoever waits for them, as in any backward pass."""
@@ -85,12 +92,7 @@ class _Linear(torch.autograd.Function):
         def of_weight() -> Tensor:
             return grad.flatten(0, -2).T @ x.flatten(0, -2)
 
-        at_once = None
-        if needs_weight:
-            if ctx.later.put_off is None:
-                at_once = of_weight()
-            else:
-                ctx.later.put_off.append((ctx.weight, of_weight))
+        at_once = ctx.later.or_now(ctx.weight, of_weight) if needs_weight else None
         of_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
         return grad @ ctx.weight if needs_x else None, at_once, of_bias, None
 
@@ -118,12 +120,7 @@ class _Product(torch.autograd.Function):
         def of_weight() -> Tensor:
             return _outer(grad.contiguous(), x_ND, weight, ends_E)
 
-        at_once = None
-        if ctx.needs_input_grad[1]:
-            if ctx.later.put_off is None:
-                at_once = of_weight()
-            else:
-                ctx.later.put_off.append((weight, of_weight))
+        at_once = ctx.later.or_now(weight, of_weight) if ctx.needs_input_grad[1] else None
         of_x = product(grad.contiguous(), weight.detach().transpose(1, 2), ends_E) if ctx.needs_input_grad[0] else None
         return of_x, at_once, None, None, None
 

@@ -29,6 +29,12 @@ def pieces(timeline: Timeline) -> Iterator[tuple[int, Action, float, float]]:
                 yield rank, action, float(start) + place * each, float(start) + (place + 1) * each
 
 
+def kinds(timeline: Timeline) -> list[str]:
+    """The kinds of actions in it, in the legend's order."""
+    found = {action.kind for _, action, _, _ in pieces(timeline)}
+    return [kind for kind in LEGEND if kind in found]
+
+
 def shades(timeline: Timeline) -> dict[int, int]:
     """0 for the first stage of every rank, 1 for its others."""
     first = [min(action.stage for span in spans for action in actions(span.step)) for spans in timeline.spans]
@@ -87,7 +93,6 @@ def draw(timeline: Timeline, title: str, file: Path) -> None:
     axes.set(title=title, xlabel="time", xlim=(0, span), ylim=(ranks - 0.5, -0.5), yticks=range(ranks))
     axes.set_yticklabels([f"rank {rank}" for rank in range(ranks)])
     axes.spines[["top", "right"]].set_visible(False)
-    kinds = {action.kind for _, action, _, _ in pieces(timeline)}
-    handles = [Patch(color=COLOURS[kind][0], label=LEGEND[kind]) for kind in LEGEND if kind in kinds]
+    handles = [Patch(color=COLOURS[kind][0], label=LEGEND[kind]) for kind in kinds(timeline)]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.savefig(file, dpi=150)

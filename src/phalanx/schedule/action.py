@@ -99,13 +99,7 @@ class Schedule:
 
     def dependencies(self, action: Action) -> list[tuple[Action, ...]]:
         """What must have been computed before `action`: one of each of these."""
-        stage, kind, micro = action
-        if kind == "F":
-            return [(Action(stage - 1, "F", micro),)] if stage else []
-        if kind == "W":
-            return [(Action(stage, "I", micro),)]
-        after = [(Action(stage + 1, "B", micro), Action(stage + 1, "I", micro))] if stage + 1 < self.stages else []
-        return [(Action(stage, "F", micro),), *after]
+        return dependencies(action, self.stages)
 
     def receiver(self, message: Action) -> int:
         """The rank that needs what an F, or a B or I (written B), gave."""
@@ -118,6 +112,17 @@ class Schedule:
             if (kind == "F" and stage + 1 < self.stages) or (kind in "BI" and stage):
                 message = Action(stage, "F" if kind == "F" else "B", micro)
                 yield message, self.receiver(message)
+
+
+def dependencies(action: Action, stages: int) -> list[tuple[Action, ...]]:
+    """What must have been computed before `action` in a pipeline of so many stages: one of each of these."""
+    stage, kind, micro = action
+    if kind == "F":
+        return [(Action(stage - 1, "F", micro),)] if stage else []
+    if kind == "W":
+        return [(Action(stage, "I", micro),)]
+    after = [(Action(stage + 1, "B", micro), Action(stage + 1, "I", micro))] if stage + 1 < stages else []
+    return [(Action(stage, "F", micro),), *after]
 
 
 def to_csv(schedule: Schedule) -> str:

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 
 from phalanx.schedule.action import Action, Kind, Schedule
-from phalanx.schedule.simulate import Time, Times
+from phalanx.schedule.simulate import Time, Times, arrival
 
 Preference = Callable[[Action, int], tuple[float, ...]]
 """What sorts the actions that a rank can do, the best first, by how many micro-batches of its stages it holds."""
@@ -20,7 +20,6 @@ def greedy(
     `stages_of` are each rank's stages, `limits` how many micro-batches, those of each stage counted, it may hold from
     the forward pass to the weight half: at least its number of stages.
     """
-    last = max(stage for stages in stages_of.values() for stage in stages)
     rank_of = {stage: rank for rank, stages in stages_of.items() for stage in stages}
     next_micro: dict[tuple[int, Kind], int] = {}
     ends: dict[Action, Time] = {}
@@ -28,19 +27,9 @@ def greedy(
     free: dict[int, Time] = dict.fromkeys(stages_of, 0)
     orders: dict[int, list[Action]] = {rank: [] for rank in sorted(stages_of)}
 
-    def needs(action: Action) -> list[Action]:
-        stage, kind, micro = action
-        if kind == "F":
-            return [Action(stage - 1, "F", micro)] if stage else []
-        if kind == "W":
-            return [Action(stage, "I", micro)]
-        return [Action(stage, "F", micro), *([Action(stage + 1, "I", micro)] if stage < last else [])]
-
-    def arrived(action: Action, rank: int, now: Time) -> bool:
-        return all(
-            needed in ends and ends[needed] + (0 if rank_of[needed.stage] == rank else times.transfer) <= now
-            for needed in needs(action)
-        )
+    def arrived(action: Action, now: Time) -> bool:
+        at = arrival(action, rank_of, ends, times)
+        return at is not None and at <= now
 
     def room(stage: int, rank: int) -> bool:
         # A place is kept for each later stage of the rank: what was begun can always be ended.
@@ -53,7 +42,7 @@ def greedy(
             for kind in ("F", "I", "W")
             if kind != "F" or room(stage, rank)
         )
-        return [action for action in found if action.micro < m and arrived(action, rank, now)]
+        return [action for action in found if action.micro < m and arrived(action, now)]
 
     moments: list[Time] = [0]
     while moments:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from functools import cache
 
-from phalanx.schedule import generate
 from phalanx.schedule.action import Schedule
+from phalanx.schedule.generate import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
 
-Name = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+PUBLISHED: dict[str, Callable[[int, int], Schedule]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
+}
 
 
 def named(name: str, p: int, m: int, v: int = 2) -> Schedule:
@@ -17,21 +28,20 @@ def named(name: str, p: int, m: int, v: int = 2) -> Schedule:
 
     Raises UserError for an unknown name, or for numbers that the schedule cannot have.
     """
-    match name:
-        case "naive":
-            return generate.naive(p, m)
-        case "gpipe":
-            return generate.gpipe(p, m)
-        case "1f1b":
-            return generate.one_f_one_b(p, m)
-        case "interleaved":
-            return generate.interleaved(p, m, v)
-        case "zb-h1":
-            return generate.zb_h1(p, m)
-        case "zb-h2":
-            return generate.zb_h2(p, m)
-        case "zb-v":
-            return generate.zb_v(p, m)
-        case "dualpipe-v":
-            return generate.dualpipe_v(p, m)
-    raise UserError("schedule", name, "is not known", f"use one of {', '.join(get_args(Name))}")
+    if name not in PUBLISHED:
+        raise UserError("schedule", name, "is not known", f"use one of {', '.join(PUBLISHED)}")
+    return interleaved(p, m, v) if name == "interleaved" else PUBLISHED[name](p, m)
+
+
+@cache
+def schedule_of(layout: Layout, micro_batches: int) -> Schedule:
+    """The schedule of a layout's pipeline.
+
+    Raises UserError if it cannot run so many micro-batches.
+    """
+    return named(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+
+
+def any_schedule_of(layout: Layout) -> Schedule:
+    """One that every layout has, for what does not depend on micro-batches: its stages, and which rank has which."""
+    return schedule_of(layout, 2 * layout.pp)

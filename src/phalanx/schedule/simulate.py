@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from phalanx.schedule.action import Action, Overlap, Schedule, Step, actions
+from phalanx.schedule.action import Action, Overlap, Schedule, Step, actions, dependencies
 from phalanx.schedule.validate import check
 
 Time = float | Fraction
@@ -104,24 +104,27 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
     left = [list(order)[::-1] for order in schedule.orders]
     while any(left):
         for rank, steps in enumerate(left):
-            while steps and (arrived := _arrival(schedule, times, steps[-1], rank, ends)) is not None:
+            while steps:
+                came = [arrival(action, schedule.rank_of, ends, times) for action in actions(steps[-1])]
+                known = [time for time in came if time is not None]
+                if len(known) < len(came):
+                    break
                 step = steps.pop()
-                start = max(arrived, spans[rank][-1].end if spans[rank] else 0)
+                start = max(*known, spans[rank][-1].end if spans[rank] else 0)
                 spans[rank].append(Span(step, start, start + times.of_step(step)))
                 ends.update(dict.fromkeys(actions(step), spans[rank][-1].end))
     return Timeline(tuple(map(tuple, spans)))
 
 
-def _arrival(schedule: Schedule, times: Times, step: Step, rank: int, ends: dict[Action, Time]) -> Time | None:
-    """When everything that a step needs is on its rank; None while that is not known."""
+def arrival(action: Action, rank_of: Mapping[int, int], ends: Mapping[Action, Time], times: Times) -> Time | None:
+    """When everything that an action needs is on its rank; None while that is not known."""
     latest: Time = 0
-    for action in actions(step):
-        for needed in schedule.dependencies(action):
-            found = next((one for one in needed if one in ends), None)
-            if found is None:
-                return None
-            near = schedule.rank_of[found.stage] == rank
-            latest = max(latest, ends[found] + (0 if near else times.transfer))
+    for needed in dependencies(action, len(rank_of)):
+        found = next((one for one in needed if one in ends), None)
+        if found is None:
+            return None
+        near = rank_of[found.stage] == rank_of[action.stage]
+        latest = max(latest, ends[found] + (0 if near else times.transfer))
     return latest
 
 

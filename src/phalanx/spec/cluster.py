@@ -25,3 +25,8 @@ class Cluster(Spec):
     preset's, or on a CPU what a short matrix product reaches at start-up."""
     memory_bytes: int | None = Field(None, gt=0, examples=[16_000_000_000])
     """Memory of one device."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all nodes, of which each has one where `nproc` is not set."""
+        return (self.nproc or 1) * self.nodes

@@ -12,6 +12,7 @@ from pydantic import Field
 from phalanx.spec.base import Spec, divisors
 from phalanx.spec.errors import UserError
 
+ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 RUNNABLE_DATA = ("ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server")
 IN_PIPELINES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 NOT_YET = "is described, but does not run yet"
@@ -58,7 +59,7 @@ class Layout(Spec):
     """Context-parallel degree."""
     ep: int = Field(1, gt=0)
     """Expert-parallel degree."""
-    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """Pipeline schedule."""
     virtual_stages: int = Field(1, gt=0)
     """Pipeline stages on each rank (interleaved)."""
@@ -169,12 +170,6 @@ def groups(sizes: Degrees, *axes: str) -> list[tuple[int, ...]]:
         others = tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in axes)
         found.setdefault(others, []).append(sizes.servers + index)
     return [tuple(ranks) for ranks in found.values()]
-
-
-def stages_of(layout: Layout) -> int:
-    """Stages of the pipeline, over all its ranks."""
-    each = {"interleaved": layout.virtual_stages, "zb-v": 2, "dualpipe-v": 2}.get(layout.schedule, 1)
-    return layout.pp * each
 
 
 def spread(sizes: Mapping[str, int], servers: int) -> dict[str, int]:

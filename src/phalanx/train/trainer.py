@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.cost.compute import mfu, training_flops_per_token
+from phalanx.cost.stages import stage_layers
 from phalanx.data.loader import IGNORED, Batch, evaluation_batches, prefetch
 from phalanx.measure.memory import peak_memory_bytes
 from phalanx.model.moe import Router
@@ -60,7 +61,7 @@ class Trainer:
         weights = corpus.weights or partial(initial_weight, run.model, seed=run.training.seed)
         self.strategy = apply_layout(
             run.model, run.parallel, self.mesh, device, weights, run.training.precision, run.training.compile,
-            run.training.sequence,
+            stage_layers(run) if run.parallel.pp > 1 else (),
         )  # fmt: skip
         self.module = self.strategy.module
         self.moe_layers = [layer for layer in range(run.model.layers) if run.model.moe and run.model.is_moe(layer)]

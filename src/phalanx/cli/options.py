@@ -1,0 +1,17 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RunFile = Annotated[Path, typer.Argument(help="A run file.", metavar="RUN.toml")]
+Ranks = Annotated[
+    int | None, typer.Option(help="Ranks of the run; by default cluster.nproc x cluster.nodes.", min=1, metavar="N")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a field, e.g. training.sequence=4096.", metavar="K=V")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
