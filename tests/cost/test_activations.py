@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from phalanx.model.transformer import Transformer  # noqa: E402
 from phalanx.parallel.apply import recompute  # noqa: E402
-from phalanx.train.trainer import cross_entropy  # noqa: E402
+from phalanx.parallel.strategy import cross_entropy  # noqa: E402
 
 LLAMA = ModelSpec(vocab=100, width=32, layers=3, heads=4, kv_heads=2, ffn=48, context=64)
 GPT2 = LLAMA.replace(kv_heads=4, norm="layernorm", activation="gelu_tanh", positions="learned", bias=True, tied=True)
@@ -88,7 +88,7 @@ def measure(spec, batch, sequence, precision, mode, autocast, masked):
     with saved.forward(autocast):
         logits, _ = model(tokens, starts)
     with saved.forward(autocast=False):
-        cross_entropy(logits, targets)
+        cross_entropy(logits, targets, -100)
     recomputed = 0
     for module, args, before in again:
         alive = Saved(model)
@@ -171,7 +171,7 @@ def test_the_peak_is_where_the_backward_pass_begins(name, numbers, mode):
     def loss():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits, auxiliary = model(tokens)
-        return cross_entropy(logits, targets) + auxiliary
+        return cross_entropy(logits, targets, -100) + auxiliary
 
     with Alive() as alive:
         loss().backward()

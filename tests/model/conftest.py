@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import fill
-from phalanx.parallel.strategy import give_memory
+from phalanx.parallel.strategy import Strategy, give_memory
 from phalanx.spec.model import ModelSpec
 
 Build = Callable[..., Transformer]
@@ -33,7 +33,7 @@ def build() -> Build:
         with torch.device("meta"):
             model = Transformer(spec or ModelSpec(**SMALL | changes)).to(dtype)
         give_memory(model, torch.device("cpu"))
-        fill(dict(model.named_parameters()), random_weight)
+        fill(Strategy(model), random_weight)
         return model
 
     return make

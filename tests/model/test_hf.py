@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from phalanx.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from phalanx.model.hf import cut, export_hf, hf_weights
 from phalanx.parallel.apply import fill
-from phalanx.parallel.strategy import give_memory
+from phalanx.parallel.strategy import Strategy, give_memory
 from phalanx.spec.errors import UserError
 from phalanx.spec.hf_config import hf_config, model_table
 from phalanx.spec.load import load_model, preset_names
@@ -65,7 +65,7 @@ def transformers_logits(directory, **options):
 def loaded(build, directory, dtype=torch.float32):
     model = build(load_model(str(directory)), dtype)
     give_memory(model, torch.device("cpu"))
-    fill(dict(model.named_parameters()), hf_weights(directory))
+    fill(Strategy(model), hf_weights(directory))
     return model
 
 

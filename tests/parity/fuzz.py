@@ -20,6 +20,7 @@ from phalanx.schedule.named import PUBLISHED
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import refuse_unrunnable
 from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.share import check_shares
 from phalanx.testing import ranks
 
 STEPS = 5
@@ -31,7 +32,9 @@ MODELS: dict[str, Table] = {"dense": DENSE, "moe": MOE, "gpt2": {**DENSE, **GPT2
 def draw(dice: random.Random) -> tuple[int, str, int, Table]:
     """Ranks, a model, its layers, and what to change in the run file; it may be invalid."""
     world_size = dice.choice([2, 2, 4, 4, 4, 8])
-    pp = dice.choice([size for size in (1, 2, 4, 8) if world_size % size == 0])
+    pp = dice.choice([size for size in (1, 1, 2, 4, 8) if world_size % size == 0])
+    tp = dice.choice([size for size in (1, 1, 2, 4) if world_size // pp % size == 0])
+    cp = dice.choice([size for size in (1, 1, 2, 4) if world_size // pp // tp % size == 0])
     data = dice.choice(["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"])
     layout: Table = {"parallel.data": data, "parallel.pp": pp}
     layout["parallel.recompute"] = dice.choice(["none", "none", "selective", "full"])
@@ -39,6 +42,10 @@ def draw(dice: random.Random) -> tuple[int, str, int, Table]:
         layout["parallel.schedule"] = dice.choice(list(PUBLISHED))
         if layout["parallel.schedule"] == "interleaved":
             layout["parallel.virtual_stages"] = 2
+    if tp > 1:
+        layout |= {"parallel.tp": tp, "parallel.sequence_parallel": dice.choice([True, True, False])}
+    if cp > 1:
+        layout |= {"parallel.cp": cp, "parallel.context": dice.choice(["ring", "ulysses"])}
     if data == "hsdp":
         layout["parallel.dp_shard"] = 2
     if data == "parameter_server":
@@ -56,6 +63,7 @@ def valid(world_size: int, run: RunSpec) -> bool:
     try:
         refuse_unrunnable(run.parallel)
         cut_batch(run, world_size)
+        check_shares(run.model, run.parallel, run.training.sequence)
         check_pipeline(run, world_size)
     except UserError:
         return False

@@ -4,7 +4,7 @@ A new strategy is proven by adding rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ MODELS = {"dense": DENSE, "moe": MOE}
 MODELS |= {"deep": {**DENSE, "layers": 4}, "deep-moe": {**MOE, "layers": 4}, "deeper": {**DENSE, "layers": 8}}
 MODELS["deep-tied"] = {**MODELS["deep"], "tied": True}
 MODELS["deep-gpt2"] = {**MODELS["deep"], **GPT2}
+MODELS |= {"gpt2": {**DENSE, **GPT2}, "tied": {**DENSE, "tied": True}, "full-norm": {**DENSE, "qk_norm": "full"}}
+MODELS |= {"uneven": {**DENSE, "vocab": 263}, "wide": {**MOE, "heads": 8, "kv_heads": 4}}
 DEEP = ("deep", "deep-moe")
 
 
@@ -110,6 +112,61 @@ ROWS += [
     pipeline("1f1b", 2, 2, parallel__micro_batch=2),
     pipeline("zb-h1", 2, 4, parallel__data="zero1", training__tokens_per_step=7 * 32),
 ]
+
+
+def tensor(tp: int, world_size: int, models: tuple[str, ...] = ("dense", "moe"), **choices: Any) -> Row:
+    """A row of tensor parallelism, with micro-batches of two sequences (one in a pipeline)."""
+    name = "-".join([f"tp{tp}", *(str(value) for value in choices.values())])
+    changes = {key.replace("__", "."): value for key, value in choices.items()}
+    pp = changes.get("parallel.pp", 1)
+    shared = pp * changes.get("parallel.cp", 1) * changes.setdefault("parallel.tp", tp)
+    micro_batch = 2 if pp == 1 and world_size <= 4 * shared else 1
+    changes["parallel.micro_batch"] = micro_batch
+    return Row(name, world_size, changes, 8 * shared // world_size // micro_batch, models)
+
+
+APART = {"parallel__sequence_parallel": False}
+ROWS += [tensor(tp, tp, **choices) for tp in (2, 4) for choices in ({}, APART)]
+ROWS += [tensor(2, 2, ("gpt2", "tied", "full-norm"), **choices) for choices in ({}, APART)]
+ROWS += [tensor(4, 4, ("uneven", "full-norm"), **choices) for choices in ({}, APART)]
+ROWS += [tensor(2, 4, parallel__data=data) for data in ("ddp", "zero1", "zero2", "zero3")]
+ROWS += [tensor(2, 4, parallel__data="zero3", **APART), tensor(8, 8, ("wide",), parallel__recompute="full")]
+ROWS += [tensor(2, 4, parallel__data="zero3", parallel__recompute=recompute) for recompute in ("full", "selective")]
+ROWS += [tensor(2, 8, parallel__data="hsdp", parallel__dp_shard=2), tensor(4, 8, parallel__data="zero1")]
+ROWS += [tensor(2, 4, ("moe",), parallel__data=data, optimizer__name="muon") for data in ("ddp", "zero3")]
+ROWS += [
+    tensor(2, 4, models, parallel__pp=2, parallel__schedule=schedule)
+    for schedule, models in (("1f1b", (*DEEP, "deep-tied")), ("zb-h1", ("deep-moe", "deep-tied")), ("zb-v", DEEP))
+]
+ROWS += [
+    tensor(2, 8, DEEP, parallel__pp=2, parallel__schedule="zb-h1", parallel__data="zero3"),
+    tensor(2, 8, DEEP, parallel__pp=2, parallel__schedule="dualpipe-v", parallel__data="zero1"),
+    tensor(2, 8, ("deep-moe",), parallel__pp=2, parallel__schedule="zb-v", parallel__recompute="full", **APART),
+    tensor(4, 8, DEEP, parallel__pp=2, parallel__schedule="interleaved", parallel__virtual_stages=2),
+]
+
+
+def context(cp: int, world_size: int, models: tuple[str, ...] = ("dense", "moe"), **choices: Any) -> Row:
+    """A row of context parallelism, with micro-batches of two sequences (one in a pipeline)."""
+    row = tensor(1, world_size, models, parallel__cp=cp, **choices)
+    changes = {key: value for key, value in row.changes.items() if (key, value) != ("parallel.tp", 1)}
+    return replace(row, name=row.name.replace("tp1-", "cp"), changes=changes)
+
+
+ULYSSES = {"parallel__context": "ulysses"}
+ROWS += [context(cp, cp, **choices) for cp in (2, 4) for choices in ({}, ULYSSES)]
+ROWS += [context(2, 2, ("gpt2", "tied", "full-norm"), **choices) for choices in ({}, ULYSSES)]
+ROWS += [context(2, 4, parallel__data=data) for data in ("ddp", "zero1", "zero2", "zero3")]
+ROWS += [context(2, 4, ("moe",), **ULYSSES, parallel__data=data) for data in ("zero1", "zero3")]
+ROWS += [context(2, 4, parallel__tp=2, **choices) for choices in ({}, ULYSSES, APART)]
+ROWS += [context(2, 8, ("moe",), parallel__tp=2, parallel__data="zero3", parallel__recompute="full")]
+ROWS += [context(2, 8, parallel__data="hsdp", parallel__dp_shard=2), context(4, 8, parallel__data="zero2")]
+ROWS += [
+    context(2, 4, DEEP, parallel__pp=2, parallel__schedule="zb-v"),
+    context(2, 4, ("deep-tied",), parallel__pp=2, parallel__schedule="1f1b", **ULYSSES),
+    context(2, 8, DEEP, parallel__pp=2, parallel__tp=2, parallel__schedule="zb-h1"),
+    context(2, 8, ("deep-moe",), parallel__pp=2, parallel__schedule="dualpipe-v", parallel__data="zero3"),
+]
 CASES = [
     pytest.param(row, model, id=f"{row.name}-x{row.ranks}-acc{row.accumulation}-{model}")
     for row in ROWS
@@ -150,8 +207,8 @@ def layout(row: Row, model: str) -> dict[str, Any]:
 
 
 def whole(row: Row) -> tuple[tuple[str, Any], ...]:
-    """What of a row's changes its reference needs too: the batch."""
-    return tuple((key, value) for key, value in row.changes.items() if key.startswith("training."))
+    """What of a row's changes its reference needs too: the batch, the optimizer."""
+    return tuple((key, value) for key, value in row.changes.items() if not key.startswith("parallel."))
 
 
 @pytest.mark.parametrize(("row", "model"), CASES)
@@ -183,7 +240,9 @@ def test_every_optimizer_equals_one_process(
     + [Row(data, 2, {"parallel.data": data}) for data in ("zero1", "zero2", "zero3")]
     + [Row("zero2", 2, {"parallel.data": "zero2"}, accumulation=2)]
     + [pipeline("1f1b", 2, 2), pipeline("zb-h1", 2, 4, parallel__data="zero1")]
-    + [pipeline("1f1b", 2, 4, parallel__data="zero3")],
+    + [pipeline("1f1b", 2, 4, parallel__data="zero3")]
+    + [tensor(2, 2), tensor(2, 4, parallel__data="zero1", **APART), tensor(2, 4, parallel__data="zero3")]
+    + [context(2, 2), context(2, 2, **ULYSSES), context(2, 4, parallel__data="zero3")],
     ids=lambda row: f"{row.name}-acc{row.accumulation}",
 )
 @pytest.mark.parametrize("model", ["dense", "moe"])

@@ -65,6 +65,11 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "pipelinex2": (2, {"parallel.pp": 2, "parallel.micro_batch": 1}),
     "pipelinex4-zero1": (4, {"parallel.pp": 2, "parallel.schedule": "zb-h1", "parallel.data": "zero1"}),
     "pipelinex4-zero3": (4, {"parallel.pp": 2, "parallel.data": "zero3"}),
+    "tensorx2": (2, {"parallel.tp": 2}),
+    "tensorx4-zero1": (4, {"parallel.tp": 2, "parallel.data": "zero1"}),
+    "tensorx4-zero3": (4, {"parallel.tp": 2, "parallel.data": "zero3"}),
+    "tensorx4-pipeline": (4, {"parallel.tp": 2, "parallel.pp": 2, "parallel.micro_batch": 1}),
+    "contextx4-zero3": (4, {"parallel.cp": 2, "parallel.data": "zero3"}),
     "serversx4": (4, {"parallel.data": "parameter_server", "parallel.servers": 2, "parallel.staleness": 0}),
 }
 
@@ -84,9 +89,12 @@ def halves(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     return folders
 
 
-@pytest.mark.parametrize("after", PLACES)
-@pytest.mark.parametrize("before", PLACES)
-def test_every_layout_continues_every_other(
+NAMES = list(PLACES)
+MOVES = [(name, NAMES[(index + apart) % len(NAMES)]) for index, name in enumerate(NAMES) for apart in (1, 4, 11)]
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_layouts_continue_each_other(
     before: str, after: str, halves: dict[str, Path], text: Path, uninterrupted: list[tuple[float, float]]
 ) -> None:
     world_size, changes = PLACES[after]

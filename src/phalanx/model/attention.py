@@ -34,14 +34,26 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(spec.head_dim if per_head else value, spec.norm_eps)
 
     def forward(self, x_BTD: Tensor, rotary: Rotary | None, mask_B1TT: Tensor | None) -> Tensor:
-        q, k, v_BTHK = self.wq(x_BTD), self.wk(x_BTD), self._heads(self.wv(x_BTD))
+        q, k, v = self.into(x_BTD)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        q_BTHK, k_BTHK = self._heads(q), self._heads(k)
+        q_BTHK, k_BTHK, v_BTHK = self._heads(q), self._heads(k), self._heads(v)
         if self.qk_norm == "head":
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
         if rotary is not None:
             q_BTHK, k_BTHK = rotate(q_BTHK, rotary), rotate(k_BTHK, rotary)
+        return self.out_of(self.attend(q_BTHK, k_BTHK, v_BTHK, mask_B1TT).flatten(2))
+
+    def into(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, their heads side by side."""
+        return self.wq(x_BTD), self.wk(x_BTD), self.wv(x_BTD)
+
+    def out_of(self, heads_BTQ: Tensor) -> Tensor:
+        """What the heads say, in the residual stream's width."""
+        return self.wo(heads_BTQ)
+
+    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+        """Each query's mean of the values, [B, T, H, K]."""
         grouped = q_BTHK.shape[2] != k_BTHK.shape[2]
         if grouped and mask_B1TT is not None and v_BTHK.device.type not in GROUPS_UNDER_A_MASK:
             k_BTHK, v_BTHK = (x.repeat_interleave(q_BTHK.shape[2] // x.shape[2], dim=2) for x in (k_BTHK, v_BTHK))
@@ -54,7 +66,7 @@ class Attention(nn.Module):
             is_causal=mask_B1TT is None,
             enable_gqa=grouped,
         )
-        return self.wo(out_BHTK.transpose(1, 2).flatten(2))
+        return out_BHTK.transpose(1, 2)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))

@@ -18,7 +18,16 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(ffn, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = self.into(x)
+        return self.out_of(F.silu(gate) * up)
+
+    def into(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """To the inner width."""
+        return self.gate(x), self.up(x)
+
+    def out_of(self, hidden: Tensor) -> Tensor:
+        """Back to the width of the residual stream."""
+        return self.down(hidden)
 
 
 class GELU(nn.Module):
@@ -31,7 +40,16 @@ class GELU(nn.Module):
         self.approximate = "tanh" if spec.activation == "gelu_tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+        (up,) = self.into(x)
+        return self.out_of(F.gelu(up, approximate=self.approximate))
+
+    def into(self, x: Tensor) -> tuple[Tensor]:
+        """To the inner width."""
+        return (self.up(x),)
+
+    def out_of(self, hidden: Tensor) -> Tensor:
+        """Back to the width of the residual stream."""
+        return self.down(hidden)
 
 
 def mlp(spec: ModelSpec) -> nn.Module:

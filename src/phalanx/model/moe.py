@@ -37,13 +37,17 @@ class Router(nn.Module):
         weights = score.gather(-1, chosen)
         if self.moe.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
-        load_BE = torch.zeros_like(score[:, 0]).scatter_add_(
-            1, chosen.flatten(1), torch.ones_like(chosen.flatten(1), dtype=score.dtype)
-        )
+        load_BE = self.count(chosen, score.dtype)
         if torch.is_grad_enabled():
             self.load += load_BE.sum(0)
         share = score if self.moe.score == "softmax" else score / score.sum(-1, keepdim=True)
         return weights, chosen, balance_loss(self.moe, share, load_BE) + z_loss(self.moe, logits)
+
+    def count(self, chosen_BTk: Tensor, dtype: torch.dtype) -> Tensor:
+        """How many tokens of each sequence chose each expert, [B, E]."""
+        chosen = chosen_BTk.flatten(1)
+        counts = torch.zeros(len(chosen), self.moe.experts, dtype=dtype, device=chosen.device)
+        return counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=dtype))
 
     @torch.no_grad()
     def rebalance(self, apply: bool = True) -> None:
@@ -59,13 +63,13 @@ def balance_loss(moe: MoESpec, share_BTE: Tensor, load_BE: Tensor) -> Tensor:
     """a E sum_i f_i P_i (Switch Transformer, arXiv 2101.03961, eq. 4), times the tokens it is measured over.
 
     f_i is the share of choices that went to expert i, P_i the mean router probability: 1 x a per token if
-    balanced.
+    balanced. `load_BE` counts whole sequences; where `share_BTE` has some of their tokens, this is their part of the
+    loss.
     """
     if moe.balance_over == "micro_batch":
         share_BTE, load_BE = share_BTE.flatten(0, 1)[None], load_BE.sum(0, keepdim=True)
-    tokens = share_BTE.shape[1]
-    fraction_BE = load_BE / (tokens * moe.top_k)
-    return moe.balance_loss * moe.experts * tokens * (fraction_BE * share_BTE.mean(1)).sum()
+    fraction_BE = load_BE / load_BE.sum(1, keepdim=True)
+    return moe.balance_loss * moe.experts * (fraction_BE * share_BTE.sum(1)).sum()
 
 
 def z_loss(moe: MoESpec, logits_BTE: Tensor) -> Tensor:
@@ -127,12 +131,16 @@ class MoE(nn.Module):
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's output [B, T, D] and its auxiliary loss summed over tokens."""
         weights, chosen, auxiliary = self.router(x_BTD)
-        k, experts = chosen.shape[-1], self.experts.gate.shape[0]
-        order = chosen.flatten().argsort(stable=True)
-        ends_E = torch.bincount(chosen.flatten(), minlength=experts).cumsum(0)
-        y = self.experts(x_BTD.flatten(0, 1)[order // k], ends_E)
-        y_NkD = y[order.argsort()].unflatten(0, (-1, k))
-        out = (y_NkD * weights.flatten(0, 1)[..., None].to(y.dtype)).sum(1).view_as(x_BTD)
+        out = self.mix(x_BTD, weights, chosen)
         if self.shared is not None:
             out = out + self.shared(x_BTD)
         return out, auxiliary
+
+    def mix(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
+        """What the chosen experts make of each token, weighted and summed."""
+        k, experts = chosen_BTk.shape[-1], self.experts.gate.shape[0]
+        order = chosen_BTk.flatten().argsort(stable=True)
+        ends_E = torch.bincount(chosen_BTk.flatten(), minlength=experts).cumsum(0)
+        y = self.experts(x_BTD.flatten(0, 1)[order // k], ends_E)
+        y_NkD = y[order.argsort()].unflatten(0, (-1, k))
+        return (y_NkD * weights_BTk.flatten(0, 1)[..., None].to(y.dtype)).sum(1).view_as(x_BTD)

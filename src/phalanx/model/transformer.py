@@ -65,16 +65,17 @@ class Transformer(nn.Module):
         """What the first block is given, [B, T, D]."""
         x_BTD = self.embedding(tokens_BT)
         if self.spec.positions == "learned":
-            x_BTD = x_BTD + self.positions(places(tokens_BT, starts_BT))
+            x_BTD = x_BTD + self.positions(in_document(self.attended(tokens_BT), starts_BT))
         return x_BTD
 
     def through(self, blocks: Iterable[nn.Module], x_BTD: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
         """What these blocks make of `x_BTD`, and their auxiliary loss."""
-        mask = None if starts_BT is None else document_mask(starts_BT)
+        mask = None if starts_BT is None else self.mask(starts_BT)
         table = None
         if self.spec.positions != "learned":
             dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
-            table = rotary(self.spec.rope, self.spec.head_dim, places(x_BTD, starts_BT), dtype)
+            place_T = self.attended(x_BTD)
+            table = rotary(self.spec.rope, self.spec.head_dim, in_document(place_T, starts_BT), dtype)
         auxiliary = x_BTD.new_zeros(())
         for block in blocks:
             x_BTD, more = block(x_BTD, table, mask)
@@ -83,14 +84,30 @@ class Transformer(nn.Module):
 
     def predict(self, x_BTD: Tensor) -> Tensor:
         """Logits of what the last block gave, [B, T, V]."""
-        x_BTD = self.norm(x_BTD)
-        return F.linear(x_BTD, self.embedding.weight) if self.spec.tied else self.head(x_BTD)
+        return self.logits(self.norm(x_BTD), self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's matrix, [V, D]."""
+        return self.embedding.weight if self.spec.tied else self.head.weight
+
+    def logits(self, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+        """The last product, [B, T, V]."""
+        return F.linear(x_BTD, weight_VD)
+
+    def mask(self, starts_BT: Tensor) -> Tensor:
+        """What attention is told of documents."""
+        return document_mask(starts_BT)
+
+    def attended(self, x_BT: Tensor) -> Tensor:
+        """Where in its row each token is whose attention is computed here, [T]."""
+        return torch.arange(x_BT.shape[1], device=x_BT.device)
 
 
-def places(x_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
-    """Each token's position in its document, [T], or [B, T] where documents start inside of rows."""
-    place_T = torch.arange(x_BT.shape[1], device=x_BT.device)
-    return place_T if starts_BT is None else place_T - starts_BT
+def in_document(place_T: Tensor, starts_BT: Tensor | None) -> Tensor:
+    """Positions in their documents of the tokens at `place_T` in their rows: [T], or [B, T] where documents start inside
+    of rows."""
+    return place_T if starts_BT is None else place_T - starts_BT[:, place_T]
 
 
 def document_mask(starts_BT: Tensor) -> Tensor:

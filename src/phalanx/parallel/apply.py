@@ -1,13 +1,15 @@
 """The one page that says in which order a layout is applied to a model:
 
 1. the transformer is made on the meta device, without memory; of a pipeline the stages of this rank;
-2. recomputation wraps its blocks;
-3. blocks are compiled;
-4. ZeRO-3 (or HSDP, over two axes of the mesh) splits its parameters;
-5. memory is given;
-6. the other ways of data parallelism take the replica;
-7. the pipeline runs the stages over that;
-8. every rank fills what it trains with its part of the initial weights, and what computes is made of that.
+2. tensor parallelism leaves this rank its share of each tensor, and replaces products; context parallelism replaces
+   attention;
+3. recomputation wraps its blocks;
+4. blocks are compiled;
+5. ZeRO-3 (or HSDP, over two axes of the mesh) splits its parameters;
+6. memory is given;
+7. the other ways of data parallelism take the replica;
+8. the pipeline runs the stages over that;
+9. every rank fills what it trains with its part of the initial weights, and what computes is made of that.
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from phalanx.model.transformer import Transformer
+from phalanx.parallel.context import ContextRanks, split_sequences
 from phalanx.parallel.data import DataParallel, Replica
 from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.offload import CpuOffload, DiskOffload
 from phalanx.parallel.parameter_server import parameter_server
+from phalanx.parallel.parts import local
 from phalanx.parallel.pipeline import Part, Pipeline
+from phalanx.parallel.split_backward import Later
 from phalanx.parallel.splittable import refuse_unsplittable
 from phalanx.parallel.strategy import Strategy, give_memory
+from phalanx.parallel.tensor import TensorParallel
 from phalanx.parallel.zero import ZeRO
 from phalanx.schedule.named import any_schedule_of, schedule_of
 from phalanx.spec.installed import refuse_unsupported
@@ -60,15 +66,23 @@ def apply_layout(
     with torch.device("meta"):
         module = Transformer(spec) if layout.pp == 1 else make_part(spec, layout, mesh, layers)
         module.to(DTYPES[precision])
+        shared = make_shared(module, layout, mesh) if layout.tp > 1 else None
+    sequences = None if mesh.context is None else ContextRanks(mesh.context.get_group(), layout.context)
+    if sequences is not None:
+        split_sequences(module, sequences)
     recompute(module, layout.recompute)
     blocks = list(module.blocks.children())
     if compile:
         for block in blocks:
             block.compile()
     strategy = distribute(module, layout, mesh, device, blocks, precision)
+    if sequences is not None:
+        sequences.exposed = strategy.exposed
+    if shared is not None:
+        strategy.shared, shared.ranks.exposed = shared, strategy.exposed
     if isinstance(module, Part):
         strategy = make_pipeline(strategy, module, layout, mesh, precision, device)
-    fill(strategy.trained, weights)
+    fill(strategy, weights)
     strategy.publish()
     return strategy
 
@@ -89,7 +103,7 @@ def distribute(
     refuse_unsupported(layout)
     refuse_unsplittable(module, layout, blocks)
     compute_dtype = torch.bfloat16 if precision == "bf16" else None
-    shards = mesh.axes("dp_replicate", "dp_shard") if mesh.degrees.dp_shard > 1 else None
+    shards = mesh.axes("dp_replicate", "dp_shard") if mesh.data.dp_shard > 1 else None
     offload = make_offload(layout)
     if layout.data in ("zero3", "hsdp") and shards is not None:
         sharded = FullySharded(module, blocks, layout, shards, compute_dtype, offload, mesh.dp_group)
@@ -125,6 +139,11 @@ def make_pipeline(
     return Pipeline(inner, part, partial(schedule_of, layout), mesh.links, mesh.loss_group, context, like)
 
 
+def make_shared(module: Transformer, layout: Layout, mesh: Mesh) -> TensorParallel:
+    """This rank's share of a transformer on the meta device."""
+    return TensorParallel(module, layout, mesh, module.later if isinstance(module, Part) else Later())
+
+
 def make_offload(layout: Layout) -> CpuOffload | None:
     """Where the state of a run rests if not on its device."""
     if layout.offload == "none":
@@ -143,14 +162,15 @@ def recompute(module: Transformer, mode: str) -> None:
 
 
 @torch.no_grad()
-def fill(parameters: dict[str, nn.Parameter], weights: Weights) -> None:
-    """Give parameters their initial values, one full parameter at a time."""
-    for name, parameter in parameters.items():
-        full = weights(name, parameter.shape).to(device=parameter.device, dtype=parameter.dtype)
-        if isinstance(parameter, DTensor):
+def fill(strategy: Strategy, weights: Weights) -> None:
+    """Give what is trained its initial values, one full parameter at a time."""
+    for name, parameter in strategy.trained.items():
+        part = strategy.part(name, parameter.detach())
+        full = weights(name, part.shape).to(device=part.device, dtype=part.dtype)
+        if isinstance(part, DTensor):
             # Every rank has the full value already: no source rank, no communication.
-            full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.copy_(full)
+            full = distribute_tensor(full, part.device_mesh, part.placements, src_data_rank=None)
+        local(part).copy_(local(full))
 
 
 def computing(strategy: Strategy, precision: str, device: torch.device) -> AbstractContextManager[object]:

@@ -35,7 +35,7 @@ class Replica(Strategy):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         sent = []
-        for bucket in pieces_of(self.gradients(), self.bucket_bytes):
+        for bucket in pieces_of(list(self.gradients().values()), self.bucket_bytes):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             sent.append((bucket, flat, dist.all_reduce(flat, group=self.group, async_op=True)))
         for bucket, flat, work in sent:

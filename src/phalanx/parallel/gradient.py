@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from phalanx.parallel.exposed import ExposedTime
+from phalanx.parallel.parts import local
 
 
 @torch.no_grad()
@@ -26,13 +27,13 @@ def global_norm(gradients: Sequence[Tensor], exposed: ExposedTime | None = None)
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
             split = [axis for axis, placement in enumerate(gradient.placements) if placement.is_shard()]
-            parts[tuple(mesh.get_group(axis) for axis in split)].append(gradient.to_local())
+            parts[tuple(mesh.get_group(axis) for axis in split)].append(local(gradient))
         else:
             parts[()].append(gradient)
     total = None
-    for groups, local in parts.items():
-        dtype = torch.float32 if local[0].dtype == torch.bfloat16 else None
-        square = torch.stack(torch._foreach_norm(local, 2, dtype)).square().sum()
+    for groups, mine in parts.items():
+        dtype = torch.float32 if mine[0].dtype == torch.bfloat16 else None
+        square = torch.stack(torch._foreach_norm(mine, 2, dtype)).square().sum()
         for group in groups:
             with exposed.waiting() if exposed else nullcontext():
                 dist.all_reduce(square, group=group)
@@ -48,6 +49,6 @@ def clip_ratio(norm: Tensor, limit: float) -> Tensor:
 @torch.no_grad()
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply every gradient by a scalar (in place)."""
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    if local:
-        torch._foreach_mul_(local, factor.to(local[0].device, local[0].dtype))
+    mine = [local(gradient) for gradient in gradients]
+    if mine:
+        torch._foreach_mul_(mine, factor.to(mine[0].device, mine[0].dtype))

@@ -5,20 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.spec.layout import AXES, Degrees, Layout, degrees
+from phalanx.spec.layout import AXES, SHARDED, Degrees, Layout, degrees
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes outermost first: dp_replicate, dp_shard, pp, cp, tp. Axes of one rank are left out of `devices`."""
+    """Axes outermost first: dp_replicate, dp_shard, pp, tp; those of one rank are left out of `devices`. Ranks that
+    share sequences stand among the data-parallel ones: to whoever sums gradients they are such."""
 
     degrees: Degrees
     rank: int
     devices: DeviceMesh | None
     """None for a run of a single process, or with servers."""
+    data: Degrees
+    """The sizes of its axes."""
+    context: DeviceMesh | None = None
+    """The ranks that share this rank's sequences."""
     returning: DeviceMesh | None = None
     """The same ranks in groups of their own, for what goes back in a pipeline: NCCL wants the sends and receives of two
     ranks in one order on both, which holds for each direction. Gloo, which has tags, has no need of it."""
@@ -35,6 +41,17 @@ class Mesh:
         return self.rank // (self.degrees.cp * self.degrees.tp) % self.degrees.pp
 
     @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share this rank's matrix products."""
+        mesh = self.axes("tp")
+        return None if mesh is None else mesh.get_group()
+
+    @property
+    def tp_rank(self) -> int:
+        """Which share of every matrix product this rank has."""
+        return self.rank % self.degrees.tp
+
+    @property
     def links(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """The groups of this rank's pipeline: for messages to later ranks of it, and to earlier ones."""
         assert self.devices is not None
@@ -43,12 +60,12 @@ class Mesh:
 
     def axes(self, *names: str) -> DeviceMesh | None:
         """The submesh over those of the named axes that have more than one rank; None if none has."""
-        present = tuple(name for name in names if getattr(self.degrees, name) > 1)
+        present = tuple(name for name in names if getattr(self.data, name) > 1)
         return self.devices[present] if self.devices is not None and present else None
 
     @cached_property
     def dp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that read different data for the same copy of the model, and their servers."""
+        """The ranks that read different data, or other tokens of it, for the same share of the model; and servers."""
         if self.degrees.servers:
             return dist.group.WORLD
         return self._flat("dp", "dp_replicate", "dp_shard")
@@ -74,11 +91,18 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
     Raises UserError if the ranks cannot be divided so.
     """
     sizes = degrees(layout, world_size)
-    if world_size == 1:
-        return Mesh(sizes, 0, None)
-    if sizes.servers:  # what they and their workers send has no axes
-        return Mesh(sizes, dist.get_rank(), None)
-    present = {axis: size for axis in AXES if (size := getattr(sizes, axis)) > 1}
-    make = partial(init_device_mesh, device_type, tuple(present.values()), mesh_dim_names=tuple(present))
+    data = sizes.as_data(sharded=layout.data in SHARDED)
+    if world_size == 1 or sizes.servers:  # what servers and their workers send has no axes
+        return Mesh(sizes, dist.get_rank() if world_size > 1 else 0, None, data)
+    # dp_replicate, dp_shard, pp, cp, tp, and then cp beside the data-parallel axis that it belongs to
+    ranks = torch.arange(world_size).view([getattr(sizes, axis) for axis in AXES])
+    beside = ranks.permute(0, 1, 3, 2, 4) if layout.data in SHARDED else ranks.permute(0, 3, 1, 2, 4)
+    present = {axis: size for axis in AXES if (size := getattr(data, axis)) > 1}
+    arranged = beside.reshape(list(present.values()))
+    make = partial(DeviceMesh, device_type, arranged, mesh_dim_names=tuple(present))
+    context = None
+    if sizes.cp > 1:
+        in_rows = ranks.movedim(3, -1).reshape(-1, sizes.cp)
+        context = DeviceMesh(device_type, in_rows, mesh_dim_names=("others", "cp"))["cp"]
     back = device_type != "cpu" and sizes.pp > 1
-    return Mesh(sizes, dist.get_rank(), make(), make() if back else None)
+    return Mesh(sizes, dist.get_rank(), make(), data, context, make() if back else None)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.parallel.strategy import as_part
+from phalanx.parallel.parts import as_part
 from phalanx.spec.errors import UserError
 
 MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it

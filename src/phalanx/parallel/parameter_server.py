@@ -203,8 +203,8 @@ class Server(Strategy):
         self._posted: dict[int, deque[tuple[list[dist.Work], Tensor, Tensor]]] = defaultdict(deque)
         self._sending: deque[tuple[list[dist.Work], Tensor, Tensor]] = deque()
 
-    def gradients(self) -> list[Tensor]:
-        return [self.sum]
+    def gradients(self) -> dict[str, Tensor]:
+        return {"all": self.sum}
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> Reduced:
         """Add up what the workers send, to this server's own `sums`, which are 0 but for what it has to announce."""

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.exposed import ExposedTime
-from phalanx.parallel.gradient import global_norm
 from phalanx.parallel.links import Links
-from phalanx.parallel.split_backward import Later, WeightGradient, finish_weights, linear, split_backward
+from phalanx.parallel.split_backward import Later, WeightGradient, finish_weights, split_backward
 from phalanx.parallel.strategy import Losses, MicroBatch, Reduced, Strategy
 from phalanx.schedule.action import Action, Schedule, actions
 from phalanx.schedule.simulate import Span
@@ -66,11 +65,9 @@ class Part(Transformer):
         x_BTD, auxiliary = self.through(blocks, x_BTD, starts_BT)
         return (self.predict(x_BTD) if stage == self.last else x_BTD), auxiliary
 
-    def predict(self, x_BTD: Tensor) -> Tensor:
-        if not self.spec.tied:
-            return super().predict(x_BTD)
-        weight = self.embedding.weight if self.copy is None else self.copy
-        return linear(self.norm(x_BTD), weight, None, self.later)
+    @property
+    def head_weight(self) -> Tensor:
+        return super().head_weight if self.copy is None else self.copy
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ class Pipeline(Strategy):
         messages to later ones and to earlier ones; `everybody` are these and their data-parallel copies; `computing`
         is around forward passes; `like` has the dtype and device of what stages give each other."""
         super().__init__(inner.module, everybody)
-        self.inner, self.part, self.schedule_of, self.computing = inner, part, schedule_of, computing
+        self.inner, self.stages, self.schedule_of, self.computing = inner, part, schedule_of, computing
         self.groups, self.pipe, self.like = groups, groups[0], like
         self.trained, self.loss_scale, self.autocast = inner.trained, inner.loss_scale, inner.autocast
         self.exposed = inner.exposed
@@ -122,7 +119,8 @@ class Pipeline(Strategy):
         self.rank = self.pipe.rank()
         self.has_loss = part.last in part.layers
         if part.spec.tied and self.has_loss and 0 not in part.layers:
-            shape = part.spec.vocab, part.spec.width
+            shape = torch.Size((part.spec.vocab, part.spec.width))
+            shape = inner.shared.shape("embedding.weight", shape) if inner.shared else shape
             part.copy = like.new_zeros(shape).requires_grad_()
         self.model = cast(nn.Module, self._whole)
         some = schedule_of(2 * self.pipe.size())
@@ -160,7 +158,7 @@ class Pipeline(Strategy):
         for action in schedule.actions(self.rank):
             came = self._arrival(schedule, links, action)
             out = self._forward(action.stage, micro.tokens if came is None else came, micro, losses).out
-            if action.stage < self.part.last:
+            if action.stage < self.stages.last:
                 links.send(action, out)
             else:
                 loss = out
@@ -170,14 +168,14 @@ class Pipeline(Strategy):
     @torch.no_grad()
     def _whole(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits of the whole model on every rank of the pipeline, at least fp32, and no auxiliary loss."""
-        logits = tokens_BT.new_zeros(*tokens_BT.shape, self.part.spec.vocab, dtype=torch.float32)
+        logits = tokens_BT.new_zeros(*tokens_BT.shape, self.stages.spec.vocab, dtype=torch.float32)
 
         def keep(model: Callable[..., tuple[Tensor, Tensor]], micro: MicroBatch) -> tuple[Tensor, Tensor]:
             logits.copy_(model(micro.tokens, micro.starts)[0])
             return logits.new_zeros(()), logits.new_zeros(())
 
         self.measure(Tokens(tokens_BT, starts_BT), keep)
-        dist.broadcast(logits, group=self.pipe, group_src=self.forward_only.rank_of[self.part.last])
+        dist.broadcast(logits, group=self.pipe, group_src=self.forward_only.rank_of[self.stages.last])
         return logits, logits.new_zeros(())
 
     def _arrival(self, schedule: Schedule, links: Links, action: Action) -> Tensor | None:
@@ -191,7 +189,7 @@ class Pipeline(Strategy):
 
     def _do(self, action: Action, came: Tensor | None, under_way: UnderWay) -> None:
         stage, kind, index = action
-        held, links, last = under_way.held, under_way.links, stage == self.part.last
+        held, links, last = under_way.held, under_way.links, stage == self.stages.last
         key = stage, index
         if kind == "F":
             micro = under_way.micros[index]
@@ -206,7 +204,7 @@ class Pipeline(Strategy):
         else:
             of = held.pop(key)
             if kind == "I":
-                with self.part.later.collecting() as under_way.put_off[key]:
+                with self.stages.later.collecting() as under_way.put_off[key]:
                     self._backward(of, came)
             else:
                 self._backward(of, came)
@@ -216,7 +214,7 @@ class Pipeline(Strategy):
 
     def _forward(self, stage: int, x: Tensor, micro: MicroBatch, losses: Losses) -> Held:
         """The stage's output, of the last the loss."""
-        if stage == self.part.last:
+        if stage == self.stages.last:
             return Held(x, *losses(lambda _, starts: self.inner.model(x, starts, stage), micro))
         with self.computing():
             return Held(x, *self.inner.model(x, micro.starts, stage))
@@ -230,19 +228,28 @@ class Pipeline(Strategy):
             torch.autograd.backward([out for out, _ in both], [gradient for _, gradient in both])
 
     def _links(self, schedule: Schedule, micros: Sequence[MicroBatch]) -> Links:
-        shapes = [torch.Size([*micro.tokens.shape, self.part.spec.width]) for micro in micros]
+        shared, width = self.inner.shared, self.stages.spec.width
+        tokens = [micro.tokens.shape for micro in micros]
+        shapes = [torch.Size([*(shared.residual(shape) if shared else shape), width]) for shape in tokens]
         return Links(schedule, self.rank, self.groups, shapes, self.like, self.waits)
 
     # -- what a trainer asks of any strategy ---------------------------------------------------------------------------
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self) -> dict[str, Tensor]:
         return self.inner.gradients()
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        return self.inner.part(name, tensor)
+
+    def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
+        return self.inner.cross_entropy(logits, targets_BT, ignored)
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> Reduced:
         """As everywhere; the norm is that of the gradients of all stages."""
         self._tie(gradients=True)
         self.inner.collect()
-        square = global_norm(self.gradients(), self.exposed).to(sums.device).square()
+        self.inner.sum_terms()
+        square = self.norm().to(sums.device).square()
         with self.exposed.waiting():
             dist.all_reduce(square, group=self.pipe)
             dist.all_reduce(sums, group=self.group)
@@ -262,19 +269,19 @@ class Pipeline(Strategy):
     def _tie(self, gradients: bool = False) -> None:
         """Where embedding and head are one, on two ranks: the first trains it, and sends its weights to the last after
         every update; before that it adds the last's gradients to its own."""
-        first, last = self.forward_only.rank_of[0], self.forward_only.rank_of[self.part.last]
-        if not self.part.spec.tied or first == last or self.rank not in (first, last):
+        first, last = self.forward_only.rank_of[0], self.forward_only.rank_of[self.stages.last]
+        if not self.stages.spec.tied or first == last or self.rank not in (first, last):
             return
         with self.exposed.waiting():
-            if self.part.copy is not None:
+            if self.stages.copy is not None:
                 if gradients:
-                    assert self.part.copy.grad is not None
-                    dist.send(self.part.copy.grad, group=self.groups[1], group_dst=first)
-                    self.part.copy.grad = None
+                    assert self.stages.copy.grad is not None
+                    dist.send(self.stages.copy.grad, group=self.groups[1], group_dst=first)
+                    self.stages.copy.grad = None
                 else:
-                    dist.recv(self.part.copy.detach(), group=self.groups[0], group_src=first)
+                    dist.recv(self.stages.copy.detach(), group=self.groups[0], group_src=first)
             else:
-                weight = self.part.embedding.weight
+                weight = self.stages.embedding.weight
                 if gradients:
                     came = torch.empty_like(weight)
                     dist.recv(came, group=self.groups[1], group_src=last)
@@ -287,8 +294,8 @@ class Pipeline(Strategy):
 
     def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         held = self.inner.held(optimizers)
-        if self.part.copy is not None:
-            held["parameters"] = [*held["parameters"], self.part.copy]
+        if self.stages.copy is not None:
+            held["parameters"] = [*held["parameters"], self.stages.copy]
         return held
 
     def elastic(self) -> list[Tensor]:

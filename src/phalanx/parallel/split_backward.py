@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.moe import Experts, grouped_runs
+from phalanx.model.transformer import Transformer
 
 WeightGradient = tuple[Tensor, Callable[[], Tensor]]
 """A weight as it was used (it may be a cast or a part of a parameter), and how to compute its gradient."""
@@ -56,8 +57,10 @@ def finish_weights(put_off: list[WeightGradient]) -> None:
         torch.autograd.backward(weights, gradients)
 
 
-def split_backward(module: nn.Module, later: Later) -> None:
+def split_backward(module: Transformer, later: Later) -> None:
     """Let the linear layers and experts of a model put the gradients of their weights off while `later` collects."""
+    if "logits" not in vars(module):
+        module.logits = partial(linear, later=later)  # type: ignore[method-assign]
     for part in module.modules():
         if isinstance(part, nn.Linear):
             part.forward = partial(_linear, part, later)  # type: ignore[method-assign]
@@ -65,7 +68,7 @@ def split_backward(module: nn.Module, later: Later) -> None:
             part.product = partial(_product, part.product, later)  # type: ignore[method-assign]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, later: Later) -> Tensor:
     """x W^T + b, whose weight's gradient may be put off."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -74,7 +77,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tens
 
 
 def _linear(layer: nn.Linear, later: Later, x: Tensor) -> Tensor:
-    return linear(x, layer.weight, layer.bias, later)
+    return linear(x, layer.weight, layer.bias, later=later)
 
 
 class _Linear(torch.autograd.Function):

@@ -9,10 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from phalanx.parallel.exposed import ExposedTime
 from phalanx.parallel.gradient import clip_ratio, global_norm, scale
@@ -78,6 +76,8 @@ class Strategy:
         """What this rank's optimizers train, under the names of a model to which no layout was applied: whole
         parameters, or this rank's part of them (DTensors)."""
         self.exposed = ExposedTime()
+        self.shared: Shared | None = None
+        """How ranks share the model itself, where they do."""
 
     def run(self, micros: Sequence[MicroBatch], losses: Losses) -> Iterator[tuple[Tensor, Tensor]]:
         """Forward and backward passes of a step's micro-batches; gives what `losses` gave of each, detached."""
@@ -99,9 +99,29 @@ class Strategy:
         """Around the forward and backward pass of a micro-batch; `last` of its step."""
         yield
 
-    def gradients(self) -> list[Tensor]:
-        """The summed gradient of what is trained; whoever scales it scales the step."""
-        return [p.grad for p in self.trained.values() if p.grad is not None]
+    def gradients(self) -> dict[str, Tensor]:
+        """The summed gradient of what is trained, by name; whoever scales it scales the step."""
+        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor like what is trained of `name`, as part of one like the whole model's (of the same memory)."""
+        return tensor if self.shared is None else self.shared.part(name, tensor)
+
+    def sum_terms(self) -> None:
+        """Sum gradients of which several ranks that share the model have a term each."""
+        if self.shared is not None:
+            with self.exposed.waiting():
+                self.shared.sum_terms(self.gradients())
+
+    def norm(self) -> Tensor:
+        """Of the gradient of the whole model (a scalar)."""
+        return global_norm([self.part(name, gradient) for name, gradient in self.gradients().items()], self.exposed)
+
+    def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
+        """The loss of the model's logits, [B, T, V] or this rank's part of them: summed over targets but `ignored`."""
+        if self.shared is not None:
+            return self.shared.cross_entropy(logits, targets_BT, ignored)
+        return cross_entropy(logits, targets_BT, ignored)
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> Reduced:
         """Sum over ranks what each measured (fp64), and turn the gradient of the summed losses into that of their mean
@@ -109,7 +129,8 @@ class Strategy:
 
         Nothing but sums is ever divided by ranks or micro-batches: their numbers of tokens may differ.
         """
-        norm = global_norm(self.gradients(), self.exposed)
+        self.sum_terms()
+        norm = self.norm()
         if self.group is not None:
             with self.exposed.waiting():
                 dist.all_reduce(sums, group=self.group)
@@ -118,7 +139,7 @@ class Strategy:
     def mean_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
         """Divide the gradients by `weight` and clip them; returns the norm (of the sum: `norm`) between the two."""
         norm = norm / weight.to(norm.dtype)
-        scale(self.gradients(), clip_ratio(norm, clip_norm) / weight.to(norm.dtype))
+        scale(list(self.gradients().values()), clip_ratio(norm, clip_norm) / weight.to(norm.dtype))
         return norm
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -156,6 +177,32 @@ class Strategy:
 
     def rest(self) -> None:
         """After forward passes that no backward pass follows: give back what was gathered for them."""
+
+
+class Shared(Protocol):
+    """What ranks that share a model know of it (tensor parallelism)."""
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """See Strategy.part."""
+
+    def shape(self, name: str, whole: torch.Size) -> torch.Size:
+        """Of this rank's share of the parameter `name`, which has the shape `whole`."""
+
+    def sum_terms(self, gradients: dict[str, Tensor]) -> None:
+        """See Strategy.sum_terms."""
+
+    def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
+        """See Strategy.cross_entropy."""
+
+    def residual(self, tokens: torch.Size) -> tuple[int, ...]:
+        """The shape of a rank's residual stream, but for its width, where a micro-batch has the shape `tokens`."""
+
+
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
+    """Negative log-likelihood of the targets in nats, summed; at least in fp32."""
+    logits = logits_BTV.flatten(0, 1)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=ignored, reduction="sum")
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -215,14 +262,6 @@ def rebind(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
         for name, parameter in part._parameters.items():
             if parameter is old:
                 part._parameters[name] = new
-
-
-def as_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """A tensor of this shape of which `local` is this rank's part. Unlike `DTensor.from_local` it leaves a part where
-    it is, which may be another device than the mesh's."""
-    stride = tuple(torch.empty(shape, device="meta").stride())
-    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, stride, local.dtype))
-    return DTensor(local, spec, requires_grad=False)  # as FSDP2 does it
 
 
 class HasBytes(Protocol):

@@ -25,8 +25,9 @@ from phalanx.parallel.collectives import ReduceScatter, all_gather
 from phalanx.parallel.exposed import ExposedTime
 from phalanx.parallel.gradient import clip_ratio
 from phalanx.parallel.offload import CpuOffload
+from phalanx.parallel.parts import as_part
 from phalanx.parallel.splittable import refuse_unsplittable_optimizers
-from phalanx.parallel.strategy import Strategy, as_part, give_memory, named_parameters, pieces_of, state_of, step_with
+from phalanx.parallel.strategy import Strategy, give_memory, named_parameters, pieces_of, state_of, step_with
 from phalanx.spec.layout import Layout
 
 MIB = 2**20
@@ -60,7 +61,7 @@ class ZeRO(Strategy):
         self.whole_gradients = layout.data == "zero1"
         self.autocast = compute_dtype is None
         self.offload = offload
-        owned = {name: Owned(p, split, beside.get(name), offload) for name, p in _learning(self.trained.items())}
+        owned = {name: Owned(name, p, split, beside.get(name), offload) for name, p in _learning(self.trained.items())}
         self.trained = {name: part.master for name, part in owned.items()}
         limit = layout.bucket_mb * MIB
         if offload is not None:  # a piece is whole buckets; their bytes are those of all ranks, in a model's precision
@@ -106,10 +107,11 @@ class ZeRO(Strategy):
             self.buckets[self._begun].begin_reduce(self.whole_gradients)
             self._begun += 1
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self) -> dict[str, Tensor]:
         """The summed gradients of the owned rows, in the precision of the model."""
-        parts = [part for bucket in self.buckets for part in bucket.parts]
-        return [part.split.as_part(part.gradient, part.parameter) for part in parts if part.gradient is not None]
+        parts = {part.name: part for bucket in self.buckets for part in bucket.parts}
+        got = {name: (part, part.gradient) for name, part in parts.items() if part.gradient is not None}
+        return {name: part.split.as_part(gradient, part.parameter) for name, (part, gradient) in got.items()}
 
     def mean_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
         """As everywhere; gradients that rest elsewhere are divided and clipped when the step reads them anyway."""
@@ -199,10 +201,10 @@ class Owned:
     """A parameter that computes, and the rows of it that this rank trains."""
 
     def __init__(
-        self, parameter: nn.Parameter, split: Split, beside: Tensor | None, offload: CpuOffload | None
+        self, name: str, parameter: nn.Parameter, split: Split, beside: Tensor | None, offload: CpuOffload | None
     ) -> None:
         """`beside` are the rows where they are not those of the parameter itself."""
-        self.parameter, self.split, self.offload = parameter, split, offload
+        self.name, self.parameter, self.split, self.offload = name, parameter, split, offload
         self.matrix = (len(parameter), parameter[0].numel())
         self.size = split.each(parameter) * self.matrix[1]
         """Elements of a rank, with padding."""

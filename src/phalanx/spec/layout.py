@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -55,8 +55,13 @@ class Layout(Spec):
     """Tensor-parallel degree."""
     pp: int = Field(1, gt=0)
     """Pipeline stages in sequence."""
+    sequence_parallel: bool = True
+    """Whether tensor-parallel ranks share the tokens between pairs of products: less memory, as much traffic."""
     cp: int = Field(1, gt=0)
-    """Context-parallel degree."""
+    """Context-parallel degree: ranks that share the tokens of every sequence."""
+    context: Literal["ring", "ulysses"] = "ring"
+    """How context-parallel ranks attend to each other's tokens: keys and values go round (ring), or ranks exchange
+    tokens for heads (ulysses), of which there must be enough."""
     ep: int = Field(1, gt=0)
     """Expert-parallel degree."""
     schedule: ScheduleName = "1f1b"
@@ -118,6 +123,12 @@ class Degrees:
     def dp(self) -> int:
         """Ranks that read different data."""
         return self.dp_replicate * self.dp_shard
+
+    def as_data(self, sharded: bool) -> Degrees:
+        """The same, with context parallelism as what it is to whoever keeps or sums what is trained: more ranks with
+        the same model and other data; they share one copy where copies are `sharded`."""
+        replicate, shard = (1, self.cp) if sharded else (self.cp, 1)
+        return replace(self, cp=1, dp_replicate=self.dp_replicate * replicate, dp_shard=self.dp_shard * shard)
 
     @property
     def world_size(self) -> int:
@@ -191,6 +202,11 @@ def check_meaning(layout: Layout) -> None:
         problem = f'does not go with parallel.schedule = "{layout.schedule}"'
         fix = 'set it to 2 or more with "interleaved", and leave it out with any other'
         raise UserError("parallel.virtual_stages", layout.virtual_stages, problem, fix)
+    for field, axis in (("sequence_parallel", "tp"), ("context", "cp")):
+        value = getattr(layout, field)
+        if getattr(layout, axis) == 1 and value != Layout.model_fields[field].default:
+            fix = f"remove it, or set parallel.{axis} to 2 or more"
+            raise UserError(f"parallel.{field}", value, f"has no meaning with parallel.{axis} = 1", fix)
     for field, data in MEANT_FOR.items():
         value = getattr(layout, field)
         if value != Layout.model_fields[field].default and layout.data not in data:
@@ -213,11 +229,15 @@ def refuse_unrunnable(layout: Layout) -> None:
     """Raise UserError for a value that training cannot run yet."""
     if layout.data not in RUNNABLE_DATA:
         raise UserError("parallel.data", layout.data, NOT_YET, f"runs today: {', '.join(RUNNABLE_DATA)}")
-    for axis in ("tp", "cp", "ep"):
-        if getattr(layout, axis) != 1:
-            raise UserError(f"parallel.{axis}", getattr(layout, axis), NOT_YET, f"set parallel.{axis} = 1")
+    if layout.ep != 1:
+        raise UserError("parallel.ep", layout.ep, NOT_YET, "set parallel.ep = 1")
     if layout.pp > 1 and layout.data not in IN_PIPELINES:
         fix = f"use one of {', '.join(IN_PIPELINES)}, or parallel.pp = 1"
         raise UserError("parallel.data", layout.data, f"in a pipeline (parallel.pp = {layout.pp}) {NOT_YET}", fix)
-    if layout.pp > 1 and layout.offload != "none":
-        raise UserError("parallel.offload", layout.offload, f"in a pipeline {NOT_YET}", 'set parallel.offload = "none"')
+    for axis in ("tp", "cp"):
+        if getattr(layout, axis) > 1 and layout.data == "parameter_server":
+            fix = f"use one of {', '.join(IN_PIPELINES)}, or parallel.{axis} = 1"
+            raise UserError("parallel.data", layout.data, f"with parallel.{axis} above 1 {NOT_YET}", fix)
+    if layout.pp * layout.tp > 1 and layout.offload != "none":
+        problem = f"with parallel.pp or parallel.tp above 1 {NOT_YET}"
+        raise UserError("parallel.offload", layout.offload, problem, 'set parallel.offload = "none"')

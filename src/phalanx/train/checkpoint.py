@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from phalanx.parallel.strategy import Strategy, as_part, give_memory, named_buffers
+from phalanx.parallel.parts import as_part
+from phalanx.parallel.strategy import Strategy, give_memory, named_buffers
 from phalanx.spec.errors import UserError
 from phalanx.train.manifest import (
     FORMAT,
@@ -170,14 +171,15 @@ def newest_checkpoint(directory: Path) -> tuple[Path | None, dict[str, str]]:
 
 def state_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Parameters, buffers and optimizer state under layout-free names."""
-    model = [*strategy.trained.items(), *named_buffers(strategy.module)]
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in model}
+    tensors = {f"model.{name}": strategy.part(name, tensor.detach()) for name, tensor in strategy.trained.items()}
+    tensors |= {f"model.{name}": tensor for name, tensor in named_buffers(strategy.module)}
     names = {id(parameter): name for name, parameter in strategy.trained.items()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor):  # SGD without momentum keeps a None
-                    tensors[f"optimizer.{key}.{names[id(parameter)]}"] = value
+                    name = names[id(parameter)]
+                    tensors[f"optimizer.{key}.{name}"] = strategy.part(name, value) if value.ndim else value
     return tensors
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+
+from phalanx.parallel.parts import local, rows_of_ranks
 
 # Quintic coefficients that raise small singular values fastest (same source).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -27,28 +31,47 @@ def orthogonalise(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     return x.mT if tall else x
 
 
-class Muon(torch.optim.Optimizer):
-    """For matrices (and stacks of them, such as experts). It needs whole ones, and state that is split by rows stays
-    so: a rank gathers an N-th of the matrices, orthogonalises these, and gives every rank its rows of the result.
-    Stacks are split between their matrices, and nothing is sent for them."""
+@dataclass(frozen=True)
+class Cut:
+    """One way in which matrices are cut: into rows (-2) or columns (-1), `total` of them in all, between ranks."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
+    axis: int
+    group: dist.ProcessGroup
+    total: int
+
+
+class Muon(torch.optim.Optimizer):
+    """For matrices (and stacks of them, such as experts). It needs whole ones, and state that is split stays so: a rank
+    gathers an N-th of the matrices, orthogonalises these, and gives every rank its part of the result. Stacks that are
+    split between their matrices need nothing sent."""
+
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        parts: Sequence[Tensor] = (),
+    ) -> None:
+        """`parts` are the parameters as parts of whole matrices, where they do not say so themselves."""
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        whole = zip(parameters, parts or parameters, strict=True)
+        self.lies = {parameter: (part.shape, cuts_of(part)) for parameter, part in whole}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            alike: dict[tuple[torch.Size, tuple[Cut, ...]], list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    alike[parameter.shape].append(parameter)
-            for shape, parameters in alike.items():
+                    alike[self.lies[parameter]].append(parameter)
+            for (shape, cuts), parameters in alike.items():
                 scale = group["lr"] * max(1.0, shape[-2] / shape[-1]) ** 0.5
-                updates = orthogonal_rows([self._momentum(p, group["momentum"]) for p in parameters])
+                updates = orthogonal_parts([local(self._momentum(p, group["momentum"])) for p in parameters], cuts)
                 for parameter, update in zip(parameters, updates, strict=True):
-                    rows = local(parameter)
-                    rows.mul_(1 - group["lr"] * group["weight_decay"])
-                    rows.sub_(scale * update.to(rows.dtype))
+                    mine = local(parameter)
+                    mine.mul_(1 - group["lr"] * group["weight_decay"])
+                    mine.sub_(scale * update.to(mine.dtype))
 
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
         """Nesterov momentum of the gradient."""
@@ -60,15 +83,35 @@ class Muon(torch.optim.Optimizer):
         return parameter.grad.lerp(state["momentum"], momentum)
 
 
-def orthogonal_rows(alike: list[Tensor]) -> list[Tensor]:
-    """This rank's rows of the orthogonalised matrices, all of one shape."""
+def cuts_of(part: Tensor) -> tuple[Cut, ...]:
+    """How a part was cut out of its matrix: the last cut first."""
+    if not isinstance(part, DTensor):
+        return ()
+    cuts, shape = [], list(part.shape)
+    for axis, placement in enumerate(part.placements):
+        if isinstance(placement, Shard):
+            group = part.device_mesh.get_group(axis)
+            cuts.append(Cut(placement.dim - part.ndim, group, shape[placement.dim]))
+            shape[placement.dim] = rows_of_ranks(shape[placement.dim], group.size())[group.rank()]
+    return tuple(cut for cut in reversed(cuts) if cut.axis >= -2)  # the others are between matrices
+
+
+def orthogonal_parts(alike: list[Tensor], cuts: Sequence[Cut]) -> list[Tensor]:
+    """This rank's parts of the orthogonalised matrices, all of one shape."""
     dtype = compute_dtype(alike[0])
-    rows = torch.stack([local(matrix).to(dtype) for matrix in alike])
-    if not isinstance(alike[0], DTensor) or alike[0].ndim > 2:
-        return list(orthogonalise(rows, dtype))
-    (axis,) = [axis for axis, placement in enumerate(alike[0].placements) if placement == Shard(0)]
-    group = alike[0].device_mesh.get_group(axis)
-    return list(give_rows(orthogonalise(gather_mine(rows, alike[0].shape[0], group), dtype), len(alike), group))
+    stacked = torch.stack([part.to(dtype) for part in alike])
+    return list(_orthogonal(stacked.flatten(0, -3), cuts).view(stacked.shape))
+
+
+def _orthogonal(parts: Tensor, cuts: Sequence[Cut]) -> Tensor:
+    """Of matrices [M, rows, columns]. It does not matter in which order rows or columns stand."""
+    if not cuts or not len(parts):
+        return orthogonalise(parts, parts.dtype)
+    (cut, *rest), columns = cuts, cuts[0].axis == -1
+    mine = gather_mine(parts.mT if columns else parts, cut.total, cut.group)
+    done = _orthogonal(mine.mT if columns else mine, rest)
+    given = give_rows(done.mT if columns else done, len(parts), cut.group)
+    return given.mT.contiguous() if columns else given
 
 
 def gather_mine(rows: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
@@ -100,17 +143,6 @@ def give_rows(mine: Tensor, matrices: int, group: dist.ProcessGroup) -> Tensor:
     return rows
 
 
-def rows_of_ranks(total: int, ranks: int) -> list[int]:
-    """Rows of each rank as Shard(0) splits them: the first as many as it takes, the last maybe fewer or none."""
-    each = -(-total // ranks)
-    return [max(0, min(each, total - rank * each)) for rank in range(ranks)]
-
-
 def compute_dtype(matrices: Tensor) -> torch.dtype:
     """bf16 is enough for the iteration (same source); proofs in fp64 keep fp64."""
     return torch.float64 if matrices.dtype == torch.float64 else torch.bfloat16
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

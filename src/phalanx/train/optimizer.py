@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.cost.shapes import muon_trains
 from phalanx.spec.run import OptimizerSpec
@@ -50,15 +51,20 @@ class Rescaling:
         return self.before + (self.after - self.before) * done
 
 
-def build_optimizers(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """The optimizers of parameters by name; none for none. Matrices decay, vectors do not."""
+def build_optimizers(
+    spec: OptimizerSpec,
+    parameters: dict[str, nn.Parameter],
+    part: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+) -> list[torch.optim.Optimizer]:
+    """The optimizers of parameters by name; none for none. Matrices decay, vectors do not. `part` says where in the
+    whole model a parameter lies (see Strategy.part)."""
     hidden = {name: p for name, p in parameters.items() if muon_trains(name, p.shape)}
     rest = {name: p for name, p in parameters.items() if name not in hidden}
     if not parameters:
         return []
     if spec.name == "muon":
-        matrices = list(hidden.values())
-        muon = [Muon(matrices, spec.muon_learning_rate, spec.momentum, spec.weight_decay)] if matrices else []
+        matrices, parts = list(hidden.values()), [part(name, p.detach()) for name, p in hidden.items()]
+        muon = [Muon(matrices, spec.muon_learning_rate, spec.momentum, spec.weight_decay, parts)] if matrices else []
         return [*muon, *([_adamw(spec, rest)] if rest else [])]
     if spec.name == "adamw":
         return [_adamw(spec, parameters)]

@@ -30,6 +30,7 @@ from phalanx.spec.installed import refuse_unsupported
 from phalanx.spec.layout import refuse_unrunnable
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.share import check_shares
 from phalanx.spec.tokenizer import BYTES_VOCAB
 from phalanx.train.manifest import check_manifest, checkpoints, read_manifest
 from phalanx.train.metrics import METRICS_FILE, check_wandb
@@ -47,6 +48,7 @@ def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
     refuse_unrunnable(run.parallel)
     refuse_unsupported(run.parallel)
     cut_batch(run, world_size)
+    check_shares(run.model, run.parallel, run.training.sequence)
     check_pipeline(run, world_size)
     known = {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0)
     if run.model.vocab < known:

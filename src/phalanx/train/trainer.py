@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.cost.compute import mfu, training_flops_per_token
@@ -22,6 +21,7 @@ from phalanx.measure.memory import peak_memory_bytes
 from phalanx.model.moe import Router
 from phalanx.model.weights import initial_weight
 from phalanx.parallel.apply import apply_layout, computing
+from phalanx.parallel.context import places
 from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.run import RunSpec, cut_batch
 from phalanx.train.checkpoint import Checkpointer, load_state, newest_checkpoint, restore_random_state, state_tensors
@@ -38,7 +38,8 @@ class DivergenceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Micro:
-    """One forward pass of this rank: tokens and targets [B, T], and where documents start (None: one a row)."""
+    """One forward pass of this rank: its tokens and targets of each row, and where in the row each token's document
+    starts, [B, T] of the whole row (None: one a row)."""
 
     tokens: Tensor
     targets: Tensor
@@ -68,7 +69,7 @@ class Trainer:
         routers = {name: part for name, part in self.module.named_modules() if isinstance(part, Router)}
         self.routers = {self.moe_layers.index(int(name.split(".")[1])): router for name, router in routers.items()}
         """This rank's, by their place among the layers with experts."""
-        self.optimizers = build_optimizers(run.optimizer, self.strategy.trained)
+        self.optimizers = build_optimizers(run.optimizer, self.strategy.trained, self.strategy.part)
         self.loader = corpus.loader(run, self.cut.sequences, self.mesh.dp_rank, self.cut.dp)
         self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
         self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
@@ -181,7 +182,7 @@ class Trainer:
         """The loss and the auxiliary loss, summed over tokens. The logits, the largest tensor of all, end here."""
         with computing(self.strategy, self.run.training.precision, self.device):
             logits, auxiliary = model(micro.tokens, micro.starts)
-        return cross_entropy(logits, micro.targets), auxiliary
+        return self.strategy.cross_entropy(logits, micro.targets, IGNORED), auxiliary
 
     def _update(self, finite: bool) -> None:
         """Step, or skip a gradient that is not finite."""
@@ -195,11 +196,13 @@ class Trainer:
 
     def _micros(self, batch: Batch) -> list[Micro]:
         """This rank's rows of a step as micro-batches on the device."""
-        micros = []
+        micros, parallel = [], self.run.parallel
+        rank = 0 if self.mesh.context is None else self.mesh.context.get_local_rank()
+        mine = places(batch.tokens.shape[1], parallel.cp, rank, parallel.context).numpy()
         for first in range(0, len(batch.tokens), self.cut.micro_batch):
             rows = slice(first, first + self.cut.micro_batch)
             starts = None if batch.starts is None or not batch.starts[rows].any() else batch.starts[rows]
-            tokens, targets = self._to_device(batch.tokens[rows]), self._to_device(batch.targets[rows])
+            tokens, targets = (self._to_device(x[rows][:, mine]) for x in (batch.tokens, batch.targets))
             micros.append(Micro(tokens, targets, None if starts is None else self._to_device(starts)))
         return micros
 
@@ -338,13 +341,6 @@ class Stopwatch:
             pairs = zip(self._marks, self._marks[1:], strict=False)
             return {name: before.elapsed_time(event) / 1e3 for (_, before), (name, event) in pairs}
         return {name: after - before for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False)}
-
-
-def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Negative log-likelihood of the targets in nats, summed; at least in fp32."""
-    logits = logits_BTV.flatten(0, 1)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def due(step: int, every: int) -> bool:

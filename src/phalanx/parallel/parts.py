@@ -1,0 +1,30 @@
+"""This rank's part of a tensor that is split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+
+def rows_of_ranks(total: int, ranks: int) -> list[int]:
+    """Rows of each rank as Shard(0) splits them: the first as many as it takes, the last maybe fewer or none."""
+    each = -(-total // ranks)
+    return [max(0, min(each, total - rank * each)) for rank in range(ranks)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """A tensor of this shape of which `local` is this rank's part. Unlike `DTensor.from_local` it leaves a part where
+    it is, which may be another device than the mesh's."""
+    stride = tuple(torch.empty(shape, device="meta").stride())
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # as FSDP2 does it

@@ -1,0 +1,394 @@
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3): ranks share every large matrix product.
+
+Products come in pairs. The first is cut by output, so each rank has some heads of attention, or columns of the MLP, and
+works on these alone; the second is cut by input, and gives each rank a term of the sum that all of them need. Forward
+that is one all-reduce after a pair, backward one before it. With sequence parallelism (arXiv 2205.05198, section 4.2.2)
+a rank keeps only its share of the tokens between pairs, for norms and residuals; then the pair begins with an
+all-gather of tokens and ends with a reduce-scatter, which together send as much.
+
+Embedding and head are cut by vocabulary, and the loss is computed of each rank's logits; no rank has all of them. A
+vocabulary that the ranks do not divide leaves the last with fewer rows, not with padding.
+
+The model's modules stay as they are, with smaller tensors in them; only products are replaced here. Backward passes
+send the gradient of a product's input while they compute those of its weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.model.attention import Attention
+from phalanx.model.mlp import GELU, SwiGLU
+from phalanx.model.moe import MoE, Router
+from phalanx.model.norm import RMSNorm
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.collectives import ReduceScatter, all_gather
+from phalanx.parallel.exposed import ExposedTime
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.parts import local
+from phalanx.parallel.shares import Shares
+from phalanx.parallel.split_backward import Later
+from phalanx.spec.layout import Layout
+
+Products = tuple[Tensor, ...]
+
+
+class TensorRanks:
+    """The ranks that share matrix products, and what they send each other.
+
+    Between pairs of products a rank has a residual stream of all tokens, equal on all ranks, or with `sequence` of its
+    own: [B, T / ranks, D]."""
+
+    def __init__(self, group: dist.ProcessGroup, sequence: bool, later: Later) -> None:
+        """`later` takes the gradients of weights that a pipeline puts off."""
+        self.group, self.sequence, self.later = group, sequence, later
+        self.size, self.rank = group.size(), group.rank()
+        self.exposed = ExposedTime()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What the residual stream, or its gradient, is for all tokens."""
+        return self.begin_enter(x)()
+
+    def leave(self, term: Tensor) -> Tensor:
+        """The sum of what each rank has for all tokens, as the residual stream has it."""
+        return self.begin_leave(term)()
+
+    def begin_enter(self, x: Tensor) -> Callable[[], Tensor]:
+        """Starts `enter`; what it returns ends it."""
+        if not self.sequence:
+            return lambda: x
+        whole = x.new_empty(self.size, *x.shape)
+        work = all_gather(whole.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
+
+        def end() -> Tensor:
+            self._wait(work)
+            return whole.movedim(0, 1).flatten(1, 2)
+
+        return end
+
+    def begin_leave(self, term: Tensor) -> Callable[[], Tensor]:
+        """Starts `leave`, which may write into `term`; what it returns ends it."""
+        if not self.sequence:
+            term = term.contiguous()
+            work = dist.all_reduce(term, group=self.group, async_op=True)
+
+            def end_all() -> Tensor:
+                self._wait(work)
+                return term
+
+            return end_all
+        parts = term.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
+        mine = torch.empty_like(parts[0])
+        scatter = ReduceScatter(parts.view(self.size, -1), mine.view(-1), self.group, self.exposed)
+
+        def end() -> Tensor:
+            scatter.wait()
+            return mine
+
+        return end
+
+    def sum(self, x: Tensor, over: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """All-reduced in place."""
+        self._wait(dist.all_reduce(x, over, group=self.group, async_op=True))
+        return x
+
+    def _wait(self, work: dist.Work | None) -> None:
+        with self.exposed.waiting():
+            if work is not None:
+                work.wait()
+
+
+class TensorParallel:
+    """A transformer of which this rank has its share (see `strategy.Shared`)."""
+
+    def __init__(self, model: Transformer, layout: Layout, mesh: Mesh, later: Later) -> None:
+        """`model` is still on the meta device; only this rank's part of each of its tensors is left."""
+        assert mesh.tp_group is not None
+        self.ranks = TensorRanks(mesh.tp_group, layout.sequence_parallel, later)
+        self.shares = Shares(model.spec, layout, mesh)
+        self.shares.cut(model)
+        split_products(model, self.ranks)
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        return self.shares.part(name, tensor)
+
+    def shape(self, name: str, whole: torch.Size) -> torch.Size:
+        return self.shares.shape(name, whole)
+
+    def residual(self, tokens: torch.Size) -> tuple[int, ...]:
+        rows, count = tokens
+        return rows, count // self.ranks.size if self.ranks.sequence else count
+
+    def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
+        return cross_entropy(logits, targets_BT, ignored, self.shares.spec.vocab, self.ranks)
+
+    @torch.no_grad()
+    def sum_terms(self, gradients: dict[str, Tensor]) -> None:
+        terms: dict[tuple[dist.ProcessGroup, torch.dtype], list[Tensor]] = defaultdict(list)
+        for name, gradient in gradients.items():
+            group = self.shares.summed_over(name)
+            if group is not None:
+                terms[group, gradient.dtype].append(local(gradient))
+        for (group, _), mine in terms.items():
+            flat = torch.cat([term.flatten() for term in mine])
+            dist.all_reduce(flat, group=group)
+            for term, total in zip(mine, flat.split([term.numel() for term in mine]), strict=True):
+                term.copy_(total.view_as(term))
+
+
+# -- pairs of products -------------------------------------------------------------------------------------------------
+
+
+def output_split(x: Tensor, ranks: TensorRanks, *layers: nn.Linear) -> Products:
+    """The first of a pair: this rank's columns of the products of `x` with each layer's matrix."""
+    products = _OutputSplit.apply(*cast_together(x, *(layer.weight for layer in layers)), ranks)
+    return tuple(z if layer.bias is None else z + layer.bias for z, layer in zip(products, layers, strict=True))
+
+
+def input_split(hidden: Tensor, ranks: TensorRanks, layer: nn.Linear) -> Tensor:
+    """The second: the sum over ranks of their products, as the residual stream has it."""
+    out = _InputSplit.apply(*cast_together(hidden, layer.weight), ranks)
+    return out if layer.bias is None else out + layer.bias
+
+
+class _OutputSplit(torch.autograd.Function):
+    """z_i = x W_i^T. The input is kept as the residual stream has it, and gathered again for the weights' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights_and_ranks: Any) -> Products:
+        *weights, ranks = weights_and_ranks
+        ctx.save_for_backward(x)
+        ctx.weights, ctx.ranks = weights, ranks
+        whole = ranks.enter(x)
+        return tuple(F.linear(whole, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (x,), weights, ranks = ctx.saved_tensors, ctx.weights, ctx.ranks
+        # A weight's gradient that is put off fetches its input when its time comes.
+        coming = ranks.begin_enter(x) if ranks.later.put_off is None else partial(ranks.enter, x)
+        of_x = gradients[0] @ weights[0]
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            of_x.flatten(0, -2).addmm_(gradient.flatten(0, -2), weight)
+        leaving = ranks.begin_leave(of_x)
+        whole = cache(coming)
+        put_off = [
+            ranks.later.or_now(weight, partial(_outer, gradient, whole)) if needed else None
+            for gradient, weight, needed in zip(gradients, weights, ctx.needs_input_grad[1:-1], strict=True)
+        ]
+        return leaving(), *put_off, None
+
+
+class _InputSplit(torch.autograd.Function):
+    """y = sum over ranks of h W^T."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.weight, ctx.ranks = weight, ranks
+        return ranks.leave(F.linear(hidden, weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (hidden,), weight, ranks = ctx.saved_tensors, ctx.weight, ctx.ranks
+        gradient = ranks.enter(gradient)
+        put_off = ranks.later.or_now(weight, partial(_outer, gradient, lambda: hidden))
+        return gradient @ weight, put_off if ctx.needs_input_grad[1] else None, None
+
+
+def _outer(gradient: Tensor, x: Callable[[], Tensor]) -> Tensor:
+    return gradient.flatten(0, -2).T @ x().flatten(0, -2)
+
+
+def cast_together(*tensors: Tensor) -> Products:
+    """Operands of a product as autocast would have them."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+
+
+# -- other ways into and out of what ranks share -----------------------------------------------------------------------
+
+
+class _Enter(torch.autograd.Function):
+    """Of the residual stream all tokens; each rank's gradient of them is a term of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.enter(x) if ranks.sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.leave(gradient if ctx.ranks.sequence else gradient.clone()), None
+
+
+class _Leave(torch.autograd.Function):
+    """The way back."""
+
+    @staticmethod
+    def forward(ctx: Any, term: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.leave(term if ranks.sequence else term.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.enter(gradient), None
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over ranks of which every rank's loss has a share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.sum(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.sum(gradient.clone()), None
+
+
+class _Total(torch.autograd.Function):
+    """A sum over ranks in which each counts its own share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        return ranks.sum(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+# -- the parts of a model ----------------------------------------------------------------------------------------------
+
+
+def split_products(model: Transformer, ranks: TensorRanks) -> None:
+    """Let a model whose tensors were cut (`shares.py`) compute with the other ranks that have the rest of them."""
+    for part in model.modules():
+        if isinstance(part, Attention):
+            _split_pair(part, ranks, ("wq", "wk", "wv"), "wo")
+            if part.qk_norm == "full":
+                part.q_norm.forward = partial(_norm_of_all_heads, part.q_norm, ranks)  # type: ignore[method-assign]
+                part.k_norm.forward = partial(_norm_of_all_heads, part.k_norm, ranks)  # type: ignore[method-assign]
+        elif isinstance(part, SwiGLU):
+            _split_pair(part, ranks, ("gate", "up"), "down")
+        elif isinstance(part, GELU):
+            _split_pair(part, ranks, ("up",), "down")
+        elif isinstance(part, MoE):
+            part.mix = partial(_mix, part.mix, ranks)  # type: ignore[method-assign]
+        elif isinstance(part, Router) and ranks.sequence:
+            part.count = partial(_count, part.count, ranks)  # type: ignore[method-assign]
+    model.logits = partial(_logits, ranks)  # type: ignore[method-assign]
+    if hasattr(model, "embedding"):
+        model.embedding.forward = partial(  # type: ignore[method-assign]
+            _embed, model.embedding, model.spec.vocab, ranks
+        )
+    if ranks.sequence:
+        if hasattr(model, "positions"):
+            model.positions.forward = partial(  # type: ignore[method-assign]
+                _positions, model.positions, ranks
+            )
+        model.attended = lambda x_BT: _attended(x_BT, ranks)  # type: ignore[method-assign]
+        if model.spec.moe:
+            model.through = partial(_through, model.through, ranks)  # type: ignore[method-assign]
+
+
+def _split_pair(part: Any, ranks: TensorRanks, first: tuple[str, ...], second: str) -> None:
+    # Looked up at every call: whoever wraps the layers (ZeRO-3, recomputation) may put others in their place.
+    part.into = lambda x: output_split(x, ranks, *(getattr(part, name) for name in first))
+    part.out_of = lambda hidden: input_split(hidden, ranks, getattr(part, second))
+
+
+def _logits(ranks: TensorRanks, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+    """This rank's columns of the logits, [B, T, V / ranks]."""
+    (logits,) = _OutputSplit.apply(*cast_together(x_BTD, weight_VD), ranks)
+    return cast(Tensor, logits)
+
+
+def _embed(embedding: nn.Embedding, vocab: int, ranks: TensorRanks, tokens_BT: Tensor) -> Tensor:
+    """A row of each token from the rank that has it."""
+    row = tokens_BT - ranks.rank * -(-vocab // ranks.size)
+    others = (row < 0) | (row >= len(embedding.weight))
+    x_BTD = F.embedding(row.masked_fill(others, 0), embedding.weight).masked_fill(others[..., None], 0)
+    return cast(Tensor, _Leave.apply(x_BTD, ranks))
+
+
+def _positions(positions: nn.Embedding, ranks: TensorRanks, place: Tensor) -> Tensor:
+    """Of this rank's tokens."""
+    return F.embedding(place.chunk(ranks.size, dim=-1)[ranks.rank], positions.weight)
+
+
+def _attended(x_BT: Tensor, ranks: TensorRanks) -> Tensor:
+    """The tokens of which a stage is given a share; an embedding is given all (their numbers)."""
+    tokens = x_BT.shape[1] * (ranks.size if x_BT.is_floating_point() else 1)
+    return torch.arange(tokens, device=x_BT.device)
+
+
+def _through(through: Callable[..., tuple[Tensor, Tensor]], ranks: TensorRanks, *args: Any) -> tuple[Tensor, Tensor]:
+    """Each rank's routers saw some of the tokens: the auxiliary loss is the sum."""
+    x_BTD, auxiliary = through(*args)
+    return x_BTD, cast(Tensor, _Total.apply(auxiliary, ranks))
+
+
+def _norm_of_all_heads(norm: RMSNorm, ranks: TensorRanks, x: Tensor) -> Tensor:
+    """x / rms(x) x weight, where each rank has some of the heads (and as many ranks each of them)."""
+    exact = x if x.dtype == torch.float64 else x.float()
+    total = cast(Tensor, _Sum.apply(exact.square().sum(-1, keepdim=True), ranks))
+    scale = (total / (ranks.size * x.shape[-1]) + norm.eps).rsqrt()
+    return (exact * scale).to(x.dtype) * norm.weight.to(x.dtype)
+
+
+def _mix(mix: Callable[..., Tensor], ranks: TensorRanks, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Every rank has some columns of each expert. The choice is made where the residual stream is."""
+    (x,) = cast_together(x)
+    x, weights = _Enter.apply(x, ranks), _Enter.apply(weights, ranks)
+    return cast(Tensor, _Leave.apply(mix(x, weights, ranks.enter(chosen)), ranks))
+
+
+def _count(count: Callable[..., Tensor], ranks: TensorRanks, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    return ranks.sum(count(chosen, dtype))
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, ignored: int, vocab: int, ranks: TensorRanks) -> Tensor:
+    """Negative log-likelihood of the targets in nats, summed, of which each rank has the logits of its part of the
+    vocabulary; at least in fp32."""
+    logits = logits_BTV.flatten(0, 1)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    first = ranks.rank * -(-vocab // ranks.size)
+    return cast(Tensor, _CrossEntropy.apply(logits, targets_BT.flatten(), ignored, first, ranks))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """log sum_v exp x_v - x_target, by three all-reduces of a number per token (Megatron-LM, section 3)."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NV: Tensor, target_N: Tensor, ignored: int, first: int, ranks: TensorRanks) -> Tensor:
+        column = target_N - first
+        here = (column >= 0) & (column < x_NV.shape[1])
+        column = column.masked_fill(~here, 0)[:, None]
+        highest = ranks.sum(x_NV.amax(1), dist.ReduceOp.MAX)
+        share_NV = (x_NV - highest[:, None]).exp_()
+        likely = (x_NV.gather(1, column)[:, 0] - highest).masked_fill(~here, 0)
+        total, likely = ranks.sum(torch.stack([share_NV.sum(1), likely])).unbind()
+        counted = target_N != ignored
+        ctx.save_for_backward(share_NV.div_(total[:, None]), column, here, counted)
+        return ((total.log() - likely) * counted).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        share_NV, column, here, counted = ctx.saved_tensors
+        of_x = share_NV.scatter_add(1, column, -here.to(share_NV.dtype)[:, None])
+        return of_x.mul_((counted * gradient)[:, None]), None, None, None, None

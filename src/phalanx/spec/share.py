@@ -1,0 +1,96 @@
+"""Which part of each of a model's tensors a tensor-parallel rank has: by name, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class Share:
+    """How ranks share one tensor: neighbours may have the same part of it."""
+
+    axis: int | None
+    """Which of the tensor's axes is cut; None: every rank has all of it."""
+    copies: int
+    """Ranks that have the same part."""
+    partial: bool = False
+    """Whether each of these ranks meets only some of the tokens or heads that the part works on: their gradients must
+    be summed."""
+
+
+def tensor_share(spec: ModelSpec, layout: Layout, name: str) -> Share:
+    """How tensor-parallel ranks share the parameter `name`.
+
+    Queries, keys, values and what widens an MLP are cut by output, what follows them by input (Megatron-LM,
+    arXiv 1909.08053, section 3); key/value heads of which there are fewer than ranks are repeated; embedding and head
+    are cut by vocabulary. What works on single tokens is whole, and with sequence parallelism meets only this rank's
+    tokens (arXiv 2205.05198, section 4.2.2).
+    """
+    tp, (*_, layer, kind) = layout.tp, name.split(".")
+    cut_once, owner = Share(0, 1), f"{name}.".partition(".mlp.")[2].partition(".")[0]
+    per_head = spec.qk_norm == "head"
+    if owner == "experts":
+        return Share(2 if kind == "down" else 1, 1)
+    if layer in ("wk", "wv") or (layer == "k_norm" and not per_head):
+        copies = kv_copies(spec, tp)
+        return Share(None if copies == tp else 0, copies, partial=copies > 1)
+    if layer in ("wq", "up", "embedding", "head") or (layer == "gate" and owner != "router"):
+        return cut_once
+    if layer == "q_norm" and not per_head:
+        return cut_once
+    if layer in ("wo", "down") and kind == "weight":
+        return Share(1, 1)
+    return Share(None, tp, partial=layout.sequence_parallel or layer in ("q_norm", "k_norm"))
+
+
+def kv_copies(spec: ModelSpec, tp: int) -> int:
+    """Ranks that have the same key/value heads."""
+    return max(1, tp // spec.kv_heads)
+
+
+def check_shares(spec: ModelSpec, layout: Layout, sequence: int) -> None:
+    """Raise UserError for a model whose heads, widths, vocabulary or tokens (`sequence` of them in a row) cannot be
+    divided between the ranks that share them."""
+    if layout.tp > 1:
+        _check_tensor(spec, layout, sequence)
+    if layout.cp > 1:
+        _check_context(spec, layout, sequence)
+
+
+def _check_context(spec: ModelSpec, layout: Layout, sequence: int) -> None:
+    cp, pieces = layout.cp, layout.cp * (2 if layout.context == "ring" else 1)
+    share = layout.tp if layout.sequence_parallel else 1
+    if sequence % (pieces * share):
+        problem = f"needs training.sequence ({sequence}) to be a multiple of {pieces * share}"
+        near = max(1, round(sequence / (pieces * share))) * pieces * share
+        raise UserError("parallel.cp", cp, problem, f"use training.sequence = {near}, or a smaller degree")
+    heads, kv = spec.heads // layout.tp, max(1, spec.kv_heads // layout.tp)
+    if layout.context == "ulysses" and (heads % cp or (kv % cp and cp % kv)):
+        problem = f"ranks cannot share the {heads} heads ({kv} of keys and values) that each tensor-parallel rank has"
+        raise UserError("parallel.cp", cp, problem, 'use parallel.context = "ring", or a smaller degree')
+
+
+def _check_tensor(spec: ModelSpec, layout: Layout, sequence: int) -> None:
+    tp = layout.tp
+    dense = any(not spec.is_moe(layer) for layer in range(spec.layers))
+    widths = {"model.heads": spec.heads} | ({"model.ffn": spec.ffn} if dense else {})
+    widths |= {"model.moe.ffn": spec.moe.ffn} if spec.moe else {}
+    if layout.sequence_parallel:
+        widths["training.sequence"] = sequence
+    for field, size in widths.items():
+        if size % tp:
+            fix = f"use a tensor-parallel degree that divides {field}"
+            if field == "training.sequence":
+                fix += ", or parallel.sequence_parallel = false"
+            raise UserError("parallel.tp", tp, f"does not divide {field} ({size})", fix)
+    if spec.kv_heads % tp and tp % spec.kv_heads:
+        problem = f"neither divides model.kv_heads ({spec.kv_heads}) nor is a multiple of it"
+        raise UserError("parallel.tp", tp, problem, "use another tensor-parallel degree")
+    rows = -(-spec.vocab // tp)
+    if (tp - 1) * rows >= spec.vocab:
+        problem = f"leaves a rank without a row of model.vocab ({spec.vocab})"
+        raise UserError("parallel.tp", tp, problem, "use a smaller tensor-parallel degree, or a larger vocabulary")
