@@ -31,10 +31,11 @@ MODELS: dict[str, Table] = {"dense": DENSE, "moe": MOE, "gpt2": {**DENSE, **GPT2
 
 def draw(dice: random.Random) -> tuple[int, str, int, Table]:
     """Ranks, a model, its layers, and what to change in the run file; it may be invalid."""
-    world_size = dice.choice([2, 2, 4, 4, 4, 8])
+    world_size, model = dice.choice([2, 2, 4, 4, 4, 8]), dice.choice(["moe", *MODELS])
     pp = dice.choice([size for size in (1, 1, 2, 4, 8) if world_size % size == 0])
     tp = dice.choice([size for size in (1, 1, 2, 4) if world_size // pp % size == 0])
     cp = dice.choice([size for size in (1, 1, 2, 4) if world_size // pp // tp % size == 0])
+    ep = dice.choice([1, 2, 4]) if model == "moe" else 1
     data = dice.choice(["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"])
     layout: Table = {"parallel.data": data, "parallel.pp": pp}
     layout["parallel.recompute"] = dice.choice(["none", "none", "selective", "full"])
@@ -46,6 +47,8 @@ def draw(dice: random.Random) -> tuple[int, str, int, Table]:
         layout |= {"parallel.tp": tp, "parallel.sequence_parallel": dice.choice([True, True, False])}
     if cp > 1:
         layout |= {"parallel.cp": cp, "parallel.context": dice.choice(["ring", "ulysses"])}
+    if ep > 1:
+        layout["parallel.ep"] = ep
     if data == "hsdp":
         layout["parallel.dp_shard"] = 2
     if data == "parameter_server":
@@ -55,7 +58,7 @@ def draw(dice: random.Random) -> tuple[int, str, int, Table]:
     layout["parallel.micro_batch"] = dice.choice([1, 1, 1, 2] if pp > 1 else [1, 2, 4])
     layout["optimizer.name"] = dice.choice(["adamw", "adamw", "sgd", "muon"])
     layout["training.tokens_per_step"] = dice.choice([SEQUENCES, SEQUENCES, SEQUENCES - 1]) * 32
-    return world_size, dice.choice(list(MODELS)), dice.choice([4, 8] if pp > 1 else [2, 4]), layout
+    return world_size, model, dice.choice([4, 8] if pp > 1 else [2, 4]), layout
 
 
 def valid(world_size: int, run: RunSpec) -> bool:

@@ -149,8 +149,7 @@ ROWS += [
 def context(cp: int, world_size: int, models: tuple[str, ...] = ("dense", "moe"), **choices: Any) -> Row:
     """A row of context parallelism, with micro-batches of two sequences (one in a pipeline)."""
     row = tensor(1, world_size, models, parallel__cp=cp, **choices)
-    changes = {key: value for key, value in row.changes.items() if (key, value) != ("parallel.tp", 1)}
-    return replace(row, name=row.name.replace("tp1-", "cp"), changes=changes)
+    return replace(row, name=row.name.replace("tp1-", "cp"))
 
 
 ULYSSES = {"parallel__context": "ulysses"}
@@ -166,6 +165,34 @@ ROWS += [
     context(2, 4, ("deep-tied",), parallel__pp=2, parallel__schedule="1f1b", **ULYSSES),
     context(2, 8, DEEP, parallel__pp=2, parallel__tp=2, parallel__schedule="zb-h1"),
     context(2, 8, ("deep-moe",), parallel__pp=2, parallel__schedule="dualpipe-v", parallel__data="zero3"),
+]
+
+
+def expert(ep: int, world_size: int, models: tuple[str, ...] = ("moe",), **choices: Any) -> Row:
+    """A row of expert parallelism, with micro-batches of two sequences (one in a pipeline)."""
+    row = tensor(1, world_size, models, parallel__ep=ep, **choices)
+    return replace(row, name=row.name.replace("tp1-", "ep"))
+
+
+FAMILY = ("ddp", "zero1", "zero2", "zero3")
+ROWS += [expert(ep, n, parallel__data=data) for ep, n in ((2, 2), (2, 4), (4, 4)) for data in FAMILY]
+ROWS += [expert(2, 4, parallel__tp=2, parallel__data=data) for data in FAMILY]
+ROWS += [expert(4, 4, parallel__cp=2, parallel__data=data) for data in ("ddp", "zero1", "zero3")]
+ROWS += [expert(2, 4, parallel__tp=4, parallel__data=data) for data in ("ddp", "zero1", "zero3")]
+ROWS += [expert(2, 4, parallel__data="zero3", parallel__recompute=recompute) for recompute in ("full", "selective")]
+ROWS += [expert(2, 4, parallel__data=data, optimizer__name="muon") for data in ("ddp", "zero1", "zero3")]
+ROWS += [
+    expert(2, 4, ("deep-moe",), parallel__pp=2, parallel__schedule=schedule, parallel__data=data)
+    for schedule, data in (("1f1b", "ddp"), ("zb-h1", "zero1"), ("zb-v", "zero3"))
+]
+ROWS += [
+    expert(2, 4, parallel__data="hsdp", parallel__dp_shard=2),
+    expert(2, 8, parallel__data="hsdp", parallel__dp_shard=4),
+    expert(4, 8, parallel__tp=2, parallel__cp=2, parallel__data="zero3"),
+    expert(2, 8, ("deep-moe",), parallel__pp=2, parallel__tp=2, parallel__schedule="zb-v", parallel__data="zero1"),
+    expert(
+        4, 8, ("deep-moe",), parallel__pp=2, parallel__cp=2, parallel__schedule="dualpipe-v", parallel__data="zero3"
+    ),
 ]
 CASES = [
     pytest.param(row, model, id=f"{row.name}-x{row.ranks}-acc{row.accumulation}-{model}")
@@ -242,7 +269,8 @@ def test_every_optimizer_equals_one_process(
     + [pipeline("1f1b", 2, 2), pipeline("zb-h1", 2, 4, parallel__data="zero1")]
     + [pipeline("1f1b", 2, 4, parallel__data="zero3")]
     + [tensor(2, 2), tensor(2, 4, parallel__data="zero1", **APART), tensor(2, 4, parallel__data="zero3")]
-    + [context(2, 2), context(2, 2, **ULYSSES), context(2, 4, parallel__data="zero3")],
+    + [context(2, 2), context(2, 2, **ULYSSES), context(2, 4, parallel__data="zero3")]
+    + [expert(2, 2, ("moe",)), expert(2, 4, ("moe",), parallel__tp=2, parallel__data="zero3")],
     ids=lambda row: f"{row.name}-acc{row.accumulation}",
 )
 @pytest.mark.parametrize("model", ["dense", "moe"])

@@ -70,6 +70,9 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "tensorx4-zero3": (4, {"parallel.tp": 2, "parallel.data": "zero3"}),
     "tensorx4-pipeline": (4, {"parallel.tp": 2, "parallel.pp": 2, "parallel.micro_batch": 1}),
     "contextx4-zero3": (4, {"parallel.cp": 2, "parallel.data": "zero3"}),
+    "expertx2": (2, {"parallel.ep": 2}),
+    "expertx4-zero3": (4, {"parallel.ep": 2, "parallel.data": "zero3"}),
+    "expertx4-tensor": (4, {"parallel.ep": 2, "parallel.tp": 2, "parallel.data": "zero1"}),
     "serversx4": (4, {"parallel.data": "parameter_server", "parallel.servers": 2, "parallel.staleness": 0}),
 }
 

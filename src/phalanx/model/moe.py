@@ -138,9 +138,20 @@ class MoE(nn.Module):
 
     def mix(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
         """What the chosen experts make of each token, weighted and summed."""
-        k, experts = chosen_BTk.shape[-1], self.experts.gate.shape[0]
-        order = chosen_BTk.flatten().argsort(stable=True)
-        ends_E = torch.bincount(chosen_BTk.flatten(), minlength=experts).cumsum(0)
-        y = self.experts(x_BTD.flatten(0, 1)[order // k], ends_E)
-        y_NkD = y[order.argsort()].unflatten(0, (-1, k))
-        return (y_NkD * weights_BTk.flatten(0, 1)[..., None].to(y.dtype)).sum(1).view_as(x_BTD)
+        rows, order, counts_E = sorted_by_expert(x_BTD, chosen_BTk, self.router.moe.experts)
+        y = self.experts(rows, counts_E.cumsum(0))
+        return combined(y, order, weights_BTk).view_as(x_BTD)
+
+
+def sorted_by_expert(x_BTD: Tensor, chosen_BTk: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A row for each choice of each token, those of the first expert first; which choice each row is; and how many each
+    expert has, [E]."""
+    order = chosen_BTk.flatten().argsort(stable=True)
+    counts_E = torch.bincount(chosen_BTk.flatten(), minlength=experts)
+    return x_BTD.flatten(0, 1)[order // chosen_BTk.shape[-1]], order, counts_E
+
+
+def combined(y: Tensor, order: Tensor, weights_BTk: Tensor) -> Tensor:
+    """The weighted sum of what each token's experts said, [N, D], from rows in the `order` of `sorted_by_expert`."""
+    y_NkD = y[order.argsort()].unflatten(0, (-1, weights_BTk.shape[-1]))
+    return (y_NkD * weights_BTk.flatten(0, 1)[..., None].to(y.dtype)).sum(1)

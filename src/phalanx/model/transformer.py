@@ -105,8 +105,8 @@ class Transformer(nn.Module):
 
 
 def in_document(place_T: Tensor, starts_BT: Tensor | None) -> Tensor:
-    """Positions in their documents of the tokens at `place_T` in their rows: [T], or [B, T] where documents start inside
-    of rows."""
+    """Positions in their documents of the tokens at `place_T` in their rows: [T], or [B, T] where documents start
+    inside of rows."""
     return place_T if starts_BT is None else place_T - starts_BT[:, place_T]
 
 

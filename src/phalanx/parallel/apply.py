@@ -1,8 +1,8 @@
 """The one page that says in which order a layout is applied to a model:
 
 1. the transformer is made on the meta device, without memory; of a pipeline the stages of this rank;
-2. tensor parallelism leaves this rank its share of each tensor, and replaces products; context parallelism replaces
-   attention;
+2. ranks that share a model are left their share of each tensor; tensor parallelism replaces products, expert
+   parallelism layers of experts, context parallelism attention;
 3. recomputation wraps its blocks;
 4. blocks are compiled;
 5. ZeRO-3 (or HSDP, over two axes of the mesh) splits its parameters;
@@ -28,16 +28,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.context import ContextRanks, split_sequences
 from phalanx.parallel.data import DataParallel, Replica
+from phalanx.parallel.expert import ExpertRanks, expert_names, split_experts
 from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.offload import CpuOffload, DiskOffload
 from phalanx.parallel.parameter_server import parameter_server
 from phalanx.parallel.parts import local
 from phalanx.parallel.pipeline import Part, Pipeline
+from phalanx.parallel.shares import Shares
 from phalanx.parallel.split_backward import Later
 from phalanx.parallel.splittable import refuse_unsplittable
 from phalanx.parallel.strategy import Strategy, give_memory
-from phalanx.parallel.tensor import TensorParallel
+from phalanx.parallel.tensor import TensorRanks, split_products
 from phalanx.parallel.zero import ZeRO
 from phalanx.schedule.named import any_schedule_of, schedule_of
 from phalanx.spec.installed import refuse_unsupported
@@ -66,7 +68,17 @@ def apply_layout(
     with torch.device("meta"):
         module = Transformer(spec) if layout.pp == 1 else make_part(spec, layout, mesh, layers)
         module.to(DTYPES[precision])
-        shared = make_shared(module, layout, mesh) if layout.tp > 1 else None
+        shared = Shares(spec, layout, mesh) if layout.tp * layout.ep > 1 else None
+        if shared is not None:
+            shared.cut(module)
+    tensor = experts = None
+    if mesh.tp_group is not None:
+        later = module.later if isinstance(module, Part) else Later()
+        tensor = TensorRanks(mesh.tp_group, layout.sequence_parallel, spec.vocab, later)
+        split_products(module, tensor, experts_whole=layout.ep > 1)
+    if mesh.experts is not None:
+        experts = ExpertRanks(mesh.experts["ep"].get_group())
+        split_experts(module, experts)
     sequences = None if mesh.context is None else ContextRanks(mesh.context.get_group(), layout.context)
     if sequences is not None:
         split_sequences(module, sequences)
@@ -76,10 +88,12 @@ def apply_layout(
         for block in blocks:
             block.compile()
     strategy = distribute(module, layout, mesh, device, blocks, precision)
-    if sequences is not None:
-        sequences.exposed = strategy.exposed
-    if shared is not None:
-        strategy.shared, shared.ranks.exposed = shared, strategy.exposed
+    strategy.shared, strategy.tensor = shared, tensor
+    for ranks in (tensor, experts, sequences):
+        if ranks is not None:
+            ranks.exposed = strategy.exposed
+    if experts is not None:
+        strategy.waits_by_name["all_to_all"] = experts.waits
     if isinstance(module, Part):
         strategy = make_pipeline(strategy, module, layout, mesh, precision, device)
     fill(strategy, weights)
@@ -105,20 +119,23 @@ def distribute(
     compute_dtype = torch.bfloat16 if precision == "bf16" else None
     shards = mesh.axes("dp_replicate", "dp_shard") if mesh.data.dp_shard > 1 else None
     offload = make_offload(layout)
+    apart = expert_names(module) if layout.ep > 1 else frozenset()
     if layout.data in ("zero3", "hsdp") and shards is not None:
-        sharded = FullySharded(module, blocks, layout, shards, compute_dtype, offload, mesh.dp_group)
+        sharded = FullySharded(
+            module, blocks, layout, shards, compute_dtype, offload, mesh.dp_group, apart, mesh.same_experts
+        )  # fmt: skip
         give_memory(module, device, parameters_on=torch.device("cpu") if offload else device)
         return sharded
     if layout.data in ("zero1", "zero2") or offload is not None:
         # A pipeline's micro-batches overlap: their gradients add up before they are split, as with ZeRO-1.
         stage = layout if layout.pp == 1 else layout.model_copy(update={"data": "zero1"})
-        return ZeRO(module, stage, shards, device, compute_dtype, offload)
+        return ZeRO(module, stage, shards, device, compute_dtype, offload, apart, mesh.same_experts)
     if layout.data == "parameter_server":
         return parameter_server(module, layout, device)
     give_memory(module, device)
     if mesh.dp_group is None:
         return Strategy(module)
-    return (DataParallel if layout.pp == 1 else Replica)(module, layout, mesh.dp_group)
+    return (DataParallel if layout.pp == 1 else Replica)(module, layout, mesh.dp_group, apart)
 
 
 def make_part(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequence[range]) -> Part:
@@ -137,11 +154,6 @@ def make_pipeline(
     dtype = torch.bfloat16 if precision == "bf16" and not inner.autocast else DTYPES[precision]
     like = torch.empty(0, dtype=dtype, device=device)
     return Pipeline(inner, part, partial(schedule_of, layout), mesh.links, mesh.loss_group, context, like)
-
-
-def make_shared(module: Transformer, layout: Layout, mesh: Mesh) -> TensorParallel:
-    """This rank's share of a transformer on the meta device."""
-    return TensorParallel(module, layout, mesh, module.later if isinstance(module, Part) else Later())
 
 
 def make_offload(layout: Layout) -> CpuOffload | None:

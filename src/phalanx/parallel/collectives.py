@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -29,6 +29,15 @@ def standing_for(operation: str) -> Iterator[None]:
         yield
     finally:
         ASKED_FOR.reset(token)
+
+
+def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup, exposed: ExposedTime) -> None:
+    """Sum each of these tensors, of one dtype, over the ranks (in place, by one all-reduce)."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    with exposed.waiting():
+        dist.all_reduce(flat, group=group)
+    for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(total.view_as(tensor))
 
 
 class ReduceScatter:

@@ -15,7 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.parallel.strategy import Strategy, pieces_of
+from phalanx.parallel.gradient import scale
+from phalanx.parallel.strategy import WRAPPER, Strategy, pieces_of
 from phalanx.spec.layout import Layout
 
 POWERSGD_FROM_STEP = 10
@@ -26,16 +27,20 @@ class Replica(Strategy):
     """Data parallelism without DDP, which follows one micro-batch at a time: gradients are summed in `collect`, for
     those whose micro-batches overlap (a pipeline)."""
 
-    def __init__(self, module: nn.Module, layout: Layout, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, module: nn.Module, layout: Layout, group: dist.ProcessGroup, apart: frozenset[str] = frozenset()
+    ) -> None:
+        """`apart` are parameters whose gradients these ranks do not sum."""
         super().__init__(module, group)
-        self.bucket_bytes = int(layout.bucket_mb * 2**20)
+        self.apart, self.bucket_bytes = apart, int(layout.bucket_mb * 2**20)
 
     def collect(self) -> None:
         for parameter in self.trained.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         sent = []
-        for bucket in pieces_of(list(self.gradients().values()), self.bucket_bytes):
+        gradients = [gradient for name, gradient in self.gradients().items() if name not in self.apart]
+        for bucket in pieces_of(gradients, self.bucket_bytes):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             sent.append((bucket, flat, dist.all_reduce(flat, group=self.group, async_op=True)))
         for bucket, flat, work in sent:
@@ -51,13 +56,16 @@ class DataParallel(Strategy):
 
     model: DistributedDataParallel
 
-    def __init__(self, module: nn.Module, layout: Layout, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, module: nn.Module, layout: Layout, group: dist.ProcessGroup, apart: frozenset[str] = frozenset()
+    ) -> None:
+        """`apart` are parameters whose gradients these ranks do not sum."""
         super().__init__(module, group)
-        self.loss_scale = float(group.size())
+        self.loss_scale, self.apart = float(group.size()), apart
         # The routers' buffers are kept equal by summing their loads; DDP need not broadcast them at every forward pass.
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            module, [name for name, _ in module.named_buffers()]
-        )
+        ignored = [name for name, _ in module.named_buffers()]
+        ignored += [name for name, _ in module.named_parameters() if name.replace(WRAPPER, "") in apart]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         self.model = DistributedDataParallel(
             module,
             process_group=group,
@@ -93,6 +101,10 @@ class DataParallel(Strategy):
         if next(self.model.parameters()).device.type == "cpu":
             now = time.perf_counter()
             self.exposed.add(min(now, self._last_gradient), now)
+
+    def sum_terms(self) -> None:
+        scale([g for name, g in self.gradients().items() if name in self.apart], torch.tensor(1 / self.loss_scale))
+        super().sum_terms()
 
     def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         """As everywhere, and what PowerSGD did not send yet."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from phalanx.parallel.collectives import ReduceScatter
 from phalanx.parallel.exposed import ExposedTime, TimedWork
 from phalanx.parallel.offload import CpuOffload
 from phalanx.parallel.splittable import refuse_unsplittable_optimizers
-from phalanx.parallel.strategy import Strategy, pieces_of, step_with
+from phalanx.parallel.strategy import Strategy, named_modules, pieces_of, step_with
 from phalanx.spec.layout import Layout
 
 
@@ -39,9 +40,12 @@ class FullySharded(Strategy):
         compute_dtype: torch.dtype | None,
         offload: CpuOffload | None,
         group: dist.ProcessGroup | None,
+        apart: frozenset[str] = frozenset(),
+        apart_mesh: DeviceMesh | None = None,
     ) -> None:
         """`mesh` is one-dimensional (ZeRO-3) or replicate x shard (HSDP); `compute_dtype` casts parameters when they
-        are gathered, while gradients are reduced and state is kept in the parameters' own dtype."""
+        are gathered, while gradients are reduced and state is kept in the parameters' own dtype. The parameters `apart`
+        are split over another mesh."""
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
             reduce_dtype=torch.float32 if compute_dtype else None,
@@ -50,16 +54,14 @@ class FullySharded(Strategy):
         on_gpu = mesh.device_type != "cpu"
         place = OffloadPolicy() if offload is None else CPUOffloadPolicy(pin_memory=on_gpu)
         wrapped = [part for block in blocks for part in _parts(block, layout.wrap)]
-        units = [
-            fully_shard(
-                part, mesh=mesh, mp_policy=policy, offload_policy=place,
-                reshard_after_forward=layout.reshard and layout.pp == 1,
-            )
-            for part in wrapped
-        ]  # fmt: skip
-        self.root = fully_shard(
-            module, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=False
-        )  # fmt: skip
+        shard = partial(fully_shard, mp_policy=policy, offload_policy=place)
+        reshard = layout.reshard and layout.pp == 1
+        for owner in owners_of(module, apart):  # from the inside to the outside
+            shard(owner, mesh=apart_mesh, reshard_after_forward=reshard)
+        for part in wrapped:
+            shard(part, mesh=mesh, reshard_after_forward=reshard)
+        self.root = shard(module, mesh=mesh, reshard_after_forward=False)
+        units = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not self.root]
         super().__init__(module, group)
         self.units: list[FSDPModule] = [self.root, *units]
         for unit in self.units:
@@ -161,6 +163,12 @@ class FullySharded(Strategy):
         """Split the parameters again that a forward pass without a backward pass left gathered."""
         for unit in self.units:
             unit.reshard()
+
+
+def owners_of(module: nn.Module, names: frozenset[str]) -> list[nn.Module]:
+    """The modules whose own parameters these are."""
+    owners = {name.rpartition(".")[0] for name in names}
+    return [part for name, part in named_modules(module) if name in owners]
 
 
 def _parts(block: nn.Module, wrap: str) -> list[nn.Module]:

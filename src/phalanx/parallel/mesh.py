@@ -25,6 +25,9 @@ class Mesh:
     """The sizes of its axes."""
     context: DeviceMesh | None = None
     """The ranks that share this rank's sequences."""
+    experts: DeviceMesh | None = None
+    """The ranks of this rank's stages as its experts see them: dp_replicate and dp_shard, of those with the same
+    experts, and ep, of those with different ones; the first two may be left out where they have one rank."""
     returning: DeviceMesh | None = None
     """The same ranks in groups of their own, for what goes back in a pipeline: NCCL wants the sends and receives of two
     ranks in one order on both, which holds for each direction. Gloo, which has tags, has no need of it."""
@@ -57,6 +60,20 @@ class Mesh:
         assert self.devices is not None
         back = self.devices if self.returning is None else self.returning
         return self.devices["pp"].get_group(), back["pp"].get_group()
+
+    @property
+    def same_experts(self) -> DeviceMesh | None:
+        """The ranks with the same experts of the same stages; None if this one is alone."""
+        names = tuple(name for name in (self.experts.mesh_dim_names or ()) if name != "ep") if self.experts else ()
+        return self.experts[names] if self.experts is not None and names else None
+
+    @cached_property
+    def same_experts_group(self) -> dist.ProcessGroup | None:
+        """These ranks as one group."""
+        mesh = self.same_experts
+        if mesh is None:
+            return None
+        return (mesh._flatten("same_experts") if mesh.ndim > 1 else mesh).get_group()
 
     def axes(self, *names: str) -> DeviceMesh | None:
         """The submesh over those of the named axes that have more than one rank; None if none has."""
@@ -104,5 +121,16 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
     if sizes.cp > 1:
         in_rows = ranks.movedim(3, -1).reshape(-1, sizes.cp)
         context = DeviceMesh(device_type, in_rows, mesh_dim_names=("others", "cp"))["cp"]
+    experts = None
+    if sizes.ep > 1:
+        by_stage = ranks.movedim(2, 0).flatten(1)
+        same = by_stage.shape[1] // sizes.ep
+        replicate = {"ddp": same, "hsdp": sizes.dp_replicate}.get(layout.data, 1)
+        shape = {"stages": sizes.pp, "dp_replicate": replicate, "dp_shard": same // replicate, "ep": sizes.ep}
+        # What is split over ranks is so also where there is one: parameters of one kind are stepped together.
+        needed = ("stages", "ep", "dp_shard") if layout.data in SHARDED else ("stages", "ep")
+        kept = {axis: size for axis, size in shape.items() if size > 1 or axis in needed}
+        whole = DeviceMesh(device_type, by_stage.reshape(list(kept.values())), mesh_dim_names=tuple(kept))
+        experts = whole[tuple(axis for axis in kept if axis != "stages")]
     back = device_type != "cpu" and sizes.pp > 1
-    return Mesh(sizes, dist.get_rank(), make(), data, context, make() if back else None)
+    return Mesh(sizes, dist.get_rank(), make(), data, context, experts, make() if back else None)

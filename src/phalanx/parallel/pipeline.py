@@ -114,7 +114,7 @@ class Pipeline(Strategy):
         self.inner, self.stages, self.schedule_of, self.computing = inner, part, schedule_of, computing
         self.groups, self.pipe, self.like = groups, groups[0], like
         self.trained, self.loss_scale, self.autocast = inner.trained, inner.loss_scale, inner.autocast
-        self.exposed = inner.exposed
+        self.exposed, self.waits_by_name = inner.exposed, inner.waits_by_name
         self.waits: ExposedTime = ExposedTime()
         self.rank = self.pipe.rank()
         self.has_loss = part.last in part.layers
@@ -228,7 +228,7 @@ class Pipeline(Strategy):
             torch.autograd.backward([out for out, _ in both], [gradient for _, gradient in both])
 
     def _links(self, schedule: Schedule, micros: Sequence[MicroBatch]) -> Links:
-        shared, width = self.inner.shared, self.stages.spec.width
+        shared, width = self.inner.tensor, self.stages.spec.width
         tokens = [micro.tokens.shape for micro in micros]
         shapes = [torch.Size([*(shared.residual(shape) if shared else shape), width]) for shape in tokens]
         return Links(schedule, self.rank, self.groups, shapes, self.like, self.waits)

@@ -18,20 +18,20 @@ from phalanx.spec.share import Share, kv_copies, tensor_share
 
 
 class Shares:
-    """The shares of tensor-parallel ranks in a transformer. Data parallelism knows nothing of them: to it the model is
-    a smaller one, of which it may give ranks some rows."""
+    """The shares of tensor- and expert-parallel ranks in a transformer. To data parallelism the model is a smaller one,
+    of which it may give ranks some rows."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, mesh: Mesh) -> None:
         self.spec, self.layout, self.mesh = spec, layout, mesh
         self.shapes: dict[str, torch.Size] = {}
         """Of whole tensors."""
         self._places: dict[tuple[str, DeviceMesh | None], tuple[DeviceMesh, list[Placement]]] = {}
-        copies = kv_copies(spec, layout.tp)
+        copies = kv_copies(spec, layout.tp) if layout.tp > 1 else 1
         self._heads: DeviceMesh | None = None
-        if 1 < copies < layout.tp:
+        if 1 < copies < layout.tp and mesh.devices is not None:
             # Every rank makes the groups of all ranks, in the same order.
             shape = (mesh.degrees.world_size // layout.tp, layout.tp // copies, copies)
-            self._heads = init_device_mesh(self._devices.device_type, shape, mesh_dim_names=("others", "parts", "same"))
+            self._heads = init_device_mesh(mesh.devices.device_type, shape, mesh_dim_names=("others", "parts", "same"))
 
     def share(self, name: str) -> Share:
         """Of the parameter with this name."""
@@ -47,8 +47,9 @@ class Shares:
         """Of this rank's share of a tensor with the shape `whole`."""
         share, mine = self.share(name), list(whole)
         if share.axis is not None:
-            parts = rows_of_ranks(whole[share.axis], self.layout.tp // share.copies)
-            mine[share.axis] = parts[self.mesh.tp_rank // share.copies]
+            group = self._group(share)
+            parts = rows_of_ranks(whole[share.axis], group.size() // share.copies)
+            mine[share.axis] = parts[group.rank() // share.copies]
         return torch.Size(mine)
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
@@ -65,8 +66,11 @@ class Shares:
         share = self.share(name)
         if not share.partial:
             return None
+        if share.among == "ep":  # ranks that share the rows of their state sum the gradients themselves
+            sharded = self.layout.data in ("zero1", "zero2") or self.mesh.data.dp_shard > 1
+            return None if sharded else self.mesh.same_experts_group
         if share.copies == self.layout.tp:
-            return self._tp_group
+            return self._group(share)
         assert self._heads is not None
         return self._heads["same"].get_group()
 
@@ -76,7 +80,7 @@ class Shares:
         if key not in self._places:
             share = self.share(name)
             assert share.axis is not None
-            outer = {"tp": self._tp_group}
+            outer: dict[str, dist.ProcessGroup] = {share.among: self._group(share)}
             if share.copies > 1:
                 assert self._heads is not None
                 outer = {axis: self._heads[axis].get_group() for axis in ("parts", "same")}
@@ -86,20 +90,20 @@ class Shares:
             if rows is not None:
                 inner, groups = rows.device_mesh.mesh_dim_names or (), rows.device_mesh.get_all_groups()
                 placements = rows.placements
-            ranks = self._devices[(*inner, "tp")].mesh.movedim(-1, 0).unflatten(0, (-1, share.copies))
+            ranks = self._devices(share)[(*inner, share.among)].mesh.movedim(-1, 0).unflatten(0, (-1, share.copies))
             ranks = ranks if share.copies > 1 else ranks.squeeze(1)
             mesh = DeviceMesh.from_group(
-                [*outer.values(), *groups], self._devices.device_type, ranks.contiguous(),
+                [*outer.values(), *groups], self._devices(share).device_type, ranks.contiguous(),
                 mesh_dim_names=(*outer, *inner),
             )  # fmt: skip
             self._places[key] = mesh, [*(Shard(share.axis), Replicate())[: len(outer)], *placements]
         return self._places[key]
 
-    @property
-    def _devices(self) -> DeviceMesh:
-        assert self.mesh.devices is not None
-        return self.mesh.devices
+    def _devices(self, share: Share) -> DeviceMesh:
+        """The mesh in which ranks that share something stand."""
+        devices = self.mesh.devices if share.among == "tp" else self.mesh.experts
+        assert devices is not None
+        return devices
 
-    @property
-    def _tp_group(self) -> dist.ProcessGroup:
-        return self._devices["tp"].get_group()
+    def _group(self, share: Share) -> dist.ProcessGroup:
+        return self._devices(share)[share.among].get_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.parallel.collectives import all_reduce_together
 from phalanx.parallel.exposed import ExposedTime
 from phalanx.parallel.gradient import clip_ratio, global_norm, scale
+from phalanx.parallel.parts import local
 
 WRAPPER = "_checkpoint_wrapped_module."
 
@@ -78,6 +81,10 @@ class Strategy:
         self.exposed = ExposedTime()
         self.shared: Shared | None = None
         """How ranks share the model itself, where they do."""
+        self.tensor: Tensors | None = None
+        """The ranks that share matrix products, where there are such."""
+        self.waits_by_name: dict[str, ExposedTime] = {}
+        """Other times in which this rank waited, of which a run keeps a record: by what for."""
 
     def run(self, micros: Sequence[MicroBatch], losses: Losses) -> Iterator[tuple[Tensor, Tensor]]:
         """Forward and backward passes of a step's micro-batches; gives what `losses` gave of each, detached."""
@@ -110,8 +117,13 @@ class Strategy:
     def sum_terms(self) -> None:
         """Sum gradients of which several ranks that share the model have a term each."""
         if self.shared is not None:
-            with self.exposed.waiting():
-                self.shared.sum_terms(self.gradients())
+            terms: dict[tuple[dist.ProcessGroup, torch.dtype], list[Tensor]] = defaultdict(list)
+            for name, gradient in self.gradients().items():
+                group = self.shared.summed_over(name)
+                if group is not None:
+                    terms[group, gradient.dtype].append(local(gradient))
+            for (group, _), mine in terms.items():
+                all_reduce_together(mine, group, self.exposed)
 
     def norm(self) -> Tensor:
         """Of the gradient of the whole model (a scalar)."""
@@ -119,8 +131,8 @@ class Strategy:
 
     def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
         """The loss of the model's logits, [B, T, V] or this rank's part of them: summed over targets but `ignored`."""
-        if self.shared is not None:
-            return self.shared.cross_entropy(logits, targets_BT, ignored)
+        if self.tensor is not None:
+            return self.tensor.cross_entropy(logits, targets_BT, ignored)
         return cross_entropy(logits, targets_BT, ignored)
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> Reduced:
@@ -180,7 +192,7 @@ class Strategy:
 
 
 class Shared(Protocol):
-    """What ranks that share a model know of it (tensor parallelism)."""
+    """Which shares ranks have in a model (tensor and expert parallelism)."""
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """See Strategy.part."""
@@ -188,10 +200,14 @@ class Shared(Protocol):
     def shape(self, name: str, whole: torch.Size) -> torch.Size:
         """Of this rank's share of the parameter `name`, which has the shape `whole`."""
 
-    def sum_terms(self, gradients: dict[str, Tensor]) -> None:
-        """See Strategy.sum_terms."""
+    def summed_over(self, name: str) -> dist.ProcessGroup | None:
+        """The ranks that each have a term of this parameter's gradient, unless somebody else sums them."""
 
-    def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
+
+class Tensors(Protocol):
+    """Ranks that share matrix products (tensor parallelism)."""
+
+    def cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
         """See Strategy.cross_entropy."""
 
     def residual(self, tokens: torch.Size) -> tuple[int, ...]:
@@ -209,6 +225,12 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters under the names they have in a model to which no layout was applied."""
     for name, parameter in module.named_parameters():
         yield name.replace(WRAPPER, ""), parameter
+
+
+def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules named likewise."""
+    for name, part in module.named_modules():
+        yield name.replace(WRAPPER, ""), part
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

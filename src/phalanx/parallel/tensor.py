@@ -14,7 +14,6 @@ send the gradient of a product's input while they compute those of its weights."
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, cast
@@ -31,11 +30,7 @@ from phalanx.model.norm import RMSNorm
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.collectives import ReduceScatter, all_gather
 from phalanx.parallel.exposed import ExposedTime
-from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.parts import local
-from phalanx.parallel.shares import Shares
 from phalanx.parallel.split_backward import Later
-from phalanx.spec.layout import Layout
 
 Products = tuple[Tensor, ...]
 
@@ -46,10 +41,12 @@ class TensorRanks:
     Between pairs of products a rank has a residual stream of all tokens, equal on all ranks, or with `sequence` of its
     own: [B, T / ranks, D]."""
 
-    def __init__(self, group: dist.ProcessGroup, sequence: bool, later: Later) -> None:
+    def __init__(self, group: dist.ProcessGroup, sequence: bool, vocab: int, later: Later) -> None:
         """`later` takes the gradients of weights that a pipeline puts off."""
         self.group, self.sequence, self.later = group, sequence, later
         self.size, self.rank = group.size(), group.rank()
+        self.first_row = self.rank * -(-vocab // self.size)
+        """Of the vocabulary, on this rank."""
         self.exposed = ExposedTime()
 
     def enter(self, x: Tensor) -> Tensor:
@@ -99,48 +96,22 @@ class TensorRanks:
         self._wait(dist.all_reduce(x, over, group=self.group, async_op=True))
         return x
 
+    def residual(self, tokens: torch.Size) -> tuple[int, ...]:
+        """The shape of the residual stream, but for its width, where a micro-batch has the shape `tokens`."""
+        rows, count = tokens
+        return rows, count // self.size if self.sequence else count
+
+    def cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
+        """Negative log-likelihood of the targets in nats, summed, where each rank has the logits of its part of the
+        vocabulary; at least in fp32."""
+        logits = logits_BTV.flatten(0, 1)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return cast(Tensor, _CrossEntropy.apply(logits, targets_BT.flatten(), ignored, self.first_row, self))
+
     def _wait(self, work: dist.Work | None) -> None:
         with self.exposed.waiting():
             if work is not None:
                 work.wait()
-
-
-class TensorParallel:
-    """A transformer of which this rank has its share (see `strategy.Shared`)."""
-
-    def __init__(self, model: Transformer, layout: Layout, mesh: Mesh, later: Later) -> None:
-        """`model` is still on the meta device; only this rank's part of each of its tensors is left."""
-        assert mesh.tp_group is not None
-        self.ranks = TensorRanks(mesh.tp_group, layout.sequence_parallel, later)
-        self.shares = Shares(model.spec, layout, mesh)
-        self.shares.cut(model)
-        split_products(model, self.ranks)
-
-    def part(self, name: str, tensor: Tensor) -> Tensor:
-        return self.shares.part(name, tensor)
-
-    def shape(self, name: str, whole: torch.Size) -> torch.Size:
-        return self.shares.shape(name, whole)
-
-    def residual(self, tokens: torch.Size) -> tuple[int, ...]:
-        rows, count = tokens
-        return rows, count // self.ranks.size if self.ranks.sequence else count
-
-    def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
-        return cross_entropy(logits, targets_BT, ignored, self.shares.spec.vocab, self.ranks)
-
-    @torch.no_grad()
-    def sum_terms(self, gradients: dict[str, Tensor]) -> None:
-        terms: dict[tuple[dist.ProcessGroup, torch.dtype], list[Tensor]] = defaultdict(list)
-        for name, gradient in gradients.items():
-            group = self.shares.summed_over(name)
-            if group is not None:
-                terms[group, gradient.dtype].append(local(gradient))
-        for (group, _), mine in terms.items():
-            flat = torch.cat([term.flatten() for term in mine])
-            dist.all_reduce(flat, group=group)
-            for term, total in zip(mine, flat.split([term.numel() for term in mine]), strict=True):
-                term.copy_(total.view_as(term))
 
 
 # -- pairs of products -------------------------------------------------------------------------------------------------
@@ -272,8 +243,9 @@ class _Total(torch.autograd.Function):
 # -- the parts of a model ----------------------------------------------------------------------------------------------
 
 
-def split_products(model: Transformer, ranks: TensorRanks) -> None:
-    """Let a model whose tensors were cut (`shares.py`) compute with the other ranks that have the rest of them."""
+def split_products(model: Transformer, ranks: TensorRanks, experts_whole: bool) -> None:
+    """Let a model whose tensors were cut (`shares.py`) compute with the other ranks that have the rest of them.
+    `experts_whole`: experts are not cut, but each is on some rank."""
     for part in model.modules():
         if isinstance(part, Attention):
             _split_pair(part, ranks, ("wq", "wk", "wv"), "wo")
@@ -284,15 +256,13 @@ def split_products(model: Transformer, ranks: TensorRanks) -> None:
             _split_pair(part, ranks, ("gate", "up"), "down")
         elif isinstance(part, GELU):
             _split_pair(part, ranks, ("up",), "down")
-        elif isinstance(part, MoE):
+        elif isinstance(part, MoE) and not experts_whole:
             part.mix = partial(_mix, part.mix, ranks)  # type: ignore[method-assign]
         elif isinstance(part, Router) and ranks.sequence:
             part.count = partial(_count, part.count, ranks)  # type: ignore[method-assign]
     model.logits = partial(_logits, ranks)  # type: ignore[method-assign]
     if hasattr(model, "embedding"):
-        model.embedding.forward = partial(  # type: ignore[method-assign]
-            _embed, model.embedding, model.spec.vocab, ranks
-        )
+        model.embedding.forward = partial(_embed, model.embedding, ranks)  # type: ignore[method-assign]
     if ranks.sequence:
         if hasattr(model, "positions"):
             model.positions.forward = partial(  # type: ignore[method-assign]
@@ -315,9 +285,9 @@ def _logits(ranks: TensorRanks, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
     return cast(Tensor, logits)
 
 
-def _embed(embedding: nn.Embedding, vocab: int, ranks: TensorRanks, tokens_BT: Tensor) -> Tensor:
+def _embed(embedding: nn.Embedding, ranks: TensorRanks, tokens_BT: Tensor) -> Tensor:
     """A row of each token from the rank that has it."""
-    row = tokens_BT - ranks.rank * -(-vocab // ranks.size)
+    row = tokens_BT - ranks.first_row
     others = (row < 0) | (row >= len(embedding.weight))
     x_BTD = F.embedding(row.masked_fill(others, 0), embedding.weight).masked_fill(others[..., None], 0)
     return cast(Tensor, _Leave.apply(x_BTD, ranks))
@@ -360,15 +330,6 @@ def _count(count: Callable[..., Tensor], ranks: TensorRanks, chosen: Tensor, dty
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
-
-
-def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, ignored: int, vocab: int, ranks: TensorRanks) -> Tensor:
-    """Negative log-likelihood of the targets in nats, summed, of which each rank has the logits of its part of the
-    vocabulary; at least in fp32."""
-    logits = logits_BTV.flatten(0, 1)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    first = ranks.rank * -(-vocab // ranks.size)
-    return cast(Tensor, _CrossEntropy.apply(logits, targets_BT.flatten(), ignored, first, ranks))
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -46,13 +46,18 @@ class ZeRO(Strategy):
         device: torch.device,
         compute_dtype: torch.dtype | None,
         offload: CpuOffload | None,
+        apart: frozenset[str] = frozenset(),
+        apart_mesh: DeviceMesh | None = None,
     ) -> None:
         """`mesh` has one axis; None for a single rank. Without `compute_dtype` the model computes as it is. `offload`
-        keeps what is trained, and its state, elsewhere."""
-        split = Split(mesh)
+        keeps what is trained, and its state, elsewhere. The parameters `apart` are split over another mesh."""
+        split, other = Split(mesh), Split(apart_mesh)
+        splits = {name: other if name in apart else split for name, _ in named_parameters(module)}
         beside = {}
         if compute_dtype is not None or offload is not None:
-            beside = {name: _copy(split.rows(p), device, offload) for name, p in _learning(named_parameters(module))}
+            beside = {
+                name: _copy(splits[name].rows(p), device, offload) for name, p in _learning(named_parameters(module))
+            }
         if compute_dtype is not None:
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(compute_dtype)
@@ -61,12 +66,14 @@ class ZeRO(Strategy):
         self.whole_gradients = layout.data == "zero1"
         self.autocast = compute_dtype is None
         self.offload = offload
-        owned = {name: Owned(name, p, split, beside.get(name), offload) for name, p in _learning(self.trained.items())}
+        owned = {
+            name: Owned(name, p, splits[name], beside.get(name), offload) for name, p in _learning(self.trained.items())
+        }
         self.trained = {name: part.master for name, part in owned.items()}
         limit = layout.bucket_mb * MIB
         if offload is not None:  # a piece is whole buckets; their bytes are those of all ranks, in a model's precision
             limit = min(limit, offload.piece_bytes * split.ranks / 2)
-        self.buckets = [Bucket(parts, split, self.exposed) for parts in _cut(owned.values(), limit)]
+        self.buckets = [Bucket(parts, parts[0].split, self.exposed) for parts in _cut(owned.values(), limit)]
         self._communicates = True
         self._begun = 0
         self._factor: Tensor | None = None
@@ -343,7 +350,9 @@ def _cut(rows: Iterable[Owned], limit: float) -> list[list[Owned]]:
     size = 0
     for part in reversed(list(rows)):
         parameter = part.parameter
-        if not buckets or size >= limit or buckets[-1][0].parameter.dtype != parameter.dtype:
+        last = buckets[-1][0] if buckets else None
+        alike = last is not None and (last.split, last.parameter.dtype) == (part.split, parameter.dtype)
+        if not alike or size >= limit:
             buckets.append([])
             size = 0
         buckets[-1].append(part)

@@ -63,7 +63,8 @@ class Layout(Spec):
     """How context-parallel ranks attend to each other's tokens: keys and values go round (ring), or ranks exchange
     tokens for heads (ulysses), of which there must be enough."""
     ep: int = Field(1, gt=0)
-    """Expert-parallel degree."""
+    """Expert-parallel degree: ranks with different experts. They are data-, context- and tensor-parallel ranks to the
+    rest of the model, neighbours first."""
     schedule: ScheduleName = "1f1b"
     """Pipeline schedule."""
     virtual_stages: int = Field(1, gt=0)
@@ -118,6 +119,8 @@ class Degrees:
     """Ranks that share one matrix product."""
     servers: int = 0
     """Ranks that own parameters and compute nothing; they come first."""
+    ep: int = 1
+    """Of the ranks of a stage, those that have different experts; no axis of its own."""
 
     @property
     def dp(self) -> int:
@@ -165,8 +168,14 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
         if layout.dp_shard == 1 and layout.offload != "none":
             fix = f'use another of {allowed}, or parallel.data = "zero1"'
             raise UserError("parallel.dp_shard", 1, "shards nothing, and only what is sharded is offloaded", fix)
+    share_experts = dp * layout.cp * layout.tp
+    copies = dp // (layout.dp_shard or 1) if layout.data == "hsdp" else 1
+    if share_experts // copies % layout.ep:
+        allowed = ", ".join(map(str, divisors(share_experts // copies)))
+        problem = f"does not divide the {share_experts // copies} ranks that share a copy of a stage's experts"
+        raise UserError("parallel.ep", layout.ep, problem, f"use one of {allowed}")
     shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data, dp)
-    return Degrees(dp // shard, shard, layout.pp, layout.cp, layout.tp, servers)
+    return Degrees(dp // shard, shard, layout.pp, layout.cp, layout.tp, servers, layout.ep)
 
 
 AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
@@ -229,15 +238,13 @@ def refuse_unrunnable(layout: Layout) -> None:
     """Raise UserError for a value that training cannot run yet."""
     if layout.data not in RUNNABLE_DATA:
         raise UserError("parallel.data", layout.data, NOT_YET, f"runs today: {', '.join(RUNNABLE_DATA)}")
-    if layout.ep != 1:
-        raise UserError("parallel.ep", layout.ep, NOT_YET, "set parallel.ep = 1")
     if layout.pp > 1 and layout.data not in IN_PIPELINES:
         fix = f"use one of {', '.join(IN_PIPELINES)}, or parallel.pp = 1"
         raise UserError("parallel.data", layout.data, f"in a pipeline (parallel.pp = {layout.pp}) {NOT_YET}", fix)
-    for axis in ("tp", "cp"):
+    for axis in ("tp", "cp", "ep"):
         if getattr(layout, axis) > 1 and layout.data == "parameter_server":
             fix = f"use one of {', '.join(IN_PIPELINES)}, or parallel.{axis} = 1"
             raise UserError("parallel.data", layout.data, f"with parallel.{axis} above 1 {NOT_YET}", fix)
-    if layout.pp * layout.tp > 1 and layout.offload != "none":
-        problem = f"with parallel.pp or parallel.tp above 1 {NOT_YET}"
+    if layout.pp * layout.tp * layout.cp * layout.ep > 1 and layout.offload != "none":
+        problem = f"with parallel.pp, tp, cp or ep above 1 {NOT_YET}"
         raise UserError("parallel.offload", layout.offload, problem, 'set parallel.offload = "none"')

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -16,23 +18,29 @@ class Share:
     axis: int | None
     """Which of the tensor's axes is cut; None: every rank has all of it."""
     copies: int
-    """Ranks that have the same part."""
+    """Neighbours that have the same part."""
+    among: Literal["tp", "ep"] = "tp"
+    """Which ranks share it."""
     partial: bool = False
-    """Whether each of these ranks meets only some of the tokens or heads that the part works on: their gradients must
-    be summed."""
+    """Whether ranks with the same part each meet only some of the tokens or heads that it works on, so that somebody
+    must sum their gradients."""
 
 
 def tensor_share(spec: ModelSpec, layout: Layout, name: str) -> Share:
-    """How tensor-parallel ranks share the parameter `name`.
+    """How tensor-parallel ranks, or expert-parallel ones, share the parameter `name`.
 
     Queries, keys, values and what widens an MLP are cut by output, what follows them by input (Megatron-LM,
     arXiv 1909.08053, section 3); key/value heads of which there are fewer than ranks are repeated; embedding and head
     are cut by vocabulary. What works on single tokens is whole, and with sequence parallelism meets only this rank's
-    tokens (arXiv 2205.05198, section 4.2.2).
+    tokens (arXiv 2205.05198, section 4.2.2). Experts are cut like MLPs, or with expert parallelism between experts.
     """
     tp, (*_, layer, kind) = layout.tp, name.split(".")
     cut_once, owner = Share(0, 1), f"{name}.".partition(".mlp.")[2].partition(".")[0]
     per_head = spec.qk_norm == "head"
+    if owner == "experts" and layout.ep > 1:
+        return Share(0, 1, "ep", partial=True)
+    if tp == 1:
+        return Share(None, 1)
     if owner == "experts":
         return Share(2 if kind == "down" else 1, 1)
     if layer in ("wk", "wv") or (layer == "k_norm" and not per_head):
@@ -57,8 +65,22 @@ def check_shares(spec: ModelSpec, layout: Layout, sequence: int) -> None:
     divided between the ranks that share them."""
     if layout.tp > 1:
         _check_tensor(spec, layout, sequence)
+    if layout.ep > 1:
+        _check_experts(spec, layout)
     if layout.cp > 1:
         _check_context(spec, layout, sequence)
+
+
+def _check_experts(spec: ModelSpec, layout: Layout) -> None:
+    if spec.moe is None:
+        raise UserError("parallel.ep", layout.ep, "has no meaning for a model without experts", "set parallel.ep = 1")
+    if spec.moe.experts % layout.ep:
+        allowed = ", ".join(map(str, divisors(spec.moe.experts)))
+        problem = f"does not divide model.moe.experts ({spec.moe.experts})"
+        raise UserError("parallel.ep", layout.ep, problem, f"use one of {allowed}")
+    if layout.tp > 1 and not layout.sequence_parallel:
+        problem = "needs every rank to have tokens of its own, which with parallel.tp needs sequence parallelism"
+        raise UserError("parallel.ep", layout.ep, problem, "set parallel.sequence_parallel = true")
 
 
 def _check_context(spec: ModelSpec, layout: Layout, sequence: int) -> None:
@@ -78,7 +100,8 @@ def _check_tensor(spec: ModelSpec, layout: Layout, sequence: int) -> None:
     tp = layout.tp
     dense = any(not spec.is_moe(layer) for layer in range(spec.layers))
     widths = {"model.heads": spec.heads} | ({"model.ffn": spec.ffn} if dense else {})
-    widths |= {"model.moe.ffn": spec.moe.ffn} if spec.moe else {}
+    if spec.moe and (layout.ep == 1 or spec.moe.shared_experts):
+        widths["model.moe.ffn"] = spec.moe.ffn * (1 if layout.ep == 1 else spec.moe.shared_experts)
     if layout.sequence_parallel:
         widths["training.sequence"] = sequence
     for field, size in widths.items():

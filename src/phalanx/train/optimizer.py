@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from phalanx.cost.shapes import muon_trains
 from phalanx.spec.run import OptimizerSpec
@@ -78,10 +80,11 @@ def _adamw(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> torch.op
 
 
 def _groups(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[dict[str, object]]:
-    matrices = [p for p in parameters.values() if p.ndim >= 2]
-    vectors = [p for p in parameters.values() if p.ndim < 2]
-    groups = [(matrices, spec.weight_decay), (vectors, 0.0)]
-    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters.values():
+        # Whole parameters and parts of some cannot be stepped by one call.
+        groups[isinstance(parameter, DTensor), spec.weight_decay if parameter.ndim >= 2 else 0.0].append(parameter)
+    return [{"params": params, "weight_decay": decay} for (_, decay), params in groups.items()]
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], ratio: float) -> None:

@@ -293,6 +293,8 @@ class Trainer:
         waited = self.strategy.exposed.take()
         if self.device.type == "cpu" and self.strategy.computes:
             record["exposed_communication_seconds"] = waited
+        if self.device.type == "cpu":
+            record |= {f"{name}_seconds": waited.take() for name, waited in self.strategy.waits_by_name.items()}
         if self.strategy.waits is not None:
             record["pipeline_wait_seconds"] = self.strategy.waits.take()
         if self.peak_flops:

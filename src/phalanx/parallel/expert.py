@@ -1,0 +1,123 @@
+"""Expert parallelism (GShard, arXiv 2006.16668, section 3): ranks have different experts of every layer, and send each
+other the tokens that chose them.
+
+An all-to-all brings every token's row to the ranks of its experts, another brings back what they made of it: as many
+rows as there are, none dropped and none padded. Experts that all tokens pass through work while the first is under way.
+These ranks are data-, context- or tensor-parallel ones to the rest of the model; those with the same experts sum the
+gradients of these among themselves."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.model.moe import Experts, MoE, combined, sorted_by_expert
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.exposed import ExposedTime
+from phalanx.parallel.strategy import named_modules, named_parameters
+
+
+class ExpertRanks:
+    """The ranks that have different experts."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.size = group, group.size()
+        self.exposed = ExposedTime()
+        """As of all communication."""
+        self.waits = ExposedTime()
+        """That of all-to-alls alone."""
+
+    def wait(self, work: dist.Work | None) -> None:
+        """For an exchange to end."""
+        with self.exposed.waiting(), self.waits.waiting():
+            if work is not None:
+                work.wait()
+
+    def begin(self, rows: Tensor, sent: list[int], came: list[int]) -> tuple[Tensor, dist.Work | None]:
+        """Start to send `sent[i]` rows to rank i, the first first; `came[j]` rows will be from rank j."""
+        received = rows.new_empty(sum(came), *rows.shape[1:])
+        work = dist.all_to_all_single(received, rows.contiguous(), came, sent, group=self.group, async_op=True)
+        return received, work
+
+
+def expert_names(module: nn.Module) -> frozenset[str]:
+    """The parameters that ranks with different experts have apart."""
+    owners = [f"{name}." for name, part in named_modules(module) if isinstance(part, Experts)]
+    return frozenset(name for name, _ in named_parameters(module) if name.startswith(tuple(owners)))
+
+
+def split_experts(model: Transformer, ranks: ExpertRanks) -> None:
+    """Let the layers of a model, of whose experts this rank has its share, send tokens to the others."""
+    for part in model.modules():
+        if isinstance(part, MoE):
+            part.forward = partial(_forward, part, ranks)  # type: ignore[method-assign]
+
+
+def _forward(moe: MoE, ranks: ExpertRanks, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """See MoE.forward."""
+    weights, chosen, auxiliary = moe.router(x_BTD)
+    rows, order, counts_E = sorted_by_expert(x_BTD, chosen, moe.router.moe.experts)
+    if torch.is_autocast_enabled(rows.device.type):
+        rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+    # How many rows each rank sends to each expert of each other.
+    theirs = torch.empty_like(counts_E)
+    dist.all_to_all_single(theirs, counts_E, group=ranks.group)
+    sent = counts_E.view(ranks.size, -1).sum(1).tolist()
+    by_source = theirs.view(ranks.size, -1)
+    came = by_source.sum(1).tolist()
+
+    received, work = ranks.begin(rows.detach(), sent, came)
+    shared = moe.shared(x_BTD) if moe.shared is not None else None
+    arrived = cast(Tensor, _Arrive.apply(rows, received, work, ranks, sent, came))
+
+    local = torch.arange(by_source.shape[1], device=rows.device).repeat(ranks.size)
+    by_expert = local.repeat_interleave(theirs).argsort(stable=True)
+    y = moe.experts(arrived[by_expert], by_source.sum(0).cumsum(0))
+    y = cast(Tensor, _Return.apply(y[by_expert.argsort()], ranks, came, sent))
+    out = combined(y, order, weights).view_as(x_BTD)
+    return out if shared is None else out + shared, auxiliary
+
+
+class _Arrive(torch.autograd.Function):
+    """Wait for rows that are under way; their gradients go back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        received: Tensor,
+        work: dist.Work | None,
+        ranks: ExpertRanks,
+        sent: list[int],
+        came: list[int],
+    ) -> Tensor:
+        ctx.ranks, ctx.sent, ctx.came = ranks, sent, came
+        ranks.wait(work)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        back, work = ctx.ranks.begin(gradient, ctx.came, ctx.sent)
+        ctx.ranks.wait(work)
+        return back, None, None, None, None, None
+
+
+class _Return(torch.autograd.Function):
+    """Send rows, as many as came, to where they came from."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: ExpertRanks, sent: list[int], came: list[int]) -> Tensor:
+        ctx.ranks, ctx.sent, ctx.came = ranks, sent, came
+        back, work = ranks.begin(rows, sent, came)
+        ranks.wait(work)
+        return back
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        back, work = ctx.ranks.begin(gradient, ctx.came, ctx.sent)
+        ctx.ranks.wait(work)
+        return back, None, None, None
