@@ -23,6 +23,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero2, CPU offload": {"data": "zero2", "offload": "cpu"},
     "zero2, disk offload": {"data": "zero2", "offload": "nvme", "offload_directory": tempfile.gettempdir()},
     "parameter server": {"data": "parameter_server"},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "cp2": {"cp": 2},
 }
 """Layouts by the name that they have in the tables, as Phalanx describes them."""
 OPTIMIZER = OptimizerSpec(learning_rate=1e-3, warmup_steps=0, decay="none")

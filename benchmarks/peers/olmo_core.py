@@ -1,4 +1,4 @@
-"""OLMo-core: its own transformer of the same shape in its own train module, DDP or FSDP2.
+"""OLMo-core: its own transformer of the same shape in its own train module: DDP, FSDP2, tensor or pipeline parallel.
 
 Its trainer is left out, and with it what that does between steps (metrics, garbage, callbacks)."""
 
@@ -7,17 +7,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from olmo_core.distributed.parallel import DataParallelType
+from olmo_core.distributed.parallel import DataParallelType, PipelineScheduleType
 from olmo_core.nn.transformer import TransformerConfig
 from olmo_core.optim import AdamWConfig
 from olmo_core.train.train_module import TransformerDataParallelConfig, TransformerTrainModuleConfig
+from olmo_core.train.train_module.transformer.config import (
+    TransformerPipelineParallelConfig,
+    TransformerTensorParallelConfig,
+)
 
 from benchmarks.peers.plain import loader
 from benchmarks.peers.rank import Step
-from benchmarks.shapes import OPTIMIZER, STEPS, Shape
+from benchmarks.shapes import OPTIMIZER, RANKS, SEED, STEPS, Shape
 from phalanx.cost.parameters import parameters
 from phalanx.data.indexed import IndexedDataset
-from phalanx.data.loader import prefetch
+from phalanx.data.loader import Loader, prefetch
 
 
 class Recorder:
@@ -33,6 +37,19 @@ class Recorder:
         self.metrics["loss"] = value
 
 
+MODEL_PARALLEL = ("tp2", "pp2")
+
+
+def parallelism(shape: Shape, layout: str) -> dict[str, Any]:
+    """The configuration of `layout`."""
+    if layout == "tp2":
+        return {"tp_config": TransformerTensorParallelConfig(degree=RANKS)}
+    if layout == "pp2":
+        schedule = PipelineScheduleType.single_1F1B
+        return {"pp_config": TransformerPipelineParallelConfig(degree=RANKS, schedule=schedule)}
+    return {"dp_config": TransformerDataParallelConfig(name=DataParallelType(layout))}
+
+
 def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
     model = TransformerConfig.llama_like(
         d_model=shape.width, n_layers=shape.layers, n_heads=shape.heads, n_kv_heads=shape.kv_heads,
@@ -45,12 +62,13 @@ def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
         optim=AdamWConfig(
             lr=OPTIMIZER.learning_rate, betas=OPTIMIZER.betas, weight_decay=OPTIMIZER.weight_decay, fused=True
         ),
-        dp_config=TransformerDataParallelConfig(name=DataParallelType(layout)),
+        **parallelism(shape, layout),
         max_grad_norm=OPTIMIZER.clip_norm,
     ).build(model, device=torch.device("cpu"))
     recorder = Recorder()
     module._attach_trainer(recorder)
-    batches = prefetch(loader(shape, dataset), 0, STEPS)
+    whole = Loader(dataset, shape.sequence, shape.sequences, SEED, 0, 1, mask_documents=False)
+    batches = prefetch(whole if layout in MODEL_PARALLEL else loader(shape, dataset), 0, STEPS)
 
     def step() -> float:
         batch = next(batches)

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from phalanx.cli.options import Json, Overrides, Ranks, RunFile
-from phalanx.spec.layout import AXES, degrees, groups
+from phalanx.spec.layout import AXES, degrees, expert_groups, groups
 from phalanx.spec.load import load_run
+from phalanx.spec.share import check_shares
 
 MEANING = {
     "dp_replicate": "copies of the model",
@@ -18,6 +19,7 @@ MEANING = {
     "pp": "stages that follow each other",
     "cp": "parts of one sequence",
     "tp": "parts of one matrix product",
+    "ep": "different experts, among the ranks of a stage",
 }
 
 
@@ -34,16 +36,18 @@ def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json 
     world_size = ranks or described.cluster.ranks
     per_node = described.cluster.nproc or world_size
     sizes = degrees(described.parallel, world_size)
+    check_shares(described.model, described.parallel, described.training.sequence)
+    found = {axis: groups(sizes, axis) for axis in AXES} | {"ep": expert_groups(sizes)}
     axes = [
         {
             "axis": axis,
             "ranks": getattr(sizes, axis),
             "groups": [
                 {"ranks": list(group), "inside_a_node": len({rank // per_node for rank in group}) == 1}
-                for group in groups(sizes, axis)
+                for group in of_axis
             ],
         }
-        for axis in AXES
+        for axis, of_axis in found.items()
         if getattr(sizes, axis) > 1
     ]
     facts = {"ranks": world_size, "ranks_per_node": per_node, "servers": sizes.servers, "axes": axes}

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import SPLIT_AXES
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
 
@@ -93,9 +94,10 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, measure: bool) -> int:
             "cluster.nodes", run.cluster.nodes, "phalanx train starts the ranks of one node",
             "start each node with torchrun -m phalanx.train (examples/slurm.sbatch), or set cluster.nodes = 1",
         )  # fmt: skip
-    if measure and run.parallel.pp > 1:
-        problem = "what a pipeline's ranks hold is not predicted yet"
-        raise UserError("--measure-memory", None, problem, "leave it out, or set parallel.pp = 1")
+    for axis in SPLIT_AXES if measure else ():
+        if getattr(run.parallel, axis) > 1:
+            problem = "what ranks hold that share a model is not predicted yet"
+            raise UserError("--measure-memory", None, problem, f"leave it out, or set parallel.{axis} = 1")
     known = nproc or run.cluster.nproc
     if known is not None:
         check_run(run, known, resume)  # before torch is imported, which takes a second

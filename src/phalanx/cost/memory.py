@@ -18,7 +18,7 @@ from phalanx.cost.parameters import ParameterCount
 from phalanx.cost.precision import COMPUTED, KEPT, Precision
 from phalanx.cost.shapes import Shape, Shapes, elements, muon_trains, owned_elements, parameter_shapes
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Layout, degrees, refuse_unrunnable, spread
+from phalanx.spec.layout import SPLIT_AXES, Layout, degrees, refuse_unrunnable, spread
 from phalanx.spec.run import OptimizerSpec, RunSpec, cut_batch
 
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
@@ -141,9 +141,10 @@ def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
     Raises UserError if the layout cannot run on so many ranks.
     """
     refuse_unrunnable(run.parallel)
-    if run.parallel.pp > 1:
-        problem, fix = "memory and traffic of a pipeline are not predicted yet", "set parallel.pp = 1 to see the rest"
-        raise UserError("parallel.pp", run.parallel.pp, problem, fix)
+    for axis in SPLIT_AXES:
+        if getattr(run.parallel, axis) > 1:
+            problem, fix = "memory and traffic of a model in shares are not predicted yet", f"set parallel.{axis} = 1"
+            raise UserError(f"parallel.{axis}", getattr(run.parallel, axis), problem, f"{fix} to see the rest")
     if run.parallel.data == "parameter_server":
         return {"server": _server(run, world_size), "worker": _rank(run, world_size)}
     return {"rank": _rank(run, world_size)}

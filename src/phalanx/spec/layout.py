@@ -33,6 +33,10 @@ MEANT_FOR = {
     "staleness": ("parameter_server",),
 }
 """Choices that mean something only with these values of `data`."""
+NEEDS_AXIS = {"schedule": "pp", "virtual_stages": "pp", "sequence_parallel": "tp", "context": "cp"}
+"""Choices that mean something only where this degree is above 1."""
+NOT_IN_PIPELINES = ("compress", "first_bucket_mb", "static_graph", "unused_parameters", "reshard")
+"""Choices of DDP, which a pipeline does not use, and of ZeRO-3, which in one keeps parameters gathered for the step."""
 
 
 class Layout(Spec):
@@ -180,6 +184,8 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
 
 AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
 """Outermost first."""
+SPLIT_AXES = ("pp", "tp", "cp", "ep")
+"""Degrees of ranks that share a model or a sequence."""
 
 
 def groups(sizes: Degrees, *axes: str) -> list[tuple[int, ...]]:
@@ -190,6 +196,14 @@ def groups(sizes: Degrees, *axes: str) -> list[tuple[int, ...]]:
         others = tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in axes)
         found.setdefault(others, []).append(sizes.servers + index)
     return [tuple(ranks) for ranks in found.values()]
+
+
+def expert_groups(sizes: Degrees) -> list[tuple[int, ...]]:
+    """The ranks of every group that have different experts: neighbours among those of a stage."""
+    if sizes.ep == 1:
+        return []
+    stages = groups(sizes, "dp_replicate", "dp_shard", "cp", "tp")
+    return [ranks[first : first + sizes.ep] for ranks in stages for first in range(0, len(ranks), sizes.ep)]
 
 
 def spread(sizes: Mapping[str, int], servers: int) -> dict[str, int]:
@@ -204,18 +218,20 @@ def spread(sizes: Mapping[str, int], servers: int) -> dict[str, int]:
 
 def check_meaning(layout: Layout) -> None:
     """Raise UserError for a choice that means nothing in this layout."""
-    if layout.pp == 1 and layout.schedule != "1f1b":
-        problem, fix = "has no meaning with parallel.pp = 1", "remove it, or set parallel.pp to 2 or more"
-        raise UserError("parallel.schedule", layout.schedule, problem, fix)
-    if (layout.schedule == "interleaved") == (layout.virtual_stages == 1):
-        problem = f'does not go with parallel.schedule = "{layout.schedule}"'
-        fix = 'set it to 2 or more with "interleaved", and leave it out with any other'
-        raise UserError("parallel.virtual_stages", layout.virtual_stages, problem, fix)
-    for field, axis in (("sequence_parallel", "tp"), ("context", "cp")):
+    for field, axis in NEEDS_AXIS.items():
         value = getattr(layout, field)
         if getattr(layout, axis) == 1 and value != Layout.model_fields[field].default:
             fix = f"remove it, or set parallel.{axis} to 2 or more"
             raise UserError(f"parallel.{field}", value, f"has no meaning with parallel.{axis} = 1", fix)
+    if (layout.schedule == "interleaved") == (layout.virtual_stages == 1):
+        problem = f'does not go with parallel.schedule = "{layout.schedule}"'
+        fix = 'set it to 2 or more with "interleaved", and leave it out with any other'
+        raise UserError("parallel.virtual_stages", layout.virtual_stages, problem, fix)
+    for field in NOT_IN_PIPELINES if layout.pp > 1 else ():
+        value = getattr(layout, field)
+        if value != Layout.model_fields[field].default:
+            problem, fix = f"has no meaning in a pipeline (parallel.pp = {layout.pp})", "remove it"
+            raise UserError(f"parallel.{field}", value, problem, f"{fix}, or set parallel.pp = 1")
     for field, data in MEANT_FOR.items():
         value = getattr(layout, field)
         if value != Layout.model_fields[field].default and layout.data not in data:
@@ -245,6 +261,6 @@ def refuse_unrunnable(layout: Layout) -> None:
         if getattr(layout, axis) > 1 and layout.data == "parameter_server":
             fix = f"use one of {', '.join(IN_PIPELINES)}, or parallel.{axis} = 1"
             raise UserError("parallel.data", layout.data, f"with parallel.{axis} above 1 {NOT_YET}", fix)
-    if layout.pp * layout.tp * layout.cp * layout.ep > 1 and layout.offload != "none":
+    if any(getattr(layout, axis) > 1 for axis in SPLIT_AXES) and layout.offload != "none":
         problem = f"with parallel.pp, tp, cp or ep above 1 {NOT_YET}"
         raise UserError("parallel.offload", layout.offload, problem, 'set parallel.offload = "none"')

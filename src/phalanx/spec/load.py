@@ -14,7 +14,7 @@ from phalanx.spec.base import parse, suggest
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError, UserErrors
 from phalanx.spec.hf_config import model_table
-from phalanx.spec.layout import MEANT_FOR, Layout
+from phalanx.spec.layout import MEANT_FOR, NEEDS_AXIS, Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import OptimizerSpec, RunSpec
 
@@ -53,7 +53,8 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), environment: Mappi
 
 
 def _leave_behind(parallel: Any, written: Table) -> None:
-    """Another strategy than the run file's leaves behind those of its choices that mean nothing to the new one."""
+    """Another strategy than the run file's, or a degree set back to 1, leaves behind those of its choices that mean
+    nothing now."""
     if not isinstance(parallel, dict):
         return
     kept = [field for field in written if parallel.get(field) == written[field]]
@@ -62,6 +63,9 @@ def _leave_behind(parallel: Any, written: Table) -> None:
         for field in kept:
             if data not in MEANT_FOR.get(field, (data,)):
                 del parallel[field]
+    for field, axis in NEEDS_AXIS.items():
+        if field in kept and parallel.get(axis, 1) == 1 and written.get(axis, 1) != 1:
+            parallel.pop(field, None)
     if parallel.get("offload") != written.get("offload") and "offload_directory" in kept:
         parallel.pop("offload_directory")
 

@@ -128,7 +128,8 @@ def opening(trainer: Trainer, resumed: int) -> str:
     """What a run says before its first step; `resumed` is how many ranks wrote what it goes on from, if it does."""
     run, cut, sizes = trainer.run, trainer.cut, trainer.mesh.degrees
     ranks = f"{counted(sizes.world_size)} ({trainer.device.type})"
-    layout = f", pipeline of {run.parallel.pp} ({run.parallel.schedule})" if sizes.pp > 1 else ""
+    names = {"pp": f"pipeline ({run.parallel.schedule})", "cp": run.parallel.context, "tp": "tensor", "ep": "expert"}
+    layout = "".join(f", {name} x {getattr(sizes, axis)}" for axis, name in names.items() if getattr(sizes, axis) > 1)
     layout += f", {run.parallel.data}" if sizes.dp > 1 or sizes.servers else ""
     layout += f", state in {PLACES[run.parallel.offload]}" if run.parallel.offload != "none" else ""
     total = parameters(run.model).total
