@@ -1,5 +1,5 @@
-"""One run through four layouts and out to Hugging Face: the parameters of each checkpoint bit for bit, and the losses of
-the run that never stopped."""
+"""One run through four layouts and out to Hugging Face: the parameters of each checkpoint bit for bit, and the losses
+of the run that never stopped."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def apply_layout(
     if mesh.tp_group is not None:
         later = module.later if isinstance(module, Part) else Later()
         tensor = TensorRanks(mesh.tp_group, layout.sequence_parallel, spec.vocab, later)
-        split_products(module, tensor, experts_whole=layout.ep > 1)
+        split_products(module, tensor, experts_whole=layout.ep > 1, gathered=layout.heads == "gathered")
     if mesh.experts is not None:
         experts = ExpertRanks(mesh.experts["ep"].get_group())
         split_experts(module, experts)

@@ -31,6 +31,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.collectives import ReduceScatter, all_gather
 from phalanx.parallel.exposed import ExposedTime
 from phalanx.parallel.split_backward import Later
+from phalanx.spec.model import ModelSpec
 
 Products = tuple[Tensor, ...]
 
@@ -65,7 +66,7 @@ class TensorRanks:
         work = all_gather(whole.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
 
         def end() -> Tensor:
-            self._wait(work)
+            self.wait(work)
             return whole.movedim(0, 1).flatten(1, 2)
 
         return end
@@ -77,7 +78,7 @@ class TensorRanks:
             work = dist.all_reduce(term, group=self.group, async_op=True)
 
             def end_all() -> Tensor:
-                self._wait(work)
+                self.wait(work)
                 return term
 
             return end_all
@@ -93,7 +94,7 @@ class TensorRanks:
 
     def sum(self, x: Tensor, over: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """All-reduced in place."""
-        self._wait(dist.all_reduce(x, over, group=self.group, async_op=True))
+        self.wait(dist.all_reduce(x, over, group=self.group, async_op=True))
         return x
 
     def residual(self, tokens: torch.Size) -> tuple[int, ...]:
@@ -108,7 +109,8 @@ class TensorRanks:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return cast(Tensor, _CrossEntropy.apply(logits, targets_BT.flatten(), ignored, self.first_row, self))
 
-    def _wait(self, work: dist.Work | None) -> None:
+    def wait(self, work: dist.Work | None) -> None:
+        """For what is under way."""
         with self.exposed.waiting():
             if work is not None:
                 work.wait()
@@ -243,13 +245,17 @@ class _Total(torch.autograd.Function):
 # -- the parts of a model ----------------------------------------------------------------------------------------------
 
 
-def split_products(model: Transformer, ranks: TensorRanks, experts_whole: bool) -> None:
+def split_products(model: Transformer, ranks: TensorRanks, experts_whole: bool, gathered: bool = False) -> None:
     """Let a model whose tensors were cut (`shares.py`) compute with the other ranks that have the rest of them.
-    `experts_whole`: experts are not cut, but each is on some rank."""
+    `experts_whole`: experts are not cut, but each is on some rank; `gathered`: heads are not either, see `Columns`."""
     for part in model.modules():
         if isinstance(part, Attention):
             _split_pair(part, ranks, ("wq", "wk", "wv"), "wo")
-            if part.qk_norm == "full":
+            if gathered:
+                columns = Columns(model.spec, ranks)
+                part.into = partial(_into_gathered, part.into, columns)  # type: ignore[method-assign, assignment]
+                part.attend = partial(_attend_gathered, part.attend, columns)  # type: ignore[method-assign]
+            elif part.qk_norm == "full":
                 part.q_norm.forward = partial(_norm_of_all_heads, part.q_norm, ranks)  # type: ignore[method-assign]
                 part.k_norm.forward = partial(_norm_of_all_heads, part.k_norm, ranks)  # type: ignore[method-assign]
         elif isinstance(part, SwiGLU):
@@ -271,6 +277,52 @@ def split_products(model: Transformer, ranks: TensorRanks, experts_whole: bool) 
         model.attended = lambda x_BT: _attended(x_BT, ranks)  # type: ignore[method-assign]
         if model.spec.moe:
             model.through = partial(_through, model.through, ranks)  # type: ignore[method-assign]
+
+
+class Columns:
+    """Attention where ranks cannot share heads: each has some columns of queries, keys and values. Queries and keys are
+    gathered; with them it computes the heads that its columns of the values belong to, and of the result only these."""
+
+    def __init__(self, spec: ModelSpec, ranks: TensorRanks) -> None:
+        count = spec.heads * spec.head_dim // ranks.size
+        first = ranks.rank * count
+        self.ranks, self.head_dim = ranks, spec.head_dim
+        self.heads = slice(first // spec.head_dim, -(-(first + count) // spec.head_dim))
+        self.padding = first - self.heads.start * spec.head_dim, self.heads.stop * spec.head_dim - first - count
+        """Columns of these heads that other ranks have, before and behind."""
+
+
+def _into_gathered(into: Callable[[Tensor], Products], columns: Columns, x_BTD: Tensor) -> Products:
+    q, k, v = into(x_BTD)
+    q, k = cast(Tensor, _GatherColumns.apply(torch.stack([q, k]), columns.ranks)).unbind()
+    return q, k, F.pad(v, columns.padding)
+
+
+def _attend_gathered(
+    attend: Callable[..., Tensor], columns: Columns, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> Tensor:
+    out = attend(q[:, :, columns.heads], k[:, :, columns.heads], v, mask).flatten(2)
+    before, behind = columns.padding
+    return out[..., before : out.shape[-1] - behind].unsqueeze(2)
+
+
+class _GatherColumns(torch.autograd.Function):
+    """All ranks' columns; their gradients are summed where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        whole = x.new_empty(ranks.size, *x.shape)
+        ranks.wait(all_gather(whole.flatten(0, 1), x.contiguous(), group=ranks.group, async_op=True))
+        return whole.movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ranks = ctx.ranks
+        parts = gradient.unflatten(-1, (ranks.size, -1)).movedim(-2, 0).contiguous()
+        mine = torch.empty_like(parts[0])
+        ReduceScatter(parts.view(ranks.size, -1), mine.view(-1), ranks.group, ranks.exposed).wait()
+        return mine, None
 
 
 def _split_pair(part: Any, ranks: TensorRanks, first: tuple[str, ...], second: str) -> None:

@@ -33,7 +33,7 @@ MEANT_FOR = {
     "staleness": ("parameter_server",),
 }
 """Choices that mean something only with these values of `data`."""
-NEEDS_AXIS = {"schedule": "pp", "virtual_stages": "pp", "sequence_parallel": "tp", "context": "cp"}
+NEEDS_AXIS = {"schedule": "pp", "virtual_stages": "pp", "sequence_parallel": "tp", "heads": "tp", "context": "cp"}
 """Choices that mean something only where this degree is above 1."""
 NOT_IN_PIPELINES = ("compress", "first_bucket_mb", "static_graph", "unused_parameters", "reshard")
 """Choices of DDP, which a pipeline does not use, and of ZeRO-3, which in one keeps parameters gathered for the step."""
@@ -61,6 +61,9 @@ class Layout(Spec):
     """Pipeline stages in sequence."""
     sequence_parallel: bool = True
     """Whether tensor-parallel ranks share the tokens between pairs of products: less memory, as much traffic."""
+    heads: Literal["split", "gathered"] = "split"
+    """How tensor-parallel ranks share attention: each has some heads; or, for heads that they cannot divide, queries
+    and keys are gathered and each has some columns of the values, which needs as many key/value heads as heads."""
     cp: int = Field(1, gt=0)
     """Context-parallel degree: ranks that share the tokens of every sequence."""
     context: Literal["ring", "ulysses"] = "ring"

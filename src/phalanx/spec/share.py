@@ -43,6 +43,10 @@ def tensor_share(spec: ModelSpec, layout: Layout, name: str) -> Share:
         return Share(None, 1)
     if owner == "experts":
         return Share(2 if kind == "down" else 1, 1)
+    if layout.heads == "gathered" and layer in ("q_norm", "k_norm"):
+        return Share(None, tp, partial=True)
+    if layer in ("wk", "wv") and layout.heads == "gathered":
+        return cut_once
     if layer in ("wk", "wv") or (layer == "k_norm" and not per_head):
         copies = kv_copies(spec, tp)
         return Share(None if copies == tp else 0, copies, partial=copies > 1)
@@ -53,6 +57,20 @@ def tensor_share(spec: ModelSpec, layout: Layout, name: str) -> Share:
     if layer in ("wo", "down") and kind == "weight":
         return Share(1, 1)
     return Share(None, tp, partial=layout.sequence_parallel or layer in ("q_norm", "k_norm"))
+
+
+def _check_gathered(spec: ModelSpec, layout: Layout) -> None:
+    width = spec.heads * spec.head_dim
+    problem = ""
+    if spec.kv_heads != spec.heads:
+        problem = f"needs as many key/value heads ({spec.kv_heads}) as heads ({spec.heads})"
+    elif width % layout.tp:
+        problem = f"needs model.heads x model.head_dim ({width}) to be a multiple of parallel.tp ({layout.tp})"
+    elif layout.cp > 1:
+        problem = f"does not go with context parallelism (parallel.cp = {layout.cp})"
+    if problem:
+        fix = 'use parallel.heads = "split" with a degree that divides the heads'
+        raise UserError("parallel.heads", layout.heads, problem, fix)
 
 
 def kv_copies(spec: ModelSpec, tp: int) -> int:
@@ -99,7 +117,8 @@ def _check_context(spec: ModelSpec, layout: Layout, sequence: int) -> None:
 def _check_tensor(spec: ModelSpec, layout: Layout, sequence: int) -> None:
     tp = layout.tp
     dense = any(not spec.is_moe(layer) for layer in range(spec.layers))
-    widths = {"model.heads": spec.heads} | ({"model.ffn": spec.ffn} if dense else {})
+    widths = {"model.heads": spec.heads} if layout.heads == "split" else {}
+    widths |= {"model.ffn": spec.ffn} if dense else {}
     if spec.moe and (layout.ep == 1 or spec.moe.shared_experts):
         widths["model.moe.ffn"] = spec.moe.ffn * (1 if layout.ep == 1 else spec.moe.shared_experts)
     if layout.sequence_parallel:
@@ -107,10 +126,13 @@ def _check_tensor(spec: ModelSpec, layout: Layout, sequence: int) -> None:
     for field, size in widths.items():
         if size % tp:
             fix = f"use a tensor-parallel degree that divides {field}"
-            if field == "training.sequence":
-                fix += ", or parallel.sequence_parallel = false"
+            also = {"training.sequence": "sequence_parallel = false", "model.heads": 'heads = "gathered"'}
+            if field in also:
+                fix += f", or parallel.{also[field]}"
             raise UserError("parallel.tp", tp, f"does not divide {field} ({size})", fix)
-    if spec.kv_heads % tp and tp % spec.kv_heads:
+    if layout.heads == "gathered":
+        _check_gathered(spec, layout)
+    elif spec.kv_heads % tp and tp % spec.kv_heads:
         problem = f"neither divides model.kv_heads ({spec.kv_heads}) nor is a multiple of it"
         raise UserError("parallel.tp", tp, problem, "use another tensor-parallel degree")
     rows = -(-spec.vocab // tp)
