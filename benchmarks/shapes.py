@@ -24,6 +24,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero2, disk offload": {"data": "zero2", "offload": "nvme", "offload_directory": tempfile.gettempdir()},
     "parameter server": {"data": "parameter_server"},
     "tp2": {"tp": 2},
+    "tp2, whole tokens": {"tp": 2, "sequence_parallel": False},
     "pp2": {"pp": 2},
     "cp2": {"cp": 2},
 }

@@ -1,4 +1,4 @@
-"""OLMo-core: its own transformer of the same shape in its own train module: DDP, FSDP2, tensor or pipeline parallel.
+"""OLMo-core: its own transformer of the same shape in its own train module: DDP, FSDP2 or tensor parallel.
 
 Its trainer is left out, and with it what that does between steps (metrics, garbage, callbacks)."""
 
@@ -7,12 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from olmo_core.distributed.parallel import DataParallelType, PipelineScheduleType
+from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.nn.transformer import TransformerConfig
 from olmo_core.optim import AdamWConfig
 from olmo_core.train.train_module import TransformerDataParallelConfig, TransformerTrainModuleConfig
 from olmo_core.train.train_module.transformer.config import (
-    TransformerPipelineParallelConfig,
     TransformerTensorParallelConfig,
 )
 
@@ -37,16 +36,11 @@ class Recorder:
         self.metrics["loss"] = value
 
 
-MODEL_PARALLEL = ("tp2", "pp2")
-
-
 def parallelism(shape: Shape, layout: str) -> dict[str, Any]:
     """The configuration of `layout`."""
     if layout == "tp2":
-        return {"tp_config": TransformerTensorParallelConfig(degree=RANKS)}
-    if layout == "pp2":
-        schedule = PipelineScheduleType.single_1F1B
-        return {"pp_config": TransformerPipelineParallelConfig(degree=RANKS, schedule=schedule)}
+        one = {"dp_config": TransformerDataParallelConfig(name=DataParallelType.fsdp)}  # of one rank: it asks for some
+        return one | {"tp_config": TransformerTensorParallelConfig(degree=RANKS)}
     return {"dp_config": TransformerDataParallelConfig(name=DataParallelType(layout))}
 
 
@@ -68,7 +62,7 @@ def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
     recorder = Recorder()
     module._attach_trainer(recorder)
     whole = Loader(dataset, shape.sequence, shape.sequences, SEED, 0, 1, mask_documents=False)
-    batches = prefetch(whole if layout in MODEL_PARALLEL else loader(shape, dataset), 0, STEPS)
+    batches = prefetch(whole if layout == "tp2" else loader(shape, dataset), 0, STEPS)
 
     def step() -> float:
         batch = next(batches)
