@@ -72,8 +72,74 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"parallel.data": '"hsdp"', "parallel.dp_shard": 1, "parallel.offload": '"cpu"'},
         ("parallel.dp_shard = 1", "only what is sharded is offloaded", "1, 2"),
     ),
-    ({"parallel.tp": 2}, ("parallel.tp = 2", "does not run yet", "parallel.tp = 1")),
-    ({"parallel.tp": 2}, ("parallel.tp = 2", "does not run yet")),
+    (
+        {"parallel.tp": 2, "model.heads": 3, "model.kv_heads": 3, "model.head_dim": 32},
+        ("parallel.tp = 2", "does not divide model.heads (3)", 'parallel.heads = "gathered"'),
+    ),
+    (
+        {"parallel.tp": 2, "parallel.heads": "gathered", "model.heads": 6, "model.kv_heads": 3, "model.head_dim": 32},
+        ("parallel.heads = 'gathered'", "key/value heads (3)", '"split"'),
+    ),
+    (
+        {"parallel.tp": 2, "model.heads": 6, "model.kv_heads": 3, "model.head_dim": 32},
+        ("parallel.tp = 2", "neither divides model.kv_heads (3)", "another tensor-parallel degree"),
+    ),
+    ({"parallel.tp": 2, "model.ffn": 301}, ("parallel.tp = 2", "does not divide model.ffn (301)", "a tensor-parallel")),
+    (
+        {"parallel.tp": 2, "training.sequence": 31, "training.tokens_per_step": 248},
+        ("parallel.tp = 2", "training.sequence (31)", "sequence_parallel = false"),
+    ),
+    ({"parallel.sequence_parallel": "false"}, ("parallel.sequence_parallel = False", "parallel.tp = 1", "2 or more")),
+    ({"parallel.context": "ulysses"}, ("parallel.context = 'ulysses'", "parallel.cp = 1", "2 or more")),
+    (
+        {"parallel.cp": 2, "training.sequence": 30, "training.tokens_per_step": 240},
+        ("parallel.cp = 2", "training.sequence (30)", "multiple of 4", "training.sequence = 32"),
+    ),
+    (
+        {"parallel.cp": 2, "parallel.context": "ulysses", "model.heads": 3, "model.kv_heads": 3, "model.head_dim": 32},
+        ("parallel.cp = 2", "cannot share the 3 heads", 'parallel.context = "ring"'),
+    ),
+    ({"parallel.ep": 2}, ("parallel.ep = 2", "without experts", "parallel.ep = 1")),
+    ({"parallel.ep": 3}, ("parallel.ep = 3", "2 ranks", "1, 2")),
+    (
+        {"parallel.ep": 2, "model.moe.experts": 3, "model.moe.top_k": 1, "model.moe.ffn": 8},
+        ("parallel.ep = 2", "does not divide model.moe.experts (3)", "1, 3"),
+    ),
+    (
+        {
+            "parallel.cp": 2,
+            "model.moe.experts": 4,
+            "model.moe.top_k": 1,
+            "model.moe.ffn": 8,
+            "model.moe.capacity_factor": 1.5,
+        },
+        ("model.moe.capacity_factor = 1.5", "parallel.cp", "remove one"),
+    ),
+    ({"parallel.tp": 2, "training.compile": "true"}, ("training.compile = True", "parallel.tp = 2", "false")),
+    (
+        {"parallel.tp": 2, "parallel.data": "parameter_server"},
+        ("parallel.data = 'parameter_server'", "parallel.tp", "zero1"),
+    ),
+    (
+        {"parallel.cp": 2, "parallel.data": "zero1", "parallel.offload": "cpu"},
+        ("parallel.offload = 'cpu'", "does not run yet", '"none"'),
+    ),
+    (
+        {"parallel.pp": 2, "parallel.data": "zero3", "parallel.reshard": "false"},
+        ("parallel.reshard = False", "no meaning in a pipeline", "remove it"),
+    ),
+    (
+        {"parallel.pp": 2, "parallel.compress": "bf16"},
+        ("parallel.compress = 'bf16'", "no meaning in a pipeline", "remove it"),
+    ),
+    (
+        {"parallel.pp": 2, "parallel.schedule_file": "none.csv"},
+        ("parallel.schedule_file = 'none.csv'", "cannot be read", "CSV file"),
+    ),
+    (
+        {"parallel.pp": 2, "parallel.schedule_file": "none.csv", "parallel.schedule": "gpipe"},
+        ("parallel.schedule_file = 'none.csv'", "names another", "remove one"),
+    ),
     (
         {"parallel.pp": 2, "parallel.data": '"parameter_server"'},
         ("parallel.data = 'parameter_server'", "in a pipeline", "zero1"),
@@ -91,8 +157,6 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"parallel.pp": 2, "parallel.schedule": "zb-h1", "training.compile": "true"},
         ("training.compile = True", "zb-h1", "1f1b"),
     ),
-    ({"parallel.cp": 2}, ("parallel.cp = 2", "does not run yet")),
-    ({"parallel.ep": 2}, ("parallel.ep = 2", "does not run yet")),
     ({"parallel.offload": '"cpu"'}, ("parallel.offload = 'cpu'", 'no meaning with parallel.data = "ddp"', "zero1")),
     ({"parallel.offload_directory": '"EMPTY"'}, ("parallel.offload_directory = 'EMPTY'", "no meaning", "nvme")),
     ({**NVME}, ("parallel.offload_directory", "is needed", "local disk")),
@@ -113,7 +177,7 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     (
         {"parallel.virtual_stages": 2},
-        ("parallel.virtual_stages = 2", 'parallel.schedule = "1f1b"', "interleaved"),
+        ("parallel.virtual_stages = 2", "no meaning with parallel.pp = 1", "2 or more"),
     ),
     (
         {"parallel.static_graph": "true", "parallel.data": '"zero3"'},

@@ -159,3 +159,35 @@ def test_balance_over_a_sequence_does_not_depend_on_micro_batches(build):
 
     assert difference("sequence") < 1e-14
     assert difference("micro_batch") > 1e-3
+
+
+def test_a_capacity_drops_the_latest_choices_of_a_sequence():
+    """Each expert keeps its first choices of every sequence, ceil(factor x T k / E) of them; what is dropped adds
+    nothing, and the other choices keep their weights."""
+    spec, moe = specs(capacity_factor=0.5, top_k=2, shared_experts=0)
+    layer, x = randomized(MoE(spec, moe)), inputs(3, 16)
+    whole = randomized(MoE(spec.model_copy(update={"moe": (free := specs(top_k=2)[1])}), free))
+    weights, chosen, _ = whole.router(x)
+    capacity = 2  # ceil(0.5 x 16 x 2 / 8)
+    expected, dropped = torch.zeros_like(x), 0
+    for b in range(3):
+        taken = [0] * 8
+        for t in range(16):
+            for weight, e in zip(weights[b, t], chosen[b, t].tolist(), strict=True):
+                taken[e] += 1
+                if taken[e] > capacity:
+                    dropped += 1
+                    continue
+                hidden = F.silu(layer.experts.gate[e] @ x[b, t]) * (layer.experts.up[e] @ x[b, t])
+                expected[b, t] += weight * (layer.experts.down[e] @ hidden)
+    out, _ = layer(x)
+    assert dropped
+    assert layer.router.dropped == dropped
+    assert torch.allclose(out, expected)
+
+
+def test_a_large_capacity_drops_nothing():
+    spec, moe = specs(capacity_factor=8.0)
+    layer, free = randomized(MoE(spec, moe)), randomized(MoE(*specs()))
+    assert torch.equal(layer(inputs(2, 16))[0], free(inputs(2, 16))[0])
+    assert layer.router.dropped == 0

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from parity.trajectory import DENSE, GPT2, MOE, Table, described, trajectory
+from parity.trajectory import DENSE, GPT2, MOE, Table, described, proof
 from phalanx.cost.stages import check_pipeline
 from phalanx.schedule.named import PUBLISHED
 from phalanx.spec.errors import UserError
@@ -66,7 +66,7 @@ def valid(world_size: int, run: RunSpec) -> bool:
     try:
         refuse_unrunnable(run.parallel)
         cut_batch(run, world_size)
-        check_shares(run.model, run.parallel, run.training.sequence)
+        check_shares(run)
         check_pipeline(run, world_size)
     except UserError:
         return False
@@ -95,7 +95,7 @@ def settings(model: str, layers: int, changes: Table) -> Table:
 @cache
 def reference(text: Path, model: str, layers: int, changes: tuple[tuple[str, Any], ...]) -> list[tuple[float, float]]:
     """One process's losses and norms."""
-    return trajectory(described(text, Path(tempfile.mkdtemp()), settings(model, layers, dict(changes))))
+    return proof(described(text, Path(tempfile.mkdtemp()), settings(model, layers, dict(changes))))
 
 
 def difference(text: Path, world_size: int, model: str, layers: int, changes: Table) -> float:
@@ -103,7 +103,7 @@ def difference(text: Path, world_size: int, model: str, layers: int, changes: Ta
     kept = {key: value for key, value in changes.items() if not key.startswith("parallel.")}
     expected = reference(text, model, layers, tuple(sorted(kept.items())))
     run = described(text, Path(tempfile.mkdtemp()), settings(model, layers, changes))
-    results = ranks(world_size).run(trajectory, run)
+    results = ranks(world_size).run(proof, run)
     return max(
         abs(got - wanted) / abs(wanted)
         for result in results

@@ -1,10 +1,12 @@
-"""The one table of layouts: each must give one process's losses and gradient norms, in fp64 to 1e-10 relative.
+"""The one table of layouts: each must give one process's losses and gradient norms, and the held-out loss of what was
+trained, in fp64 to 1e-10 relative.
 
 A new strategy is proven by adding rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,13 @@ from typing import Any
 import pytest
 
 from parity.fuzz import difference, layouts
-from parity.trajectory import DENSE, GPT2, MOE, described, trajectory
+from parity.trajectory import DENSE, GPT2, MOE, described, proof
+from phalanx.cost.stages import check_pipeline
+from phalanx.schedule.action import to_csv
+from phalanx.schedule.named import from_file
+from phalanx.schedule.search import search
+from phalanx.schedule.simulate import Times
+from phalanx.spec.errors import UserError
 from phalanx.testing import ranks
 
 MODELS = {"dense": DENSE, "moe": MOE}
@@ -20,6 +28,8 @@ MODELS |= {"deep": {**DENSE, "layers": 4}, "deep-moe": {**MOE, "layers": 4}, "de
 MODELS["deep-tied"] = {**MODELS["deep"], "tied": True}
 MODELS["deep-gpt2"] = {**MODELS["deep"], **GPT2}
 MODELS |= {"gpt2": {**DENSE, **GPT2}, "tied": {**DENSE, "tied": True}, "full-norm": {**DENSE, "qk_norm": "full"}}
+MODELS["capacity"] = {**MOE, "moe": {**MOE["moe"], "capacity_factor": 0.75}}
+MODELS["three-heads"] = {**DENSE, "heads": 3, "kv_heads": 3, "width": 36}
 MODELS |= {"uneven": {**DENSE, "vocab": 263}, "wide": {**MOE, "heads": 8, "kv_heads": 4}}
 DEEP = ("deep", "deep-moe")
 
@@ -174,6 +184,11 @@ def expert(ep: int, world_size: int, models: tuple[str, ...] = ("moe",), **choic
     return replace(row, name=row.name.replace("tp1-", "ep"))
 
 
+ROWS += [Row("ddp", 2, models=("capacity",)), expert(2, 2, ("capacity",)), tensor(2, 2, ("capacity",), **APART)]
+ROWS += [expert(2, 4, ("capacity",), parallel__data="zero3", parallel__recompute="full")]
+ROWS += [
+    tensor(tp, tp, ("three-heads",), parallel__heads="gathered", **choices) for tp in (2, 4) for choices in ({}, APART)
+]
 FAMILY = ("ddp", "zero1", "zero2", "zero3")
 ROWS += [expert(ep, n, parallel__data=data) for ep, n in ((2, 2), (2, 4), (4, 4)) for data in FAMILY]
 ROWS += [expert(2, 4, parallel__tp=2, parallel__data=data) for data in FAMILY]
@@ -224,7 +239,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def reference(text: Path, model: str, changes: tuple[tuple[str, Any], ...] = ()) -> list[tuple[float, float]]:
     """The trajectory of one process."""
-    return trajectory(described(text, text.parent / f"reference-{model}", {"model": MODELS[model], **dict(changes)}))
+    return proof(described(text, text.parent / f"reference-{model}", {"model": MODELS[model], **dict(changes)}))
 
 
 def layout(row: Row, model: str) -> dict[str, Any]:
@@ -241,7 +256,7 @@ def whole(row: Row) -> tuple[tuple[str, Any], ...]:
 @pytest.mark.parametrize(("row", "model"), CASES)
 def test_equals_one_process(row: Row, model: str, text: Path, tmp_path: Path) -> None:
     run = described(text, tmp_path, layout(row, model))
-    results = [trajectory(run)] if row.ranks == 1 else ranks(row.ranks).run(trajectory, run)
+    results = [proof(run)] if row.ranks == 1 else ranks(row.ranks).run(proof, run)
     for rank, result in enumerate(results):
         assert result == [pytest.approx(step, rel=1e-10) for step in reference(text, model, whole(row))], f"rank {rank}"
 
@@ -256,7 +271,7 @@ def test_every_optimizer_equals_one_process(
 ) -> None:
     run = described(text, tmp_path, {"model": MODELS[model], **DATA[data], **changes})
     expected = reference(text, model, tuple(changes.items()))
-    for rank, result in enumerate(ranks(world_size).run(trajectory, run)):
+    for rank, result in enumerate(ranks(world_size).run(proof, run)):
         assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
 
 
@@ -283,14 +298,31 @@ NEAR += [expert(2, 2), expert(2, 4, parallel__tp=2, parallel__data="zero3")]
 def test_bf16_is_near_one_process(row: Row, model: str, text: Path, tmp_path: Path) -> None:
     bf16 = {"training.precision": "bf16"}
     run = described(text, tmp_path, {**layout(row, model), **bf16})
-    result = ranks(row.ranks).run(trajectory, run)[0]
+    result = ranks(row.ranks).run(proof, run)[0]
     expected = reference(text, model, tuple(bf16.items()))
     assert [loss for loss, _ in result] == pytest.approx([loss for loss, _ in expected], rel=0.02)
 
 
+def test_a_schedule_from_a_file_equals_one_process(text: Path, tmp_path: Path) -> None:
+    """A searched order, written as CSV and trained with; of one that cannot run the first violation is said."""
+    file = tmp_path / "searched.csv"
+    times = Times(forward=2, input=3, weight=2, transfer=1)
+    file.write_text(to_csv(search(2, 8, times, Fraction(2), moves=200)))
+    changes = {"parallel.pp": 2, "parallel.schedule_file": str(file), "parallel.micro_batch": 1}
+    for model in DEEP:
+        run = described(text, tmp_path, {"model": MODELS[model], **changes})
+        for rank, result in enumerate(ranks(2).run(proof, run)):
+            assert result == [pytest.approx(step, rel=1e-10) for step in reference(text, model)], f"rank {rank}"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([lines[0].replace("0F0,", "", 1), *lines[1:]]))
+    from_file.cache_clear()
+    with pytest.raises(UserError, match=r"0F0"):
+        check_pipeline(run, 2)
+
+
 def test_the_table_can_fail(text: Path, tmp_path: Path) -> None:
     """A learning rate off by a millionth is seen."""
-    changed = trajectory(described(text, tmp_path, {"optimizer.learning_rate": 0.01 * (1 + 1e-6)}))
+    changed = proof(described(text, tmp_path, {"optimizer.learning_rate": 0.01 * (1 + 1e-6)}))
     assert changed != [pytest.approx(step, rel=1e-10) for step in reference(text, "dense")]
 
 

@@ -42,6 +42,7 @@ def described(text: Path, out: Path, changes: Table) -> RunSpec:
         "data": {"train": train, "held_out": [held_out], "tokenizer": "bytes", "cache": str(out / "cache")},
         "training": {"steps": STEPS, "sequence": 32, "tokens_per_step": 8 * 32, "precision": "fp64"},
         "optimizer": {"warmup_steps": 3, "learning_rate": 0.01},
+        "evaluation": {"tokens": 512},
     }
     table = copy.deepcopy(table)
     for key, value in changes.items():
@@ -64,6 +65,14 @@ def steps(under_way: Trainer, last: int) -> list[tuple[float, float]]:
     batches = prefetch(under_way.loader, under_way.step, last)
     records = [under_way.train_step(batches) for _ in range(under_way.step, last)]
     return [(record["loss"], record["grad_norm"]) for record in records]
+
+
+def proof(run: RunSpec) -> list[tuple[float, float]]:
+    """The same, and behind it what the trained weights make of the held-out text."""
+    under_way = trainer(run)
+    result = steps(under_way, run.training.steps)
+    evaluation = under_way.evaluate()
+    return [*result, (evaluation["held_out_loss"], evaluation["held_out_bits_per_byte"])]
 
 
 def trajectory(run: RunSpec) -> list[tuple[float, float]]:

@@ -12,6 +12,9 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec, cut_batch
 
+ANY_NUMBER = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
+"""Schedules that take micro-batches of which ranks have different numbers."""
+
 
 def check_pipeline(run: RunSpec, world_size: int) -> None:
     """Raise UserError if a pipeline cannot run this model, or its schedule these micro-batches."""
@@ -23,13 +26,16 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
     try:
         schedule = schedule_of(layout, cut.accumulation)
     except UserError as error:
+        if layout.schedule_file is not None:
+            raise
         problem = f"cannot run a step of {cut.accumulation} micro-batches: that {error.problem}"
         fix = "change parallel.micro_batch or training.tokens_per_step"
         raise UserError("parallel.schedule", layout.schedule, problem, fix) from None
-    if layout.schedule in ("interleaved", "dualpipe-v") and cut.sequences % (cut.dp * cut.micro_batch):
+    name = layout.schedule_file or layout.schedule
+    if name not in ANY_NUMBER and cut.sequences % (cut.dp * cut.micro_batch):
         raise UserError(
             "training.tokens_per_step", run.training.tokens_per_step,
-            f'gives ranks different numbers of micro-batches, which "{layout.schedule}" does not take',
+            f'gives ranks different numbers of micro-batches, which "{name}" does not take',
             "make it a multiple of micro-batch x data-parallel ranks x training.sequence",
         )  # fmt: skip
     apart = schedule.rank_of[0] != schedule.rank_of[schedule.stages - 1]

@@ -1,8 +1,10 @@
-"""A mixture of experts: y = sum over the chosen experts of weight x expert(x), dropless.
+"""A mixture of experts: y = sum over the chosen experts of weight x expert(x), dropless unless a capacity is set.
 
 Shapes: B batch, T tokens, N = B x T, D width, E experts, k experts per token, F inner width of an expert."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ class Router(nn.Module):
     """Chooses k of E experts for each token, and says what an unbalanced choice costs."""
 
     load: Tensor
+    dropped: Tensor
     bias: Tensor
 
     def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
@@ -24,11 +27,14 @@ class Router(nn.Module):
         self.gate = nn.Linear(spec.width, moe.experts, bias=False)
         # Tokens per expert since the last reset.
         self.register_buffer("load", torch.zeros(moe.experts), persistent=False)
+        # Choices that found no place, likewise.
+        self.register_buffer("dropped", torch.zeros(()), persistent=False)
         if moe.bias_update_rate:
             self.register_buffer("bias", torch.zeros(moe.experts))
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights and numbers of the chosen experts, [B, T, k] each; the auxiliary loss over all tokens."""
+        """Weights and numbers of the chosen experts, [B, T, k] each; the auxiliary loss over all tokens. A choice that
+        is dropped has the number E, of no expert."""
         logits = self.gate(x_BTD)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         score = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
@@ -38,8 +44,13 @@ class Router(nn.Module):
         if self.moe.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
         load_BE = self.count(chosen, score.dtype)
+        dropped = None if self.moe.capacity_factor is None else ~within_capacity(self.moe, chosen)
         if torch.is_grad_enabled():
             self.load += load_BE.sum(0)
+            if dropped is not None:
+                self.dropped += dropped.sum()
+        if dropped is not None:
+            weights, chosen = weights.masked_fill(dropped, 0), chosen.masked_fill(dropped, self.moe.experts)
         share = score if self.moe.score == "softmax" else score / score.sum(-1, keepdim=True)
         return weights, chosen, balance_loss(self.moe, share, load_BE) + z_loss(self.moe, logits)
 
@@ -57,6 +68,18 @@ class Router(nn.Module):
         if apply and self.moe.bias_update_rate:
             self.bias += self.moe.bias_update_rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
+        self.dropped.zero_()
+
+
+def within_capacity(moe: MoESpec, chosen_BTk: Tensor) -> Tensor:
+    """Which choices find a place: of each expert the first `capacity_factor` x T k / E of every sequence."""
+    assert moe.capacity_factor is not None
+    chosen = chosen_BTk.flatten(1)
+    capacity = math.ceil(moe.capacity_factor * chosen.shape[1] / moe.experts)
+    by_expert, order = chosen.sort(dim=1, stable=True)
+    first = torch.searchsorted(by_expert, torch.arange(moe.experts, device=chosen.device).repeat(len(chosen), 1))
+    place = torch.arange(chosen.shape[1], device=chosen.device) - first.gather(1, by_expert)
+    return torch.empty_like(chosen, dtype=torch.bool).scatter_(1, order, place < capacity).view_as(chosen_BTk)
 
 
 def balance_loss(moe: MoESpec, share_BTE: Tensor, load_BE: Tensor) -> Tensor:
@@ -148,10 +171,16 @@ def sorted_by_expert(x_BTD: Tensor, chosen_BTk: Tensor, experts: int) -> tuple[T
     expert has, [E]."""
     order = chosen_BTk.flatten().argsort(stable=True)
     counts_E = torch.bincount(chosen_BTk.flatten(), minlength=experts)
-    return x_BTD.flatten(0, 1)[order // chosen_BTk.shape[-1]], order, counts_E
+    rows = order
+    if len(counts_E) > experts:  # dropped choices stand last
+        counts_E = counts_E[:experts]
+        rows = order[: int(counts_E.sum())]
+    return x_BTD.flatten(0, 1)[rows // chosen_BTk.shape[-1]], order, counts_E
 
 
 def combined(y: Tensor, order: Tensor, weights_BTk: Tensor) -> Tensor:
     """The weighted sum of what each token's experts said, [N, D], from rows in the `order` of `sorted_by_expert`."""
+    if len(y) < len(order):
+        y = torch.cat([y, y.new_zeros(len(order) - len(y), y.shape[1])])
     y_NkD = y[order.argsort()].unflatten(0, (-1, weights_BTk.shape[-1]))
     return (y_NkD * weights_BTk.flatten(0, 1)[..., None].to(y.dtype)).sum(1)

@@ -153,7 +153,8 @@ def make_pipeline(
     # Under autocast what is added up stays in the parameters' precision.
     dtype = torch.bfloat16 if precision == "bf16" and not inner.autocast else DTYPES[precision]
     like = torch.empty(0, dtype=dtype, device=device)
-    return Pipeline(inner, part, partial(schedule_of, layout), mesh.links, mesh.loss_group, context, like)
+    some = any_schedule_of(layout)
+    return Pipeline(inner, part, some, partial(schedule_of, layout), mesh.links, mesh.loss_group, context, like)
 
 
 def make_offload(layout: Layout) -> CpuOffload | None:

@@ -101,15 +101,16 @@ class Pipeline(Strategy):
         self,
         inner: Strategy,
         part: Part,
+        some: Schedule,
         schedule_of: Callable[[int], Schedule],
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         everybody: dist.ProcessGroup,
         computing: Callable[[], AbstractContextManager[object]],
         like: Tensor,
     ) -> None:
-        """`schedule_of` gives the schedule of so many micro-batches; `groups` are the ranks of the pipeline, for
-        messages to later ones and to earlier ones; `everybody` are these and their data-parallel copies; `computing`
-        is around forward passes; `like` has the dtype and device of what stages give each other."""
+        """`schedule_of` gives the schedule of so many micro-batches, and `some` is one of them; `groups` are the ranks
+        of the pipeline, for messages to later ones and to earlier ones; `everybody` are these and their data-parallel
+        copies; `computing` is around forward passes; `like` has the dtype and device of what stages give each other."""
         super().__init__(inner.module, everybody)
         self.inner, self.stages, self.schedule_of, self.computing = inner, part, schedule_of, computing
         self.groups, self.pipe, self.like = groups, groups[0], like
@@ -123,7 +124,6 @@ class Pipeline(Strategy):
             shape = inner.shared.shape("embedding.weight", shape) if inner.shared else shape
             part.copy = like.new_zeros(shape).requires_grad_()
         self.model = cast(nn.Module, self._whole)
-        some = schedule_of(2 * self.pipe.size())
         stages = [[Action(stage, "F", 0) for stage in some.stages_of(rank)] for rank in range(some.ranks)]
         self.forward_only = Schedule.of(stages)
         self.timeline: list[Span] = []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
-from phalanx.schedule.action import Schedule
+from phalanx.schedule.action import Schedule, read_csv
 from phalanx.schedule.generate import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
+from phalanx.schedule.validate import violations
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 
@@ -39,9 +41,40 @@ def schedule_of(layout: Layout, micro_batches: int) -> Schedule:
 
     Raises UserError if it cannot run so many micro-batches.
     """
+    if layout.schedule_file is not None:
+        schedule = from_file(layout.schedule_file, layout.pp)
+        if schedule.micro_batches != micro_batches:
+            raise UserError(
+                "parallel.schedule_file", layout.schedule_file,
+                f"has {schedule.micro_batches} micro-batches, and a step of this run {micro_batches}",
+                "change parallel.micro_batch or training.tokens_per_step, or make another with --microbatches",
+            )  # fmt: skip
+        return schedule
     return named(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
 
 
 def any_schedule_of(layout: Layout) -> Schedule:
     """One that every layout has, for what does not depend on micro-batches: its stages, and which rank has which."""
+    if layout.schedule_file is not None:
+        return from_file(layout.schedule_file, layout.pp)
     return schedule_of(layout, 2 * layout.pp)
+
+
+@cache
+def from_file(path: str, ranks: int) -> Schedule:
+    """The schedule in a CSV file, for so many ranks.
+
+    Raises UserError if there is none that can run.
+    """
+    field = "parallel.schedule_file"
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(field, path, f"cannot be read: {error}", "give the path of a schedule's CSV file") from None
+    schedule = Schedule.of(read_csv(text, path))
+    if schedule.ranks != ranks:
+        raise UserError(field, path, f"is for {schedule.ranks} ranks", f"set parallel.pp = {schedule.ranks}")
+    if wrong := violations(schedule):
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise UserError(field, path, f"cannot run: {wrong[0]}{more}", f"see phalanx pipeline check {path}")
+    return schedule

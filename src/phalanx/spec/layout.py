@@ -33,7 +33,11 @@ MEANT_FOR = {
     "staleness": ("parameter_server",),
 }
 """Choices that mean something only with these values of `data`."""
-NEEDS_AXIS = {"schedule": "pp", "virtual_stages": "pp", "sequence_parallel": "tp", "heads": "tp", "context": "cp"}
+NEEDS_AXIS = {
+    **dict.fromkeys(("schedule", "schedule_file", "virtual_stages"), "pp"),
+    **dict.fromkeys(("sequence_parallel", "heads"), "tp"),
+    "context": "cp",
+}
 """Choices that mean something only where this degree is above 1."""
 NOT_IN_PIPELINES = ("compress", "first_bucket_mb", "static_graph", "unused_parameters", "reshard")
 """Choices of DDP, which a pipeline does not use, and of ZeRO-3, which in one keeps parameters gathered for the step."""
@@ -74,6 +78,9 @@ class Layout(Spec):
     rest of the model, neighbours first."""
     schedule: ScheduleName = "1f1b"
     """Pipeline schedule."""
+    schedule_file: str | None = Field(None, examples=["searched.csv"])
+    """A schedule of one's own in place of `schedule`: a CSV file that `phalanx pipeline show --out`, or PyTorch, wrote.
+    A step has as many micro-batches as it has."""
     virtual_stages: int = Field(1, gt=0)
     """Pipeline stages on each rank (interleaved)."""
     micro_batch: int | None = Field(None, gt=0, examples=[4])
@@ -226,6 +233,9 @@ def check_meaning(layout: Layout) -> None:
         if getattr(layout, axis) == 1 and value != Layout.model_fields[field].default:
             fix = f"remove it, or set parallel.{axis} to 2 or more"
             raise UserError(f"parallel.{field}", value, f"has no meaning with parallel.{axis} = 1", fix)
+    if layout.schedule_file is not None and layout.schedule != "1f1b":
+        problem = f'stands in place of a schedule, and parallel.schedule = "{layout.schedule}" names another'
+        raise UserError("parallel.schedule_file", layout.schedule_file, problem, "remove one of them")
     if (layout.schedule == "interleaved") == (layout.virtual_stages == 1):
         problem = f'does not go with parallel.schedule = "{layout.schedule}"'
         fix = 'set it to 2 or more with "interleaved", and leave it out with any other'

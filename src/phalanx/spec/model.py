@@ -54,6 +54,9 @@ class MoESpec(Spec):
     is the paper's, and depends on how the batch is cut."""
     z_loss: float = Field(0.001, ge=0)
     """Weight of the router z-loss (ST-MoE, arXiv 2202.08906, eq. 5)."""
+    capacity_factor: float | None = Field(None, gt=0, examples=[1.25])
+    """Choices of an expert in a sequence beyond this many times an even share of them are dropped: the latest tokens
+    lose (GShard, arXiv 2006.16668, section 2.2). By default none is."""
     bias_update_rate: float = Field(0.0, ge=0)
     """Step of the auxiliary-loss-free balancing by a bias on the router (arXiv 2408.15664); 0 is off."""
 

@@ -9,6 +9,7 @@ from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,29 @@ def kv_copies(spec: ModelSpec, tp: int) -> int:
     return max(1, tp // spec.kv_heads)
 
 
-def check_shares(spec: ModelSpec, layout: Layout, sequence: int) -> None:
-    """Raise UserError for a model whose heads, widths, vocabulary or tokens (`sequence` of them in a row) cannot be
-    divided between the ranks that share them."""
+def check_shares(run: RunSpec) -> None:
+    """Raise UserError for a model whose heads, widths, vocabulary, experts or tokens cannot be divided between ranks
+    that share it."""
+    spec, layout, sequence = run.model, run.parallel, run.training.sequence
+    for axis in ("tp", "cp", "ep") if run.training.compile else ():
+        if getattr(layout, axis) > 1:
+            problem = f"does not go with parallel.{axis} = {getattr(layout, axis)} yet"
+            raise UserError("training.compile", True, problem, "set it to false")
     if layout.tp > 1:
         _check_tensor(spec, layout, sequence)
+    if spec.moe is not None and spec.moe.capacity_factor is not None:
+        _check_capacity(layout, spec.moe.capacity_factor)
     if layout.ep > 1:
         _check_experts(spec, layout)
     if layout.cp > 1:
         _check_context(spec, layout, sequence)
+
+
+def _check_capacity(layout: Layout, factor: float) -> None:
+    shared = "parallel.cp" if layout.cp > 1 else "parallel.sequence_parallel"
+    if layout.cp > 1 or (layout.tp > 1 and layout.sequence_parallel):
+        problem = f"is a matter of whole sequences, whose tokens {shared} shares"
+        raise UserError("model.moe.capacity_factor", factor, problem, "remove one of the two")
 
 
 def _check_experts(spec: ModelSpec, layout: Layout) -> None:

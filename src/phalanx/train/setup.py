@@ -48,7 +48,7 @@ def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
     refuse_unrunnable(run.parallel)
     refuse_unsupported(run.parallel)
     cut_batch(run, world_size)
-    check_shares(run.model, run.parallel, run.training.sequence)
+    check_shares(run)
     check_pipeline(run, world_size)
     known = {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0)
     if run.model.vocab < known:
@@ -199,11 +199,12 @@ def absolute(run: RunSpec) -> RunSpec:
     tokenizer = data.tokenizer if data.tokenizer in ("bpe", "bytes") else path(data.tokenizer)
     lists = {"train": [path(s) for s in data.train], "held_out": [path(s) for s in data.held_out]}
     model = run.model.replace(from_hf=path(run.model.from_hf)) if run.model.from_hf else run.model
-    directory = run.parallel.offload_directory
+    named = ("offload_directory", "schedule_file")
+    files = {field: path(value) for field in named if (value := getattr(run.parallel, field)) is not None}
     described = {
         "data": data.replace(tokenizer=tokenizer, cache=path(data.cache), **lists),
         "model": model,
-        "parallel": run.parallel.replace(offload_directory=path(directory)) if directory else run.parallel,
+        "parallel": run.parallel.replace(**files),
     }
     return run.model_copy(update={"out": path(run.out), **described})
 

@@ -141,7 +141,10 @@ class Trainer:
         record = {"step": self.step + 1 - reduced.behind, "loss": loss / tokens, "grad_norm": float(reduced.norm)}
         finite = math.isfinite(record["grad_norm"])
         if self.moe_layers:
-            hottest = self._balance(reduced.sums[5:], finite)
+            loads, dropped = reduced.sums[6:], reduced.sums[5]
+            if self.run.model.moe and self.run.model.moe.capacity_factor is not None:
+                record["dropped_share"] = float(dropped / loads.sum())
+            hottest = self._balance(loads, finite)
             record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": hottest}
         self._update(finite)
         clock.mark("optimizer_seconds")
@@ -166,8 +169,8 @@ class Trainer:
 
     def _forward_backward(self, micros: list[Micro]) -> Tensor:
         """Gradients of the summed loss of this rank's rows. Returns what to sum over ranks: target tokens, loss,
-        auxiliary loss, whether to stop, after which step (from a server), and each router's load."""
-        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
+        auxiliary loss, whether to stop, after which step (from a server), choices dropped, and each router's load."""
+        sums = torch.zeros(6, dtype=torch.float64, device=self.device)
         sums[3] = float(self.asked_to_stop)
         sums[4] = 0 if self.strategy.computes else self.stop_after or 0
         for micro, (loss, auxiliary) in zip(micros, self.strategy.run(micros, self._losses), strict=True):
@@ -176,6 +179,7 @@ class Trainer:
         loads = sums.new_zeros(len(self.moe_layers), self.run.model.moe.experts if self.run.model.moe else 0)
         for place, router in self.routers.items():
             loads[place] = router.load
+            sums[5] += router.dropped
         return torch.cat([sums, loads.flatten()])
 
     def _losses(self, model: Callable[..., tuple[Tensor, Tensor]], micro: Micro) -> tuple[Tensor, Tensor]:
