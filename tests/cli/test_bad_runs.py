@@ -36,6 +36,7 @@ tokens_per_step = 256
 warmup_steps = 2
 """
 
+FOUR_HEADS = {"model.heads": 4, "model.head_dim": 48}
 NVME = {"parallel.data": '"zero1"', "parallel.offload": '"nvme"'}
 
 # What is set (or done to the run file), more arguments, and words that the message must hold: field, value, fix.
@@ -84,9 +85,12 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"parallel.tp": 2, "model.heads": 6, "model.kv_heads": 3, "model.head_dim": 32},
         ("parallel.tp = 2", "neither divides model.kv_heads (3)", "another tensor-parallel degree"),
     ),
-    ({"parallel.tp": 2, "model.ffn": 301}, ("parallel.tp = 2", "does not divide model.ffn (301)", "a tensor-parallel")),
     (
-        {"parallel.tp": 2, "training.sequence": 31, "training.tokens_per_step": 248},
+        {"parallel.tp": 2, **FOUR_HEADS, "model.ffn": 301},
+        ("parallel.tp = 2", "does not divide model.ffn (301)", "a tensor-parallel"),
+    ),
+    (
+        {"parallel.tp": 2, **FOUR_HEADS, "training.sequence": 31, "training.tokens_per_step": 248},
         ("parallel.tp = 2", "training.sequence (31)", "sequence_parallel = false"),
     ),
     ({"parallel.sequence_parallel": "false"}, ("parallel.sequence_parallel = False", "parallel.tp = 1", "2 or more")),
@@ -119,6 +123,33 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (
         {"parallel.tp": 2, "parallel.data": "parameter_server"},
         ("parallel.data = 'parameter_server'", "parallel.tp", "zero1"),
+    ),
+    (
+        {
+            "parallel.ep": 2,
+            "parallel.micro_batch": 1,
+            "training.tokens_per_step": 224,
+            "model.moe.experts": 4,
+            "model.moe.top_k": 1,
+            "model.moe.ffn": 8,
+        },
+        ("training.tokens_per_step = 224", "parallel.ep = 2", "meet at each", "multiple"),
+    ),
+    (
+        {
+            "parallel.tp": 2,
+            "parallel.ep": 2,
+            "parallel.sequence_parallel": "false",
+            "model.moe.experts": 4,
+            "model.moe.top_k": 1,
+            "model.moe.ffn": 8,
+            **FOUR_HEADS,
+        },
+        ("parallel.ep = 2", "tokens of its own", "sequence_parallel = true"),
+    ),
+    (
+        {"parallel.tp": 2, "parallel.compress": "powersgd", **FOUR_HEADS},
+        ("parallel.compress = 'powersgd'", "parallel.tp = 2", "remove it"),
     ),
     (
         {"parallel.cp": 2, "parallel.data": "zero1", "parallel.offload": "cpu"},

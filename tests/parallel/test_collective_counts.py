@@ -31,8 +31,11 @@ def of_a_layer(text: Path, out: Path, model: dict[str, Any], world_size: int, ch
     found = []
     for layers in (2, 3):
         run = described(text, out / str(layers), {"model": {**model, "layers": layers}, **changes})
-        found.append(ranks(world_size).run(operations, run)[0])
-    return found[1] - found[0]
+        each = ranks(world_size).run(operations, run)
+        assert each == [each[0]] * world_size
+        found.append(each[0])
+    found[1].subtract(found[0])
+    return Counter({name: count for name, count in found[1].items() if count})
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,15 @@ def test_sequence_parallel_pairs_gather_and_scatter(text: Path, tmp_path: Path) 
     (arXiv 2205.05198, section 4.2.2)."""
     found = of_a_layer(text, tmp_path, DENSE, 2, {"parallel.tp": 2})
     assert found == {"all_gather": 2 + 2 + 2, "reduce_scatter": 2 + 2}
+
+
+def test_gathered_heads_gather_queries_and_keys(text: Path, tmp_path: Path) -> None:
+    """The layout for heads that ranks cannot divide: beside the two pairs, queries and keys are gathered forward, and
+    their gradients summed to where they belong backward; values stay where they are."""
+    model = {**DENSE, "heads": 3, "kv_heads": 3, "width": 36}
+    changes = {"parallel.tp": 2, "parallel.sequence_parallel": False, "parallel.heads": "gathered"}
+    expected = {"all_reduce": 2 + 2, "all_gather": 1, "reduce_scatter": 1}
+    assert of_a_layer(text, tmp_path, model, 2, changes) == expected
 
 
 def test_experts_are_two_all_to_alls_each_way(text: Path, tmp_path: Path) -> None:

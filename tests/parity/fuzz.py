@@ -66,7 +66,7 @@ def valid(world_size: int, run: RunSpec) -> bool:
     try:
         refuse_unrunnable(run.parallel)
         cut_batch(run, world_size)
-        check_shares(run)
+        check_shares(run, world_size)
         check_pipeline(run, world_size)
     except UserError:
         return False

@@ -28,6 +28,8 @@ MODELS |= {"deep": {**DENSE, "layers": 4}, "deep-moe": {**MOE, "layers": 4}, "de
 MODELS["deep-tied"] = {**MODELS["deep"], "tied": True}
 MODELS["deep-gpt2"] = {**MODELS["deep"], **GPT2}
 MODELS |= {"gpt2": {**DENSE, **GPT2}, "tied": {**DENSE, "tied": True}, "full-norm": {**DENSE, "qk_norm": "full"}}
+MODELS["six-experts"] = {**MOE, "moe": {**MOE["moe"], "experts": 6}}
+UNEVEN = {"parallel.tp": 2, "training.tokens_per_step": 7 * 32, "parallel.micro_batch": 1}
 MODELS["capacity"] = {**MOE, "moe": {**MOE["moe"], "capacity_factor": 0.75}}
 MODELS["three-heads"] = {**DENSE, "heads": 3, "kv_heads": 3, "width": 36}
 MODELS |= {"uneven": {**DENSE, "vocab": 263}, "wide": {**MOE, "heads": 8, "kv_heads": 4}}
@@ -140,19 +142,20 @@ ROWS += [tensor(tp, tp, **choices) for tp in (2, 4) for choices in ({}, APART)]
 ROWS += [tensor(2, 2, ("gpt2", "tied", "full-norm"), **choices) for choices in ({}, APART)]
 ROWS += [tensor(4, 4, ("uneven", "full-norm"), **choices) for choices in ({}, APART)]
 ROWS += [tensor(2, 4, parallel__data=data) for data in ("ddp", "zero1", "zero2", "zero3")]
-ROWS += [tensor(2, 4, parallel__data="zero3", **APART), tensor(8, 8, ("wide",), parallel__recompute="full")]
+ROWS += [tensor(2, 4, parallel__data="zero3", **APART), tensor(8, 8, ("wide",))]
 ROWS += [tensor(2, 4, parallel__data="zero3", parallel__recompute=recompute) for recompute in ("full", "selective")]
-ROWS += [tensor(2, 8, parallel__data="hsdp", parallel__dp_shard=2), tensor(4, 8, parallel__data="zero1")]
+ROWS += [tensor(2, 8, ("moe",), parallel__data="hsdp", parallel__dp_shard=2)]
+ROWS += [tensor(4, 8, ("dense",), parallel__data="zero1")]
 ROWS += [tensor(2, 4, ("moe",), parallel__data=data, optimizer__name="muon") for data in ("ddp", "zero3")]
 ROWS += [
     tensor(2, 4, models, parallel__pp=2, parallel__schedule=schedule)
     for schedule, models in (("1f1b", (*DEEP, "deep-tied")), ("zb-h1", ("deep-moe", "deep-tied")), ("zb-v", DEEP))
 ]
 ROWS += [
-    tensor(2, 8, DEEP, parallel__pp=2, parallel__schedule="zb-h1", parallel__data="zero3"),
-    tensor(2, 8, DEEP, parallel__pp=2, parallel__schedule="dualpipe-v", parallel__data="zero1"),
+    tensor(2, 8, ("deep-moe",), parallel__pp=2, parallel__schedule="zb-h1", parallel__data="zero3"),
+    tensor(2, 8, ("deep",), parallel__pp=2, parallel__schedule="dualpipe-v", parallel__data="zero1"),
     tensor(2, 8, ("deep-moe",), parallel__pp=2, parallel__schedule="zb-v", parallel__recompute="full", **APART),
-    tensor(4, 8, DEEP, parallel__pp=2, parallel__schedule="interleaved", parallel__virtual_stages=2),
+    tensor(4, 8, ("deep",), parallel__pp=2, parallel__schedule="interleaved", parallel__virtual_stages=2),
 ]
 
 
@@ -169,11 +172,12 @@ ROWS += [context(2, 4, parallel__data=data) for data in ("ddp", "zero1", "zero2"
 ROWS += [context(2, 4, ("moe",), **ULYSSES, parallel__data=data) for data in ("zero1", "zero3")]
 ROWS += [context(2, 4, parallel__tp=2, **choices) for choices in ({}, ULYSSES, APART)]
 ROWS += [context(2, 8, ("moe",), parallel__tp=2, parallel__data="zero3", parallel__recompute="full")]
-ROWS += [context(2, 8, parallel__data="hsdp", parallel__dp_shard=2), context(4, 8, parallel__data="zero2")]
+ROWS += [context(2, 8, ("moe",), parallel__data="hsdp", parallel__dp_shard=2)]
+ROWS += [context(4, 8, ("dense",), parallel__data="zero2")]
 ROWS += [
     context(2, 4, DEEP, parallel__pp=2, parallel__schedule="zb-v"),
     context(2, 4, ("deep-tied",), parallel__pp=2, parallel__schedule="1f1b", **ULYSSES),
-    context(2, 8, DEEP, parallel__pp=2, parallel__tp=2, parallel__schedule="zb-h1"),
+    context(2, 8, ("deep-moe",), parallel__pp=2, parallel__tp=2, parallel__schedule="zb-h1"),
     context(2, 8, ("deep-moe",), parallel__pp=2, parallel__schedule="dualpipe-v", parallel__data="zero3"),
 ]
 
@@ -189,6 +193,9 @@ ROWS += [expert(2, 4, ("capacity",), parallel__data="zero3", parallel__recompute
 ROWS += [
     tensor(tp, tp, ("three-heads",), parallel__heads="gathered", **choices) for tp in (2, 4) for choices in ({}, APART)
 ]
+ROWS += [Row("ep3", 3, {"parallel.ep": 3}, models=("six-experts",)), Row("tp2-uneven", 4, UNEVEN, models=("moe",))]
+ROWS += [Row("cp2-muon", 2, {"parallel.cp": 2, "optimizer.name": "muon"})]
+ROWS += [tensor(4, 4, optimizer__name="muon")]
 FAMILY = ("ddp", "zero1", "zero2", "zero3")
 ROWS += [expert(ep, n, parallel__data=data) for ep, n in ((2, 2), (2, 4), (4, 4)) for data in FAMILY]
 ROWS += [expert(2, 4, parallel__tp=2, parallel__data=data) for data in FAMILY]

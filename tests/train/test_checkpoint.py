@@ -66,6 +66,7 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "pipelinex4-zero1": (4, {"parallel.pp": 2, "parallel.schedule": "zb-h1", "parallel.data": "zero1"}),
     "pipelinex4-zero3": (4, {"parallel.pp": 2, "parallel.data": "zero3"}),
     "tensorx2": (2, {"parallel.tp": 2}),
+    "tensorx4": (4, {"parallel.tp": 4}),
     "tensorx4-zero1": (4, {"parallel.tp": 2, "parallel.data": "zero1"}),
     "tensorx4-zero3": (4, {"parallel.tp": 2, "parallel.data": "zero3"}),
     "tensorx4-pipeline": (4, {"parallel.tp": 2, "parallel.pp": 2, "parallel.micro_batch": 1}),

@@ -210,3 +210,24 @@ def process_of_rank(rank: int, directory: str) -> int:
         if directory in arguments and f"RANK={rank}" in environment:
             return int(folder.name)
     raise AssertionError(f"no process of rank {rank} in {directory}")
+
+
+def stop_of(run: Any, told: int) -> int | None:
+    """The step after which a rank stops when only one was told to, before the second step."""
+    under_way = trainer(run)
+    batches = prefetch(under_way.loader, 0, run.training.steps)
+    under_way.train_step(batches)
+    under_way.asked_to_stop = under_way.mesh.rank == told
+    under_way.train_step(batches)
+    return under_way.stop_after
+
+
+@pytest.mark.parametrize("changes", [{"parallel.tp": 2}, {"parallel.cp": 2}, {"parallel.pp": 2}, {"parallel.ep": 2}])
+@pytest.mark.parametrize("told", [0, 1])
+def test_all_ranks_stop_when_one_is_told_to(changes: Any, told: int, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(3):
+        (text / f"{number}.py").write_text(Path(__file__).read_text())
+    run = described(text, tmp_path, {"model": MOE, "parallel.micro_batch": 1, **changes})
+    assert ranks(2).run(stop_of, run, told) == [2, 2]

@@ -36,7 +36,7 @@ def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json 
     world_size = ranks or described.cluster.ranks
     per_node = described.cluster.nproc or world_size
     sizes = degrees(described.parallel, world_size)
-    check_shares(described)
+    check_shares(described, world_size)
     found = {axis: groups(sizes, axis) for axis in AXES} | {"ep": expert_groups(sizes)}
     axes = [
         {

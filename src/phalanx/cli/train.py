@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import SPLIT_AXES
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
 
@@ -94,10 +93,10 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, measure: bool) -> int:
             "cluster.nodes", run.cluster.nodes, "phalanx train starts the ranks of one node",
             "start each node with torchrun -m phalanx.train (examples/slurm.sbatch), or set cluster.nodes = 1",
         )  # fmt: skip
-    for axis in SPLIT_AXES if measure else ():
-        if getattr(run.parallel, axis) > 1:
-            problem = "what ranks hold that share a model is not predicted yet"
-            raise UserError("--measure-memory", None, problem, f"leave it out, or set parallel.{axis} = 1")
+    if measure:
+        from phalanx.cost.memory import refuse_unpredicted
+
+        refuse_unpredicted(run.parallel)
     known = nproc or run.cluster.nproc
     if known is not None:
         check_run(run, known, resume)  # before torch is imported, which takes a second

@@ -141,13 +141,19 @@ def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
     Raises UserError if the layout cannot run on so many ranks.
     """
     refuse_unrunnable(run.parallel)
-    for axis in SPLIT_AXES:
-        if getattr(run.parallel, axis) > 1:
-            problem, fix = "memory and traffic of a model in shares are not predicted yet", f"set parallel.{axis} = 1"
-            raise UserError(f"parallel.{axis}", getattr(run.parallel, axis), problem, f"{fix} to see the rest")
+    refuse_unpredicted(run.parallel)
     if run.parallel.data == "parameter_server":
         return {"server": _server(run, world_size), "worker": _rank(run, world_size)}
     return {"rank": _rank(run, world_size)}
+
+
+def refuse_unpredicted(layout: Layout) -> None:
+    """Raise UserError for a layout of which memory and traffic are not predicted."""
+    for axis in SPLIT_AXES:
+        if getattr(layout, axis) > 1:
+            problem = "memory and traffic of a model in shares or stages are not predicted yet"
+            fix = f"set parallel.{axis} = 1, or leave --measure-memory out"
+            raise UserError(f"parallel.{axis}", getattr(layout, axis), problem, fix)
 
 
 def _rank(run: RunSpec, world_size: int) -> RankMemory:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from phalanx.model.attention import Attention
 from phalanx.model.moe import Router
-from phalanx.model.transformer import Transformer, document_mask
+from phalanx.model.transformer import Transformer
 from phalanx.parallel.exposed import ExposedTime
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -39,9 +39,9 @@ class ContextRanks:
         self.size, self.rank = group.size(), group.rank()
         self.exposed = ExposedTime()
 
-    def places(self, tokens: int) -> Tensor:
+    def places(self, tokens: int, device: torch.device) -> Tensor:
         """Which of a row's `tokens` are this rank's, [t]."""
-        return places(tokens, self.size, self.rank, self.kind)
+        return places(tokens, self.size, self.rank, self.kind, device)
 
     def pass_on(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Start to send to the next rank and to receive as much from the one before; what is returned beside the
@@ -70,12 +70,12 @@ class ContextRanks:
         return came
 
 
-def places(tokens: int, ranks: int, rank: int, kind: str) -> Tensor:
+def places(tokens: int, ranks: int, rank: int, kind: str, device: torch.device | None = None) -> Tensor:
     """Which of a row's tokens a rank has: of 2 x ranks equal pieces the one at `rank` from the front and the one at
     `rank` from the back (ring), or a run of them (ulysses)."""
     if kind == "ulysses":
-        return torch.arange(tokens).chunk(ranks)[rank]
-    pieces = torch.arange(tokens).chunk(2 * ranks)
+        return torch.arange(tokens, device=device).chunk(ranks)[rank]
+    pieces = torch.arange(tokens, device=device).chunk(2 * ranks)
     return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]])
 
 
@@ -84,7 +84,8 @@ def split_sequences(model: Transformer, ranks: ContextRanks) -> None:
     those of the others."""
     inner = model.attended
     model.attended = lambda x_BT: _attended(inner, ranks, x_BT)  # type: ignore[method-assign]
-    model.mask = lambda starts_BT: starts_BT  # type: ignore[method-assign]
+    if ranks.kind == "ring":
+        model.mask = lambda starts_BT: starts_BT  # type: ignore[method-assign]
     for part in model.modules():
         if isinstance(part, Attention):
             how = _ring if ranks.kind == "ring" else _ulysses
@@ -94,7 +95,7 @@ def split_sequences(model: Transformer, ranks: ContextRanks) -> None:
 
 
 def _attended(inner: Callable[[Tensor], Tensor], ranks: ContextRanks, x_BT: Tensor) -> Tensor:
-    return ranks.places(len(inner(x_BT)) * ranks.size).to(x_BT.device)
+    return ranks.places(len(inner(x_BT)) * ranks.size, x_BT.device)
 
 
 def _count(count: Callable[..., Tensor], ranks: ContextRanks, chosen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,16 +109,16 @@ def _count(count: Callable[..., Tensor], ranks: ContextRanks, chosen: Tensor, dt
 # -- ulysses -----------------------------------------------------------------------------------------------------------
 
 
-def _ulysses(attend: Attend, ranks: ContextRanks, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None) -> Tensor:
+def _ulysses(attend: Attend, ranks: ContextRanks, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention [B, t, H, K] of all tokens' heads, by ranks that each have some of the heads of all tokens."""
     if k.shape[2] < ranks.size:
         k, v = (x.repeat_interleave(ranks.size // x.shape[2], dim=2) for x in (k, v))
-    v = v.to(q.dtype) if v.dtype != q.dtype else v
+    q, k = q.to(v.dtype), k.to(v.dtype)  # norms may have lifted them to fp32
     heads = [x.shape[2] // ranks.size for x in (q, k, v)]
     packed = torch.cat([x.unflatten(2, (ranks.size, -1)) for x in (q, k, v)], dim=3).movedim(2, 0)
     all_tokens = cast(Tensor, _Exchange.apply(packed, ranks)).movedim(0, 1).flatten(1, 2)
     q, k, v = all_tokens.split(heads, dim=2)
-    out = attend(q, k, v, None if starts_BT is None else document_mask(starts_BT))
+    out = attend(q, k, v, mask)
     by_rank = out.unflatten(1, (ranks.size, -1)).movedim(1, 0)
     return cast(Tensor, _Exchange.apply(by_rank, ranks)).movedim(0, 2).flatten(2, 3)
 
@@ -207,8 +208,8 @@ def _mask(ranks: ContextRanks, source: int, starts_BT: Tensor | None, mine: slic
     if starts_BT is None:
         return None
     tokens = starts_BT.shape[1]
-    query = ranks.places(tokens).to(starts_BT.device)[mine]
-    key = places(tokens, ranks.size, source, "ring").to(starts_BT.device)[theirs]
+    query = ranks.places(tokens, starts_BT.device)[mine]
+    key = places(tokens, ranks.size, source, "ring", starts_BT.device)[theirs]
     same = starts_BT[:, None, query, None] == starts_BT[:, None, None, key]
     return same & (query[:, None] >= key)
 
@@ -253,7 +254,8 @@ def attention_backward(
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-    scores = (q @ _repeated(k, q).mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+    exact = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(exact) @ _repeated(k, q).to(exact).mT * q.shape[-1] ** -0.5
     if causal and mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     return scores if mask is None else scores.masked_fill(~mask, float("-inf"))

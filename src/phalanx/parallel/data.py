@@ -103,7 +103,9 @@ class DataParallel(Strategy):
             self.exposed.add(min(now, self._last_gradient), now)
 
     def sum_terms(self) -> None:
-        scale([g for name, g in self.gradients().items() if name in self.apart], torch.tensor(1 / self.loss_scale))
+        """As everywhere; DDP did not divide those that are apart."""
+        apart = [gradient for name, gradient in self.gradients().items() if name in self.apart]
+        scale(apart, torch.tensor(1 / self.loss_scale, dtype=torch.float64))
         super().sum_terms()
 
     def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:

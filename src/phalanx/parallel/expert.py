@@ -27,9 +27,8 @@ class ExpertRanks:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, group.size()
         self.exposed = ExposedTime()
-        """As of all communication."""
         self.waits = ExposedTime()
-        """That of all-to-alls alone."""
+        """Of what `exposed` counts, that for all-to-alls."""
 
     def wait(self, work: dist.Work | None) -> None:
         """For an exchange to end."""
@@ -65,7 +64,7 @@ def _forward(moe: MoE, ranks: ExpertRanks, x_BTD: Tensor) -> tuple[Tensor, Tenso
         rows = rows.to(torch.get_autocast_dtype(rows.device.type))
     # How many rows each rank sends to each expert of each other.
     theirs = torch.empty_like(counts_E)
-    dist.all_to_all_single(theirs, counts_E, group=ranks.group)
+    ranks.wait(dist.all_to_all_single(theirs, counts_E, group=ranks.group, async_op=True))
     sent = counts_E.view(ranks.size, -1).sum(1).tolist()
     by_source = theirs.view(ranks.size, -1)
     came = by_source.sum(1).tolist()

@@ -50,11 +50,6 @@ class Mesh:
         return None if mesh is None else mesh.get_group()
 
     @property
-    def tp_rank(self) -> int:
-        """Which share of every matrix product this rank has."""
-        return self.rank % self.degrees.tp
-
-    @property
     def links(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """The groups of this rank's pipeline: for messages to later ranks of it, and to earlier ones."""
         assert self.devices is not None

@@ -253,6 +253,7 @@ class Pipeline(Strategy):
         with self.exposed.waiting():
             dist.all_reduce(square, group=self.pipe)
             dist.all_reduce(sums, group=self.group)
+        self.inner.agree(sums)
         return Reduced(self.inner.mean_and_clip(square.sqrt(), sums[0], clip_norm), sums)
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

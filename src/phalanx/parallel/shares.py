@@ -26,7 +26,7 @@ class Shares:
         self.shapes: dict[str, torch.Size] = {}
         """Of whole tensors."""
         self._places: dict[tuple[str, DeviceMesh | None], tuple[DeviceMesh, list[Placement]]] = {}
-        copies = kv_copies(spec, layout.tp) if layout.tp > 1 else 1
+        copies = kv_copies(spec, layout.tp) if layout.tp > 1 and layout.heads == "split" else 1
         self._heads: DeviceMesh | None = None
         if 1 < copies < layout.tp and mesh.devices is not None:
             # Every rank makes the groups of all ranks, in the same order.

@@ -81,7 +81,7 @@ class Strategy:
         self.exposed = ExposedTime()
         self.shared: Shared | None = None
         """How ranks share the model itself, where they do."""
-        self.tensor: Tensors | None = None
+        self.tensor: ProductRanks | None = None
         """The ranks that share matrix products, where there are such."""
         self.waits_by_name: dict[str, ExposedTime] = {}
         """Other times in which this rank waited, of which a run keeps a record: by what for."""
@@ -125,6 +125,11 @@ class Strategy:
             for (group, _), mine in terms.items():
                 all_reduce_together(mine, group, self.exposed)
 
+    def agree(self, sums: Tensor) -> None:
+        """Ranks that share products measured the same, but for what only some were told: to stop."""
+        if self.tensor is not None:
+            self.tensor.sum(sums, dist.ReduceOp.MAX)
+
     def norm(self) -> Tensor:
         """Of the gradient of the whole model (a scalar)."""
         return global_norm([self.part(name, gradient) for name, gradient in self.gradients().items()], self.exposed)
@@ -146,6 +151,7 @@ class Strategy:
         if self.group is not None:
             with self.exposed.waiting():
                 dist.all_reduce(sums, group=self.group)
+        self.agree(sums)
         return Reduced(self.mean_and_clip(norm, sums[0], clip_norm), sums)
 
     def mean_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
@@ -204,8 +210,11 @@ class Shared(Protocol):
         """The ranks that each have a term of this parameter's gradient, unless somebody else sums them."""
 
 
-class Tensors(Protocol):
+class ProductRanks(Protocol):
     """Ranks that share matrix products (tensor parallelism)."""
+
+    def sum(self, x: Tensor, over: dist.ReduceOp.RedOpType) -> Tensor:
+        """All-reduced in place."""
 
     def cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
         """See Strategy.cross_entropy."""

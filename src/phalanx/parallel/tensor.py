@@ -146,7 +146,8 @@ class _OutputSplit(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (x,), weights, ranks = ctx.saved_tensors, ctx.weights, ctx.ranks
         # A weight's gradient that is put off fetches its input when its time comes.
-        coming = ranks.begin_enter(x) if ranks.later.put_off is None else partial(ranks.enter, x)
+        now = ranks.later.put_off is None and any(ctx.needs_input_grad[1:-1])
+        coming = ranks.begin_enter(x) if now else partial(ranks.enter, x)
         of_x = gradients[0] @ weights[0]
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
             of_x.flatten(0, -2).addmm_(gradient.flatten(0, -2), weight)

@@ -13,7 +13,6 @@ from phalanx.spec.base import Spec, divisors
 from phalanx.spec.errors import UserError
 
 ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
-RUNNABLE_DATA = ("ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server")
 IN_PIPELINES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 NOT_YET = "is described, but does not run yet"
 SHARDED = ("zero1", "zero2", "zero3", "hsdp")
@@ -167,8 +166,9 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
         )  # fmt: skip
     model_ranks = layout.pp * layout.cp * layout.tp
     if (world_size - servers) % model_ranks:
+        above_one = " x ".join(axis for axis in ("pp", "cp", "tp") if getattr(layout, axis) > 1)
         raise UserError(
-            "parallel.pp x cp x tp", model_ranks, f"does not divide the {world_size - servers} ranks that compute",
+            f"parallel.{above_one}", model_ranks, f"does not divide the {world_size - servers} ranks that compute",
             f"use a multiple of {model_ranks} ranks, or lower a degree",
         )  # fmt: skip
     dp = (world_size - servers) // model_ranks
@@ -265,8 +265,6 @@ def check_meaning(layout: Layout) -> None:
 
 def refuse_unrunnable(layout: Layout) -> None:
     """Raise UserError for a value that training cannot run yet."""
-    if layout.data not in RUNNABLE_DATA:
-        raise UserError("parallel.data", layout.data, NOT_YET, f"runs today: {', '.join(RUNNABLE_DATA)}")
     if layout.pp > 1 and layout.data not in IN_PIPELINES:
         fix = f"use one of {', '.join(IN_PIPELINES)}, or parallel.pp = 1"
         raise UserError("parallel.data", layout.data, f"in a pipeline (parallel.pp = {layout.pp}) {NOT_YET}", fix)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Literal
 
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.run import RunSpec
+from phalanx.spec.run import RunSpec, cut_batch
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def kv_copies(spec: ModelSpec, tp: int) -> int:
     return max(1, tp // spec.kv_heads)
 
 
-def check_shares(run: RunSpec) -> None:
+def check_shares(run: RunSpec, world_size: int) -> None:
     """Raise UserError for a model whose heads, widths, vocabulary, experts or tokens cannot be divided between ranks
     that share it."""
     spec, layout, sequence = run.model, run.parallel, run.training.sequence
@@ -93,15 +94,25 @@ def check_shares(run: RunSpec) -> None:
         _check_capacity(layout, spec.moe.capacity_factor)
     if layout.ep > 1:
         _check_experts(spec, layout)
+        _check_rounds(run, world_size)
+    if layout.tp > 1 and layout.compress == "powersgd":
+        problem = f"does not go with parallel.tp = {layout.tp}: copies of a tensor would differ by what is not exact"
+        raise UserError("parallel.compress", "powersgd", problem, "remove it")
     if layout.cp > 1:
         _check_context(spec, layout, sequence)
 
 
 def _check_capacity(layout: Layout, factor: float) -> None:
-    shared = "parallel.cp" if layout.cp > 1 else "parallel.sequence_parallel"
     if layout.cp > 1 or (layout.tp > 1 and layout.sequence_parallel):
-        problem = f"is a matter of whole sequences, whose tokens {shared} shares"
-        raise UserError("model.moe.capacity_factor", factor, problem, "remove one of the two")
+        shared = "parallel.cp" if layout.cp > 1 else "parallel.sequence_parallel"
+        needed = ", which parallel.ep needs with parallel.tp," if layout.cp == 1 < layout.ep else ""
+        problem = f"is a matter of whole sequences, whose tokens {shared}{needed} shares"
+        raise UserError(
+            "model.moe.capacity_factor",
+            factor,
+            problem,
+            "remove it, or one of the other two" if needed else "remove one of the two",
+        )
 
 
 def _check_experts(spec: ModelSpec, layout: Layout) -> None:
@@ -116,12 +127,24 @@ def _check_experts(spec: ModelSpec, layout: Layout) -> None:
         raise UserError("parallel.ep", layout.ep, problem, "set parallel.sequence_parallel = true")
 
 
+def _check_rounds(run: RunSpec, world_size: int) -> None:
+    """Experts of ranks with different data meet at every micro-batch."""
+    cut, layout = cut_batch(run, world_size), run.parallel
+    if (layout.cp * layout.tp) % layout.ep and cut.sequences % (cut.dp * cut.micro_batch):
+        raise UserError(
+            "training.tokens_per_step", run.training.tokens_per_step,
+            f"gives ranks different numbers of micro-batches, and with parallel.ep = {layout.ep} they meet at each",
+            "make it a multiple of micro-batch x data-parallel ranks x training.sequence",
+        )  # fmt: skip
+
+
 def _check_context(spec: ModelSpec, layout: Layout, sequence: int) -> None:
     cp, pieces = layout.cp, layout.cp * (2 if layout.context == "ring" else 1)
     share = layout.tp if layout.sequence_parallel else 1
-    if sequence % (pieces * share):
-        problem = f"needs training.sequence ({sequence}) to be a multiple of {pieces * share}"
-        near = max(1, round(sequence / (pieces * share))) * pieces * share
+    whole = lcm(pieces, cp * share)
+    if sequence % whole:
+        problem = f"needs training.sequence ({sequence}) to be a multiple of {whole}"
+        near = max(1, round(sequence / whole)) * whole
         raise UserError("parallel.cp", cp, problem, f"use training.sequence = {near}, or a smaller degree")
     heads, kv = spec.heads // layout.tp, max(1, spec.kv_heads // layout.tp)
     if layout.context == "ulysses" and (heads % cp or (kv % cp and cp % kv)):
@@ -134,8 +157,10 @@ def _check_tensor(spec: ModelSpec, layout: Layout, sequence: int) -> None:
     dense = any(not spec.is_moe(layer) for layer in range(spec.layers))
     widths = {"model.heads": spec.heads} if layout.heads == "split" else {}
     widths |= {"model.ffn": spec.ffn} if dense else {}
-    if spec.moe and (layout.ep == 1 or spec.moe.shared_experts):
-        widths["model.moe.ffn"] = spec.moe.ffn * (1 if layout.ep == 1 else spec.moe.shared_experts)
+    if spec.moe and layout.ep == 1:
+        widths["model.moe.ffn"] = spec.moe.ffn
+    elif spec.moe and spec.moe.shared_experts:
+        widths["model.moe.ffn x shared_experts"] = spec.moe.ffn * spec.moe.shared_experts
     if layout.sequence_parallel:
         widths["training.sequence"] = sequence
     for field, size in widths.items():

@@ -48,7 +48,7 @@ def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
     refuse_unrunnable(run.parallel)
     refuse_unsupported(run.parallel)
     cut_batch(run, world_size)
-    check_shares(run)
+    check_shares(run, world_size)
     check_pipeline(run, world_size)
     known = {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0)
     if run.model.vocab < known:

@@ -132,6 +132,8 @@ class Trainer:
 
     def train_step(self, batches: Iterator[Batch]) -> Record:
         """One optimizer update: forward and backward passes, their sum over ranks, update. Returns its record."""
+        for waited in (self.strategy.exposed, *self.strategy.waits_by_name.values()):
+            waited.take()  # that of an evaluation
         clock = Stopwatch(self.device)
         micros = self._micros(next(batches)) if self.strategy.computes else []
         clock.mark("data_seconds")

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from phalanx.cost.memory import refuse_unpredicted
 from phalanx.cost.parameters import parameters
 from phalanx.measure.matmul import peak_flops
 from phalanx.parallel.apply import computing
@@ -47,6 +48,7 @@ def work(source: Path, overrides: list[str], resume: bool, measure: bool = False
         run, data = read_directory(directory)
         fresh = not checkpoints(directory / "checkpoints")
         if measure:
+            refuse_unpredicted(run.parallel)
             forget_measured(directory)  # of an earlier start, maybe of other ranks
         trainer = Trainer(run, open_corpus(run, data, fresh), directory, device, device_peak(run, device))
         _train(trainer, resume or prepared, measure)
@@ -128,7 +130,8 @@ def opening(trainer: Trainer, resumed: int) -> str:
     """What a run says before its first step; `resumed` is how many ranks wrote what it goes on from, if it does."""
     run, cut, sizes = trainer.run, trainer.cut, trainer.mesh.degrees
     ranks = f"{counted(sizes.world_size)} ({trainer.device.type})"
-    names = {"pp": f"pipeline ({run.parallel.schedule})", "cp": run.parallel.context, "tp": "tensor", "ep": "expert"}
+    schedule = run.parallel.schedule_file or run.parallel.schedule
+    names = {"pp": f"pipeline ({schedule})", "cp": run.parallel.context, "tp": "tensor", "ep": "expert"}
     layout = "".join(f", {name} x {getattr(sizes, axis)}" for axis, name in names.items() if getattr(sizes, axis) > 1)
     layout += f", {run.parallel.data}" if sizes.dp > 1 or sizes.servers else ""
     layout += f", state in {PLACES[run.parallel.offload]}" if run.parallel.offload != "none" else ""
@@ -179,6 +182,8 @@ def _sample(trainer: Trainer) -> str:
     from phalanx.model.generate import generate
 
     run = trainer.run
+    if run.parallel.tp * run.parallel.cp > 1:  # ranks know parts of logits, or of the text
+        return f"(none: phalanx generate {trainer.directory} --prompt {run.evaluation.prompt!r})"
     if not trainer.strategy.computes:
         return _told("")
     tokenizer = trainer.corpus.tokenizer
