@@ -41,7 +41,7 @@ def test_degrees_and_data_ranks(layout: Any, world_size: int, expected: Any, sha
 @pytest.mark.parametrize(
     ("layout", "world_size", "field"),
     [
-        ({"tp": 3}, 4, "parallel.pp x cp x tp"),
+        ({"tp": 3}, 4, "parallel.tp"),
         ({"pp": 2, "cp": 2, "tp": 2}, 4, "parallel.pp x cp x tp"),
         ({"dp_shard": 2}, 4, "parallel.dp_shard"),
         ({"data": "hsdp"}, 4, "parallel.dp_shard"),
