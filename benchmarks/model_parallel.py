@@ -105,7 +105,7 @@ def page(results: Sequence[Measured], rounds: int, steps: int) -> str:
 {table(results)}
 
 Goal: at least 1 beside plain PyTorch and OLMo-core, in wall time and in CPU time per token; of data parallelism 0.85
-for tensor and 0.8 for pipeline parallelism (a pipeline of two with four micro-batches cannot have more than 0.8).
+for tensor and 0.8 for pipeline parallelism (of two ranks and four micro-batches the bubble alone leaves 0.8).
 Ratios are medians over neighbouring rounds; CPU time is that of both ranks together.
 
 `tp2` shares the tokens between pairs of products (sequence parallelism), as plain PyTorch does here; `tp2, whole
@@ -113,7 +113,7 @@ tokens` does not: with two ranks on a CPU its all-reduce is the cheaper exchange
 PyTorch is a Llama of a page with `parallelize_module`, sequence parallelism and `loss_parallel`; with
 `torch.distributed.pipelining`'s 1F1B and half of the layers on each rank; and with the ring attention of
 `torch.distributed.tensor.experimental` (its own `context_parallel` does not run on a CPU) under DDP. OLMo-core's
-context parallelism needs CUDA.
+pipelines and context parallelism need CUDA.
 
 ## How
 

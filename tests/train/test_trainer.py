@@ -231,3 +231,39 @@ def test_all_ranks_stop_when_one_is_told_to(changes: Any, told: int, tmp_path: P
         (text / f"{number}.py").write_text(Path(__file__).read_text())
     run = described(text, tmp_path, {"model": MOE, "parallel.micro_batch": 1, **changes})
     assert ranks(2).run(stop_of, run, told) == [2, 2]
+
+
+def routing(run: Any) -> list[tuple[float, ...]]:
+    """What three steps say of the experts."""
+    under_way = trainer(run)
+    batches = prefetch(under_way.loader, 0, run.training.steps)
+    kept = ("auxiliary_loss", "hot_expert_share", "dropped_share")
+    records = [under_way.train_step(batches) for _ in range(3)]
+    assert all(("all_to_all_seconds" in record) == (run.parallel.ep > 1) for record in records)
+    return [tuple(record[name] for name in kept if name in record) for record in records]
+
+
+WHOLE_TOKENS = {"parallel.tp": 2, "parallel.sequence_parallel": False}
+ROUTED: list[tuple[Any, int, float | None]] = [
+    *(({"parallel.ep": 2}, 2, capacity) for capacity in (None, 0.75)),
+    *((WHOLE_TOKENS, 2, capacity) for capacity in (None, 0.75)),
+    *(({"parallel.pp": 2, "parallel.ep": 2, "parallel.micro_batch": 1}, 4, capacity) for capacity in (None, 0.75)),
+    ({"parallel.tp": 2}, 2, None),
+    ({"parallel.cp": 2}, 2, None),
+    ({"parallel.ep": 2, "parallel.tp": 2}, 4, None),
+]
+
+
+@pytest.mark.parametrize(("changes", "world_size", "capacity"), ROUTED, ids=map(str, ROUTED))
+def test_what_is_said_of_experts_does_not_depend_on_the_layout(
+    changes: Any, world_size: int, capacity: float | None, tmp_path: Path
+) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(3):
+        (text / f"{number}.py").write_text(Path(__file__).read_text())
+    model = {**MOE, "moe": {**MOE["moe"], **({} if capacity is None else {"capacity_factor": capacity})}}
+    one = routing(described(text, tmp_path / "one", {"model": model}))
+    assert len(one[0]) == (2 if capacity is None else 3)
+    for rank in ranks(world_size).run(routing, described(text, tmp_path / "many", {"model": model, **changes})):
+        assert rank == [pytest.approx(step, rel=1e-10) for step in one]
