@@ -194,6 +194,9 @@ ROWS += [
     tensor(tp, tp, ("three-heads",), parallel__heads="gathered", **choices) for tp in (2, 4) for choices in ({}, APART)
 ]
 ROWS += [Row("ep3", 3, {"parallel.ep": 3}, models=("six-experts",)), Row("tp2-uneven", 4, UNEVEN, models=("moe",))]
+ROWS += [
+    Row("zero1-muon-more-ranks-than-rows", 8, {"parallel.data": "zero1", "optimizer.name": "muon"}, models=("moe",))
+]
 ROWS += [Row("cp2-muon", 2, {"parallel.cp": 2, "optimizer.name": "muon"})]
 ROWS += [tensor(4, 4, optimizer__name="muon")]
 FAMILY = ("ddp", "zero1", "zero2", "zero3")

@@ -139,7 +139,7 @@ def give_rows(mine: Tensor, matrices: int, group: dist.ProcessGroup) -> Tensor:
     dist.all_to_all_single(received, sent, sizes, [len(mine) * count * columns for count in counts], group=group)
     rows = mine.new_empty(matrices, counts[rank], columns)
     for owner, part in enumerate(received.split(sizes)):
-        rows[owner::ranks] = part.view(-1, counts[rank], columns)
+        rows[owner::ranks] = part.view(held[owner], counts[rank], columns)
     return rows
 
 
