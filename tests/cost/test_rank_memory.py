@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.cost.activations import activation_bytes
 from phalanx.cost.buffers import buckets, units
-from phalanx.cost.memory import RankMemory, rank_memory, state_bytes, strategy_bytes
+from phalanx.cost.memory import RankMemory, rank_memory, rank_states, state_bytes, strategy_bytes
 from phalanx.cost.parameters import parameters
 from phalanx.cost.shapes import parameter_shapes
 from phalanx.spec.errors import UserError
@@ -154,6 +154,52 @@ def test_state_is_what_the_strategies_hold_to_the_byte(data, world_size, precisi
         assert role == "rank" or fullest.get("communication", 0) <= predicted.communication
 
 
+TWO_HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": "full"}
+SHARED: list[tuple[int, dict[str, Any]]] = [
+    (2, {"parallel.tp": 2}),
+    (4, {"parallel.tp": 4, "parallel.sequence_parallel": False}),
+    (4, {"parallel.tp": 2, "parallel.data": "zero1"}),
+    (4, {"parallel.tp": 2, "parallel.data": "zero2"}),
+    (4, {"parallel.tp": 2, "parallel.data": "zero3"}),
+    (4, {"parallel.cp": 2, "parallel.data": "zero3"}),
+    (2, {"parallel.ep": 2}),
+    (4, {"parallel.ep": 2, "parallel.data": "zero1"}),
+    (4, {"parallel.ep": 2, "parallel.data": "zero3"}),
+    (4, {"parallel.ep": 2, "parallel.tp": 2, "parallel.data": "zero2"}),
+    (2, {"parallel.pp": 2}),
+    (2, {"parallel.pp": 2, "model.tied": True}),
+    (2, {"parallel.pp": 2, "parallel.schedule": "zb-v"}),
+    (4, {"parallel.pp": 2, "parallel.data": "zero1"}),
+    (4, {"parallel.pp": 2, "parallel.tp": 2}),
+    (4, {"parallel.pp": 2, "parallel.ep": 2, "parallel.data": "zero3"}),
+]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+@pytest.mark.parametrize(("world_size", "changes"), SHARED, ids=str)
+def test_state_of_shares_and_stages_is_what_ranks_hold_to_the_byte(world_size, changes, precision, tmp_path):
+    """Parameters over tp x pp, experts over ep, each over the ranks that have rows of them: of the fullest rank at
+    each place of the pipeline."""
+    pytest.importorskip("torch")
+    from parity.trajectory import DENSE, described
+
+    from phalanx.testing import ranks
+
+    moe = {"experts": 4, "top_k": 2, "ffn": 24, "shared_experts": 1}
+    model = {**DENSE, **TWO_HEADS, "layers": 4, "vocab": 263, "moe": moe, "tied": changes.get("model.tied", False)}
+    common = {"model": model, "training.precision": precision, "training.steps": 4, "parallel.micro_batch": 1}
+    layout = {key: value for key, value in changes.items() if key != "model.tied"}
+    run = described(Path(json.__file__).parent, tmp_path, {**common, **layout})
+    found = ranks(world_size).run(really_held, run)
+    inner = changes.get("parallel.tp", 1) * changes.get("parallel.cp", 1)
+    pp = changes.get("parallel.pp", 1)
+    for place, predicted in enumerate(rank_states(run, world_size)):
+        there = [held for rank, held in enumerate(found) if rank // inner % pp == place]
+        fullest = max(there, key=lambda held: sum(held.values()))
+        parts = ("parameters", "gradients", "optimizer")
+        assert {part: fullest.get(part, 0) for part in parts} == {part: getattr(predicted, part) for part in parts}
+
+
 def test_buckets_are_those_of_zero():
     torch = pytest.importorskip("torch")
     from phalanx.model.transformer import Transformer
@@ -161,7 +207,7 @@ def test_buckets_are_those_of_zero():
 
     with torch.device("meta"):
         parts = [
-            SimpleNamespace(parameter=parameter)
+            SimpleNamespace(parameter=parameter, split=None)
             for parameter in Transformer(described(model=ODD_MOE).model).parameters()
         ]
     for limit in (1, 5_000, 30_000, 1e9):

@@ -17,6 +17,7 @@ from phalanx.cost.network import Strategy
 from phalanx.cost.parameters import ParameterCount
 from phalanx.cost.precision import COMPUTED, KEPT, Precision
 from phalanx.cost.shapes import Shape, Shapes, elements, muon_trains, owned_elements, parameter_shapes
+from phalanx.cost.shares import rank_shapes
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import SPLIT_AXES, Layout, degrees, refuse_unrunnable, spread
 from phalanx.spec.run import OptimizerSpec, RunSpec, cut_batch
@@ -145,6 +146,26 @@ def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
     if run.parallel.data == "parameter_server":
         return {"server": _server(run, world_size), "worker": _rank(run, world_size)}
     return {"rank": _rank(run, world_size)}
+
+
+def rank_states(run: RunSpec, world_size: int) -> list[StateBytes]:
+    """What the fullest rank at each place of the pipeline (one, without a pipeline) holds from step to step, under any
+    layout that neither serves nor offloads. Exact."""
+    layout, precision = run.parallel, run.training.precision
+    stage = layout.model_copy(update={"data": "zero1"}) if layout.pp > 1 and layout.data == "zero2" else layout
+    found = []
+    for rank in rank_shapes(run, world_size):
+        strategy, total = _runs_as(stage, rank.shards), StateBytes(0, 0, 0)
+        for shapes, shards in ((rank.dense, rank.shards), (rank.apart, rank.apart_shards)):
+            # With nobody to share the rest with, ZeRO-3 splits nothing.
+            split = 1 if strategy == "ddp" else shards
+            whole, _ = _counts(shapes, run, 1)
+            owned, states = _counts(shapes, run, split)
+            total += strategy_bytes(strategy, precision, whole, owned, states)
+        number = (KEPT if strategy == "ddp" else COMPUTED)[precision]  # ddp computes by autocast
+        copied = 0 if rank.copied is None else number * elements(rank.copied)
+        found.append(StateBytes(total.parameters + copied, total.gradients, total.optimizer))
+    return found
 
 
 def refuse_unpredicted(layout: Layout) -> None:

@@ -100,9 +100,7 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        back, work = ctx.ranks.begin(gradient, ctx.came, ctx.sent)
-        ctx.ranks.wait(work)
-        return back, None, None, None, None, None
+        return _to_where_they_came_from(ctx, gradient), None, None, None, None, None
 
 
 class _Return(torch.autograd.Function):
@@ -117,6 +115,11 @@ class _Return(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        back, work = ctx.ranks.begin(gradient, ctx.came, ctx.sent)
-        ctx.ranks.wait(work)
-        return back, None, None, None
+        return _to_where_they_came_from(ctx, gradient), None, None, None
+
+
+def _to_where_they_came_from(ctx: Any, gradient: Tensor) -> Tensor:
+    """The gradients of rows that were exchanged."""
+    back, work = ctx.ranks.begin(gradient, ctx.came, ctx.sent)
+    ctx.ranks.wait(work)
+    return cast(Tensor, back)

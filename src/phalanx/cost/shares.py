@@ -1,0 +1,80 @@
+"""What each rank of a pipeline has of a model in stages and shares: shapes by name, and among how many ranks data
+parallelism may split them further."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.cost.shapes import Shape, Shapes, parameter_shapes
+from phalanx.cost.stages import stage_layers
+from phalanx.schedule.named import any_schedule_of
+from phalanx.spec.layout import SHARDED, degrees
+from phalanx.spec.run import RunSpec
+from phalanx.spec.share import tensor_share
+
+
+@dataclass(frozen=True)
+class Held:
+    """The tensors of a rank."""
+
+    dense: Shapes
+    """All but experts that are apart, of which each data-parallel rank has a copy, or some rows."""
+    shards: int
+    """Ranks that have rows of these."""
+    apart: Shapes
+    """Experts, where ranks have different ones."""
+    apart_shards: int
+    """Ranks that have rows of these."""
+    copied: Shape | None = None
+    """Of a tied embedding, which another rank trains."""
+
+
+def rank_shapes(run: RunSpec, world_size: int) -> list[Held]:
+    """Of the rank with the largest shares at each place of the pipeline (one, without a pipeline).
+
+    Raises UserError if the ranks cannot be divided so.
+    """
+    spec, layout = run.model, run.parallel
+    sizes = degrees(layout, world_size)
+    data = sizes.as_data(sharded=layout.data in SHARDED)
+    copies = sizes.dp_replicate if layout.data == "hsdp" else 1
+    same = sizes.dp * sizes.cp * sizes.tp // sizes.ep // copies
+    shapes = {name: _share(run, name, shape) for name, shape in parameter_shapes(spec).items()}
+    apart = {name for name in shapes if tensor_share(spec, layout, name).among == "ep"}
+    return [
+        Held(
+            {name: shapes[name] for name in names if name not in apart}, data.dp_shard,
+            {name: shapes[name] for name in names if name in apart}, same if layout.data in SHARDED else 1,
+            shapes["embedding.weight"] if copied else None,
+        )
+        for names, copied in _names(run, list(shapes))
+    ]  # fmt: skip
+
+
+def _share(run: RunSpec, name: str, shape: Shape) -> Shape:
+    """Of the first of the ranks that share a tensor: none has more."""
+    layout = run.parallel
+    share = tensor_share(run.model, layout, name)
+    if share.axis is None:
+        return shape
+    parts = (layout.tp if share.among == "tp" else layout.ep) // share.copies
+    return tuple(-(-size // parts) if axis == share.axis else size for axis, size in enumerate(shape))
+
+
+def _names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:
+    """The tensors of each place of the pipeline, and whether it has a copy of a tied embedding beside."""
+    if run.parallel.pp == 1:
+        return [(names, False)]
+    schedule, layers = any_schedule_of(run.parallel), stage_layers(run)
+    first, last = schedule.rank_of[0], schedule.rank_of[schedule.stages - 1]
+    ends = {"embedding": first, "positions": first, "norm": last, "head": last}
+    rank_of = {str(layer): schedule.rank_of[stage] for stage, mine in enumerate(layers) for layer in mine}
+
+    def owner(name: str) -> int:
+        part, layer, *_ = name.split(".")
+        return rank_of[layer] if part == "blocks" else ends[part]
+
+    return [
+        ([name for name in names if owner(name) == rank], run.model.tied and rank == last != first)
+        for rank in range(run.parallel.pp)
+    ]
