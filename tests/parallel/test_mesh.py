@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Degrees, Layout, degrees
+from phalanx.spec.layout import Degrees, Layout, degrees, expert_groups, groups
+from phalanx.testing import ranks
 
 # A layout, the ranks, the degrees (dp_replicate, dp_shard, pp, cp, tp), and the share of the data of each rank.
 TABLE: list[tuple[dict[str, Any], int, tuple[int, int, int, int, int], list[int]]] = [
@@ -34,7 +36,7 @@ def test_degrees_and_data_ranks(layout: Any, world_size: int, expected: Any, sha
     made = degrees(Layout(**layout), world_size)
     assert made == Degrees(*expected)
     assert made.world_size == world_size
-    assert [Mesh(made, rank, None).dp_rank for rank in range(world_size)] == shares
+    assert [Mesh(made, rank, None, made.as_data(sharded=False)).dp_rank for rank in range(world_size)] == shares
     assert set(shares) == set(range(made.dp))
 
 
@@ -57,6 +59,57 @@ def test_ranks_that_cannot_be_divided_so(layout: Any, world_size: int, field: st
 
 
 def test_one_rank_has_no_mesh() -> None:
-    mesh = Mesh(degrees(Layout(), 1), 0, None)
+    sizes = degrees(Layout(), 1)
+    mesh = Mesh(sizes, 0, None, sizes.as_data(sharded=False))
     assert mesh.axes("dp_replicate", "tp") is None
     assert mesh.dp_group is None
+
+
+def test_experts_are_among_the_ranks_of_a_stage() -> None:
+    """Neighbours first; with a pipeline a group leaps over the other stages."""
+    assert expert_groups(degrees(Layout(ep=4, tp=2), 8)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert expert_groups(degrees(Layout(pp=2, ep=4, tp=2), 8)) == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert expert_groups(degrees(Layout(), 8)) == []
+
+
+def made_groups(layout: Layout) -> dict[str, list[int]]:
+    """The ranks with which this one works on what, by the groups that are there."""
+    mesh = build_mesh(layout, dist.get_world_size(), "cpu")
+    assert mesh.devices is not None
+    made = {"dp": mesh.dp_group, "tp": mesh.tp_group, "same experts": mesh.same_experts_group}
+    made |= {"pp": mesh.links[0]} if layout.pp > 1 else {}
+    made |= {"cp": mesh.context.get_group()} if mesh.context else {}
+    made |= {"ep": mesh.experts["ep"].get_group()} if mesh.experts else {}
+    return {name: sorted(dist.get_process_group_ranks(group)) for name, group in made.items() if group is not None}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 2, "tp": 2, "ep": 2},
+        {"pp": 2, "cp": 2, "ep": 4, "data": "zero3"},
+        {"cp": 2, "tp": 2, "ep": 4, "data": "zero1"},
+        {"ep": 2, "data": "hsdp", "dp_shard": 4},
+        {"ep": 2, "tp": 2, "data": "hsdp", "dp_shard": 2},
+    ],
+    ids=str,
+)
+def test_groups_are_those_that_are_shown(layout: Any) -> None:
+    """`phalanx mesh` and the run agree on every group of every axis."""
+    described = Layout(**layout)
+    sizes = degrees(described, 8)
+    for rank, found in enumerate(ranks(8).run(made_groups, described)):
+
+        def mine(of_axis: list[tuple[int, ...]], rank: int = rank) -> list[int]:
+            (group,) = [group for group in of_axis if rank in group]
+            return list(group)
+
+        expected = {axis: mine(groups(sizes, axis)) for axis in ("pp", "cp", "tp") if getattr(sizes, axis) > 1}
+        expected["dp"] = mine(groups(sizes, "dp_replicate", "dp_shard", "cp"))
+        expected["ep"] = mine(expert_groups(sizes))
+        place = expected["ep"].index(rank)
+        stage = mine(groups(sizes, "dp_replicate", "dp_shard", "cp", "tp"))
+        expected["same experts"] = stage[place :: sizes.ep]
+        assert {name: ranks for name, ranks in found.items() if len(ranks) > 1} == {
+            name: ranks for name, ranks in expected.items() if len(ranks) > 1
+        }

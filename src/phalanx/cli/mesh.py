@@ -11,7 +11,6 @@ from rich.text import Text
 from phalanx.cli.options import Json, Overrides, Ranks, RunFile
 from phalanx.spec.layout import AXES, degrees, expert_groups, groups
 from phalanx.spec.load import load_run
-from phalanx.spec.share import check_shares
 
 MEANING = {
     "dp_replicate": "copies of the model",
@@ -36,7 +35,6 @@ def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json 
     world_size = ranks or described.cluster.ranks
     per_node = described.cluster.nproc or world_size
     sizes = degrees(described.parallel, world_size)
-    check_shares(described, world_size)
     found = {axis: groups(sizes, axis) for axis in AXES} | {"ep": expert_groups(sizes)}
     axes = [
         {
