@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.cost.precision import COMPUTED, Precision
+from phalanx.spec.errors import UserError
 from phalanx.spec.model import ModelSpec, MoESpec
 
 Recompute = Literal["none", "selective", "full"]
@@ -75,8 +76,14 @@ def activation_bytes(
     recompute: Recompute = "none",
     autocast: bool = False,
     masked: bool = False,
+    tp: int = 1,
+    sequence_parallel: bool = False,
 ) -> ActivationBytes:
     """Activations of one rank for a micro-batch of `batch` sequences of `sequence` tokens.
+
+    Of `tp` tensor-parallel ranks one has a share of heads, inner widths and logits, and with `sequence_parallel` of the
+    residual stream's tokens too, which norms and products keep (arXiv 2205.05198, section 4.2). Raises UserError for
+    experts or norms over all heads on several of these, which are not counted yet.
 
     bf16 is either `autocast` over fp32 parameters (one process, DDP; no effect on fp32 and fp64), or parameters that
     are bf16 themselves (ZeRO). `masked`: documents in a sequence are hidden from each other.
@@ -84,8 +91,11 @@ def activation_bytes(
     The backward pass frees what it is done with, so that while layer l is computed again there is what the layers
     before it keep, what it drops itself, and nothing of those after it or of the loss.
     """
-    run = _Pass(batch, sequence, precision, autocast and precision == "bf16", masked)
-    stream = run.tokens * spec.width * run.stream
+    if tp > 1 and (spec.moe is not None or spec.qk_norm == "full"):
+        problem = "activations of experts, or with norms over all heads, are not counted for several ranks yet"
+        raise UserError("parallel.tp", tp, problem, "set parallel.tp = 1")
+    run = _Pass(batch, sequence, precision, autocast and precision == "bf16", masked, tp, sequence_parallel)
+    stream = run.here * spec.width * run.stream
     norm = Counter(norms=_norm(spec, run))
     again = Counter(checkpoints=stream)
     kept = Counter(inputs=_inputs(spec, run, recompute))
@@ -106,7 +116,9 @@ def activation_bytes(
         else:
             kept += norm + attention + norm + mlp
     kept += norm + _head(spec, run)
-    loss_gradients = 2 * run.tokens * spec.vocab * run.wide
+    # Of shared logits only the gradient in what the loss computes in, and where that is not theirs the other.
+    each = 2 * run.wide if tp == 1 else run.wide + (run.number if run.number < run.wide else 0)
+    loss_gradients = run.tokens * run.share(spec.vocab) * each
     return ActivationBytes(**kept, loss_gradients=loss_gradients, recomputed=max(alive, default=0))
 
 
@@ -119,10 +131,21 @@ class _Pass:
     precision: Precision
     autocast: bool
     masked: bool
+    tp: int = 1
+    sequence_parallel: bool = False
 
     @property
     def tokens(self) -> int:
         return self.batch * self.sequence
+
+    @property
+    def here(self) -> int:
+        """Tokens of the residual stream on this rank."""
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+    def share(self, count: int) -> int:
+        """Of heads, columns or rows of the vocabulary, those of the rank that has most."""
+        return max(1, -(-count // self.tp))
 
     @property
     def number(self) -> int:
@@ -140,8 +163,9 @@ class _Pass:
         return self.wide if self.autocast else self.number
 
     def linear_input(self, width: int, readers: int) -> int:
-        """The input that `readers` linear layers share. Autocast casts it for each of them anew."""
-        return self.tokens * width * self.number * (readers if self.autocast else 1)
+        """The input that `readers` linear layers share. Autocast casts it for each of them anew; layers that are cut
+        over ranks take it together."""
+        return self.here * width * self.number * (readers if self.autocast and self.tp == 1 else 1)
 
     def weights(self, count: int) -> int:
         """Copies of `count` fp32 weights, kept by the products with them."""
@@ -150,7 +174,7 @@ class _Pass:
 
 def _inputs(spec: ModelSpec, run: _Pass, recompute: Recompute) -> int:
     places = run.tokens if run.masked else run.sequence  # positions start anew with each document
-    tokens = run.tokens * INDEX  # embedding
+    tokens = run.tokens * (INDEX if run.tp == 1 else INDEX + 1)  # embedding; and whose rows other ranks have
     positions = places * INDEX  # learned: embedding
     tables = 2 * places * spec.head_dim * run.wide  # rope: products with cosine and sine
     mask = run.batch * run.sequence**2 if run.masked and recompute != "none" else 0  # bool, to compute again
@@ -159,25 +183,25 @@ def _inputs(spec: ModelSpec, run: _Pass, recompute: Recompute) -> int:
 
 def _norm(spec: ModelSpec, run: _Pass) -> int:
     if spec.norm == "layernorm":
-        return run.tokens * (spec.width + 2) * run.stream  # x, its mean and 1 / std
-    return _rms_norm(run, spec.width)
+        return run.here * (spec.width + 2) * run.stream  # x, its mean and 1 / std
+    return _rms_norm(run, run.here, spec.width)
 
 
-def _rms_norm(run: _Pass, width: int, vectors: int = 1) -> int:
-    """Over `vectors` of `width` per token: x, x / rms and 1 / rms."""
-    return run.tokens * vectors * (2 * width + 1) * run.wide
+def _rms_norm(run: _Pass, vectors: int, width: int) -> int:
+    """Over `vectors` of `width`: x, x / rms and 1 / rms."""
+    return vectors * (2 * width + 1) * run.wide
 
 
 def _attention(spec: ModelSpec, run: _Pass) -> Counter[str]:
-    D, H, K = spec.width, spec.heads, spec.head_dim
-    q, kv = H * K, spec.kv_heads * K
+    D, H, K, kv_heads = spec.width, run.share(spec.heads), spec.head_dim, run.share(spec.kv_heads)
+    q, kv = H * K, kv_heads * K
     kept = run.linear_input(D, readers=3)  # wq, wk, wv
     weights = 2 * D * (q + kv)
     if spec.qk_norm == "head":
-        kept += _rms_norm(run, K, vectors=H + spec.kv_heads)
+        kept += _rms_norm(run, run.tokens * (H + kv_heads), K)
         weights += 2 * K
     elif spec.qk_norm == "full":
-        kept += _rms_norm(run, q) + _rms_norm(run, kv)
+        kept += _rms_norm(run, run.tokens, q) + _rms_norm(run, run.tokens, kv)
         weights += q + kv
     kept += run.tokens * (2 * q + 2 * kv) * run.number  # flash: q, k, v, and its output, which is wo's input
     kept += run.tokens * H * run.wide  # flash: logsumexp
@@ -186,11 +210,12 @@ def _attention(spec: ModelSpec, run: _Pass) -> Counter[str]:
 
 
 def _mlp(spec: ModelSpec, run: _Pass) -> Counter[str]:
+    ffn = run.share(spec.ffn)
     if spec.activation == "swiglu":
-        return Counter(mlp=_swiglu(run, spec.width, spec.ffn), weight_copies=run.weights(3 * spec.width * spec.ffn))
+        return Counter(mlp=_swiglu(run, spec.width, ffn), weight_copies=run.weights(3 * spec.width * ffn))
     kept = run.linear_input(spec.width, readers=1)  # up
-    kept += 2 * run.tokens * spec.ffn * run.number  # gelu: its input; down: its output
-    return Counter(mlp=kept, weight_copies=run.weights(2 * spec.width * spec.ffn))
+    kept += 2 * run.tokens * ffn * run.number  # gelu: its input; down: its output
+    return Counter(mlp=kept, weight_copies=run.weights(2 * spec.width * ffn))
 
 
 def _swiglu(run: _Pass, width: int, ffn: int) -> int:
@@ -219,6 +244,10 @@ def _moe(spec: ModelSpec, moe: MoESpec, run: _Pass) -> Counter[str]:
 
 def _head(spec: ModelSpec, run: _Pass) -> Counter[str]:
     kept = run.linear_input(spec.width, readers=1)
-    kept += run.tokens * spec.vocab * run.wide  # log-softmax: its output. The fp32 copy of bf16 logits is dropped
-    kept += run.tokens * INDEX + run.wide  # negative log-likelihood: targets, and their total weight
-    return Counter(head_and_loss=kept, weight_copies=run.weights(spec.vocab * spec.width))
+    vocab = run.share(spec.vocab)
+    kept += run.tokens * vocab * run.wide  # log-softmax: its output. The fp32 copy of bf16 logits is dropped
+    if run.tp == 1:
+        kept += run.tokens * INDEX + run.wide  # negative log-likelihood: targets, and their total weight
+    else:
+        kept += run.tokens * (INDEX + 2)  # each target's column, whether it is here, and whether it counts
+    return Counter(head_and_loss=kept, weight_copies=run.weights(vocab * spec.width))

@@ -122,13 +122,16 @@ class TensorRanks:
 def output_split(x: Tensor, ranks: TensorRanks, *layers: nn.Linear) -> Products:
     """The first of a pair: this rank's columns of the products of `x` with each layer's matrix."""
     products = _OutputSplit.apply(*cast_together(x, *(layer.weight for layer in layers)), ranks)
-    return tuple(z if layer.bias is None else z + layer.bias for z, layer in zip(products, layers, strict=True))
+    return tuple(_plus(z, layer.bias) for z, layer in zip(products, layers, strict=True))
 
 
 def input_split(hidden: Tensor, ranks: TensorRanks, layer: nn.Linear) -> Tensor:
     """The second: the sum over ranks of their products, as the residual stream has it."""
-    out = _InputSplit.apply(*cast_together(hidden, layer.weight), ranks)
-    return out if layer.bias is None else out + layer.bias
+    return _plus(_InputSplit.apply(*cast_together(hidden, layer.weight), ranks), layer.bias)
+
+
+def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias.to(product.dtype)
 
 
 class _OutputSplit(torch.autograd.Function):
