@@ -51,7 +51,7 @@ def test_the_first_line_names_a_schema_that_is_there(tmp_path):
 def test_every_commented_key_is_right():
     """Uncommented, a key leaves the run as it is, or is an example for a field that has no default."""
     examples = {"from_hf", "dp_shard", "micro_batch", "preset", "nproc", "peak_flops", "memory_bytes", "wandb"}
-    examples |= {"offload_directory", "first_bucket_mb", "base_ranks", "staleness"}
+    examples |= {"offload_directory", "schedule_file", "first_bucket_mb", "base_ranks", "staleness"}
     text = starter("run.toml", "schema")
     lines = text.splitlines()
     begin = lines.index("# [model.moe]")

@@ -101,7 +101,9 @@ def test_what_cannot_run_says_why(run):
     assert "which 5 data-parallel ranks cannot share" in rows["zero2 rank"]["problem"]
     assert rows["zero1 rank"]["problem"] == ""
     assert "* zero2: training.tokens_per_step = 16384: is 64 sequences" in shown(run, "--ranks", "5")
-    assert "parallel.tp = 2: is described, but does not run yet" in shown(run, "--ranks", "4", "--set", "parallel.tp=2")
+    assert "parallel.tp = 2: memory and traffic of a model in shares or stages" in shown(
+        run, "--ranks", "4", "--set", "parallel.tp=2"
+    )
 
 
 def test_what_does_not_fit_is_marked_but_servers_are_in_cpu_memory(run):

@@ -331,5 +331,5 @@ def test_a_layout_that_cannot_run_is_refused():
         rank_memory(described("parameter_server"), 1)
     with pytest.raises(UserError, match="cannot share"):
         rank_memory(described("zero2"), 5)
-    with pytest.raises(UserError, match="does not run yet"):
+    with pytest.raises(UserError, match="not predicted yet"):
         rank_memory(described(parallel={"tp": 2}), 4)

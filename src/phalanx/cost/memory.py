@@ -173,8 +173,9 @@ def refuse_unpredicted(layout: Layout) -> None:
     for axis in SPLIT_AXES:
         if getattr(layout, axis) > 1:
             problem = "memory and traffic of a model in shares or stages are not predicted yet"
-            fix = f"set parallel.{axis} = 1, or leave --measure-memory out"
-            raise UserError(f"parallel.{axis}", getattr(layout, axis), problem, fix)
+            raise UserError(
+                f"parallel.{axis}", getattr(layout, axis), problem, f"set parallel.{axis} = 1 to see the rest"
+            )
 
 
 def _rank(run: RunSpec, world_size: int) -> RankMemory:
