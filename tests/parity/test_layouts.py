@@ -193,7 +193,10 @@ ROWS += [expert(2, 4, ("capacity",), parallel__data="zero3", parallel__recompute
 ROWS += [
     tensor(tp, tp, ("three-heads",), parallel__heads="gathered", **choices) for tp in (2, 4) for choices in ({}, APART)
 ]
-ROWS += [Row("ep3", 3, {"parallel.ep": 3}, models=("six-experts",)), Row("tp2-uneven", 4, UNEVEN, models=("moe",))]
+ROWS += [
+    Row("ep3", 3, {"parallel.ep": 3, "training.tokens_per_step": 6 * 32}, models=("six-experts",)),
+    Row("tp2-uneven", 4, UNEVEN, models=("moe",)),
+]
 ROWS += [
     Row("zero1-muon-more-ranks-than-rows", 8, {"parallel.data": "zero1", "optimizer.name": "muon"}, models=("moe",))
 ]
