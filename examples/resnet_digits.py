@@ -9,6 +9,7 @@ It needs transformers and scikit-learn: pip install -e '.[examples]'
 """
 
 import argparse
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -18,14 +19,15 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from phalanx.parallel.apply import distribute
 from phalanx.parallel.mesh import build_mesh
-from phalanx.spec.layout import RUNNABLE_DATA, Layout
+from phalanx.spec.layout import Layout
 from phalanx.train.launch import join_ranks, leave
 
 BATCH = 64  # images per step, over all ranks
 EPOCH = 24 * BATCH  # images to learn from; the other 261 are the test
 
 parser = argparse.ArgumentParser()
-parser.add_argument("data", nargs="?", default="ddp", choices=RUNNABLE_DATA, help="the data parallelism")
+ways = get_args(Layout.model_fields["data"].annotation)
+parser.add_argument("data", nargs="?", default="ddp", choices=ways, help="the data parallelism")
 parser.add_argument("--dp-shard", type=int, help="ranks that share one copy (hsdp)")
 parser.add_argument("--steps", type=int, default=72)
 options = parser.parse_args()
