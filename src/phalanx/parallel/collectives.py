@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -31,13 +31,21 @@ def standing_for(operation: str) -> Iterator[None]:
         ASKED_FOR.reset(token)
 
 
-def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup, exposed: ExposedTime) -> None:
-    """Sum each of these tensors, of one dtype, over the ranks (in place, by one all-reduce)."""
+def begin_all_reduce(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None, exposed: ExposedTime
+) -> Callable[[], None]:
+    """Starts to sum each of these tensors, of one dtype, over the ranks by one all-reduce; what it returns ends it, and
+    writes the sums into them."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-    with exposed.waiting():
-        dist.all_reduce(flat, group=group)
-    for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(total.view_as(tensor))
+    work = dist.all_reduce(flat, group=group, async_op=True)
+
+    def end() -> None:
+        with exposed.waiting():
+            work.wait()
+        for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(total.view_as(tensor))
+
+    return end
 
 
 class ReduceScatter:

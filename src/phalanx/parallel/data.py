@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.parallel.collectives import begin_all_reduce
 from phalanx.parallel.gradient import scale
 from phalanx.parallel.strategy import WRAPPER, Strategy, pieces_of
 from phalanx.spec.layout import Layout
@@ -38,16 +39,10 @@ class Replica(Strategy):
         for parameter in self.trained.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        sent = []
         gradients = [gradient for name, gradient in self.gradients().items() if name not in self.apart]
-        for bucket in pieces_of(gradients, self.bucket_bytes):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            sent.append((bucket, flat, dist.all_reduce(flat, group=self.group, async_op=True)))
-        for bucket, flat, work in sent:
-            with self.exposed.waiting():
-                work.wait()
-            for gradient, came in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
-                gradient.copy_(came.view_as(gradient))
+        buckets = pieces_of(gradients, self.bucket_bytes)
+        for end in [begin_all_reduce(bucket, self.group, self.exposed) for bucket in buckets]:
+            end()
 
 
 class DataParallel(Strategy):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.parallel.collectives import all_reduce_together
+from phalanx.parallel.collectives import begin_all_reduce
 from phalanx.parallel.exposed import ExposedTime
 from phalanx.parallel.gradient import clip_ratio, global_norm, scale
 from phalanx.parallel.parts import local
@@ -123,7 +123,7 @@ class Strategy:
                 if group is not None:
                     terms[group, gradient.dtype].append(local(gradient))
             for (group, _), mine in terms.items():
-                all_reduce_together(mine, group, self.exposed)
+                begin_all_reduce(mine, group, self.exposed)()
 
     def agree(self, sums: Tensor) -> None:
         """Ranks that share products measured the same, but for what only some were told: to stop."""

@@ -30,6 +30,7 @@ from phalanx.model.norm import RMSNorm
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.collectives import ReduceScatter, all_gather
 from phalanx.parallel.exposed import ExposedTime
+from phalanx.parallel.parts import rows_of_ranks
 from phalanx.parallel.split_backward import Later
 from phalanx.spec.model import ModelSpec
 
@@ -46,7 +47,7 @@ class TensorRanks:
         """`later` takes the gradients of weights that a pipeline puts off."""
         self.group, self.sequence, self.later = group, sequence, later
         self.size, self.rank = group.size(), group.rank()
-        self.first_row = self.rank * -(-vocab // self.size)
+        self.first_row = sum(rows_of_ranks(vocab, self.size)[: self.rank])
         """Of the vocabulary, on this rank."""
         self.exposed = ExposedTime()
 
@@ -60,29 +61,35 @@ class TensorRanks:
 
     def begin_enter(self, x: Tensor) -> Callable[[], Tensor]:
         """Starts `enter`; what it returns ends it."""
-        if not self.sequence:
-            return lambda: x
+        return self.begin_gather(x, axis=1) if self.sequence else lambda: x
+
+    def begin_leave(self, term: Tensor) -> Callable[[], Tensor]:
+        """Starts `leave`, which may write into `term`; what it returns ends it."""
+        if self.sequence:
+            return self.begin_scatter(term, axis=1)
+        term = term.contiguous()
+        work = dist.all_reduce(term, group=self.group, async_op=True)
+
+        def end() -> Tensor:
+            self.wait(work)
+            return term
+
+        return end
+
+    def begin_gather(self, x: Tensor, axis: int) -> Callable[[], Tensor]:
+        """Starts to put all ranks' `x` side by side along an axis."""
         whole = x.new_empty(self.size, *x.shape)
         work = all_gather(whole.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
 
         def end() -> Tensor:
             self.wait(work)
-            return whole.movedim(0, 1).flatten(1, 2)
+            return whole.movedim(0, axis).flatten(axis, axis + 1)
 
         return end
 
-    def begin_leave(self, term: Tensor) -> Callable[[], Tensor]:
-        """Starts `leave`, which may write into `term`; what it returns ends it."""
-        if not self.sequence:
-            term = term.contiguous()
-            work = dist.all_reduce(term, group=self.group, async_op=True)
-
-            def end_all() -> Tensor:
-                self.wait(work)
-                return term
-
-            return end_all
-        parts = term.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
+    def begin_scatter(self, term: Tensor, axis: int) -> Callable[[], Tensor]:
+        """Starts to sum the ranks' terms, of which each gets its part along an axis."""
+        parts = term.unflatten(axis, (self.size, -1)).movedim(axis, 0).contiguous()
         mine = torch.empty_like(parts[0])
         scatter = ReduceScatter(parts.view(self.size, -1), mine.view(-1), self.group, self.exposed)
 
@@ -176,8 +183,9 @@ class _InputSplit(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         (hidden,), weight, ranks = ctx.saved_tensors, ctx.weight, ctx.ranks
         gradient = ranks.enter(gradient)
-        put_off = ranks.later.or_now(weight, partial(_outer, gradient, lambda: hidden))
-        return gradient @ weight, put_off if ctx.needs_input_grad[1] else None, None
+        needed = ctx.needs_input_grad[1]
+        put_off = ranks.later.or_now(weight, partial(_outer, gradient, lambda: hidden)) if needed else None
+        return gradient @ weight, put_off, None
 
 
 def _outer(gradient: Tensor, x: Callable[[], Tensor]) -> Tensor:
@@ -290,7 +298,7 @@ class Columns:
     def __init__(self, spec: ModelSpec, ranks: TensorRanks) -> None:
         count = spec.heads * spec.head_dim // ranks.size
         first = ranks.rank * count
-        self.ranks, self.head_dim = ranks, spec.head_dim
+        self.ranks = ranks
         self.heads = slice(first // spec.head_dim, -(-(first + count) // spec.head_dim))
         self.padding = first - self.heads.start * spec.head_dim, self.heads.stop * spec.head_dim - first - count
         """Columns of these heads that other ranks have, before and behind."""
@@ -316,17 +324,11 @@ class _GatherColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
         ctx.ranks = ranks
-        whole = x.new_empty(ranks.size, *x.shape)
-        ranks.wait(all_gather(whole.flatten(0, 1), x.contiguous(), group=ranks.group, async_op=True))
-        return whole.movedim(0, -2).flatten(-2)
+        return ranks.begin_gather(x, axis=x.ndim - 1)()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ranks = ctx.ranks
-        parts = gradient.unflatten(-1, (ranks.size, -1)).movedim(-2, 0).contiguous()
-        mine = torch.empty_like(parts[0])
-        ReduceScatter(parts.view(ranks.size, -1), mine.view(-1), ranks.group, ranks.exposed).wait()
-        return mine, None
+        return ctx.ranks.begin_scatter(gradient, axis=gradient.ndim - 1)(), None
 
 
 def _split_pair(part: Any, ranks: TensorRanks, first: tuple[str, ...], second: str) -> None:

@@ -202,9 +202,10 @@ class Trainer:
 
     def _micros(self, batch: Batch) -> list[Micro]:
         """This rank's rows of a step as micro-batches on the device."""
-        micros, parallel = [], self.run.parallel
-        rank = 0 if self.mesh.context is None else self.mesh.context.get_local_rank()
-        mine = places(batch.tokens.shape[1], parallel.cp, rank, parallel.context).numpy()
+        micros, context, parallel = [], self.mesh.context, self.run.parallel
+        mine: Any = slice(None)
+        if context is not None:
+            mine = places(batch.tokens.shape[1], parallel.cp, context.get_local_rank(), parallel.context).numpy()
         for first in range(0, len(batch.tokens), self.cut.micro_batch):
             rows = slice(first, first + self.cut.micro_batch)
             starts = None if batch.starts is None or not batch.starts[rows].any() else batch.starts[rows]
