@@ -1,16 +1,20 @@
 # The two commands: `make demo` trains on this machine, `make test` proves the code. Both do all the set-up.
+# `make parity` trains every layout of the table for 20 steps, where `make test` stops after 5.
 PYTHON ?= python3
 BIN := .venv/bin
 # Ranks of the demo: one per GPU, or two on a CPU.
 NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ $$gpus -gt 0 ] && echo $$gpus || echo 2)
 
-.PHONY: demo test install lint
+.PHONY: demo test parity install lint
 
 demo: install
 	$(BIN)/phalanx train examples/demo.toml --nproc $(NPROC) --set name=demo-$$(date +%Y%m%d-%H%M%S)
 
 test: .venv/dev
 	$(BIN)/python -m pytest
+
+parity: .venv/dev
+	$(BIN)/python -m pytest tests/parity --steps 20
 
 lint: .venv/dev
 	$(BIN)/ruff check

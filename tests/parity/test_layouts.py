@@ -1,5 +1,5 @@
 """The one table of layouts: each must give one process's losses and gradient norms, and the held-out loss of what was
-trained, in fp64 to 1e-10 relative.
+trained, in fp64 to 1e-10 relative. `make parity` trains each for 20 steps, `make test` for 5.
 
 A new strategy is proven by adding rows."""
 
@@ -249,10 +249,25 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def length(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """How long every row trains."""
+    return {"training.steps": request.config.getoption("steps")}
+
+
 @cache
-def reference(text: Path, model: str, changes: tuple[tuple[str, Any], ...] = ()) -> list[tuple[float, float]]:
+def trained(text: Path, model: str, changes: tuple[tuple[str, Any], ...]) -> list[tuple[float, float]]:
     """The trajectory of one process."""
     return proof(described(text, text.parent / f"reference-{model}", {"model": MODELS[model], **dict(changes)}))
+
+
+def reference(text: Path, model: str, changes: dict[str, Any]) -> list[tuple[float, float]]:
+    """The same, of what one process has of a layout's changes: the length, the batch, the optimizer."""
+    return trained(
+        text,
+        model,
+        tuple((key, value) for key, value in changes.items() if key.startswith(("training.", "optimizer."))),
+    )
 
 
 def layout(row: Row, model: str) -> dict[str, Any]:
@@ -261,17 +276,13 @@ def layout(row: Row, model: str) -> dict[str, Any]:
     return {"model": MODELS[model], "parallel.micro_batch": micro_batch, **row.changes}
 
 
-def whole(row: Row) -> tuple[tuple[str, Any], ...]:
-    """What of a row's changes its reference needs too: the batch, the optimizer."""
-    return tuple((key, value) for key, value in row.changes.items() if not key.startswith("parallel."))
-
-
 @pytest.mark.parametrize(("row", "model"), CASES)
-def test_equals_one_process(row: Row, model: str, text: Path, tmp_path: Path) -> None:
-    run = described(text, tmp_path, layout(row, model))
+def test_equals_one_process(row: Row, model: str, text: Path, length: dict[str, Any], tmp_path: Path) -> None:
+    changes = {**layout(row, model), **length}
+    run, expected = described(text, tmp_path, changes), reference(text, model, changes)
     results = [proof(run)] if row.ranks == 1 else ranks(row.ranks).run(proof, run)
     for rank, result in enumerate(results):
-        assert result == [pytest.approx(step, rel=1e-10) for step in reference(text, model, whole(row))], f"rank {rank}"
+        assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
 
 
 @pytest.mark.parametrize("model", ["dense", "moe"])
@@ -280,10 +291,16 @@ def test_equals_one_process(row: Row, model: str, text: Path, tmp_path: Path) ->
     ("data", "world_size"), [(data, n) for data in DATA for n in (2, 4) if not (data == "hsdp" and n == 2)]
 )
 def test_every_optimizer_equals_one_process(
-    data: str, changes: dict[str, Any], world_size: int, model: str, text: Path, tmp_path: Path
+    data: str,
+    changes: dict[str, Any],
+    world_size: int,
+    model: str,
+    text: Path,
+    length: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    run = described(text, tmp_path, {"model": MODELS[model], **DATA[data], **changes})
-    expected = reference(text, model, tuple(changes.items()))
+    run = described(text, tmp_path, {"model": MODELS[model], **DATA[data], **changes, **length})
+    expected = reference(text, model, {**changes, **length})
     for rank, result in enumerate(ranks(world_size).run(proof, run)):
         assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
 
@@ -308,24 +325,24 @@ NEAR += [expert(2, 2), expert(2, 4, parallel__tp=2, parallel__data="zero3")]
         if model == "moe" or "parallel.ep" not in row.changes
     ],
 )
-def test_bf16_is_near_one_process(row: Row, model: str, text: Path, tmp_path: Path) -> None:
-    bf16 = {"training.precision": "bf16"}
-    run = described(text, tmp_path, {**layout(row, model), **bf16})
+def test_bf16_is_near_one_process(row: Row, model: str, text: Path, length: dict[str, Any], tmp_path: Path) -> None:
+    changes = {**layout(row, model), **length, "training.precision": "bf16"}
+    run, expected = described(text, tmp_path, changes), reference(text, model, changes)
     result = ranks(row.ranks).run(proof, run)[0]
-    expected = reference(text, model, tuple(bf16.items()))
     assert [loss for loss, _ in result] == pytest.approx([loss for loss, _ in expected], rel=0.02)
 
 
-def test_a_schedule_from_a_file_equals_one_process(text: Path, tmp_path: Path) -> None:
+def test_a_schedule_from_a_file_equals_one_process(text: Path, length: dict[str, Any], tmp_path: Path) -> None:
     """A searched order, written as CSV and trained with; of one that cannot run the first violation is said."""
     file = tmp_path / "searched.csv"
     times = Times(forward=2, input=3, weight=2, transfer=1)
     file.write_text(to_csv(search(2, 8, times, Fraction(2), moves=200)))
     changes = {"parallel.pp": 2, "parallel.schedule_file": str(file), "parallel.micro_batch": 1}
     for model in DEEP:
-        run = described(text, tmp_path, {"model": MODELS[model], **changes})
+        run = described(text, tmp_path, {"model": MODELS[model], **changes, **length})
+        expected = reference(text, model, length)
         for rank, result in enumerate(ranks(2).run(proof, run)):
-            assert result == [pytest.approx(step, rel=1e-10) for step in reference(text, model)], f"rank {rank}"
+            assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
     lines = file.read_text().splitlines()
     file.write_text("\n".join([lines[0].replace("0F0,", "", 1), *lines[1:]]))
     from_file.cache_clear()
@@ -333,10 +350,10 @@ def test_a_schedule_from_a_file_equals_one_process(text: Path, tmp_path: Path) -
         check_pipeline(run, 2)
 
 
-def test_the_table_can_fail(text: Path, tmp_path: Path) -> None:
+def test_the_table_can_fail(text: Path, length: dict[str, Any], tmp_path: Path) -> None:
     """A learning rate off by a millionth is seen."""
-    changed = proof(described(text, tmp_path, {"optimizer.learning_rate": 0.01 * (1 + 1e-6)}))
-    assert changed != [pytest.approx(step, rel=1e-10) for step in reference(text, "dense")]
+    changed = proof(described(text, tmp_path, {"optimizer.learning_rate": 0.01 * (1 + 1e-6), **length}))
+    assert changed != [pytest.approx(step, rel=1e-10) for step in reference(text, "dense", length)]
 
 
 def test_drawn_layouts_equal_one_process(text: Path) -> None:

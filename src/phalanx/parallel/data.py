@@ -3,8 +3,10 @@
 Gradients are all-reduced in buckets while the backward pass goes on (PyTorch Distributed, arXiv 2006.15704)."""
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,9 +79,11 @@ class DataParallel(Strategy):
             self._powersgd = PowerSGDState(group, layout.compress_rank, POWERSGD_FROM_STEP)
             self.model.register_comm_hook(self._powersgd, powerSGD_hook)
         self._last_gradient = 0.0
+        # Weak: autograd keeps the hooks of a parameter alive, and this would keep the group of ranks with it.
+        ready = partial(DataParallel._gradient_ready, weakref.proxy(self))
         for parameter in module.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+                parameter.register_post_accumulate_grad_hook(ready)
 
     def _gradient_ready(self, _: Tensor) -> None:
         self._last_gradient = time.perf_counter()

@@ -11,6 +11,7 @@ Bytes per parameter, with Adam: in fp32 the owned rows are part of the model tha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -79,9 +80,11 @@ class ZeRO(Strategy):
         self._factor: Tensor | None = None
         """What gradients that rest elsewhere still have to be multiplied by."""
         self._gathering: Bucket | None = None
+        # Weak: autograd keeps the hooks of a parameter alive, and these would keep the groups of ranks with them.
         for bucket in self.buckets:
             for part in bucket.parts:
-                part.parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket))
+                ready = partial(ZeRO._ready, weakref.proxy(self), weakref.proxy(bucket))
+                part.parameter.register_post_accumulate_grad_hook(ready)
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:

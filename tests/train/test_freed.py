@@ -1,0 +1,37 @@
+"""A run leaves nothing in a process that goes on: groups of ranks have threads, which slow down all that follows."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity.trajectory import MOE, described, steps, trainer
+
+from phalanx.spec.run import RunSpec
+from phalanx.testing import ranks
+
+PIPELINE = {"parallel.pp": 2, "parallel.schedule": "zb-h1", "model": {**MOE, "layers": 4}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    data: {"parallel.data": data} for data in ("ddp", "zero1", "zero2", "zero3", "parameter_server")
+}
+LAYOUTS |= {axis: {f"parallel.{axis}": 2} for axis in ("tp", "cp", "ep")} | {"pp": PIPELINE}
+
+
+def freed(run: RunSpec) -> bool:
+    """Whether a trainer is gone after its last step."""
+    under_way = trainer(run)
+    steps(under_way, 1)
+    left = weakref.ref(under_way.strategy)
+    del under_way
+    gc.collect()
+    return left() is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_run_is_freed(layout: dict[str, Any], tmp_path: Path) -> None:
+    text = Path(__file__).parent
+    run = described(text, tmp_path, {"model": MOE, "parallel.micro_batch": 1, **layout})
+    assert ranks(2).run(freed, run) == [True, True]
