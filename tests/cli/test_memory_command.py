@@ -101,9 +101,16 @@ def test_what_cannot_run_says_why(run):
     assert "which 5 data-parallel ranks cannot share" in rows["zero2 rank"]["problem"]
     assert rows["zero1 rank"]["problem"] == ""
     assert "* zero2: training.tokens_per_step = 16384: is 64 sequences" in shown(run, "--ranks", "5")
-    assert "parallel.tp = 2: memory and traffic of a model in shares or stages" in shown(
-        run, "--ranks", "4", "--set", "parallel.tp=2"
-    )
+    gathered = ["--set", "parallel.tp=2", "--set", "parallel.heads=gathered"]
+    assert "* zero2: parallel.heads = 'gathered': has activations that are not" in shown(run, "--ranks", "4", *gathered)
+
+
+def test_a_pipeline_has_a_row_for_each_of_its_places(run):
+    stages = ["--ranks", "4", "--set", "parallel.pp=2", "--set", "parallel.micro_batch=1"]
+    rows = by_name(run, *stages)
+    first, last = (rows[f"zero2 pp{place}"]["memory"]["activations"] for place in (0, 1))
+    assert first > last > 0, "1F1B holds more micro-batches on its first rank"
+    assert "4 ranks (--ranks), pp 2" in shown(run, *stages)
 
 
 def test_what_does_not_fit_is_marked_but_servers_are_in_cpu_memory(run):

@@ -4,6 +4,7 @@ import pytest
 
 from phalanx.cost.activations import activation_bytes
 from phalanx.cost.parameters import parameters
+from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
 torch = pytest.importorskip("torch")
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
+from phalanx.model.moe import Router  # noqa: E402
 from phalanx.model.transformer import Transformer  # noqa: E402
 from phalanx.parallel.apply import recompute  # noqa: E402
 from phalanx.parallel.strategy import cross_entropy  # noqa: E402
@@ -100,21 +102,25 @@ def measure(spec, batch, sequence, precision, mode, autocast, masked):
 
 
 def kept_by_a_rank(cases):
-    """Bytes alive after the forward pass and the loss of a share of each model, by (spec, precision, autocast, mode,
-    masked, sequence parallel)."""
+    """Bytes alive after the forward pass and the loss of a share of each model, by (spec, precision, autocast, layout,
+    masked); where experts are apart they are balanced."""
     import torch.distributed as dist
 
     from phalanx.parallel.apply import apply_layout
+    from phalanx.parallel.context import places
     from phalanx.parallel.mesh import build_mesh
-    from phalanx.spec.layout import Layout
 
     found = []
-    for spec, precision, autocast, mode, masked, sequence_parallel in cases:
-        data = "ddp" if autocast or precision != "bf16" else "zero1"
-        layout = Layout(tp=dist.get_world_size(), sequence_parallel=sequence_parallel, recompute=mode, data=data)
+    for spec, precision, autocast, changes, masked in cases:
+        layout = Layout(data="ddp" if autocast or precision != "bf16" else "zero1", **changes)
         mesh, cpu = build_mesh(layout, dist.get_world_size(), "cpu"), torch.device("cpu")
         strategy = apply_layout(spec, layout, mesh, cpu, lambda name, shape: 0.1 * torch.randn(shape), precision)
-        model, saved = strategy.module, Saved(strategy.module)
+        model = strategy.module
+        for part in model.modules():
+            if isinstance(part, Router):
+                part.bias = torch.zeros(spec.moe.experts)
+                part.gate.register_forward_hook(lambda gate, args, logits: in_turn(logits))
+        saved = Saved(model)
 
         def entered(block, args, saved=saved):
             for table in args[1] or ():
@@ -122,8 +128,10 @@ def kept_by_a_rank(cases):
 
         for block in model.blocks:
             block.register_forward_pre_hook(entered)
-        tokens, targets = (torch.randint(spec.vocab, (3, 20)) for _ in range(2))
-        starts = torch.arange(20).div(10, rounding_mode="floor").mul(10).expand(3, -1) if masked else None
+        rank = mesh.context.get_local_rank() if mesh.context else 0
+        mine = places(20, layout.cp, rank, layout.context)
+        tokens, targets = (torch.randint(spec.vocab, (6, 20))[:, mine] for _ in range(2))
+        starts = torch.arange(20).div(10, rounding_mode="floor").mul(10).repeat(6, 1) if masked else None
         with saved.forward(autocast):
             logits, _ = model(tokens, starts)
         with saved.forward(autocast=False):
@@ -132,25 +140,55 @@ def kept_by_a_rank(cases):
     return found
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["shared-tokens", "whole-tokens"])
+def in_turn(logits):
+    """Router logits by which tokens choose the first experts, the next, and so on."""
+    flat = logits.flatten(0, -2)
+    choice = torch.arange(len(flat) * flat.shape[1]).view(flat.shape) // flat.shape[1] + torch.arange(flat.shape[1])
+    return logits * 0 + (choice % flat.shape[1]).view(logits.shape)
+
+
+def unseen(spec, predicted, mode, ep):
+    """Of copies of weights, those that products cut over two ranks keep where autograd's hooks do not see them: all but
+    those of the norms of queries and keys, of routers and of experts."""
+    if not predicted.weight_copies or mode == "full":
+        return predicted.weight_copies
+    heads = {"head": 2, "full": (spec.heads + spec.kv_heads) / 2, "none": 0}[spec.qk_norm]
+    moe = spec.moe and sum(map(spec.is_moe, range(spec.layers))) * spec.moe.experts * spec.width
+    columns = spec.moe and (spec.moe.ffn / 2 if ep else -(-spec.moe.ffn // 2))
+    of_experts = moe * (1 + 3 * columns) if moe else 0
+    return predicted.weight_copies - 2 * (spec.layers * heads * spec.head_dim + of_experts)
+
+
+DENSE = ("llama", "qwen3", "qk-norm-learned", "gpt2", "gelu-rotary", "layernorm-swiglu")
+SPARSE = ("mixtral", "deepseek", "olmoe")
+SHARED = {
+    "shared-tokens": ({"tp": 2}, (*DENSE, *SPARSE)),
+    "whole-tokens": ({"tp": 2, "sequence_parallel": False}, (*DENSE, *SPARSE)),
+    "ring": ({"cp": 2, "context": "ring"}, (*DENSE, *SPARSE)),
+    "ulysses": ({"cp": 2, "context": "ulysses"}, (*DENSE, *SPARSE)),
+    "experts": ({"ep": 2}, SPARSE),
+    "experts-of-shared-tokens": ({"ep": 2, "tp": 2}, SPARSE),
+    "experts-of-shared-sequences": ({"ep": 2, "cp": 2}, SPARSE),
+}
+
+
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_of_tensor_parallel_ranks_to_the_byte(mode, sequence_parallel):
-    """Heads, inner widths and logits over the ranks; with sequence parallelism the residual stream's tokens too."""
+@pytest.mark.parametrize(("changes", "names"), SHARED.values(), ids=SHARED)
+def test_of_ranks_that_share_to_the_byte(changes, names, mode):
+    """Heads, inner widths and logits over tensor-parallel ranks, with sequence parallelism the residual stream's tokens
+    too; tokens over context-parallel ranks; experts."""
     from phalanx.testing import ranks
 
-    names = ("llama", "qwen3", "gpt2", "gelu-rotary", "layernorm-swiglu")
     cases = [
-        (SPECS[name], *PRECISIONS[numbers], mode, masked, sequence_parallel)
+        (SPECS[name], *PRECISIONS[numbers], changes | {"recompute": mode}, masked)
         for name in names
         for numbers in PRECISIONS
         for masked in (False, True)
     ]
     expected = []
-    for spec, precision, autocast, mode, masked, _ in cases:
-        predicted = activation_bytes(spec, 3, 20, precision, mode, autocast, masked, 2, sequence_parallel)
-        # Copies of weights are kept by the products, where autograd's hooks do not see them; those of norms they see.
-        norms = 2 * 2 * spec.head_dim * spec.layers if autocast and mode == "none" and spec.qk_norm == "head" else 0
-        expected.append(predicted.total - predicted.weight_copies + norms)
+    for spec, precision, autocast, layout, masked in cases:
+        predicted = activation_bytes(spec, 6, 20, precision, Layout(**layout), autocast, masked)
+        expected.append(predicted.total - (unseen(spec, predicted, mode, "ep" in layout) if "tp" in layout else 0))
     found = ranks(2).run(kept_by_a_rank, cases)
     assert dict(zip(map(str, cases), found[0], strict=True)) == dict(zip(map(str, cases), expected, strict=True))
 
@@ -162,14 +200,14 @@ def test_of_tensor_parallel_ranks_to_the_byte(mode, sequence_parallel):
 def test_to_the_byte(name, numbers, mode, masked):
     precision, autocast = PRECISIONS[numbers]
     found = measure(SPECS[name], 3, 20, precision, mode, autocast, masked)
-    predicted = activation_bytes(SPECS[name], 3, 20, precision, mode, autocast, masked)
+    predicted = activation_bytes(SPECS[name], 3, 20, precision, Layout(recompute=mode), autocast, masked)
     assert (predicted.total, predicted.recomputed) == found
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", SPECS)
 def test_twice_the_sequences_take_twice_the_bytes(name, mode):
-    one, two, three = (activation_bytes(SPECS[name], n, 64, "bf16", mode, autocast=True) for n in (1, 2, 3))
+    one, two, three = (activation_bytes(SPECS[name], n, 64, "bf16", Layout(recompute=mode), True) for n in (1, 2, 3))
     for part in ("checkpoints", "norms", "attention", "mlp", "loss_gradients"):
         assert getattr(two, part) == 2 * getattr(one, part), part
     assert three.total - two.total == two.total - one.total  # what is left does not depend on the batch
@@ -233,4 +271,4 @@ def test_the_peak_is_where_the_backward_pass_begins(name, numbers, mode):
         loss().backward()
     found = alive.peak + tokens.nbytes + targets.nbytes
     the_loss_itself = 8 if precision == "fp64" else 4
-    assert found == activation_bytes(spec, 3, 20, precision, mode, autocast).peak + the_loss_itself
+    assert found == activation_bytes(spec, 3, 20, precision, Layout(recompute=mode), autocast).peak + the_loss_itself

@@ -331,5 +331,28 @@ def test_a_layout_that_cannot_run_is_refused():
         rank_memory(described("parameter_server"), 1)
     with pytest.raises(UserError, match="cannot share"):
         rank_memory(described("zero2"), 5)
-    with pytest.raises(UserError, match="not predicted yet"):
-        rank_memory(described(parallel={"tp": 2}), 4)
+    with pytest.raises(UserError, match="not predicted"):
+        rank_memory(described(parallel={"tp": 2, "heads": "gathered"}), 4)
+
+
+def test_stages_in_flight_are_those_of_the_schedule():
+    """GPipe holds all 8 micro-batches; 1F1B on rank r of 4 holds 4 - r (arXiv 2104.04473, section 2.2.1)."""
+    model = {**ODD, "layers": 8, "vocab": 64}
+    held_by = {
+        schedule: rank_memory(
+            described(
+                "ddp", "fp32", model=model, parallel={"pp": 4, "schedule": schedule, "micro_batch": 1},
+                training={"sequence": 64, "tokens_per_step": 8 * 64},
+            ),
+            4,
+        )
+        for schedule in ("gpipe", "1f1b")
+    }  # fmt: skip
+    in_flight = [1, 2]  # inner stages, which have neither embedding nor head
+    gpipe, one = (
+        [held_by[schedule][f"pp{place}"].activations for place in in_flight] for schedule in ("gpipe", "1f1b")
+    )
+    assert gpipe[0] == gpipe[1]
+    flowing = 2 * 64 * described(model=model).model.ffn * 4
+    each = (gpipe[0] - flowing) / 8
+    assert one == [3 * each + flowing, 2 * each + flowing]

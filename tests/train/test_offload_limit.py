@@ -51,7 +51,7 @@ def described(directory: Path, name: str, model: dict[str, int], offload: Path |
 
 def train(file: Path, *options: str, prefix: list[str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [*(prefix or []), *PHALANX, "train", str(file), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def numbers(directory: Path, name: str) -> list[tuple[Any, ...]]:
@@ -60,6 +60,7 @@ def numbers(directory: Path, name: str) -> list[tuple[Any, ...]]:
     return [(record.get("loss"), record.get("grad_norm"), record.get("held_out_loss")) for record in records]
 
 
+@pytest.mark.timeout(1800)  # four runs, of which two write and read gigabytes
 def test_a_run_larger_than_its_memory_trains_as_in_memory(tmp_path: Path) -> None:
     """The limit is the base of Python and torch, the bf16 weights, and ROOM_BYTES. The optimizer state is larger than
     all of that; four times as large in `benchmarks/offload.py`, where the base weighs less."""

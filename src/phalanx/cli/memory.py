@@ -15,7 +15,7 @@ from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.cost.network import Strategy
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import MEANT_FOR, Layout
+from phalanx.spec.layout import MEANT_FOR, SPLIT_AXES, Layout
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec, cut_batch
 
@@ -25,8 +25,8 @@ WIDTH = 120
 NOTES = (
     "*: the run's own layout",
     "exact: parameters, gradients, optimizer state (of the fullest rank)",
-    "estimated: activations of one micro-batch at their peak, and an upper bound of communication buffers; "
-    "not counted: allocator, libraries",
+    "estimated: activations of one micro-batch (in a pipeline of those in flight) at their peak, and an upper bound of "
+    "communication buffers; not counted: allocator, libraries",
 )
 
 
@@ -85,7 +85,7 @@ def _layout(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
     unset = {field: Layout.model_fields[field].default for field, meant in MEANT_FOR.items() if data not in meant}
     if unset.get("offload"):
         unset["offload_directory"] = None
-    shards = divisors(world_size)[1:-1]
+    shards = divisors(world_size // (layout.pp * layout.cp * layout.tp))[1:-1]
     if data == "hsdp":
         return layout.model_copy(update={**unset, "data": data, "dp_shard": shards[-1]}) if shards else None
     return layout.model_copy(update={**unset, "data": data})
@@ -138,7 +138,8 @@ def _line(run: RunSpec, world_size: int, why: str, found: list[Row]) -> str:
     sizes = {row.micro_batch for row in found if row.micro_batch}
     tokens = f"{run.training.sequence} tokens"
     batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
-    ranks = f"{world_size} rank{'s' if world_size > 1 else ''} ({why})"
+    shared = [f"{axis} {getattr(run.parallel, axis)}" for axis in SPLIT_AXES if getattr(run.parallel, axis) > 1]
+    ranks = ", ".join([f"{world_size} rank{'s' if world_size > 1 else ''} ({why})", *shared])
     return f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, recompute {run.parallel.recompute}"
 
 

@@ -94,9 +94,9 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, measure: bool) -> int:
             "start each node with torchrun -m phalanx.train (examples/slurm.sbatch), or set cluster.nodes = 1",
         )  # fmt: skip
     if measure:
-        from phalanx.cost.memory import refuse_unpredicted
+        from phalanx.cost.activations import refuse_uncounted
 
-        refuse_unpredicted(run.parallel)
+        refuse_uncounted(run.parallel)
     known = nproc or run.cluster.nproc
     if known is not None:
         check_run(run, known, resume)  # before torch is imported, which takes a second

@@ -18,16 +18,15 @@ k of them per token; q and kv are the widths of all query and of all key/value h
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from phalanx.cost.precision import COMPUTED, Precision
+from phalanx.cost.kept import Pass, attention, experts, head, inputs, mlp, mlp_gradients, norm, put_off, put_off_head
+from phalanx.cost.precision import Precision
+from phalanx.schedule.action import Schedule
 from phalanx.spec.errors import UserError
-from phalanx.spec.model import ModelSpec, MoESpec
-
-Recompute = Literal["none", "selective", "full"]
-INDEX = 8
-"""Bytes of a token, target, position or place in an order: int64."""
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,8 @@ class ActivationBytes:
     """Dense MLPs."""
     experts: int = 0
     """Routers, routed and shared experts."""
+    borders: int = 0
+    """Of a stage of a pipeline what it was given and what it gives, where nothing else keeps that."""
     head_and_loss: int = 0
     """Input of the head, log-probabilities (at least fp32) and targets."""
     weight_copies: int = 0
@@ -53,19 +54,41 @@ class ActivationBytes:
     loss_gradients: int = 0
     """Not kept: gradients of log-probabilities and of the logits they are of, with which the backward pass begins
     beside everything else. (The forward pass ends with less: the logits, and of bf16 ones the fp32 copy.)"""
+    mlp_gradients: int = 0
+    """Not kept: the most on its way through the last MLP or experts in the backward pass, and the stream's gradient."""
     recomputed: int = 0
     """The most kept while a block or attention is computed again in the backward pass; 0 where none is."""
 
     @property
     def total(self) -> int:
         """Bytes kept when the forward pass and the loss are done."""
-        blocks = self.checkpoints + self.norms + self.attention + self.mlp + self.experts
+        blocks = self.checkpoints + self.norms + self.attention + self.mlp + self.experts + self.borders
         return self.inputs + blocks + self.head_and_loss + self.weight_copies
 
     @property
     def peak(self) -> int:
         """The most at one time: when the backward pass begins, or while something is computed again."""
-        return max(self.total + self.loss_gradients, self.recomputed)
+        in_blocks = max(self.total, self.recomputed) + self.mlp_gradients
+        return max(self.total + self.loss_gradients, in_blocks)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a pipeline."""
+
+    layers: range
+    first: bool = False
+    """It has the embedding."""
+    last: bool = False
+    """It has the head."""
+    halved: bool = False
+    """Its backward passes are in two halves."""
+
+
+def stages_of(layers: Sequence[range], schedule: Schedule) -> list[Stage]:
+    """Of a pipeline with these layers in each."""
+    halved = any(action.kind == "W" for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    return [Stage(mine, index == 0, index == len(layers) - 1, halved) for index, mine in enumerate(layers)]
 
 
 def activation_bytes(
@@ -73,17 +96,18 @@ def activation_bytes(
     batch: int,
     sequence: int,
     precision: Precision,
-    recompute: Recompute = "none",
+    layout: Layout | None = None,
     autocast: bool = False,
     masked: bool = False,
-    tp: int = 1,
-    sequence_parallel: bool = False,
+    stage: Stage | None = None,
 ) -> ActivationBytes:
-    """Activations of one rank for a micro-batch of `batch` sequences of `sequence` tokens.
+    """Activations of one rank for a micro-batch of `batch` sequences of `sequence` tokens; in a pipeline those of one
+    `stage`.
 
-    Of `tp` tensor-parallel ranks one has a share of heads, inner widths and logits, and with `sequence_parallel` of the
-    residual stream's tokens too, which norms and products keep (arXiv 2205.05198, section 4.2). Raises UserError for
-    experts or norms over all heads on several of these, which are not counted yet.
+    Of tensor-parallel ranks one has a share of heads, inner widths and logits, and with sequence parallelism of the
+    residual stream's tokens too, which norms and products keep (arXiv 2205.05198, section 4.2); of context-parallel
+    ranks a share of every sequence; of expert-parallel ranks some experts, whose tokens are as many as its own where
+    these are balanced. Raises UserError for heads that are gathered, which are not counted.
 
     bf16 is either `autocast` over fp32 parameters (one process, DDP; no effect on fp32 and fp64), or parameters that
     are bf16 themselves (ZeRO). `masked`: documents in a sequence are hidden from each other.
@@ -91,163 +115,80 @@ def activation_bytes(
     The backward pass frees what it is done with, so that while layer l is computed again there is what the layers
     before it keep, what it drops itself, and nothing of those after it or of the loss.
     """
-    if tp > 1 and (spec.moe is not None or spec.qk_norm == "full"):
-        problem = "activations of experts, or with norms over all heads, are not counted for several ranks yet"
-        raise UserError("parallel.tp", tp, problem, "set parallel.tp = 1")
-    run = _Pass(batch, sequence, precision, autocast and precision == "bf16", masked, tp, sequence_parallel)
+    layout, stage = layout or Layout(), stage or Stage(range(spec.layers), first=True, last=True)
+    refuse_uncounted(layout)
+    run = Pass(batch, sequence, precision, layout, autocast and precision == "bf16", masked)
     stream = run.here * spec.width * run.stream
-    norm = Counter(norms=_norm(spec, run))
+    normed = Counter(norms=norm(spec, run))
     again = Counter(checkpoints=stream)
-    kept = Counter(inputs=_inputs(spec, run, recompute))
-    alive = []
-    for layer in range(spec.layers):
-        attention = _attention(spec, run)
-        mlp = _moe(spec, spec.moe, run) if spec.moe and spec.is_moe(layer) else _mlp(spec, run)
-        if recompute == "full":
+    kept = Counter(inputs=inputs(spec, run, stage.first))
+    norm_has_stream = spec.norm == "layernorm" or run.stream == run.wide  # else it keeps an fp32 copy
+    if not stage.first and not norm_has_stream and layout.recompute != "full":
+        kept += Counter(borders=stream)
+    if not stage.last:
+        kept += Counter(borders=stream)
+    alive: list[int] = []
+    for layer in stage.layers:
+        attended = attention(spec, run)
+        mixed = experts(spec, spec.moe, run) if spec.moe and spec.is_moe(layer) else mlp(spec, run)
+        if layout.recompute == "full":
             kept += again
             # The first norm keeps the block's input, which is there already, unless it needs it in fp32.
-            there = stream if spec.norm == "layernorm" or run.stream == run.wide else 0
-            alive.append((kept + norm + attention + norm + mlp).total() - there)
-        elif recompute == "selective":
-            kept += norm + again
+            there = stream if norm_has_stream else 0
+            alive.append((kept + normed + attended + normed + mixed).total() - there)
+        elif layout.recompute == "selective":
+            kept += normed + again
             # Likewise the projections their input, unless autocast makes copies of it.
-            alive.append((kept + attention).total() - (0 if run.autocast else stream))
-            kept += norm + mlp
+            alive.append((kept + attended).total() - (0 if run.autocast else stream))
+            kept += normed + mixed
         else:
-            kept += norm + attention + norm + mlp
-    kept += norm + _head(spec, run)
+            kept += normed + attended + normed + mixed
+    if stage.halved:  # and what later layers, and the head, have put off
+        later = [put_off(spec, layer, run) for layer in stage.layers[1:]] + [put_off_head(spec, run) * stage.last]
+        alive = [size + sum(later[index:]) for index, size in enumerate(alive)]
+    flowing = mlp_gradients(spec, stage.layers[-1], run, stage.halved) if stage.layers else 0
+    flowing += stream if stage.last else 0  # elsewhere the stream's gradient is a message
+    if not stage.last:
+        return ActivationBytes(**kept, mlp_gradients=flowing, recomputed=max(alive, default=0))
+    kept += normed + head(spec, run)
     # Of shared logits only the gradient in what the loss computes in, and where that is not theirs the other.
-    each = 2 * run.wide if tp == 1 else run.wide + (run.number if run.number < run.wide else 0)
+    each = 2 * run.wide if run.tp == 1 else run.wide + (run.number if run.number < run.wide else 0)
     loss_gradients = run.tokens * run.share(spec.vocab) * each
-    return ActivationBytes(**kept, loss_gradients=loss_gradients, recomputed=max(alive, default=0))
+    return ActivationBytes(
+        **kept, loss_gradients=loss_gradients, mlp_gradients=flowing, recomputed=max(alive, default=0)
+    )
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Sizes of a forward pass; those of numbers are in bytes."""
-
-    batch: int
-    sequence: int
-    precision: Precision
-    autocast: bool
-    masked: bool
-    tp: int = 1
-    sequence_parallel: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.sequence
-
-    @property
-    def here(self) -> int:
-        """Tokens of the residual stream on this rank."""
-        return self.tokens // self.tp if self.sequence_parallel else self.tokens
-
-    def share(self, count: int) -> int:
-        """Of heads, columns or rows of the vocabulary, those of the rank that has most."""
-        return max(1, -(-count // self.tp))
-
-    @property
-    def number(self) -> int:
-        """What matrix products compute in."""
-        return COMPUTED[self.precision]
-
-    @property
-    def wide(self) -> int:
-        """What asks for accuracy: norms, softmax, rotary tables, the router. At least fp32."""
-        return max(4, self.number)
-
-    @property
-    def stream(self) -> int:
-        """The residual stream, which autocast leaves in the parameters' fp32."""
-        return self.wide if self.autocast else self.number
-
-    def linear_input(self, width: int, readers: int) -> int:
-        """The input that `readers` linear layers share. Autocast casts it for each of them anew; layers that are cut
-        over ranks take it together."""
-        return self.here * width * self.number * (readers if self.autocast and self.tp == 1 else 1)
-
-    def weights(self, count: int) -> int:
-        """Copies of `count` fp32 weights, kept by the products with them."""
-        return count * self.number if self.autocast else 0
+def refuse_uncounted(layout: Layout) -> None:
+    """Raise UserError for a layout whose activations are not counted."""
+    if layout.heads == "gathered":
+        raise UserError(
+            "parallel.heads", "gathered", "has activations that are not predicted", 'use "split" to see the rest'
+        )
 
 
-def _inputs(spec: ModelSpec, run: _Pass, recompute: Recompute) -> int:
-    places = run.tokens if run.masked else run.sequence  # positions start anew with each document
-    tokens = run.tokens * (INDEX if run.tp == 1 else INDEX + 1)  # embedding; and whose rows other ranks have
-    positions = places * INDEX  # learned: embedding
-    tables = 2 * places * spec.head_dim * run.wide  # rope: products with cosine and sine
-    mask = run.batch * run.sequence**2 if run.masked and recompute != "none" else 0  # bool, to compute again
-    return tokens + (positions if spec.positions == "learned" else tables) + mask
+def put_off_bytes(
+    spec: ModelSpec, batch: int, sequence: int, precision: Precision, layout: Layout, autocast: bool, stage: Stage
+) -> int:
+    """What a stage keeps of a micro-batch between the halves of its backward pass."""
+    run = Pass(batch, sequence, precision, layout, autocast and precision == "bf16", masked=False)
+    return sum(put_off(spec, layer, run) for layer in stage.layers) + (put_off_head(spec, run) if stage.last else 0)
 
 
-def _norm(spec: ModelSpec, run: _Pass) -> int:
-    if spec.norm == "layernorm":
-        return run.here * (spec.width + 2) * run.stream  # x, its mean and 1 / std
-    return _rms_norm(run, run.here, spec.width)
-
-
-def _rms_norm(run: _Pass, vectors: int, width: int) -> int:
-    """Over `vectors` of `width`: x, x / rms and 1 / rms."""
-    return vectors * (2 * width + 1) * run.wide
-
-
-def _attention(spec: ModelSpec, run: _Pass) -> Counter[str]:
-    D, H, K, kv_heads = spec.width, run.share(spec.heads), spec.head_dim, run.share(spec.kv_heads)
-    q, kv = H * K, kv_heads * K
-    kept = run.linear_input(D, readers=3)  # wq, wk, wv
-    weights = 2 * D * (q + kv)
-    if spec.qk_norm == "head":
-        kept += _rms_norm(run, run.tokens * (H + kv_heads), K)
-        weights += 2 * K
-    elif spec.qk_norm == "full":
-        kept += _rms_norm(run, run.tokens, q) + _rms_norm(run, run.tokens, kv)
-        weights += q + kv
-    kept += run.tokens * (2 * q + 2 * kv) * run.number  # flash: q, k, v, and its output, which is wo's input
-    kept += run.tokens * H * run.wide  # flash: logsumexp
-    kept += run.batch * run.sequence**2 * run.number if run.masked else 0  # flash: the mask, as numbers to add
-    return Counter(attention=kept, weight_copies=run.weights(weights))
-
-
-def _mlp(spec: ModelSpec, run: _Pass) -> Counter[str]:
-    ffn = run.share(spec.ffn)
-    if spec.activation == "swiglu":
-        return Counter(mlp=_swiglu(run, spec.width, ffn), weight_copies=run.weights(3 * spec.width * ffn))
-    kept = run.linear_input(spec.width, readers=1)  # up
-    kept += 2 * run.tokens * ffn * run.number  # gelu: its input; down: its output
-    return Counter(mlp=kept, weight_copies=run.weights(2 * spec.width * ffn))
-
-
-def _swiglu(run: _Pass, width: int, ffn: int) -> int:
-    inner = 4 * run.tokens * ffn * run.number  # silu: gate x; product: silu and up x; down: the product
-    return run.linear_input(width, readers=2) + inner  # gate, up
-
-
-def _moe(spec: ModelSpec, moe: MoESpec, run: _Pass) -> Counter[str]:
-    """No expert drops a token, so that which one it went to does not matter."""
-    N, D, F, E, k = run.tokens, spec.width, moe.ffn, moe.experts, moe.top_k
-    shared = F * moe.shared_experts
-    kept = run.linear_input(D, readers=3 if shared else 1)  # the router; gate and up of the shared experts
-    kept += 4 * N * shared * run.number  # as in a SwiGLU
-    kept += N * (2 * E + 1) * run.wide  # z-loss: logits and logsumexp; softmax or sigmoid: scores
-    kept += N * run.wide if moe.score == "sigmoid" else 0  # balance loss: sums of scores
-    kept += N * (k + 1) * run.wide if moe.normalize_top_k else 0  # chosen scores and their sums
-    kept += (1 if moe.balance_over == "micro_batch" else run.batch) * E * run.wide  # balance loss: shares of tokens
-    kept += 3 * N * k * INDEX  # gather: the chosen; sorting by expert, and back
-    kept += N * k * (D + 4 * F) * run.number  # the experts, each a SwiGLU
-    kept += N * k * (D + 1) * run.number  # weighted sum: outputs and weights
-    # Grouped products, where there is one for the dtype and the sizes, keep where each expert's rows end (int32).
-    grouped = run.number <= 4 and D * run.number % 16 == 0 and F * run.number % 16 == 0
-    kept += 3 * E * 4 if grouped else 0
-    return Counter(experts=kept, weight_copies=run.weights(D * E + 3 * D * (F * E + shared)))
-
-
-def _head(spec: ModelSpec, run: _Pass) -> Counter[str]:
-    kept = run.linear_input(spec.width, readers=1)
-    vocab = run.share(spec.vocab)
-    kept += run.tokens * vocab * run.wide  # log-softmax: its output. The fp32 copy of bf16 logits is dropped
-    if run.tp == 1:
-        kept += run.tokens * INDEX + run.wide  # negative log-likelihood: targets, and their total weight
-    else:
-        kept += run.tokens * (INDEX + 2)  # each target's column, whether it is here, and whether it counts
-    return Counter(head_and_loss=kept, weight_copies=run.weights(vocab * spec.width))
+def peak_in_flight(
+    schedule: Schedule, rank: int, kept: Mapping[int, ActivationBytes], halves: Mapping[int, int]
+) -> int:
+    """The most that a rank of a pipeline has of activations at one time, in bytes, where each of its stages keeps so
+    much of a micro-batch from the forward to the backward pass, and so much between that pass's halves."""
+    held = peak = 0
+    for stage, kind, _ in schedule.actions(rank):
+        of = kept[stage]
+        if kind == "F":
+            held += of.total
+            peak = max(peak, held)
+        elif kind == "W":
+            held -= halves[stage]
+        else:
+            peak = max(peak, held - of.total + of.peak)
+            held += (halves[stage] if kind == "I" else 0) - of.total
+    return peak

@@ -10,6 +10,8 @@ from itertools import pairwise
 from phalanx.cost.network import Strategy
 from phalanx.cost.precision import COMPUTED, KEPT, Precision
 from phalanx.cost.shapes import Shape, Shapes, elements, owned_elements
+from phalanx.schedule.action import POSTED
+from phalanx.schedule.named import any_schedule_of
 from phalanx.spec.layout import Degrees, Layout
 from phalanx.spec.run import RunSpec
 
@@ -22,6 +24,8 @@ def communication_bytes(shapes: Shapes, run: RunSpec, strategy: Strategy, sizes:
     layout, precision, on_gpu = run.parallel, run.training.precision, run.cluster.device == "cuda"
     wholes = 1 if on_gpu else 2
     match strategy:
+        case "ddp" if layout.pp > 1:  # at the step's end all buckets are on their way
+            return KEPT[precision] * _whole(list(shapes.values())) if sizes.dp > 1 else 0
         case "ddp":
             return ddp_buffers(shapes, layout, KEPT[precision]) if sizes.dp > 1 else 0
         case "zero1" | "zero2":
@@ -30,9 +34,45 @@ def communication_bytes(shapes: Shapes, run: RunSpec, strategy: Strategy, sizes:
         case "zero3" | "hsdp":
             deferred = not on_gpu and sizes.dp_replicate == 1
             summed_twice = deferred and accumulation > 1 and layout.offload == "none"
+            if layout.pp > 1:  # parameters stay gathered for the step
+                layout = layout.model_copy(update={"reshard": False})
             return fsdp_buffers(shapes, layout, sizes.dp_shard, precision, wholes, summed_twice)
         case "parameter_server":
             return 0
+
+
+def exchange_bytes(run: RunSpec, batch: int, place: int) -> int:
+    """Of what ranks that share a model send each other of activations and gradients, an upper estimate of what is on
+    its way at one time, at a place of the pipeline, for micro-batches of `batch` sequences.
+
+    Tensor-parallel ranks have two gathered inputs and a term of the sum before and after it, or without sequence
+    parallelism a sum and the copy that it is made in; around a ring go keys and values and their gradients, two of each
+    (one that comes); an all-to-all has what goes and what comes, one of experts also the rows before their sorting.
+    On every link of a pipeline some are received ahead, and one is sent.
+    """
+    spec, layout, number = run.model, run.parallel, max(4, COMPUTED[run.training.precision])
+    tokens = batch * run.training.sequence // layout.cp
+    here = tokens // layout.tp if layout.sequence_parallel else tokens
+    numbers = 0
+    if layout.tp > 1:
+        numbers += (4 if layout.sequence_parallel else 2) * tokens * (spec.width + 1)
+    if layout.cp > 1:
+        kv = -(-spec.kv_heads // layout.tp)
+        q = -(-spec.heads // layout.tp)
+        around = 8 * kv if layout.context == "ring" else 2 * (q + 2 * max(kv, layout.cp))
+        numbers += around * tokens * spec.head_dim
+    if layout.ep > 1 and spec.moe:
+        numbers += 3 * spec.moe.top_k * here * spec.width
+    if layout.pp > 1:
+        schedule = any_schedule_of(layout)
+        links = {
+            (rank, to)
+            for rank in range(layout.pp)
+            for _, to in schedule.messages(rank)
+            if rank != to and place in (rank, to)
+        }
+        numbers += sum(POSTED if to == place else 1 for _, to in links) * here * spec.width
+    return number * numbers
 
 
 def ddp_buffers(shapes: Shapes, layout: Layout, number: int) -> int:

@@ -2,24 +2,27 @@
 
 Exact, tested against the strategies to the byte: parameters, gradients and optimizer state of the fullest rank, split
 by rows with the remainder (not counted: buffers, and AdamW's step, 4 bytes a tensor). Estimates: activations, as
-`cost.activations` says of them, and communication buffers (`cost.buffers`). Each part is the most of it at any
+`cost.activations` says of them, in a pipeline of all micro-batches in flight, and communication buffers
+(`cost.buffers`). Each part is the most of it at any
 time and these times differ, so that their total is rather more than a rank needs. Not in it: a gradient that is added
 to another, what an optimizer's step needs when activations are gone, the allocator's gaps, libraries, the process."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
-from phalanx.cost.activations import activation_bytes
-from phalanx.cost.buffers import communication_bytes, server_buffers
+from phalanx.cost.activations import activation_bytes, peak_in_flight, put_off_bytes, stages_of
+from phalanx.cost.buffers import communication_bytes, exchange_bytes, server_buffers
 from phalanx.cost.network import Strategy
 from phalanx.cost.parameters import ParameterCount
 from phalanx.cost.precision import COMPUTED, KEPT, Precision
 from phalanx.cost.shapes import Shape, Shapes, elements, muon_trains, owned_elements, parameter_shapes
-from phalanx.cost.shares import rank_shapes
-from phalanx.spec.errors import UserError
-from phalanx.spec.layout import SPLIT_AXES, Layout, degrees, refuse_unrunnable, spread
+from phalanx.cost.shares import Held, rank_shapes
+from phalanx.cost.stages import stage_layers
+from phalanx.schedule.named import schedule_of
+from phalanx.spec.layout import SHARDED, Layout, degrees, refuse_unrunnable, spread
 from phalanx.spec.run import OptimizerSpec, RunSpec, cut_batch
 
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
@@ -131,78 +134,94 @@ class RankMemory:
         return self.parameters + self.gradients + self.optimizer
 
     @property
+    def working(self) -> int:
+        """Bytes that come and go within a step."""
+        return self.activations + self.communication
+
+    @property
     def total(self) -> int:
         """Bytes on the device."""
-        return self.state + self.activations + self.communication
+        return self.state + self.working
 
 
 def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
-    """What the fullest rank of each role holds: of "rank", or with a parameter server of "server" and "worker".
+    """What the fullest rank of each role holds: of "rank", with a parameter server of "server" and "worker", in a
+    pipeline of "pp0", "pp1", ...: its first place, its second.
 
     Raises UserError if the layout cannot run on so many ranks.
     """
     refuse_unrunnable(run.parallel)
-    refuse_unpredicted(run.parallel)
+    places = _places(run, world_size)
     if run.parallel.data == "parameter_server":
-        return {"server": _server(run, world_size), "worker": _rank(run, world_size)}
-    return {"rank": _rank(run, world_size)}
+        return {"server": _server(run, world_size), "worker": places[0]}
+    if run.parallel.pp == 1:
+        return {"rank": places[0]}
+    return {f"pp{place}": held for place, held in enumerate(places)}
 
 
 def rank_states(run: RunSpec, world_size: int) -> list[StateBytes]:
-    """What the fullest rank at each place of the pipeline (one, without a pipeline) holds from step to step, under any
-    layout that neither serves nor offloads. Exact."""
-    layout, precision = run.parallel, run.training.precision
-    stage = layout.model_copy(update={"data": "zero1"}) if layout.pp > 1 and layout.data == "zero2" else layout
+    """What the fullest rank that computes, at each place of the pipeline (one, without a pipeline), holds from step to
+    step, before anything is offloaded. Exact."""
+    return [_state(run, rank) for rank in rank_shapes(run, world_size)]
+
+
+def _state(run: RunSpec, rank: Held) -> StateBytes:
+    precision, strategy = run.training.precision, _runs_as(run.parallel, rank.shards)
+    total = StateBytes(0, 0, 0)
+    for shapes, shards in ((rank.dense, rank.shards), (rank.apart, rank.apart_shards)):
+        # With nobody to share the rest with, ZeRO-3 splits nothing; a parameter server keeps its workers' states.
+        whole, _ = _counts(shapes, run, 1)
+        owned, states = _counts(shapes, run, 1 if strategy == "ddp" else shards)
+        total += strategy_bytes(strategy, precision, whole, owned, 0 if strategy == "parameter_server" else states)
+    number = (KEPT if strategy == "ddp" else COMPUTED)[precision]  # ddp computes by autocast
+    copied = 0 if rank.copied is None else number * elements(rank.copied)
+    return StateBytes(total.parameters + copied, total.gradients, total.optimizer)
+
+
+def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
+    """Ranks that compute, one of each place of the pipeline."""
+    layout, sizes = run.parallel, degrees(run.parallel, world_size)
+    data, accumulation = sizes.as_data(sharded=layout.data in SHARDED), cut_batch(run, world_size).accumulation
+    working = _activations(run, world_size)
     found = []
-    for rank in rank_shapes(run, world_size):
-        strategy, total = _runs_as(stage, rank.shards), StateBytes(0, 0, 0)
-        for shapes, shards in ((rank.dense, rank.shards), (rank.apart, rank.apart_shards)):
-            # With nobody to share the rest with, ZeRO-3 splits nothing.
-            split = 1 if strategy == "ddp" else shards
-            whole, _ = _counts(shapes, run, 1)
-            owned, states = _counts(shapes, run, split)
-            total += strategy_bytes(strategy, precision, whole, owned, states)
-        number = (KEPT if strategy == "ddp" else COMPUTED)[precision]  # ddp computes by autocast
-        copied = 0 if rank.copied is None else number * elements(rank.copied)
-        found.append(StateBytes(total.parameters + copied, total.gradients, total.optimizer))
+    for place, rank in enumerate(rank_shapes(run, world_size)):
+        strategy, state, offloaded, in_files = _runs_as(layout, rank.shards), _state(run, rank), 0, 0
+        if layout.offload != "none":
+            owned, _ = _counts(rank.dense, run, rank.shards)
+            copied = 0 if run.training.precision == "bf16" else KEPT[run.training.precision] * owned
+            optimizer, (state, offloaded) = state.optimizer, _offload(strategy, state, copied)
+            # FSDP2 keeps parameters and gradients in CPU memory; only the state is ours to put in files.
+            in_files = optimizer if strategy in ("zero3", "hsdp") else offloaded
+            in_files = in_files if layout.offload == "nvme" else 0
+        communication = communication_bytes(rank.dense, run, strategy, data, accumulation)
+        if rank.apart:
+            same = replace(data, dp_replicate=1, dp_shard=rank.apart_shards)
+            communication += communication_bytes(rank.apart, run, strategy, same, accumulation)
+        communication += exchange_bytes(run, cut_batch(run, world_size).micro_batch, place)
+        found.append(
+            RankMemory(
+                state.parameters, state.gradients, state.optimizer, working[place], communication, offloaded, in_files
+            )
+        )
     return found
 
 
-def refuse_unpredicted(layout: Layout) -> None:
-    """Raise UserError for a layout of which memory and traffic are not predicted."""
-    for axis in SPLIT_AXES:
-        if getattr(layout, axis) > 1:
-            problem = "memory and traffic of a model in shares or stages are not predicted yet"
-            raise UserError(
-                f"parallel.{axis}", getattr(layout, axis), problem, f"set parallel.{axis} = 1 to see the rest"
-            )
-
-
-def _rank(run: RunSpec, world_size: int) -> RankMemory:
-    """A rank that computes."""
-    precision, layout = run.training.precision, run.parallel
-    cut, sizes = cut_batch(run, world_size), degrees(layout, world_size)
-    strategy, shapes = _runs_as(layout, sizes.dp_shard), parameter_shapes(run.model)
-    whole, _ = _counts(shapes, run, 1)
-    owned, states = _counts(shapes, run, sizes.dp_shard)
-    if strategy == "parameter_server":
-        states = 0  # its servers keep them
-    state, offloaded, in_files = strategy_bytes(strategy, precision, whole, owned, states), 0, 0
-    if layout.offload != "none":
-        copied = 0 if precision == "bf16" else KEPT[precision] * owned
-        optimizer, (state, offloaded) = state.optimizer, _offload(strategy, state, copied)
-        # FSDP2 keeps parameters and gradients in CPU memory; only the state is ours to put in files.
-        in_files = optimizer if strategy in ("zero3", "hsdp") else offloaded
-        in_files = in_files if layout.offload == "nvme" else 0
-    autocast = strategy in ("ddp", "parameter_server")
-    activations = activation_bytes(
-        run.model, cut.micro_batch, run.training.sequence, precision, layout.recompute, autocast,
-        run.data.mask_documents,
-    )  # fmt: skip
-    return RankMemory(
-        state.parameters, state.gradients, state.optimizer, activations.peak,
-        communication_bytes(shapes, run, strategy, sizes, cut.accumulation), offloaded, in_files,
-    )  # fmt: skip
+def _activations(run: RunSpec, world_size: int) -> list[int]:
+    """The most that a rank at each place of the pipeline has of activations."""
+    layout, training, cut = run.parallel, run.training, cut_batch(run, world_size)
+    shards = degrees(layout, world_size).as_data(sharded=layout.data in SHARDED).dp_shard
+    autocast = _runs_as(layout, shards) in ("ddp", "parameter_server")
+    of = partial(activation_bytes, run.model, cut.micro_batch, training.sequence, training.precision, layout, autocast)
+    if layout.pp == 1:
+        return [of(run.data.mask_documents).peak]
+    schedule = schedule_of(layout, cut.accumulation)
+    stages = stages_of(stage_layers(run), schedule)
+    kept = {index: of(run.data.mask_documents, stage) for index, stage in enumerate(stages)}
+    halves = {
+        index: put_off_bytes(run.model, cut.micro_batch, training.sequence, training.precision, layout, autocast, stage)
+        for index, stage in enumerate(stages)
+    }
+    return [peak_in_flight(schedule, rank, kept, halves) for rank in range(layout.pp)]
 
 
 def _server(run: RunSpec, world_size: int) -> RankMemory:
@@ -220,10 +239,11 @@ def _server(run: RunSpec, world_size: int) -> RankMemory:
 
 
 def _runs_as(layout: Layout, shards: int) -> Strategy:
-    """The strategy that a layout comes to: FSDP with nobody to share with is a replica, or ZeRO-2 if it offloads."""
+    """The strategy that a layout comes to: FSDP with nobody to share with is a replica, or ZeRO-2 if it offloads; in a
+    pipeline ZeRO-2 keeps whole gradients."""
     if layout.data in ("zero3", "hsdp") and shards == 1:
         return "ddp" if layout.offload == "none" else "zero2"
-    return layout.data
+    return "zero1" if layout.pp > 1 and layout.data == "zero2" else layout.data
 
 
 def _counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:

@@ -55,6 +55,8 @@ class MemoryMeter(TorchDispatchMode):
         self.held: Counter[str] = Counter()
         self.peaks: Counter[str] = Counter()
         """The most that each part held at any time."""
+        self.peak_working = 0
+        """The most that activations and communication held together."""
         self.peak_total = 0
         """The most that all of them held together."""
         self._elastic_bytes = 0
@@ -100,6 +102,7 @@ class MemoryMeter(TorchDispatchMode):
         self._elastic_bytes = elastic
         for part, held in self.held.items():
             self.peaks[part] = max(self.peaks[part], held)
+        self.peak_working = max(self.peak_working, self.held["activations"] + self.held["communication"])
         self.peak_total = max(self.peak_total, sum(self.held.values()))
 
     @contextmanager

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.exposed import ExposedTime
-from phalanx.schedule.action import Action, Schedule
-
-POSTED = 2
-"""Receives that are under way on a link before they are asked for."""
+from phalanx.schedule.action import POSTED, Action, Schedule, actions
 
 
 class Links:
@@ -37,7 +34,9 @@ class Links:
         self.schedule, self.rank, self.groups, self.waits = schedule, rank, groups, waits
         self.shapes, self.like = shapes, like
         self._inbox: dict[Action, Tensor] = {}
-        self._sends: list[tuple[dist.Work | None, Tensor]] = []
+        self._sends: dict[int, deque[tuple[dist.Work | None, Tensor]]] = defaultdict(deque)
+        self._dropped: Counter[int] = Counter()
+        self._seen = {message: count for sender in range(schedule.ranks) for message, count in self._had(sender)}
         self._coming: dict[int, deque[Action]] = {
             sender: deque(message for message, to in schedule.messages(sender) if to == rank)
             for sender in range(schedule.ranks)
@@ -55,8 +54,7 @@ class Links:
             return
         sent = tensor.contiguous()
         work = dist.isend(sent, group=self.groups[to < self.rank], group_dst=to, tag=self._tag(message))
-        self._sends.append((work, sent))
-        self._sends = [(work, kept) for work, kept in self._sends if work is not None and not work.is_completed()]
+        self._sends[to].append((work, sent))
 
     def receive(self, message: Action) -> Tensor:
         """What a stage gave, once it is here."""
@@ -68,14 +66,36 @@ class Links:
                 if work is not None:
                     work.wait()
             self._inbox[first] = tensor
+            self._drop(sender, self._seen[first])
         return self._inbox.pop(message)
 
     def finish(self) -> None:
         """Wait for what is still on its way."""
-        for work, _ in self._sends:
+        for to, sends in self._sends.items():
+            self._drop(to, self._dropped[to] + len(sends))
+
+    def _drop(self, to: int, count: int) -> None:
+        """Let go of the first `count` messages that a rank was sent."""
+        while self._dropped[to] < count:
+            work, _ = self._sends[to].popleft()
+            self._dropped[to] += 1
             if work is not None:
                 work.wait()
-        self._sends = []
+
+    def _had(self, other: int) -> Iterator[tuple[Action, int]]:
+        """Each message of another rank to this one, and how many of this one's it has had before: whoever gets that
+        knows, without asking the network (gloo does not say when a send is done), that those have arrived."""
+        if other == self.rank:
+            return
+        sent = [message for message, to in self.schedule.messages(self.rank) if to == other]
+        place, had = {message: index for index, message in enumerate(sent)}, 0
+        for step in self.schedule.orders[other]:
+            needed = [self.schedule.needs(action) for action in actions(step)]
+            had = max([had, *(place[message] + 1 for message in needed if message in place)])
+            for action in actions(step):
+                gave = self.schedule.gives(action)
+                if gave is not None and self.schedule.receiver(gave) == self.rank:
+                    yield gave, had
 
     def _post(self, sender: int) -> None:
         coming, posted = self._coming[sender], self._posted[sender]

@@ -180,12 +180,8 @@ class Pipeline(Strategy):
 
     def _arrival(self, schedule: Schedule, links: Links, action: Action) -> Tensor | None:
         """What an action needs from another stage, if anything."""
-        stage, kind, micro = action
-        if kind == "F" and stage > 0:
-            return links.receive(Action(stage - 1, "F", micro))
-        if kind in "BI" and stage + 1 < schedule.stages:
-            return links.receive(Action(stage + 1, "B", micro))
-        return None
+        needed = schedule.needs(action)
+        return None if needed is None else links.receive(needed)
 
     def _do(self, action: Action, came: Tensor | None, under_way: UnderWay) -> None:
         stage, kind, index = action

@@ -20,6 +20,8 @@ from phalanx.spec.errors import UserError
 Kind = Literal["F", "B", "I", "W"]
 COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*$")
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)$")
+POSTED = 2
+"""Messages on a link that a rank is ready to receive before it asks for them."""
 OVERLAPPED = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B$")
 
 
@@ -108,10 +110,26 @@ class Schedule:
     def messages(self, rank: int) -> Iterator[tuple[Action, int]]:
         """What a rank sends, in order, and to whom: the output of every forward pass but the last stage's, and of every
         backward pass (or input half: written B, too) but the first stage's the gradient of its input."""
-        for stage, kind, micro in self.actions(rank):
-            if (kind == "F" and stage + 1 < self.stages) or (kind in "BI" and stage):
-                message = Action(stage, "F" if kind == "F" else "B", micro)
+        for action in self.actions(rank):
+            message = self.gives(action)
+            if message is not None:
                 yield message, self.receiver(message)
+
+    def gives(self, action: Action) -> Action | None:
+        """What another stage needs of an action, if anything."""
+        stage, kind, micro = action
+        if (kind == "F" and stage + 1 < self.stages) or (kind in "BI" and stage):
+            return Action(stage, "F" if kind == "F" else "B", micro)
+        return None
+
+    def needs(self, action: Action) -> Action | None:
+        """What an action needs from another stage, if anything."""
+        stage, kind, micro = action
+        if kind == "F" and stage > 0:
+            return Action(stage - 1, "F", micro)
+        if kind in "BI" and stage + 1 < self.stages:
+            return Action(stage + 1, "B", micro)
+        return None
 
 
 def dependencies(action: Action, stages: int) -> list[tuple[Action, ...]]:

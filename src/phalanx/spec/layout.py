@@ -198,6 +198,11 @@ SPLIT_AXES = ("pp", "tp", "cp", "ep")
 """Degrees of ranks that share a model or a sequence."""
 
 
+def is_shared(layout: Layout) -> bool:
+    """Whether ranks share a model or a sequence."""
+    return any(getattr(layout, axis) > 1 for axis in SPLIT_AXES)
+
+
 def groups(sizes: Degrees, *axes: str) -> list[tuple[int, ...]]:
     """The ranks of every group over these axes: those that differ in nothing else. Servers are in none."""
     shape = [getattr(sizes, axis) for axis in AXES]
@@ -272,6 +277,6 @@ def refuse_unrunnable(layout: Layout) -> None:
         if getattr(layout, axis) > 1 and layout.data == "parameter_server":
             fix = f"use one of {', '.join(IN_PIPELINES)}, or parallel.{axis} = 1"
             raise UserError("parallel.data", layout.data, f"with parallel.{axis} above 1 {NOT_YET}", fix)
-    if any(getattr(layout, axis) > 1 for axis in SPLIT_AXES) and layout.offload != "none":
+    if is_shared(layout) and layout.offload != "none":
         problem = f"with parallel.pp, tp, cp or ep above 1 {NOT_YET}"
         raise UserError("parallel.offload", layout.offload, problem, 'set parallel.offload = "none"')

@@ -24,7 +24,7 @@ from phalanx.measure.memory import MemoryMeter
 from phalanx.parallel.collectives import ASKED_FOR
 from phalanx.parallel.data import POWERSGD_FROM_STEP
 from phalanx.parallel.strategy import Reduced
-from phalanx.spec.layout import degrees
+from phalanx.spec.layout import Layout, degrees, is_shared
 from phalanx.spec.run import RunSpec
 from phalanx.train.metrics import Record
 from phalanx.train.trainer import Trainer
@@ -33,7 +33,10 @@ MEASURED_STEP = 3
 """Of those that a process does: optimizer state is there by then, and DDP has settled its buckets."""
 FOLDER = "measured"
 STATE = ("parameters", "gradients", "optimizer", "offloaded")
-PARTS = ("parameters", "gradients", "optimizer", "offloaded", "activations", "communication")
+PARTS = (*STATE, "activations", "communication")
+WORKING = (*STATE, "working")
+"""Ranks that share a model send each other activations: what came counts as communication when it is measured, and so
+only both together say something."""
 NOTE = (
     "bytes of the fullest rank; of communication at most so much is predicted; sent: around a ring, of the operations "
     "asked for (on gloo a reduce-scatter is made of an all-to-all and a sum)"
@@ -84,7 +87,7 @@ def measured_step(trainer: Trainer, batches: Iterator[Batch]) -> tuple[Record, d
     return record, {
         "step": record["step"],
         "held_bytes": dict(held),
-        "peak_bytes": {**meter.peaks, "total": meter.peak_total},
+        "peak_bytes": {**meter.peaks, "working": meter.peak_working, "total": meter.peak_total},
         "collectives": summed(recorder, waits),
     }
 
@@ -134,27 +137,44 @@ def compare(run: RunSpec, world_size: int, directory: Path) -> str:
     rows = beside(run, world_size, measured)
     (directory / FOLDER / "beside.json").write_text(json.dumps(rows, indent=1))
     unseen = "\nwhat PowerSGD sends is not recorded" if run.parallel.compress == "powersgd" else ""
+    if is_shared(run.parallel):
+        unseen = "\nworking: activations and buffers; what ranks that share a model send is recorded, not predicted"
     return f"{as_text(rows)}{unseen}\nmore, with times, in {directory / FOLDER}"
 
 
 def beside(run: RunSpec, world_size: int, measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Predicted beside measured, of the fullest rank of each role: memory by part in bytes (state between the backward
     pass and the update, the rest at its peak), and what is sent, by operation."""
-    memory, traffic = rank_memory(run, world_size), run_traffic(run, world_size)
-    servers = degrees(run.parallel, world_size).servers
-    ranks_of = {"rank": measured, "server": measured[:servers], "worker": measured[servers:]}
+    memory, shared = rank_memory(run, world_size), is_shared(run.parallel)
+    traffic = {} if shared else run_traffic(run, world_size)
     rows = []
     for role, predicted in memory.items():
-        for part in PARTS:
+        ranks = [measured[rank] for rank in ranks_of(role, run.parallel, world_size)]
+        for part in WORKING if shared else PARTS:
             when = "held_bytes" if part in STATE else "peak_bytes"
-            got = max(rank[when].get(part, 0) for rank in ranks_of[role])
+            got = max(rank[when].get(part, 0) for rank in ranks)
             rows.append({"role": role, "what": part, "predicted": getattr(predicted, part), "measured": got})
         # PowerSGD sends from callbacks of other threads, where nothing is recorded.
-        sent = {} if run.parallel.compress == "powersgd" else _by_operation(traffic[role])
+        sent = {} if run.parallel.compress == "powersgd" else _by_operation(traffic.get(role, []))
         for operation, size in sent.items():
-            got = max(_sent(rank["collectives"], operation) for rank in ranks_of[role])
+            got = max(_sent(rank["collectives"], operation) for rank in ranks)
             rows.append({"role": role, "what": operation, "predicted": round(size), "measured": round(got)})
     return rows
+
+
+def ranks_of(role: str, layout: Layout, world_size: int) -> list[int]:
+    """The ranks in a role of `rank_memory`."""
+    sizes = degrees(layout, world_size)
+    match role:
+        case "rank":
+            return list(range(world_size))
+        case "server":
+            return list(range(sizes.servers))
+        case "worker":
+            return list(range(sizes.servers, world_size))
+        case _:
+            place = int(role.removeprefix("pp"))
+            return [rank for rank in range(world_size) if rank // (sizes.cp * sizes.tp) % sizes.pp == place]
 
 
 def _by_operation(traffic: list[Traffic]) -> dict[str, float]:
@@ -175,7 +195,7 @@ def as_text(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'':8} {'':14} {'predicted':>14} {'measured':>14}  measured / predicted"]
     for row in rows:
         share = f"{row['measured'] / row['predicted']:.3f}" if row["predicted"] else ""
-        kind = "held" if row["what"] in PARTS else "got" if row["what"] == "recv" else "sent"
+        kind = "held" if row["what"] in (*PARTS, *WORKING) else "got" if row["what"] == "recv" else "sent"
         what = f"{row['role']:8} {kind:4} {row['what']:14}"
         lines.append(f"{what} {row['predicted']:>14,} {row['measured']:>14,}  {share}")
     return "\n".join([*lines, NOTE])

@@ -1,0 +1,218 @@
+"""What each part of a model's forward pass keeps for the backward pass, in bytes: the counts behind
+`cost.activations`, whose symbols these are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from phalanx.cost.precision import COMPUTED, Precision
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import ModelSpec, MoESpec
+
+INDEX = 8
+"""Bytes of a token, target, position or place in an order: int64."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Sizes of a forward pass on one rank; those of numbers are in bytes."""
+
+    batch: int
+    sequence: int
+    """Of whole rows, of which context-parallel ranks have a share."""
+    precision: Precision
+    layout: Layout
+    autocast: bool
+    masked: bool
+
+    @property
+    def tp(self) -> int:
+        return self.layout.tp
+
+    @property
+    def tokens(self) -> int:
+        """N: those that products and attention are given."""
+        return self.batch * self.sequence // self.layout.cp
+
+    @property
+    def here(self) -> int:
+        """Tokens of the residual stream on this rank."""
+        return self.tokens // self.tp if self.layout.sequence_parallel else self.tokens
+
+    def share(self, count: int) -> int:
+        """Of heads, columns or rows of the vocabulary, those of the rank that has most."""
+        return max(1, -(-count // self.tp))
+
+    @property
+    def number(self) -> int:
+        """What matrix products compute in."""
+        return COMPUTED[self.precision]
+
+    @property
+    def wide(self) -> int:
+        """What asks for accuracy: norms, softmax, rotary tables, the router. At least fp32."""
+        return max(4, self.number)
+
+    @property
+    def stream(self) -> int:
+        """The residual stream, which autocast leaves in the parameters' fp32."""
+        return self.wide if self.autocast else self.number
+
+    def linear_input(self, width: int, readers: int) -> int:
+        """The input that `readers` linear layers share. Autocast casts it for each of them anew; layers that are cut
+        over ranks take it together."""
+        return self.here * width * self.number * (readers if self.autocast and self.tp == 1 else 1)
+
+    def weights(self, count: int) -> int:
+        """Copies of `count` fp32 weights, kept by the products with them."""
+        return count * self.number if self.autocast else 0
+
+
+def inputs(spec: ModelSpec, run: Pass, first: bool) -> int:
+    """What blocks share; the first stage has the tokens."""
+    ring = run.layout.cp > 1 and run.layout.context == "ring"
+    places = run.tokens if run.masked else run.tokens // run.batch  # positions start anew with each document
+    tokens = run.tokens * (INDEX if run.tp == 1 else INDEX + 1)  # embedding; and whose rows other ranks have
+    # Learned: the embedding's indices, of runs of tokens (ulysses) as a view of the whole row's.
+    positions = (places if ring or run.masked else run.sequence) * INDEX
+    tables = 2 * places * spec.head_dim * run.wide  # rope: products with cosine and sine
+    again = run.masked and run.layout.recompute != "none"
+    mask = run.batch * run.sequence * (INDEX if ring else run.sequence) if again else 0  # bool, to compute again
+    kept = tables if spec.positions == "rope" else positions if first else 0
+    return kept + (tokens if first else 0) + mask
+
+
+def norm(spec: ModelSpec, run: Pass) -> int:
+    if spec.norm == "layernorm":
+        return run.here * (spec.width + 2) * run.stream  # x, its mean and 1 / std
+    return _rms_norm(run, run.here, spec.width)
+
+
+def _rms_norm(run: Pass, vectors: int, width: int) -> int:
+    """Over `vectors` of `width`: x, x / rms and 1 / rms."""
+    return vectors * (2 * width + 1) * run.wide
+
+
+def attention(spec: ModelSpec, run: Pass) -> Counter[str]:
+    """Projections, norms of queries and keys, and flash attention: q, k, v, its output, which is wo's input, and the
+    logsumexp of each row and head; with a mask also that, as numbers to add.
+
+    Around a ring (`parallel.context`) no mask is kept, and wo's input is a copy; after an all-to-all likewise, and
+    key/value heads that are fewer than the ranks are repeated.
+    """
+    D, H, K, kv_heads = spec.width, run.share(spec.heads), spec.head_dim, run.share(spec.kv_heads)
+    q, kv = H * K, kv_heads * K
+    kept = run.linear_input(D, readers=3)  # wq, wk, wv
+    weights = 2 * D * (q + kv)
+    if spec.qk_norm == "head":
+        kept += _rms_norm(run, run.tokens * (H + kv_heads), K)
+        weights += 2 * K
+    elif spec.qk_norm == "full":
+        kept += _norm_of_all_heads(run, q) + _norm_of_all_heads(run, kv)
+        weights += q + kv
+    cp, ring = run.layout.cp, run.layout.context == "ring"
+    inner = kv if cp == 1 or ring else max(kv_heads, cp) * K
+    kept += run.tokens * (2 * q + 2 * inner + (q if cp > 1 else 0)) * run.number
+    kept += run.tokens * H * run.wide
+    kept += run.batch * run.sequence**2 * run.number if run.masked and not (cp > 1 and ring) else 0
+    return Counter(attention=kept, weight_copies=run.weights(weights))
+
+
+def _norm_of_all_heads(run: Pass, width: int) -> int:
+    """Over all heads; where ranks share these it is made of single operations."""
+    if run.tp == 1 or run.number == run.wide:
+        return _rms_norm(run, run.tokens, width)
+    return run.tokens * (width * (run.wide + run.number) + run.wide)
+
+
+def mlp(spec: ModelSpec, run: Pass) -> Counter[str]:
+    ffn = run.share(spec.ffn)
+    if spec.activation == "swiglu":
+        return Counter(mlp=_swiglu(run, spec.width, ffn), weight_copies=run.weights(3 * spec.width * ffn))
+    kept = run.linear_input(spec.width, readers=1)  # up
+    kept += 2 * run.tokens * ffn * run.number  # gelu: its input; down: its output
+    return Counter(mlp=kept, weight_copies=run.weights(2 * spec.width * ffn))
+
+
+def _swiglu(run: Pass, width: int, ffn: int) -> int:
+    inner = 4 * run.tokens * ffn * run.number  # silu: gate x; product: silu and up x; down: the product
+    return run.linear_input(width, readers=2) + inner  # gate, up
+
+
+def experts(spec: ModelSpec, moe: MoESpec, run: Pass) -> Counter[str]:
+    """Routers, routed and shared experts. No expert drops a token, so that which one it went to does not matter; of
+    ranks that have different experts each is given as many rows as it sends (they are balanced)."""
+    D, E, k, ep = spec.width, moe.experts, moe.top_k, run.layout.ep
+    rows, F = _rows(moe, run)
+    shared = run.share(moe.ffn * moe.shared_experts) if moe.shared_experts else 0
+    kept = run.linear_input(D, readers=1)  # the router
+    if shared and run.autocast:
+        kept += run.linear_input(
+            D, readers=2
+        )  # gate and up of the shared experts, which else read what the router does
+    kept += 4 * run.tokens * shared * run.number  # as in a SwiGLU
+    kept += run.here * (2 * E + 1) * run.wide  # z-loss: logits and logsumexp; softmax or sigmoid: scores
+    kept += run.here * run.wide if moe.score == "sigmoid" else 0  # balance loss: sums of scores
+    kept += run.here * (k + 1) * run.wide if moe.normalize_top_k else 0  # chosen scores and their sums
+    kept += (1 if moe.balance_over == "micro_batch" else run.batch) * E * run.wide  # balance loss: shares of tokens
+    kept += (run.here * k + 2 * rows) * INDEX  # gather: the chosen; sorting by expert, and back
+    kept += 2 * rows * INDEX if ep > 1 else 0  # sorting what came from all ranks by expert, and back
+    kept += rows * (D + 4 * F) * run.number  # the experts, each a SwiGLU
+    kept += rows * (D + 1) * run.number  # weighted sum: outputs and weights
+    # Grouped products, where there is one for the dtype and the sizes, keep where each expert's rows end (int32).
+    grouped = run.number <= 4 and D * run.number % 16 == 0 and F * run.number % 16 == 0
+    kept += 3 * (E // ep) * 4 if grouped else 0
+    return Counter(experts=kept, weight_copies=run.weights(D * E + 3 * D * (F * E // ep + shared)))
+
+
+def head(spec: ModelSpec, run: Pass) -> Counter[str]:
+    kept = run.linear_input(spec.width, readers=1)
+    vocab = run.share(spec.vocab)
+    kept += run.tokens * vocab * run.wide  # log-softmax: its output. The fp32 copy of bf16 logits is dropped
+    if run.tp == 1:
+        kept += run.tokens * INDEX + run.wide  # negative log-likelihood: targets, and their total weight
+    else:
+        kept += run.tokens * (INDEX + 2)  # each target's column, whether it is here, and whether it counts
+    return Counter(head_and_loss=kept, weight_copies=run.weights(vocab * spec.width))
+
+
+def mlp_gradients(spec: ModelSpec, layer: int, run: Pass, halved: bool) -> int:
+    """What is on its way through a block's MLP or experts in the backward pass where that is most, beyond what is freed
+    until then: gradients of a SwiGLU's two factors, or of a GELU's output; of the rows of experts, before and after
+    their sorting. `halved`: with the input of the last product, which is not freed then."""
+    if spec.moe is None or not spec.is_moe(layer):
+        return ((2 if spec.activation == "swiglu" else 1) + halved) * run.tokens * run.share(spec.ffn) * run.number
+    rows, F = _rows(spec.moe, run)
+    return rows * (2 * spec.width + 3 * F if halved else 2 * max(spec.width, F)) * run.number
+
+
+def _rows(moe: MoESpec, run: Pass) -> tuple[int, int]:
+    """How many rows a rank's experts are given, and their inner width. Ranks that share products have some columns of
+    every expert, and so all tokens; or some experts, and their own tokens."""
+    tokens, width = (run.here, moe.ffn) if run.layout.ep > 1 else (run.tokens, run.share(moe.ffn))
+    return tokens * moe.top_k, width
+
+
+def put_off(spec: ModelSpec, layer: int, run: Pass) -> int:
+    """What the second half of a block's backward pass needs (`parallel.split_backward`): of every linear layer its
+    input, the gradient of its output, and under autocast the copy of its weight."""
+    D, q, kv = spec.width, run.share(spec.heads) * spec.head_dim, run.share(spec.kv_heads) * spec.head_dim
+    kept = run.linear_input(D, readers=3) + run.tokens * (2 * q + 2 * kv + D) * run.number
+    kept += attention(spec, run)["weight_copies"]
+    if spec.moe is None or not spec.is_moe(layer):
+        kept += mlp(spec, run)["weight_copies"]
+        ffn, first = run.share(spec.ffn), 2 if spec.activation == "swiglu" else 1
+        return kept + run.linear_input(D, readers=first) + run.tokens * ((1 + first) * ffn + D) * run.number
+    moe, (rows, F) = spec.moe, _rows(spec.moe, run)
+    shared = run.share(moe.ffn * moe.shared_experts) if moe.shared_experts else 0
+    kept += experts(spec, moe, run)["weight_copies"]
+    kept += run.linear_input(D, readers=3 if shared else 1) + run.here * moe.experts * run.number
+    kept += run.tokens * (3 * shared + D) * run.number if shared else 0
+    return kept + rows * (2 * D + 3 * F) * run.number
+
+
+def put_off_head(spec: ModelSpec, run: Pass) -> int:
+    """The same of the head."""
+    vocab = run.share(spec.vocab)
+    return run.linear_input(spec.width, readers=1) + run.tokens * vocab * run.number + run.weights(vocab * spec.width)
