@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ class Links:
         self._inbox: dict[Action, Tensor] = {}
         self._sends: dict[int, deque[tuple[dist.Work | None, Tensor]]] = defaultdict(deque)
         self._dropped: Counter[int] = Counter()
-        self._seen = {message: count for sender in range(schedule.ranks) for message, count in self._had(sender)}
+        self._had = had_before(schedule, rank)
         self._coming: dict[int, deque[Action]] = {
             sender: deque(message for message, to in schedule.messages(sender) if to == rank)
             for sender in range(schedule.ranks)
@@ -66,7 +67,7 @@ class Links:
                 if work is not None:
                     work.wait()
             self._inbox[first] = tensor
-            self._drop(sender, self._seen[first])
+            self._drop(sender, self._had[first])
         return self._inbox.pop(message)
 
     def finish(self) -> None:
@@ -82,21 +83,6 @@ class Links:
             if work is not None:
                 work.wait()
 
-    def _had(self, other: int) -> Iterator[tuple[Action, int]]:
-        """Each message of another rank to this one, and how many of this one's it has had before: whoever gets that
-        knows, without asking the network (gloo does not say when a send is done), that those have arrived."""
-        if other == self.rank:
-            return
-        sent = [message for message, to in self.schedule.messages(self.rank) if to == other]
-        place, had = {message: index for index, message in enumerate(sent)}, 0
-        for step in self.schedule.orders[other]:
-            needed = [self.schedule.needs(action) for action in actions(step)]
-            had = max([had, *(place[message] + 1 for message in needed if message in place)])
-            for action in actions(step):
-                gave = self.schedule.gives(action)
-                if gave is not None and self.schedule.receiver(gave) == self.rank:
-                    yield gave, had
-
     def _post(self, sender: int) -> None:
         coming, posted = self._coming[sender], self._posted[sender]
         while coming and len(posted) < POSTED:
@@ -108,3 +94,21 @@ class Links:
     def _tag(self, message: Action) -> int:
         stage, kind, micro = message
         return (2 * stage + (kind == "B")) * len(self.shapes) + micro
+
+
+@lru_cache(maxsize=16)
+def had_before(schedule: Schedule, rank: int) -> dict[Action, int]:
+    """Of each message to a rank, how many of that rank's own messages its sender has had before it sends it. Who gets
+    it knows that those have arrived, without asking the network: gloo does not say when a send is done."""
+    found: dict[Action, int] = {}
+    for other in range(schedule.ranks):
+        if other == rank:
+            continue
+        sent = [message for message, to in schedule.messages(rank) if to == other]
+        place, had = {message: index for index, message in enumerate(sent)}, 0
+        for step in schedule.orders[other]:
+            needed = [schedule.needs(action) for action in actions(step)]
+            had = max([had, *(place[message] + 1 for message in needed if message in place)])
+            given = [schedule.gives(action) for action in actions(step)]
+            found |= {gave: had for gave in given if gave is not None and schedule.receiver(gave) == rank}
+    return found
