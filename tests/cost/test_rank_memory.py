@@ -238,7 +238,8 @@ def test_units_are_those_of_fsdp(wrap, recompute):
 def test_activations_are_those_of_a_micro_batch_at_their_peak():
     run = described("zero2", parallel={"micro_batch": 2, "recompute": "full"})
     autocast, pure = (
-        activation_bytes(run.model, 2, 256, "bf16", "full", autocast, masked=True).peak for autocast in (True, False)
+        activation_bytes(run.model, 2, 256, "bf16", Layout(recompute="full"), autocast, masked=True).peak
+        for autocast in (True, False)
     )
     for data in ("zero1", "zero2", "zero3"):
         assert held(data, 2, parallel={"micro_batch": 2, "recompute": "full"}).activations == pure

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity.trajectory import MOE, described, steps, trainer
+from parity.trajectory import MOE, described, trainer
 
+from phalanx.data.loader import prefetch
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
+from phalanx.train.measured import measured_step
 
 PIPELINE = {"parallel.pp": 2, "parallel.schedule": "zb-h1", "model": {**MOE, "layers": 4}}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -21,11 +23,13 @@ LAYOUTS |= {axis: {f"parallel.{axis}": 2} for axis in ("tp", "cp", "ep")} | {"pp
 
 
 def freed(run: RunSpec) -> bool:
-    """Whether a trainer is gone after its last step."""
+    """Whether a trainer is gone after its last step, which was measured."""
     under_way = trainer(run)
-    steps(under_way, 1)
+    batches = prefetch(under_way.loader, 0, 2)
+    under_way.train_step(batches)
+    measured_step(under_way, batches)
     left = weakref.ref(under_way.strategy)
-    del under_way
+    del under_way, batches
     gc.collect()
     return left() is None
 

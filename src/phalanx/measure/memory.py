@@ -87,14 +87,12 @@ class MemoryMeter(TorchDispatchMode):
         if before is None:
             self.part_of[key], self.bytes_of[key] = part, storage.nbytes()
             self.held[part] += storage.nbytes()
-            weakref.finalize(storage, self._freed, key)
+            # Not of this meter: it would live, with all it knows, as long as the storage.
+            weakref.finalize(storage, _freed, self.part_of, self.bytes_of, self.held, key)
         elif moves and before != part and (before == "activations" or part != "communication"):
             self.part_of[key] = part
             self.held[before] -= self.bytes_of[key]
             self.held[part] += self.bytes_of[key]
-
-    def _freed(self, key: int) -> None:
-        self.held[self.part_of.pop(key)] -= self.bytes_of.pop(key)
 
     def _measure(self) -> None:
         elastic = sum(storage.nbytes() for storage in self.elastic)
@@ -127,3 +125,7 @@ class MemoryMeter(TorchDispatchMode):
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _freed(part_of: dict[int, str], bytes_of: dict[int, int], held: Counter[str], key: int) -> None:
+    held[part_of.pop(key)] -= bytes_of.pop(key)
