@@ -24,8 +24,9 @@ from phalanx.train.setup import checkpoint_bytes, to_toml
 PHALANX = [sys.executable, "-c", "from phalanx.cli.main import main; main()"]
 MODEL = {"vocab": 257, "width": 512, "layers": 20, "heads": 8, "kv_heads": 8, "ffn": 1408, "context": 64}
 SMALL = {**MODEL, "width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 512}
-ROOM_BYTES = 110 * 2**20
-"""For activations, the pieces under way, and whatever else is neither weights nor the base of Python and torch."""
+ROOM_BYTES = 150 * 2**20
+"""For activations, the pieces under way, what a busy disk has not taken yet, and whatever else is neither weights nor the
+base of Python and torch."""
 
 
 def described(directory: Path, name: str, model: dict[str, int], offload: Path | None, **training: int) -> Path:
@@ -72,7 +73,7 @@ def test_a_run_larger_than_its_memory_trains_as_in_memory(tmp_path: Path) -> Non
         above_base = 2 * total + ROOM_BYTES
         limit_bytes = base_bytes(probe.kind) + above_base
     print(f"limited by {probe.kind} to {limit_bytes / 1e6:.0f} MB, {above_base / 1e6:.0f} MB above the base")
-    assert state_bytes > 1.4 * limit_bytes
+    assert state_bytes > 1.3 * limit_bytes
 
     with memory_limit(limit_bytes) as limit:
         ended = train(described(tmp_path, "disk", MODEL, tmp_path), prefix=limit.prefix)
