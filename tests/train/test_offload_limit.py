@@ -25,8 +25,8 @@ PHALANX = [sys.executable, "-c", "from phalanx.cli.main import main; main()"]
 MODEL = {"vocab": 257, "width": 512, "layers": 20, "heads": 8, "kv_heads": 8, "ffn": 1408, "context": 64}
 SMALL = {**MODEL, "width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 512}
 ROOM_BYTES = 150 * 2**20
-"""For activations, the pieces under way, what a busy disk has not taken yet, and whatever else is neither weights nor the
-base of Python and torch."""
+"""For activations, the pieces under way, what a busy disk has not taken yet, and whatever else is neither weights nor
+the base of Python and torch."""
 
 
 def described(directory: Path, name: str, model: dict[str, int], offload: Path | None, **training: int) -> Path:
