@@ -2,6 +2,8 @@
 
 import errno
 import os
+import threading
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from phalanx.data.corpus import Document
 from phalanx.data.encode import Counts, cut, disk_error, encode, write_pairs
 from phalanx.data.indexed import IndexedDataset
-from phalanx.data.tokenizer import byte_tokenizer, train_bpe
+from phalanx.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
 
 texts = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=20)
 
@@ -54,6 +56,30 @@ def test_an_error_while_reading_comes_through():
 
     with pytest.raises(RuntimeError, match="unreadable"):
         list(encode(broken(), byte_tokenizer()))
+
+
+@dataclass(frozen=True)
+class Waits(Tokenizer):
+    """Encodes a text of "wait" when it may."""
+
+    may: threading.Event = field(default_factory=threading.Event)
+
+    def encode_batch(self, texts):
+        if "wait" in texts:
+            self.may.wait(60)
+        return super().encode_batch(texts)
+
+
+def test_whoever_collects_an_abandoned_stream_waits_for_no_thread():
+    """The collector may run where a thread is being started, and hold what the end of another one needs."""
+    tokenizer = Waits(vocab=257, end=256)
+    stream = encode([Document("a", "first"), Document("b", "wait")], tokenizer, chunk=1)
+    assert next(stream)[0].name == "a"
+    closing = threading.Thread(target=stream.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    tokenizer.may.set()
+    assert not closing.is_alive()
 
 
 @pytest.mark.parametrize("end", [True, False])

@@ -25,6 +25,10 @@ from phalanx.spec.errors import UserError
 CHUNK_CHARACTERS = 4_000_000
 PIECE_CHARACTERS = 1_000_000
 
+# One for the process. With its own, a generator that nobody finished would join a thread when it is collected, and
+# the collector may run where a thread is being started, whose locks that join needs.
+BACKGROUND = ThreadPoolExecutor(1, "phalanx-encode")
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -49,15 +53,14 @@ def encode(
     documents: Iterable[Document], tokenizer: Tokenizer, chunk: int = CHUNK_CHARACTERS
 ) -> Iterator[tuple[Document, np.ndarray]]:
     """Each document with its ids, int32 [tokens], no end token; in order, and `chunk` characters at once."""
-    with ThreadPoolExecutor(1) as background:
-        waiting: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
-        for group in _groups(documents, chunk):
-            waiting.append((group, background.submit(_encode, group, tokenizer)))
-            if len(waiting) > 1:
-                done, future = waiting.popleft()
-                yield from zip(done, future.result(), strict=True)
-        for done, future in waiting:
+    waiting: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
+    for group in _groups(documents, chunk):
+        waiting.append((group, BACKGROUND.submit(_encode, group, tokenizer)))
+        if len(waiting) > 1:
+            done, future = waiting.popleft()
             yield from zip(done, future.result(), strict=True)
+    for done, future in waiting:
+        yield from zip(done, future.result(), strict=True)
 
 
 def write_pairs(
