@@ -87,8 +87,8 @@ class Stage:
 
 def stages_of(layers: Sequence[range], schedule: Schedule) -> list[Stage]:
     """Of a pipeline with these layers in each."""
-    halved = any(action.kind == "W" for rank in range(schedule.ranks) for action in schedule.actions(rank))
-    return [Stage(mine, index == 0, index == len(layers) - 1, halved) for index, mine in enumerate(layers)]
+    last = len(layers) - 1
+    return [Stage(mine, index == 0, index == last, schedule.halved) for index, mine in enumerate(layers)]
 
 
 def activation_bytes(
@@ -144,16 +144,16 @@ def activation_bytes(
         else:
             kept += normed + attended + normed + mixed
     if stage.halved:  # and what later layers, and the head, have put off
-        later = [put_off(spec, layer, run) for layer in stage.layers[1:]] + [put_off_head(spec, run) * stage.last]
+        later = [put_off(spec, layer, run) for layer in stage.layers[1:]]
+        later += [put_off_head(spec, run)] if stage.last else []
         alive = [size + sum(later[index:]) for index, size in enumerate(alive)]
-    flowing = mlp_gradients(spec, stage.layers[-1], run, stage.halved) if stage.layers else 0
-    flowing += stream if stage.last else 0  # elsewhere the stream's gradient is a message
-    if not stage.last:
-        return ActivationBytes(**kept, mlp_gradients=flowing, recomputed=max(alive, default=0))
-    kept += normed + head(spec, run)
-    # Of shared logits only the gradient in what the loss computes in, and where that is not theirs the other.
-    each = 2 * run.wide if run.tp == 1 else run.wide + (run.number if run.number < run.wide else 0)
-    loss_gradients = run.tokens * run.share(spec.vocab) * each
+    flowing, loss_gradients = mlp_gradients(spec, stage.layers[-1], run, stage.halved), 0
+    if stage.last:
+        kept += normed + head(spec, run)
+        flowing += stream  # elsewhere the stream's gradient is a message
+        # Of shared logits only the gradient in what the loss computes in, and where that is not theirs the other.
+        each = 2 * run.wide if run.tp == 1 else run.wide + (run.number if run.number < run.wide else 0)
+        loss_gradients = run.tokens * run.share(spec.vocab) * each
     return ActivationBytes(
         **kept, loss_gradients=loss_gradients, mlp_gradients=flowing, recomputed=max(alive, default=0)
     )

@@ -84,6 +84,7 @@ def inputs(spec: ModelSpec, run: Pass, first: bool) -> int:
 
 
 def norm(spec: ModelSpec, run: Pass) -> int:
+    """A norm of the residual stream."""
     if spec.norm == "layernorm":
         return run.here * (spec.width + 2) * run.stream  # x, its mean and 1 / std
     return _rms_norm(run, run.here, spec.width)
@@ -127,6 +128,7 @@ def _norm_of_all_heads(run: Pass, width: int) -> int:
 
 
 def mlp(spec: ModelSpec, run: Pass) -> Counter[str]:
+    """A dense MLP."""
     ffn = run.share(spec.ffn)
     if spec.activation == "swiglu":
         return Counter(mlp=_swiglu(run, spec.width, ffn), weight_copies=run.weights(3 * spec.width * ffn))
@@ -147,10 +149,8 @@ def experts(spec: ModelSpec, moe: MoESpec, run: Pass) -> Counter[str]:
     rows, F = _rows(moe, run)
     shared = run.share(moe.ffn * moe.shared_experts) if moe.shared_experts else 0
     kept = run.linear_input(D, readers=1)  # the router
-    if shared and run.autocast:
-        kept += run.linear_input(
-            D, readers=2
-        )  # gate and up of the shared experts, which else read what the router does
+    if shared and run.autocast:  # else gate and up of the shared experts read what the router does
+        kept += run.linear_input(D, readers=2)
     kept += 4 * run.tokens * shared * run.number  # as in a SwiGLU
     kept += run.here * (2 * E + 1) * run.wide  # z-loss: logits and logsumexp; softmax or sigmoid: scores
     kept += run.here * run.wide if moe.score == "sigmoid" else 0  # balance loss: sums of scores
@@ -167,6 +167,7 @@ def experts(spec: ModelSpec, moe: MoESpec, run: Pass) -> Counter[str]:
 
 
 def head(spec: ModelSpec, run: Pass) -> Counter[str]:
+    """The head and the loss."""
     kept = run.linear_input(spec.width, readers=1)
     vocab = run.share(spec.vocab)
     kept += run.tokens * vocab * run.wide  # log-softmax: its output. The fp32 copy of bf16 logits is dropped

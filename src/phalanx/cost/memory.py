@@ -10,7 +10,6 @@ to another, what an optimizer's step needs when activations are gone, the alloca
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 from phalanx.cost.activations import activation_bytes, peak_in_flight, put_off_bytes, stages_of
@@ -23,7 +22,7 @@ from phalanx.cost.shares import Held, rank_shapes
 from phalanx.cost.stages import stage_layers
 from phalanx.schedule.named import schedule_of
 from phalanx.spec.layout import SHARDED, Layout, degrees, refuse_unrunnable, spread
-from phalanx.spec.run import OptimizerSpec, RunSpec, cut_batch
+from phalanx.spec.run import Cut, OptimizerSpec, RunSpec, cut_batch
 
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
 
@@ -181,11 +180,12 @@ def _state(run: RunSpec, rank: Held) -> StateBytes:
 def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
     """Ranks that compute, one of each place of the pipeline."""
     layout, sizes = run.parallel, degrees(run.parallel, world_size)
-    data, accumulation = sizes.as_data(sharded=layout.data in SHARDED), cut_batch(run, world_size).accumulation
-    working = _activations(run, world_size)
+    data, cut = sizes.as_data(sharded=layout.data in SHARDED), cut_batch(run, world_size)
+    strategy = _runs_as(layout, data.dp_shard)
+    activations = _activations(run, cut, strategy)
     found = []
     for place, rank in enumerate(rank_shapes(run, world_size)):
-        strategy, state, offloaded, in_files = _runs_as(layout, rank.shards), _state(run, rank), 0, 0
+        state, offloaded, in_files = _state(run, rank), 0, 0
         if layout.offload != "none":
             owned, _ = _counts(rank.dense, run, rank.shards)
             copied = 0 if run.training.precision == "bf16" else KEPT[run.training.precision] * owned
@@ -193,34 +193,26 @@ def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
             # FSDP2 keeps parameters and gradients in CPU memory; only the state is ours to put in files.
             in_files = optimizer if strategy in ("zero3", "hsdp") else offloaded
             in_files = in_files if layout.offload == "nvme" else 0
-        communication = communication_bytes(rank.dense, run, strategy, data, accumulation)
+        communication = communication_bytes(rank.dense, run, strategy, data, cut.accumulation)
         if rank.apart:
             same = replace(data, dp_replicate=1, dp_shard=rank.apart_shards)
-            communication += communication_bytes(rank.apart, run, strategy, same, accumulation)
-        communication += exchange_bytes(run, cut_batch(run, world_size).micro_batch, place)
-        found.append(
-            RankMemory(
-                state.parameters, state.gradients, state.optimizer, working[place], communication, offloaded, in_files
-            )
-        )
+            communication += communication_bytes(rank.apart, run, strategy, same, cut.accumulation)
+        communication += exchange_bytes(run, cut.micro_batch, place)
+        held = state.parameters, state.gradients, state.optimizer
+        found.append(RankMemory(*held, activations[place], communication, offloaded, in_files))
     return found
 
 
-def _activations(run: RunSpec, world_size: int) -> list[int]:
+def _activations(run: RunSpec, cut: Cut, strategy: Strategy) -> list[int]:
     """The most that a rank at each place of the pipeline has of activations."""
-    layout, training, cut = run.parallel, run.training, cut_batch(run, world_size)
-    shards = degrees(layout, world_size).as_data(sharded=layout.data in SHARDED).dp_shard
-    autocast = _runs_as(layout, shards) in ("ddp", "parameter_server")
-    of = partial(activation_bytes, run.model, cut.micro_batch, training.sequence, training.precision, layout, autocast)
+    layout, masked, autocast = run.parallel, run.data.mask_documents, strategy in ("ddp", "parameter_server")
+    sizes = run.model, cut.micro_batch, run.training.sequence, run.training.precision, layout, autocast
     if layout.pp == 1:
-        return [of(run.data.mask_documents).peak]
+        return [activation_bytes(*sizes, masked).peak]
     schedule = schedule_of(layout, cut.accumulation)
     stages = stages_of(stage_layers(run), schedule)
-    kept = {index: of(run.data.mask_documents, stage) for index, stage in enumerate(stages)}
-    halves = {
-        index: put_off_bytes(run.model, cut.micro_batch, training.sequence, training.precision, layout, autocast, stage)
-        for index, stage in enumerate(stages)
-    }
+    kept = {index: activation_bytes(*sizes, masked, stage) for index, stage in enumerate(stages)}
+    halves = {index: put_off_bytes(*sizes, stage) for index, stage in enumerate(stages)}
     return [peak_in_flight(schedule, rank, kept, halves) for rank in range(layout.pp)]
 
 

@@ -44,8 +44,7 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
             "model.tied", True, f'with parallel.data = "{layout.data}" embedding and head must be on one rank',
             'use parallel.schedule = "zb-v" or "dualpipe-v", which have both there, or parallel.data = "zero1"',
         )  # fmt: skip
-    halves = any(action.kind == "W" for rank in range(schedule.ranks) for action in schedule.actions(rank))
-    if run.training.compile and halves:
+    if run.training.compile and schedule.halved:
         raise UserError(
             "training.compile", True, f'cannot split backward passes as "{name}" does',
             'set it to false, or use parallel.schedule = "1f1b" (and no schedule_file)',

@@ -103,6 +103,11 @@ class Schedule:
         """What must have been computed before `action`: one of each of these."""
         return dependencies(action, self.stages)
 
+    @cached_property
+    def halved(self) -> bool:
+        """Whether any backward pass is in two halves."""
+        return any(action.kind == "W" for rank in range(self.ranks) for action in self.actions(rank))
+
     def receiver(self, message: Action) -> int:
         """The rank that needs what an F, or a B or I (written B), gave."""
         return self.rank_of[message.stage + (1 if message.kind == "F" else -1)]
