@@ -2,7 +2,7 @@
 
     python -m benchmarks.offload        # prints the table and writes docs/benchmarks/offload.md
 
-The same run of `phalanx train` twice: in memory without a limit, and with parallel.offload = "nvme" in a cgroup whose
+The same run of `phalanx train` twice: in memory without a limit, and with layout.offload = "nvme" in a cgroup whose
 limit is a quarter of the optimizer state. One rests (SIGSTOP) while the other does a step, in turn, so that whoever
 else uses the machine slows both alike. Needs root (for the cgroup), 20 bytes of disk and 16 of memory per parameter.
 """
@@ -112,7 +112,7 @@ def described(out: Path, name: str, tokens: int, steps: int, offload: Path | Non
             "model": model,
             "data": {"tokenizer": "bytes"},
             "training": {"steps": steps, "sequence": SEQUENCE, "tokens_per_step": tokens, "precision": "bf16"},
-            "parallel": {"data": "zero2", "micro_batch": 2, "recompute": "full", **rests},
+            "layout": {"data": "zero2", "micro_batch": 2, "recompute": "full", **rests},
             "optimizer": {"warmup_steps": 1, "learning_rate": 3e-4},
             "evaluation": {"tokens": 1024},
             "checkpoint": {"every": 0},
@@ -185,7 +185,7 @@ def page(memory: Run, disk: Run, total: int, limit_bytes: int, tokens: int) -> s
 Speed on disk: {share:.2f} of that in memory (goal: at least {GOAL}). Losses and gradient norms of all
 {len(disk.steps)} steps identical to the last bit: {"yes" if same(memory, disk) else "no"}.
 
-- {total / 1e6:.0f} M parameters ({WIDTH} wide), bf16, `parallel.data = "zero2"`, one rank of one thread; {tokens:,}
+- {total / 1e6:.0f} M parameters ({WIDTH} wide), bf16, `layout.data = "zero2"`, one rank of one thread; {tokens:,}
   tokens per update in forward passes of {2 * SEQUENCE}, blocks recomputed. More tokens per update make the ratio
   better: what is read and written per update stays the same but for the gradients.
 - The limit is of {disk.limit.kind}: all memory of the process, Python and PyTorch (about 0.25 GB) and its page cache

@@ -76,7 +76,7 @@ class Shape:
                 steps=STEPS, sequence=self.sequence, tokens_per_step=self.tokens, precision="fp32", seed=SEED
             ),
             optimizer=OPTIMIZER,
-            parallel=Layout(**LAYOUTS[layout], micro_batch=self.micro_batch),
+            layout=Layout(**LAYOUTS[layout], micro_batch=self.micro_batch),
         )
 
 

@@ -19,7 +19,7 @@ COLUMNS = ("parameters", "gradients", "optimizer", "activations", "communication
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text('[parallel]\ndata = "zero2"\n')
+    path.write_text('[layout]\ndata = "zero2"\n')
     return path
 
 
@@ -91,7 +91,7 @@ def test_one_rank_is_one_process(run):
 def test_hsdp_takes_the_runs_shards_or_as_many_as_leave_two_copies(run):
     eight, four = (by_name(run, "--ranks", ranks)["hsdp rank"]["memory"]["parameters"] for ranks in ("8", "4"))
     assert eight < four
-    own = ["--set", "parallel.data=hsdp", "--set", "parallel.dp_shard=2", "--ranks", "8"]
+    own = ["--set", "layout.data=hsdp", "--set", "layout.dp_shard=2", "--ranks", "8"]
     assert by_name(run, *own)["hsdp rank"]["memory"]["parameters"] == four
 
 
@@ -101,12 +101,12 @@ def test_what_cannot_run_says_why(run):
     assert "which 5 data-parallel ranks cannot share" in rows["zero2 rank"]["problem"]
     assert rows["zero1 rank"]["problem"] == ""
     assert "* zero2: training.tokens_per_step = 16384: is 64 sequences" in shown(run, "--ranks", "5")
-    gathered = ["--set", "parallel.tp=2", "--set", "parallel.heads=gathered"]
-    assert "* zero2: parallel.heads = 'gathered': has activations that are not" in shown(run, "--ranks", "4", *gathered)
+    gathered = ["--set", "layout.tp=2", "--set", "layout.heads=gathered"]
+    assert "* zero2: layout.heads = 'gathered': has activations that are not" in shown(run, "--ranks", "4", *gathered)
 
 
 def test_a_pipeline_has_a_row_for_each_of_its_places(run):
-    stages = ["--ranks", "4", "--set", "parallel.pp=2", "--set", "parallel.micro_batch=1"]
+    stages = ["--ranks", "4", "--set", "layout.pp=2", "--set", "layout.micro_batch=1"]
     rows = by_name(run, *stages)
     first, last = (rows[f"zero2 pp{place}"]["memory"]["activations"] for place in (0, 1))
     assert first > last > 0, "1F1B holds more micro-batches on its first rank"
@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_marked_but_servers_are_in_cpu_memory(run):
 
 
 def test_what_is_offloaded_has_a_column(run):
-    offload = ["--ranks", "4", "--set", "parallel.offload=nvme", "--set", "parallel.offload_directory=/tmp"]
+    offload = ["--ranks", "4", "--set", "layout.offload=nvme", "--set", "layout.offload_directory=/tmp"]
     assert "offloaded" in shown(run, *offload)
     rows = by_name(run, *offload)
     assert rows["ddp rank"]["memory"]["offloaded"] == 0 < rows["zero1 rank"]["memory"]["offloaded"]
@@ -132,7 +132,7 @@ def test_what_is_offloaded_has_a_column(run):
 
 
 def test_choices_of_the_runs_strategy_are_left_out_of_others(run):
-    choices = ["--set", "parallel.data=parameter_server", "--set", "parallel.staleness=1", "--ranks", "4"]
+    choices = ["--set", "layout.data=parameter_server", "--set", "layout.staleness=1", "--ranks", "4"]
     assert all(not row["problem"] for row in by_name(run, *choices).values())
 
 

@@ -37,9 +37,9 @@ def test_the_published_groups_of_16_ranks(run: Path) -> None:
             "--ranks",
             "16",
             "--set",
-            "parallel.pp=4",
+            "layout.pp=4",
             "--set",
-            "parallel.tp=2",
+            "layout.tp=2",
             "--set",
             "cluster.nproc=8",
             "--json",
@@ -57,7 +57,7 @@ def test_two_dimensions_on_four_ranks(run: Path) -> None:
 
 
 def test_it_names_axes_and_groups_that_cross_nodes(run: Path) -> None:
-    out = shown(run, "--ranks", "8", "--set", "parallel.pp=2", "--set", "cluster.nproc=4")
+    out = shown(run, "--ranks", "8", "--set", "layout.pp=2", "--set", "cluster.nproc=4")
     assert out.startswith("8 ranks on 2 nodes; axes outermost first")
     assert "dp_replicate 4: copies of the model" in out
     assert "  0 2 4 6   crosses nodes" in out
@@ -65,6 +65,6 @@ def test_it_names_axes_and_groups_that_cross_nodes(run: Path) -> None:
 
 
 def test_servers_are_in_no_group(run: Path) -> None:
-    out = shown(run, "--ranks", "4", "--set", "parallel.data=parameter_server")
+    out = shown(run, "--ranks", "4", "--set", "layout.data=parameter_server")
     assert "of which the first 1 are servers" in out
     assert "  1 2 3" in out

@@ -103,7 +103,7 @@ def test_cut_explains_itself(tmp_path: Path):
     assert found["layers"] == [8, 9, 9, 6]
     assert found["slowest_over_mean"] < found["by_layers_alone"]["slowest_over_mean"]
     assert found["by_layers_alone"]["layers"] == [8, 8, 8, 8]
-    out = run("cut", str(path), "--set", "parallel.pp=2")
+    out = run("cut", str(path), "--set", "layout.pp=2")
     assert "embedding, 0-16" in out
     assert "17-31, head" in out
     assert "by layers alone (16 16)" in out

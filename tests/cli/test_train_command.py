@@ -24,7 +24,7 @@ steps = 30
 sequence = 64
 tokens_per_step = 4096
 seed = 2
-[parallel]
+[layout]
 data = "zero3"
 micro_batch = 8
 [optimizer]

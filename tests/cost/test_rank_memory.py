@@ -33,9 +33,9 @@ ODD_MOE = {**ODD, "moe": {"experts": 3, "top_k": 2, "ffn": 25, "shared_experts":
 
 
 def described(data: str = "ddp", precision: str = "bf16", model: Any = None, **tables: Any) -> RunSpec:
-    parallel = {"data": data, **tables.pop("parallel", {})}
+    layout = {"data": data, **tables.pop("layout", {})}
     training = {"precision": precision, "tokens_per_step": 16_384, **tables.pop("training", {})}
-    return build_run({"model": model or {"preset": "tiny"}, "parallel": parallel, "training": training, **tables})
+    return build_run({"model": model or {"preset": "tiny"}, "layout": layout, "training": training, **tables})
 
 
 def held(data: str, ranks: int, precision: str = "bf16", **tables: Any) -> RankMemory:
@@ -122,18 +122,18 @@ def in_storages(tensors: Iterable[Any]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
 
 
-MUON, CPU, TWO = {"optimizer.name": "muon"}, {"parallel.offload": "cpu"}, {"parallel.servers": 2}
+MUON, CPU, TWO = {"optimizer.name": "muon"}, {"layout.offload": "cpu"}, {"layout.servers": 2}
 CASES = [
     *[(data, 2, precision, {}) for data in STAGES for precision in ("bf16", "fp32", "fp64")],
     *[(data, 2, "bf16", MUON) for data in ("zero1", "zero3")],
     *[(data, 2, precision, CPU) for data in ("zero1", "zero2", "zero3") for precision in ("bf16", "fp32")],
-    ("hsdp", 4, "bf16", {"parallel.dp_shard": 2}),
+    ("hsdp", 4, "bf16", {"layout.dp_shard": 2}),
     ("zero2", 1, "bf16", {}),
     ("zero3", 1, "bf16", {}),
     ("zero3", 1, "bf16", CPU),
     ("parameter_server", 4, "bf16", TWO),
     ("parameter_server", 4, "fp32", TWO | MUON),
-    ("parameter_server", 3, "fp32", {"parallel.staleness": 1}),
+    ("parameter_server", 3, "fp32", {"layout.staleness": 1}),
 ]
 
 
@@ -144,10 +144,10 @@ def test_state_is_what_the_strategies_hold_to_the_byte(data, world_size, precisi
 
     from phalanx.testing import ranks
 
-    common = {"model": ODD_MOE, "parallel.data": data, "training.precision": precision, "training.steps": 4}
+    common = {"model": ODD_MOE, "layout.data": data, "training.precision": precision, "training.steps": 4}
     run = described(Path(json.__file__).parent, tmp_path, {**common, **changes})
     found = ranks(world_size).run(really_held, run)
-    servers = run.parallel.servers if data == "parameter_server" else 0
+    servers = run.layout.servers if data == "parameter_server" else 0
     for role, predicted in rank_memory(run, world_size).items():
         fullest = max(found[:servers] if role == "server" else found[servers:], key=lambda held: sum(held.values()))
         assert {part: fullest.get(part, 0) for part in STATE} == {part: getattr(predicted, part) for part in STATE}
@@ -156,22 +156,22 @@ def test_state_is_what_the_strategies_hold_to_the_byte(data, world_size, precisi
 
 TWO_HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": "full"}
 SHARED: list[tuple[int, dict[str, Any]]] = [
-    (2, {"parallel.tp": 2}),
-    (4, {"parallel.tp": 4, "parallel.sequence_parallel": False}),
-    (4, {"parallel.tp": 2, "parallel.data": "zero1"}),
-    (4, {"parallel.tp": 2, "parallel.data": "zero2"}),
-    (4, {"parallel.tp": 2, "parallel.data": "zero3"}),
-    (4, {"parallel.cp": 2, "parallel.data": "zero3"}),
-    (2, {"parallel.ep": 2}),
-    (4, {"parallel.ep": 2, "parallel.data": "zero1"}),
-    (4, {"parallel.ep": 2, "parallel.data": "zero3"}),
-    (4, {"parallel.ep": 2, "parallel.tp": 2, "parallel.data": "zero2"}),
-    (2, {"parallel.pp": 2}),
-    (2, {"parallel.pp": 2, "model.tied": True}),
-    (2, {"parallel.pp": 2, "parallel.schedule": "zb-v"}),
-    (4, {"parallel.pp": 2, "parallel.data": "zero1"}),
-    (4, {"parallel.pp": 2, "parallel.tp": 2}),
-    (4, {"parallel.pp": 2, "parallel.ep": 2, "parallel.data": "zero3"}),
+    (2, {"layout.tp": 2}),
+    (4, {"layout.tp": 4, "layout.sequence_parallel": False}),
+    (4, {"layout.tp": 2, "layout.data": "zero1"}),
+    (4, {"layout.tp": 2, "layout.data": "zero2"}),
+    (4, {"layout.tp": 2, "layout.data": "zero3"}),
+    (4, {"layout.cp": 2, "layout.data": "zero3"}),
+    (2, {"layout.ep": 2}),
+    (4, {"layout.ep": 2, "layout.data": "zero1"}),
+    (4, {"layout.ep": 2, "layout.data": "zero3"}),
+    (4, {"layout.ep": 2, "layout.tp": 2, "layout.data": "zero2"}),
+    (2, {"layout.pp": 2}),
+    (2, {"layout.pp": 2, "model.tied": True}),
+    (2, {"layout.pp": 2, "layout.schedule": "zb-v"}),
+    (4, {"layout.pp": 2, "layout.data": "zero1"}),
+    (4, {"layout.pp": 2, "layout.tp": 2}),
+    (4, {"layout.pp": 2, "layout.ep": 2, "layout.data": "zero3"}),
 ]
 
 
@@ -187,12 +187,12 @@ def test_state_of_shares_and_stages_is_what_ranks_hold_to_the_byte(world_size, c
 
     moe = {"experts": 4, "top_k": 2, "ffn": 24, "shared_experts": 1}
     model = {**DENSE, **TWO_HEADS, "layers": 4, "vocab": 263, "moe": moe, "tied": changes.get("model.tied", False)}
-    common = {"model": model, "training.precision": precision, "training.steps": 4, "parallel.micro_batch": 1}
+    common = {"model": model, "training.precision": precision, "training.steps": 4, "layout.micro_batch": 1}
     layout = {key: value for key, value in changes.items() if key != "model.tied"}
     run = described(Path(json.__file__).parent, tmp_path, {**common, **layout})
     found = ranks(world_size).run(really_held, run)
-    inner = changes.get("parallel.tp", 1) * changes.get("parallel.cp", 1)
-    pp = changes.get("parallel.pp", 1)
+    inner = changes.get("layout.tp", 1) * changes.get("layout.cp", 1)
+    pp = changes.get("layout.pp", 1)
     for place, predicted in enumerate(rank_states(run, world_size)):
         there = [held for rank, held in enumerate(found) if rank // inner % pp == place]
         fullest = max(there, key=lambda held: sum(held.values()))
@@ -236,26 +236,26 @@ def test_units_are_those_of_fsdp(wrap, recompute):
 
 
 def test_activations_are_those_of_a_micro_batch_at_their_peak():
-    run = described("zero2", parallel={"micro_batch": 2, "recompute": "full"})
+    run = described("zero2", layout={"micro_batch": 2, "recompute": "full"})
     autocast, pure = (
         activation_bytes(run.model, 2, 256, "bf16", Layout(recompute="full"), autocast, masked=True).peak
         for autocast in (True, False)
     )
     for data in ("zero1", "zero2", "zero3"):
-        assert held(data, 2, parallel={"micro_batch": 2, "recompute": "full"}).activations == pure
-    assert held("ddp", 2, parallel={"micro_batch": 2, "recompute": "full"}).activations == autocast > pure
+        assert held(data, 2, layout={"micro_batch": 2, "recompute": "full"}).activations == pure
+    assert held("ddp", 2, layout={"micro_batch": 2, "recompute": "full"}).activations == autocast > pure
     assert rank_memory(described("parameter_server"), 3)["server"].activations == 0
 
 
 def test_buffers_of_ddp_and_of_servers():
-    run = described("parameter_server", "fp32", parallel={"staleness": 2})
+    run = described("parameter_server", "fp32", layout={"staleness": 2})
     size = 4 * parameters(run.model).total
     assert rank_memory(run, 5)["server"].communication == (4 + 1) * 3 * size
     assert rank_memory(described("parameter_server", "fp32"), 5)["server"].communication == size
     assert held("ddp", 4).communication == 0
-    assert held("ddp", 4, parallel={"compress": "bf16"}).communication == size / 2  # smaller than a bucket
-    assert held("ddp", 4, parallel={"compress": "powersgd"}).communication == 2 * size
-    assert held("ddp", 1, parallel={"compress": "powersgd"}).communication == 0
+    assert held("ddp", 4, layout={"compress": "bf16"}).communication == size / 2  # smaller than a bucket
+    assert held("ddp", 4, layout={"compress": "powersgd"}).communication == 2 * size
+    assert held("ddp", 1, layout={"compress": "powersgd"}).communication == 0
 
 
 def test_buffers_of_zero_are_two_buckets_gathered_or_one_reduced():
@@ -265,21 +265,21 @@ def test_buffers_of_zero_are_two_buckets_gathered_or_one_reduced():
     assert held("zero1", 2, "fp32", model=model, cluster={"device": "cuda"}).communication == 1.5 * size
     small = {"bucket_mb": 1e-6}
     embedding = 4 * 600 * 36
-    assert held("zero1", 2, "fp32", model=model, parallel=small).communication == 2.5 * embedding
+    assert held("zero1", 2, "fp32", model=model, layout=small).communication == 2.5 * embedding
     assert (
-        held("zero2", 2, "fp32", model=model, parallel=small).communication
+        held("zero2", 2, "fp32", model=model, layout=small).communication
         < held("zero2", 2, "fp32", model=model).communication
     )
 
 
 def test_zero3_gathers_less_in_smaller_units():
     wraps = [
-        held("zero3", 4, parallel={"wrap": wrap}, model={"preset": "gpt2-124m"})
+        held("zero3", 4, layout={"wrap": wrap}, model={"preset": "gpt2-124m"})
         for wrap in ("sublayer", "block", "model")
     ]
     sizes = [memory.communication for memory in wraps]
     assert sizes == sorted(sizes)
-    kept = held("zero3", 4, parallel={"reshard": False}, model={"preset": "gpt2-124m"}).communication
+    kept = held("zero3", 4, layout={"reshard": False}, model={"preset": "gpt2-124m"}).communication
     assert sizes[1] < kept
 
 
@@ -288,9 +288,9 @@ def test_zero3_gathers_less_in_smaller_units():
 PRECISIONS = st.sampled_from(["bf16", "fp32", "fp64"])
 
 
-def of(spec: Any, stage: str, ranks: int, precision: str, optimizer: str, **parallel: Any) -> RankMemory:
+def of(spec: Any, stage: str, ranks: int, precision: str, optimizer: str, **layout: Any) -> RankMemory:
     tables = {"training": {"tokens_per_step": 64 * 27_720, "sequence": 64}, "optimizer": OPTIMIZERS[optimizer]}
-    return held(stage, ranks, precision, model=spec, parallel=parallel, **tables)
+    return held(stage, ranks, precision, model=spec, layout=layout, **tables)
 
 
 @settings(max_examples=40, deadline=None)
@@ -333,7 +333,7 @@ def test_a_layout_that_cannot_run_is_refused():
     with pytest.raises(UserError, match="cannot share"):
         rank_memory(described("zero2"), 5)
     with pytest.raises(UserError, match="not predicted"):
-        rank_memory(described(parallel={"tp": 2, "heads": "gathered"}), 4)
+        rank_memory(described(layout={"tp": 2, "heads": "gathered"}), 4)
 
 
 def test_stages_in_flight_are_those_of_the_schedule():
@@ -342,7 +342,7 @@ def test_stages_in_flight_are_those_of_the_schedule():
     held_by = {
         schedule: rank_memory(
             described(
-                "ddp", "fp32", model=model, parallel={"pp": 4, "schedule": schedule, "micro_batch": 1},
+                "ddp", "fp32", model=model, layout={"pp": 4, "schedule": schedule, "micro_batch": 1},
                 training={"sequence": 64, "tokens_per_step": 8 * 64},
             ),
             4,

@@ -48,14 +48,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_pair_of_products_is_one_all_reduce_each_way(text: Path, tmp_path: Path) -> None:
     """Two pairs in a layer, attention and MLP; none between the products of a pair (Megatron-LM, section 3)."""
-    changes = {"parallel.tp": 2, "parallel.sequence_parallel": False}
+    changes = {"layout.tp": 2, "layout.sequence_parallel": False}
     assert of_a_layer(text, tmp_path, DENSE, 2, changes) == {"all_reduce": 2 + 2}
 
 
 def test_sequence_parallel_pairs_gather_and_scatter(text: Path, tmp_path: Path) -> None:
     """Forward and backward one of each for a pair, and backward one more gather: of the input, which is kept in shares
     (arXiv 2205.05198, section 4.2.2)."""
-    found = of_a_layer(text, tmp_path, DENSE, 2, {"parallel.tp": 2})
+    found = of_a_layer(text, tmp_path, DENSE, 2, {"layout.tp": 2})
     assert found == {"all_gather": 2 + 2 + 2, "reduce_scatter": 2 + 2}
 
 
@@ -63,14 +63,14 @@ def test_gathered_heads_gather_queries_and_keys(text: Path, tmp_path: Path) -> N
     """The layout for heads that ranks cannot divide: beside the two pairs, queries and keys are gathered forward, and
     their gradients summed to where they belong backward; values stay where they are."""
     model = {**DENSE, "heads": 3, "kv_heads": 3, "width": 36}
-    changes = {"parallel.tp": 2, "parallel.sequence_parallel": False, "parallel.heads": "gathered"}
+    changes = {"layout.tp": 2, "layout.sequence_parallel": False, "layout.heads": "gathered"}
     expected = {"all_reduce": 2 + 2, "all_gather": 1, "reduce_scatter": 1}
     assert of_a_layer(text, tmp_path, model, 2, changes) == expected
 
 
 def test_experts_are_two_all_to_alls_each_way(text: Path, tmp_path: Path) -> None:
     """Dispatch and combine (GShard, section 3.2); one more, of counts, tells how many rows will come."""
-    found = of_a_layer(text, tmp_path, MOE, 2, {"parallel.ep": 2})
+    found = of_a_layer(text, tmp_path, MOE, 2, {"layout.ep": 2})
     assert found["all_to_all"] == 1 + 2 + 2
 
 
@@ -78,5 +78,5 @@ def test_experts_are_two_all_to_alls_each_way(text: Path, tmp_path: Path) -> Non
 def test_context_ranks_pass_on_or_exchange(kind: str, expected: dict[str, int], text: Path, tmp_path: Path) -> None:
     """A ring of two: forward keys and values move once; backward once, and their gradients twice, the last time home.
     Ulysses: there and back, forward and backward."""
-    found = of_a_layer(text, tmp_path, DENSE, 2, {"parallel.cp": 2, "parallel.context": kind})
+    found = of_a_layer(text, tmp_path, DENSE, 2, {"layout.cp": 2, "layout.context": kind})
     assert {name: found[name] for name in expected} == expected

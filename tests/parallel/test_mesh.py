@@ -43,12 +43,12 @@ def test_degrees_and_data_ranks(layout: Any, world_size: int, expected: Any, sha
 @pytest.mark.parametrize(
     ("layout", "world_size", "field"),
     [
-        ({"tp": 3}, 4, "parallel.tp"),
-        ({"pp": 2, "cp": 2, "tp": 2}, 4, "parallel.pp x cp x tp"),
-        ({"dp_shard": 2}, 4, "parallel.dp_shard"),
-        ({"data": "hsdp"}, 4, "parallel.dp_shard"),
-        ({"data": "hsdp", "dp_shard": 3}, 4, "parallel.dp_shard"),
-        ({"data": "hsdp", "dp_shard": 4, "tp": 2}, 4, "parallel.dp_shard"),
+        ({"tp": 3}, 4, "layout.tp"),
+        ({"pp": 2, "cp": 2, "tp": 2}, 4, "layout.pp x cp x tp"),
+        ({"dp_shard": 2}, 4, "layout.dp_shard"),
+        ({"data": "hsdp"}, 4, "layout.dp_shard"),
+        ({"data": "hsdp", "dp_shard": 3}, 4, "layout.dp_shard"),
+        ({"data": "hsdp", "dp_shard": 4, "tp": 2}, 4, "layout.dp_shard"),
     ],
 )
 def test_ranks_that_cannot_be_divided_so(layout: Any, world_size: int, field: str) -> None:

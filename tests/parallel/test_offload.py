@@ -41,10 +41,10 @@ def offloaded(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 def test_state_in_files_changes_no_bit(data: str, precision: str, changes: Any, text: Path, tmp_path: Path) -> None:
-    common = {"model": MOE, "parallel.data": data, "training.precision": precision, "training.steps": 6, **changes}
-    common |= {"parallel.micro_batch": 2, "parallel.bucket_mb": 0.01} if data != "zero3" else {}
+    common = {"model": MOE, "layout.data": data, "training.precision": precision, "training.steps": 6, **changes}
+    common |= {"layout.micro_batch": 2, "layout.bucket_mb": 0.01} if data != "zero3" else {}
     in_memory = ranks(2).run(trajectory, described(text, tmp_path, common))
-    disk = {"parallel.offload": "nvme", "parallel.offload_directory": str(tmp_path)}
+    disk = {"layout.offload": "nvme", "layout.offload_directory": str(tmp_path)}
     on_disk = ranks(2).run(offloaded, described(text, tmp_path, {**common, **disk}))
     assert [result for result, _ in on_disk] == in_memory
     states = {"adamw": 2, "sgd": 1, "muon": 1}[changes.get("optimizer.name", "adamw")]
@@ -53,9 +53,9 @@ def test_state_in_files_changes_no_bit(data: str, precision: str, changes: Any, 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 def test_state_in_cpu_memory_changes_no_bit(data: str, text: Path, tmp_path: Path) -> None:
-    common = {"model": MOE, "parallel.data": data, "training.precision": "bf16", "training.steps": 6}
+    common = {"model": MOE, "layout.data": data, "training.precision": "bf16", "training.steps": 6}
     in_memory = ranks(2).run(trajectory, described(text, tmp_path, common))
-    assert ranks(2).run(trajectory, described(text, tmp_path, {**common, "parallel.offload": "cpu"})) == in_memory
+    assert ranks(2).run(trajectory, described(text, tmp_path, {**common, "layout.offload": "cpu"})) == in_memory
 
 
 def half(run: RunSpec) -> None:
@@ -72,7 +72,7 @@ def other_half(run: RunSpec) -> list[tuple[float, float]]:
 
 
 def test_a_run_on_disk_is_saved_and_returns(text: Path, tmp_path: Path) -> None:
-    disk = {"parallel.data": "zero1", "parallel.offload": "nvme", "parallel.offload_directory": str(tmp_path)}
+    disk = {"layout.data": "zero1", "layout.offload": "nvme", "layout.offload_directory": str(tmp_path)}
     run = described(text, tmp_path, {"training.steps": 6, **disk})
     whole = trajectory(run)
     half(run)
@@ -111,4 +111,4 @@ def test_a_disk_that_refuses_is_named(code: int, words: str, tmp_path: Path, mon
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(UserError, match=words) as caught:
         MappedFile(tmp_path, torch.empty(10))
-    assert caught.value.field == "parallel.offload_directory"
+    assert caught.value.field == "layout.offload_directory"

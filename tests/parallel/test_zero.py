@@ -43,7 +43,7 @@ def in_pieces(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
 def test_muon_gathers_matrices_piece_by_piece(data: str, world_size: int, text: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"model": {**MOE, **ODD}, "optimizer.name": "muon", "training.steps": 6}
     expected = trajectory(described(text, tmp_path / "one", changes))
-    run = described(text, tmp_path, {**changes, "parallel.data": data, "parallel.bucket_mb": 0.01})
+    run = described(text, tmp_path, {**changes, "layout.data": data, "layout.bucket_mb": 0.01})
     for result, pieces in ranks(world_size).run(in_pieces, run):
         assert result == [pytest.approx(step, rel=1e-10) for step in expected]
         assert pieces > 3

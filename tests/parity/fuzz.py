@@ -37,25 +37,25 @@ def draw(dice: random.Random) -> tuple[int, str, int, Table]:
     cp = dice.choice([size for size in (1, 1, 2, 4) if world_size // pp // tp % size == 0])
     ep = dice.choice([1, 2, 4]) if model == "moe" else 1
     data = dice.choice(["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"])
-    layout: Table = {"parallel.data": data, "parallel.pp": pp}
-    layout["parallel.recompute"] = dice.choice(["none", "none", "selective", "full"])
+    layout: Table = {"layout.data": data, "layout.pp": pp}
+    layout["layout.recompute"] = dice.choice(["none", "none", "selective", "full"])
     if pp > 1:
-        layout["parallel.schedule"] = dice.choice(list(PUBLISHED))
-        if layout["parallel.schedule"] == "interleaved":
-            layout["parallel.virtual_stages"] = 2
+        layout["layout.schedule"] = dice.choice(list(PUBLISHED))
+        if layout["layout.schedule"] == "interleaved":
+            layout["layout.virtual_stages"] = 2
     if tp > 1:
-        layout |= {"parallel.tp": tp, "parallel.sequence_parallel": dice.choice([True, True, False])}
+        layout |= {"layout.tp": tp, "layout.sequence_parallel": dice.choice([True, True, False])}
     if cp > 1:
-        layout |= {"parallel.cp": cp, "parallel.context": dice.choice(["ring", "ulysses"])}
+        layout |= {"layout.cp": cp, "layout.context": dice.choice(["ring", "ulysses"])}
     if ep > 1:
-        layout["parallel.ep"] = ep
+        layout["layout.ep"] = ep
     if data == "hsdp":
-        layout["parallel.dp_shard"] = 2
+        layout["layout.dp_shard"] = 2
     if data == "parameter_server":
-        layout["parallel.servers"] = dice.choice([1, 2])
+        layout["layout.servers"] = dice.choice([1, 2])
     if data in ("ddp", "zero1", "zero2"):
-        layout["parallel.bucket_mb"] = dice.choice([0.01, 25.0])
-    layout["parallel.micro_batch"] = dice.choice([1, 1, 1, 2] if pp > 1 else [1, 2, 4])
+        layout["layout.bucket_mb"] = dice.choice([0.01, 25.0])
+    layout["layout.micro_batch"] = dice.choice([1, 1, 1, 2] if pp > 1 else [1, 2, 4])
     layout["optimizer.name"] = dice.choice(["adamw", "adamw", "sgd", "muon"])
     layout["training.tokens_per_step"] = dice.choice([SEQUENCES, SEQUENCES, SEQUENCES - 1]) * 32
     return world_size, model, dice.choice([4, 8] if pp > 1 else [2, 4]), layout
@@ -64,7 +64,7 @@ def draw(dice: random.Random) -> tuple[int, str, int, Table]:
 def valid(world_size: int, run: RunSpec) -> bool:
     """Whether training takes the layout."""
     try:
-        refuse_unrunnable(run.parallel)
+        refuse_unrunnable(run.layout)
         cut_batch(run, world_size)
         check_shares(run, world_size)
         check_pipeline(run, world_size)
@@ -100,7 +100,7 @@ def reference(text: Path, model: str, layers: int, changes: tuple[tuple[str, Any
 
 def difference(text: Path, world_size: int, model: str, layers: int, changes: Table) -> float:
     """The largest relative difference of a loss or norm from one process's, over ranks and steps."""
-    kept = {key: value for key, value in changes.items() if not key.startswith("parallel.")}
+    kept = {key: value for key, value in changes.items() if not key.startswith("layout.")}
     expected = reference(text, model, layers, tuple(sorted(kept.items())))
     run = described(text, Path(tempfile.mkdtemp()), settings(model, layers, changes))
     results = ranks(world_size).run(proof, run)

@@ -29,7 +29,7 @@ MODELS["deep-tied"] = {**MODELS["deep"], "tied": True}
 MODELS["deep-gpt2"] = {**MODELS["deep"], **GPT2}
 MODELS |= {"gpt2": {**DENSE, **GPT2}, "tied": {**DENSE, "tied": True}, "full-norm": {**DENSE, "qk_norm": "full"}}
 MODELS["six-experts"] = {**MOE, "moe": {**MOE["moe"], "experts": 6}}
-UNEVEN = {"parallel.tp": 2, "training.tokens_per_step": 7 * 32, "parallel.micro_batch": 1}
+UNEVEN = {"layout.tp": 2, "training.tokens_per_step": 7 * 32, "layout.micro_batch": 1}
 MODELS["capacity"] = {**MOE, "moe": {**MOE["moe"], "capacity_factor": 0.75}}
 MODELS["three-heads"] = {**DENSE, "heads": 3, "kv_heads": 3, "width": 36}
 MODELS |= {"uneven": {**DENSE, "vocab": 263}, "wide": {**MOE, "heads": 8, "kv_heads": 4}}
@@ -49,44 +49,44 @@ class Row:
 
 ROWS = [
     Row("one", 1, accumulation=4),
-    Row("one-recompute-full", 1, {"parallel.recompute": "full"}),
-    Row("one-recompute-selective", 1, {"parallel.recompute": "selective"}),
+    Row("one-recompute-full", 1, {"layout.recompute": "full"}),
+    Row("one-recompute-selective", 1, {"layout.recompute": "selective"}),
     Row("ddp", 2),
     Row("ddp", 2, accumulation=2),
     Row("ddp", 4),
     Row("ddp", 4, accumulation=2),
-    Row("ddp-small-buckets-static", 2, {"parallel.bucket_mb": 0.01, "parallel.static_graph": True}, models=("dense",)),
-    Row("zero3", 2, {"parallel.data": "zero3"}),
-    Row("zero3", 2, {"parallel.data": "zero3"}, accumulation=2),
-    Row("zero3", 4, {"parallel.data": "zero3"}),
-    Row("zero3", 4, {"parallel.data": "zero3"}, accumulation=2),
-    Row("zero3-recompute-full", 2, {"parallel.data": "zero3", "parallel.recompute": "full"}),
-    Row("zero3-whole", 2, {"parallel.data": "zero3", "parallel.wrap": "model", "parallel.reshard": False}),
-    Row("zero3-sublayer", 2, {"parallel.data": "zero3", "parallel.wrap": "sublayer", "parallel.prefetch": 2}),
-    Row("zero1", 2, {"parallel.data": "zero1"}),
-    Row("zero1", 2, {"parallel.data": "zero1", "parallel.bucket_mb": 0.01}, accumulation=2),
-    Row("zero1", 4, {"parallel.data": "zero1", "parallel.bucket_mb": 0.01}),
-    Row("zero2", 2, {"parallel.data": "zero2"}),
-    Row("zero2", 2, {"parallel.data": "zero2", "parallel.bucket_mb": 0.01}, accumulation=2),
-    Row("zero2", 4, {"parallel.data": "zero2", "parallel.bucket_mb": 0.01}),
-    Row("zero2", 1, {"parallel.data": "zero2"}, accumulation=2),
-    Row("ddp-uneven", 4, {"parallel.micro_batch": 2, "training.tokens_per_step": 7 * 32}),
-    Row("zero1-uneven", 4, {"parallel.data": "zero1", "training.tokens_per_step": 7 * 32, "parallel.micro_batch": 1}),
-    Row("server-uneven", 4, {"parallel.data": "parameter_server", "parallel.micro_batch": 2}),
-    Row("server", 2, {"parallel.data": "parameter_server"}),
-    Row("server", 3, {"parallel.data": "parameter_server"}, accumulation=2),
-    Row("servers-2", 4, {"parallel.data": "parameter_server", "parallel.servers": 2}),
-    Row("server-async-0", 3, {"parallel.data": "parameter_server", "parallel.staleness": 0}),
-    Row("servers-2-async-0", 4, {"parallel.data": "parameter_server", "parallel.servers": 2, "parallel.staleness": 0}),
-    Row("hsdp-2x2", 4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}),
-    Row("hsdp-2x2", 4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}, accumulation=2),
+    Row("ddp-small-buckets-static", 2, {"layout.bucket_mb": 0.01, "layout.static_graph": True}, models=("dense",)),
+    Row("zero3", 2, {"layout.data": "zero3"}),
+    Row("zero3", 2, {"layout.data": "zero3"}, accumulation=2),
+    Row("zero3", 4, {"layout.data": "zero3"}),
+    Row("zero3", 4, {"layout.data": "zero3"}, accumulation=2),
+    Row("zero3-recompute-full", 2, {"layout.data": "zero3", "layout.recompute": "full"}),
+    Row("zero3-whole", 2, {"layout.data": "zero3", "layout.wrap": "model", "layout.reshard": False}),
+    Row("zero3-sublayer", 2, {"layout.data": "zero3", "layout.wrap": "sublayer", "layout.prefetch": 2}),
+    Row("zero1", 2, {"layout.data": "zero1"}),
+    Row("zero1", 2, {"layout.data": "zero1", "layout.bucket_mb": 0.01}, accumulation=2),
+    Row("zero1", 4, {"layout.data": "zero1", "layout.bucket_mb": 0.01}),
+    Row("zero2", 2, {"layout.data": "zero2"}),
+    Row("zero2", 2, {"layout.data": "zero2", "layout.bucket_mb": 0.01}, accumulation=2),
+    Row("zero2", 4, {"layout.data": "zero2", "layout.bucket_mb": 0.01}),
+    Row("zero2", 1, {"layout.data": "zero2"}, accumulation=2),
+    Row("ddp-uneven", 4, {"layout.micro_batch": 2, "training.tokens_per_step": 7 * 32}),
+    Row("zero1-uneven", 4, {"layout.data": "zero1", "training.tokens_per_step": 7 * 32, "layout.micro_batch": 1}),
+    Row("server-uneven", 4, {"layout.data": "parameter_server", "layout.micro_batch": 2}),
+    Row("server", 2, {"layout.data": "parameter_server"}),
+    Row("server", 3, {"layout.data": "parameter_server"}, accumulation=2),
+    Row("servers-2", 4, {"layout.data": "parameter_server", "layout.servers": 2}),
+    Row("server-async-0", 3, {"layout.data": "parameter_server", "layout.staleness": 0}),
+    Row("servers-2-async-0", 4, {"layout.data": "parameter_server", "layout.servers": 2, "layout.staleness": 0}),
+    Row("hsdp-2x2", 4, {"layout.data": "hsdp", "layout.dp_shard": 2}),
+    Row("hsdp-2x2", 4, {"layout.data": "hsdp", "layout.dp_shard": 2}, accumulation=2),
 ]
 
 
 def pipeline(schedule: str, pp: int, world_size: int, models: tuple[str, ...] = DEEP, **choices: Any) -> Row:
     """A row of a pipeline whose ranks have micro-batches of one sequence."""
     name = "-".join([schedule, f"pp{pp}", *map(str, choices.values())])
-    changes = {"parallel.pp": pp, "parallel.schedule": schedule, "parallel.micro_batch": 1}
+    changes = {"layout.pp": pp, "layout.schedule": schedule, "layout.micro_batch": 1}
     changes |= {key.replace("__", "."): value for key, value in choices.items()}
     return Row(name, world_size, changes, 8 * pp // world_size, models)
 
@@ -130,10 +130,10 @@ def tensor(tp: int, world_size: int, models: tuple[str, ...] = ("dense", "moe"),
     """A row of tensor parallelism, with micro-batches of two sequences (one in a pipeline)."""
     name = "-".join([f"tp{tp}", *(str(value) for value in choices.values())])
     changes = {key.replace("__", "."): value for key, value in choices.items()}
-    pp = changes.get("parallel.pp", 1)
-    shared = pp * changes.get("parallel.cp", 1) * changes.setdefault("parallel.tp", tp)
+    pp = changes.get("layout.pp", 1)
+    shared = pp * changes.get("layout.cp", 1) * changes.setdefault("layout.tp", tp)
     micro_batch = 2 if pp == 1 and world_size <= 4 * shared else 1
-    changes["parallel.micro_batch"] = micro_batch
+    changes["layout.micro_batch"] = micro_batch
     return Row(name, world_size, changes, 8 * shared // world_size // micro_batch, models)
 
 
@@ -194,13 +194,11 @@ ROWS += [
     tensor(tp, tp, ("three-heads",), parallel__heads="gathered", **choices) for tp in (2, 4) for choices in ({}, APART)
 ]
 ROWS += [
-    Row("ep3", 3, {"parallel.ep": 3, "training.tokens_per_step": 6 * 32}, models=("six-experts",)),
+    Row("ep3", 3, {"layout.ep": 3, "training.tokens_per_step": 6 * 32}, models=("six-experts",)),
     Row("tp2-uneven", 4, UNEVEN, models=("moe",)),
 ]
-ROWS += [
-    Row("zero1-muon-more-ranks-than-rows", 8, {"parallel.data": "zero1", "optimizer.name": "muon"}, models=("moe",))
-]
-ROWS += [Row("cp2-muon", 2, {"parallel.cp": 2, "optimizer.name": "muon"})]
+ROWS += [Row("zero1-muon-more-ranks-than-rows", 8, {"layout.data": "zero1", "optimizer.name": "muon"}, models=("moe",))]
+ROWS += [Row("cp2-muon", 2, {"layout.cp": 2, "optimizer.name": "muon"})]
 ROWS += [tensor(4, 4, optimizer__name="muon")]
 FAMILY = ("ddp", "zero1", "zero2", "zero3")
 ROWS += [expert(ep, n, parallel__data=data) for ep, n in ((2, 2), (2, 4), (4, 4)) for data in FAMILY]
@@ -227,9 +225,9 @@ CASES = [
     for row in ROWS
     for model in row.models
 ]
-DATA = {data: {"parallel.data": data} for data in ("ddp", "zero1", "zero2", "zero3")}
-DATA["hsdp"] = {"parallel.data": "hsdp", "parallel.dp_shard": 2}
-DATA["parameter_server"] = {"parallel.data": "parameter_server"}
+DATA = {data: {"layout.data": data} for data in ("ddp", "zero1", "zero2", "zero3")}
+DATA["hsdp"] = {"layout.data": "hsdp", "layout.dp_shard": 2}
+DATA["parameter_server"] = {"layout.data": "parameter_server"}
 OPTIMIZERS = {
     "muon": {"optimizer.name": "muon"},
     "sgd": {"optimizer.name": "sgd"},
@@ -271,9 +269,9 @@ def reference(text: Path, model: str, changes: dict[str, Any]) -> list[tuple[flo
 
 
 def layout(row: Row, model: str) -> dict[str, Any]:
-    servers = row.changes.get("parallel.servers", 1) if "server" in row.name else 0
+    servers = row.changes.get("layout.servers", 1) if "server" in row.name else 0
     micro_batch = 8 // (row.ranks - servers) // row.accumulation
-    return {"model": MODELS[model], "parallel.micro_batch": micro_batch, **row.changes}
+    return {"model": MODELS[model], "layout.micro_batch": micro_batch, **row.changes}
 
 
 @pytest.mark.parametrize(("row", "model"), CASES)
@@ -305,10 +303,10 @@ def test_every_optimizer_equals_one_process(
         assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
 
 
-NEAR = [Row(data, 2, {"parallel.data": data}) for data in FAMILY]
-NEAR += [Row("ddp-bf16-wire", 2, {"parallel.compress": "bf16"})]
-NEAR += [Row("hsdp-2x2", 4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}, accumulation=2)]
-NEAR += [Row("zero2", 2, {"parallel.data": "zero2"}, accumulation=2)]
+NEAR = [Row(data, 2, {"layout.data": data}) for data in FAMILY]
+NEAR += [Row("ddp-bf16-wire", 2, {"layout.compress": "bf16"})]
+NEAR += [Row("hsdp-2x2", 4, {"layout.data": "hsdp", "layout.dp_shard": 2}, accumulation=2)]
+NEAR += [Row("zero2", 2, {"layout.data": "zero2"}, accumulation=2)]
 NEAR += [pipeline("1f1b", 2, 2), pipeline("zb-h1", 2, 4, parallel__data="zero1")]
 NEAR += [pipeline("1f1b", 2, 4, parallel__data="zero3")]
 NEAR += [tensor(2, 2), tensor(2, 4, parallel__data="zero1", **APART), tensor(2, 4, parallel__data="zero3")]
@@ -322,7 +320,7 @@ NEAR += [expert(2, 2), expert(2, 4, parallel__tp=2, parallel__data="zero3")]
         pytest.param(row, model, id=f"{row.name}-x{row.ranks}-acc{row.accumulation}-{model}")
         for row in NEAR
         for model in ("dense", "moe")
-        if model == "moe" or "parallel.ep" not in row.changes
+        if model == "moe" or "layout.ep" not in row.changes
     ],
 )
 def test_bf16_is_near_one_process(row: Row, model: str, text: Path, length: dict[str, Any], tmp_path: Path) -> None:
@@ -337,7 +335,7 @@ def test_a_schedule_from_a_file_equals_one_process(text: Path, length: dict[str,
     file = tmp_path / "searched.csv"
     times = Times(forward=2, input=3, weight=2, transfer=1)
     file.write_text(to_csv(search(2, 8, times, Fraction(2), moves=200)))
-    changes = {"parallel.pp": 2, "parallel.schedule_file": str(file), "parallel.micro_batch": 1}
+    changes = {"layout.pp": 2, "layout.schedule_file": str(file), "layout.micro_batch": 1}
     for model in DEEP:
         run = described(text, tmp_path, {"model": MODELS[model], **changes, **length})
         expected = reference(text, model, length)

@@ -44,8 +44,8 @@ BAD = [
     ("[model.moe]\nexperts = 4\ntop_k = 5\nffn = 8", "model.moe.top_k", "5", "lower it"),
     ("[model.moe]\nexperts = 4\ntop_k = 2\nffn = 8\nfirst_dense = 3", "model.moe.first_dense", "3", "use at most 2"),
     ('[cluster]\npreset = "h1000"', "cluster.preset", "'h1000'", "did you mean 'h100'?"),
-    ('[parallel]\ndata = "fsdp"', "parallel.data", "'fsdp'", "use one of them"),
-    ("[parallel]\ntp = 0", "parallel.tp", "0", "raise it"),
+    ('[layout]\ndata = "fsdp"', "layout.data", "'fsdp'", "use one of them"),
+    ("[layout]\ntp = 0", "layout.tp", "0", "raise it"),
     ('name = "a/b"', "name", "'a/b'", "use letters, digits"),
 ]
 
@@ -83,23 +83,21 @@ def test_defaults_then_file_then_environment_then_set(tmp_path):
 
 
 def test_an_empty_value_is_the_default(tmp_path):
-    path = run_file(tmp_path, '[parallel]\ndata = "hsdp"\ndp_shard = 2')
-    assert load_run(path, ["parallel.dp_shard="], {}).parallel.dp_shard is None
+    path = run_file(tmp_path, '[layout]\ndata = "hsdp"\ndp_shard = 2')
+    assert load_run(path, ["layout.dp_shard="], {}).layout.dp_shard is None
 
 
 def test_another_strategy_leaves_the_choices_of_the_files_own_behind(tmp_path):
-    offloaded = (
-        '[parallel]\ndata = "zero3"\nreshard = false\noffload = "nvme"\noffload_directory = "/x"\nmicro_batch = 2'
-    )
+    offloaded = '[layout]\ndata = "zero3"\nreshard = false\noffload = "nvme"\noffload_directory = "/x"\nmicro_batch = 2'
     path = run_file(tmp_path, offloaded)
-    ddp = load_run(path, ["parallel.data=ddp"], {}).parallel
+    ddp = load_run(path, ["layout.data=ddp"], {}).layout
     assert (ddp.reshard, ddp.offload, ddp.offload_directory, ddp.micro_batch) == (True, "none", None, 2)
-    here = load_run(path, ["parallel.offload=none"], {}).parallel
+    here = load_run(path, ["layout.offload=none"], {}).layout
     assert (here.reshard, here.offload_directory) == (False, None)
-    zero1 = load_run(path, ["parallel.data=zero1"], {}).parallel
+    zero1 = load_run(path, ["layout.data=zero1"], {}).layout
     assert (zero1.reshard, zero1.offload, zero1.offload_directory) == (True, "nvme", "/x")
-    asked = load_run(path, ["parallel.data=ddp", "parallel.staleness=2"], {}).parallel
-    with pytest.raises(UserError, match=r"parallel\.staleness = 2: has no meaning"):
+    asked = load_run(path, ["layout.data=ddp", "layout.staleness=2"], {}).layout
+    with pytest.raises(UserError, match=r"layout\.staleness = 2: has no meaning"):
         check_meaning(asked)
 
 
@@ -154,8 +152,8 @@ def test_replace_validates():
     ("world_size", "micro_batch", "cut"), [(1, None, (1, 64, 1)), (2, 8, (2, 8, 4)), (4, None, (4, 16, 1))]
 )
 def test_a_step_is_cut_over_the_ranks(world_size, micro_batch, cut):
-    parallel = {} if micro_batch is None else {"micro_batch": micro_batch}
-    made = cut_batch(build_run({"parallel": parallel}), world_size)
+    layout = {} if micro_batch is None else {"micro_batch": micro_batch}
+    made = cut_batch(build_run({"layout": layout}), world_size)
     assert (made.dp, made.micro_batch, made.accumulation) == cut
     assert made.sequences == made.dp * made.micro_batch * made.accumulation
 
@@ -174,7 +172,7 @@ def test_a_default_micro_batch_has_at_most_16384_tokens_and_2_gib_of_logits(voca
 
 def test_a_step_that_the_ranks_cannot_share_is_refused_with_one_they_can():
     with pytest.raises(UserError, match=r"use training\.tokens_per_step = 16128"):
-        cut_batch(build_run({"parallel": {"data": "zero3"}}), 3)
+        cut_batch(build_run({"layout": {"data": "zero3"}}), 3)
 
 
 def test_ranks_that_reduce_once_may_share_unevenly():
@@ -191,7 +189,7 @@ def test_ranks_that_reduce_once_may_share_unevenly():
 def test_other_ranks_change_accumulation_or_the_batch_and_learning_rates(scaling, ranks, sequences, learning_rate):
     """Tokens per update are those of 2 ranks, 64 sequences."""
     base = {} if scaling == "keep" else {"base_ranks": 2}
-    run = build_run({"training": {"scaling": scaling, **base}, "parallel": {"micro_batch": 4}})
+    run = build_run({"training": {"scaling": scaling, **base}, "layout": {"micro_batch": 4}})
     made = cut_batch(run, ranks)
     assert (made.sequences, made.learning_rate) == (sequences, learning_rate)
     assert made.sequences == made.micro_batch * made.dp * made.accumulation

@@ -13,7 +13,7 @@ def test_the_published_schema_is_current():
 
 def test_it_knows_every_table_and_the_presets():
     schema = run_schema()
-    assert {"model", "data", "training", "parallel", "cluster"} <= set(schema["properties"])
+    assert {"model", "data", "training", "layout", "cluster"} <= set(schema["properties"])
     assert schema["definitions"]["ModelSpec"]["properties"]["preset"]["enum"] == preset_names("models")
     assert "required" not in schema["definitions"]["ModelSpec"]
     assert "null" not in schema_text()

@@ -59,22 +59,22 @@ def second_half(run: RunSpec) -> list[tuple[float, float]]:
 
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    **{f"{data}x{n}": (n, {"parallel.data": data}) for data in ("ddp", "zero1", "zero2", "zero3") for n in (2, 4)},
-    "hsdpx4": (4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}),
-    "serverx2": (2, {"parallel.data": "parameter_server"}),
-    "pipelinex2": (2, {"parallel.pp": 2, "parallel.micro_batch": 1}),
-    "pipelinex4-zero1": (4, {"parallel.pp": 2, "parallel.schedule": "zb-h1", "parallel.data": "zero1"}),
-    "pipelinex4-zero3": (4, {"parallel.pp": 2, "parallel.data": "zero3"}),
-    "tensorx2": (2, {"parallel.tp": 2}),
-    "tensorx4": (4, {"parallel.tp": 4}),
-    "tensorx4-zero1": (4, {"parallel.tp": 2, "parallel.data": "zero1"}),
-    "tensorx4-zero3": (4, {"parallel.tp": 2, "parallel.data": "zero3"}),
-    "tensorx4-pipeline": (4, {"parallel.tp": 2, "parallel.pp": 2, "parallel.micro_batch": 1}),
-    "contextx4-zero3": (4, {"parallel.cp": 2, "parallel.data": "zero3"}),
-    "expertx2": (2, {"parallel.ep": 2}),
-    "expertx4-zero3": (4, {"parallel.ep": 2, "parallel.data": "zero3"}),
-    "expertx4-tensor": (4, {"parallel.ep": 2, "parallel.tp": 2, "parallel.data": "zero1"}),
-    "serversx4": (4, {"parallel.data": "parameter_server", "parallel.servers": 2, "parallel.staleness": 0}),
+    **{f"{data}x{n}": (n, {"layout.data": data}) for data in ("ddp", "zero1", "zero2", "zero3") for n in (2, 4)},
+    "hsdpx4": (4, {"layout.data": "hsdp", "layout.dp_shard": 2}),
+    "serverx2": (2, {"layout.data": "parameter_server"}),
+    "pipelinex2": (2, {"layout.pp": 2, "layout.micro_batch": 1}),
+    "pipelinex4-zero1": (4, {"layout.pp": 2, "layout.schedule": "zb-h1", "layout.data": "zero1"}),
+    "pipelinex4-zero3": (4, {"layout.pp": 2, "layout.data": "zero3"}),
+    "tensorx2": (2, {"layout.tp": 2}),
+    "tensorx4": (4, {"layout.tp": 4}),
+    "tensorx4-zero1": (4, {"layout.tp": 2, "layout.data": "zero1"}),
+    "tensorx4-zero3": (4, {"layout.tp": 2, "layout.data": "zero3"}),
+    "tensorx4-pipeline": (4, {"layout.tp": 2, "layout.pp": 2, "layout.micro_batch": 1}),
+    "contextx4-zero3": (4, {"layout.cp": 2, "layout.data": "zero3"}),
+    "expertx2": (2, {"layout.ep": 2}),
+    "expertx4-zero3": (4, {"layout.ep": 2, "layout.data": "zero3"}),
+    "expertx4-tensor": (4, {"layout.ep": 2, "layout.tp": 2, "layout.data": "zero1"}),
+    "serversx4": (4, {"layout.data": "parameter_server", "layout.servers": 2, "layout.staleness": 0}),
 }
 
 
@@ -107,12 +107,12 @@ def test_layouts_continue_each_other(
     assert result == [pytest.approx(step, rel=1e-10) for step in uninterrupted[HALF:]]
 
 
-DDP2, ZERO4, ZERO2 = (2, {"parallel.data": "ddp"}), (4, {"parallel.data": "zero3"}), (2, {"parallel.data": "zero3"})
-HSDP4 = (4, {"parallel.data": "hsdp", "parallel.dp_shard": 2})
+DDP2, ZERO4, ZERO2 = (2, {"layout.data": "ddp"}), (4, {"layout.data": "zero3"}), (2, {"layout.data": "zero3"})
+HSDP4 = (4, {"layout.data": "hsdp", "layout.dp_shard": 2})
 RETURNS = {
     "zero3x4-ddpx2-muon": (ZERO4, DDP2, {"optimizer.name": "muon"}),
     "hsdpx4-zero3x2-sgd": (HSDP4, ZERO2, {"optimizer.name": "sgd"}),
-    "zero3x2-ddpx2-recompute": (ZERO2, DDP2, {"parallel.recompute": "full"}),
+    "zero3x2-ddpx2-recompute": (ZERO2, DDP2, {"layout.recompute": "full"}),
 }
 
 
@@ -126,7 +126,7 @@ def test_resume_in_another_layout(before: Any, after: Any, common: Any, text: Pa
 
 
 def test_resume_in_the_same_layout_is_bit_exact(text: Path, tmp_path: Path) -> None:
-    run = described(text, tmp_path, {"training.precision": "bf16", "parallel.data": "zero3"})
+    run = described(text, tmp_path, {"training.precision": "bf16", "layout.data": "zero3"})
     whole = ranks(2).run(trajectory, run)
     ranks(2).run(first_half, run)
     assert ranks(2).run(second_half, run) == [result[HALF:] for result in whole]

@@ -15,11 +15,11 @@ from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
 from phalanx.train.measured import measured_step
 
-PIPELINE = {"parallel.pp": 2, "parallel.schedule": "zb-h1", "model": {**MOE, "layers": 4}}
+PIPELINE = {"layout.pp": 2, "layout.schedule": "zb-h1", "model": {**MOE, "layers": 4}}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    data: {"parallel.data": data} for data in ("ddp", "zero1", "zero2", "zero3", "parameter_server")
+    data: {"layout.data": data} for data in ("ddp", "zero1", "zero2", "zero3", "parameter_server")
 }
-LAYOUTS |= {axis: {f"parallel.{axis}": 2} for axis in ("tp", "cp", "ep")} | {"pp": PIPELINE}
+LAYOUTS |= {axis: {f"layout.{axis}": 2} for axis in ("tp", "cp", "ep")} | {"pp": PIPELINE}
 
 
 def freed(run: RunSpec) -> bool:
@@ -37,5 +37,5 @@ def freed(run: RunSpec) -> bool:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_run_is_freed(layout: dict[str, Any], tmp_path: Path) -> None:
     text = Path(__file__).parent
-    run = described(text, tmp_path, {"model": MOE, "parallel.micro_batch": 1, **layout})
+    run = described(text, tmp_path, {"model": MOE, "layout.micro_batch": 1, **layout})
     assert ranks(2).run(freed, run) == [True, True]

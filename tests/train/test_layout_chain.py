@@ -22,9 +22,9 @@ from phalanx.train.manifest import checkpoints
 
 MODEL = {**MOE, "layers": 4, "moe": {"experts": 4, "top_k": 2, "ffn": 24}}
 LEGS: list[tuple[str, int, dict[str, Any]]] = [
-    ("tp2 x pp2", 4, {"parallel.tp": 2, "parallel.pp": 2, "parallel.micro_batch": 1}),
-    ("zero3 x 4", 4, {"parallel.data": "zero3"}),
-    ("ep2 x dp2", 4, {"parallel.ep": 2}),
+    ("tp2 x pp2", 4, {"layout.tp": 2, "layout.pp": 2, "layout.micro_batch": 1}),
+    ("zero3 x 4", 4, {"layout.data": "zero3"}),
+    ("ep2 x dp2", 4, {"layout.ep": 2}),
     ("one process", 1, {}),
 ]
 

@@ -25,15 +25,15 @@ MODELS = {
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    **{f"{data}x{n}": (n, {"parallel.data": data}) for data in ("ddp", "zero1", "zero2", "zero3") for n in (2, 4)},
-    "ddpx2-bf16-wire": (2, {"parallel.data": "ddp", "parallel.compress": "bf16"}),
-    "ddpx2-powersgd": (2, {"parallel.data": "ddp", "parallel.compress": "powersgd", "parallel.compress_rank": 2}),
-    "zero1x2-buckets": (2, {"parallel.data": "zero1", "parallel.bucket_mb": 0.1}),
-    "zero3x2-kept": (2, {"parallel.data": "zero3", "parallel.reshard": False}),
-    "hsdpx4": (4, {"parallel.data": "hsdp", "parallel.dp_shard": 2}),
-    "serverx2": (2, {"parallel.data": "parameter_server"}),
-    "serversx4": (4, {"parallel.data": "parameter_server", "parallel.servers": 2}),
-    "serverx4-async": (4, {"parallel.data": "parameter_server", "parallel.staleness": 1}),
+    **{f"{data}x{n}": (n, {"layout.data": data}) for data in ("ddp", "zero1", "zero2", "zero3") for n in (2, 4)},
+    "ddpx2-bf16-wire": (2, {"layout.data": "ddp", "layout.compress": "bf16"}),
+    "ddpx2-powersgd": (2, {"layout.data": "ddp", "layout.compress": "powersgd", "layout.compress_rank": 2}),
+    "zero1x2-buckets": (2, {"layout.data": "zero1", "layout.bucket_mb": 0.1}),
+    "zero3x2-kept": (2, {"layout.data": "zero3", "layout.reshard": False}),
+    "hsdpx4": (4, {"layout.data": "hsdp", "layout.dp_shard": 2}),
+    "serverx2": (2, {"layout.data": "parameter_server"}),
+    "serversx4": (4, {"layout.data": "parameter_server", "layout.servers": 2}),
+    "serverx4-async": (4, {"layout.data": "parameter_server", "layout.staleness": 1}),
 }
 
 
@@ -68,7 +68,7 @@ def test_state_and_traffic_are_what_the_formulas_say(
     layout: str, model: str, precision: str, micro_batch: int | None, optimizer: str, text: Path, tmp_path: Path
 ) -> None:
     world_size, changes = LAYOUTS[layout]
-    changes = {**changes, **({"parallel.micro_batch": micro_batch} if micro_batch else {})}
+    changes = {**changes, **({"layout.micro_batch": micro_batch} if micro_batch else {})}
     numbers = {"training.precision": precision, "optimizer.name": optimizer}
     run = described(text, tmp_path, {"model": MODELS[model], **numbers, **changes})
     for _ in range(3):  # a thread of gloo may let go of a buffer some time after the wait for it: the least counts
@@ -92,20 +92,20 @@ def test_state_and_traffic_are_what_the_formulas_say(
 LONG = {"training.sequence": 1024, "training.tokens_per_step": 8 * 1024, "data.mask_documents": False}
 """Sequences so long that activations outweigh what is as large as the weights."""
 PIPELINES = [
-    (2, {"parallel.schedule": schedule, **choices})
+    (2, {"layout.schedule": schedule, **choices})
     for schedule in ("gpipe", "1f1b", "zb-h1", "zb-v")
-    for choices in ({}, {"parallel.recompute": "full"})
+    for choices in ({}, {"layout.recompute": "full"})
 ]
-PIPELINES += [(2, {"parallel.schedule": "interleaved", "parallel.virtual_stages": 2})]
-PIPELINES += [(2, {"parallel.schedule": schedule, "model": MOE}) for schedule in ("1f1b", "zb-h1")]
+PIPELINES += [(2, {"layout.schedule": "interleaved", "layout.virtual_stages": 2})]
+PIPELINES += [(2, {"layout.schedule": schedule, "model": MOE}) for schedule in ("1f1b", "zb-h1")]
 SHARED = [
-    *[(n, {"parallel.pp": 2, **choices}) for n, choices in PIPELINES],
-    (4, {"parallel.pp": 2, "parallel.data": "zero1"}),
-    (4, {"parallel.pp": 2, "parallel.tp": 2}),
-    *[(2, {"parallel.tp": 2, "parallel.sequence_parallel": whole}) for whole in (True, False)],
-    (4, {"parallel.tp": 2, "parallel.data": "zero3"}),
-    *[(2, {"parallel.cp": 2, "parallel.context": kind}) for kind in ("ring", "ulysses")],
-    (2, {"parallel.ep": 2}),
+    *[(n, {"layout.pp": 2, **choices}) for n, choices in PIPELINES],
+    (4, {"layout.pp": 2, "layout.data": "zero1"}),
+    (4, {"layout.pp": 2, "layout.tp": 2}),
+    *[(2, {"layout.tp": 2, "layout.sequence_parallel": whole}) for whole in (True, False)],
+    (4, {"layout.tp": 2, "layout.data": "zero3"}),
+    *[(2, {"layout.cp": 2, "layout.context": kind}) for kind in ("ring", "ulysses")],
+    (2, {"layout.ep": 2}),
 ]
 
 
@@ -118,20 +118,20 @@ def test_ranks_that_share_hold_what_the_formulas_say(
     outweigh buffers, no more than 3 % below either. (8 % where autocast computes a block again: its casts are not
     counted one by one.)"""
     model = {
-        **(MOE if "parallel.ep" in changes else changes.get("model", DENSE)),
+        **(MOE if "layout.ep" in changes else changes.get("model", DENSE)),
         "width": 64,
         "ffn": 128,
         "layers": 4,
         "context": 1024,
     }
-    numbers = {"training.precision": precision, "parallel.micro_batch": 1}
+    numbers = {"training.precision": precision, "layout.micro_batch": 1}
     run = described(text, tmp_path, {**LONG, **numbers, **changes, "model": model})
     for row in beside(run, world_size, ranks(world_size).run(measure, run)):
         if row["what"] in STATE:
             assert row["measured"] == row["predicted"], row
         else:
             assert row["what"] == "working"
-            off = 0.08 if precision == "bf16" and run.parallel.recompute == "full" else 0.03
+            off = 0.08 if precision == "bf16" and run.layout.recompute == "full" else 0.03
             least = 1 - off if (2, changes) in SHARED[: len(PIPELINES)] else 0.5
             assert least * row["predicted"] <= row["measured"] <= (1 + off) * row["predicted"], row
 
@@ -141,13 +141,13 @@ def test_published_bytes_per_parameter_are_held(text: Path, tmp_path: Path) -> N
     published = {"ddp": 16.0, "zero1": 4 + 12 / 4, "zero2": 2 + 14 / 4, "zero3": 16 / 4}
     model = {**MODELS["dense"], "vocab": 1024}
     for data, per_parameter in published.items():
-        run = described(text, tmp_path, {"model": model, "training.precision": "bf16", "parallel.data": data})
+        run = described(text, tmp_path, {"model": model, "training.precision": "bf16", "layout.data": data})
         held = [sum(m["held_bytes"].get(part, 0) for part in STATE) for m in ranks(4).run(measure, run)]
         assert held == pytest.approx([per_parameter * parameters(run.model).total] * 4, rel=0.01)
 
 
 def test_the_command_shows_predicted_beside_measured(text: Path, tmp_path: Path) -> None:
-    run = described(text, tmp_path, {"training.steps": 4, "parallel.data": "zero2", "training.precision": "bf16"})
+    run = described(text, tmp_path, {"training.steps": 4, "layout.data": "zero2", "training.precision": "bf16"})
     (tmp_path / "run.toml").write_text(to_toml(run))
     command = [sys.executable, "-m", "phalanx", "train", str(tmp_path / "run.toml"), "--nproc", "2", "--measure-memory"]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout

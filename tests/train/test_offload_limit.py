@@ -39,7 +39,7 @@ def described(directory: Path, name: str, model: dict[str, int], offload: Path |
             "model": model,
             "data": {"train": [str(Path(json.__file__).parent)], "tokenizer": "bytes", "cache": str(directory)},
             "training": {"steps": 2, "sequence": 64, "tokens_per_step": 256, **training},
-            "parallel": {"data": "zero2", "micro_batch": 2, "recompute": "full", **rests},
+            "layout": {"data": "zero2", "micro_batch": 2, "recompute": "full", **rests},
             "optimizer": {"warmup_steps": 1},
             "evaluation": {"tokens": 128},
             "cluster": {"device": "cpu", "nproc": 1, "peak_flops": 1e12},
@@ -123,7 +123,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_leaves_the_checkpoint(tmp_path: 
     with filesystem(offload, in_files // 2):
         too_small = train(more, "--resume")
     assert too_small.returncode == 2
-    assert f"parallel.offload_directory = '{offload}'" in too_small.stderr
+    assert f"layout.offload_directory = '{offload}'" in too_small.stderr
     assert "rest there" in too_small.stderr
 
     with filesystem(offload, 2 * in_files):

@@ -94,9 +94,9 @@ def test_a_run_writes_its_metrics(text: Path, tmp_path: Path) -> None:
 
 
 def test_evaluation_is_the_same_in_every_cut(text: Path, tmp_path: Path) -> None:
-    whole = trainer(described(text, tmp_path, {"parallel.micro_batch": 8})).evaluate()
-    parts = trainer(described(text, tmp_path, {"parallel.micro_batch": 1})).evaluate()
-    spread = ranks(2).run(held_out, described(text, tmp_path, {"parallel.data": "zero3"}))
+    whole = trainer(described(text, tmp_path, {"layout.micro_batch": 8})).evaluate()
+    parts = trainer(described(text, tmp_path, {"layout.micro_batch": 1})).evaluate()
+    spread = ranks(2).run(held_out, described(text, tmp_path, {"layout.data": "zero3"}))
     for other in (parts, *spread):
         for name in ("held_out_loss", "held_out_bits_per_byte", "held_out_tokens"):
             assert other[name] == pytest.approx(whole[name], rel=1e-12)
@@ -134,7 +134,7 @@ def launched(run: Any, tmp_path: Path, *more: str, nproc: int = 2) -> subprocess
 
 def test_torchrun_starts_the_same_program(text: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(to_toml(described(text, tmp_path, {"parallel.data": "zero3"})))
+    file.write_text(to_toml(described(text, tmp_path, {"layout.data": "zero3"})))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "phalanx.train", str(file), "--set", "training.steps=4"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -171,8 +171,8 @@ def test_one_message_says_why_all_ranks_stopped(text: Path, tmp_path: Path) -> N
     "changes",
     [
         {},
-        {"parallel.data": "parameter_server"},
-        {"parallel.data": "parameter_server", "parallel.staleness": 1},
+        {"layout.data": "parameter_server"},
+        {"layout.data": "parameter_server", "layout.staleness": 1},
     ],
     ids=["ddp", "parameter-server", "parameter-server-async"],
 )
@@ -222,14 +222,14 @@ def stop_of(run: Any, told: int) -> int | None:
     return under_way.stop_after
 
 
-@pytest.mark.parametrize("changes", [{"parallel.tp": 2}, {"parallel.cp": 2}, {"parallel.pp": 2}, {"parallel.ep": 2}])
+@pytest.mark.parametrize("changes", [{"layout.tp": 2}, {"layout.cp": 2}, {"layout.pp": 2}, {"layout.ep": 2}])
 @pytest.mark.parametrize("told", [0, 1])
 def test_all_ranks_stop_when_one_is_told_to(changes: Any, told: int, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.mkdir()
     for number in range(3):
         (text / f"{number}.py").write_text(Path(__file__).read_text())
-    run = described(text, tmp_path, {"model": MOE, "parallel.micro_batch": 1, **changes})
+    run = described(text, tmp_path, {"model": MOE, "layout.micro_batch": 1, **changes})
     assert ranks(2).run(stop_of, run, told) == [2, 2]
 
 
@@ -239,18 +239,18 @@ def routing(run: Any) -> list[tuple[float, ...]]:
     batches = prefetch(under_way.loader, 0, run.training.steps)
     kept = ("auxiliary_loss", "hot_expert_share", "dropped_share")
     records = [under_way.train_step(batches) for _ in range(3)]
-    assert all(("all_to_all_seconds" in record) == (run.parallel.ep > 1) for record in records)
+    assert all(("all_to_all_seconds" in record) == (run.layout.ep > 1) for record in records)
     return [tuple(record[name] for name in kept if name in record) for record in records]
 
 
-WHOLE_TOKENS = {"parallel.tp": 2, "parallel.sequence_parallel": False}
+WHOLE_TOKENS = {"layout.tp": 2, "layout.sequence_parallel": False}
 ROUTED: list[tuple[Any, int, float | None]] = [
-    *(({"parallel.ep": 2}, 2, capacity) for capacity in (None, 0.75)),
+    *(({"layout.ep": 2}, 2, capacity) for capacity in (None, 0.75)),
     *((WHOLE_TOKENS, 2, capacity) for capacity in (None, 0.75)),
-    *(({"parallel.pp": 2, "parallel.ep": 2, "parallel.micro_batch": 1}, 4, capacity) for capacity in (None, 0.75)),
-    ({"parallel.tp": 2}, 2, None),
-    ({"parallel.cp": 2}, 2, None),
-    ({"parallel.ep": 2, "parallel.tp": 2}, 4, None),
+    *(({"layout.pp": 2, "layout.ep": 2, "layout.micro_batch": 1}, 4, capacity) for capacity in (None, 0.75)),
+    ({"layout.tp": 2}, 2, None),
+    ({"layout.cp": 2}, 2, None),
+    ({"layout.ep": 2, "layout.tp": 2}, 4, None),
 ]
 
 

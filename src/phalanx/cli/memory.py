@@ -55,7 +55,7 @@ def memory(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Jso
 
         phalanx memory run.toml --ranks 64 --set model.preset=llama3-8b --set cluster.preset=h100
 
-        phalanx memory run.toml --ranks 8 --set parallel.recompute=full --json
+        phalanx memory run.toml --ranks 8 --set layout.recompute=full --json
     """
     described = load_run(run, set_ or [])
     world_size, why = (ranks, "--ranks") if ranks else (described.cluster.ranks, "cluster.nproc x cluster.nodes")
@@ -72,10 +72,10 @@ def rows(run: RunSpec, world_size: int) -> list[Row]:
     """The run under every strategy that such ranks may have."""
     found = []
     for data in get_args(Strategy):
-        own = data == run.parallel.data
-        layout = run.parallel if own else _layout(run.parallel, data, world_size)
+        own = data == run.layout.data
+        layout = run.layout if own else _layout(run.layout, data, world_size)
         if layout is not None:
-            made = _rows(run.model_copy(update={"parallel": layout}), world_size, own)
+            made = _rows(run.model_copy(update={"layout": layout}), world_size, own)
             found += made if own else [replace(row, dp_shard=layout.dp_shard) for row in made]
     return found
 
@@ -92,7 +92,7 @@ def _layout(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
 
 
 def _rows(run: RunSpec, world_size: int, own: bool) -> list[Row]:
-    data, limit = run.parallel.data, run.cluster.memory_bytes
+    data, limit = run.layout.data, run.cluster.memory_bytes
     try:
         held, micro_batch = rank_memory(run, world_size), cut_batch(run, world_size).micro_batch
     except UserError as error:
@@ -138,9 +138,9 @@ def _line(run: RunSpec, world_size: int, why: str, found: list[Row]) -> str:
     sizes = {row.micro_batch for row in found if row.micro_batch}
     tokens = f"{run.training.sequence} tokens"
     batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
-    shared = [f"{axis} {getattr(run.parallel, axis)}" for axis in SPLIT_AXES if getattr(run.parallel, axis) > 1]
+    shared = [f"{axis} {getattr(run.layout, axis)}" for axis in SPLIT_AXES if getattr(run.layout, axis) > 1]
     ranks = ", ".join([f"{world_size} rank{'s' if world_size > 1 else ''} ({why})", *shared])
-    return f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, recompute {run.parallel.recompute}"
+    return f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, recompute {run.layout.recompute}"
 
 
 def _table(world_size: int, found: list[Row]) -> Table:

@@ -27,14 +27,14 @@ def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json 
 
     Examples:
 
-        phalanx mesh run.toml --ranks 16 --set parallel.pp=4 --set parallel.tp=2 --set cluster.nproc=8
+        phalanx mesh run.toml --ranks 16 --set layout.pp=4 --set layout.tp=2 --set cluster.nproc=8
 
-        phalanx mesh run.toml --ranks 8 --set parallel.data=hsdp --set parallel.dp_shard=4 --json
+        phalanx mesh run.toml --ranks 8 --set layout.data=hsdp --set layout.dp_shard=4 --json
     """
     described = load_run(run, set_ or [])
     world_size = ranks or described.cluster.ranks
     per_node = described.cluster.nproc or world_size
-    sizes = degrees(described.parallel, world_size)
+    sizes = degrees(described.layout, world_size)
     found = {axis: groups(sizes, axis) for axis in AXES} | {"ep": expert_groups(sizes)}
     axes = [
         {

@@ -221,7 +221,7 @@ def cut(
         phalanx pipeline cut run.toml --stages 16 --set model.preset=llama3-8b --set training.sequence=8192
     """
     described = load_run(run, set_ or [])
-    number = stages or any_schedule_of(described.parallel).stages
+    number = stages or any_schedule_of(described.layout).stages
     costs = part_flops(described.model, described.training.sequence)
     layers = cut_stages(costs, number)
     rows = stage_costs(costs, layers)

@@ -96,7 +96,7 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, measure: bool) -> int:
     if measure:
         from phalanx.cost.activations import refuse_uncounted
 
-        refuse_uncounted(run.parallel)
+        refuse_uncounted(run.layout)
     known = nproc or run.cluster.nproc
     if known is not None:
         check_run(run, known, resume)  # before torch is imported, which takes a second

@@ -163,7 +163,7 @@ def refuse_uncounted(layout: Layout) -> None:
     """Raise UserError for a layout whose activations are not counted."""
     if layout.heads == "gathered":
         raise UserError(
-            "parallel.heads", "gathered", "has activations that are not predicted", 'use "split" to see the rest'
+            "layout.heads", "gathered", "has activations that are not predicted", 'use "split" to see the rest'
         )
 
 

@@ -21,7 +21,7 @@ MIB = 2**20
 def communication_bytes(shapes: Shapes, run: RunSpec, strategy: Strategy, sizes: Degrees, accumulation: int) -> int:
     """Of a rank that computes, under the strategy that its layout comes to. A parameter server's worker has none: what
     it sends and receives are its gradients and parameters, or on a GPU in CPU memory."""
-    layout, precision, on_gpu = run.parallel, run.training.precision, run.cluster.device == "cuda"
+    layout, precision, on_gpu = run.layout, run.training.precision, run.cluster.device == "cuda"
     wholes = 1 if on_gpu else 2
     match strategy:
         case "ddp" if layout.pp > 1:  # at the step's end all buckets are on their way
@@ -50,7 +50,7 @@ def exchange_bytes(run: RunSpec, batch: int, place: int) -> int:
     (one that comes); an all-to-all has what goes and what comes, one of experts also the rows before their sorting.
     On every link of a pipeline some are received ahead, and one is sent.
     """
-    spec, layout, number = run.model, run.parallel, max(4, COMPUTED[run.training.precision])
+    spec, layout, number = run.model, run.layout, max(4, COMPUTED[run.training.precision])
     tokens = batch * run.training.sequence // layout.cp
     here = tokens // layout.tp if layout.sequence_parallel else tokens
     numbers = 0

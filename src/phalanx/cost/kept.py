@@ -99,7 +99,7 @@ def attention(spec: ModelSpec, run: Pass) -> Counter[str]:
     """Projections, norms of queries and keys, and flash attention: q, k, v, its output, which is wo's input, and the
     logsumexp of each row and head; with a mask also that, as numbers to add.
 
-    Around a ring (`parallel.context`) no mask is kept, and wo's input is a copy; after an all-to-all likewise, and
+    Around a ring (`layout.context`) no mask is kept, and wo's input is a copy; after an all-to-all likewise, and
     key/value heads that are fewer than the ranks are repeated.
     """
     D, H, K, kv_heads = spec.width, run.share(spec.heads), spec.head_dim, run.share(spec.kv_heads)

@@ -149,11 +149,11 @@ def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
 
     Raises UserError if the layout cannot run on so many ranks.
     """
-    refuse_unrunnable(run.parallel)
+    refuse_unrunnable(run.layout)
     places = _places(run, world_size)
-    if run.parallel.data == "parameter_server":
+    if run.layout.data == "parameter_server":
         return {"server": _server(run, world_size), "worker": places[0]}
-    if run.parallel.pp == 1:
+    if run.layout.pp == 1:
         return {"rank": places[0]}
     return {f"pp{place}": held for place, held in enumerate(places)}
 
@@ -165,7 +165,7 @@ def rank_states(run: RunSpec, world_size: int) -> list[StateBytes]:
 
 
 def _state(run: RunSpec, rank: Held) -> StateBytes:
-    precision, strategy = run.training.precision, _runs_as(run.parallel, rank.shards)
+    precision, strategy = run.training.precision, _runs_as(run.layout, rank.shards)
     total = StateBytes(0, 0, 0)
     for shapes, shards in ((rank.dense, rank.shards), (rank.apart, rank.apart_shards)):
         # With nobody to share the rest with, ZeRO-3 splits nothing; a parameter server keeps its workers' states.
@@ -179,7 +179,7 @@ def _state(run: RunSpec, rank: Held) -> StateBytes:
 
 def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
     """Ranks that compute, one of each place of the pipeline."""
-    layout, sizes = run.parallel, degrees(run.parallel, world_size)
+    layout, sizes = run.layout, degrees(run.layout, world_size)
     data, cut = sizes.as_data(sharded=layout.data in SHARDED), cut_batch(run, world_size)
     strategy = _runs_as(layout, data.dp_shard)
     activations = _activations(run, cut, strategy)
@@ -205,7 +205,7 @@ def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
 
 def _activations(run: RunSpec, cut: Cut, strategy: Strategy) -> list[int]:
     """The most that a rank at each place of the pipeline has of activations."""
-    layout, masked, autocast = run.parallel, run.data.mask_documents, strategy in ("ddp", "parameter_server")
+    layout, masked, autocast = run.layout, run.data.mask_documents, strategy in ("ddp", "parameter_server")
     sizes = run.model, cut.micro_batch, run.training.sequence, run.training.precision, layout, autocast
     if layout.pp == 1:
         return [activation_bytes(*sizes, masked).peak]
@@ -218,7 +218,7 @@ def _activations(run: RunSpec, cut: Cut, strategy: Strategy) -> list[int]:
 
 def _server(run: RunSpec, world_size: int) -> RankMemory:
     """The server that holds most. A server is in CPU memory, whatever computes."""
-    layout, shapes = run.parallel, parameter_shapes(run.model)
+    layout, shapes = run.layout, parameter_shapes(run.model)
     workers = cut_batch(run, world_size).dp
     owner = spread({name: elements(shape) for name, shape in shapes.items()}, layout.servers)
     servers = []

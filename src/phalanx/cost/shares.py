@@ -34,7 +34,7 @@ def rank_shapes(run: RunSpec, world_size: int) -> list[Held]:
 
     Raises UserError if the ranks cannot be divided so.
     """
-    spec, layout = run.model, run.parallel
+    spec, layout = run.model, run.layout
     sizes = degrees(layout, world_size)
     data = sizes.as_data(sharded=layout.data in SHARDED)
     copies = sizes.dp_replicate if layout.data == "hsdp" else 1
@@ -53,7 +53,7 @@ def rank_shapes(run: RunSpec, world_size: int) -> list[Held]:
 
 def _share(run: RunSpec, name: str, shape: Shape) -> Shape:
     """Of the first of the ranks that share a tensor: none has more."""
-    layout = run.parallel
+    layout = run.layout
     share = tensor_share(run.model, layout, name)
     if share.axis is None:
         return shape
@@ -63,9 +63,9 @@ def _share(run: RunSpec, name: str, shape: Shape) -> Shape:
 
 def _names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:
     """The tensors of each place of the pipeline, and whether it has a copy of a tied embedding beside."""
-    if run.parallel.pp == 1:
+    if run.layout.pp == 1:
         return [(names, False)]
-    schedule, layers = any_schedule_of(run.parallel), stage_layers(run)
+    schedule, layers = any_schedule_of(run.layout), stage_layers(run)
     first, last = schedule.rank_of[0], schedule.rank_of[schedule.stages - 1]
     ends = {"embedding": first, "positions": first, "norm": last, "head": last}
     rank_of = {str(layer): schedule.rank_of[stage] for stage, mine in enumerate(layers) for layer in mine}
@@ -76,5 +76,5 @@ def _names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:
 
     return [
         ([name for name in names if owner(name) == rank], run.model.tied and rank == last != first)
-        for rank in range(run.parallel.pp)
+        for rank in range(run.layout.pp)
     ]

@@ -18,7 +18,7 @@ ANY_NUMBER = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
 
 def check_pipeline(run: RunSpec, world_size: int) -> None:
     """Raise UserError if a pipeline cannot run this model, or its schedule these micro-batches."""
-    layout = run.parallel
+    layout = run.layout
     if layout.pp == 1:
         return
     cut = cut_batch(run, world_size)
@@ -29,8 +29,8 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
         if layout.schedule_file is not None:
             raise
         problem = f"cannot run a step of {cut.accumulation} micro-batches: that {error.problem}"
-        fix = "change parallel.micro_batch or training.tokens_per_step"
-        raise UserError("parallel.schedule", layout.schedule, problem, fix) from None
+        fix = "change layout.micro_batch or training.tokens_per_step"
+        raise UserError("layout.schedule", layout.schedule, problem, fix) from None
     name = layout.schedule_file or layout.schedule
     if name not in ANY_NUMBER and cut.sequences % (cut.dp * cut.micro_batch):
         raise UserError(
@@ -41,13 +41,13 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
     apart = schedule.rank_of[0] != schedule.rank_of[schedule.stages - 1]
     if run.model.tied and apart and layout.data in ("zero3", "hsdp"):
         raise UserError(
-            "model.tied", True, f'with parallel.data = "{layout.data}" embedding and head must be on one rank',
-            'use parallel.schedule = "zb-v" or "dualpipe-v", which have both there, or parallel.data = "zero1"',
+            "model.tied", True, f'with layout.data = "{layout.data}" embedding and head must be on one rank',
+            'use layout.schedule = "zb-v" or "dualpipe-v", which have both there, or layout.data = "zero1"',
         )  # fmt: skip
     if run.training.compile and schedule.halved:
         raise UserError(
             "training.compile", True, f'cannot split backward passes as "{name}" does',
-            'set it to false, or use parallel.schedule = "1f1b" (and no schedule_file)',
+            'set it to false, or use layout.schedule = "1f1b" (and no schedule_file)',
         )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def stage_layers(run: RunSpec) -> list[range]:
     Raises UserError if there are more stages than layers.
     """
     costs = part_flops(run.model, run.training.sequence)
-    return ranges(cut_stages(costs, any_schedule_of(run.parallel).stages))
+    return ranges(cut_stages(costs, any_schedule_of(run.layout).stages))
 
 
 def ranges(counts: Sequence[int]) -> list[range]:
@@ -96,7 +96,7 @@ def cut_stages(costs: Sequence[float], stages: int) -> list[int]:
     layers = len(costs) - 2
     if stages > layers:
         raise UserError(
-            "parallel.pp", stages, f"stages for a model of {layers} layers; each needs one at least",
+            "layout.pp", stages, f"stages for a model of {layers} layers; each needs one at least",
             f"use at most {layers} stages in all (pp, times the stages of a rank), or a deeper model",
         )  # fmt: skip
     first, *blocks, last = costs

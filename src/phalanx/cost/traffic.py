@@ -18,7 +18,7 @@ def run_traffic(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
     compresses. Rows that ranks share unevenly are sent with padding, and counted so. Raises UserError if the layout
     cannot run on so many ranks.
     """
-    layout, precision = run.parallel, run.training.precision
+    layout, precision = run.layout, run.training.precision
     cut, sizes, shapes = cut_batch(run, world_size), degrees(layout, world_size), parameter_shapes(run.model)
     computed, kept = COMPUTED[precision], KEPT[precision]
     if layout.data == "parameter_server":

@@ -148,7 +148,7 @@ class MappedFile:
             self.file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
             os.posix_fallocate(self.file.fileno(), 0, size)  # a mapped file that cannot grow later kills its process
         except OSError as error:
-            raise UserError("parallel.offload_directory", str(directory), *_no_room(directory, size, error)) from error
+            raise UserError("layout.offload_directory", str(directory), *_no_room(directory, size, error)) from error
         self.memory = mmap.mmap(self.file.fileno(), size)
         self.tensor = torch.frombuffer(self.memory, dtype=like.dtype).view(like.shape)
 

@@ -5,7 +5,7 @@ the workers' gradients, in the order of the workers, and divide them by the toke
 first ranks are the servers, and parameters are spread over them by bytes. A worker holds weights and gradients only,
 whatever the optimizer.
 
-Synchronously, that is all. Asynchronously (`parallel.staleness` = s; bounded delay, section 3.4 of the paper) a worker
+Synchronously, that is all. Asynchronously (`layout.staleness` = s; bounded delay, section 3.4 of the paper) a worker
 goes on as long as its weights lack at most s updates. An update is still made of one gradient of every worker, and
 weights that have come are taken at once. A server then has room for s + 1 gradients of every worker and s + 1 copies
 of its weights.
@@ -52,8 +52,8 @@ def parameter_server(module: nn.Module, layout: Layout, device: torch.device) ->
     if len(types) > 1:
         found = " and ".join(f"{name} in {dtype}" for dtype, name in types.items())
         raise UserError(
-            "parallel.data", layout.data, f"sends parameters as one vector, of one dtype: there is {found}",
-            "convert the module to one dtype, or use another parallel.data",
+            "layout.data", layout.data, f"sends parameters as one vector, of one dtype: there is {found}",
+            "convert the module to one dtype, or use another layout.data",
         )  # fmt: skip
     servers = list(range(layout.servers))
     workers = list(range(layout.servers, dist.get_world_size()))

@@ -26,7 +26,7 @@ def refuse_unsplittable_optimizers(optimizers: Iterable[torch.optim.Optimizer]) 
         for kind, reason in UNSPLITTABLE.items():
             if isinstance(optimizer, kind):
                 problem = f"{reason}: it cannot train what ZeRO splits over ranks"
-                fix = 'use one that steps every number by itself, such as AdamW, or parallel.data = "ddp"'
+                fix = 'use one that steps every number by itself, such as AdamW, or layout.data = "ddp"'
                 raise UserError("optimizer", type(optimizer).__name__, problem, fix)
 
 
@@ -41,4 +41,4 @@ def refuse_unsplittable(module: nn.Module, layout: Layout, blocks: Sequence[nn.M
             problem, fix = f"the rows of {name} do not lie one after another", "make it contiguous()"
         else:
             continue
-        raise UserError("parallel.data", layout.data, problem, f'{fix}, or use parallel.data = "ddp"')
+        raise UserError("layout.data", layout.data, problem, f'{fix}, or use layout.data = "ddp"')

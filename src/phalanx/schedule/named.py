@@ -45,9 +45,9 @@ def schedule_of(layout: Layout, micro_batches: int) -> Schedule:
         schedule = from_file(layout.schedule_file, layout.pp)
         if schedule.micro_batches != micro_batches:
             raise UserError(
-                "parallel.schedule_file", layout.schedule_file,
+                "layout.schedule_file", layout.schedule_file,
                 f"has {schedule.micro_batches} micro-batches, and a step of this run {micro_batches}",
-                "change parallel.micro_batch or training.tokens_per_step, or make another with --microbatches",
+                "change layout.micro_batch or training.tokens_per_step, or make another with --microbatches",
             )  # fmt: skip
         return schedule
     return named(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
@@ -66,14 +66,14 @@ def from_file(path: str, ranks: int) -> Schedule:
 
     Raises UserError if there is none that can run.
     """
-    field = "parallel.schedule_file"
+    field = "layout.schedule_file"
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(field, path, f"cannot be read: {error}", "give the path of a schedule's CSV file") from None
     schedule = Schedule.of(read_csv(text, path))
     if schedule.ranks != ranks:
-        raise UserError(field, path, f"is for {schedule.ranks} ranks", f"set parallel.pp = {schedule.ranks}")
+        raise UserError(field, path, f"is for {schedule.ranks} ranks", f"set layout.pp = {schedule.ranks}")
     if wrong := violations(schedule):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise UserError(field, path, f"cannot run: {wrong[0]}{more}", f"see phalanx pipeline check {path}")

@@ -18,6 +18,6 @@ def refuse_unsupported(layout: Layout) -> None:
     if layout.first_bucket_mb is not None and (int(major), int(minor)) < SIZES_FIRST_BUCKET:
         needed = ".".join(map(str, SIZES_FIRST_BUCKET))
         raise UserError(
-            "parallel.first_bucket_mb", layout.first_bucket_mb, f"torch {installed} cannot size it",
+            "layout.first_bucket_mb", layout.first_bucket_mb, f"torch {installed} cannot size it",
             f"use torch {needed}, or remove it",
         )  # fmt: skip

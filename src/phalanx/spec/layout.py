@@ -161,33 +161,33 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
     servers = layout.servers if layout.data == "parameter_server" else 0
     if servers and servers >= world_size:
         raise UserError(
-            "parallel.servers", servers, f"leaves no worker of the {world_size} ranks of the run",
+            "layout.servers", servers, f"leaves no worker of the {world_size} ranks of the run",
             f"start more ranks, or lower it to {world_size - 1}" if world_size > 1 else "start more ranks",
         )  # fmt: skip
     model_ranks = layout.pp * layout.cp * layout.tp
     if (world_size - servers) % model_ranks:
         above_one = " x ".join(axis for axis in ("pp", "cp", "tp") if getattr(layout, axis) > 1)
         raise UserError(
-            f"parallel.{above_one}", model_ranks, f"does not divide the {world_size - servers} ranks that compute",
+            f"layout.{above_one}", model_ranks, f"does not divide the {world_size - servers} ranks that compute",
             f"use a multiple of {model_ranks} ranks, or lower a degree",
         )  # fmt: skip
     dp = (world_size - servers) // model_ranks
     if layout.data == "hsdp":
         allowed = ", ".join(map(str, divisors(dp)))
         if layout.dp_shard is None:
-            raise UserError("parallel.dp_shard", None, 'is needed with parallel.data = "hsdp"', f"use one of {allowed}")
+            raise UserError("layout.dp_shard", None, 'is needed with layout.data = "hsdp"', f"use one of {allowed}")
         if dp % layout.dp_shard:
             problem = f"does not divide the {dp} data-parallel ranks"
-            raise UserError("parallel.dp_shard", layout.dp_shard, problem, f"use one of {allowed}")
+            raise UserError("layout.dp_shard", layout.dp_shard, problem, f"use one of {allowed}")
         if layout.dp_shard == 1 and layout.offload != "none":
-            fix = f'use another of {allowed}, or parallel.data = "zero1"'
-            raise UserError("parallel.dp_shard", 1, "shards nothing, and only what is sharded is offloaded", fix)
+            fix = f'use another of {allowed}, or layout.data = "zero1"'
+            raise UserError("layout.dp_shard", 1, "shards nothing, and only what is sharded is offloaded", fix)
     share_experts = dp * layout.cp * layout.tp
     copies = dp // (layout.dp_shard or 1) if layout.data == "hsdp" else 1
     if share_experts // copies % layout.ep:
         allowed = ", ".join(map(str, divisors(share_experts // copies)))
         problem = f"does not divide the {share_experts // copies} ranks that share a copy of a stage's experts"
-        raise UserError("parallel.ep", layout.ep, problem, f"use one of {allowed}")
+        raise UserError("layout.ep", layout.ep, problem, f"use one of {allowed}")
     shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data, dp)
     return Degrees(dp // shard, shard, layout.pp, layout.cp, layout.tp, servers, layout.ep)
 
@@ -236,47 +236,47 @@ def check_meaning(layout: Layout) -> None:
     for field, axis in NEEDS_AXIS.items():
         value = getattr(layout, field)
         if getattr(layout, axis) == 1 and value != Layout.model_fields[field].default:
-            fix = f"remove it, or set parallel.{axis} to 2 or more"
-            raise UserError(f"parallel.{field}", value, f"has no meaning with parallel.{axis} = 1", fix)
+            fix = f"remove it, or set layout.{axis} to 2 or more"
+            raise UserError(f"layout.{field}", value, f"has no meaning with layout.{axis} = 1", fix)
     if layout.schedule_file is not None and layout.schedule != "1f1b":
-        problem = f'stands in place of a schedule, and parallel.schedule = "{layout.schedule}" names another'
-        raise UserError("parallel.schedule_file", layout.schedule_file, problem, "remove one of them")
+        problem = f'stands in place of a schedule, and layout.schedule = "{layout.schedule}" names another'
+        raise UserError("layout.schedule_file", layout.schedule_file, problem, "remove one of them")
     if (layout.schedule == "interleaved") == (layout.virtual_stages == 1):
-        problem = f'does not go with parallel.schedule = "{layout.schedule}"'
+        problem = f'does not go with layout.schedule = "{layout.schedule}"'
         fix = 'set it to 2 or more with "interleaved", and leave it out with any other'
-        raise UserError("parallel.virtual_stages", layout.virtual_stages, problem, fix)
+        raise UserError("layout.virtual_stages", layout.virtual_stages, problem, fix)
     for field in NOT_IN_PIPELINES if layout.pp > 1 else ():
         value = getattr(layout, field)
         if value != Layout.model_fields[field].default:
-            problem, fix = f"has no meaning in a pipeline (parallel.pp = {layout.pp})", "remove it"
-            raise UserError(f"parallel.{field}", value, problem, f"{fix}, or set parallel.pp = 1")
+            problem, fix = f"has no meaning in a pipeline (layout.pp = {layout.pp})", "remove it"
+            raise UserError(f"layout.{field}", value, problem, f"{fix}, or set layout.pp = 1")
     for field, data in MEANT_FOR.items():
         value = getattr(layout, field)
         if value != Layout.model_fields[field].default and layout.data not in data:
             raise UserError(
-                f"parallel.{field}", value, f'has no meaning with parallel.data = "{layout.data}"',
-                f"remove it, or set parallel.data to {' or '.join(data)}",
+                f"layout.{field}", value, f'has no meaning with layout.data = "{layout.data}"',
+                f"remove it, or set layout.data to {' or '.join(data)}",
             )  # fmt: skip
     if (layout.offload_directory is None) == (layout.offload == "nvme"):
         problem = (
-            'is needed with parallel.offload = "nvme"' if layout.offload == "nvme"
-            else f'has no meaning with parallel.offload = "{layout.offload}"'
+            'is needed with layout.offload = "nvme"' if layout.offload == "nvme"
+            else f'has no meaning with layout.offload = "{layout.offload}"'
         )  # fmt: skip
         raise UserError(
-            "parallel.offload_directory", layout.offload_directory, problem,
-            'name a directory on a local disk and set parallel.offload = "nvme", or remove both',
+            "layout.offload_directory", layout.offload_directory, problem,
+            'name a directory on a local disk and set layout.offload = "nvme", or remove both',
         )  # fmt: skip
 
 
 def refuse_unrunnable(layout: Layout) -> None:
     """Raise UserError for a value that training cannot run yet."""
     if layout.pp > 1 and layout.data not in IN_PIPELINES:
-        fix = f"use one of {', '.join(IN_PIPELINES)}, or parallel.pp = 1"
-        raise UserError("parallel.data", layout.data, f"in a pipeline (parallel.pp = {layout.pp}) {NOT_YET}", fix)
+        fix = f"use one of {', '.join(IN_PIPELINES)}, or layout.pp = 1"
+        raise UserError("layout.data", layout.data, f"in a pipeline (layout.pp = {layout.pp}) {NOT_YET}", fix)
     for axis in ("tp", "cp", "ep"):
         if getattr(layout, axis) > 1 and layout.data == "parameter_server":
-            fix = f"use one of {', '.join(IN_PIPELINES)}, or parallel.{axis} = 1"
-            raise UserError("parallel.data", layout.data, f"with parallel.{axis} above 1 {NOT_YET}", fix)
+            fix = f"use one of {', '.join(IN_PIPELINES)}, or layout.{axis} = 1"
+            raise UserError("layout.data", layout.data, f"with layout.{axis} above 1 {NOT_YET}", fix)
     if is_shared(layout) and layout.offload != "none":
-        problem = f"with parallel.pp, tp, cp or ep above 1 {NOT_YET}"
-        raise UserError("parallel.offload", layout.offload, problem, 'set parallel.offload = "none"')
+        problem = f"with layout.pp, tp, cp or ep above 1 {NOT_YET}"
+        raise UserError("layout.offload", layout.offload, problem, 'set layout.offload = "none"')

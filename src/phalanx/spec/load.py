@@ -24,12 +24,12 @@ Table = dict[str, Any]
 
 def load_run(path: str | Path, overrides: Sequence[str] = (), environment: Mapping[str, str] = os.environ) -> RunSpec:
     """Read a run file; `overrides` are the --set arguments, such as "training.steps=200". A value that is left out
-    ("parallel.dp_shard=") is the default.
+    ("layout.dp_shard=") is the default.
 
     Raises UserError that names the field, its value and the fix.
     """
     table = read_toml(path)
-    written = dict(parallel) if isinstance(parallel := table.get("parallel", {}), dict) else {}
+    written = dict(layout) if isinstance(layout := table.get("layout", {}), dict) else {}
     from_environment = {}
     for name, text in sorted(environment.items()):
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
@@ -42,7 +42,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), environment: Mappi
             raise UserError("--set", override, "is not KEY=VALUE", "write, for example, --set training.steps=200")
         from_environment.pop(key.strip(), None)
         _assign(table, key.strip().split("."), text.strip(), f"--set {key}")
-    _leave_behind(table.get("parallel", {}), written)
+    _leave_behind(table.get("layout", {}), written)
     try:
         return build_run(table)
     except UserError as error:
@@ -52,22 +52,22 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), environment: Mappi
         raise
 
 
-def _leave_behind(parallel: Any, written: Table) -> None:
+def _leave_behind(layout: Any, written: Table) -> None:
     """Another strategy than the run file's, or a degree set back to 1, leaves behind those of its choices that mean
     nothing now."""
-    if not isinstance(parallel, dict):
+    if not isinstance(layout, dict):
         return
-    kept = [field for field in written if parallel.get(field) == written[field]]
-    if parallel.get("data") != written.get("data"):
-        data = str(parallel.get("data", Layout.model_fields["data"].default))
+    kept = [field for field in written if layout.get(field) == written[field]]
+    if layout.get("data") != written.get("data"):
+        data = str(layout.get("data", Layout.model_fields["data"].default))
         for field in kept:
             if data not in MEANT_FOR.get(field, (data,)):
-                del parallel[field]
+                del layout[field]
     for field, axis in NEEDS_AXIS.items():
-        if field in kept and parallel.get(axis, 1) == 1 and written.get(axis, 1) != 1:
-            parallel.pop(field, None)
-    if parallel.get("offload") != written.get("offload") and "offload_directory" in kept:
-        parallel.pop("offload_directory")
+        if field in kept and layout.get(axis, 1) == 1 and written.get(axis, 1) != 1:
+            layout.pop(field, None)
+    if layout.get("offload") != written.get("offload") and "offload_directory" in kept:
+        layout.pop("offload_directory")
 
 
 def build_run(table: Table) -> RunSpec:

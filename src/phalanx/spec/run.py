@@ -146,7 +146,7 @@ class RunSpec(Spec):
     """How long, and in which arithmetic."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """How weights follow gradients."""
-    parallel: Layout = Layout()
+    layout: Layout = Layout()
     """How the work is laid over ranks."""
     cluster: Cluster = Cluster()
     """What it runs on."""
@@ -205,7 +205,7 @@ def cut_batch(run: RunSpec, world_size: int) -> Cut:
     Ranks that reduce gradients once per step may have uneven shares. Raises UserError if the batch cannot be cut, or
     the layout cannot run it so.
     """
-    dp = degrees(run.parallel, world_size).dp
+    dp = degrees(run.layout, world_size).dp
     training = run.training
     sequences = training.tokens_per_step // training.sequence
     base = training.base_ranks or dp
@@ -224,7 +224,7 @@ def cut_batch(run: RunSpec, world_size: int) -> Cut:
         sequences = sequences // base * dp
     nearest = max(1, round(sequences / dp)) * dp * training.sequence
     require(
-        sequences % dp == 0 or (run.parallel.data in UNEVEN_DATA and sequences >= dp),
+        sequences % dp == 0 or (run.layout.data in UNEVEN_DATA and sequences >= dp),
         "training.tokens_per_step", training.tokens_per_step,
         f"is {sequences} sequences of {training.sequence} tokens, which {dp} data-parallel ranks cannot share",
         f"use training.tokens_per_step = {nearest}",
@@ -232,18 +232,18 @@ def cut_batch(run: RunSpec, world_size: int) -> Cut:
     share = -(-sequences // dp)
     tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (4 * run.model.vocab))
     limit = max(1, tokens // training.sequence)
-    if run.parallel.pp > 1:  # a pipeline is full only of several micro-batches for each of its ranks
-        limit = max(1, min(limit, share // (PIPELINE_FILLED * run.parallel.pp)))
+    if run.layout.pp > 1:  # a pipeline is full only of several micro-batches for each of its ranks
+        limit = max(1, min(limit, share // (PIPELINE_FILLED * run.layout.pp)))
     fits = divisors(share) if sequences % dp == 0 else list(range(1, share + 1))
-    micro_batch = run.parallel.micro_batch or max((n for n in fits if n <= limit), default=1)
+    micro_batch = run.layout.micro_batch or max((n for n in fits if n <= limit), default=1)
     require(
-        micro_batch in fits, "parallel.micro_batch", micro_batch,
+        micro_batch in fits, "layout.micro_batch", micro_batch,
         f"does not divide the {share} sequences that each rank has per step", f"use one of {', '.join(map(str, fits))}",
     )  # fmt: skip
     require(
-        not run.parallel.static_graph or dp == 1 or micro_batch == share, "parallel.static_graph", True,
+        not run.layout.static_graph or dp == 1 or micro_batch == share, "layout.static_graph", True,
         f"fails in PyTorch (issue 143580) with accumulation, here of {share // micro_batch} micro-batches",
-        f"remove it, or set parallel.micro_batch = {share}",
+        f"remove it, or set layout.micro_batch = {share}",
     )  # fmt: skip
     ratio = {"keep": 1.0, "linear": dp / base, "sqrt": (dp / base) ** 0.5}[training.scaling]
     return Cut(sequences, dp, micro_batch, accumulation=-(-share // micro_batch), learning_rate=ratio)

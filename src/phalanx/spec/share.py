@@ -67,12 +67,12 @@ def _check_gathered(spec: ModelSpec, layout: Layout) -> None:
     if spec.kv_heads != spec.heads:
         problem = f"needs as many key/value heads ({spec.kv_heads}) as heads ({spec.heads})"
     elif width % layout.tp:
-        problem = f"needs model.heads x model.head_dim ({width}) to be a multiple of parallel.tp ({layout.tp})"
+        problem = f"needs model.heads x model.head_dim ({width}) to be a multiple of layout.tp ({layout.tp})"
     elif layout.cp > 1:
-        problem = f"does not go with context parallelism (parallel.cp = {layout.cp})"
+        problem = f"does not go with context parallelism (layout.cp = {layout.cp})"
     if problem:
-        fix = 'use parallel.heads = "split" with a degree that divides the heads'
-        raise UserError("parallel.heads", layout.heads, problem, fix)
+        fix = 'use layout.heads = "split" with a degree that divides the heads'
+        raise UserError("layout.heads", layout.heads, problem, fix)
 
 
 def kv_copies(spec: ModelSpec, tp: int) -> int:
@@ -83,10 +83,10 @@ def kv_copies(spec: ModelSpec, tp: int) -> int:
 def check_shares(run: RunSpec, world_size: int) -> None:
     """Raise UserError for a model whose heads, widths, vocabulary, experts or tokens cannot be divided between ranks
     that share it."""
-    spec, layout, sequence = run.model, run.parallel, run.training.sequence
+    spec, layout, sequence = run.model, run.layout, run.training.sequence
     for axis in ("tp", "cp", "ep") if run.training.compile else ():
         if getattr(layout, axis) > 1:
-            problem = f"does not go with parallel.{axis} = {getattr(layout, axis)} yet"
+            problem = f"does not go with layout.{axis} = {getattr(layout, axis)} yet"
             raise UserError("training.compile", True, problem, "set it to false")
     if layout.tp > 1:
         _check_tensor(spec, layout, sequence)
@@ -96,16 +96,16 @@ def check_shares(run: RunSpec, world_size: int) -> None:
         _check_experts(spec, layout)
         _check_rounds(run, world_size)
     if layout.tp > 1 and layout.compress == "powersgd":
-        problem = f"does not go with parallel.tp = {layout.tp}: copies of a tensor would differ by what is not exact"
-        raise UserError("parallel.compress", "powersgd", problem, "remove it")
+        problem = f"does not go with layout.tp = {layout.tp}: copies of a tensor would differ by what is not exact"
+        raise UserError("layout.compress", "powersgd", problem, "remove it")
     if layout.cp > 1:
         _check_context(spec, layout, sequence)
 
 
 def _check_capacity(layout: Layout, factor: float) -> None:
     if layout.cp > 1 or (layout.tp > 1 and layout.sequence_parallel):
-        shared = "parallel.cp" if layout.cp > 1 else "parallel.sequence_parallel"
-        needed = ", which parallel.ep needs with parallel.tp," if layout.cp == 1 < layout.ep else ""
+        shared = "layout.cp" if layout.cp > 1 else "layout.sequence_parallel"
+        needed = ", which layout.ep needs with layout.tp," if layout.cp == 1 < layout.ep else ""
         problem = f"is a matter of whole sequences, whose tokens {shared}{needed} shares"
         raise UserError(
             "model.moe.capacity_factor",
@@ -117,23 +117,23 @@ def _check_capacity(layout: Layout, factor: float) -> None:
 
 def _check_experts(spec: ModelSpec, layout: Layout) -> None:
     if spec.moe is None:
-        raise UserError("parallel.ep", layout.ep, "has no meaning for a model without experts", "set parallel.ep = 1")
+        raise UserError("layout.ep", layout.ep, "has no meaning for a model without experts", "set layout.ep = 1")
     if spec.moe.experts % layout.ep:
         allowed = ", ".join(map(str, divisors(spec.moe.experts)))
         problem = f"does not divide model.moe.experts ({spec.moe.experts})"
-        raise UserError("parallel.ep", layout.ep, problem, f"use one of {allowed}")
+        raise UserError("layout.ep", layout.ep, problem, f"use one of {allowed}")
     if layout.tp > 1 and not layout.sequence_parallel:
-        problem = "needs every rank to have tokens of its own, which with parallel.tp needs sequence parallelism"
-        raise UserError("parallel.ep", layout.ep, problem, "set parallel.sequence_parallel = true")
+        problem = "needs every rank to have tokens of its own, which with layout.tp needs sequence parallelism"
+        raise UserError("layout.ep", layout.ep, problem, "set layout.sequence_parallel = true")
 
 
 def _check_rounds(run: RunSpec, world_size: int) -> None:
     """Experts of ranks with different data meet at every micro-batch."""
-    cut, layout = cut_batch(run, world_size), run.parallel
+    cut, layout = cut_batch(run, world_size), run.layout
     if (layout.cp * layout.tp) % layout.ep and cut.sequences % (cut.dp * cut.micro_batch):
         raise UserError(
             "training.tokens_per_step", run.training.tokens_per_step,
-            f"gives ranks different numbers of micro-batches, and with parallel.ep = {layout.ep} they meet at each",
+            f"gives ranks different numbers of micro-batches, and with layout.ep = {layout.ep} they meet at each",
             "make it a multiple of micro-batch x data-parallel ranks x training.sequence",
         )  # fmt: skip
 
@@ -145,11 +145,11 @@ def _check_context(spec: ModelSpec, layout: Layout, sequence: int) -> None:
     if sequence % whole:
         problem = f"needs training.sequence ({sequence}) to be a multiple of {whole}"
         near = max(1, round(sequence / whole)) * whole
-        raise UserError("parallel.cp", cp, problem, f"use training.sequence = {near}, or a smaller degree")
+        raise UserError("layout.cp", cp, problem, f"use training.sequence = {near}, or a smaller degree")
     heads, kv = spec.heads // layout.tp, max(1, spec.kv_heads // layout.tp)
     if layout.context == "ulysses" and (heads % cp or (kv % cp and cp % kv)):
         problem = f"ranks cannot share the {heads} heads ({kv} of keys and values) that each tensor-parallel rank has"
-        raise UserError("parallel.cp", cp, problem, 'use parallel.context = "ring", or a smaller degree')
+        raise UserError("layout.cp", cp, problem, 'use layout.context = "ring", or a smaller degree')
 
 
 def _check_tensor(spec: ModelSpec, layout: Layout, sequence: int) -> None:
@@ -168,14 +168,14 @@ def _check_tensor(spec: ModelSpec, layout: Layout, sequence: int) -> None:
             fix = f"use a tensor-parallel degree that divides {field}"
             also = {"training.sequence": "sequence_parallel = false", "model.heads": 'heads = "gathered"'}
             if field in also:
-                fix += f", or parallel.{also[field]}"
-            raise UserError("parallel.tp", tp, f"does not divide {field} ({size})", fix)
+                fix += f", or layout.{also[field]}"
+            raise UserError("layout.tp", tp, f"does not divide {field} ({size})", fix)
     if layout.heads == "gathered":
         _check_gathered(spec, layout)
     elif spec.kv_heads % tp and tp % spec.kv_heads:
         problem = f"neither divides model.kv_heads ({spec.kv_heads}) nor is a multiple of it"
-        raise UserError("parallel.tp", tp, problem, "use another tensor-parallel degree")
+        raise UserError("layout.tp", tp, problem, "use another tensor-parallel degree")
     rows = -(-spec.vocab // tp)
     if (tp - 1) * rows >= spec.vocab:
         problem = f"leaves a rank without a row of model.vocab ({spec.vocab})"
-        raise UserError("parallel.tp", tp, problem, "use a smaller tensor-parallel degree, or a larger vocabulary")
+        raise UserError("layout.tp", tp, problem, "use a smaller tensor-parallel degree, or a larger vocabulary")

@@ -14,7 +14,7 @@ from phalanx.spec.load import build_run
 
 ESSENTIAL = {
     "name", "model.preset", "data.train", "training.steps", "training.sequence", "training.tokens_per_step",
-    "training.precision", "optimizer.name", "optimizer.learning_rate", "parallel.data",
+    "training.precision", "optimizer.name", "optimizer.learning_rate", "layout.data",
 }  # fmt: skip
 """Fields that the file sets, to their defaults; all others are there as comments."""
 MODEL = "tiny"

@@ -60,7 +60,7 @@ class Measuring:
 
 def measured_number(run: RunSpec) -> int:
     """Which step after a start is measured."""
-    return POWERSGD_FROM_STEP + 2 if run.parallel.compress == "powersgd" else MEASURED_STEP
+    return POWERSGD_FROM_STEP + 2 if run.layout.compress == "powersgd" else MEASURED_STEP
 
 
 def measured_step(trainer: Trainer, batches: Iterator[Batch]) -> tuple[Record, dict[str, Any]]:
@@ -136,8 +136,8 @@ def compare(run: RunSpec, world_size: int, directory: Path) -> str:
         return f"nothing was measured: step {measured_number(run)} after a start is, and there were fewer"
     rows = beside(run, world_size, measured)
     (directory / FOLDER / "beside.json").write_text(json.dumps(rows, indent=1))
-    unseen = "\nwhat PowerSGD sends is not recorded" if run.parallel.compress == "powersgd" else ""
-    if is_shared(run.parallel):
+    unseen = "\nwhat PowerSGD sends is not recorded" if run.layout.compress == "powersgd" else ""
+    if is_shared(run.layout):
         unseen = "\nworking: activations and buffers; what ranks that share a model send is recorded, not predicted"
     return f"{as_text(rows)}{unseen}\nmore, with times, in {directory / FOLDER}"
 
@@ -145,17 +145,17 @@ def compare(run: RunSpec, world_size: int, directory: Path) -> str:
 def beside(run: RunSpec, world_size: int, measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Predicted beside measured, of the fullest rank of each role: memory by part in bytes (state between the backward
     pass and the update, the rest at its peak), and what is sent, by operation."""
-    memory, shared = rank_memory(run, world_size), is_shared(run.parallel)
+    memory, shared = rank_memory(run, world_size), is_shared(run.layout)
     traffic = {} if shared else run_traffic(run, world_size)
     rows = []
     for role, predicted in memory.items():
-        ranks = [measured[rank] for rank in ranks_of(role, run.parallel, world_size)]
+        ranks = [measured[rank] for rank in ranks_of(role, run.layout, world_size)]
         for part in WORKING if shared else PARTS:
             when = "held_bytes" if part in STATE else "peak_bytes"
             got = max(rank[when].get(part, 0) for rank in ranks)
             rows.append({"role": role, "what": part, "predicted": getattr(predicted, part), "measured": got})
         # PowerSGD sends from callbacks of other threads, where nothing is recorded.
-        sent = {} if run.parallel.compress == "powersgd" else _by_operation(traffic.get(role, []))
+        sent = {} if run.layout.compress == "powersgd" else _by_operation(traffic.get(role, []))
         for operation, size in sent.items():
             got = max(_sent(rank["collectives"], operation) for rank in ranks)
             rows.append({"role": role, "what": operation, "predicted": round(size), "measured": round(got)})

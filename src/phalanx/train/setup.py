@@ -45,8 +45,8 @@ def run_directory(run: RunSpec) -> Path:
 
 def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
     """Raise UserError for what would stop this run later; its text is `prepare`'s to check. Changes nothing."""
-    refuse_unrunnable(run.parallel)
-    refuse_unsupported(run.parallel)
+    refuse_unrunnable(run.layout)
+    refuse_unsupported(run.layout)
     cut_batch(run, world_size)
     check_shares(run, world_size)
     check_pipeline(run, world_size)
@@ -57,8 +57,8 @@ def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
         )
     if run.metrics.wandb is not None:
         check_wandb(run.metrics.wandb)
-    if run.parallel.offload_directory is not None:
-        _check_offload(run, run.parallel.offload_directory, world_size)
+    if run.layout.offload_directory is not None:
+        _check_offload(run, run.layout.offload_directory, world_size)
     _check_directory(run, resume)
 
 
@@ -66,14 +66,14 @@ def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
     place = Path(directory).expanduser()
     fix = "name a directory on a local disk"
     if not place.is_dir():
-        raise UserError("parallel.offload_directory", directory, "is no directory on this machine", fix)
+        raise UserError("layout.offload_directory", directory, "is no directory on this machine", fix)
     if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError("parallel.offload_directory", directory, "cannot be written to", fix)
+        raise UserError("layout.offload_directory", directory, "cannot be written to", fix)
     ranks_here = world_size / run.cluster.nodes
     free, needed = shutil.disk_usage(place).free, ranks_here * rank_memory(run, world_size)["rank"].in_files
     if needed > free:
         raise UserError(
-            "parallel.offload_directory", directory,
+            "layout.offload_directory", directory,
             f"{needed / 1e9:.2f} GB of optimizer state rest there, and {free / 1e9:.2f} GB are free", fix,
         )  # fmt: skip
 
@@ -200,11 +200,11 @@ def absolute(run: RunSpec) -> RunSpec:
     lists = {"train": [path(s) for s in data.train], "held_out": [path(s) for s in data.held_out]}
     model = run.model.replace(from_hf=path(run.model.from_hf)) if run.model.from_hf else run.model
     named = ("offload_directory", "schedule_file")
-    files = {field: path(value) for field in named if (value := getattr(run.parallel, field)) is not None}
+    files = {field: path(value) for field in named if (value := getattr(run.layout, field)) is not None}
     described = {
         "data": data.replace(tokenizer=tokenizer, cache=path(data.cache), **lists),
         "model": model,
-        "parallel": run.parallel.replace(**files),
+        "layout": run.layout.replace(**files),
     }
     return run.model_copy(update={"out": path(run.out), **described})
 

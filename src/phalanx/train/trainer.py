@@ -57,12 +57,12 @@ class Trainer:
     ) -> None:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.run, self.corpus, self.directory, self.device, self.peak_flops = run, corpus, directory, device, peak_flops
-        self.mesh = build_mesh(run.parallel, world_size, device.type)
+        self.mesh = build_mesh(run.layout, world_size, device.type)
         self.cut = cut_batch(run, world_size)
         weights = corpus.weights or partial(initial_weight, run.model, seed=run.training.seed)
         self.strategy = apply_layout(
-            run.model, run.parallel, self.mesh, device, weights, run.training.precision, run.training.compile,
-            stage_layers(run) if run.parallel.pp > 1 else (),
+            run.model, run.layout, self.mesh, device, weights, run.training.precision, run.training.compile,
+            stage_layers(run) if run.layout.pp > 1 else (),
         )  # fmt: skip
         self.module = self.strategy.module
         self.moe_layers = [layer for layer in range(run.model.layers) if run.model.moe and run.model.is_moe(layer)]
@@ -152,14 +152,14 @@ class Trainer:
         clock.mark("optimizer_seconds")
         self.step, self.tokens = self.step + 1, self.tokens + int(tokens)
         self._hear_of_stop(record["step"], bool(asked), int(announced))
-        if reduced.stale is not None and self.run.parallel.staleness is not None:
+        if reduced.stale is not None and self.run.layout.staleness is not None:
             record["staleness"] = reduced.stale
         return record | self._measures(clock.read(), int(tokens))
 
     def _hear_of_stop(self, step: int, asked: bool, announced: int) -> None:
         """Settle after which step all ranks stop, from what was summed in `step`. Asynchronous workers may miss a step;
         servers miss none, and announce from the next on one that nobody can have passed by then."""
-        staleness = self.run.parallel.staleness
+        staleness = self.run.layout.staleness
         if self.stop_after is not None:
             return
         if staleness is None:
@@ -202,10 +202,10 @@ class Trainer:
 
     def _micros(self, batch: Batch) -> list[Micro]:
         """This rank's rows of a step as micro-batches on the device."""
-        micros, context, parallel = [], self.mesh.context, self.run.parallel
+        micros, context, layout = [], self.mesh.context, self.run.layout
         mine: Any = slice(None)
         if context is not None:
-            mine = places(batch.tokens.shape[1], parallel.cp, context.get_local_rank(), parallel.context).numpy()
+            mine = places(batch.tokens.shape[1], layout.cp, context.get_local_rank(), layout.context).numpy()
         for first in range(0, len(batch.tokens), self.cut.micro_batch):
             rows = slice(first, first + self.cut.micro_batch)
             starts = None if batch.starts is None or not batch.starts[rows].any() else batch.starts[rows]
@@ -267,7 +267,7 @@ class Trainer:
             "optimizer": self.run.optimizer.name,
         }
         tensors = state_tensors(self.strategy, self.optimizers)
-        self.checkpointer.save(self.step, tensors, manifest, on_disk=self.run.parallel.offload == "nvme")
+        self.checkpointer.save(self.step, tensors, manifest, on_disk=self.run.layout.offload == "nvme")
 
     def resume(self) -> tuple[int, dict[str, str]]:
         """Continue from the newest intact checkpoint, if there is one; says how many ranks wrote it (0: there is none),

@@ -48,7 +48,7 @@ def work(source: Path, overrides: list[str], resume: bool, measure: bool = False
         run, data = read_directory(directory)
         fresh = not checkpoints(directory / "checkpoints")
         if measure:
-            refuse_uncounted(run.parallel)
+            refuse_uncounted(run.layout)
             forget_measured(directory)  # of an earlier start, maybe of other ranks
         trainer = Trainer(run, open_corpus(run, data, fresh), directory, device, device_peak(run, device))
         _train(trainer, resume or prepared, measure)
@@ -130,11 +130,11 @@ def opening(trainer: Trainer, resumed: int) -> str:
     """What a run says before its first step; `resumed` is how many ranks wrote what it goes on from, if it does."""
     run, cut, sizes = trainer.run, trainer.cut, trainer.mesh.degrees
     ranks = f"{counted(sizes.world_size)} ({trainer.device.type})"
-    schedule = run.parallel.schedule_file or run.parallel.schedule
-    names = {"pp": f"pipeline ({schedule})", "cp": run.parallel.context, "tp": "tensor", "ep": "expert"}
+    schedule = run.layout.schedule_file or run.layout.schedule
+    names = {"pp": f"pipeline ({schedule})", "cp": run.layout.context, "tp": "tensor", "ep": "expert"}
     layout = "".join(f", {name} x {getattr(sizes, axis)}" for axis, name in names.items() if getattr(sizes, axis) > 1)
-    layout += f", {run.parallel.data}" if sizes.dp > 1 or sizes.servers else ""
-    layout += f", state in {PLACES[run.parallel.offload]}" if run.parallel.offload != "none" else ""
+    layout += f", {run.layout.data}" if sizes.dp > 1 or sizes.servers else ""
+    layout += f", state in {PLACES[run.layout.offload]}" if run.layout.offload != "none" else ""
     total = parameters(run.model).total
     train = trainer.corpus.train
     text = f"; the text is {train.size:,} tokens" if train is not None else ""
@@ -182,7 +182,7 @@ def _sample(trainer: Trainer) -> str:
     from phalanx.model.generate import generate
 
     run = trainer.run
-    if run.parallel.tp * run.parallel.cp > 1:  # ranks know parts of logits, or of the text
+    if run.layout.tp * run.layout.cp > 1:  # ranks know parts of logits, or of the text
         return f"(none: phalanx generate {trainer.directory} --prompt {run.evaluation.prompt!r})"
     if not trainer.strategy.computes:
         return _told("")
