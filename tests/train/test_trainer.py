@@ -233,14 +233,17 @@ def test_all_ranks_stop_when_one_is_told_to(changes: Any, told: int, tmp_path: P
     assert ranks(2).run(stop_of, run, told) == [2, 2]
 
 
-def routing(run: Any) -> list[tuple[float, ...]]:
-    """What three steps say of the experts."""
+def routing(run: Any) -> tuple[list[tuple[float, ...]], list[list[int]]]:
+    """What three steps say of the experts, and which tokens these have had by then."""
     under_way = trainer(run)
     batches = prefetch(under_way.loader, 0, run.training.steps)
     kept = ("auxiliary_loss", "hot_expert_share", "dropped_share")
     records = [under_way.train_step(batches) for _ in range(3)]
     assert all(("all_to_all_seconds" in record) == (run.layout.ep > 1) for record in records)
-    return [tuple(record[name] for name in kept if name in record) for record in records]
+    counts = under_way.evaluate()["expert_tokens"]
+    assert [sum(of_layer) for of_layer in counts] == [3 * 8 * 32 * run.model.moe.top_k] * len(counts)
+    assert not any(map(sum, under_way.evaluate()["expert_tokens"])), "counted since the evaluation before"
+    return [tuple(record[name] for name in kept if name in record) for record in records], counts
 
 
 WHOLE_TOKENS = {"layout.tp": 2, "layout.sequence_parallel": False}
@@ -251,6 +254,8 @@ ROUTED: list[tuple[Any, int, float | None]] = [
     ({"layout.tp": 2}, 2, None),
     ({"layout.cp": 2}, 2, None),
     ({"layout.ep": 2, "layout.tp": 2}, 4, None),
+    ({"layout.ep": 2, "layout.recompute": "full"}, 2, None),
+    ({"layout.pp": 2, "layout.schedule": "zb-h1", "layout.recompute": "full"}, 2, None),
 ]
 
 
@@ -263,7 +268,7 @@ def test_what_is_said_of_experts_does_not_depend_on_the_layout(
     for number in range(3):
         (text / f"{number}.py").write_text(Path(__file__).read_text())
     model = {**MOE, "moe": {**MOE["moe"], **({} if capacity is None else {"capacity_factor": capacity})}}
-    one = routing(described(text, tmp_path / "one", {"model": model}))
-    assert len(one[0]) == (2 if capacity is None else 3)
+    records, counts = routing(described(text, tmp_path / "one", {"model": model}))
+    assert len(records[0]) == (2 if capacity is None else 3)
     for rank in ranks(world_size).run(routing, described(text, tmp_path / "many", {"model": model, **changes})):
-        assert rank == [pytest.approx(step, rel=1e-10) for step in one]
+        assert rank == ([pytest.approx(step, rel=1e-10) for step in records], counts)

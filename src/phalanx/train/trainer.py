@@ -69,6 +69,9 @@ class Trainer:
         routers = {name: part for name, part in self.module.named_modules() if isinstance(part, Router)}
         self.routers = {self.moe_layers.index(int(name.split(".")[1])): router for name, router in routers.items()}
         """This rank's, by their place among the layers with experts."""
+        experts = run.model.moe.experts if run.model.moe else 0
+        self.loads = torch.zeros(len(self.moe_layers), experts, dtype=torch.float64, device=device)
+        """How often each expert of these layers was chosen since the last evaluation, on all ranks."""
         self.optimizers = build_optimizers(run.optimizer, self.strategy.trained, self.strategy.part)
         self.loader = corpus.loader(run, self.cut.sequences, self.mesh.dp_rank, self.cut.dp)
         self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
@@ -143,9 +146,11 @@ class Trainer:
         record = {"step": self.step + 1 - reduced.behind, "loss": loss / tokens, "grad_norm": float(reduced.norm)}
         finite = math.isfinite(record["grad_norm"])
         if self.moe_layers:
-            loads, dropped = reduced.sums[6:], reduced.sums[5]
+            loads, dropped = reduced.sums[6:].view_as(self.loads), reduced.sums[5]
             if self.run.model.moe and self.run.model.moe.capacity_factor is not None:
                 record["dropped_share"] = float(dropped / loads.sum())
+            # Ranks that share sequences each count all of one, routers that are asked again in the backward pass twice.
+            self.loads += loads / self.run.layout.cp / (2 if self.run.layout.recompute == "full" else 1)
             hottest = self._balance(loads, finite)
             record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": hottest}
         self._update(finite)
@@ -178,7 +183,7 @@ class Trainer:
         for micro, (loss, auxiliary) in zip(micros, self.strategy.run(micros, self._losses), strict=True):
             tokens = (micro.targets != IGNORED).sum() * self.strategy.has_loss
             sums[:3] += torch.stack([tokens.double(), loss.double(), auxiliary.double()])
-        loads = sums.new_zeros(len(self.moe_layers), self.run.model.moe.experts if self.run.model.moe else 0)
+        loads = torch.zeros_like(self.loads)
         for place, router in self.routers.items():
             loads[place] = router.load
             sums[5] += router.dropped
@@ -220,17 +225,17 @@ class Trainer:
     def _balance(self, loads: Tensor, apply: bool) -> float:
         """Correct the routers' biases by their loads over all ranks; returns the hottest expert's share of its layer,
         times the number of experts (1 is balanced)."""
-        by_layer = loads.view(len(self.moe_layers), -1)
         for place, router in self.routers.items():
-            router.load.copy_(by_layer[place])
+            router.load.copy_(loads[place])
             router.rebalance(apply and bool(self.strategy.trained))  # a worker is sent its biases
-        return float((by_layer.max(dim=1).values / by_layer.mean(dim=1)).max())
+        return float((loads.max(dim=1).values / loads.mean(dim=1)).max())
 
     # -- evaluation, saving, returning -------------------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self) -> Record:
-        """Loss on the held-out text, in nats per token and bits per byte."""
+        """Loss on the held-out text, in nats per token and bits per byte; and how many tokens of the training text chose
+        each expert of every layer since the evaluation before."""
         spec, begun = self.run.evaluation, time.perf_counter()
         self.strategy.settle()
         sizes = torch.from_numpy(self.corpus.tokenizer.token_bytes()).to(self.device)
@@ -248,11 +253,14 @@ class Trainer:
         self.module.train()
         self.strategy.rest()
         loss, tokens, size = (float(x) for x in self._sum_over_ranks(sums))
-        record = {
+        record: Record = {
             "step": self.step,
             "held_out_loss": loss / tokens,
             "held_out_bits_per_byte": loss / math.log(2) / size,
         }
+        if self.moe_layers:
+            record["expert_tokens"] = self.loads.long().tolist()
+            self.loads.zero_()
         return record | {"held_out_tokens": int(tokens), "evaluation_seconds": time.perf_counter() - begun}
 
     def save(self) -> None:
