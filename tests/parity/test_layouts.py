@@ -95,20 +95,20 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 ROWS += [pipeline(schedule, 2, 2) for schedule in SCHEDULES]
 ROWS += [pipeline(schedule, 4, 4) for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2")]
 ROWS += [pipeline(schedule, 4, 4, ("deeper",)) for schedule in ("zb-v", "dualpipe-v")]
-ROWS += [pipeline("interleaved", 2, 2, parallel__virtual_stages=2)]
-ROWS += [pipeline("interleaved", pp, pp, ("deeper",), parallel__virtual_stages=v) for pp, v in ((2, 4), (4, 2))]
+ROWS += [pipeline("interleaved", 2, 2, layout__virtual_stages=2)]
+ROWS += [pipeline("interleaved", pp, pp, ("deeper",), layout__virtual_stages=v) for pp, v in ((2, 4), (4, 2))]
 ROWS += [pipeline(schedule, 2, 4) for schedule in ("1f1b", "zb-h1", "zb-v", "dualpipe-v")]
-ROWS += [pipeline(schedule, 2, 4, parallel__data=data) for schedule in ("gpipe", "zb-v") for data in ("zero1", "zero2")]
-ROWS += [pipeline(schedule, 2, 4, parallel__data="zero3") for schedule in ("1f1b", "zb-h1", "zb-v", "dualpipe-v")]
+ROWS += [pipeline(schedule, 2, 4, layout__data=data) for schedule in ("gpipe", "zb-v") for data in ("zero1", "zero2")]
+ROWS += [pipeline(schedule, 2, 4, layout__data="zero3") for schedule in ("1f1b", "zb-h1", "zb-v", "dualpipe-v")]
 ROWS += [
-    pipeline("zb-v", 2, 4, ("deep-tied",), parallel__data="zero3"),
-    pipeline("zb-h1", 2, 4, parallel__data="zero3", parallel__recompute="full"),
-    pipeline("1f1b", 2, 8, parallel__data="hsdp", parallel__dp_shard=2),
-    pipeline("zb-v", 2, 8, parallel__data="zero1"),
-    pipeline("1f1b", 4, 8, parallel__data="zero3"),
+    pipeline("zb-v", 2, 4, ("deep-tied",), layout__data="zero3"),
+    pipeline("zb-h1", 2, 4, layout__data="zero3", layout__recompute="full"),
+    pipeline("1f1b", 2, 8, layout__data="hsdp", layout__dp_shard=2),
+    pipeline("zb-v", 2, 8, layout__data="zero1"),
+    pipeline("1f1b", 4, 8, layout__data="zero3"),
 ]
 ROWS += [
-    pipeline(schedule, 2, 2, parallel__recompute=recompute)
+    pipeline(schedule, 2, 2, layout__recompute=recompute)
     for schedule in ("1f1b", "zb-v")
     for recompute in ("full", "selective")
 ]
@@ -119,10 +119,10 @@ ROWS += [
     pipeline("1f1b", 2, 2, ("deep-tied",)),
     pipeline("zb-h1", 4, 4, ("deep-tied",)),
     pipeline("gpipe", 2, 4, ("deep-tied",)),
-    pipeline("zb-h2", 2, 4, ("deep-tied",), parallel__data="zero1"),
-    pipeline("dualpipe-v", 2, 4, ("deep-tied",), parallel__data="zero1"),
-    pipeline("1f1b", 2, 2, parallel__micro_batch=2),
-    pipeline("zb-h1", 2, 4, parallel__data="zero1", training__tokens_per_step=7 * 32),
+    pipeline("zb-h2", 2, 4, ("deep-tied",), layout__data="zero1"),
+    pipeline("dualpipe-v", 2, 4, ("deep-tied",), layout__data="zero1"),
+    pipeline("1f1b", 2, 2, layout__micro_batch=2),
+    pipeline("zb-h1", 2, 4, layout__data="zero1", training__tokens_per_step=7 * 32),
 ]
 
 
@@ -137,61 +137,61 @@ def tensor(tp: int, world_size: int, models: tuple[str, ...] = ("dense", "moe"),
     return Row(name, world_size, changes, 8 * shared // world_size // micro_batch, models)
 
 
-APART = {"parallel__sequence_parallel": False}
+APART = {"layout__sequence_parallel": False}
 ROWS += [tensor(tp, tp, **choices) for tp in (2, 4) for choices in ({}, APART)]
 ROWS += [tensor(2, 2, ("gpt2", "tied", "full-norm"), **choices) for choices in ({}, APART)]
 ROWS += [tensor(4, 4, ("uneven", "full-norm"), **choices) for choices in ({}, APART)]
-ROWS += [tensor(2, 4, parallel__data=data) for data in ("ddp", "zero1", "zero2", "zero3")]
-ROWS += [tensor(2, 4, parallel__data="zero3", **APART), tensor(8, 8, ("wide",))]
-ROWS += [tensor(2, 4, parallel__data="zero3", parallel__recompute=recompute) for recompute in ("full", "selective")]
-ROWS += [tensor(2, 8, ("moe",), parallel__data="hsdp", parallel__dp_shard=2)]
-ROWS += [tensor(4, 8, ("dense",), parallel__data="zero1")]
-ROWS += [tensor(2, 4, ("moe",), parallel__data=data, optimizer__name="muon") for data in ("ddp", "zero3")]
+ROWS += [tensor(2, 4, layout__data=data) for data in ("ddp", "zero1", "zero2", "zero3")]
+ROWS += [tensor(2, 4, layout__data="zero3", **APART), tensor(8, 8, ("wide",))]
+ROWS += [tensor(2, 4, layout__data="zero3", layout__recompute=recompute) for recompute in ("full", "selective")]
+ROWS += [tensor(2, 8, ("moe",), layout__data="hsdp", layout__dp_shard=2)]
+ROWS += [tensor(4, 8, ("dense",), layout__data="zero1")]
+ROWS += [tensor(2, 4, ("moe",), layout__data=data, optimizer__name="muon") for data in ("ddp", "zero3")]
 ROWS += [
-    tensor(2, 4, models, parallel__pp=2, parallel__schedule=schedule)
+    tensor(2, 4, models, layout__pp=2, layout__schedule=schedule)
     for schedule, models in (("1f1b", (*DEEP, "deep-tied")), ("zb-h1", ("deep-moe", "deep-tied")), ("zb-v", DEEP))
 ]
 ROWS += [
-    tensor(2, 8, ("deep-moe",), parallel__pp=2, parallel__schedule="zb-h1", parallel__data="zero3"),
-    tensor(2, 8, ("deep",), parallel__pp=2, parallel__schedule="dualpipe-v", parallel__data="zero1"),
-    tensor(2, 8, ("deep-moe",), parallel__pp=2, parallel__schedule="zb-v", parallel__recompute="full", **APART),
-    tensor(4, 8, ("deep",), parallel__pp=2, parallel__schedule="interleaved", parallel__virtual_stages=2),
+    tensor(2, 8, ("deep-moe",), layout__pp=2, layout__schedule="zb-h1", layout__data="zero3"),
+    tensor(2, 8, ("deep",), layout__pp=2, layout__schedule="dualpipe-v", layout__data="zero1"),
+    tensor(2, 8, ("deep-moe",), layout__pp=2, layout__schedule="zb-v", layout__recompute="full", **APART),
+    tensor(4, 8, ("deep",), layout__pp=2, layout__schedule="interleaved", layout__virtual_stages=2),
 ]
 
 
 def context(cp: int, world_size: int, models: tuple[str, ...] = ("dense", "moe"), **choices: Any) -> Row:
     """A row of context parallelism, with micro-batches of two sequences (one in a pipeline)."""
-    row = tensor(1, world_size, models, parallel__cp=cp, **choices)
+    row = tensor(1, world_size, models, layout__cp=cp, **choices)
     return replace(row, name=row.name.replace("tp1-", "cp"))
 
 
-ULYSSES = {"parallel__context": "ulysses"}
+ULYSSES = {"layout__context": "ulysses"}
 ROWS += [context(cp, cp, **choices) for cp in (2, 4) for choices in ({}, ULYSSES)]
 ROWS += [context(2, 2, ("gpt2", "tied", "full-norm"), **choices) for choices in ({}, ULYSSES)]
-ROWS += [context(2, 4, parallel__data=data) for data in ("ddp", "zero1", "zero2", "zero3")]
-ROWS += [context(2, 4, ("moe",), **ULYSSES, parallel__data=data) for data in ("zero1", "zero3")]
-ROWS += [context(2, 4, parallel__tp=2, **choices) for choices in ({}, ULYSSES, APART)]
-ROWS += [context(2, 8, ("moe",), parallel__tp=2, parallel__data="zero3", parallel__recompute="full")]
-ROWS += [context(2, 8, ("moe",), parallel__data="hsdp", parallel__dp_shard=2)]
-ROWS += [context(4, 8, ("dense",), parallel__data="zero2")]
+ROWS += [context(2, 4, layout__data=data) for data in ("ddp", "zero1", "zero2", "zero3")]
+ROWS += [context(2, 4, ("moe",), **ULYSSES, layout__data=data) for data in ("zero1", "zero3")]
+ROWS += [context(2, 4, layout__tp=2, **choices) for choices in ({}, ULYSSES, APART)]
+ROWS += [context(2, 8, ("moe",), layout__tp=2, layout__data="zero3", layout__recompute="full")]
+ROWS += [context(2, 8, ("moe",), layout__data="hsdp", layout__dp_shard=2)]
+ROWS += [context(4, 8, ("dense",), layout__data="zero2")]
 ROWS += [
-    context(2, 4, DEEP, parallel__pp=2, parallel__schedule="zb-v"),
-    context(2, 4, ("deep-tied",), parallel__pp=2, parallel__schedule="1f1b", **ULYSSES),
-    context(2, 8, ("deep-moe",), parallel__pp=2, parallel__tp=2, parallel__schedule="zb-h1"),
-    context(2, 8, ("deep-moe",), parallel__pp=2, parallel__schedule="dualpipe-v", parallel__data="zero3"),
+    context(2, 4, DEEP, layout__pp=2, layout__schedule="zb-v"),
+    context(2, 4, ("deep-tied",), layout__pp=2, layout__schedule="1f1b", **ULYSSES),
+    context(2, 8, ("deep-moe",), layout__pp=2, layout__tp=2, layout__schedule="zb-h1"),
+    context(2, 8, ("deep-moe",), layout__pp=2, layout__schedule="dualpipe-v", layout__data="zero3"),
 ]
 
 
 def expert(ep: int, world_size: int, models: tuple[str, ...] = ("moe",), **choices: Any) -> Row:
     """A row of expert parallelism, with micro-batches of two sequences (one in a pipeline)."""
-    row = tensor(1, world_size, models, parallel__ep=ep, **choices)
+    row = tensor(1, world_size, models, layout__ep=ep, **choices)
     return replace(row, name=row.name.replace("tp1-", "ep"))
 
 
 ROWS += [Row("ddp", 2, models=("capacity",)), expert(2, 2, ("capacity",)), tensor(2, 2, ("capacity",), **APART)]
-ROWS += [expert(2, 4, ("capacity",), parallel__data="zero3", parallel__recompute="full")]
+ROWS += [expert(2, 4, ("capacity",), layout__data="zero3", layout__recompute="full")]
 ROWS += [
-    tensor(tp, tp, ("three-heads",), parallel__heads="gathered", **choices) for tp in (2, 4) for choices in ({}, APART)
+    tensor(tp, tp, ("three-heads",), layout__heads="gathered", **choices) for tp in (2, 4) for choices in ({}, APART)
 ]
 ROWS += [
     Row("ep3", 3, {"layout.ep": 3, "training.tokens_per_step": 6 * 32}, models=("six-experts",)),
@@ -201,24 +201,22 @@ ROWS += [Row("zero1-muon-more-ranks-than-rows", 8, {"layout.data": "zero1", "opt
 ROWS += [Row("cp2-muon", 2, {"layout.cp": 2, "optimizer.name": "muon"})]
 ROWS += [tensor(4, 4, optimizer__name="muon")]
 FAMILY = ("ddp", "zero1", "zero2", "zero3")
-ROWS += [expert(ep, n, parallel__data=data) for ep, n in ((2, 2), (2, 4), (4, 4)) for data in FAMILY]
-ROWS += [expert(2, 4, parallel__tp=2, parallel__data=data) for data in FAMILY]
-ROWS += [expert(4, 4, parallel__cp=2, parallel__data=data) for data in ("ddp", "zero1", "zero3")]
-ROWS += [expert(2, 4, parallel__tp=4, parallel__data=data) for data in ("ddp", "zero1", "zero3")]
-ROWS += [expert(2, 4, parallel__data="zero3", parallel__recompute=recompute) for recompute in ("full", "selective")]
-ROWS += [expert(2, 4, parallel__data=data, optimizer__name="muon") for data in ("ddp", "zero1", "zero3")]
+ROWS += [expert(ep, n, layout__data=data) for ep, n in ((2, 2), (2, 4), (4, 4)) for data in FAMILY]
+ROWS += [expert(2, 4, layout__tp=2, layout__data=data) for data in FAMILY]
+ROWS += [expert(4, 4, layout__cp=2, layout__data=data) for data in ("ddp", "zero1", "zero3")]
+ROWS += [expert(2, 4, layout__tp=4, layout__data=data) for data in ("ddp", "zero1", "zero3")]
+ROWS += [expert(2, 4, layout__data="zero3", layout__recompute=recompute) for recompute in ("full", "selective")]
+ROWS += [expert(2, 4, layout__data=data, optimizer__name="muon") for data in ("ddp", "zero1", "zero3")]
 ROWS += [
-    expert(2, 4, ("deep-moe",), parallel__pp=2, parallel__schedule=schedule, parallel__data=data)
+    expert(2, 4, ("deep-moe",), layout__pp=2, layout__schedule=schedule, layout__data=data)
     for schedule, data in (("1f1b", "ddp"), ("zb-h1", "zero1"), ("zb-v", "zero3"))
 ]
 ROWS += [
-    expert(2, 4, parallel__data="hsdp", parallel__dp_shard=2),
-    expert(2, 8, parallel__data="hsdp", parallel__dp_shard=4),
-    expert(4, 8, parallel__tp=2, parallel__cp=2, parallel__data="zero3"),
-    expert(2, 8, ("deep-moe",), parallel__pp=2, parallel__tp=2, parallel__schedule="zb-v", parallel__data="zero1"),
-    expert(
-        4, 8, ("deep-moe",), parallel__pp=2, parallel__cp=2, parallel__schedule="dualpipe-v", parallel__data="zero3"
-    ),
+    expert(2, 4, layout__data="hsdp", layout__dp_shard=2),
+    expert(2, 8, layout__data="hsdp", layout__dp_shard=4),
+    expert(4, 8, layout__tp=2, layout__cp=2, layout__data="zero3"),
+    expert(2, 8, ("deep-moe",), layout__pp=2, layout__tp=2, layout__schedule="zb-v", layout__data="zero1"),
+    expert(4, 8, ("deep-moe",), layout__pp=2, layout__cp=2, layout__schedule="dualpipe-v", layout__data="zero3"),
 ]
 CASES = [
     pytest.param(row, model, id=f"{row.name}-x{row.ranks}-acc{row.accumulation}-{model}")
@@ -307,11 +305,11 @@ NEAR = [Row(data, 2, {"layout.data": data}) for data in FAMILY]
 NEAR += [Row("ddp-bf16-wire", 2, {"layout.compress": "bf16"})]
 NEAR += [Row("hsdp-2x2", 4, {"layout.data": "hsdp", "layout.dp_shard": 2}, accumulation=2)]
 NEAR += [Row("zero2", 2, {"layout.data": "zero2"}, accumulation=2)]
-NEAR += [pipeline("1f1b", 2, 2), pipeline("zb-h1", 2, 4, parallel__data="zero1")]
-NEAR += [pipeline("1f1b", 2, 4, parallel__data="zero3")]
-NEAR += [tensor(2, 2), tensor(2, 4, parallel__data="zero1", **APART), tensor(2, 4, parallel__data="zero3")]
-NEAR += [context(2, 2), context(2, 2, **ULYSSES), context(2, 4, parallel__data="zero3")]
-NEAR += [expert(2, 2), expert(2, 4, parallel__tp=2, parallel__data="zero3")]
+NEAR += [pipeline("1f1b", 2, 2), pipeline("zb-h1", 2, 4, layout__data="zero1")]
+NEAR += [pipeline("1f1b", 2, 4, layout__data="zero3")]
+NEAR += [tensor(2, 2), tensor(2, 4, layout__data="zero1", **APART), tensor(2, 4, layout__data="zero3")]
+NEAR += [context(2, 2), context(2, 2, **ULYSSES), context(2, 4, layout__data="zero3")]
+NEAR += [expert(2, 2), expert(2, 4, layout__tp=2, layout__data="zero3")]
 
 
 @pytest.mark.parametrize(

@@ -234,8 +234,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Record:
-        """Loss on the held-out text, in nats per token and bits per byte; and how many tokens of the training text chose
-        each expert of every layer since the evaluation before."""
+        """Loss on the held-out text, in nats per token and bits per byte; and how many tokens of the training text have
+        chosen each expert since the evaluation before."""
         spec, begun = self.run.evaluation, time.perf_counter()
         self.strategy.settle()
         sizes = torch.from_numpy(self.corpus.tokenizer.token_bytes()).to(self.device)
