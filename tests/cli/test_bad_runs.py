@@ -152,10 +152,6 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("layout.compress = 'powersgd'", "layout.tp = 2", "remove it"),
     ),
     (
-        {"layout.cp": 2, "layout.data": "zero1", "layout.offload": "cpu"},
-        ("layout.offload = 'cpu'", "does not run yet", '"none"'),
-    ),
-    (
         {"layout.pp": 2, "layout.data": "zero3", "layout.reshard": "false"},
         ("layout.reshard = False", "no meaning in a pipeline", "remove it"),
     ),

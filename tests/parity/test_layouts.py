@@ -5,6 +5,7 @@ A new strategy is proven by adding rows."""
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
@@ -217,6 +218,31 @@ ROWS += [
     expert(4, 8, layout__tp=2, layout__cp=2, layout__data="zero3"),
     expert(2, 8, ("deep-moe",), layout__pp=2, layout__tp=2, layout__schedule="zb-v", layout__data="zero1"),
     expert(4, 8, ("deep-moe",), layout__pp=2, layout__cp=2, layout__schedule="dualpipe-v", layout__data="zero3"),
+]
+CPU = {"layout__offload": "cpu"}
+ROWS += [
+    tensor(2, world_size, layout__data=data, **CPU) for world_size, data in ((2, "zero1"), (4, "zero2"), (4, "zero3"))
+]
+ROWS += [context(2, world_size, layout__data=data, **CPU) for world_size, data in ((2, "zero2"), (4, "zero3"))]
+ROWS += [
+    expert(2, world_size, layout__data=data, **CPU) for world_size in (2, 4) for data in ("zero1", "zero2", "zero3")
+]
+ROWS += [pipeline("1f1b", 2, 2, layout__data="zero1", **CPU), pipeline("zb-v", 2, 4, layout__data="zero2", **CPU)]
+ROWS += [
+    pipeline("zb-h1", 2, 4, layout__data="zero3", **CPU),
+    pipeline("zb-h1", 2, 4, ("deep-tied",), layout__data="zero1", **CPU),
+]
+ROWS += [
+    tensor(2, 8, ("deep-moe",), layout__pp=2, layout__ep=2, layout__data=data, **CPU) for data in ("zero2", "zero3")
+]
+FILES = {"layout.offload": "nvme", "layout.offload_directory": tempfile.gettempdir()}
+ROWS += [
+    Row(f"{axis}2-{data}-nvme", 4, {f"layout.{axis}": 2, "layout.data": data, **FILES}, models=("moe",))
+    for axis, data in (("tp", "zero2"), ("cp", "zero3"), ("ep", "zero1"))
+]
+ROWS += [
+    tensor(2, 4, ("moe",), layout__ep=2, layout__data=data, optimizer__name="muon", **CPU)
+    for data in ("zero1", "zero3")
 ]
 CASES = [
     pytest.param(row, model, id=f"{row.name}-x{row.ranks}-acc{row.accumulation}-{model}")

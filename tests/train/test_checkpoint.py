@@ -74,6 +74,7 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "expertx2": (2, {"layout.ep": 2}),
     "expertx4-zero3": (4, {"layout.ep": 2, "layout.data": "zero3"}),
     "expertx4-tensor": (4, {"layout.ep": 2, "layout.tp": 2, "layout.data": "zero1"}),
+    "tensorx4-offload": (4, {"layout.tp": 2, "layout.data": "zero2", "layout.offload": "cpu"}),
     "serversx4": (4, {"layout.data": "parameter_server", "layout.servers": 2, "layout.staleness": 0}),
 }
 

@@ -107,6 +107,15 @@ SHARED = [
     *[(2, {"layout.cp": 2, "layout.context": kind}) for kind in ("ring", "ulysses")],
     (2, {"layout.ep": 2}),
 ]
+SHARED += [
+    (world_size, {**axis, "layout.data": data, "layout.offload": "cpu"})
+    for world_size, data, axis in (
+        (2, "zero1", {"layout.tp": 2}),
+        (4, "zero2", {"layout.cp": 2}),
+        (4, "zero3", {"layout.ep": 2}),
+        (4, "zero3", {"layout.pp": 2, "layout.schedule": "zb-h1"}),
+    )
+]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

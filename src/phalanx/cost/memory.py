@@ -187,7 +187,7 @@ def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
     for place, rank in enumerate(rank_shapes(run, world_size)):
         state, offloaded, in_files = _state(run, rank), 0, 0
         if layout.offload != "none":
-            owned, _ = _counts(rank.dense, run, rank.shards)
+            owned = _counts(rank.dense, run, rank.shards)[0] + _counts(rank.apart, run, rank.apart_shards)[0]
             copied = 0 if run.training.precision == "bf16" else KEPT[run.training.precision] * owned
             optimizer, (state, offloaded) = state.optimizer, _offload(strategy, state, copied)
             # FSDP2 keeps parameters and gradients in CPU memory; only the state is ours to put in files.
@@ -233,9 +233,10 @@ def _server(run: RunSpec, world_size: int) -> RankMemory:
 def _runs_as(layout: Layout, shards: int) -> Strategy:
     """The strategy that a layout comes to: FSDP with nobody to share with is a replica, or ZeRO-2 if it offloads; in a
     pipeline ZeRO-2 keeps whole gradients."""
-    if layout.data in ("zero3", "hsdp") and shards == 1:
-        return "ddp" if layout.offload == "none" else "zero2"
-    return "zero1" if layout.pp > 1 and layout.data == "zero2" else layout.data
+    data = layout.data
+    if data in ("zero3", "hsdp") and shards == 1:
+        data = "ddp" if layout.offload == "none" else "zero2"
+    return "zero1" if layout.pp > 1 and data == "zero2" else data
 
 
 def _counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:

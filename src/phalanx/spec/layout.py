@@ -277,6 +277,3 @@ def refuse_unrunnable(layout: Layout) -> None:
         if getattr(layout, axis) > 1 and layout.data == "parameter_server":
             fix = f"use one of {', '.join(IN_PIPELINES)}, or layout.{axis} = 1"
             raise UserError("layout.data", layout.data, f"with layout.{axis} above 1 {NOT_YET}", fix)
-    if is_shared(layout) and layout.offload != "none":
-        problem = f"with layout.pp, tp, cp or ep above 1 {NOT_YET}"
-        raise UserError("layout.offload", layout.offload, problem, 'set layout.offload = "none"')
