@@ -7,7 +7,7 @@ import sys
 import typer
 
 from phalanx import __version__
-from phalanx.cli import data, export, generate, info, init, memory, mesh, pipeline, train
+from phalanx.cli import data, experts, export, generate, info, init, memory, mesh, pipeline, train
 from phalanx.spec.errors import UserError
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ def _root(
 
 app.add_typer(data.app, name="data")
 app.add_typer(pipeline.app, name="pipeline")
+app.command("experts")(experts.experts)
 app.command("export")(export.export)
 app.command("generate")(generate.generate)
 app.command("info")(info.info)

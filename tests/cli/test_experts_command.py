@@ -1,0 +1,138 @@
+"""`phalanx experts`: what it shows of a run, and that a run goes on with renumbered experts as it would have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity.trajectory import MOE, described, steps, trainer
+from typer.testing import CliRunner
+
+from phalanx.cli.main import app
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+from phalanx.testing import ranks
+from phalanx.train.manifest import damage
+from phalanx.train.metrics import open_logs, read_metrics
+from phalanx.train.progress import Progress
+from phalanx.train.renumber import read_tensors
+from phalanx.train.setup import set_up
+
+HALF, ALL = 4, 8
+TEXT = Path(json.__file__).parent
+
+
+def of(out: Path, **changes: Any) -> RunSpec:
+    return described(TEXT, out, {"model": MOE, "training.steps": ALL, "evaluation.every": HALF, **changes})
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> Path:
+    """The directory of a run that was stopped in the middle."""
+    run = of(tmp_path)
+    set_up(run, 1, resume=False)
+    under_way = trainer(run)
+    logs = open_logs(under_way.directory, 0, None, run.name, {})
+    under_way.stop_after = HALF
+    under_way.train(logs, Progress(0, ALL, quiet=True))
+    for log in logs:
+        log.close()
+    return under_way.directory
+
+
+def said(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def rest(run: RunSpec) -> list[tuple[float, float]]:
+    """The second half, from the checkpoint."""
+    under_way = trainer(run)
+    assert under_way.resume()[0]
+    return steps(under_way, ALL)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    """The second half of a run that was never stopped."""
+    return steps(trainer(of(tmp_path_factory.mktemp("whole"))), ALL)[HALF:]
+
+
+@pytest.mark.parametrize("changes", [{}, {"layout.ep": 2}, {"layout.ep": 2, "layout.data": "zero3"}], ids=str)
+def test_a_run_goes_on_with_renumbered_experts(
+    changes: dict[str, Any], half: Path, whole: list[tuple[float, float]]
+) -> None:
+    """Given or balanced: the model is the same, and the ranks are as busy as was said."""
+    counted = [record for record in read_metrics(half) if "expert_tokens" in record][-1]["expert_tokens"]
+    shown = json.loads(said("experts", half, "--ep", 2, "--balance", "--json"))
+    assert [row["tokens"] for row in shown["layers"]] == counted
+    assert all(1 <= row["then"] <= row["busiest_rank"] for row in shown["layers"])
+    again = json.loads(said("experts", half, "--ep", 2, "--json"))
+    assert [row["busiest_rank"] for row in again["layers"]] == [row["then"] for row in shown["layers"]]
+    reverse = half.parent / "order.json"
+    reverse.write_text(json.dumps({"0": [3, 2, 1, 0], "1": [1, 2, 3, 0]}))
+    said("experts", half, "--ep", 2, "--order", reverse)
+    world_size = 4 if "layout.data" in changes else changes.get("layout.ep", 1)
+    run = of(half.parent, **changes)
+    for result in ranks(world_size).run(rest, run) if world_size > 1 else [rest(run)]:
+        assert result == [pytest.approx(step, rel=1e-10) for step in whole]
+
+
+def test_every_row_of_an_expert_moves_and_nothing_else(half: Path) -> None:
+    (checkpoint,) = half.glob("checkpoints/step-*")
+    before = read_tensors(checkpoint)
+    order = half.parent / "order.json"
+    order.write_text(json.dumps({"1": [3, 1, 0, 2]}))
+    assert "step-00000004.before" in said("experts", half, "--ep", 4, "--order", order)
+    after, kept = read_tensors(checkpoint), read_tensors(checkpoint.with_suffix(".before"))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert all(torch.equal(before[name], kept[name]) for name in before)
+    assert moved == {name for name in before if "blocks.1.mlp.experts" in name or "blocks.1.mlp.router" in name} - {
+        name for name in before if "step" in name
+    }
+    assert all(torch.equal(before[name][[3, 1, 0, 2]], after[name]) for name in moved)
+    assert damage(checkpoint) is None
+
+
+def test_a_table_for_people(half: Path) -> None:
+    shown = said("experts", half, "--ep", 2)
+    assert "busiest rank" in shown
+    assert "balanced" in shown
+    assert len([line for line in shown.splitlines() if "|" in line]) == 2
+    assert not list(half.glob("checkpoints/*.before"))
+
+
+BAD: list[tuple[list[str], str | None, str]] = [
+    (["--ep", "3"], None, r"--ep = 3: does not divide model.moe.experts \(4\)"),
+    (["--ep", "2", "--balance", "--order", "ORDER"], "{}", "does not go with --balance"),
+    (["--ep", "2", "--order", "ORDER"], None, "cannot be read"),
+    (["--ep", "2", "--order", "ORDER"], "[1, 2]", "is not a JSON object"),
+    (["--ep", "2", "--order", "ORDER"], '{"7": [0, 1, 2, 3]}', "--order = 7: is not a layer with experts"),
+    (["--ep", "2", "--order", "ORDER"], '{"1": [0, 0, 2, 3]}', "of layer 1 does not name each expert once"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text", "problem"), BAD)
+def test_errors_before_anything_is_written(half: Path, arguments: list[str], text: str | None, problem: str) -> None:
+    order = half.parent / "order.json"
+    if text is not None:
+        order.write_text(text)
+    with pytest.raises(UserError, match=problem):
+        said("experts", half, *(str(order) if word == "ORDER" else word for word in arguments))
+    assert not list(half.glob("checkpoints/*.before"))
+
+
+def test_runs_that_cannot_be_shown(half: Path, tmp_path: Path) -> None:
+    (half / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="has no evaluation yet"):
+        said("experts", half, "--ep", 2)
+    dense = described(TEXT, tmp_path / "dense", {})
+    set_up(dense, 1, resume=False)
+    with pytest.raises(UserError, match="is of a model without experts"):
+        said("experts", tmp_path / "dense" / dense.name, "--ep", 2)
+    with pytest.raises(UserError, match=r"run\.toml"):
+        said("experts", tmp_path / "nothing", "--ep", 2)
