@@ -18,7 +18,7 @@ from parity.trajectory import DENSE, GPT2, MOE, Table, described, proof
 from phalanx.cost.stages import check_pipeline
 from phalanx.schedule.named import PUBLISHED
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import refuse_unrunnable
+from phalanx.spec.layout import SHARDED, refuse_unrunnable
 from phalanx.spec.run import RunSpec, cut_batch
 from phalanx.spec.share import check_shares
 from phalanx.testing import ranks
@@ -51,6 +51,8 @@ def draw(dice: random.Random) -> tuple[int, str, int, Table]:
         layout["layout.ep"] = ep
     if data == "hsdp":
         layout["layout.dp_shard"] = 2
+    if data in SHARDED:
+        layout["layout.offload"] = dice.choice(["none", "none", "cpu"])
     if data == "parameter_server":
         layout["layout.servers"] = dice.choice([1, 2])
     if data in ("ddp", "zero1", "zero2"):

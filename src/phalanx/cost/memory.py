@@ -165,7 +165,7 @@ def rank_states(run: RunSpec, world_size: int) -> list[StateBytes]:
 
 
 def _state(run: RunSpec, rank: Held) -> StateBytes:
-    precision, strategy = run.training.precision, _runs_as(run.layout, rank.shards)
+    precision, strategy = run.training.precision, runs_as(run.layout, rank.shards)
     total = StateBytes(0, 0, 0)
     for shapes, shards in ((rank.dense, rank.shards), (rank.apart, rank.apart_shards)):
         # With nobody to share the rest with, ZeRO-3 splits nothing; a parameter server keeps its workers' states.
@@ -181,7 +181,7 @@ def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
     """Ranks that compute, one of each place of the pipeline."""
     layout, sizes = run.layout, degrees(run.layout, world_size)
     data, cut = sizes.as_data(sharded=layout.data in SHARDED), cut_batch(run, world_size)
-    strategy = _runs_as(layout, data.dp_shard)
+    strategy = runs_as(layout, data.dp_shard)
     activations = _activations(run, cut, strategy)
     found = []
     for place, rank in enumerate(rank_shapes(run, world_size)):
@@ -230,7 +230,7 @@ def _server(run: RunSpec, world_size: int) -> RankMemory:
     return max(servers, key=lambda server: server.total)
 
 
-def _runs_as(layout: Layout, shards: int) -> Strategy:
+def runs_as(layout: Layout, shards: int) -> Strategy:
     """The strategy that a layout comes to: FSDP with nobody to share with is a replica, or ZeRO-2 if it offloads; in a
     pipeline ZeRO-2 keeps whole gradients."""
     data = layout.data

@@ -3,49 +3,122 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
+from phalanx.cost.activations import Stage, stages_of
+from phalanx.cost.exchanges import stage_traffic
+from phalanx.cost.kept import Pass
+from phalanx.cost.memory import runs_as
 from phalanx.cost.network import Traffic, sent_bytes, update_traffic
 from phalanx.cost.precision import COMPUTED, KEPT
 from phalanx.cost.shapes import Shapes, elements, muon_trains, owned_elements, parameter_shapes
-from phalanx.spec.layout import Layout, degrees, spread
+from phalanx.cost.shares import Held, rank_shapes
+from phalanx.cost.stages import stage_layers
+from phalanx.schedule.named import schedule_of
+from phalanx.spec.layout import SHARDED, Layout, degrees, is_shared, spread
 from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.share import tensor_share
 
 
 def run_traffic(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
-    """Traffic by role: of "rank", or with a parameter server of "server" (the fullest) and "worker".
+    """Traffic by role, as in `memory.rank_memory`: of the fullest "rank"; with a parameter server of "server" and
+    "worker"; of every place of a pipeline, "pp0", "pp1", ...
 
     Exact but for what is smaller than a kilobyte (sums of losses and norms); of PowerSGD what steps send once it
-    compresses. Rows that ranks share unevenly are sent with padding, and counted so. Raises UserError if the layout
-    cannot run on so many ranks.
+    compresses, and of experts what balanced ones would; not what Muon sends to ranks that share a matrix. Rows that
+    ranks share unevenly are sent with padding, and counted so. Raises UserError if the layout cannot run on so many
+    ranks.
     """
-    layout, precision = run.layout, run.training.precision
-    cut, sizes, shapes = cut_batch(run, world_size), degrees(layout, world_size), parameter_shapes(run.model)
-    computed, kept = COMPUTED[precision], KEPT[precision]
+    layout, sizes, shapes = run.layout, degrees(run.layout, world_size), parameter_shapes(run.model)
     if layout.data == "parameter_server":
-        return _served(shapes, layout, kept, sizes.dp)
-    if sizes.dp == 1:
-        return {"rank": []}
-    whole = _padded(shapes, sizes.dp_shard)
+        return _served(shapes, layout, KEPT[run.training.precision], sizes.dp)
+    sent = [
+        _merged([row for row in [*_trained(run, world_size, rank), *between] if row.bytes])
+        for rank, between in zip(rank_shapes(run, world_size), _shared(run, world_size), strict=True)
+    ]
+    return {"rank": sent[0]} if layout.pp == 1 else {f"pp{place}": rows for place, rows in enumerate(sent)}
+
+
+def _trained(run: RunSpec, world_size: int, rank: Held) -> list[Traffic]:
+    """What ranks with the same part of a model and other data send, of parameters and gradients."""
+    layout, sizes = run.layout, degrees(run.layout, world_size)
+    data, cut = sizes.as_data(sharded=layout.data in SHARDED), cut_batch(run, world_size)
+    # In a pipeline gradients are summed once a step.
+    times = cut.accumulation if layout.pp == 1 else 1
+    apart = rank.apart_shards if layout.data in SHARDED else sizes.dp * sizes.cp * sizes.tp // sizes.ep
+    dense = _exchanged(rank.dense, run, data.dp_shard if layout.data in SHARDED else data.dp, data.dp_replicate, times)
+    return [*dense, *_exchanged(rank.apart, run, apart, data.dp_replicate, times), *_summed(rank, run)]
+
+
+def _exchanged(shapes: Shapes, run: RunSpec, ranks: int, replicas: int, times: int) -> list[Traffic]:
+    """Among `ranks` that share a copy of these tensors (ddp: each have one), of which there are so many replicas."""
+    layout, precision = run.layout, run.training.precision
+    computed, kept = COMPUTED[precision], KEPT[precision]
+    whole = _padded(shapes, ranks if layout.data in SHARDED else 1)
     if layout.data == "ddp":
         sent = {"none": kept * whole, "bf16": 2 * whole, "powersgd": kept * _powersgd(shapes, layout.compress_rank)}
-        return {"rank": update_traffic("ddp", kept * whole, sent[layout.compress], sizes.dp)}
-    muon = _muons(shapes, run, sizes.dp_shard)
+        return update_traffic("ddp", kept * whole, sent[layout.compress], ranks)
+    muon = [] if is_shared(layout) else _muons(shapes, run, ranks)
     if layout.data in ("zero1", "zero2"):
-        reduced = update_traffic(layout.data, computed * whole, computed * whole, sizes.dp, cut.accumulation)
-        return {"rank": [*reduced, *muon]}
+        return [*update_traffic(layout.data, computed * whole, computed * whole, ranks, times), *muon]
     blocks = {name: shape for name, shape in shapes.items() if name.startswith("blocks.") and layout.wrap != "model"}
-    in_blocks = _padded(blocks, sizes.dp_shard)
+    in_blocks = _padded(blocks, ranks)
     # The root's parameters (embedding, last norm, head) stay gathered between the two passes.
-    parts = [(in_blocks, layout.reshard), (whole - in_blocks, False)]
+    parts = [(in_blocks, layout.reshard and layout.pp == 1), (whole - in_blocks, False)]
     traffic = [
         row
         for count, reshard in parts
         for row in update_traffic(
-            layout.data, computed * count, kept * count, sizes.dp_shard, cut.accumulation,
-            replicas=sizes.dp_replicate, reshard_after_forward=reshard,
+            layout.data, computed * count, kept * count, ranks, times, replicas=replicas, reshard_after_forward=reshard
         )
-    ]  # fmt: skip
-    return {"rank": [*_merged(traffic), *muon]}
+    ]
+    return [*traffic, *muon]
+
+
+def _summed(rank: Held, run: RunSpec) -> list[Traffic]:
+    """Gradients of which each of the ranks that share products has a term."""
+    layout, precision, rows = run.layout, run.training.precision, []
+    number = COMPUTED[precision] if layout.data in ("zero1", "zero2") else KEPT[precision]
+    for name, shape in rank.dense.items():
+        share = tensor_share(run.model, layout, name)
+        if share.partial:
+            size = number * owned_elements(shape, rank.shards)
+            why = "gradients of which ranks that share products have terms"
+            rows.append(Traffic("all_reduce", sent_bytes("all_reduce", size, share.copies), why))
+    return rows
+
+
+def _shared(run: RunSpec, world_size: int) -> list[list[Traffic]]:
+    """What ranks that share a model send at each place of the pipeline, of activations and their gradients."""
+    layout, spec, cut = run.layout, run.model, cut_batch(run, world_size)
+    data = degrees(layout, world_size).as_data(sharded=layout.data in SHARDED)
+    of = Pass(
+        cut.micro_batch, run.training.sequence, run.training.precision, layout,
+        runs_as(layout, data.dp_shard) == "ddp", run.data.mask_documents,
+    )  # fmt: skip
+    if layout.pp == 1:
+        return [_times(cut.accumulation, stage_traffic(spec, of, Stage(range(spec.layers), True, True)))]
+    schedule = schedule_of(layout, cut.accumulation)
+    stages, message = stages_of(stage_layers(run), schedule), of.here * spec.width * of.stream
+    tied = spec.tied and schedule.rank_of[0] != schedule.rank_of[schedule.stages - 1]
+    found = []
+    for place in range(layout.pp):
+        mine = schedule.stages_of(place)
+        rows = [row for stage in mine for row in stage_traffic(spec, of, stages[stage])]
+        sends = sum(to != place for _, to in schedule.messages(place))
+        rows = [
+            *_times(cut.accumulation, rows),
+            Traffic("send", sends * message, "activations and their gradients, from stage to stage"),
+        ]
+        if tied and (0 in mine or schedule.stages - 1 in mine):
+            size = of.share(spec.vocab) * spec.width * of.stream
+            rows.append(Traffic("send", size, "the tied embedding's weights, or their gradients"))
+        found.append(rows)
+    return found
+
+
+def _times(count: int, traffic: list[Traffic]) -> list[Traffic]:
+    return [replace(row, bytes=count * row.bytes) for row in traffic]
 
 
 def _powersgd(shapes: Shapes, rank: int) -> int:

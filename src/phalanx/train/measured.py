@@ -137,8 +137,8 @@ def compare(run: RunSpec, world_size: int, directory: Path) -> str:
     rows = beside(run, world_size, measured)
     (directory / FOLDER / "beside.json").write_text(json.dumps(rows, indent=1))
     unseen = "\nwhat PowerSGD sends is not recorded" if run.layout.compress == "powersgd" else ""
-    if is_shared(run.layout):
-        unseen = "\nworking: activations and buffers; what ranks that share a model send is recorded, not predicted"
+    unseen += "\nworking: activations and buffers" if is_shared(run.layout) else ""
+    unseen += "\nall_to_all: predicted for balanced experts" if run.layout.ep > 1 else ""
     return f"{as_text(rows)}{unseen}\nmore, with times, in {directory / FOLDER}"
 
 
@@ -146,7 +146,7 @@ def beside(run: RunSpec, world_size: int, measured: list[dict[str, Any]]) -> lis
     """Predicted beside measured, of the fullest rank of each role: memory by part in bytes (state between the backward
     pass and the update, the rest at its peak), and what is sent, by operation."""
     memory, shared = rank_memory(run, world_size), is_shared(run.layout)
-    traffic = {} if shared else run_traffic(run, world_size)
+    traffic = run_traffic(run, world_size)
     rows = []
     for role, predicted in memory.items():
         ranks = [measured[rank] for rank in ranks_of(role, run.layout, world_size)]
@@ -155,9 +155,9 @@ def beside(run: RunSpec, world_size: int, measured: list[dict[str, Any]]) -> lis
             got = max(rank[when].get(part, 0) for rank in ranks)
             rows.append({"role": role, "what": part, "predicted": getattr(predicted, part), "measured": got})
         # PowerSGD sends from callbacks of other threads, where nothing is recorded.
-        sent = {} if run.layout.compress == "powersgd" else _by_operation(traffic.get(role, []))
+        sent = {} if run.layout.compress == "powersgd" else by_operation(traffic.get(role, []))
         for operation, size in sent.items():
-            got = max(_sent(rank["collectives"], operation) for rank in ranks)
+            got = max(sent_with(rank["collectives"], operation) for rank in ranks)
             rows.append({"role": role, "what": operation, "predicted": round(size), "measured": round(got)})
     return rows
 
@@ -177,14 +177,14 @@ def ranks_of(role: str, layout: Layout, world_size: int) -> list[int]:
             return [rank for rank in range(world_size) if rank // (sizes.cp * sizes.tp) % sizes.pp == place]
 
 
-def _by_operation(traffic: list[Traffic]) -> dict[str, float]:
+def by_operation(traffic: list[Traffic]) -> dict[str, float]:
     total: dict[str, float] = defaultdict(float)
     for row in traffic:
         total[row.operation] += row.bytes
     return total
 
 
-def _sent(collectives: list[dict[str, Any]], operation: str) -> float:
+def sent_with(collectives: list[dict[str, Any]], operation: str) -> float:
     """What a rank sent, or received, with an operation."""
     size = "bytes" if operation == "recv" else "sent_bytes"
     return sum(float(row[size]) for row in collectives if row["operation"] == operation)

@@ -1,0 +1,122 @@
+"""What ranks that share a model send each other for one micro-batch: activations, and gradients of them.
+
+Symbols: N tokens of a micro-batch, of which sequence parallelism leaves a rank some between pairs of products; D width;
+tp, cp, ep the ranks that share products, sequences and experts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from phalanx.cost.activations import Stage
+from phalanx.cost.kept import INDEX, Pass
+from phalanx.cost.network import Collective, Traffic, sent_bytes
+from phalanx.spec.model import ModelSpec, MoESpec
+
+Sent = list[Traffic]
+PRODUCTS = "activations and their gradients, of products that ranks share"
+CONTEXT = "keys and values, or tokens for heads, and their gradients"
+EXPERTS = "tokens to their experts and back, and their gradients"
+NUMBERS = "numbers of each token, for losses and norms; choices of experts"
+
+
+class Part(NamedTuple):
+    """Of a model: what it sends in its forward pass, when that is computed again, and in its backward pass."""
+
+    forward: Sent
+    again: Sent
+    backward: Sent
+
+
+def stage_traffic(spec: ModelSpec, run: Pass, stage: Stage) -> Sent:
+    """What a rank sends in a forward and a backward pass through a stage (or the whole model), experts balanced; not
+    what the stages of a pipeline send each other."""
+    sent: Sent = []
+    for layer in stage.layers:
+        attention = _attention(spec, run)
+        mlp = _experts(spec, spec.moe, run) if spec.moe and spec.is_moe(layer) else _pair(spec, run)
+        sent += attention.forward + attention.backward + mlp.forward + mlp.backward
+        sent += attention.again if run.layout.recompute != "none" else []
+        sent += mlp.again if run.layout.recompute == "full" else []
+    x, stream = (run.tokens * spec.width * size for size in (run.number, run.stream))
+    if stage.first:
+        sent += _leave(run, stream) + _enter(run, stream)
+    if stage.last:
+        sent += _enter(run, x) + _enter(run, x) + _leave(run, x)
+        sent += _collective("all_reduce", 3 * run.tokens * run.wide, run.tp, NUMBERS)
+    return [row for row in sent if row.bytes]
+
+
+def _pair(spec: ModelSpec, run: Pass) -> Part:
+    """Two products: one all-reduce behind them, and backward one before them (arXiv 1909.08053, section 3); or with
+    sequence parallelism a gather and a scatter each way, and backward the kept input is gathered again
+    (arXiv 2205.05198, section 4.2.2)."""
+    x = run.tokens * spec.width * run.number
+    forward = _enter(run, x) + _leave(run, x)
+    return Part(forward, forward, _enter(run, x) + _enter(run, x) + _leave(run, x))
+
+
+def _attention(spec: ModelSpec, run: Pass) -> Part:
+    forward, _, backward = _pair(spec, run)
+    if run.layout.heads == "gathered":
+        both = 2 * run.tokens * spec.heads * spec.head_dim * run.number
+        forward = forward + _collective("all_gather", both, run.tp, PRODUCTS)
+        backward = backward + _collective("reduce_scatter", both, run.tp, PRODUCTS)
+    elif spec.qk_norm == "full":
+        norms = _collective("all_reduce", 2 * run.tokens * run.wide, run.tp, NUMBERS)
+        forward, backward = forward + norms, backward + norms
+    there, back = _ring(spec, run) if run.layout.context == "ring" else _ulysses(spec, run)
+    return Part(forward + there, forward + there, backward + back)
+
+
+def _ring(spec: ModelSpec, run: Pass) -> tuple[Sent, Sent]:
+    """Keys and values go on to all other ranks; backward once more, and their gradients one further, home
+    (arXiv 2310.01889)."""
+    cp, numbers = run.layout.cp, 2 * run.tokens * run.share(spec.kv_heads) * spec.head_dim
+    values, gradients = (cp - 1) * numbers * run.number, (cp * numbers * run.wide if cp > 1 else 0)
+    return [Traffic("send", values, CONTEXT)], [Traffic("send", values + gradients, CONTEXT)]
+
+
+def _ulysses(spec: ModelSpec, run: Pass) -> tuple[Sent, Sent]:
+    """Queries, keys and values are exchanged, and what comes of them; backward the same (arXiv 2309.14509). Ranks that
+    are more than key/value heads get copies of these."""
+    cp, heads = run.layout.cp, run.share(spec.heads)
+    all_heads = 2 * heads + 2 * max(run.share(spec.kv_heads), cp)
+    exchanged = _collective("all_to_all", run.tokens * spec.head_dim * all_heads * run.number, cp, CONTEXT)
+    return exchanged, exchanged
+
+
+def _experts(spec: ModelSpec, moe: MoESpec, run: Pass) -> Part:
+    """A layer of experts. Over ranks with different ones two all-to-alls each way, and one of counts (GShard,
+    arXiv 2006.16668, section 3.2); where ranks share each expert's columns, tokens, choices and their weights enter."""
+    layout, x = run.layout, run.tokens * spec.width * run.number
+    counts = run.batch * moe.experts * run.wide
+    forward = _collective("all_reduce", counts, run.tp if layout.sequence_parallel else 1, NUMBERS)
+    forward = forward + _collective("all_reduce", counts, layout.cp, NUMBERS)
+    last: Sent = []
+    if layout.ep > 1:
+        rows = 2 * moe.top_k * run.here * spec.width * run.number
+        forward = forward + _collective("all_to_all", moe.experts * INDEX, layout.ep, NUMBERS)
+        forward = forward + _collective("all_to_all", rows, layout.ep, EXPERTS)
+        backward = _collective("all_to_all", rows, layout.ep, EXPERTS)
+    else:
+        weights, chosen = run.tokens * moe.top_k * run.wide, run.tokens * moe.top_k * INDEX
+        forward = forward + _enter(run, x + weights + chosen)
+        last, backward = _leave(run, x), _leave(run, x + weights) + _enter(run, x)
+    if not moe.shared_experts:  # nothing behind the sum is kept, so it is not computed again
+        return Part(forward + last, forward, backward)
+    shared = _pair(spec, run)
+    return Part(forward + last + shared.forward, forward + last + shared.forward, backward + shared.backward)
+
+
+def _enter(run: Pass, size: int) -> Sent:
+    """What ranks have between pairs of products, for all tokens: they are gathered, or there already."""
+    return _collective("all_gather", size, run.tp, PRODUCTS) if run.layout.sequence_parallel else []
+
+
+def _leave(run: Pass, size: int) -> Sent:
+    """A sum over ranks, of which each keeps its tokens, or all."""
+    return _collective("reduce_scatter" if run.layout.sequence_parallel else "all_reduce", size, run.tp, PRODUCTS)
+
+
+def _collective(operation: Collective, size: int, ranks: int, why: str) -> Sent:
+    return [Traffic(operation, sent_bytes(operation, size, ranks), why)]
