@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from parity.trajectory import DENSE, GPT2, MOE, Table, described, proof
-from phalanx.cost.stages import check_pipeline
+from phalanx.cost.stages import check_layout
 from phalanx.schedule.named import PUBLISHED
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import SHARDED, refuse_unrunnable
-from phalanx.spec.run import RunSpec, cut_batch
-from phalanx.spec.share import check_shares
+from phalanx.spec.layout import SHARDED
+from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
 
 STEPS = 5
@@ -66,10 +65,7 @@ def draw(dice: random.Random) -> tuple[int, str, int, Table]:
 def valid(world_size: int, run: RunSpec) -> bool:
     """Whether training takes the layout."""
     try:
-        refuse_unrunnable(run.layout)
-        cut_batch(run, world_size)
-        check_shares(run, world_size)
-        check_pipeline(run, world_size)
+        check_layout(run, world_size)
     except UserError:
         return False
     return True

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from phalanx.cli.options import Json, Overrides, Ranks, RunFile
+from phalanx.cost.stages import check_layout
+from phalanx.spec.errors import UserError
 from phalanx.spec.layout import AXES, degrees, expert_groups, groups
 from phalanx.spec.load import load_run
 
@@ -23,7 +25,8 @@ MEANING = {
 
 
 def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json = False) -> None:
-    """Show every group of every axis, the ranks in it, and whether it stays inside a node.
+    """Show every group of every axis, the ranks in it, whether it stays inside a node, and whether the run's model and
+    batches can be divided so.
 
     Examples:
 
@@ -48,7 +51,11 @@ def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json 
         for axis, of_axis in found.items()
         if getattr(sizes, axis) > 1
     ]
-    facts = {"ranks": world_size, "ranks_per_node": per_node, "servers": sizes.servers, "axes": axes}
+    facts = {"ranks": world_size, "ranks_per_node": per_node, "servers": sizes.servers, "axes": axes, "problem": None}
+    try:
+        check_layout(described, world_size)
+    except UserError as error:
+        facts["problem"] = str(error)
     if json_:
         print(json.dumps(facts, indent=2))
     else:
@@ -67,3 +74,7 @@ def _show(facts: dict[str, Any]) -> None:
         for group in axis["groups"]:
             members = " ".join(map(str, group["ranks"]))
             console.print(f"  {members}" + ("" if group["inside_a_node"] else "   crosses nodes"), highlight=False)
+    if facts["problem"]:
+        console.print(
+            f"\nthis run cannot be divided so: {facts['problem']}", style="yellow", highlight=False, soft_wrap=True
+        )

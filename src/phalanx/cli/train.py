@@ -73,13 +73,16 @@ def _load(path: Path, overrides: list[str]) -> RunSpec:
 
 
 def _config(run: RunSpec, nproc: int | None) -> str:
+    from phalanx.cost.stages import check_layout
     from phalanx.spec.run import cut_batch
     from phalanx.train.setup import to_toml
 
     ranks = nproc or run.cluster.nproc
     if ranks is None:  # the GPUs of this machine decide, and only torch could count them
         return to_toml(run).rstrip()
-    cut = cut_batch(run, ranks * run.cluster.nodes)
+    world_size = ranks * run.cluster.nodes
+    check_layout(run, world_size)
+    cut = cut_batch(run, world_size)
     note = f"# per update: {cut.micro_batch} sequences x {cut.dp} ranks x {cut.accumulation} accumulated"
     return f"{note}\n{to_toml(run)}".rstrip()
 

@@ -19,9 +19,9 @@ from phalanx.cost.parameters import ParameterCount
 from phalanx.cost.precision import COMPUTED, KEPT, Precision
 from phalanx.cost.shapes import Shape, Shapes, elements, muon_trains, owned_elements, parameter_shapes
 from phalanx.cost.shares import Held, rank_shapes
-from phalanx.cost.stages import stage_layers
+from phalanx.cost.stages import check_layout, stage_layers
 from phalanx.schedule.named import schedule_of
-from phalanx.spec.layout import SHARDED, Layout, degrees, refuse_unrunnable, spread
+from phalanx.spec.layout import SHARDED, Layout, degrees, spread
 from phalanx.spec.run import Cut, OptimizerSpec, RunSpec, cut_batch
 
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
@@ -149,7 +149,7 @@ def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
 
     Raises UserError if the layout cannot run on so many ranks.
     """
-    refuse_unrunnable(run.layout)
+    check_layout(run, world_size)
     places = _places(run, world_size)
     if run.layout.data == "parameter_server":
         return {"server": _server(run, world_size), "worker": places[0]}
@@ -185,14 +185,7 @@ def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
     activations = _activations(run, cut, strategy)
     found = []
     for place, rank in enumerate(rank_shapes(run, world_size)):
-        state, offloaded, in_files = _state(run, rank), 0, 0
-        if layout.offload != "none":
-            owned = _counts(rank.dense, run, rank.shards)[0] + _counts(rank.apart, run, rank.apart_shards)[0]
-            copied = 0 if run.training.precision == "bf16" else KEPT[run.training.precision] * owned
-            optimizer, (state, offloaded) = state.optimizer, _offload(strategy, state, copied)
-            # FSDP2 keeps parameters and gradients in CPU memory; only the state is ours to put in files.
-            in_files = optimizer if strategy in ("zero3", "hsdp") else offloaded
-            in_files = in_files if layout.offload == "nvme" else 0
+        state, offloaded, in_files = _rests(run, rank, strategy)
         communication = communication_bytes(rank.dense, run, strategy, data, cut.accumulation)
         if rank.apart:
             same = replace(data, dp_replicate=1, dp_shard=rank.apart_shards)
@@ -201,6 +194,26 @@ def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
         held = state.parameters, state.gradients, state.optimizer
         found.append(RankMemory(*held, activations[place], communication, offloaded, in_files))
     return found
+
+
+def in_files_bytes(run: RunSpec, world_size: int) -> int:
+    """What the fullest rank puts in files (`layout.offload = "nvme"`)."""
+    layout, sizes = run.layout, degrees(run.layout, world_size)
+    strategy = runs_as(layout, sizes.as_data(sharded=layout.data in SHARDED).dp_shard)
+    return max(_rests(run, rank, strategy)[2] for rank in rank_shapes(run, world_size))
+
+
+def _rests(run: RunSpec, rank: Held, strategy: Strategy) -> tuple[StateBytes, int, int]:
+    """What a rank has on its device from step to step, what rests elsewhere, and what of that in files."""
+    layout, state = run.layout, _state(run, rank)
+    if layout.offload == "none":
+        return state, 0, 0
+    owned = _counts(rank.dense, run, rank.shards)[0] + _counts(rank.apart, run, rank.apart_shards)[0]
+    copied = 0 if run.training.precision == "bf16" else KEPT[run.training.precision] * owned
+    kept, offloaded = _offload(strategy, state, copied)
+    # FSDP2 keeps parameters and gradients in CPU memory; only the state is ours to put in files.
+    in_files = state.optimizer if strategy in ("zero3", "hsdp") else offloaded
+    return kept, offloaded, in_files if layout.offload == "nvme" else 0
 
 
 def _activations(run: RunSpec, cut: Cut, strategy: Strategy) -> list[int]:

@@ -9,11 +9,21 @@ from math import inf
 from phalanx.cost.shapes import elements, parameter_shapes
 from phalanx.schedule.named import any_schedule_of, schedule_of
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import refuse_unrunnable
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.share import check_shares
 
 ANY_NUMBER = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
 """Schedules that take micro-batches of which ranks have different numbers."""
+
+
+def check_layout(run: RunSpec, world_size: int) -> None:
+    """Raise UserError for a layout that so many ranks, this model and these batches cannot have."""
+    refuse_unrunnable(run.layout)
+    cut_batch(run, world_size)
+    check_shares(run, world_size)
+    check_pipeline(run, world_size)
 
 
 def check_pipeline(run: RunSpec, world_size: int) -> None:

@@ -168,7 +168,7 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
     if (world_size - servers) % model_ranks:
         above_one = " x ".join(axis for axis in ("pp", "cp", "tp") if getattr(layout, axis) > 1)
         raise UserError(
-            f"layout.{above_one}", model_ranks, f"does not divide the {world_size - servers} ranks that compute",
+            f"layout.{above_one}", model_ranks, f"does not divide the ranks that compute ({world_size - servers})",
             f"use a multiple of {model_ranks} ranks, or lower a degree",
         )  # fmt: skip
     dp = (world_size - servers) // model_ranks

@@ -18,19 +18,17 @@ from typing import Any
 
 import tomli_w
 
-from phalanx.cost.memory import model_state_bytes, optimizer_of, rank_memory
+from phalanx.cost.memory import in_files_bytes, model_state_bytes, optimizer_of
 from phalanx.cost.parameters import parameters
-from phalanx.cost.stages import check_pipeline
+from phalanx.cost.stages import check_layout
 from phalanx.data.indexed import IndexedDataset
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.spec.errors import UserError
 from phalanx.spec.installed import refuse_unsupported
-from phalanx.spec.layout import refuse_unrunnable
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec, cut_batch
-from phalanx.spec.share import check_shares
 from phalanx.spec.tokenizer import BYTES_VOCAB
 from phalanx.train.manifest import check_manifest, checkpoints, read_manifest
 from phalanx.train.metrics import METRICS_FILE, check_wandb
@@ -45,11 +43,8 @@ def run_directory(run: RunSpec) -> Path:
 
 def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
     """Raise UserError for what would stop this run later; its text is `prepare`'s to check. Changes nothing."""
-    refuse_unrunnable(run.layout)
+    check_layout(run, world_size)
     refuse_unsupported(run.layout)
-    cut_batch(run, world_size)
-    check_shares(run, world_size)
-    check_pipeline(run, world_size)
     known = {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0)
     if run.model.vocab < known:
         raise UserError(
@@ -70,7 +65,7 @@ def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
     if not os.access(place, os.W_OK | os.X_OK):
         raise UserError("layout.offload_directory", directory, "cannot be written to", fix)
     ranks_here = world_size / run.cluster.nodes
-    free, needed = shutil.disk_usage(place).free, ranks_here * rank_memory(run, world_size)["rank"].in_files
+    free, needed = shutil.disk_usage(place).free, ranks_here * in_files_bytes(run, world_size)
     if needed > free:
         raise UserError(
             "layout.offload_directory", directory,
