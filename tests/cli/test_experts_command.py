@@ -15,10 +15,10 @@ from phalanx.cli.main import app
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
-from phalanx.train.manifest import damage
+from phalanx.train.checkpoint import read_tensors
+from phalanx.train.manifest import damage, newest_intact
 from phalanx.train.metrics import open_logs, read_metrics
 from phalanx.train.progress import Progress
-from phalanx.train.renumber import read_tensors
 from phalanx.train.setup import set_up
 
 HALF, ALL = 4, 8
@@ -31,8 +31,13 @@ def of(out: Path, **changes: Any) -> RunSpec:
 
 @pytest.fixture
 def half(tmp_path: Path) -> Path:
-    """The directory of a run that was stopped in the middle."""
-    run = of(tmp_path)
+    """The directory of a run that was stopped in the middle, after an evaluation."""
+    return stopped(tmp_path, HALF)
+
+
+def stopped(out: Path, every: int) -> Path:
+    """The same, where it evaluates every so many steps."""
+    run = of(out, **{"evaluation.every": every})
     set_up(run, 1, resume=False)
     under_way = trainer(run)
     logs = open_logs(under_way.directory, 0, None, run.name, {})
@@ -49,37 +54,47 @@ def said(*arguments: object) -> str:
     return result.output
 
 
-def rest(run: RunSpec) -> list[tuple[float, float]]:
-    """The second half, from the checkpoint."""
+def rest(run: RunSpec) -> tuple[list[tuple[float, float]], list[list[int]]]:
+    """The second half, from the checkpoint, and what each expert had to do until its end."""
     under_way = trainer(run)
     assert under_way.resume()[0]
-    return steps(under_way, ALL)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
-    """The second half of a run that was never stopped."""
-    return steps(trainer(of(tmp_path_factory.mktemp("whole"))), ALL)[HALF:]
+    losses = steps(under_way, ALL)
+    under_way.count_anew()
+    return losses, under_way.evaluate()["expert_tokens"]
 
 
 @pytest.mark.parametrize("changes", [{}, {"layout.ep": 2}, {"layout.ep": 2, "layout.data": "zero3"}], ids=str)
-def test_a_run_goes_on_with_renumbered_experts(
-    changes: dict[str, Any], half: Path, whole: list[tuple[float, float]]
-) -> None:
-    """Given or balanced: the model is the same, and the ranks are as busy as was said."""
+def test_a_run_goes_on_with_renumbered_experts(changes: dict[str, Any], half: Path) -> None:
+    """Given or balanced: the model is the same, and each expert has its tokens under its new number."""
+    whole, tokens = rest(of(half.parent))
     counted = [record for record in read_metrics(half) if "expert_tokens" in record][-1]["expert_tokens"]
     shown = json.loads(said("experts", half, "--ep", 2, "--balance", "--json"))
     assert [row["tokens"] for row in shown["layers"]] == counted
     assert all(1 <= row["then"] <= row["busiest_rank"] for row in shown["layers"])
     again = json.loads(said("experts", half, "--ep", 2, "--json"))
     assert [row["busiest_rank"] for row in again["layers"]] == [row["then"] for row in shown["layers"]]
-    reverse = half.parent / "order.json"
-    reverse.write_text(json.dumps({"0": [3, 2, 1, 0], "1": [1, 2, 3, 0]}))
-    said("experts", half, "--ep", 2, "--order", reverse)
+    given = {"0": [3, 2, 1, 0], "1": [1, 2, 3, 0]}
+    (half.parent / "order.json").write_text(json.dumps(given))
+    said("experts", half, "--ep", 2, "--order", half.parent / "order.json")
     world_size = 4 if "layout.data" in changes else changes.get("layout.ep", 1)
     run = of(half.parent, **changes)
-    for result in ranks(world_size).run(rest, run) if world_size > 1 else [rest(run)]:
-        assert result == [pytest.approx(step, rel=1e-10) for step in whole]
+    for losses, then in ranks(world_size).run(rest, run) if world_size > 1 else [rest(run)]:
+        assert losses == [pytest.approx(step, rel=1e-10) for step in whole]
+        for layer, row in enumerate(shown["layers"]):
+            assert then[layer] == [tokens[layer][row["order"][number]] for number in given[str(layer)]]
+
+
+@pytest.mark.parametrize(("every", "counted"), [(HALF, ALL - HALF), (ALL, ALL)])
+def test_tokens_are_counted_on_over_a_stop(every: int, counted: int, tmp_path: Path) -> None:
+    """Since the evaluation before, which may have been at the step of the stop."""
+    _, tokens = rest(of(stopped(tmp_path, every).parent))
+    assert [sum(layer) for layer in tokens] == [counted * 8 * 32 * MOE["moe"]["top_k"]] * 2
+
+
+def test_a_checkpoint_is_back_when_the_one_for_its_place_did_not_come(half: Path) -> None:
+    (checkpoint,) = half.glob("checkpoints/step-*")
+    checkpoint.rename(checkpoint.with_suffix(".before"))
+    assert newest_intact(half / "checkpoints") == (checkpoint, {})
 
 
 def test_every_row_of_an_expert_moves_and_nothing_else(half: Path) -> None:
@@ -111,8 +126,14 @@ BAD: list[tuple[list[str], str | None, str]] = [
     (["--ep", "2", "--balance", "--order", "ORDER"], "{}", "does not go with --balance"),
     (["--ep", "2", "--order", "ORDER"], None, "cannot be read"),
     (["--ep", "2", "--order", "ORDER"], "[1, 2]", "is not a JSON object"),
-    (["--ep", "2", "--order", "ORDER"], '{"7": [0, 1, 2, 3]}', "--order = 7: is not a layer with experts"),
-    (["--ep", "2", "--order", "ORDER"], '{"1": [0, 0, 2, 3]}', "of layer 1 does not name each expert once"),
+    (["--ep", "2", "--order", "ORDER"], '{"7": [0, 1, 2, 3]}', "7 is no layer with experts"),
+    (["--ep", "2", "--order", "ORDER"], '{"1": "3102"}', "does not name each expert once"),
+    (["--ep", "2", "--order", "ORDER"], '{"1": [1.9, 0.2, 2, 3]}', "does not name each expert once"),
+    (
+        ["--ep", "2", "--order", "ORDER"],
+        '{"1": [0, 0, 2, 3]}',
+        "the order of layer 1, .* does not name each expert once",
+    ),
 ]
 
 
@@ -127,8 +148,9 @@ def test_errors_before_anything_is_written(half: Path, arguments: list[str], tex
 
 
 def test_runs_that_cannot_be_shown(half: Path, tmp_path: Path) -> None:
-    (half / "metrics.jsonl").unlink()
-    with pytest.raises(UserError, match="has no evaluation yet"):
+    (checkpoint,) = half.glob("checkpoints/step-*")
+    (checkpoint / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match="has no intact checkpoint"):
         said("experts", half, "--ep", 2)
     dense = described(TEXT, tmp_path / "dense", {})
     set_up(dense, 1, resume=False)

@@ -240,8 +240,10 @@ def routing(run: Any) -> tuple[list[tuple[float, ...]], list[list[int]]]:
     kept = ("auxiliary_loss", "hot_expert_share", "dropped_share")
     records = [under_way.train_step(batches) for _ in range(3)]
     assert all(("all_to_all_seconds" in record) == (run.layout.ep > 1) for record in records)
+    under_way.count_anew()
     counts = under_way.evaluate()["expert_tokens"]
     assert [sum(of_layer) for of_layer in counts] == [3 * 8 * 32 * run.model.moe.top_k] * len(counts)
+    under_way.count_anew()
     assert not any(map(sum, under_way.evaluate()["expert_tokens"])), "counted since the evaluation before"
     return [tuple(record[name] for name in kept if name in record) for record in records], counts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,105 +18,116 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from phalanx.spec.model import ModelSpec
 from phalanx.train.manifest import newest_intact, read_manifest
-from phalanx.train.metrics import append_record, read_metrics
+
+Loads = dict[int, list[int]]
 
 
 def experts(
     run: Annotated[Path, typer.Argument(help="The directory of a run of a mixture of experts.", metavar="RUN_DIR")],
-    ep: Annotated[int, typer.Option(help="Ranks that have different experts (layout.ep).", min=1)],
+    ep: Annotated[
+        int | None, typer.Option(help="Ranks that have different experts; by default the run's layout.ep.", min=1)
+    ] = None,
     balance: Annotated[
-        bool, typer.Option("--balance", help="Renumber experts so that ranks have as much to do.")
+        bool, typer.Option("--balance", help="Renumber experts so that ranks have about as much to do.")
     ] = False,
     order: Annotated[
-        Path | None, typer.Option(help="Renumber them as a JSON file says: for each layer by name, its order.")
+        Path | None, typer.Option(help="Renumber them as a JSON file says: of each layer, by number, the order.")
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Show what the experts of a run have had to do, by layer and by rank, and change which of them share a rank.
+    """Show how many tokens chose the experts of a run, by layer and by rank, and change which of them share a rank.
 
     Rank r has the r-th run of a layer's experts, by number. Experts that change their numbers together with their rows
-    of the router leave the model what it was: the newest checkpoint is written anew so (the one before is kept beside
-    it as step-N.before), and --resume goes on with it. Not while the run is under way. The loads are those since the
-    evaluation before the last, from metrics.jsonl. It takes as much memory as the checkpoint has bytes.
+    of the router leave the model what it was: the newest checkpoint is written anew so (as it was it is kept beside
+    it, as step-N.before), and --resume goes on with it. Not while the run is under way. Tokens are those counted
+    between the run's last two evaluations. All of the checkpoint is held in memory.
 
     Examples:
 
         phalanx experts runs/moe --ep 4                   # the busiest rank of every layer, as it is and balanced
 
-        phalanx experts runs/moe --ep 4 --balance && phalanx train runs/moe/run.toml --resume --set layout.ep=4
+        phalanx experts runs/moe --ep 4 --balance && phalanx train runs/moe --resume --set layout.ep=4
 
         phalanx experts runs/moe --ep 4 --json > loads.json
 
         echo '{"0": [3, 1, 0, 2]}' > order.json; phalanx experts runs/moe --ep 2 --order order.json
     """
     require(not (balance and order), "--order", str(order), "does not go with --balance", "remove one of them")
-    spec = load_run(run / "run.toml", environment={}).model
-    loads = _loads(run, spec, ep)
-    orders = {layer: balanced(tokens, ep) for layer, tokens in loads.items()}
+    described = load_run(run / "run.toml", environment={})
+    ranks = ep or described.layout.ep
+    layers = _layers(run, described.model, ranks)
+    checkpoint = _newest(run)
+    loads = _loads(checkpoint, layers)
+    orders = {layer: balanced(tokens, ranks) for layer, tokens in loads.items()}
     if order is not None:
-        orders = _read_order(order, loads)
+        orders = {layer: list(range(len(tokens))) for layer, tokens in loads.items()} | _read_order(order, loads)
     rows = [
         {
             "layer": layer,
             "tokens": tokens,
-            "busiest_rank": busiest_rank(tokens, range(len(tokens)), ep),
-            "then": busiest_rank(tokens, orders.get(layer, range(len(tokens))), ep),
-            "order": orders.get(layer, list(range(len(tokens)))),
+            "busiest_rank": busiest_rank(tokens, range(len(tokens)), ranks),
+            "then": busiest_rank(tokens, orders[layer], ranks),
+            "order": orders[layer],
         }
         for layer, tokens in loads.items()
     ]
-    before = _renumber(run, loads, orders) if balance or order else None
+    before = None
+    if balance or order:
+        from phalanx.train.renumber import renumber  # torch takes seconds to import
+
+        before = renumber(checkpoint, orders)
     if json_:
-        print(json.dumps({"ep": ep, "layers": rows, "before": before and str(before)}, indent=2))
+        print(json.dumps({"ep": ranks, "layers": rows, "before": before and str(before)}, indent=2))
     else:
-        _show(rows, ep, before, "in that order" if order else "balanced")
+        _show(rows, ranks, before, "in that order" if order else "balanced")
 
 
-def _loads(run: Path, spec: ModelSpec, ep: int) -> dict[int, list[int]]:
-    """Tokens that chose each expert, by layer."""
+def _layers(run: Path, spec: ModelSpec, ranks: int) -> list[int]:
+    """Those with experts, which so many ranks can share."""
     if spec.moe is None:
-        raise UserError("run directory", str(run), "is of a model without experts", "give one with [model.moe]")
-    number = spec.moe.experts
-    fix = f"use one of {', '.join(map(str, divisors(number)))}"
-    require(number % ep == 0, "--ep", ep, f"does not divide model.moe.experts ({number})", fix)
-    counted = [record["expert_tokens"] for record in read_metrics(run) if "expert_tokens" in record]
-    if not counted:
-        problem = "has no evaluation yet, whose records count the tokens of experts"
-        raise UserError("run directory", str(run), problem, "let the run reach its first evaluation")
-    layers = [layer for layer in range(spec.layers) if spec.is_moe(layer)]
-    return dict(zip(layers, counted[-1], strict=True))
+        raise UserError("run directory", str(run), "is of a model without experts", "give one with model.moe")
+    fix = f"use one of {', '.join(map(str, divisors(spec.moe.experts)))}"
+    problem = f"does not divide model.moe.experts ({spec.moe.experts})"
+    require(spec.moe.experts % ranks == 0, "--ep", ranks, problem, fix)
+    return [layer for layer in range(spec.layers) if spec.is_moe(layer)]
 
 
-def _read_order(file: Path, loads: dict[int, list[int]]) -> dict[int, list[int]]:
-    """Orders of experts by layer; raises UserError for what is none."""
-    try:
-        table = json.loads(file.read_text())
-        orders = {int(layer): [int(expert) for expert in order] for layer, order in table.items()}
-    except OSError as error:
-        raise UserError("--order", str(file), f"cannot be read: {error.strerror}", "name a JSON file") from None
-    except (ValueError, TypeError, AttributeError):
-        fix = 'write {"0": [3, 1, 0, 2], "1": [0, 2, 1, 3]}'
-        raise UserError("--order", str(file), "is not a JSON object of lists of experts", fix) from None
-    for layer, order in orders.items():
-        known = ", ".join(map(str, loads))
-        require(layer in loads, "--order", layer, "is not a layer with experts", f"use one of {known}")
-        every = sorted(order) == list(range(len(loads[layer])))
-        problem, fix = f"of layer {layer} does not name each expert once", f"name 0 to {len(loads[layer]) - 1}"
-        require(every, "--order", order, problem, fix)
-    return orders
-
-
-def _renumber(run: Path, loads: dict[int, list[int]], orders: dict[int, list[int]]) -> Path:
-    checkpoint, _ = newest_intact(run / "checkpoints")
+def _newest(run: Path) -> Path:
+    checkpoint, damaged = newest_intact(run / "checkpoints")
+    for name, problem in damaged.items():
+        print(f"phalanx: checkpoint {name} is damaged and was passed over: {problem}", file=sys.stderr)
     if checkpoint is None:
         raise UserError("run directory", str(run), "has no intact checkpoint", "let the run reach its first checkpoint")
-    from phalanx.train.renumber import renumber  # torch takes seconds to import
+    return checkpoint
 
-    before = renumber(checkpoint, orders)
-    # From now on the loads that were counted are of other numbers.
-    then = [[tokens[i] for i in orders.get(layer, range(len(tokens)))] for layer, tokens in loads.items()]
-    append_record(run, {"step": read_manifest(checkpoint)["step"], "expert_tokens": then})
-    return before
+
+def _loads(checkpoint: Path, layers: list[int]) -> Loads:
+    """Tokens that chose each expert between the last two evaluations, or where there were none yet, until now."""
+    if "expert_tokens" not in (manifest := read_manifest(checkpoint)):
+        raise UserError("checkpoint", str(checkpoint), "counts no tokens of experts", "resume the run, and save again")
+    until_now, before = manifest["expert_tokens"]
+    return dict(zip(layers, before if any(map(sum, before)) else until_now, strict=True))
+
+
+def _read_order(file: Path, loads: Loads) -> Loads:
+    """Orders of experts by layer; raises UserError for what is none."""
+    fix = 'write {"0": [3, 1, 0, 2], "1": [0, 2, 1, 3]}'
+    try:
+        table = json.loads(file.read_text())
+    except OSError as error:
+        raise UserError("--order", str(file), f"cannot be read: {error.strerror}", "name a JSON file") from None
+    except ValueError:
+        raise UserError("--order", str(file), "is not JSON", fix) from None
+    require(isinstance(table, dict), "--order", str(file), "is not a JSON object of lists of experts", fix)
+    names = {str(layer): layer for layer in loads}
+    for layer, order in table.items():
+        require(layer in names, "--order", str(file), f"{layer} is no layer with experts", f"use {', '.join(names)}")
+        numbers = isinstance(order, list) and all(type(expert) is int for expert in order)
+        whole = numbers and sorted(order) == list(range(len(loads[names[layer]])))
+        last = len(loads[names[layer]]) - 1
+        problem = f"the order of layer {layer}, {order}, does not name each expert once"
+        require(whole, "--order", str(file), problem, f"name 0 to {last}")
+    return {names[layer]: order for layer, order in table.items()}
 
 
 def _show(rows: list[dict[str, Any]], ep: int, before: Path | None, how: str) -> None:

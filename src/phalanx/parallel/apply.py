@@ -96,6 +96,8 @@ def apply_layout(
         strategy.waits_by_name["all_to_all"] = experts.waits
     if isinstance(module, Part):
         strategy = make_pipeline(strategy, module, layout, mesh, precision, device)
+    # Ranks that share sequences each count all of one, routers that are asked again in the backward pass twice.
+    strategy.counted = layout.cp * (2 if layout.recompute == "full" else 1)
     fill(strategy, weights)
     strategy.publish()
     return strategy

@@ -67,6 +67,9 @@ class Strategy:
     autocast = True
     """bf16 computes by autocast over fp32 parameters. False where the parameters that compute are bf16 themselves."""
 
+    counted = 1
+    """How often routers count each choice of an expert, over all ranks and passes of a step."""
+
     waits: ExposedTime | None = None
     """Time in which this rank waited for the other stages of a pipeline."""
 

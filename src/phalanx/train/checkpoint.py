@@ -25,6 +25,7 @@ from phalanx.parallel.parts import as_part
 from phalanx.parallel.strategy import Strategy, give_memory, named_buffers
 from phalanx.spec.errors import UserError
 from phalanx.train.manifest import (
+    BEFORE,
     FORMAT,
     checkpoints,
     newest_intact,
@@ -110,6 +111,7 @@ class Checkpointer:
                 publish(path, sums)
                 for old in checkpoints(self.directory)[self.keep :]:
                     shutil.rmtree(old)
+                    shutil.rmtree(old.with_suffix(BEFORE), ignore_errors=True)
         except BaseException as error:  # DCP's CheckpointException is no Exception; `wait` raises it in the main thread
             self._error = error
 
@@ -180,6 +182,19 @@ def state_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -
                 if isinstance(value, Tensor):  # SGD without momentum keeps a None
                     name = names[id(parameter)]
                     tensors[f"optimizer.{key}.{name}"] = strategy.part(name, value) if value.ndim else value
+    return tensors
+
+
+def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """All of a checkpoint, whole, in CPU memory."""
+    reader = HuggingFaceStorageReader(str(checkpoint))
+    entries = reader.read_metadata().state_dict_metadata.items()
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 

@@ -1,6 +1,7 @@
 """What makes a checkpoint whole: its manifest and checksums. No torch: the command line looks here before it spawns.
 
     checkpoints/latest                   the name of the newest complete checkpoint
+    checkpoints/step-00000100.before/    one that was written anew (`phalanx experts`), as it was
     checkpoints/step-00000100/
         shard-*.safetensors              parameters and optimizer state, as DCP wrote them
         rank-*.json                      random state and checksums of each rank's files
@@ -26,6 +27,7 @@ from phalanx.spec.run import RunSpec
 FORMAT = "phalanx-checkpoint"
 SUMS = "SHA256SUMS"
 LATEST = "latest"
+BEFORE = ".before"
 SHAPE = (
     "vocab", "width", "layers", "heads", "kv_heads", "head_dim", "ffn", "norm", "activation", "positions", "bias",
     "qk_norm", "tied",
@@ -75,6 +77,9 @@ def damage(checkpoint: Path) -> str | None:
 def newest_intact(directory: Path) -> tuple[Path | None, dict[str, str]]:
     """The newest undamaged checkpoint in a directory, and what is wrong with those that are newer."""
     damaged: dict[str, str] = {}
+    for before in directory.glob(f"step-*{BEFORE}"):
+        if not before.with_suffix("").exists():  # who was to put another in its place was stopped
+            before.rename(before.with_suffix(""))
     for checkpoint in checkpoints(directory):
         problem = damage(checkpoint)
         if problem is None:
@@ -127,10 +132,14 @@ def sync(path: Path) -> None:
 
 
 def publish(unfinished: Path, sums: dict[str, str]) -> Path:
-    """Turn a complete step-*.tmp into a checkpoint: checksums, rename, `latest`."""
+    """Turn a complete step-*.tmp into a checkpoint: checksums, rename, `latest`. One that is in its place is kept
+    beside it, as step-*.before."""
     write_synced(unfinished / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
     sync(unfinished)
-    final = unfinished.with_suffix("")
+    final, before = unfinished.with_suffix(""), unfinished.with_suffix(BEFORE)
+    if final.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        final.rename(before)
     unfinished.rename(final)
     sync(final.parent)
     _point(final)

@@ -129,12 +129,6 @@ def read_metrics(directory: Path) -> list[Record]:
     return [json.loads(line) for line in _lines(directory / METRICS_FILE)]
 
 
-def append_record(directory: Path, record: Record) -> None:
-    """Write a record behind those of a run directory, while no run writes there."""
-    with (directory / METRICS_FILE).open("a") as file:
-        file.write(json.dumps(record) + "\n")
-
-
 def _not_finite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 

@@ -70,8 +70,9 @@ class Trainer:
         self.routers = {self.moe_layers.index(int(name.split(".")[1])): router for name, router in routers.items()}
         """This rank's, by their place among the layers with experts."""
         experts = run.model.moe.experts if run.model.moe else 0
-        self.loads = torch.zeros(len(self.moe_layers), experts, dtype=torch.float64, device=device)
-        """How often each expert of these layers was chosen since the last evaluation, on all ranks."""
+        self.loads = torch.zeros(2, len(self.moe_layers), experts, dtype=torch.float64, device=device)
+        """How often each expert of these layers was chosen, on all ranks: since the last evaluation, and between that
+        and the one before."""
         self.optimizers = build_optimizers(run.optimizer, self.strategy.trained, self.strategy.part)
         self.loader = corpus.loader(run, self.cut.sequences, self.mesh.dp_rank, self.cut.dp)
         self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
@@ -123,9 +124,12 @@ class Trainer:
                         "lower optimizer.learning_rate or raise optimizer.warmup_steps, and --resume"
                     )
                 last = self.step == run.training.steps
+                evaluating = last or due(self.step, run.evaluation.every)
+                if evaluating:
+                    self.count_anew()  # before it is saved, since a run that resumes does not evaluate again
                 if last or self.stop or due(self.step, run.checkpoint.every):
                     self.save()
-                if last or due(self.step, run.evaluation.every):
+                if evaluating:
                     evaluation = self.evaluate()
                     self._write(logs, evaluation, 1)
         finally:
@@ -146,11 +150,10 @@ class Trainer:
         record = {"step": self.step + 1 - reduced.behind, "loss": loss / tokens, "grad_norm": float(reduced.norm)}
         finite = math.isfinite(record["grad_norm"])
         if self.moe_layers:
-            loads, dropped = reduced.sums[6:].view_as(self.loads), reduced.sums[5]
+            loads, dropped = reduced.sums[6:].view_as(self.loads[0]), reduced.sums[5]
             if self.run.model.moe and self.run.model.moe.capacity_factor is not None:
                 record["dropped_share"] = float(dropped / loads.sum())
-            # Ranks that share sequences each count all of one, routers that are asked again in the backward pass twice.
-            self.loads += loads / self.run.layout.cp / (2 if self.run.layout.recompute == "full" else 1)
+            self.loads[0] += loads / self.strategy.counted
             hottest = self._balance(loads, finite)
             record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": hottest}
         self._update(finite)
@@ -183,7 +186,7 @@ class Trainer:
         for micro, (loss, auxiliary) in zip(micros, self.strategy.run(micros, self._losses), strict=True):
             tokens = (micro.targets != IGNORED).sum() * self.strategy.has_loss
             sums[:3] += torch.stack([tokens.double(), loss.double(), auxiliary.double()])
-        loads = torch.zeros_like(self.loads)
+        loads = torch.zeros_like(self.loads[0])
         for place, router in self.routers.items():
             loads[place] = router.load
             sums[5] += router.dropped
@@ -234,8 +237,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Record:
-        """Loss on the held-out text, in nats per token and bits per byte; and how many tokens of the training text have
-        chosen each expert since the evaluation before."""
+        """Loss on the held-out text, in nats per token and bits per byte; and how many tokens of the training text
+        chose each expert between the evaluation before and `count_anew`."""
         spec, begun = self.run.evaluation, time.perf_counter()
         self.strategy.settle()
         sizes = torch.from_numpy(self.corpus.tokenizer.token_bytes()).to(self.device)
@@ -259,9 +262,12 @@ class Trainer:
             "held_out_bits_per_byte": loss / math.log(2) / size,
         }
         if self.moe_layers:
-            record["expert_tokens"] = self.loads.long().tolist()
-            self.loads.zero_()
+            record["expert_tokens"] = self.loads[1].long().tolist()
         return record | {"held_out_tokens": int(tokens), "evaluation_seconds": time.perf_counter() - begun}
+
+    def count_anew(self) -> None:
+        """What was counted of experts until now is told by the next evaluation."""
+        self.loads = torch.stack([torch.zeros_like(self.loads[0]), self.loads[0]])
 
     def save(self) -> None:
         """Begin a checkpoint of this step."""
@@ -273,6 +279,7 @@ class Trainer:
             "rescaling": asdict(self.rescaling),
             "model": self.run.model.model_dump(mode="json"),
             "optimizer": self.run.optimizer.name,
+            "expert_tokens": self.loads.long().tolist(),
         }
         tensors = state_tensors(self.strategy, self.optimizers)
         self.checkpointer.save(self.step, tensors, manifest, on_disk=self.run.layout.offload == "nvme")
@@ -291,6 +298,7 @@ class Trainer:
         self.loader.resume(manifest["loader"], resized=self.run.training.scaling != "keep")
         load_state(checkpoint, self.strategy, self.optimizers)
         restore_random_state(checkpoint, self.mesh.rank)
+        self.loads.copy_(torch.tensor(manifest.get("expert_tokens", self.loads.tolist())))
         self.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]
         rescaling = Rescaling(**manifest["rescaling"])
         if rescaling.after != self.cut.learning_rate:  # the ranks are others
