@@ -92,8 +92,9 @@ def test_check_names_every_violation(tmp_path: Path):
     assert facts("check", str(picture), "--order")["valid"] is True
     picture.write_text("0F0,0B0\n1B0,1F0\n")
     assert facts("check", str(picture), exit_code=1)["violations"] == [
-        "rank 0: 0B0 waits for ever for 1B0", "rank 1: 1B0 waits for ever for 1F0",
-    ]  # fmt: skip
+        "rank 0: 0B0 (number 2 in its row) waits for ever for 1B0",
+        "rank 1: 1B0 (number 1 in its row) waits for ever for 1F0",
+    ]
 
 
 def test_cut_explains_itself(tmp_path: Path):
@@ -124,3 +125,22 @@ def test_cut_explains_itself(tmp_path: Path):
 def test_mistakes(arguments: tuple[str, ...], problem: str):
     with pytest.raises(UserError, match=re.escape(problem)):
         run(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("zb-v", "--stages", "2", "--microbatches", "2", "--memory", "3"),
+        ("1f1b", "--stages", "2", "--microbatches", "2", "--virtual-stages", "3"),
+        ("FILE", "--stages", "3"),
+        ("FILE", "--microbatches", "3"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    with pytest.raises(UserError, match=f"{arguments[-2]} = {arguments[-1]}.*: has no meaning with"):
+        runner.invoke(
+            app, ["pipeline", "show", *(str(file) if word == "FILE" else word for word in arguments)],
+            catch_exceptions=False,
+        )  # fmt: skip

@@ -33,7 +33,7 @@ def test_the_head_takes_blocks_from_its_stage() -> None:
 
 
 def test_more_stages_than_layers() -> None:
-    with pytest.raises(UserError, match=r"layout\.pp = 3: stages for a model of 2 layers"):
+    with pytest.raises(UserError, match=r"stages = 3: are too many for a model of 2 layers"):
         cut_stages([0, 1, 1, 0], 3)
 
 

@@ -80,15 +80,15 @@ def test_what_is_wrong_is_named() -> None:
 
     assert problems("0F0,0B0", "1F0,1B0") == []
     assert problems("0F0,0B0", "1B0,1F0") == [
-        "rank 0: 0B0 waits for ever for 1B0",
-        "rank 1: 1B0 waits for ever for 1F0",
+        "rank 0: 0B0 (number 2 in its row) waits for ever for 1B0",
+        "rank 1: 1B0 (number 1 in its row) waits for ever for 1F0",
     ]
     assert problems("0F0,0F1,0B0,0B1", "1F0,1B0") == ["rank 1: 1F1 is missing", "rank 1: 1B1 is missing"]
     assert problems("0F0,0F0,0B0") == ["rank 0: 0F0 is done 2 times"]
     assert problems("0F0,0I0") == ["rank 0: 0W0 is missing"]
     assert problems("0F0,0B0,0I0,0W0") == ["rank 0: 0B0 is done beside its halves"]
     assert problems("0F0,0B0", "0F1,0B1") == ["rank 1: 0F1 is of a stage that rank 0 has"]
-    assert problems("0F0,0W0,0I0") == ["rank 0: 0W0 waits for ever for 0I0"]
+    assert problems("0F0,0W0,0I0") == ["rank 0: 0W0 (number 2 in its row) waits for ever for 0I0"]
     with pytest.raises(UserError, match="1 violations: rank 0: 0W0 is missing"):
         simulate(Schedule.of(read_csv("0F0,0I0")))
 
@@ -96,8 +96,11 @@ def test_what_is_wrong_is_named() -> None:
 def test_ranks_that_wait_for_each_other() -> None:
     found = violations(Schedule.of(read_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1")))
     assert [str(violation) for violation in found] == [
-        "rank 0: 0B0 waits for ever for 1B0", "rank 1: 1F1 waits for ever for 0F1",
-    ]  # fmt: skip
+        "rank 0: 0B0 (number 2 in its row) waits for ever for 1B0",
+        "rank 1: 1F1 (number 1 in its row) waits for ever for 0F1",
+    ]
+    stuck, _ = violations(Schedule.of(read_csv("0F0,0I0,0W0\n1I0,1F0,1W0")))
+    assert str(stuck).endswith("waits for ever for 1I0")
 
 
 def test_cells_that_are_no_actions() -> None:

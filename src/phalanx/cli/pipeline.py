@@ -23,6 +23,7 @@ from phalanx.schedule.named import PUBLISHED, any_schedule_of, named
 from phalanx.schedule.search import search
 from phalanx.schedule.simulate import Timeline, Times, peak_activations, simulate
 from phalanx.schedule.validate import violations, violations_as_drawn
+from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 
@@ -50,7 +51,9 @@ def show(
             metavar="F,B,W,COMM",
         ),
     ] = "1,1,1,0",
-    virtual_stages: Annotated[int, typer.Option(help="Stages of each rank (interleaved).", min=1, metavar="V")] = 2,
+    virtual_stages: Annotated[
+        int | None, typer.Option(help="Stages of each rank (interleaved); by default 2.", min=1, metavar="V")
+    ] = None,
     memory: Annotated[
         float | None,
         typer.Option(help="Micro-batches that a rank may hold (searched); by default P.", metavar="N"),
@@ -77,6 +80,7 @@ def show(
         if file.suffix not in ENDINGS:
             raise UserError("--out", str(file), "has an unknown ending", f"use one of {', '.join(ENDINGS)}")
     durations = _times(times)
+    _check_meaning(schedule, stages, microbatches, virtual_stages, memory)
     made: Schedule | None = None
     if schedule == IDEALISED:
         timeline = book_overlap(*_sizes(stages, microbatches))
@@ -90,6 +94,20 @@ def show(
         print(json.dumps(facts, indent=2))
     else:
         _show(facts, timeline, out or [])
+
+
+def _check_meaning(
+    name: str, stages: int | None, microbatches: int | None, virtual_stages: int | None, memory: float | None
+) -> None:
+    """Raise UserError for an option that this schedule has no use for."""
+    has_none = f"has no meaning with {name}"
+    if name.endswith(".csv"):
+        for option, value in (("--stages", stages), ("--microbatches", microbatches)):
+            require(value is None, option, value, f"{has_none}, which says it itself", "leave it out")
+    require(
+        virtual_stages is None or name == "interleaved", "--virtual-stages", virtual_stages, has_none, "leave it out"
+    )
+    require(memory is None or name == "searched", "--memory", memory, has_none, "leave it out")
 
 
 def _sizes(stages: int | None, microbatches: int | None) -> tuple[int, int]:
@@ -117,7 +135,7 @@ def _per_stage(times: list[Fraction], schedule: Schedule) -> Times:
 
 
 def _schedule(
-    name: str, stages: int | None, microbatches: int | None, v: int, memory: float | None, times: list[Fraction]
+    name: str, stages: int | None, microbatches: int | None, v: int | None, memory: float | None, times: list[Fraction]
 ) -> Schedule:
     if name.endswith(".csv"):
         return Schedule.of(_read(Path(name)))
@@ -128,7 +146,7 @@ def _schedule(
         forward, input, weight, transfer = map(float, times)
         half = Times(forward / 2, input / 2, weight / 2, transfer)
         return search(p, m, half, Fraction(p if memory is None else memory))
-    return named(name, p, m, v)
+    return named(name, p, m, v or 2)
 
 
 def _read(file: Path) -> list[list[Any]]:

@@ -66,8 +66,12 @@ def stage_layers(run: RunSpec) -> list[range]:
 
     Raises UserError if there are more stages than layers.
     """
-    costs = part_flops(run.model, run.training.sequence)
-    return ranges(cut_stages(costs, any_schedule_of(run.layout).stages))
+    costs, stages = part_flops(run.model, run.training.sequence), any_schedule_of(run.layout).stages
+    try:
+        return ranges(cut_stages(costs, stages))
+    except UserError as error:
+        problem = f"makes {stages} stages, which {error.problem}"
+        raise UserError("layout.pp", run.layout.pp, problem, error.fix) from None
 
 
 def ranges(counts: Sequence[int]) -> list[range]:
@@ -106,8 +110,9 @@ def cut_stages(costs: Sequence[float], stages: int) -> list[int]:
     layers = len(costs) - 2
     if stages > layers:
         raise UserError(
-            "layout.pp", stages, f"stages for a model of {layers} layers; each needs one at least",
-            f"use at most {layers} stages in all (pp, times the stages of a rank), or a deeper model",
+            "stages", stages, f"are too many for a model of {layers} layers; each needs one at least",
+            f"use at most {layers} in all (ranks x stages of each: two with zb-v, dualpipe-v and searched schedules), "
+            "or a deeper model",
         )  # fmt: skip
     first, *blocks, last = costs
     blocks[0] += first

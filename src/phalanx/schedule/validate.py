@@ -82,13 +82,15 @@ def _counts(schedule: Schedule) -> Iterator[Violation]:
 def _stuck(schedule: Schedule) -> Iterator[Violation]:
     """Run every rank as far as it comes; what the ranks wait for then."""
     done: set[Action] = set()
+    all_of_them = {action for rank in range(schedule.ranks) for action in schedule.actions(rank)}
     at = [0] * schedule.ranks
 
     def lacks(rank: int) -> list[tuple[Action, Action]]:
         """Pairs of an action and what it waits for."""
         step = actions(schedule.orders[rank][at[rank]])
         missing = [(action, needed) for action in step for needed in schedule.dependencies(action)]
-        return [(action, needed[0]) for action, needed in missing if not done.intersection(needed)]
+        unmet = [(action, needed) for action, needed in missing if not done.intersection(needed)]
+        return [(action, next(one for one in needed if one in all_of_them)) for action, needed in unmet]
 
     moved = True
     while moved:
@@ -101,4 +103,4 @@ def _stuck(schedule: Schedule) -> Iterator[Violation]:
     for rank, order in enumerate(schedule.orders):
         if at[rank] < len(order):
             for action, needed in lacks(rank):
-                yield Violation(rank, action, f"waits for ever for {needed}")
+                yield Violation(rank, action, f"(number {at[rank] + 1} in its row) waits for ever for {needed}")

@@ -14,6 +14,10 @@ from phalanx.spec.errors import UserError, UserErrors
 S = TypeVar("S", bound="Spec")
 
 
+ELSEWHERE = {"parallel": "layout", "tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep", "zero": "data"}
+"""How words begin that others, and we once, use for fields of ours."""
+
+
 class Spec(BaseModel):
     """A frozen, strictly typed table of a run file."""
 
@@ -95,6 +99,7 @@ def known_fields(kind: type[Spec], path: list[str]) -> list[str]:
 def suggest(word: str, known: list[str], otherwise: str = "") -> str:
     """A sentence that offers the nearest known word; failing that `otherwise`, or a list of them all."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.8)
+    near = near or [ours for theirs, ours in ELSEWHERE.items() if word.startswith(theirs) and ours in known]
     return f"did you mean {near[0]!r}?" if near else otherwise or "known here: " + ", ".join(sorted(known))
 
 

@@ -88,9 +88,9 @@ class Layout(Spec):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none; attention only (selective); whole blocks (full)."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """Where optimizer state (with zero1 and zero2 in bf16 the fp32 parameters, with zero2 gradients, with zero3 all
-    parameters) rests: on the device, in CPU memory, or the state in files. Needs zero1, zero2, zero3 or hsdp; a single
-    rank offloads too."""
+    """Where optimizer state rests, with zero1 and zero2 beside it the numbers that it trains (this rank's share of the
+    parameters, once more), with zero2 gradients, with zero3 all parameters and gradients: on the device, in CPU memory,
+    or the state in files. Needs zero1, zero2, zero3 or hsdp; a single rank offloads too."""
     offload_directory: str | None = Field(None, examples=["/local/scratch"])
     """Where the files of `offload = "nvme"` lie: a local disk. They are unnamed and vanish with the run."""
     bucket_mb: float = Field(25.0, gt=0)
