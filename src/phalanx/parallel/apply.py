@@ -30,6 +30,7 @@ from phalanx.parallel.context import ContextRanks, split_sequences
 from phalanx.parallel.data import DataParallel, Replica
 from phalanx.parallel.expert import ExpertRanks, expert_names, split_experts
 from phalanx.parallel.fsdp import FullySharded
+from phalanx.parallel.gathered_heads import gather_heads
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.offload import CpuOffload, DiskOffload
 from phalanx.parallel.parameter_server import parameter_server
@@ -75,7 +76,9 @@ def apply_layout(
     if mesh.tp_group is not None:
         later = module.later if isinstance(module, Part) else Later()
         tensor = TensorRanks(mesh.tp_group, layout.sequence_parallel, spec.vocab, later)
-        split_products(module, tensor, experts_whole=layout.ep > 1, gathered=layout.heads == "gathered")
+        split_products(module, tensor, experts_whole=layout.ep > 1, heads_apart=layout.heads == "split")
+        if layout.heads == "gathered":
+            gather_heads(module, tensor)
     if mesh.experts is not None:
         experts = ExpertRanks(mesh.experts["ep"].get_group())
         split_experts(module, experts)

@@ -32,7 +32,6 @@ from phalanx.parallel.collectives import ReduceScatter, all_gather
 from phalanx.parallel.exposed import ExposedTime
 from phalanx.parallel.parts import rows_of_ranks
 from phalanx.parallel.split_backward import Later
-from phalanx.spec.model import ModelSpec
 
 Products = tuple[Tensor, ...]
 
@@ -257,17 +256,14 @@ class _Total(torch.autograd.Function):
 # -- the parts of a model ----------------------------------------------------------------------------------------------
 
 
-def split_products(model: Transformer, ranks: TensorRanks, experts_whole: bool, gathered: bool = False) -> None:
+def split_products(model: Transformer, ranks: TensorRanks, experts_whole: bool, heads_apart: bool = True) -> None:
     """Let a model whose tensors were cut (`shares.py`) compute with the other ranks that have the rest of them.
-    `experts_whole`: experts are not cut, but each is on some rank; `gathered`: heads are not either, see `Columns`."""
+    `experts_whole`: experts are not cut, but each is on some rank; `heads_apart`: ranks have different heads, unless
+    these are gathered (`gathered_heads.py`)."""
     for part in model.modules():
         if isinstance(part, Attention):
             _split_pair(part, ranks, ("wq", "wk", "wv"), "wo")
-            if gathered:
-                columns = Columns(model.spec, ranks)
-                part.into = partial(_into_gathered, part.into, columns)  # type: ignore[method-assign, assignment]
-                part.attend = partial(_attend_gathered, part.attend, columns)  # type: ignore[method-assign]
-            elif part.qk_norm == "full":
+            if heads_apart and part.qk_norm == "full":
                 part.q_norm.forward = partial(_norm_of_all_heads, part.q_norm, ranks)  # type: ignore[method-assign]
                 part.k_norm.forward = partial(_norm_of_all_heads, part.k_norm, ranks)  # type: ignore[method-assign]
         elif isinstance(part, SwiGLU):
@@ -289,46 +285,6 @@ def split_products(model: Transformer, ranks: TensorRanks, experts_whole: bool, 
         model.attended = lambda x_BT: _attended(x_BT, ranks)  # type: ignore[method-assign]
         if model.spec.moe:
             model.through = partial(_through, model.through, ranks)  # type: ignore[method-assign]
-
-
-class Columns:
-    """Attention where ranks cannot share heads: each has some columns of queries, keys and values. Queries and keys are
-    gathered; with them it computes the heads that its columns of the values belong to, and of the result only these."""
-
-    def __init__(self, spec: ModelSpec, ranks: TensorRanks) -> None:
-        count = spec.heads * spec.head_dim // ranks.size
-        first = ranks.rank * count
-        self.ranks = ranks
-        self.heads = slice(first // spec.head_dim, -(-(first + count) // spec.head_dim))
-        self.padding = first - self.heads.start * spec.head_dim, self.heads.stop * spec.head_dim - first - count
-        """Columns of these heads that other ranks have, before and behind."""
-
-
-def _into_gathered(into: Callable[[Tensor], Products], columns: Columns, x_BTD: Tensor) -> Products:
-    q, k, v = into(x_BTD)
-    q, k = cast(Tensor, _GatherColumns.apply(torch.stack([q, k]), columns.ranks)).unbind()
-    return q, k, F.pad(v, columns.padding)
-
-
-def _attend_gathered(
-    attend: Callable[..., Tensor], columns: Columns, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
-) -> Tensor:
-    out = attend(q[:, :, columns.heads], k[:, :, columns.heads], v, mask).flatten(2)
-    before, behind = columns.padding
-    return out[..., before : out.shape[-1] - behind].unsqueeze(2)
-
-
-class _GatherColumns(torch.autograd.Function):
-    """All ranks' columns; their gradients are summed where they belong."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.begin_gather(x, axis=x.ndim - 1)()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.begin_scatter(gradient, axis=gradient.ndim - 1)(), None
 
 
 def _split_pair(part: Any, ranks: TensorRanks, first: tuple[str, ...], second: str) -> None:
