@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.cost.activations import activation_bytes
 from phalanx.cost.buffers import buckets, units
-from phalanx.cost.memory import RankMemory, rank_memory, rank_states, state_bytes, strategy_bytes
+from phalanx.cost.memory import RankMemory, in_files_bytes, rank_memory, rank_states, state_bytes, strategy_bytes
 from phalanx.cost.parameters import parameters
 from phalanx.cost.shapes import parameter_shapes
 from phalanx.spec.errors import UserError
@@ -333,7 +333,7 @@ def test_a_layout_that_cannot_run_is_refused():
     with pytest.raises(UserError, match="cannot share"):
         rank_memory(described("zero2"), 5)
     with pytest.raises(UserError, match="not predicted"):
-        rank_memory(described(layout={"tp": 2, "heads": "gathered"}), 4)
+        rank_memory(described(model={"preset": "tiny", "kv_heads": 3}, layout={"tp": 2, "heads": "gathered"}), 4)
 
 
 def test_stages_in_flight_are_those_of_the_schedule():
@@ -357,3 +357,28 @@ def test_stages_in_flight_are_those_of_the_schedule():
     flowing = 2 * 64 * described(model=model).model.ffn * 4
     each = (gpipe[0] - flowing) / 8
     assert one == [3 * each + flowing, 2 * each + flowing]
+
+
+def test_bytes_in_files_are_known_of_every_layout() -> None:
+    """Before a run starts, its disk is looked at: also of pipelines, and where activations are not predicted."""
+    files = {"offload": "nvme", "offload_directory": "/tmp"}
+    model = {"preset": "tiny", "heads": 4, "kv_heads": 4, "layers": 4}
+    staged = described("zero1", model=model, layout={"pp": 2, **files})
+    assert in_files_bytes(staged, 2) == max(place.in_files for place in rank_memory(staged, 2).values()) > 0
+    split = described("zero1", model=model, layout={"tp": 2, **files})
+    gathered = described("zero1", model=model, layout={"tp": 2, "heads": "gathered", **files})
+    assert in_files_bytes(gathered, 2) == in_files_bytes(split, 2) == rank_memory(split, 2)["rank"].in_files
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "field"),
+    [
+        ({"preset": "tiny"}, {"tp": 2}, "layout.tp"),
+        ({"preset": "tiny"}, {"ep": 2}, "layout.ep"),
+        ({"preset": "tiny", "tied": True}, {"pp": 2}, "model.tied"),
+    ],
+)
+def test_memory_is_told_of_layouts_that_can_be(model: dict[str, Any], layout: dict[str, Any], field: str) -> None:
+    with pytest.raises(UserError) as caught:
+        rank_memory(described("zero3", model=model, layout=layout), 2)
+    assert caught.value.field == field

@@ -135,7 +135,7 @@ def test_ranks_that_share_hold_what_the_formulas_say(
 ) -> None:
     """State to the byte; activations and buffers no more than 3 % above; in pipelines, whose micro-batches in flight
     outweigh buffers, no more than 3 % below either. (8 % where autocast computes a block again: its casts are not
-    counted one by one.)"""
+    counted one by one.) Elsewhere buffers are an upper estimate: 2 to 14 % below were seen."""
     model = {
         **(MOE if "layout.ep" in changes else changes.get("model", DENSE)),
         "width": 64,
@@ -150,7 +150,7 @@ def test_ranks_that_share_hold_what_the_formulas_say(
             assert row["measured"] == row["predicted"], row
         elif row["what"] == "working":
             off = 0.08 if precision == "bf16" and run.layout.recompute == "full" else 0.03
-            least = 1 - off if (2, changes) in SHARED[: len(PIPELINES)] else 0.5
+            least = 1 - off if (2, changes) in SHARED[: len(PIPELINES)] else 0.84
             assert least * row["predicted"] <= row["measured"] <= (1 + off) * row["predicted"], row
 
 

@@ -2,12 +2,14 @@
 other the tokens that chose them.
 
 An all-to-all brings every token's row to the ranks of its experts, another brings back what they made of it: as many
-rows as there are, none dropped and none padded. Experts that all tokens pass through work while the first is under way.
+rows as there are, none dropped and none padded. Experts that all tokens pass through work while the first is under way,
+and in the backward pass while its gradients are.
 These ranks are data-, context- or tensor-parallel ones to the rest of the model; those with the same experts sum the
 gradients of these among themselves."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -69,9 +71,10 @@ def _forward(moe: MoE, ranks: ExpertRanks, x_BTD: Tensor) -> tuple[Tensor, Tenso
     by_source = theirs.view(ranks.size, -1)
     came = by_source.sum(1).tolist()
 
-    received, work = ranks.begin(rows.detach(), sent, came)
+    under_way = UnderWay(ranks, sent, came)
+    coming = _Depart.apply(rows, under_way)
     shared = moe.shared(x_BTD) if moe.shared is not None else None
-    arrived = cast(Tensor, _Arrive.apply(rows, received, work, ranks, sent, came))
+    arrived = cast(Tensor, _Arrive.apply(coming, under_way))
 
     local = torch.arange(by_source.shape[1], device=rows.device).repeat(ranks.size)
     by_expert = local.repeat_interleave(theirs).argsort(stable=True)
@@ -81,26 +84,55 @@ def _forward(moe: MoE, ranks: ExpertRanks, x_BTD: Tensor) -> tuple[Tensor, Tenso
     return out if shared is None else out + shared, auxiliary
 
 
-class _Arrive(torch.autograd.Function):
-    """Wait for rows that are under way; their gradients go back."""
+@dataclass
+class UnderWay:
+    """Rows on their way to experts, or their gradients on the way back."""
+
+    ranks: ExpertRanks
+    sent: list[int]
+    came: list[int]
+    work: dist.Work | None = None
+    back: Tensor | None = None
+    """Where the gradients arrive."""
+
+    def wait(self) -> None:
+        """Until they are here."""
+        self.ranks.wait(self.work)
+        self.work = None
+
+
+class _Depart(torch.autograd.Function):
+    """Send rows to their experts; what it returns is there after `_Arrive`. Autograd runs backward what was done last
+    first: what stands between the two works while gradients, too, are under way."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        received: Tensor,
-        work: dist.Work | None,
-        ranks: ExpertRanks,
-        sent: list[int],
-        came: list[int],
-    ) -> Tensor:
-        ctx.ranks, ctx.sent, ctx.came = ranks, sent, came
-        ranks.wait(work)
+    def forward(ctx: Any, rows: Tensor, under_way: UnderWay) -> Tensor:
+        ctx.under_way = under_way
+        received, under_way.work = under_way.ranks.begin(rows, under_way.sent, under_way.came)
         return received
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_where_they_came_from(ctx, gradient), None, None, None, None, None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        of = ctx.under_way
+        of.wait()
+        back, of.back = of.back, None
+        return back, None
+
+
+class _Arrive(torch.autograd.Function):
+    """Wait for rows; begin to send their gradients back, which are there after `_Depart`."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, under_way: UnderWay) -> Tensor:
+        ctx.under_way = under_way
+        under_way.wait()
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        of = ctx.under_way
+        of.back, of.work = of.ranks.begin(gradient, of.came, of.sent)
+        return gradient, None  # not of these rows, but on time: `_Depart` has those
 
 
 class _Return(torch.autograd.Function):
@@ -115,11 +147,6 @@ class _Return(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_where_they_came_from(ctx, gradient), None, None, None
-
-
-def _to_where_they_came_from(ctx: Any, gradient: Tensor) -> Tensor:
-    """The gradients of rows that were exchanged."""
-    back, work = ctx.ranks.begin(gradient, ctx.came, ctx.sent)
-    ctx.ranks.wait(work)
-    return cast(Tensor, back)
+        back, work = ctx.ranks.begin(gradient, ctx.came, ctx.sent)
+        ctx.ranks.wait(work)
+        return back, None, None, None
