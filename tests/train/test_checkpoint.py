@@ -22,6 +22,7 @@ from phalanx.data.loader import prefetch
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
+from phalanx.train.checkpoint import read_tensors
 from phalanx.train.manifest import check_manifest, checkpoints, damage, newest_intact
 from phalanx.train.metrics import read_metrics
 from phalanx.train.setup import set_up, to_toml
@@ -96,6 +97,15 @@ def halves(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 NAMES = list(PLACES)
 MOVES = [(name, NAMES[(index + apart) % len(NAMES)]) for index, name in enumerate(NAMES) for apart in (1, 4, 11)]
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_what_was_trained_is_what_one_process_trains(name: str, halves: dict[str, Path]) -> None:
+    """Every parameter, bias of a router and number of optimizer state, after ten updates."""
+    one, other = (read_tensors(halves[place] / "parity" / "checkpoints" / "step-00000010") for place in ("one", name))
+    assert one.keys() == other.keys()
+    for tensor, expected in one.items():
+        assert (other[tensor] - expected).norm() <= 1e-10 * expected.norm(), tensor
 
 
 @pytest.mark.parametrize(("before", "after"), MOVES)

@@ -13,7 +13,7 @@ from phalanx.cost.network import Traffic, sent_bytes, update_traffic
 from phalanx.cost.precision import COMPUTED, KEPT
 from phalanx.cost.shapes import Shapes, elements, muon_trains, owned_elements, parameter_shapes
 from phalanx.cost.shares import Held, rank_shapes
-from phalanx.cost.stages import stage_layers
+from phalanx.cost.stages import check_layout, stage_layers
 from phalanx.schedule.named import schedule_of
 from phalanx.spec.layout import SHARDED, Layout, degrees, is_shared, spread
 from phalanx.spec.run import RunSpec, cut_batch
@@ -29,6 +29,7 @@ def run_traffic(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
     ranks share unevenly are sent with padding, and counted so. Raises UserError if the layout cannot run on so many
     ranks.
     """
+    check_layout(run, world_size)
     layout, sizes, shapes = run.layout, degrees(run.layout, world_size), parameter_shapes(run.model)
     if layout.data == "parameter_server":
         return _served(shapes, layout, KEPT[run.training.precision], sizes.dp)
