@@ -147,12 +147,13 @@ def in_turn(logits):
     return logits * 0 + (choice % flat.shape[1]).view(logits.shape)
 
 
-def unseen(spec, predicted, mode, ep):
+def unseen(spec, predicted, mode, ep, gathered):
     """Of copies of weights, those that products cut over two ranks keep where autograd's hooks do not see them: all but
     those of the norms of queries and keys, of routers and of experts."""
     if not predicted.weight_copies or mode == "full":
         return predicted.weight_copies
-    heads = {"head": 2, "full": (spec.heads + spec.kv_heads) / 2, "none": 0}[spec.qk_norm]
+    both = spec.heads + spec.kv_heads
+    heads = {"head": 2, "full": both if gathered else both / 2, "none": 0}[spec.qk_norm]
     moe = spec.moe and sum(map(spec.is_moe, range(spec.layers))) * spec.moe.experts * spec.width
     columns = spec.moe and (spec.moe.ffn / 2 if ep else -(-spec.moe.ffn // 2))
     of_experts = moe * (1 + 3 * columns) if moe else 0
@@ -161,7 +162,13 @@ def unseen(spec, predicted, mode, ep):
 
 DENSE = ("llama", "qwen3", "qk-norm-learned", "gpt2", "gelu-rotary", "layernorm-swiglu")
 SPARSE = ("mixtral", "deepseek", "olmoe")
+# Three heads of eight columns: of two ranks each has one and a half.
+THREE = {"heads": 3, "kv_heads": 3, "head_dim": 8}
+SPECS_OF_COLUMNS = {f"{name}-of-columns": SPECS[name].replace(**THREE) for name in (*DENSE, "mixtral")}
+GATHERED = {"tp": 2, "heads": "gathered"}
 SHARED = {
+    "gathered-heads": (GATHERED, tuple(SPECS_OF_COLUMNS)),
+    "gathered-heads-of-whole-tokens": (GATHERED | {"sequence_parallel": False}, tuple(SPECS_OF_COLUMNS)),
     "shared-tokens": ({"tp": 2}, (*DENSE, *SPARSE)),
     "whole-tokens": ({"tp": 2, "sequence_parallel": False}, (*DENSE, *SPARSE)),
     "ring": ({"cp": 2, "context": "ring"}, (*DENSE, *SPARSE)),
@@ -180,7 +187,7 @@ def test_of_ranks_that_share_to_the_byte(changes, names, mode):
     from phalanx.testing import ranks
 
     cases = [
-        (SPECS[name], *PRECISIONS[numbers], changes | {"recompute": mode}, masked)
+        ((SPECS | SPECS_OF_COLUMNS)[name], *PRECISIONS[numbers], changes | {"recompute": mode}, masked)
         for name in names
         for numbers in PRECISIONS
         for masked in (False, True)
@@ -188,7 +195,8 @@ def test_of_ranks_that_share_to_the_byte(changes, names, mode):
     expected = []
     for spec, precision, autocast, layout, masked in cases:
         predicted = activation_bytes(spec, 6, 20, precision, Layout(**layout), autocast, masked)
-        expected.append(predicted.total - (unseen(spec, predicted, mode, "ep" in layout) if "tp" in layout else 0))
+        hidden = unseen(spec, predicted, mode, "ep" in layout, "heads" in layout) if "tp" in layout else 0
+        expected.append(predicted.total - hidden)
     found = ranks(2).run(kept_by_a_rank, cases)
     assert dict(zip(map(str, cases), found[0], strict=True)) == dict(zip(map(str, cases), expected, strict=True))
 

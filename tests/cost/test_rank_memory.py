@@ -332,8 +332,6 @@ def test_a_layout_that_cannot_run_is_refused():
         rank_memory(described("parameter_server"), 1)
     with pytest.raises(UserError, match="cannot share"):
         rank_memory(described("zero2"), 5)
-    with pytest.raises(UserError, match="not predicted"):
-        rank_memory(described(model={"preset": "tiny", "kv_heads": 3}, layout={"tp": 2, "heads": "gathered"}), 4)
 
 
 def test_stages_in_flight_are_those_of_the_schedule():
@@ -360,7 +358,7 @@ def test_stages_in_flight_are_those_of_the_schedule():
 
 
 def test_bytes_in_files_are_known_of_every_layout() -> None:
-    """Before a run starts, its disk is looked at: also of pipelines, and where activations are not predicted."""
+    """Before a run starts, its disk is looked at."""
     files = {"offload": "nvme", "offload_directory": "/tmp"}
     model = {"preset": "tiny", "heads": 4, "kv_heads": 4, "layers": 4}
     staged = described("zero1", model=model, layout={"pp": 2, **files})

@@ -113,6 +113,7 @@ SHARED = [
     (4, {"layout.pp": 2, "layout.data": "zero1"}),
     (4, {"layout.pp": 2, "layout.tp": 2}),
     *[(2, {"layout.tp": 2, "layout.sequence_parallel": whole}) for whole in (True, False)],
+    (2, {"layout.tp": 2, "layout.heads": "gathered", "model": {**DENSE, "heads": 3, "kv_heads": 3, "head_dim": 16}}),
     (4, {"layout.tp": 2, "layout.data": "zero3"}),
     *[(2, {"layout.cp": 2, "layout.context": kind}) for kind in ("ring", "ulysses")],
     (2, {"layout.ep": 2}),

@@ -96,10 +96,6 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, measure: bool) -> int:
             "cluster.nodes", run.cluster.nodes, "phalanx train starts the ranks of one node",
             "start each node with torchrun -m phalanx.train (examples/slurm.sbatch), or set cluster.nodes = 1",
         )  # fmt: skip
-    if measure:
-        from phalanx.cost.activations import refuse_uncounted
-
-        refuse_uncounted(run.layout)
     known = nproc or run.cluster.nproc
     if known is not None:
         check_run(run, known, resume)  # before torch is imported, which takes a second

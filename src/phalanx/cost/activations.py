@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from phalanx.cost.kept import Pass, attention, experts, head, inputs, mlp, mlp_gradients, norm, put_off, put_off_head
 from phalanx.cost.precision import Precision
 from phalanx.schedule.action import Schedule
-from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
@@ -107,7 +106,7 @@ def activation_bytes(
     Of tensor-parallel ranks one has a share of heads, inner widths and logits, and with sequence parallelism of the
     residual stream's tokens too, which norms and products keep (arXiv 2205.05198, section 4.2); of context-parallel
     ranks a share of every sequence; of expert-parallel ranks some experts, whose tokens are as many as its own where
-    these are balanced. Raises UserError for heads that are gathered, which are not counted.
+    these are balanced.
 
     bf16 is either `autocast` over fp32 parameters (one process, DDP; no effect on fp32 and fp64), or parameters that
     are bf16 themselves (ZeRO). `masked`: documents in a sequence are hidden from each other.
@@ -116,7 +115,6 @@ def activation_bytes(
     before it keep, what it drops itself, and nothing of those after it or of the loss.
     """
     layout, stage = layout or Layout(), stage or Stage(range(spec.layers), first=True, last=True)
-    refuse_uncounted(layout)
     run = Pass(batch, sequence, precision, layout, autocast and precision == "bf16", masked)
     stream = run.here * spec.width * run.stream
     normed = Counter(norms=norm(spec, run))
@@ -157,14 +155,6 @@ def activation_bytes(
     return ActivationBytes(
         **kept, loss_gradients=loss_gradients, mlp_gradients=flowing, recomputed=max(alive, default=0)
     )
-
-
-def refuse_uncounted(layout: Layout) -> None:
-    """Raise UserError for a layout whose activations are not counted."""
-    if layout.heads == "gathered":
-        raise UserError(
-            "layout.heads", "gathered", "has activations that are not predicted", 'use "split" to see the rest'
-        )
 
 
 def put_off_bytes(

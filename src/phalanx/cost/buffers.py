@@ -56,6 +56,8 @@ def exchange_bytes(run: RunSpec, batch: int, place: int) -> int:
     numbers = 0
     if layout.tp > 1:
         numbers += (4 if layout.sequence_parallel else 2) * tokens * (spec.width + 1)
+        # Queries and keys as they come, side by side, and with their gradients on the way.
+        numbers += 4 * tokens * spec.heads * spec.head_dim if layout.heads == "gathered" else 0
     if layout.cp > 1:
         kv = -(-spec.kv_heads // layout.tp)
         q = -(-spec.heads // layout.tp)

@@ -102,6 +102,8 @@ def attention(spec: ModelSpec, run: Pass) -> Counter[str]:
     Around a ring (`layout.context`) no mask is kept, and wo's input is a copy; after an all-to-all likewise, and
     key/value heads that are fewer than the ranks are repeated.
     """
+    if run.tp > 1 and run.layout.heads == "gathered":
+        return _gathered_attention(spec, run)
     D, H, K, kv_heads = spec.width, run.share(spec.heads), spec.head_dim, run.share(spec.kv_heads)
     q, kv = H * K, kv_heads * K
     kept = run.linear_input(D, readers=3)  # wq, wk, wv
@@ -117,6 +119,24 @@ def attention(spec: ModelSpec, run: Pass) -> Counter[str]:
     kept += run.tokens * (2 * q + 2 * inner + (q if cp > 1 else 0)) * run.number
     kept += run.tokens * H * run.wide
     kept += run.batch * run.sequence**2 * run.number if run.masked and not (cp > 1 and ring) else 0
+    return Counter(attention=kept, weight_copies=run.weights(weights))
+
+
+def _gathered_attention(spec: ModelSpec, run: Pass) -> Counter[str]:
+    """The same where ranks have columns of heads: queries and keys are there whole, and of the heads that its columns
+    belong to a rank has values, output and logsumexp."""
+    D, K, whole = spec.width, spec.head_dim, spec.heads * spec.head_dim
+    columns = whole // run.tp
+    mine = max(-(-(first + columns) // K) - first // K for first in range(0, whole, columns))
+    kept, weights = run.linear_input(D, readers=3), 3 * D * columns
+    if spec.qk_norm == "head":
+        kept += _rms_norm(run, 2 * run.tokens * spec.heads, K)
+        weights += 2 * K
+    elif spec.qk_norm == "full":
+        kept += 2 * _rms_norm(run, run.tokens, whole)
+        weights += 2 * whole
+    kept += run.tokens * (2 * whole + 2 * mine * K) * run.number + run.tokens * mine * run.wide
+    kept += run.batch * run.sequence**2 * run.number if run.masked else 0
     return Counter(attention=kept, weight_copies=run.weights(weights))
 
 
@@ -199,6 +219,8 @@ def put_off(spec: ModelSpec, layer: int, run: Pass) -> int:
     """What the second half of a block's backward pass needs (`parallel.split_backward`): of every linear layer its
     input, the gradient of its output, and under autocast the copy of its weight."""
     D, q, kv = spec.width, run.share(spec.heads) * spec.head_dim, run.share(spec.kv_heads) * spec.head_dim
+    if run.layout.heads == "gathered":
+        q = kv = spec.heads * spec.head_dim // run.tp
     kept = run.linear_input(D, readers=3) + run.tokens * (2 * q + 2 * kv + D) * run.number
     kept += attention(spec, run)["weight_copies"]
     if spec.moe is None or not spec.is_moe(layer):

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phalanx.cost.activations import refuse_uncounted
 from phalanx.cost.parameters import parameters
 from phalanx.measure.matmul import peak_flops
 from phalanx.parallel.apply import computing
@@ -48,7 +47,6 @@ def work(source: Path, overrides: list[str], resume: bool, measure: bool = False
         run, data = read_directory(directory)
         fresh = not checkpoints(directory / "checkpoints")
         if measure:
-            refuse_uncounted(run.layout)
             forget_measured(directory)  # of an earlier start, maybe of other ranks
         trainer = Trainer(run, open_corpus(run, data, fresh), directory, device, device_peak(run, device))
         _train(trainer, resume or prepared, measure)
