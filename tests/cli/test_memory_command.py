@@ -101,8 +101,9 @@ def test_what_cannot_run_says_why(run):
     assert "which 5 data-parallel ranks cannot share" in rows["zero2 rank"]["problem"]
     assert rows["zero1 rank"]["problem"] == ""
     assert "* zero2: training.tokens_per_step = 16384: is 64 sequences" in shown(run, "--ranks", "5")
-    gathered = ["--set", "layout.tp=2", "--set", "layout.heads=gathered"]
-    assert "* zero2: layout.heads = 'gathered': has activations that are not" in shown(run, "--ranks", "4", *gathered)
+    split = ["--ranks", "4", "--set", "layout.tp=2"]
+    assert "* zero2: layout.tp = 2: does not divide model.heads (3)" in shown(run, *split)
+    assert by_name(run, *split, "--set", "layout.heads=gathered")["zero2 rank"]["memory"]["activations"] > 0
 
 
 def test_a_pipeline_has_a_row_for_each_of_its_places(run):
