@@ -298,7 +298,8 @@ class Trainer:
         self.loader.resume(manifest["loader"], resized=self.run.training.scaling != "keep")
         load_state(checkpoint, self.strategy, self.optimizers)
         restore_random_state(checkpoint, self.mesh.rank)
-        self.loads.copy_(torch.tensor(manifest.get("expert_tokens", self.loads.tolist())))
+        if self.moe_layers and "expert_tokens" in manifest:
+            self.loads.copy_(torch.tensor(manifest["expert_tokens"]))
         self.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]
         rescaling = Rescaling(**manifest["rescaling"])
         if rescaling.after != self.cut.learning_rate:  # the ranks are others
