@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from phalanx.spec.model import ModelSpec
-from phalanx.train.manifest import newest_intact, read_manifest
+from phalanx.train.manifest import intact_checkpoint, read_manifest
 
 Loads = dict[int, list[int]]
 
@@ -56,10 +55,11 @@ def experts(
     described = load_run(run / "run.toml", environment={})
     ranks = ep or described.layout.ep
     layers = _layers(run, described.model, ranks)
-    checkpoint = _newest(run)
+    checkpoint = intact_checkpoint(run)
     loads = _loads(checkpoint, layers)
-    orders = {layer: balanced(tokens, ranks) for layer, tokens in loads.items()}
-    if order is not None:
+    if order is None:
+        orders = {layer: balanced(tokens, ranks) for layer, tokens in loads.items()}
+    else:
         orders = {layer: list(range(len(tokens))) for layer, tokens in loads.items()} | _read_order(order, loads)
     rows = [
         {
@@ -90,15 +90,6 @@ def _layers(run: Path, spec: ModelSpec, ranks: int) -> list[int]:
     problem = f"does not divide model.moe.experts ({spec.moe.experts})"
     require(spec.moe.experts % ranks == 0, "--ep", ranks, problem, fix)
     return [layer for layer in range(spec.layers) if spec.is_moe(layer)]
-
-
-def _newest(run: Path) -> Path:
-    checkpoint, damaged = newest_intact(run / "checkpoints")
-    for name, problem in damaged.items():
-        print(f"phalanx: checkpoint {name} is damaged and was passed over: {problem}", file=sys.stderr)
-    if checkpoint is None:
-        raise UserError("run directory", str(run), "has no intact checkpoint", "let the run reach its first checkpoint")
-    return checkpoint
 
 
 def _loads(checkpoint: Path, layers: list[int]) -> Loads:

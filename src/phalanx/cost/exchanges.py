@@ -105,7 +105,8 @@ def _experts(spec: ModelSpec, moe: MoESpec, run: Pass) -> Part:
     if not moe.shared_experts:  # nothing behind the sum is kept, so it is not computed again
         return Part(forward + last, forward, backward)
     shared = _pair(spec, run)
-    return Part(forward + last + shared.forward, forward + last + shared.forward, backward + shared.backward)
+    forward = forward + last + shared.forward
+    return Part(forward, forward, backward + shared.backward)
 
 
 def _enter(run: Pass, size: int) -> Sent:

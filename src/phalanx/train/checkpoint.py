@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import threading
 import warnings
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from phalanx.train.manifest import (
     BEFORE,
     FORMAT,
     checkpoints,
+    intact_checkpoint,
     newest_intact,
     publish,
     set_aside,
@@ -188,14 +188,16 @@ def state_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -
 def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     """All of a checkpoint, whole, in CPU memory."""
     reader = HuggingFaceStorageReader(str(checkpoint))
-    entries = reader.read_metadata().state_dict_metadata.items()
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    saved = _saved(reader).items()
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved}
     load(tensors, storage_reader=reader, no_dist=True)
     return tensors
+
+
+def _saved(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
+    """What a checkpoint has of each tensor."""
+    entries = reader.read_metadata().state_dict_metadata.items()
+    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def load_state(checkpoint: Path, strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -204,8 +206,7 @@ def load_state(checkpoint: Path, strategy: Strategy, optimizers: list[torch.opti
     Raises UserError if the checkpoint is of another model.
     """
     reader = HuggingFaceStorageReader(str(checkpoint))
-    entries = reader.read_metadata().state_dict_metadata.items()
-    saved = {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    saved = {name: tuple(entry.size) for name, entry in _saved(reader).items()}
     for optimizer in optimizers:
         _make_state(optimizer, strategy, saved)
     tensors = state_tensors(strategy, optimizers)
@@ -255,12 +256,7 @@ def load_trained(run_directory: Path) -> tuple[Any, nn.Module, Path]:
             "run directory", str(run_directory), "has no run.toml", "give a directory that phalanx train made"
         )
     run = load_run(run_directory / "run.toml", environment={})
-    checkpoint, damaged = newest_intact(run_directory / "checkpoints")
-    if checkpoint is None:
-        problem = f"its checkpoints are damaged: {damaged}" if damaged else "has no checkpoint yet"
-        raise UserError("run directory", str(run_directory), problem, "let the run reach its first checkpoint")
-    for name, problem in damaged.items():
-        print(f"phalanx: checkpoint {name} is damaged and was passed over: {problem}", file=sys.stderr)
+    checkpoint = intact_checkpoint(run_directory)
     with torch.device("meta"):
         module = Transformer(run.model)
     give_memory(module, torch.device("cpu"))

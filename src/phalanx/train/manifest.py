@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,20 @@ def newest_intact(directory: Path) -> tuple[Path | None, dict[str, str]]:
             return checkpoint, damaged
         damaged[checkpoint.name] = problem
     return None, damaged
+
+
+def intact_checkpoint(run_directory: Path) -> Path:
+    """The newest undamaged checkpoint of a run; says which newer ones were passed over, and why.
+
+    Raises UserError if there is none.
+    """
+    checkpoint, damaged = newest_intact(run_directory / "checkpoints")
+    if checkpoint is None:
+        problem = f"has no intact checkpoint: {damaged}" if damaged else "has no checkpoint yet"
+        raise UserError("run directory", str(run_directory), problem, "let the run reach its first checkpoint")
+    for name, problem in damaged.items():
+        print(f"phalanx: checkpoint {name} is damaged and was passed over: {problem}", file=sys.stderr)
+    return checkpoint
 
 
 def set_aside(directory: Path, damaged: Iterable[str], intact: Path | None) -> None:
