@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -35,8 +36,15 @@ def test_json_has_every_number():
 
 
 def test_list():
-    assert "12.9 B" in shown("--list")
-    assert json.loads(shown("--list", "--json"))["gpt2-124m"] == {"total": 124_439_808, "active": 124_439_808}
+    text = shown("--list")
+    assert "12.9 B" in text
+    assert re.search(r"h100 +989.4 +80 +3350 +450 +8 +50 +700\n", text)
+    assert re.search(r"l4 +121 +24 +300 +1 +1.562 +72\n", text)
+    assert max(map(len, text.splitlines())) <= 80
+    known = json.loads(shown("--list", "--json"))
+    assert known["models"]["gpt2-124m"] == {"total": 124_439_808, "active": 124_439_808}
+    assert known["machines"]["a100"]["link_bytes_per_second"] == 300e9
+    assert "watts" not in known["machines"]["tpuv5e"]
 
 
 def test_a_run_file_and_a_hugging_face_config_are_models_too(tmp_path):

@@ -44,6 +44,11 @@ BAD = [
     ("[model.moe]\nexperts = 4\ntop_k = 5\nffn = 8", "model.moe.top_k", "5", "lower it"),
     ("[model.moe]\nexperts = 4\ntop_k = 2\nffn = 8\nfirst_dense = 3", "model.moe.first_dense", "3", "use at most 2"),
     ('[cluster]\npreset = "h1000"', "cluster.preset", "'h1000'", "did you mean 'h100'?"),
+    ('[cluster]\npreset = "A100-80GB"', "cluster.preset", "'A100-80GB'", "did you mean 'a100'?"),
+    ('[cluster]\npreset = "V100"', "cluster.preset", "'V100'", "did you mean 'v100-16gb' or 'v100-32gb'?"),
+    ('[cluster]\npreset = "mi250x"', "cluster.preset", "'mi250x'", "did you mean 'mi250x-gcd'?"),
+    ("[cluster]\nwatts = 0", "cluster.watts", "0", "raise it"),
+    ("[cluster]\noversubscription = 0.5", "cluster.oversubscription", "0.5", "raise it"),
     ('[layout]\ndata = "fsdp"', "layout.data", "'fsdp'", "use one of them"),
     ("[layout]\ntp = 0", "layout.tp", "0", "raise it"),
     ('name = "a/b"', "name", "'a/b'", "use letters, digits"),
@@ -133,7 +138,11 @@ def test_every_model_preset_loads_and_may_be_changed(preset):
 def test_every_machine_preset_loads_and_may_be_changed(preset):
     cluster = build_run({"cluster": {"preset": preset, "nodes": 3}}).cluster
     assert cluster.nodes == 3
-    assert cluster.peak_flops > 1e14
+    assert 7e13 <= cluster.peak_flops < 3e15
+    assert 16 * 2**30 <= cluster.memory_bytes <= 288 * 2**30
+    assert 3e11 <= cluster.hbm_bytes_per_second <= 8e12
+    assert (cluster.domain > 1) == (cluster.link_bytes_per_second is not None)
+    assert (cluster.device == "cuda") != preset.startswith("tpu")
 
 
 def test_a_preset_may_be_changed_inside_its_experts():

@@ -14,11 +14,16 @@ from phalanx.cost.compute import forward_flops_per_token, training_flops_per_tok
 from phalanx.cost.memory import Optimizer, model_state_bytes
 from phalanx.cost.parameters import ParameterCount, parameters
 from phalanx.spec.base import require
+from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_model, preset_names
+from phalanx.spec.load import load_machine, load_model, preset_names
 from phalanx.spec.model import ModelSpec
 
 PARTS = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head")
+DEVICE = (
+    "peak_flops", "memory_bytes", "hbm_bytes_per_second", "link_bytes_per_second", "domain",
+    "network_bytes_per_second", "watts",
+)  # fmt: skip
 SI, COUNT = ("", "k", "M", "G", "T", "P"), ("", "k", "M", "B", "T")
 FLOPS_NOTE = "training: 6 x parameters in matrix products + 12 L H head_dim T (causal: half)"
 STATE_NOTE = "for bf16 and fp32 alike, before sharding; twice that for fp64; without activations"
@@ -32,7 +37,7 @@ def info(
     sequence: Annotated[
         int | None, typer.Option(help="Tokens in a sequence; by default the model's context.", min=1)
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the presets of models and machines.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a model's parameters, FLOPs per token, and bytes of training state.
@@ -48,8 +53,12 @@ def info(
         phalanx info --list
     """
     if list_:
-        presets = {name: parameters(load_model(name)) for name in preset_names("models")}
-        _print_json(_list_facts(presets)) if json_ else Console().print(_list_table(presets))
+        models = {name: parameters(load_model(name)) for name in preset_names("models")}
+        machines = {name: load_machine(name) for name in preset_names("machines")}
+        if json_:
+            _print_json({"models": _model_facts(models), "machines": _machine_facts(machines)})
+        else:
+            Console().print(_model_list(models), _machine_list(machines), sep="\n\n")
         return
     if model is None:
         raise UserError("MODEL", None, "is missing", "name a model, such as phalanx info llama3-8b, or use --list")
@@ -142,15 +151,42 @@ def _state_table(known: dict[str, dict[str, int]]) -> Table:
     return table
 
 
-def _list_table(presets: dict[str, ParameterCount]) -> Table:
-    table = _table("preset", "parameters", "active per token")
+def _model_list(presets: dict[str, ParameterCount]) -> Table:
+    table = _table("model", "parameters", "active per token")
     for name, count in presets.items():
         table.add_row(name, short(count.total, COUNT), short(count.active, COUNT))
     return table
 
 
-def _list_facts(presets: dict[str, ParameterCount]) -> dict[str, Any]:
+def _machine_list(presets: dict[str, Cluster]) -> Table:
+    table = _table("machine", "TFLOP/s", "GiB", "memory GB/s", "link GB/s", "domain", "NIC GB/s", "W")
+    for name, machine in presets.items():
+        table.add_row(
+            name,
+            _scaled(machine.peak_flops, 1e12),
+            _scaled(machine.memory_bytes, 2**30),
+            _scaled(machine.hbm_bytes_per_second, 1e9),
+            _scaled(machine.link_bytes_per_second, 1e9),
+            _scaled(machine.domain, 1),
+            _scaled(machine.network_bytes_per_second, 1e9),
+            _scaled(machine.watts, 1),
+        )
+    return table
+
+
+def _model_facts(presets: dict[str, ParameterCount]) -> dict[str, Any]:
     return {name: {"total": count.total, "active": count.active} for name, count in presets.items()}
+
+
+def _machine_facts(presets: dict[str, Cluster]) -> dict[str, Any]:
+    return {
+        name: {key: value for key in DEVICE if (value := getattr(machine, key)) is not None}
+        for name, machine in presets.items()
+    }
+
+
+def _scaled(number: float | None, unit: float) -> str:
+    return "" if number is None else f"{number / unit:.4g}"
 
 
 def _table(first: str, *columns: str) -> Table:

@@ -97,10 +97,15 @@ def known_fields(kind: type[Spec], path: list[str]) -> list[str]:
 
 
 def suggest(word: str, known: list[str], otherwise: str = "") -> str:
-    """A sentence that offers the nearest known word; failing that `otherwise`, or a list of them all."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.8)
-    near = near or [ours for theirs, ours in ELSEWHERE.items() if word.startswith(theirs) and ours in known]
-    return f"did you mean {near[0]!r}?" if near else otherwise or "known here: " + ", ".join(sorted(known))
+    """A sentence that offers the nearest known word, whatever its case and dashed endings; failing that `otherwise`, or
+    a list of them all."""
+    asked = word.lower()
+    near = sorted((name for name in known if f"{asked}-".startswith(f"{name.lower()}-")), key=len)[-1:]
+    near = near or [name for name in known if name.lower().startswith(f"{asked}-")]
+    near = near or difflib.get_close_matches(asked, known, n=1, cutoff=0.8)
+    near = near or [ours for theirs, ours in ELSEWHERE.items() if asked.startswith(theirs) and ours in known][:1]
+    offered = " or ".join(map(repr, near))
+    return f"did you mean {offered}?" if near else otherwise or "known here: " + ", ".join(sorted(known))
 
 
 def require(ok: bool, field: str, value: object, problem: str, fix: str = "") -> None:

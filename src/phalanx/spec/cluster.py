@@ -13,7 +13,7 @@ class Cluster(Spec):
     """Nodes, the devices in them, and what they can do. Unknown speeds are measured or left out, never guessed."""
 
     preset: str | None = Field(None, examples=["h100"])
-    """A known machine whose values the other fields override: a100, h100, h200."""
+    """A known machine (`phalanx info --list`) whose values the other fields override."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What computes: auto takes the GPU that is there, else the CPU."""
     nodes: int = Field(1, gt=0)
@@ -23,8 +23,33 @@ class Cluster(Spec):
     peak_flops: float | None = Field(None, gt=0, examples=[1e12])
     """Peak dense matrix-product speed of one rank's device in FLOP/s at the training precision, for MFU. By default the
     preset's, or on a CPU what a short matrix product reaches at start-up."""
+    matmul_flops: float | None = Field(None, gt=0, examples=[794e12])
+    """The most that a matrix product in 16 bits was measured to reach (stas00/ml-engineering's MAMF). By default what
+    devices of its generation reach."""
+    matmul_flops_8bit: float | None = Field(None, gt=0, examples=[1400e12])
+    """The same in 8 bits. By default as much faster as its peak."""
+    multiprocessors: int | None = Field(None, gt=0, examples=[132])
+    """Of one device: what the tiles of a product are dealt to. By default products run as fast at any shape."""
+    generation: int = Field(0, ge=0, le=2)
+    """Of the device, and of the kernels and libraries made for it: 0 Ampere and older, 1 Hopper, 2 Blackwell, and what
+    is of their age from others."""
     memory_bytes: int | None = Field(None, gt=0, examples=[16_000_000_000])
     """Memory of one device."""
+    hbm_bytes_per_second: float | None = Field(None, gt=0, examples=[3350e9])
+    """Bandwidth of one device's memory."""
+    domain: int | None = Field(None, gt=0, examples=[8])
+    """Devices joined by the fast links (an NVLink domain), which may be fewer than a node has, or those of several
+    nodes. By default the preset's, else the ranks of a node."""
+    link_bytes_per_second: float | None = Field(None, gt=0, examples=[450e9])
+    """What one device's fast links carry together in one direction."""
+    network_bytes_per_second: float | None = Field(None, gt=0, examples=[50e9])
+    """One device's share of its node's network cards, in one direction."""
+    oversubscription: float = Field(1.0, ge=1)
+    """Of the fabric above the leaf switches: bandwidth of the network cards divided by what the spine carries."""
+    watts: float | None = Field(None, gt=0, examples=[700])
+    """Power of one device, for energy."""
+    price_per_hour: float | None = Field(None, gt=0, examples=[2.5])
+    """Price of one device for an hour, in a currency of your choice."""
 
     @property
     def ranks(self) -> int:
