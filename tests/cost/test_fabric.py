@@ -1,0 +1,176 @@
+"""Loads of collectives on a rail fabric, against every message of every rank, counted."""
+
+from collections import Counter
+from itertools import pairwise, product
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.cost.fabric import (
+    FabricLoad,
+    all_to_all,
+    double_tree_all_reduce,
+    flat_ring_all_reduce,
+    hierarchical_all_reduce,
+    incast_bytes_per_second,
+    incast_seconds,
+    network_seconds,
+    oversubscription_slowdown,
+)
+from phalanx.cost.network import all_gather_sends, reduce_scatter_sends
+from phalanx.spec.errors import UserError
+
+S = 5040.0
+SIZES = list(product((1, 2, 3, 4), (1, 2, 3, 4)))
+LINK = 50e9  # 400 Gb/s
+
+
+class Counted:
+    """Bytes that went from device to device; a device is (node, rail)."""
+
+    def __init__(self):
+        self.nic, self.nvlink, self.spine = Counter(), Counter(), 0.0
+
+    def send(self, source, target, size_bytes):
+        if source[0] == target[0]:
+            self.nvlink[source] += size_bytes * (source != target)
+        else:
+            self.nic[source] += size_bytes
+            self.spine += size_bytes * (source[1] != target[1])
+
+    def load(self, nodes, rails, alike=True):
+        devices = list(product(range(nodes), range(rails)))
+        for sent in (self.nic, self.nvlink):
+            assert not alike or [sent[device] for device in devices] == pytest.approx([sent[0, 0]] * len(devices))
+        most_nic, most_nvlink = (max(sent[device] for device in devices) for sent in (self.nic, self.nvlink))
+        return most_nic, most_nvlink, self.spine / (sum(self.nic.values()) or 1)
+
+
+def matches(load: FabricLoad, counted):
+    return (load.nic_bytes, load.nvlink_bytes, load.spine_share) == pytest.approx(counted, abs=1e-9)
+
+
+@pytest.mark.parametrize("pxn", [False, True])
+@pytest.mark.parametrize(("nodes", "rails"), SIZES)
+def test_all_to_all(nodes, rails, pxn):
+    counted, devices = Counted(), list(product(range(nodes), range(rails)))
+    for source, target in product(devices, devices):
+        way = [source, (source[0], target[1]), target] if pxn else [source, target]
+        for a, b in pairwise(way):
+            counted.send(a, b, S / len(devices))
+    assert matches(all_to_all(S, nodes, rails, pxn), counted.load(nodes, rails))
+
+
+def ring(counted, order, size_bytes, *phases):
+    """`order`'s devices exchange `size_bytes` in these phases."""
+    for phase in phases:
+        for send in phase(len(order)):
+            counted.send(order[send.source], order[send.target], size_bytes / len(order))
+
+
+@pytest.mark.parametrize(("nodes", "rails"), [(n, g) for n, g in SIZES if n % 2 == 0 or 1 in (n, g)])
+def test_a_flat_ring_for_every_rail(nodes, rails):
+    """Every second node is crossed in the other direction, and so entered on the rail on which the last was left."""
+    counted = Counted()
+    for rail in range(rails):
+        up = [(rail + step) % rails for step in range(rails)]
+        order = [(node, device) for node in range(nodes) for device in (up[::-1] if node % 2 else up)]
+        ring(counted, order, S / rails, reduce_scatter_sends, all_gather_sends)
+    assert matches(flat_ring_all_reduce(S, nodes, rails), counted.load(nodes, rails))
+
+
+@pytest.mark.parametrize(("nodes", "rails"), SIZES)
+def test_hierarchical(nodes, rails):
+    counted = Counted()
+    for node in range(nodes):
+        ring(counted, [(node, rail) for rail in range(rails)], S, reduce_scatter_sends, all_gather_sends)
+    for rail in range(rails):
+        ring(counted, [(node, rail) for node in range(nodes)], S / rails, reduce_scatter_sends, all_gather_sends)
+    assert matches(hierarchical_all_reduce(S, nodes, rails), counted.load(nodes, rails))
+
+
+def parent(node, nodes):
+    """In a tree in which odd nodes are leaves and 0 is the root."""
+    bit = node & -node
+    up = (node ^ bit) | bit << 1
+    return up if up < nodes else node ^ bit
+
+
+@pytest.mark.parametrize("rails", [1, 2, 3])
+@pytest.mark.parametrize("nodes", range(1, 17))
+def test_double_trees(nodes, rails):
+    """The second tree is the first, mirrored or shifted by one: its leaves are the other's inner nodes."""
+    counted = Counted()
+    for rail in range(rails):
+        for node, name in product(range(1, nodes), (lambda n: n, lambda n: n + 1 if nodes % 2 else nodes - 1 - n)):
+            ends = (name(node) % nodes, rail), (name(parent(node, nodes)) % nodes, rail)
+            counted.send(*ends, S / rails / 2)
+            counted.send(*ends[::-1], S / rails / 2)
+        for node, step in product(range(nodes), range(rails - 1)):
+            ends = (node, (rail + step) % rails), (node, (rail + step + 1) % rails)
+            counted.send(*ends, S / rails)
+            counted.send(*ends[::-1], S / rails)
+    nic, nvlink, spine = counted.load(nodes, rails, alike=False)
+    load = double_tree_all_reduce(S, nodes, rails)
+    assert (load.nvlink_bytes, load.spine_share) == pytest.approx((nvlink, spine))
+    assert load.nic_bytes >= nic
+    assert load.nic_bytes == pytest.approx(nic) or nodes in (2, 3, 5)
+
+
+@pytest.mark.parametrize(("nodes", "times"), [(2, 1.875), (16, 1.06)])
+def test_flat_rings_send_more_through_nics_than_hierarchies(nodes, times):
+    flat, hierarchical = (load(S, nodes, 8).nic_bytes for load in (flat_ring_all_reduce, hierarchical_all_reduce))
+    assert flat / hierarchical == pytest.approx(times, abs=0.005 if nodes > 2 else 0)
+
+
+def test_without_pxn_seven_eighths_cross_the_spine():
+    assert all_to_all(S, 16, 8, pxn=False).spine_share == 0.875
+
+
+@pytest.mark.parametrize(
+    ("load", "oversubscription", "times"),
+    [(all_to_all(S, 16, 8, pxn=False), 1, 1), (all_to_all(S, 16, 8, pxn=False), 2, 1.75),
+     (all_to_all(S, 16, 8, pxn=False), 4, 3.5), (all_to_all(S, 16, 8, pxn=True), 4, 1),
+     (flat_ring_all_reduce(S, 16, 8), 4, 1), (hierarchical_all_reduce(S, 16, 8), 4, 1)],
+)  # fmt: skip
+def test_an_oversubscribed_spine(load, oversubscription, times):
+    assert oversubscription_slowdown(load.spine_share, oversubscription) == times
+    assert network_seconds(load, LINK, oversubscription) == times * load.nic_bytes / LINK
+
+
+@given(st.floats(0, 1), st.floats(1, 64))
+def test_the_slower_of_nics_and_spine_decides(share, oversubscription):
+    nics, spine = S / LINK, S * share / (LINK / oversubscription)
+    assert network_seconds(FabricLoad(S, 0, share), LINK, oversubscription) == pytest.approx(max(nics, spine))
+
+
+@pytest.mark.parametrize(("senders", "microseconds"), [(2, 335.5), (8, 47.9), (32, 10.8)])
+def test_how_long_16_mib_last_against_incast(senders, microseconds):
+    assert incast_bytes_per_second(senders, LINK) == (senders - 1) * 50e9
+    assert 1e6 * incast_seconds(16 * 2**20, senders, LINK) == pytest.approx(microseconds, abs=0.05)
+
+
+def test_one_sender_fills_no_queue():
+    assert incast_bytes_per_second(1, LINK) == 0
+    assert incast_seconds(1, 1, LINK) == inf
+
+
+@pytest.mark.parametrize("load", [all_to_all, flat_ring_all_reduce, hierarchical_all_reduce, double_tree_all_reduce])
+def test_there_is_a_node_and_a_device(load):
+    with pytest.raises(UserError, match=r"^nodes = 0"):
+        load(S, 0, 8)
+    with pytest.raises(UserError, match=r"^devices_per_node = 0"):
+        load(S, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [(lambda: oversubscription_slowdown(0.5, 0.9), "oversubscription"),
+     (lambda: oversubscription_slowdown(1.1, 2), "spine_share"),
+     (lambda: incast_seconds(1, 0, LINK), "senders")],
+)  # fmt: skip
+def test_numbers_that_cannot_be_are_named(call, field):
+    with pytest.raises(UserError, match=f"^{field} = "):
+        call()

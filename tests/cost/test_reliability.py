@@ -1,0 +1,167 @@
+"""Checkpoint intervals against published numbers, against a search, and against jobs that really fail."""
+
+from dataclasses import asdict
+from math import exp, inf
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.cost.reliability import (
+    LLAMA3,
+    Reliability,
+    availability_interval_seconds,
+    best_interval_seconds,
+    daly_interval_seconds,
+    days_to,
+    goodput,
+    job_mtbf_seconds,
+    reliability,
+    young_interval_seconds,
+)
+from phalanx.spec.errors import UserError
+
+HOUR = 3600.0
+M = job_mtbf_seconds(LLAMA3.per_device_hour, LLAMA3.devices)
+MTBF = st.floats(1.0, 1e8)
+PART = st.floats(1e-9, 3.0)
+"""Of the mean time between failures."""
+
+
+def test_llama_3_failed_every_three_hours():
+    assert job_mtbf_seconds(LLAMA3.per_device_hour, 16_384) / HOUR == pytest.approx(3.0931, abs=5e-5)
+    assert 1 / LLAMA3.per_device_hour == pytest.approx(50_677, abs=0.5)
+    assert 1 / LLAMA3.per_device_hour / (24 * 365.25) == pytest.approx(5.78, abs=0.005)
+    assert LLAMA3.per_device_hour * 8 * 24 * 1000 == pytest.approx(3.79, abs=0.005)
+
+
+def test_a_rate_of_6_5_per_1000_node_days_stops_16_384_gpus_every_1_8_hours():
+    assert job_mtbf_seconds(6.5 / 1000 / 24 / 8, 16_384) / HOUR == pytest.approx(1.80, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("write", "young", "daly", "useful"),
+    [(10, 471.9, 465.3, 0.9080), (60, 1155.9, 1116.3, 0.8526), (300, 2584.8, 2388.6, 0.7443)],
+)
+def test_intervals_and_goodput_of_llama_3_with_ten_minutes_to_restart(write, young, daly, useful):
+    assert young_interval_seconds(write, M) == pytest.approx(young, abs=0.05)
+    assert daly_interval_seconds(write, M) == pytest.approx(daly, abs=0.05)
+    assert best_interval_seconds(write, M) == pytest.approx(daly, abs=0.05 if write == 10 else 0.2)
+    assert goodput(daly, write, M, 600) == pytest.approx(useful, abs=5e-5)
+    found = reliability(LLAMA3.per_device_hour, LLAMA3.devices, write, 600)
+    assert found == Reliability(M, best_interval_seconds(write, M), pytest.approx(useful, abs=5e-5))
+
+
+def test_other_published_intervals():
+    assert young_interval_seconds(120, 6 * HOUR) / 60 == pytest.approx(37.9, abs=0.05)
+    assert young_interval_seconds(10, 6000 + 600) / 15 == pytest.approx(24.22, abs=0.005)  # repairs counted as uptime
+    assert availability_interval_seconds(10, 6000, 600) / 15 == pytest.approx(24.23, abs=0.005)
+
+
+def test_without_failures_only_writing_takes_time():
+    assert 1 - goodput(3 * HOUR, 40, 1e12, 600) == pytest.approx(0.0037, abs=5e-5)  # BLOOM
+    assert goodput(3 * HOUR, 0, 1e12, 600) == pytest.approx(1, abs=1e-7)
+
+
+@given(MTBF, PART, PART, PART)
+def test_no_interval_is_better_than_the_best(mtbf, write, restart, other):
+    write, restart, other = write * mtbf, restart * mtbf, other * mtbf
+    best = goodput(best_interval_seconds(write, mtbf), write, mtbf, restart)
+    others = [
+        other,
+        young_interval_seconds(write, mtbf),
+        daly_interval_seconds(write, mtbf),
+        availability_interval_seconds(write, mtbf, restart),
+        0.999 * best_interval_seconds(write, mtbf),
+        1.001 * best_interval_seconds(write, mtbf),
+    ]
+    assert 0 < best < 1
+    assert all(goodput(interval, write, mtbf, restart) <= best * (1 + 1e-12) for interval in others)
+
+
+@given(MTBF, PART)
+def test_the_best_interval_is_below_youngs_and_the_mtbf_and_solves_its_equation(mtbf, write):
+    """u = 1 - e^-(u + d/M), by a search that halves."""
+    best = best_interval_seconds(write * mtbf, mtbf)
+    assert 0 < best <= min(young_interval_seconds(write * mtbf, mtbf), mtbf)
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if middle - 1 + exp(-(middle + write)) > 0 else (middle, high)
+    assert best / mtbf == pytest.approx(low, rel=1e-6, abs=1e-10)
+
+
+@given(MTBF, st.floats(1e-9, 1.999))
+def test_dalys_is_near_the_best_where_it_is_meant_to_be(mtbf, half):
+    write = half * mtbf
+    near = 0.002 if half < 0.1 else 0.07
+    assert daly_interval_seconds(write, mtbf) == pytest.approx(best_interval_seconds(write, mtbf), rel=near)
+
+
+def test_dalys_is_the_mtbf_where_writing_takes_twice_that():
+    assert daly_interval_seconds(200, 100) == daly_interval_seconds(900, 100) == 100
+    assert daly_interval_seconds(199.999, 100) == pytest.approx(200 * (1 + 1 / 3 + 1 / 9) - 200, rel=1e-3)
+
+
+@given(MTBF, PART, PART, st.floats(0.01, 100))
+def test_the_availability_interval_has_the_greatest_availability(mtbf, write, restart, factor):
+    write, restart = write * mtbf, restart * mtbf
+
+    def availability(interval):
+        cycle = interval + write
+        return interval / cycle * mtbf / (mtbf + restart + cycle / 2)
+
+    best = availability_interval_seconds(write, mtbf, restart)
+    assert availability(best * factor) <= availability(best) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("interval", "write", "mtbf", "restart"), [(50, 5, 300, 20), (30, 30, 60, 30), (100, 1, 80, 5)]
+)
+def test_goodput_of_a_job_that_really_fails(interval, write, mtbf, restart):
+    """Time passes until an interval and its write go by without failure; so it does until a restart has."""
+    random, cycles, passed = Random(1), 10_000, 0.0
+
+    def until_done(seconds):
+        failure = random.expovariate(1 / mtbf)
+        while failure < seconds:
+            yield failure
+            failure = random.expovariate(1 / mtbf)
+        yield seconds
+
+    for _ in range(cycles):
+        attempts = list(until_done(interval + write))
+        passed += sum(attempts) + sum(sum(until_done(restart)) for _ in attempts[:-1])
+    assert cycles * interval / passed == pytest.approx(goodput(interval, write, mtbf, restart), rel=0.03)
+
+
+@given(st.floats(1e-9, 1e-3), st.integers(1, 10**6), st.floats(0.01, 100), st.floats(0, 100))
+def test_more_devices_are_less_reliable(rate, devices, write, restart):
+    one, two = (asdict(reliability(rate, count, write, restart)) for count in (devices, 2 * devices))
+    assert two["mtbf_seconds"] == pytest.approx(one["mtbf_seconds"] / 2)
+    assert two["interval_seconds"] < one["interval_seconds"]
+    assert two["goodput"] < one["goodput"] < 1
+
+
+def test_days():
+    assert days_to(86_400 * 1000, 1000) == 1
+    assert days_to(86_400 * 1000, 1000, 0.8) == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [(lambda: job_mtbf_seconds(0, 8), "failures_per_device_hour"),
+     (lambda: job_mtbf_seconds(1e-5, 0), "devices"),
+     (lambda: young_interval_seconds(0, 1), "write_seconds"),
+     (lambda: daly_interval_seconds(1, inf), "mtbf_seconds"),
+     (lambda: best_interval_seconds(-1, 1), "write_seconds"),
+     (lambda: availability_interval_seconds(1, 1, -1), "restart_seconds"),
+     (lambda: goodput(0, 1, 1, 1), "interval_seconds"),
+     (lambda: goodput(1, 1, 1, float("nan")), "restart_seconds"),
+     (lambda: days_to(1, 1, 1.5), "goodput"),
+     (lambda: days_to(1, 0), "tokens_per_second")],
+)  # fmt: skip
+def test_numbers_that_cannot_be_are_named(call, field):
+    with pytest.raises(UserError, match=f"^{field} = "):
+        call()
