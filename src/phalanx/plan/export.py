@@ -1,0 +1,47 @@
+"""A run's model, batch and layout in the words of another trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from phalanx.cost.stages import check_layout, stage_layers
+from phalanx.plan.exports.deepspeed import deepspeed
+from phalanx.plan.exports.exported import NAMES, Exported, Job, Trainer
+from phalanx.plan.exports.megatron import megatron
+from phalanx.plan.exports.nanotron import nanotron
+from phalanx.plan.exports.torchtitan import torchtitan
+from phalanx.spec.base import require
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import degrees
+from phalanx.spec.run import RunSpec, cut_batch
+
+WRITERS: dict[Trainer, Callable[[Job], Exported]] = {
+    "megatron": megatron,
+    "torchtitan": torchtitan,
+    "deepspeed": deepspeed,
+    "nanotron": nanotron,
+}
+
+
+def export(run: RunSpec, world_size: int, trainer: Trainer) -> Exported:
+    """What `trainer` needs to train the run's model, with its batch and layout, on so many ranks.
+
+    Raises UserError for a layout that cannot run, and for what that trainer cannot express.
+    """
+    require(trainer in WRITERS, "trainer", trainer, "is not known", f"use one of {', '.join(WRITERS)}")
+    check_layout(run, world_size)
+    return WRITERS[trainer](_job(run, world_size, trainer))
+
+
+def _job(run: RunSpec, world_size: int, trainer: Trainer) -> Job:
+    """Raises UserError for ranks with unequal shares of a step, which no other trainer gives them."""
+    cut = cut_batch(run, world_size)
+    whole = cut.micro_batch * cut.dp * cut.accumulation
+    if cut.sequences != whole:
+        raise UserError(
+            "training.tokens_per_step", run.training.tokens_per_step,
+            f"gives ranks unequal shares ({cut.sequences} sequences a step), which {NAMES[trainer]} cannot",
+            f"use training.tokens_per_step = {whole * run.training.sequence}, or another layout.micro_batch",
+        )  # fmt: skip
+    stages = stage_layers(run) if run.layout.pp > 1 else [range(run.model.layers)]
+    return Job(run, degrees(run.layout, world_size), cut, stages)

@@ -1,0 +1,140 @@
+"""DeepSpeed: the JSON of deepspeed.initialize. Its keys are those of deepspeed/runtime/config.py and what that reads
+(deepspeedai/DeepSpeed, commit 029f12b). JSON has no comments: the notes say what the program must do itself."""
+
+from __future__ import annotations
+
+import json
+
+from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, left_out, refuse
+
+Table = dict[str, object]
+
+GAPS = (
+    Gap("layout.schedule", ("naive", "gpipe", "zb-h1", "zb-h2"), 'use "1f1b", or torchtitan'),
+    Gap("layout.schedule", ("interleaved",), 'use "1f1b", or Megatron-LM or torchtitan'),
+    Gap("layout.schedule", ("zb-v", "dualpipe-v"), 'use "1f1b", or torchtitan'),
+    Gap("layout.schedule_file", (), "remove it, or use torchtitan"),
+    Gap("optimizer.name", ("sgd",), 'use "adamw", or Megatron-LM'),
+    Gap("optimizer.decay", ("wsd",), 'use "cosine", or any of the other three'),
+)
+STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
+
+
+def deepspeed(job: Job) -> Exported:
+    """Raises UserError for what DeepSpeed cannot express."""
+    refuse(job, "deepspeed", GAPS)
+    _check(job)
+    run, sizes = job.run, job.sizes
+    table: Table = {
+        "train_batch_size": job.cut.sequences,
+        "train_micro_batch_size_per_gpu": job.cut.micro_batch,
+        "gradient_accumulation_steps": job.cut.accumulation,
+        "zero_optimization": _zero(job),
+        "bf16": {"enabled": run.training.precision == "bf16"},
+        "gradient_clipping": run.optimizer.clip_norm,
+        **({"communication_data_type": "bf16"} if run.layout.compress == "bf16" else {}),
+        **({"tensor_parallel": {"autotp_size": sizes.tp}} if sizes.tp > 1 else {}),
+        **({"sequence_parallel_size": sizes.cp} if sizes.cp > 1 else {}),
+        "optimizer": _optimizer(job),
+        "scheduler": _scheduler(job),
+    }
+    notes = [*_notes(job), *left_out(job, "deepspeed")]
+    return Exported(json.dumps(table, indent=2) + "\n", notes, "deepspeed.json")
+
+
+def _check(job: Job) -> None:
+    layout, sizes = job.run.layout, job.sizes
+    stage = STAGES[layout.data]
+    if sizes.pp > 1 and stage > 1:
+        why = "its pipelines go with stages 0 and 1 of ZeRO"
+        raise cannot("deepspeed", "layout.data", layout.data, 'use "ddp" or "zero1", or torchtitan', why)
+    if sizes.tp > 1 and stage > 2:
+        why = "its tensor parallelism (AutoTP) goes with stages up to 2 of ZeRO"
+        raise cannot("deepspeed", "layout.data", layout.data, 'use "zero2", or Megatron-LM or torchtitan', why)
+    if sizes.tp > 1 and sizes.pp > 1:
+        why = "AutoTP takes no pipelines"
+        raise cannot("deepspeed", "layout.tp", sizes.tp, "use layout.pp = 1, or Megatron-LM or torchtitan", why)
+    if sizes.tp > 1 and layout.sequence_parallel:
+        why = "AutoTP does not share the tokens"
+        raise cannot("deepspeed", "layout.sequence_parallel", True, "set it to false, or use Megatron-LM", why)
+    if sizes.cp > 1 and layout.context == "ring":
+        fix = 'use "ulysses", or Megatron-LM or torchtitan'
+        raise cannot("deepspeed", "layout.context", "ring", fix, "it exchanges tokens for heads")
+    if job.run.model.moe and stage > 2:
+        why = "its experts go with stages up to 2 of ZeRO"
+        raise cannot("deepspeed", "layout.data", layout.data, 'use "zero2", or Megatron-LM or torchtitan', why)
+    if layout.offload == "nvme" and stage < 3:
+        why = "its files go with stage 3 of ZeRO"
+        raise cannot("deepspeed", "layout.offload", "nvme", 'use "cpu", or layout.data = "zero3"', why)
+    if layout.data == "hsdp" and layout.offload != "none":
+        why = "with MiCS, which is its hsdp, it is not documented"
+        raise cannot("deepspeed", "layout.offload", layout.offload, 'use layout.data = "zero3"', why)
+
+
+def _zero(job: Job) -> Table:
+    layout = job.run.layout
+    place: Table = {"device": layout.offload}
+    if layout.offload == "nvme":
+        place |= {"nvme_path": layout.offload_directory}
+    return {
+        "stage": STAGES[layout.data],
+        **({"mics_shard_size": job.sizes.dp_shard} if layout.data == "hsdp" else {}),
+        **({"offload_optimizer": place} if layout.offload != "none" else {}),
+        **({"offload_param": {"device": "cpu"}} if layout.offload != "none" and layout.data == "zero3" else {}),
+    }
+
+
+def _optimizer(job: Job) -> Table:
+    spec = job.run.optimizer
+    rates = {"lr": job.learning_rate, "betas": list(spec.betas), "eps": spec.eps}
+    return {"type": "AdamW", "params": {**rates, "weight_decay": spec.weight_decay}}
+
+
+def _scheduler(job: Job) -> Table:
+    spec, steps = job.run.optimizer, job.run.training.steps
+    warmup: Table = {"warmup_num_steps": max(1, spec.warmup_steps), "warmup_type": "linear"}
+    if spec.decay == "cosine":
+        ratios = {"total_num_steps": steps, "warmup_min_ratio": 0.0, "cos_min_ratio": spec.min_ratio}
+        return {"type": "WarmupCosineLR", "params": warmup | ratios}
+    warmup |= {"warmup_min_lr": 0.0, "warmup_max_lr": job.learning_rate}
+    if spec.decay == "linear":
+        return {"type": "WarmupDecayLR", "params": {**warmup, "total_num_steps": steps}}
+    return {"type": "WarmupLR", "params": warmup}
+
+
+def _notes(job: Job) -> list[str]:
+    run, layout, sizes, spec = job.run, job.run.layout, job.sizes, job.run.model
+    shape = (
+        f"{spec.layers} layers, width {spec.width}, {spec.heads} heads of {spec.head_dim} ({spec.kv_heads} key/value)"
+    )
+    notes = [
+        f"The model is made by the program: {shape}, inner width {spec.ffn}, {spec.vocab} rows of embedding; "
+        f"sequences of {run.training.sequence} tokens, {run.training.steps} steps.",
+        "Vectors decay as matrices do, unless the program gives parameter groups.",
+    ]
+    if sizes.pp > 1:
+        layers = "/".join(str(len(stage)) for stage in job.stages)
+        notes.append(
+            f"The pipeline is made by the program: PipelineModule(layers, num_stages={sizes.pp}), here {layers} layers "
+            "a stage; its schedule is 1F1B."
+        )
+    if sizes.tp > 1:
+        notes.append("Tensor parallelism is AutoTP's, of Hugging Face models that it knows.")
+    if sizes.cp > 1:
+        notes.append("The program registers Ulysses attention (deepspeed.runtime.sequence_parallel.ulysses_sp).")
+    if spec.moe:
+        notes.append(
+            f"Experts are made by the program: deepspeed.moe.layer.MoE with num_experts={spec.moe.experts}, "
+            f"k={spec.moe.top_k}, ep_size={sizes.ep}."
+        )
+    if layout.data == "hsdp":
+        notes.append("hsdp is MiCS: make the model within deepspeed.zero.MiCS_Init.")
+    if layout.offload == "nvme" and layout.data == "zero3":
+        notes.append("Parameters rest in CPU memory, and optimizer state in files, as here.")
+    if layout.recompute != "none":
+        notes.append(
+            f'The program recomputes (layout.recompute = "{layout.recompute}"): deepspeed.checkpointing.checkpoint.'
+        )
+    if run.optimizer.decay == "linear" and run.optimizer.min_ratio:
+        notes.append("The learning rate falls to 0, not to optimizer.min_ratio.")
+    return notes

@@ -1,0 +1,141 @@
+"""What the writers of other trainers' settings share: what they are given, what they return, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import sqrt
+from typing import Literal
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Degrees
+from phalanx.spec.run import Cut, RunSpec
+
+Trainer = Literal["megatron", "torchtitan", "deepspeed", "nanotron"]
+NAMES: dict[Trainer, str] = {
+    "megatron": "Megatron-LM",
+    "torchtitan": "torchtitan",
+    "deepspeed": "DeepSpeed",
+    "nanotron": "nanotron",
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Settings for another trainer."""
+
+    text: str
+    """The file, its notes as comments where the format has any."""
+    notes: list[str]
+    """What is approximated, left out, or set elsewhere."""
+    file_name: str
+    """What to call the file."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run on a number of ranks, and what follows from the two."""
+
+    run: RunSpec
+    sizes: Degrees
+    cut: Cut
+    stages: list[range]
+    """The layers of every pipeline stage, in order; all in one without a pipeline."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak, scaled as the run asks."""
+        return self.run.optimizer.learning_rate * self.cut.learning_rate
+
+    @property
+    def least_learning_rate(self) -> float:
+        """Where the learning rate ends."""
+        spec = self.run.optimizer
+        return float(f"{self.learning_rate * (1.0 if spec.decay == 'none' else spec.min_ratio):.12g}")
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps in which the learning rate falls, the last ones (wsd: `decay_fraction` of all)."""
+        training, optimizer = self.run.training, self.run.optimizer
+        left = training.steps - optimizer.warmup_steps
+        return min(round(optimizer.decay_fraction * training.steps), left) if optimizer.decay == "wsd" else left
+
+    @property
+    def init_std(self) -> float:
+        """Standard deviation of initial matrices, as in `model.weights`."""
+        return sqrt(2 / (5 * self.run.model.width))
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Values of a field that a trainer cannot express, and what can be done instead."""
+
+    field: str
+    values: tuple[object, ...]
+    """None of them: any but the default."""
+    fix: str
+
+
+NOWHERE = "none of the four has it"
+EVERYWHERE = (
+    Gap("layout.data", ("parameter_server",), f'{NOWHERE}: use layout.data = "zero1" or another'),
+    Gap("layout.heads", ("gathered",), f"{NOWHERE}: use a tensor-parallel degree that divides the heads"),
+    Gap("layout.compress", ("powersgd",), f"{NOWHERE}: remove it"),
+    Gap("training.precision", ("fp64",), f'{NOWHERE}: use "bf16" or "fp32"'),
+    Gap("optimizer.name", ("muon",), f'{NOWHERE} with the same updates: use "adamw"'),
+)
+OWN_WAYS = (
+    "layout.bucket_mb", "layout.first_bucket_mb", "layout.static_graph", "layout.unused_parameters", "layout.wrap",
+    "layout.prefetch", "layout.reshard", "training.compile",
+)  # fmt: skip
+"""Choices that change no result, and that each trainer has its own ways of making."""
+
+
+def refuse(job: Job, trainer: Trainer, gaps: Sequence[Gap]) -> None:
+    """Raise UserError for the first value that this trainer cannot express."""
+    for gap in (*EVERYWHERE, *gaps):
+        value, default = _value_and_default(job.run, gap.field)
+        if value in gap.values if gap.values else value != default:
+            raise cannot(trainer, gap.field, value, gap.fix)
+
+
+def cannot(trainer: Trainer, field: str, value: object, fix: str, why: str = "") -> UserError:
+    """The error for a value that a trainer cannot express."""
+    shown = value if isinstance(value, bool | int | float | str) else None
+    return UserError(field, shown, f"cannot be written for {NAMES[trainer]}" + (f": {why}" if why else ""), fix)
+
+
+def left_out(job: Job, trainer: Trainer, *expressed: str) -> list[str]:
+    """Notes on what no trainer is told, and on choices left to its own ways, but for those that it is told."""
+    notes = [f"Data and tokenizer are not in here: give {NAMES[trainer]} yours."]
+    if job.run.data.mask_documents:
+        notes.append("Documents packed into one sequence are not hidden from each other (data.mask_documents = true).")
+    for field in OWN_WAYS:
+        value, default = _value_and_default(job.run, field)
+        if value != default and field not in expressed:
+            notes.append(f"{field} = {value} is left out: {NAMES[trainer]} has its own ways.")
+    return notes
+
+
+def need_kv_heads(job: Job, trainer: Trainer) -> None:
+    """Raise UserError where tensor-parallel ranks would have copies of key/value heads."""
+    heads, tp = job.run.model.kv_heads, job.sizes.tp
+    if heads % tp:
+        why = f"it does not divide model.kv_heads ({heads}), and only DeepSpeed leaves that to the model"
+        raise cannot(trainer, "layout.tp", tp, "lower it to a divisor of the key/value heads", why)
+
+
+def commented(notes: Sequence[str], text: str) -> str:
+    """A file that begins with its notes."""
+    return "".join(f"# {note}\n" for note in notes) + text
+
+
+def _value_and_default(run: RunSpec, path: str) -> tuple[object, object]:
+    """What a run has at "table.field", and the default; None for both where there is no such table."""
+    *tables, field = path.split(".")
+    table = reduce(getattr, tables[:-1], run) if tables[:-1] else run
+    owner = getattr(table, tables[-1])
+    if owner is None:
+        return None, None
+    return getattr(owner, field), type(owner).model_fields[field].default

@@ -1,0 +1,241 @@
+"""Megatron-LM: a shell script that starts its pretrain_gpt.py. The flags are those of megatron/training/arguments.py
+(NVIDIA/Megatron-LM, commit 000c4ac)."""
+
+from __future__ import annotations
+
+import shlex
+
+from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, commented, left_out, need_kv_heads, refuse
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import MoESpec
+
+Flags = dict[str, object]
+"""Flags by name, without the dashes; True for those that take no value, and those with None are left out."""
+
+GAPS = (
+    Gap("layout.schedule", ("zb-v", "dualpipe-v", "gpipe"), 'use "1f1b" or "interleaved", or torchtitan'),
+    Gap("layout.schedule", ("naive", "zb-h1", "zb-h2"), 'use "1f1b" or "interleaved", or torchtitan with a CSV file'),
+    Gap("layout.schedule_file", (), "remove it, or use torchtitan"),
+    Gap("layout.offload", ("nvme",), 'use "cpu" with layout.data = "zero1", or DeepSpeed'),
+    Gap("model.qk_norm", ("full",), "none of the four has it: use another model"),
+    Gap("model.rope.scaling", ("yarn",), "none of the four has it: use another model"),
+)
+SHARDED_BY_FSDP = {"zero2": "optim_grads", "zero3": "optim_grads_params", "hsdp": "optim_grads_params"}
+LLAMA3_ROPE = (1.0, 4.0, 8192)
+"""The other numbers of Llama 3's rope scaling, which Megatron-LM has fixed."""
+
+
+def megatron(job: Job) -> Exported:
+    """Raises UserError for what Megatron-LM cannot express."""
+    run, layout = job.run, job.run.layout
+    refuse(job, "megatron", GAPS)
+    need_kv_heads(job, "megatron")
+    if job.sizes.cp > 1 and run.training.sequence % (2 * job.sizes.cp):
+        fix = f"use a multiple of {2 * job.sizes.cp}"
+        raise cannot("megatron", "training.sequence", run.training.sequence, fix, f"with layout.cp = {job.sizes.cp}")
+    moe = _experts(job, run.model.moe) if run.model.moe else {}
+    flags = _model(job) | _rope(job) | moe | _parallel(job) | _data_parallel(job) | _batch(job) | _optimizer(job)
+    notes = left_out(job, "megatron")
+    if job.sizes.pp > 1 and job.sizes.dp > 1 and not flags["use-tp-pp-dp-mapping"]:
+        notes.append("Ranks with different data are nearer to each other there than those of a pipeline.")
+    if run.model.vocab % layout.tp:
+        notes.append(f"The embedding is padded to a multiple of {layout.tp} rows.")
+    if run.model.moe and run.model.moe.capacity_factor:
+        notes.append("Experts' capacities are those of a micro-batch, not of each sequence.")
+    if run.cluster.nodes > 1:
+        notes.append("torchrun needs --node-rank and --master-addr (or --rdzv-endpoint) on every node.")
+    return Exported(commented(notes, _script(job, flags)), notes, "megatron.sh")
+
+
+def _script(job: Job, flags: Flags) -> str:
+    nodes = job.run.cluster.nodes
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {job.sizes.world_size // nodes} pretrain_gpt.py"
+    if max(job.sizes.tp, job.sizes.cp) > 1 and job.run.layout.data not in SHARDED_BY_FSDP:
+        start = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {start}"  # arguments.py asks for it, before Blackwell
+    lines = [
+        f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}"
+        for name, value in flags.items()
+        if value is not None and value is not False
+    ]
+    return " \\\n    ".join([start, *lines, '"$@"']) + "\n"
+
+
+def _model(job: Job) -> Flags:
+    spec, sequence = job.run.model, job.run.training.sequence
+    if spec.activation == "gelu_tanh" and not spec.bias:
+        why = "its GELU by tanh is fused with a bias"
+        raise cannot("megatron", "model.activation", spec.activation, 'set model.bias, or use "gelu"', why)
+    if spec.qk_norm == "head" and spec.norm == "layernorm":
+        raise cannot("megatron", "model.qk_norm", "head", 'use model.norm = "rmsnorm"', "its norms are all of one kind")
+    return {
+        "num-layers": spec.layers,
+        "hidden-size": spec.width,
+        "ffn-hidden-size": spec.ffn,
+        "num-attention-heads": spec.heads,
+        "kv-channels": spec.head_dim,
+        "group-query-attention": spec.kv_heads != spec.heads,
+        "num-query-groups": spec.kv_heads if spec.kv_heads != spec.heads else None,
+        "qk-layernorm": spec.qk_norm == "head",
+        "vocab-size": spec.vocab,
+        "make-vocab-size-divisible-by": 1,
+        "untie-embeddings-and-output-weights": not spec.tied,
+        "max-position-embeddings": max(spec.context, sequence),
+        "seq-length": sequence,
+        "normalization": "RMSNorm" if spec.norm == "rmsnorm" else "LayerNorm",
+        "norm-epsilon": spec.norm_eps,
+        "swiglu": spec.activation == "swiglu",
+        "no-bias-gelu-fusion": spec.activation == "gelu",
+        "disable-bias-linear": not spec.bias,
+        "attention-dropout": 0.0,
+        "hidden-dropout": 0.0,
+        "init-method-std": f"{job.init_std:.6g}",
+    }
+
+
+def _rope(job: Job) -> Flags:
+    if job.run.model.positions == "learned":
+        return {"position-embedding-type": "learned_absolute"}
+    rope = job.run.model.rope
+    whole = {"model.rope.theta": rope.theta} | ({"model.rope.factor": rope.factor} if rope.scaling == "linear" else {})
+    for field, value in whole.items():
+        if value != int(value):
+            raise cannot("megatron", field, value, "round it", "it takes whole numbers")
+    numbers = (rope.low_freq_factor, rope.high_freq_factor, rope.original_context)
+    if rope.scaling == "llama3" and numbers != LLAMA3_ROPE:
+        low, high, context = LLAMA3_ROPE
+        fix = f"use low_freq_factor = {low}, high_freq_factor = {high} and original_context = {context}"
+        raise cannot("megatron", "model.rope.scaling", "llama3", fix, "it has its other numbers fixed")
+    return {
+        "position-embedding-type": "rope",
+        "rotary-base": int(rope.theta),
+        "rotary-seq-len-interpolation-factor": int(rope.factor) if rope.scaling == "linear" else None,
+        "use-rope-scaling": rope.scaling == "llama3",
+        "rope-scaling-factor": rope.factor if rope.scaling == "llama3" else None,
+    }
+
+
+def _experts(job: Job, moe: MoESpec) -> Flags:
+    spec, layout = job.run.model, job.run.layout
+    _check_experts(moe, layout)
+    return {
+        "num-experts": moe.experts,
+        "moe-router-topk": moe.top_k,
+        "moe-ffn-hidden-size": moe.ffn,
+        "moe-shared-expert-intermediate-size": moe.ffn * moe.shared_experts or None,
+        "moe-layer-freq": f"([0]*{moe.first_dense}+[1]*{spec.layers - moe.first_dense})" if moe.first_dense else None,
+        "moe-router-score-function": moe.score,
+        "moe-router-pre-softmax": moe.score == "softmax" and not moe.normalize_top_k,
+        "moe-router-load-balancing-type": _balancing(moe),
+        "moe-aux-loss-coeff": moe.balance_loss or None,
+        "moe-z-loss-coeff": moe.z_loss or None,
+        "moe-router-enable-expert-bias": moe.bias_update_rate > 0,
+        "moe-router-bias-update-rate": moe.bias_update_rate or None,
+        "moe-expert-capacity-factor": moe.capacity_factor,
+        "moe-token-drop-policy": "position" if moe.capacity_factor else None,
+        "moe-token-dispatcher-type": "alltoall",
+        "moe-grouped-gemm": job.run.training.precision == "bf16",
+        "expert-model-parallel-size": layout.ep,
+        "expert-tensor-parallel-size": 1 if layout.ep > 1 else layout.tp,
+    }
+
+
+def _balancing(moe: MoESpec) -> str:
+    if not moe.balance_loss:
+        return "none"
+    return "seq_aux_loss" if moe.balance_over == "sequence" else "aux_loss"
+
+
+def _check_experts(moe: MoESpec, layout: Layout) -> None:
+    """Its routers' weights sum to one with softmax unless that comes before the choice, which a single expert needs,
+    and with sigmoid for more than one expert (core/transformer/moe/moe_utils.py, topk_routing_with_score_function)."""
+    sums_to_one = moe.top_k > 1 and (moe.score == "sigmoid" or moe.normalize_top_k)
+    if moe.normalize_top_k != sums_to_one:
+        why = f"with top_k = {moe.top_k} and {moe.score} it {'always' if sums_to_one else 'never'} normalizes"
+        fix = f"set it to {str(sums_to_one).lower()}"
+        raise cannot("megatron", "model.moe.normalize_top_k", moe.normalize_top_k, fix, why)
+    if moe.bias_update_rate and moe.score == "softmax":
+        why, fix = "its bias needs sigmoid scores", 'set it to 0, or model.moe.score = "sigmoid"'
+        raise cannot("megatron", "model.moe.bias_update_rate", moe.bias_update_rate, fix, why)
+    if layout.tp > 1 and not layout.sequence_parallel:
+        why = "with experts and tensor parallelism it needs it"
+        raise cannot("megatron", "layout.sequence_parallel", False, "set it to true", why)
+
+
+def _parallel(job: Job) -> Flags:
+    layout, sizes = job.run.layout, job.sizes
+    even = len({len(layers) for layers in job.stages}) == 1
+    cut = "|".join("t" * len(layers) for layers in job.stages)
+    # core/parallel_state.py: otherwise data-parallel ranks of experts and of the rest must be equally many.
+    pipelines_inside = (sizes.ep if sizes.ep > 1 else sizes.tp) == sizes.tp * sizes.cp
+    recompute: dict[str, Flags] = {
+        "none": {},
+        "selective": {"recompute-granularity": "selective", "recompute-modules": "core_attn"},
+        "full": {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
+    }
+    return {
+        "tensor-model-parallel-size": sizes.tp,
+        "sequence-parallel": sizes.tp > 1 and layout.sequence_parallel,
+        "pipeline-model-parallel-size": sizes.pp,
+        "num-virtual-stages-per-pipeline-rank": layout.virtual_stages if even and layout.virtual_stages > 1 else None,
+        "pipeline-model-parallel-layout": None if even else f"E{cut}L",
+        "context-parallel-size": sizes.cp,
+        "cp-comm-type": {"ring": "p2p", "ulysses": "a2a"}[layout.context] if sizes.cp > 1 else None,
+        "use-tp-pp-dp-mapping": sizes.pp > 1 and sizes.dp > 1 and pipelines_inside,
+        **recompute[layout.recompute],
+    }
+
+
+def _data_parallel(job: Job) -> Flags:
+    layout, sizes = job.run.layout, job.sizes
+    if layout.offload == "cpu" and layout.data != "zero1":
+        why = "it offloads optimizer state, and that of its distributed optimizer"
+        raise cannot("megatron", "layout.offload", "cpu", 'use layout.data = "zero1", or DeepSpeed', why)
+    if layout.data not in SHARDED_BY_FSDP:
+        return {
+            "use-distributed-optimizer": layout.data == "zero1",
+            "overlap-grad-reduce": sizes.pp == 1 and sizes.dp > 1,
+            "optimizer-cpu-offload": layout.offload == "cpu",
+            "use-precision-aware-optimizer": layout.offload == "cpu",
+            "grad-reduce-in-bf16": layout.compress == "bf16",
+        }
+    if sizes.pp > 1:
+        why = "its FSDP is documented with tensor, context and expert parallelism, not with pipelines"
+        raise cannot("megatron", "layout.data", layout.data, 'use "ddp" or "zero1", or torchtitan', why)
+    return {
+        "use-megatron-fsdp": True,
+        "data-parallel-sharding-strategy": SHARDED_BY_FSDP[layout.data],
+        "num-distributed-optimizer-instances": sizes.dp_replicate if layout.data == "hsdp" else None,
+        "use-distributed-optimizer": True,
+        "no-gradient-accumulation-fusion": True,
+        "ckpt-format": "fsdp_dtensor",
+    }
+
+
+def _batch(job: Job) -> Flags:
+    training = job.run.training
+    return {
+        "micro-batch-size": job.cut.micro_batch,
+        "global-batch-size": job.cut.sequences,
+        "train-iters": training.steps,
+        "bf16": training.precision == "bf16",
+        "seed": training.seed,
+    }
+
+
+def _optimizer(job: Job) -> Flags:
+    spec, steps = job.run.optimizer, job.run.training.steps
+    beta1, beta2 = spec.betas
+    adam = {"adam-beta1": beta1, "adam-beta2": beta2, "adam-eps": spec.eps}
+    wsd = {"lr-wsd-decay-style": "linear", "lr-wsd-decay-iters": job.decay_steps}
+    return {
+        "optimizer": {"adamw": "adam", "sgd": "sgd"}[spec.name],
+        **(adam if spec.name == "adamw" else {"sgd-momentum": spec.momentum}),
+        "lr": job.learning_rate,
+        "min-lr": job.least_learning_rate,
+        "lr-decay-style": {"none": "constant", "wsd": "WSD"}.get(spec.decay, spec.decay),
+        **(wsd if spec.decay == "wsd" else {}),
+        "lr-decay-iters": steps,
+        "lr-warmup-iters": spec.warmup_steps,
+        "weight-decay": spec.weight_decay,
+        "clip-grad": spec.clip_norm,
+    }

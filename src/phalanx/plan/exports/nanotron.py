@@ -1,0 +1,153 @@
+"""nanotron: a YAML file. Its keys are the dataclasses of src/nanotron/config (huggingface/nanotron, config.py of
+commit 00708b8, parallelism_config.py of 19f88fb)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, commented, left_out, need_kv_heads, refuse
+
+Table = dict[str, object]
+
+NO_SUCH_MODEL = "use Megatron-LM"
+GAPS = (
+    Gap("layout.data", ("zero2", "zero3", "hsdp"), 'use "ddp" or "zero1", or torchtitan or DeepSpeed'),
+    Gap("layout.cp", (), "use layout.cp = 1, or Megatron-LM or torchtitan"),
+    Gap("layout.schedule", ("interleaved",), 'use "1f1b" or "gpipe", or Megatron-LM or torchtitan'),
+    Gap("layout.schedule", ("naive", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "gpipe", or torchtitan'),
+    Gap("layout.schedule_file", (), "remove it, or use torchtitan"),
+    Gap("layout.offload", (), "remove it, or use DeepSpeed"),
+    Gap("layout.compress", ("bf16",), "remove it, or use Megatron-LM or DeepSpeed"),
+    Gap("layout.recompute", ("selective",), 'use "none" or "full", or Megatron-LM'),
+    Gap("training.precision", ("fp32",), 'use "bf16", or any of the other three'),
+    Gap("optimizer.name", ("sgd",), 'use "adamw", or Megatron-LM'),
+    Gap("model.norm", ("layernorm",), NO_SUCH_MODEL),
+    Gap("model.activation", ("gelu", "gelu_tanh"), NO_SUCH_MODEL),
+    Gap("model.positions", ("learned",), NO_SUCH_MODEL),
+    Gap("model.qk_norm", ("head",), "use Megatron-LM or torchtitan"),
+    Gap("model.qk_norm", ("full",), "none of the four has it: use another model"),
+    Gap("model.rope.scaling", ("linear", "llama3"), NO_SUCH_MODEL),
+    Gap("model.rope.scaling", ("yarn",), "none of the four has it: use another model"),
+)
+
+
+def nanotron(job: Job) -> Exported:
+    """Raises UserError for what nanotron cannot express."""
+    run = job.run
+    refuse(job, "nanotron", GAPS)
+    need_kv_heads(job, "nanotron")
+    if run.model.moe:
+        raise cannot("nanotron", "model.moe", None, "use Megatron-LM or torchtitan", "its Llama has no experts")
+    if run.model.head_dim * run.model.heads != run.model.width:
+        fix = f"use {run.model.width // run.model.heads}, or Megatron-LM or torchtitan"
+        raise cannot("nanotron", "model.head_dim", run.model.head_dim, fix, "its heads share the width")
+    tables: Table = {
+        "general": {"project": "phalanx", "run": run.name, "seed": run.training.seed},
+        "parallelism": _parallelism(job),
+        "model": _model(job),
+        "tokens": _tokens(job),
+        "optimizer": _optimizer(job),
+        "checkpoints": {"checkpoints_path": f"{run.out}/{run.name}", "checkpoint_interval": _interval(job)},
+        "tokenizer": {"tokenizer_name_or_path": None},
+        "data_stages": [
+            {"name": "all", "start_training_step": 1, "data": {"dataset": None, "seed": run.training.seed}}
+        ],
+    }
+    notes = left_out(job, "nanotron", "layout.bucket_mb")
+    notes.append("dataset: null trains on made-up tokens. Vectors decay as matrices do.")
+    if job.sizes.pp > 1:
+        layers = "/".join(str(len(stage)) for stage in job.stages)
+        notes.append(f"nanotron cuts the pipeline itself; here stages have {layers} layers.")
+    return Exported(commented(notes, "\n".join(_yaml(tables)) + "\n"), notes, "nanotron.yaml")
+
+
+def _parallelism(job: Job) -> Table:
+    layout, sizes = job.run.layout, job.sizes
+    shared = sizes.tp > 1 and layout.sequence_parallel
+    return {
+        "dp": sizes.dp,
+        "pp": sizes.pp,
+        "tp": sizes.tp,
+        "expert_parallel_size": sizes.ep,
+        "context_parallel_size": sizes.cp,
+        "pp_engine": {"1f1b": "1f1b", "gpipe": "afab"}[layout.schedule],
+        "tp_mode": "REDUCE_SCATTER" if shared else "ALL_REDUCE",
+        "tp_linear_async_communication": shared,
+        "recompute_layer": layout.recompute == "full",
+    }
+
+
+def _model(job: Job) -> Table:
+    spec = job.run.model
+    config = {
+        "is_llama_config": True,
+        "hidden_act": "silu",
+        "hidden_size": spec.width,
+        "intermediate_size": spec.ffn,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "vocab_size": spec.vocab,
+        "max_position_embeddings": max(spec.context, job.run.training.sequence),
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope.theta,
+        "tie_word_embeddings": spec.tied,
+    }
+    return {
+        "model_config": config,
+        "init_method": {"std": round(job.init_std, 6)},
+        "dtype": "bfloat16",
+        "ddp_bucket_cap_mb": round(job.run.layout.bucket_mb),
+    }
+
+
+def _tokens(job: Job) -> Table:
+    return {
+        "sequence_length": job.run.training.sequence,
+        "train_steps": job.run.training.steps,
+        "micro_batch_size": job.cut.micro_batch,
+        "batch_accumulation_per_replica": job.cut.accumulation,
+    }
+
+
+def _interval(job: Job) -> int:
+    return job.run.checkpoint.every or job.run.training.steps
+
+
+def _optimizer(job: Job) -> Table:
+    spec, steps = job.run.optimizer, job.run.training.steps
+    beta1, beta2 = spec.betas
+    adam = {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": spec.eps, "torch_adam_is_fused": True}
+    return {
+        "zero_stage": 1 if job.run.layout.data == "zero1" else 0,
+        "weight_decay": spec.weight_decay,
+        "clip_grad": spec.clip_norm or None,
+        "accumulate_grad_in_fp32": True,
+        "optimizer_factory": {"name": "adamW", **adam},
+        "learning_rate_scheduler": {
+            "learning_rate": job.learning_rate,
+            "lr_warmup_steps": spec.warmup_steps,
+            "lr_warmup_style": "linear",
+            "lr_decay_style": "cosine" if spec.decay == "cosine" else "linear",
+            "lr_decay_steps": job.decay_steps,
+            "lr_decay_starting_step": steps - job.decay_steps,
+            "min_decay_lr": job.least_learning_rate,
+        },
+    }
+
+
+def _yaml(table: Mapping[str, object], indent: str = "") -> Iterator[str]:
+    """Lines of YAML: tables in blocks, everything else as JSON, which YAML contains."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield f"{indent}{key}:"
+            yield from _yaml(value, f"{indent}  ")
+        else:
+            yield f"{indent}{key}: {_scalar(value)}"
+
+
+def _scalar(value: object) -> str:
+    text = json.dumps(value)
+    # YAML 1.1 knows a number with an exponent by its point.
+    return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text

@@ -1,0 +1,197 @@
+"""torchtitan: a TOML file. Its keys are those of torchtitan/config/job_config.py (pytorch/torchtitan, commit 6404b93)
+that later versions kept; the newest take Python in place of TOML, with the same names."""
+
+from __future__ import annotations
+
+import tomli_w
+
+from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, commented, left_out, need_kv_heads, refuse
+from phalanx.schedule.named import any_schedule_of
+
+Table = dict[str, object]
+
+IN_A_FILE = "write it with `phalanx pipeline show NAME --out FILE` and set layout.schedule_file"
+NO_SUCH_MODEL = "use Megatron-LM"
+GAPS = (
+    Gap("layout.data", ("zero1",), 'use "zero2", or any of the other three'),
+    Gap("layout.schedule", ("naive", "zb-h1", "zb-h2"), IN_A_FILE),
+    Gap("layout.context", ("ulysses",), 'use "ring", or Megatron-LM or DeepSpeed'),
+    Gap("layout.compress", ("bf16",), "remove it, or use Megatron-LM or DeepSpeed"),
+    Gap(
+        "layout.recompute", ("selective",), 'use "none" or "full", or Megatron-LM: its own "selective" keeps attention'
+    ),
+    Gap("layout.offload", ("nvme",), 'use "cpu", or DeepSpeed'),
+    Gap("optimizer.name", ("sgd",), 'use "adamw", or Megatron-LM'),
+    Gap("model.norm", ("layernorm",), NO_SUCH_MODEL),
+    Gap("model.activation", ("gelu", "gelu_tanh"), NO_SUCH_MODEL),
+    Gap("model.positions", ("learned",), NO_SUCH_MODEL),
+    Gap("model.qk_norm", ("full",), "none of the four has it: use another model"),
+    Gap("model.rope.scaling", ("linear", "llama3"), "use Megatron-LM, or a flavor of torchtitan's own llama3"),
+    Gap("model.rope.scaling", ("yarn",), "none of the four has it: use another model"),
+    Gap("model.moe.first_dense", (), NO_SUCH_MODEL),
+    Gap("model.moe.capacity_factor", (), NO_SUCH_MODEL),
+)
+SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}
+"""Names of torch.distributed.pipelining.schedules.get_schedule_class."""
+
+
+def torchtitan(job: Job) -> Exported:
+    """Raises UserError for what torchtitan cannot express."""
+    run = job.run
+    refuse(job, "torchtitan", GAPS)
+    need_kv_heads(job, "torchtitan")
+    _check(job)
+    tables = {
+        "model": {"name": "qwen3", "flavor": run.name},
+        "training": _training(job),
+        "parallelism": _parallelism(job),
+        "activation_checkpoint": {"mode": run.layout.recompute},
+        **({"compile": {"enable": True}} if run.training.compile else {}),
+        "optimizer": _optimizer(job),
+        "lr_scheduler": _lr_scheduler(job),
+    }
+    notes = [*_notes(job), *left_out(job, "torchtitan", "training.compile", "layout.reshard")]
+    return Exported(commented(notes, tomli_w.dumps(tables)), notes, "torchtitan.toml")
+
+
+def _check(job: Job) -> None:
+    layout, training, sizes = job.run.layout, job.run.training, job.sizes
+    if training.sequence % (2 * sizes.cp * sizes.tp):
+        fix = f"use a multiple of {2 * sizes.cp * sizes.tp}"
+        raise cannot("torchtitan", "training.sequence", training.sequence, fix, "it needs one of 2 x cp x tp")
+    if training.precision == "bf16" and sizes.dp_shard * sizes.cp == 1 < sizes.tp * sizes.pp:
+        why, fix = "its mixed precision is FSDP's", 'use layout.data = "zero3" on more ranks, or Megatron-LM'
+        raise cannot("torchtitan", "training.precision", "bf16", fix, why)
+    if layout.data == "ddp" and sizes.dp > 1 and sizes.pp * sizes.cp * sizes.tp > 1:
+        why = "its DDP goes with no other parallelism"
+        raise cannot("torchtitan", "layout.data", "ddp", 'use "zero2" or "zero3", or Megatron-LM', why)
+    if sizes.tp > 1 and not layout.sequence_parallel:
+        raise cannot("torchtitan", "layout.sequence_parallel", False, "set it to true, or use Megatron-LM")
+    if sizes.ep > 1 and sizes.ep % (sizes.cp * sizes.tp):
+        whole = sizes.cp * sizes.tp
+        why = f"it shares experts between all {whole} context- and tensor-parallel ranks"
+        raise cannot("torchtitan", "layout.ep", sizes.ep, f"use a multiple of {whole}, or Megatron-LM", why)
+    if sizes.pp > 1 and job.run.model.tied:
+        why = "its pipelines have no tied embeddings"
+        raise cannot("torchtitan", "model.tied", True, "set it to false, or use Megatron-LM", why)
+    rank_of = any_schedule_of(layout).rank_of if layout.schedule_file else {}
+    if layout.schedule_file and any(rank_of[stage] != stage % layout.pp for stage in range(len(rank_of))):
+        why = "from a file it takes only schedules whose stage s is of rank s mod pp"
+        raise cannot("torchtitan", "layout.schedule_file", layout.schedule_file, 'use "zb-v" or "dualpipe-v"', why)
+
+
+def _training(job: Job) -> Table:
+    training, cut = job.run.training, job.cut
+    return {
+        "local_batch_size": cut.micro_batch * (cut.accumulation if job.sizes.pp > 1 else 1),
+        "global_batch_size": cut.sequences,
+        "seq_len": training.sequence,
+        "steps": training.steps,
+        "max_norm": job.run.optimizer.clip_norm or float("inf"),
+        "mixed_precision_param": {"bf16": "bfloat16", "fp32": "float32"}[training.precision],
+        "mixed_precision_reduce": "float32",
+        "enable_cpu_offload": job.run.layout.offload == "cpu",
+    }
+
+
+def _parallelism(job: Job) -> Table:
+    layout, sizes = job.run.layout, job.sizes
+    kept = layout.data == "zero2" or sizes.pp > 1 or not layout.reshard
+    return {
+        "data_parallel_replicate_degree": sizes.dp_replicate,
+        "data_parallel_shard_degree": sizes.dp_shard,
+        "fsdp_reshard_after_forward": "never" if kept else "always",
+        "tensor_parallel_degree": sizes.tp,
+        "context_parallel_degree": sizes.cp,
+        "context_parallel_rotate_method": "alltoall",
+        "expert_parallel_degree": sizes.ep,
+        "pipeline_parallel_degree": sizes.pp,
+        **(_pipeline(job) if sizes.pp > 1 else {}),
+    }
+
+
+def _pipeline(job: Job) -> Table:
+    """The schedule, and the modules of every stage by the names of torchtitan's models."""
+    layout = job.run.layout
+    parts = [[f"layers.{layer}" for layer in layers] for layers in job.stages]
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "output"]
+    file = layout.schedule_file
+    return {
+        "pipeline_parallel_schedule": "PipelineScheduleMulti" if file else SCHEDULES[layout.schedule],
+        **({"pipeline_parallel_schedule_csv": file} if file else {}),
+        "pipeline_parallel_microbatch_size": job.cut.micro_batch,
+        "module_fqns_per_model_part": parts,
+    }
+
+
+def _optimizer(job: Job) -> Table:
+    spec = job.run.optimizer
+    beta1, beta2 = spec.betas
+    numbers = {"lr": job.learning_rate, "beta1": beta1, "beta2": beta2, "eps": spec.eps}
+    return {"name": "AdamW", **numbers, "weight_decay": spec.weight_decay}
+
+
+def _lr_scheduler(job: Job) -> Table:
+    spec = job.run.optimizer
+    return {
+        "warmup_steps": spec.warmup_steps,
+        **({"decay_ratio": job.decay_steps / job.run.training.steps} if spec.decay == "wsd" else {}),
+        "decay_type": "cosine" if spec.decay == "cosine" else "linear",
+        "min_lr_factor": 1.0 if spec.decay == "none" else spec.min_ratio,
+    }
+
+
+def _notes(job: Job) -> list[str]:
+    run, layout = job.run, job.run.layout
+    notes = [
+        f'Models are Python there: add the flavor "{run.name}" to those in torchtitan/models/qwen3/__init__.py:',
+        f"    {_model(job)}",
+        "Vectors decay as matrices do.",
+    ]
+    if run.model.moe and (run.model.moe.balance_loss or run.model.moe.z_loss):
+        notes.append("Experts have no balancing loss and no z-loss there (model.moe.balance_loss, model.moe.z_loss).")
+    if layout.data == "zero2":
+        notes.append("zero2 is FSDP that keeps parameters gathered between the passes, and shards them after.")
+    if layout.data == "ddp" and job.sizes.cp > 1:
+        notes.append("Context-parallel ranks share the parameters there (FSDP); in ddp each has them all.")
+    return notes
+
+
+def _model(job: Job) -> str:
+    """The model as Python: qwen3, which without the norms of queries and keys is Llama."""
+    spec = job.run.model
+    values: Table = {
+        "dim": spec.width,
+        "n_layers": spec.layers,
+        "n_heads": spec.heads,
+        "n_kv_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_dim": spec.ffn,
+        "vocab_size": spec.vocab,
+        "max_seq_len": max(spec.context, job.run.training.sequence),
+        "norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope.theta,
+        "qk_norm": spec.qk_norm == "head",
+        "enable_weight_tying": spec.tied,
+    }
+    shown = ", ".join(f"{name}={value!r}" for name, value in values.items())
+    if (moe := spec.moe) is None:
+        return f"Qwen3ModelArgs({shown})"
+    experts: Table = {
+        "num_experts": moe.experts,
+        "num_shared_experts": moe.shared_experts,
+        "top_k": moe.top_k,
+        "score_func": moe.score,
+        "route_norm": moe.normalize_top_k,
+        "score_before_experts": False,
+        "load_balance_coeff": moe.bias_update_rate or None,
+    }
+    routed = ", ".join(f"{name}={value!r}" for name, value in experts.items())
+    return f"Qwen3ModelArgs({shown}, moe_enabled=True, moe_inter_dim={moe.ffn}, moe_args=MoEArgs({routed}))"

@@ -1,0 +1,389 @@
+"""Read back, what was written for another trainer has the run's degrees, batch and shape, and only names it knows."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from phalanx.cost.stages import stage_layers
+from phalanx.plan.export import export
+from phalanx.plan.exports.exported import Exported, Trainer
+from phalanx.schedule.action import to_csv
+from phalanx.schedule.named import named
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import degrees
+from phalanx.spec.load import build_run
+from phalanx.spec.run import RunSpec, cut_batch
+
+Table = dict[str, Any]
+FLAGS = Path(__file__).parent / "flags"
+TRAINERS: tuple[Trainer, ...] = ("megatron", "torchtitan", "deepspeed", "nanotron")
+WORLD = 16
+
+LLAMA = {"preset": "llama3-8b"}
+SMALL = {"vocab": 1024, "width": 256, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 640, "context": 1024}
+QWEN = {**SMALL, "head_dim": 64, "qk_norm": "head", "norm_eps": 1e-6}
+GPT2 = {**SMALL, "kv_heads": 8, "norm": "layernorm", "activation": "gelu_tanh", "positions": "learned", "bias": True}
+EXPERTS = {**SMALL, "moe": {"experts": 8, "top_k": 2, "ffn": 128, "shared_experts": 1}}
+
+
+def make(model: Table = LLAMA, training: Table | None = None, optimizer: Table | None = None, **layout: Any) -> RunSpec:
+    """A run of 64 sequences of 1,024 tokens a step."""
+    return build_run(
+        {
+            "name": "other",
+            "model": model,
+            "data": {"tokenizer": "bytes"},
+            "training": {"sequence": 1024, "tokens_per_step": 65_536, "steps": 100} | (training or {}),
+            "optimizer": {"warmup_steps": 10} | (optimizer or {}),
+            "layout": layout,
+        }
+    )
+
+
+def flags(exported: Exported) -> Table:
+    """Megatron-LM's flags, without dashes; True for those that have no value."""
+    words = shlex.split(exported.text.replace("\\\n", " "), comments=True)
+    found: Table = {}
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("--"):
+            found[word[2:]] = True if following.startswith("--") or following == "$@" else following
+    return {name: value for name, value in found.items() if name not in ("nnodes", "nproc-per-node")}
+
+
+def flavor(exported: Exported) -> tuple[Table, Table]:
+    """The model that a note asks to be added to torchtitan, and its experts."""
+    line = next(note for note in exported.notes if note.strip().startswith("Qwen3ModelArgs("))
+    call = ast.parse(line.strip(), mode="eval").body
+    assert isinstance(call, ast.Call)
+    values = {word.arg or "": word.value for word in call.keywords}
+    experts = values.pop("moe_args", None)
+    inner = experts.keywords if isinstance(experts, ast.Call) else []
+    read = ast.literal_eval
+    return {k: read(v) for k, v in values.items()}, {word.arg or "": read(word.value) for word in inner}
+
+
+def names(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all keys; those of a list's tables are those of the list."""
+    for key, value in table.items():
+        yield prefix + key
+        for inner in value if isinstance(value, list) else [value]:
+            if isinstance(inner, Mapping):
+                yield from names(inner, f"{prefix}{key}.")
+
+
+def known(trainer: str) -> set[str]:
+    """The names in a file that were read in the trainer's source."""
+    lines = (FLAGS / f"{trainer}.txt").read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert "commit" in lines[0]
+    return {name for line in lines if not line.startswith("#") for name in line.split()}
+
+
+def written(exported: Exported, trainer: str) -> set[str]:
+    """Every name in what was written."""
+    if trainer == "megatron":
+        return set(flags(exported))
+    if trainer == "torchtitan":
+        model, experts = flavor(exported)
+        keys = {name for name in names(tomllib.loads(exported.text)) if "." in name}
+        return keys | {f"Qwen3ModelArgs.{name}" for name in model} | {f"MoEArgs.{name}" for name in experts}
+    return set(names(json.loads(exported.text) if trainer == "deepspeed" else yaml.safe_load(exported.text)))
+
+
+def read_megatron(exported: Exported) -> Table:
+    table = flags(exported)
+    size = {axis: int(table[f"{axis}-parallel-size"]) for axis in ("tensor-model", "pipeline-model", "context")}
+    tp, pp, cp = size.values()
+    return {
+        "tp": tp, "pp": pp, "cp": cp, "dp": WORLD // (tp * pp * cp), "micro_batch": int(table["micro-batch-size"]),
+        "sequences": int(table["global-batch-size"]), "sequence": int(table["seq-length"]),
+        "layers": int(table["num-layers"]), "width": int(table["hidden-size"]), "ffn": int(table["ffn-hidden-size"]),
+        "heads": int(table["num-attention-heads"]), "head_dim": int(table["kv-channels"]),
+        "kv_heads": int(table.get("num-query-groups", table["num-attention-heads"])), "vocab": int(table["vocab-size"]),
+    }  # fmt: skip
+
+
+def read_torchtitan(exported: Exported) -> Table:
+    table, (model, _) = tomllib.loads(exported.text), flavor(exported)
+    axes, training = table["parallelism"], table["training"]
+    pp = axes["pipeline_parallel_degree"]
+    return {
+        "tp": axes["tensor_parallel_degree"], "pp": pp, "cp": axes["context_parallel_degree"],
+        "dp": axes["data_parallel_replicate_degree"] * axes["data_parallel_shard_degree"],
+        "micro_batch": axes["pipeline_parallel_microbatch_size"] if pp > 1 else training["local_batch_size"],
+        "sequences": training["global_batch_size"], "sequence": training["seq_len"],
+        "layers": model["n_layers"], "width": model["dim"], "ffn": model["hidden_dim"], "heads": model["n_heads"],
+        "head_dim": model["head_dim"], "kv_heads": model["n_kv_heads"], "vocab": model["vocab_size"],
+    }  # fmt: skip
+
+
+def read_deepspeed(exported: Exported) -> Table:
+    table = json.loads(exported.text)
+    micro, steps = table["train_micro_batch_size_per_gpu"], table["gradient_accumulation_steps"]
+    return {
+        "tp": table.get("tensor_parallel", {}).get("autotp_size", 1), "cp": table.get("sequence_parallel_size", 1),
+        "dp": table["train_batch_size"] // (micro * steps), "micro_batch": micro,
+        "sequences": table["train_batch_size"],
+    }  # fmt: skip
+
+
+def read_nanotron(exported: Exported) -> Table:
+    table = yaml.safe_load(exported.text)
+    axes, tokens, model = table["parallelism"], table["tokens"], table["model"]["model_config"]
+    micro = tokens["micro_batch_size"]
+    return {
+        "tp": axes["tp"], "pp": axes["pp"], "cp": axes["context_parallel_size"], "dp": axes["dp"], "micro_batch": micro,
+        "sequences": micro * tokens["batch_accumulation_per_replica"] * axes["dp"],
+        "sequence": tokens["sequence_length"], "layers": model["num_hidden_layers"], "width": model["hidden_size"],
+        "ffn": model["intermediate_size"], "heads": model["num_attention_heads"],
+        "head_dim": model["hidden_size"] // model["num_attention_heads"], "kv_heads": model["num_key_value_heads"],
+        "vocab": model["vocab_size"],
+    }  # fmt: skip
+
+
+READERS = {
+    "megatron": read_megatron,
+    "torchtitan": read_torchtitan,
+    "deepspeed": read_deepspeed,
+    "nanotron": read_nanotron,
+}
+WSD, OFFLOADED = {"decay": "wsd"}, {"offload": "nvme", "offload_directory": "/scratch"}
+CASES: list[tuple[str, RunSpec]] = [
+    ("megatron", make(tp=4, pp=2, data="zero1", recompute="selective")),
+    ("megatron", make(tp=2, pp=2, cp=2, schedule="interleaved", virtual_stages=2, micro_batch=1)),
+    ("megatron", make(SMALL, pp=4, recompute="full")),
+    ("megatron", make(GPT2, tp=2, sequence_parallel=False, data="zero1", offload="cpu")),
+    ("megatron", make(QWEN, cp=2, context="ulysses", data="zero3", optimizer=WSD)),
+    ("megatron", make(data="hsdp", dp_shard=8, reshard=False)),
+    ("megatron", make(EXPERTS, tp=2, ep=4, data="zero2")),
+    ("megatron", make({**EXPERTS, "moe": {**EXPERTS["moe"], "first_dense": 2, "capacity_factor": 1.5}}, ep=8)),
+    ("megatron", make({**SMALL, "rope": {"scaling": "llama3", "factor": 8.0}}, compress="bf16", bucket_mb=50.0)),
+    ("megatron", make({**SMALL, "rope": {"scaling": "linear", "factor": 4.0}}, optimizer={"name": "sgd"})),
+    ("torchtitan", make(data="hsdp", dp_shard=4, tp=2, recompute="full")),
+    ("torchtitan", make(tp=2, pp=2, cp=2, data="zero3")),
+    ("torchtitan", make(pp=4, data="zero3", schedule="zb-v", micro_batch=1)),
+    ("torchtitan", make(pp=2, data="zero3", schedule="interleaved", virtual_stages=4, micro_batch=2)),
+    ("torchtitan", make(QWEN, data="zero2", offload="cpu", optimizer=WSD)),
+    ("torchtitan", make(SMALL, {"compile": True}, {"decay": "none", "clip_norm": 0.0})),
+    ("torchtitan", make({**EXPERTS, "tied": True}, tp=2, ep=4, data="zero3", reshard=False)),
+    ("deepspeed", make(data="zero3", **OFFLOADED)),
+    ("deepspeed", make(data="hsdp", dp_shard=8, optimizer={"decay": "none"})),
+    ("deepspeed", make(tp=4, sequence_parallel=False, data="zero2", offload="cpu", optimizer={"decay": "linear"})),
+    ("deepspeed", make(pp=4, data="zero1", recompute="full")),
+    ("deepspeed", make(cp=4, context="ulysses", data="zero3")),
+    ("deepspeed", make(EXPERTS, ep=8, data="zero1")),
+    ("deepspeed", make(GPT2, compress="bf16")),
+    ("nanotron", make(tp=4, pp=2, data="zero1", optimizer=WSD)),
+    ("nanotron", make(SMALL, tp=2, sequence_parallel=False, pp=4, schedule="gpipe", recompute="full")),
+    ("nanotron", make({**SMALL, "tied": True}, optimizer={"decay": "none"})),
+]
+
+
+@pytest.mark.parametrize(("trainer", "run"), CASES)
+def test_what_is_written_reads_back_equal(trainer: Trainer, run: RunSpec) -> None:
+    exported = export(run, WORLD, trainer)
+    found, sizes, cut, spec = READERS[trainer](exported), degrees(run.layout, WORLD), cut_batch(run, WORLD), run.model
+    expected = {
+        "dp": sizes.dp, "tp": sizes.tp, "pp": sizes.pp, "cp": sizes.cp, "micro_batch": cut.micro_batch,
+        "sequences": cut.sequences, "sequence": 1024, "layers": spec.layers, "width": spec.width, "ffn": spec.ffn,
+        "heads": spec.heads, "head_dim": spec.head_dim, "kv_heads": spec.kv_heads, "vocab": spec.vocab,
+    }  # fmt: skip
+    assert found == {name: expected[name] for name in found}
+    assert found["dp"] * found["tp"] * found.get("pp", sizes.pp) * found["cp"] == WORLD
+    if trainer != "deepspeed":
+        assert found.keys() == expected.keys()
+
+
+@pytest.mark.parametrize(("trainer", "run"), CASES)
+def test_only_names_of_the_trainer_are_written(trainer: Trainer, run: RunSpec) -> None:
+    exported = export(run, WORLD, trainer)
+    assert written(exported, trainer) <= known(trainer)
+    if trainer != "deepspeed":
+        assert exported.text.startswith("".join(f"# {note}\n" for note in exported.notes))
+
+
+NO = {"data": "zero1", "micro_batch": 1}
+REFUSED: list[tuple[Trainer, RunSpec, str, str]] = [
+    *((trainer, make(data="parameter_server", tp=1), "layout.data", "none of the four") for trainer in TRAINERS),
+    *(
+        (trainer, make(training={"precision": "fp64"}), "training.precision", "none of the four")
+        for trainer in TRAINERS
+    ),
+    *((trainer, make(optimizer={"name": "muon"}), "optimizer.name", "adamw") for trainer in TRAINERS),
+    *((trainer, make(compress="powersgd"), "layout.compress", "none of the four") for trainer in TRAINERS),
+    ("megatron", make(pp=4, schedule="zb-v", **NO), "layout.schedule", "torchtitan"),
+    ("megatron", make(pp=4, schedule="gpipe", **NO), "layout.schedule", "torchtitan"),
+    ("megatron", make(pp=2, data="zero3"), "layout.data", "torchtitan"),
+    ("megatron", make(data="zero3", offload="cpu"), "layout.offload", "DeepSpeed"),
+    ("megatron", make(data="zero1", **OFFLOADED), "layout.offload", "DeepSpeed"),
+    ("megatron", make({**SMALL, "rope": {"theta": 1e4 + 0.5}}), "model.rope.theta", "round"),
+    ("megatron", make(SMALL, tp=8), "layout.tp", "divisor"),
+    ("megatron", make({**EXPERTS, "moe": {**EXPERTS["moe"], "top_k": 1}}), "model.moe.normalize_top_k", "false"),
+    ("torchtitan", make(data="zero1"), "layout.data", "other three"),
+    ("torchtitan", make(data="ddp", cp=2), "layout.data", "Megatron-LM"),
+    ("torchtitan", make(pp=4, schedule="zb-h1", data="zero3", micro_batch=1), "layout.schedule", "schedule_file"),
+    ("torchtitan", make(cp=2, context="ulysses", data="zero3"), "layout.context", "DeepSpeed"),
+    ("torchtitan", make(GPT2), "model.norm", "Megatron-LM"),
+    ("torchtitan", make(tp=16, training={"precision": "bf16"}), "layout.tp", "divisor"),
+    ("torchtitan", make(tp=8, pp=2, data="zero3"), "training.precision", "Megatron-LM"),
+    ("torchtitan", make(recompute="selective"), "layout.recompute", "Megatron-LM"),
+    ("deepspeed", make(pp=2, data="zero3"), "layout.data", "torchtitan"),
+    ("deepspeed", make(tp=2), "layout.sequence_parallel", "Megatron-LM"),
+    ("deepspeed", make(cp=2), "layout.context", "ulysses"),
+    ("deepspeed", make(pp=4, schedule="dualpipe-v", **NO), "layout.schedule", "torchtitan"),
+    ("deepspeed", make(data="zero1", **OFFLOADED), "layout.offload", "zero3"),
+    ("nanotron", make(data="hsdp", dp_shard=4), "layout.data", "torchtitan"),
+    ("nanotron", make(cp=2), "layout.cp", "torchtitan"),
+    ("nanotron", make(EXPERTS, ep=2), "model.moe", "Megatron-LM"),
+    ("nanotron", make(QWEN), "model.qk_norm", "torchtitan"),
+    ("nanotron", make({**SMALL, "head_dim": 64}), "model.head_dim", "32"),
+    ("nanotron", make(data="zero1", offload="cpu"), "layout.offload", "DeepSpeed"),
+]
+
+
+@pytest.mark.parametrize(("trainer", "run", "field", "fix"), REFUSED)
+def test_what_a_trainer_lacks_is_refused(trainer: Trainer, run: RunSpec, field: str, fix: str) -> None:
+    with pytest.raises(UserError) as error:
+        export(run, WORLD + (run.layout.data == "parameter_server"), trainer)
+    assert error.value.field == field
+    assert fix in error.value.fix
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_unequal_shares_are_refused(trainer: Trainer) -> None:
+    with pytest.raises(UserError, match=r"unequal shares \(67 sequences a step\)"):
+        export(make(training={"tokens_per_step": 67 * 1024}, micro_batch=2), WORLD, trainer)
+
+
+def test_an_unknown_trainer_is_refused() -> None:
+    with pytest.raises(UserError, match="is not known"):
+        export(make(), WORLD, "accelerate")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", [{"pp": 4}, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}])
+def test_stages_are_cut_where_they_are_here(layout: Table) -> None:
+    run = make(data="zero1", micro_batch=1, **layout)
+    lengths = [len(stage) for stage in stage_layers(run)]
+    assert len(set(lengths)) > 1
+    cut = flags(export(run, WORLD, "megatron"))["pipeline-model-parallel-layout"]
+    assert (cut[0], cut[-1]) == ("E", "L")
+    assert [stage.count("t") for stage in cut.split("|")] == lengths
+    table = tomllib.loads(export(run.replace(layout={**layout, "data": "zero3"}), WORLD, "torchtitan").text)
+    parts = table["parallelism"]["module_fqns_per_model_part"]
+    blocks = [f"layers.{layer}" for layer in range(run.model.layers)]
+    assert [name for part in parts for name in part] == ["tok_embeddings", *blocks, "norm", "output"]
+
+
+SHARDED: list[tuple[Trainer, RunSpec, Table]] = [
+    ("megatron", make(data="zero1"), {"use-distributed-optimizer": True, "use-megatron-fsdp": None}),
+    ("megatron", make(data="zero2"), {"data-parallel-sharding-strategy": "optim_grads"}),
+    ("megatron", make(data="hsdp", dp_shard=8), {"num-distributed-optimizer-instances": "2"}),
+    ("torchtitan", make(), {"data_parallel_replicate_degree": 16, "data_parallel_shard_degree": 1}),
+    ("torchtitan", make(data="zero2"), {"data_parallel_shard_degree": 16, "fsdp_reshard_after_forward": "never"}),
+    ("torchtitan", make(data="zero3"), {"data_parallel_shard_degree": 16, "fsdp_reshard_after_forward": "always"}),
+    ("torchtitan", make(data="hsdp", dp_shard=8), {"data_parallel_replicate_degree": 2}),
+    ("deepspeed", make(), {"stage": 0}),
+    ("deepspeed", make(data="zero2"), {"stage": 2}),
+    ("deepspeed", make(data="hsdp", dp_shard=8), {"stage": 3, "mics_shard_size": 8}),
+    ("nanotron", make(), {"zero_stage": 0}),
+    ("nanotron", make(data="zero1"), {"zero_stage": 1}),
+]
+
+
+@pytest.mark.parametrize(("trainer", "run", "expected"), SHARDED)
+def test_state_is_sharded_as_it_is_here(trainer: Trainer, run: RunSpec, expected: Table) -> None:
+    exported = export(run, WORLD, trainer)
+    if trainer == "megatron":
+        table = flags(exported)
+    elif trainer == "torchtitan":
+        table = tomllib.loads(exported.text)["parallelism"]
+    elif trainer == "deepspeed":
+        table = json.loads(exported.text)["zero_optimization"]
+    else:
+        table = yaml.safe_load(exported.text)["optimizer"]
+    assert {name: table.get(name) for name in expected} == expected
+
+
+def test_a_pipeline_of_torchtitan_has_all_micro_batches_of_a_step_at_once() -> None:
+    run = make(pp=4, data="zero3", micro_batch=2)
+    table, cut = tomllib.loads(export(run, WORLD, "torchtitan").text), cut_batch(run, WORLD)
+    assert cut.accumulation > 1
+    assert table["training"]["local_batch_size"] == 2 * cut.accumulation
+    assert table["training"]["local_batch_size"] * cut.dp == cut.sequences
+
+
+@pytest.mark.parametrize(
+    ("layout", "nearer"), [({"tp": 2}, True), ({"cp": 2}, False), ({"ep": 4}, False), ({"tp": 2, "ep": 2}, True)]
+)
+def test_pipeline_neighbours_are_nearer_where_megatron_can(layout: Table, nearer: bool) -> None:
+    run = make(EXPERTS if "ep" in layout else SMALL, pp=2, data="zero1", **layout)
+    exported = export(run, WORLD, "megatron")
+    assert ("use-tp-pp-dp-mapping" in flags(exported)) == nearer
+    assert any("nearer to each other there" in note for note in exported.notes) != nearer
+
+
+def test_even_virtual_stages_are_a_number() -> None:
+    model = {**SMALL, "vocab": 256, "layers": 64}
+    found = flags(export(make(model, pp=2, schedule="interleaved", virtual_stages=2, micro_batch=1), WORLD, "megatron"))
+    assert found["num-virtual-stages-per-pipeline-rank"] == "2"
+    assert "pipeline-model-parallel-layout" not in found
+
+
+def test_experts_are_split_as_they_are_here() -> None:
+    for ep, split in ((4, "1"), (1, "2")):
+        found = flags(export(make(EXPERTS, tp=2, ep=ep), WORLD, "megatron"))
+        assert (found["expert-model-parallel-size"], found["expert-tensor-parallel-size"]) == (str(ep), split)
+        assert (found["num-experts"], found["moe-router-topk"]) == ("8", "2")
+        assert found["moe-shared-expert-intermediate-size"] == "128"
+
+
+def test_the_script_is_shell(tmp_path: Path) -> None:
+    exported = export(make(pp=4, tp=2, data="zero1"), WORLD, "megatron")
+    script = tmp_path / exported.file_name
+    script.write_text(exported.text)
+    subprocess.run(["bash", "-n", script], check=True)
+    lines = [line for line in exported.text.splitlines() if line.strip().startswith("--")]
+    assert all(line.endswith(" \\") and line.count("--") == 1 for line in lines)
+
+
+def test_schedules_are_those_of_pytorch() -> None:
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    from phalanx.plan.exports.torchtitan import SCHEDULES
+
+    for name in (*SCHEDULES.values(), "PipelineScheduleMulti"):
+        assert get_schedule_class(name)
+
+
+def test_torchtitan_takes_schedules_from_files_but_for_those_of_v_shape(tmp_path: Path) -> None:
+    micro_batches = cut_batch(make(pp=4, data="zero3", micro_batch=2), WORLD).accumulation
+    for name in ("zb-h1", "zb-v"):
+        (tmp_path / name).write_text(to_csv(named(name, 4, micro_batches)))
+    run = make(pp=4, data="zero3", micro_batch=2, schedule_file=str(tmp_path / "zb-h1"))
+    axes = tomllib.loads(export(run, WORLD, "torchtitan").text)["parallelism"]
+    assert axes["pipeline_parallel_schedule"] == "PipelineScheduleMulti"
+    assert axes["pipeline_parallel_schedule_csv"] == str(tmp_path / "zb-h1")
+    assert "parallelism.pipeline_parallel_schedule_csv" in known("torchtitan")
+    with pytest.raises(UserError, match="stage s is of rank s mod pp"):
+        export(make(pp=4, data="zero3", micro_batch=2, schedule_file=str(tmp_path / "zb-v")), WORLD, "torchtitan")
+
+
+def test_small_numbers_are_numbers_in_yaml() -> None:
+    table = yaml.safe_load(export(make(optimizer={"eps": 1e-8}), WORLD, "nanotron").text)
+    assert table["optimizer"]["optimizer_factory"]["adam_eps"] == 1e-8
+
+
+def test_planning_needs_no_torch() -> None:
+    code = "import sys; import phalanx.plan.export; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
