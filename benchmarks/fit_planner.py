@@ -1,0 +1,133 @@
+"""Fit the planner's constants to published runs, within their bounds, and write src/phalanx/cost/constants.toml.
+
+    python benchmarks/fit_planner.py ../shared/published/runs.csv
+
+Step times and memory are fitted by least squares of logarithms; every source counts as at most a dozen of its rows do,
+so that 1,440 runs of one paper do not drown the other papers. Whether a run was out of memory is fitted by likelihood.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from published import Known, known_rows, step_time_rows
+from scipy.optimize import least_squares
+from scipy.stats import norm
+
+from phalanx.cost import constants
+from phalanx.cost.constants import IntervalConstants, MemoryConstants, TimeConstants, bounds
+from phalanx.cost.footprint import GIB, footprint, used_bytes
+from phalanx.cost.interval import KINDS, kind
+from phalanx.cost.jobs import Jobs, columns
+from phalanx.cost.step import step_seconds
+from phalanx.plan.predict import choices_made
+
+FITTED = Path(__file__).parents[1] / "src" / "phalanx" / "cost" / "constants.toml"
+A_SOURCE_COUNTS = 12
+"""Rows, at most."""
+LOW_PRECISION_COUNTS = 0.3
+"""Beside rows in 16 bits, of which alone accuracy is asked."""
+Array = NDArray[np.float64]
+
+
+def fit_time(known: list[Known], start: TimeConstants, evaluations: int = 60) -> TimeConstants:
+    """Constants of step times for rows that have one."""
+    names, low, high = _bounded(TimeConstants)
+    middle = (low + high) / 2
+    for _ in range(2):
+        jobs = chosen_jobs(known, start, constants.memory_constants())
+        truth = np.array([row.step_seconds for row in known])
+        weights = _weights(known)
+
+        def residuals(x: Array, jobs: Jobs = jobs, truth: Array = truth, weights: Array = weights) -> Array:
+            error = np.log(step_seconds(TimeConstants(*np.exp(x)), jobs).total / truth) * weights
+            return np.concatenate([error, 0.1 * (x - middle) / (high - low)])
+
+        x = np.clip(np.log([getattr(start, name) for name in names]), low + 1e-6, high - 1e-6)
+        found = least_squares(residuals, x, loss="soft_l1", f_scale=0.05, max_nfev=evaluations, bounds=(low, high))
+        start = TimeConstants(*np.exp(found.x))
+    return start
+
+
+def fit_memory(known: list[Known], start: MemoryConstants) -> MemoryConstants:
+    """Constants of memory for rows that have it, or were out of it."""
+    names, low, high = _bounded(MemoryConstants)
+    jobs = columns([row.job.choices[0] for row in known])
+    out = np.array([row.out_of_memory for row in known])
+    labelled = out | np.array([row.ran_beside_failures for row in known])
+    measured = np.array([row.memory_gib is not None for row in known])
+    truth = np.array([row.memory_gib or 1.0 for row in known]) * GIB
+    weights = _weights([row for row, has in zip(known, measured, strict=True) if has])
+
+    def residuals(x: Array) -> Array:
+        c = MemoryConstants(*np.exp(x))
+        allocated = footprint(c, jobs).allocated
+        error = np.log(allocated / truth)[measured] * weights
+        excess = np.log(used_bytes(c, allocated) / jobs.memory_bytes)[labelled] / c.spread
+        unlikely = -norm.logcdf(np.where(out[labelled], excess, -excess))
+        return np.concatenate([2 * error, 0.25 * np.sqrt(np.minimum(unlikely, 8)), 0.1 * (x - middle) / (high - low)])
+
+    middle = (low + high) / 2
+    x = np.clip(np.log([getattr(start, name) for name in names]), low + 1e-6, high - 1e-6)
+    found = least_squares(residuals, x, loss="soft_l1", f_scale=0.3, max_nfev=80, bounds=(low, high))
+    return MemoryConstants(*np.exp(found.x))
+
+
+def fit_intervals(known: list[Known], time: TimeConstants, memory: MemoryConstants) -> IntervalConstants:
+    """Half-widths that hold 80 % of each kind of run."""
+    jobs = chosen_jobs(known, time, memory)
+    error = np.abs(np.log(step_seconds(time, jobs).total / np.array([row.step_seconds for row in known])))
+    error = error / np.array([row.job.width for row in known])
+    kinds = kind(jobs)
+    return IntervalConstants(
+        **{name: float(np.quantile(error[kinds == index], 0.8)) for index, name in enumerate(KINDS)}
+    )
+
+
+def chosen_jobs(known: list[Known], time: TimeConstants, memory: MemoryConstants) -> Jobs:
+    """For each row, of what it may mean what a trainer would choose."""
+    jobs = [row.job for row in known]
+    table = columns([choice for job in jobs for choice in job.choices])
+    return table.take(np.array(choices_made(jobs, table, time, memory)))
+
+
+def _weights(known: list[Known]) -> Array:
+    count = Counter(row.group for row in known)
+    each = [min(count[row.group], A_SOURCE_COUNTS) / count[row.group] for row in known]
+    low = [LOW_PRECISION_COUNTS if row.low_precision else 1.0 for row in known]
+    return np.sqrt(np.array(each)) * np.array(low)
+
+
+def _bounded(kind: type[TimeConstants] | type[MemoryConstants]) -> tuple[list[str], Array, Array]:
+    low, high = np.log(np.array([bounds(field) for field in fields(kind)])).T
+    return [field.name for field in fields(kind)], low, high
+
+
+def write(time: TimeConstants, memory: MemoryConstants, interval: IntervalConstants) -> None:
+    """The three tables, to four digits."""
+    lines = ["# Fitted by benchmarks/fit_planner.py; what each is, and its bounds: cost/constants.py."]
+    for name, table in (("time", time), ("memory", memory), ("interval", interval)):
+        lines += ["", f"[{name}]"]
+        lines += [f"{field.name} = {float(f'{getattr(table, field.name):.4g}')}" for field in fields(table)]
+    FITTED.write_text("\n".join(lines) + "\n")
+
+
+def main(path: Path) -> None:
+    """Fit all three and write them."""
+    known = known_rows(path)
+    timed = [row for row in step_time_rows(known) if not row.four_bits]
+    memory = fit_memory([row for row in known if row.tells_memory], constants.memory_constants())
+    time = fit_time(timed, constants.time_constants())
+    time = fit_time(timed, time)
+    at_bounds = [f.name for f in fields(time) if min(abs(np.log(getattr(time, f.name) / np.array(bounds(f))))) < 0.01]
+    print("at a bound:", ", ".join(at_bounds))
+    write(time, memory, fit_intervals(timed, time, memory))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,86 @@
+"""Published runs with their answers: what the planner's constants are fitted to, and held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.plan.describe import is_low
+from phalanx.plan.table import Job, Row, job_of, read_rows
+from phalanx.spec.errors import UserError
+
+
+@dataclass(frozen=True)
+class Known:
+    """A row that can be predicted, and what was published of it."""
+
+    row: Row
+    job: Job
+    step_seconds: float | None
+    memory_gib: float | None
+    out_of_memory: bool
+
+    @property
+    def source(self) -> str:
+        """The publication."""
+        return self.row["id"].rsplit("-", 1)[0]
+
+    @property
+    def group(self) -> str:
+        """The publication, or one of its tables: rows whose errors belong together."""
+        source, row = self.source, self.row
+        groups = {
+            "hage": "hage flash" if "flash" in row["facts"] else "hage torch/fused",
+            "zb4": f"zb4 {row['schedule'].rstrip('*')}",
+            "foundry": f"foundry {row['gpu_type'][:4]}",
+            "megascale": "megascale own" if row["facts"].startswith("MegaScale") else "megascale Megatron-LM",
+            "vtm": "vtm tp16" if row["tp"] == "16" else "vtm",
+            "sc21t2": "sc21t2 ZeRO-3" if row["zero"] == "3" else "sc21t2 PTD-P",
+        }
+        return groups.get(source, source) + (" 8 bits" if self.low_precision else "")
+
+    @property
+    def low_precision(self) -> bool:
+        return is_low(self.row["precision"])
+
+    @property
+    def four_bits(self) -> bool:
+        return "fp4" in self.row["precision"]
+
+    @property
+    def ran_beside_failures(self) -> bool:
+        """Whether it ran in a sweep whose failures were published too: that it did says something."""
+        return self.source == "hage" and not self.out_of_memory
+
+    @property
+    def tells_memory(self) -> bool:
+        """Whether its memory says something of the fullest rank of a stated layout."""
+        stated = bool(self.row["micro_batch"] and self.row["recompute"]) and not self.low_precision
+        return stated and (self.memory_gib is not None or self.out_of_memory or self.ran_beside_failures)
+
+
+def known_rows(path: Path) -> list[Known]:
+    """All rows that can be predicted."""
+    found = []
+    for row in read_rows(path):
+        try:
+            job = job_of(row)
+        except UserError:
+            continue
+        said = row["memory_gib"]
+        failed = said.startswith(">")
+        found.append(
+            Known(
+                row,
+                job,
+                step_seconds=float(row["step_time_s"]) if row["step_time_s"] else None,
+                memory_gib=float(said) if said and not failed else None,
+                out_of_memory=failed and not row["step_time_s"],
+            )
+        )
+    return found
+
+
+def step_time_rows(known: list[Known]) -> list[Known]:
+    """Those whose step time was published."""
+    return [row for row in known if row.step_seconds]

@@ -1,0 +1,130 @@
+"""How long one block of a transformer takes on one rank: its products, attention, passes over memory, and exchanges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.cost.constants import TimeConstants
+from phalanx.cost.jobs import Attention, Column, Jobs, Recompute
+from phalanx.cost.kernels import attention_seconds, by_era, linear_seconds, passes_seconds
+from phalanx.cost.links import all_to_all_seconds, ring_seconds
+
+
+@dataclass(frozen=True)
+class BlockTime:
+    """Seconds of one micro-batch in one block."""
+
+    forward: Column
+    backward: Column
+    """With what is computed again."""
+    weight: Column
+    """Of the backward pass, the gradients of weights: what split backward passes put off."""
+    exchange: Column
+    """Of both passes, tensor, context and expert parallelism's exchanges, as far as they are seen."""
+
+
+def block_seconds(c: TimeConstants, jobs: Jobs) -> tuple[BlockTime, BlockTime]:
+    """A block with a dense MLP, and one with experts (evenly loaded; zero in a model that has none)."""
+    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    attention = _attention(c, jobs, tokens)
+    dense = _combine(c, jobs, tokens, attention, _mlp(c, jobs, tokens), np.zeros(1), extra=0)
+    routed = jobs.experts > 0
+    sent = 2 * tokens * jobs.width * jobs.top_k / jobs.tp
+    shown = np.where(jobs.overlap_ep > 0, c.exchange_shown, 1.0)
+    exchange = np.where(routed, 2 * all_to_all_seconds(c, jobs, sent) * shown, 0.0)
+    return dense, _combine(c, jobs, tokens, attention, _experts(c, jobs, tokens), exchange, extra=20)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Products of a part of a block: forward, gradients of inputs, of weights; passes over memory; attention's core."""
+
+    forward: Column
+    inputs: Column
+    weights: Column
+    passes: Column
+    core: tuple[Column, Column] = (np.zeros(1), np.zeros(1))
+
+
+def _attention(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
+    D, inner = jobs.width, jobs.heads * jobs.value_dim / jobs.tp
+    into = linear_seconds(c, jobs, tokens, np.maximum(jobs.attention_parameters / D / jobs.tp - inner, 64), D)
+    out = linear_seconds(c, jobs, tokens, D, inner)
+    forward, inputs, weights = (a + b for a, b in zip(into, out, strict=True))
+    separate_norms = (jobs.matrices > 2) & (jobs.fused == 0) & (jobs.compiled == 0)
+    parted = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    compiled = np.where(jobs.compiled > 0, c.compiled, 1.0)
+    wide = (c.width_passes * compiled + np.where(separate_norms, c.norm_passes, 0.0)) / parted
+    passes = passes_seconds(c, jobs, 2 * tokens * D * (wide + c.shared_passes * compiled / jobs.tp))
+    return _Part(forward, inputs, weights, passes, attention_seconds(c, jobs))
+
+
+def _mlp(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
+    up = linear_seconds(c, jobs, tokens, jobs.ffn * (jobs.matrices - 1) / jobs.tp, jobs.width)
+    down = linear_seconds(c, jobs, tokens, jobs.width, jobs.ffn / jobs.tp)
+    compiled = np.where(jobs.compiled > 0, c.compiled, 1.0)
+    inner = jobs.ffn * (jobs.matrices - 1) / jobs.tp * c.inner_passes * compiled
+    forward, inputs, weights = (a + b for a, b in zip(up, down, strict=True))
+    return _Part(forward, inputs, weights, passes_seconds(c, jobs, 2 * tokens * inner))
+
+
+def _experts(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
+    count, D = np.maximum(jobs.experts, 1), jobs.width
+    here, ffn, shared = count / jobs.ep, np.maximum(jobs.expert_ffn, 1), np.maximum(jobs.shared_ffn, 1) / jobs.tp
+    each = tokens * jobs.top_k * jobs.ep / count
+    up, down = linear_seconds(c, jobs, each, 2 * ffn, D, here), linear_seconds(c, jobs, each, D, ffn, here)
+    also_up, also_down = linear_seconds(c, jobs, tokens, 2 * shared, D), linear_seconds(c, jobs, tokens, D, shared)
+    routed, has_shared = jobs.experts > 0, jobs.shared_ffn > 0
+    forward, inputs, weights = (
+        np.where(routed, a + b, 0.0) + np.where(has_shared, p + q, 0.0)
+        for a, b, p, q in zip(up, down, also_up, also_down, strict=True)
+    )
+    compiled = np.where(jobs.compiled > 0, c.compiled, 1.0)
+    inner = 2 * (jobs.top_k * jobs.expert_ffn + jobs.shared_ffn / jobs.tp) * c.inner_passes * compiled
+    return _Part(
+        forward, inputs, weights, passes_seconds(c, jobs, 2 * tokens * (inner + jobs.top_k * D * c.route_passes))
+    )
+
+
+def _combine(
+    c: TimeConstants, jobs: Jobs, tokens: Column, attention: _Part, rest: _Part, sent: Column, extra: int
+) -> BlockTime:
+    core, core_back = attention.core
+    operations = c.operations * np.where(jobs.compiled > 0, 0.6, np.where(jobs.fused > 0, 0.75, 1.0))
+    operations = operations + 4 * (jobs.tp > 1)
+    gaps = operations * c.gap_seconds / 2
+    passes, weights = attention.passes + rest.passes, attention.weights + rest.weights
+    forward = attention.forward + rest.forward + core + passes + gaps
+    backward = attention.inputs + rest.inputs + weights + core_back + passes * c.backward_passes + 2 * gaps
+
+    ring = np.maximum(ring_seconds(c, jobs, _ring_bytes(jobs, tokens), jobs.cp, jobs.tp) - 0.8 * core, 0.0)
+    between = _tensor_parallel(c, jobs, tokens) + sent
+    ahead, back = between + ring, between + 2 * ring
+
+    flash = jobs.attention >= Attention.FLASH_1
+    partly = 0.35 * (attention.forward + rest.forward) + passes
+    kinds = [jobs.recompute == kind for kind in (Recompute.FULL, Recompute.SELECTIVE, Recompute.OPERATIONS)]
+    again = np.select(kinds, [forward + ahead, np.where(flash, 0.0, core), partly], 0.0)
+    host = (operations + extra) * c.launch_seconds * by_era(jobs, 1.0, c.launch_1, c.launch_2)
+    both = 1.5 + (jobs.recompute == Recompute.FULL)
+    return BlockTime(either(forward + ahead, host), either(backward + back + again, host * both), weights, ahead + back)
+
+
+def either(device: Column, other: Column, sharpness: int = 4) -> Column:
+    """The longer of two times, and a little more where they are alike: neither hides quite in the other."""
+    return (device**sharpness + other**sharpness) ** (1 / sharpness)
+
+
+def _tensor_parallel(c: TimeConstants, jobs: Jobs, tokens: Column) -> Column:
+    """Of one pass: an all-reduce after attention and one after the MLP, or with sequence parallelism an all-gather and
+    a reduce-scatter each (arXiv 2205.05198, section 4.2.2)."""
+    size = 2 * tokens * jobs.width
+    one = ring_seconds(c, jobs, size, jobs.tp, 1.0, reduces=True, calls=1.0 + jobs.sequence_parallel)
+    return jobs.exchanges * one * np.where(jobs.overlap_tp > 0, c.exchange_shown, 1.0)
+
+
+def _ring_bytes(jobs: Jobs, tokens: Column) -> Column:
+    """Keys and values of all context-parallel ranks."""
+    return 2 * tokens * jobs.kv_heads * (jobs.head_dim + jobs.value_dim) / jobs.tp * jobs.cp

@@ -1,0 +1,151 @@
+"""How much memory a layout takes on the fullest rank: model state, activations of the micro-batches in flight, logits,
+buffers. Of any trainer, many layouts at once; what Phalanx itself holds is counted to the byte in `cost.memory`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import erf, sqrt
+
+import numpy as np
+
+from phalanx.cost.constants import MemoryConstants
+from phalanx.cost.jobs import Attention, Column, Jobs, Order, Recompute
+from phalanx.cost.step import blocks_of_stages
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes that a rank of one stage has allocated at its peak."""
+
+    state: Column
+    activations: Column
+    """Of all micro-batches in flight, with what recomputation brings back."""
+    logits: Column
+    buffers: Column
+
+    @property
+    def total(self) -> Column:
+        return self.state + self.activations + self.logits + self.buffers
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by stage: the first, the second (which has more blocks where the first has the embedding), the last."""
+
+    first: StageMemory
+    second: StageMemory
+    last: StageMemory
+
+    @property
+    def allocated(self) -> Column:
+        """Bytes of the fullest stage."""
+        return np.maximum(np.maximum(self.first.total, self.second.total), self.last.total)
+
+
+def footprint(c: MemoryConstants, jobs: Jobs) -> Footprint:
+    """Bytes of the first, the second and the last stage."""
+    first, each, last = blocks_of_stages(jobs)
+    p, alone = jobs.pp, jobs.pp == 1
+    kept, again = _activation_bytes(c, jobs)
+    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    logits = _logit_bytes(c, jobs, tokens)
+    buffers = 8 * c.working * tokens * jobs.width + c.workspace_gib * GIB
+    at_first, at_second, at_last = in_flight(jobs)
+    tables = np.where(alone, 2 - jobs.tied, 1.0)
+
+    def stage(blocks: Column, tables: Column | float, flying: Column, logits: Column | float) -> StageMemory:
+        state = _state_bytes(c, jobs, blocks, tables)
+        return StageMemory(state, flying * blocks * kept + again, np.zeros(1) + logits, buffers)
+
+    begin = stage(first, tables, at_first, np.where(alone, logits, 0.0))
+    second = stage(np.where(p > 2, each, 0.0), 0.0, at_second, 0.0)
+    return Footprint(begin, second, stage(last, tables, at_last, logits))
+
+
+def used_bytes(c: MemoryConstants, allocated: Column) -> Column:
+    """Of a device's memory, with what the allocator reserves and what it does not see."""
+    return allocated * c.fragmentation + c.context_gib * GIB
+
+
+def out_of_memory(c: MemoryConstants, jobs: Jobs, allocated: Column) -> Column:
+    """Probability that the device's memory is not enough: the prediction's error is taken as log-normal."""
+    excess = np.log(used_bytes(c, allocated) / jobs.memory_bytes) / c.spread
+    below: Column = np.vectorize(erf, otypes=[np.float64])(excess / sqrt(2))
+    return 0.5 * (1 + below)
+
+
+def in_flight(jobs: Jobs) -> tuple[Column, Column, Column]:
+    """Micro-batches whose activations the first, the second and the last stage hold at once.
+
+    1F1B: stage s of p holds p - s. Interleaved: the first holds p + (p-1)/v (arXiv 2205.05198, section 4.2.3), each
+    further one 2/v less. ZB-H1: p on all, as 1F1B's first; ZB-H2: 2p - 1; ZB-V: p (arXiv 2401.10241 and 2405.15362).
+    """
+    p, m, v = jobs.pp, jobs.micro_batches, np.maximum(jobs.virtual, 1)
+    conditions = [
+        jobs.order == Order.NONE,
+        jobs.order == Order.INTERLEAVED,
+        jobs.order == Order.ZB_H1,
+        jobs.order == Order.ZB_H2,
+        jobs.order == Order.ZB_V,
+        jobs.order == Order.GPIPE,
+    ]
+    one = np.ones_like(p)
+    first = np.select(conditions, [one, p + (p - 1) / v, p, 2 * p - 1, p, m], p)
+    second = np.select(conditions, [one, p + (p - 3) / v, p, 2 * p - 1, p, m], np.maximum(p - 1, 1))
+    last = np.select(conditions, [one, (p * (v - 1) + 1) / v, p, p, p, m], one)
+    return np.minimum(first, m), np.minimum(second, m), np.minimum(last, m)
+
+
+def _state_bytes(c: MemoryConstants, jobs: Jobs, blocks: Column, tables: Column | float) -> Column:
+    """Parameters, gradients and optimizer state, of which ZeRO leaves a share (arXiv 1910.02054, section 5)."""
+    table = jobs.vocab * jobs.width
+    dense = (jobs.parameters - jobs.expert_parameters - table * (2 - jobs.tied)) / jobs.layers / jobs.tp
+    routed = np.maximum(jobs.layers - jobs.dense_layers, 1)
+    experts = jobs.expert_parameters / routed / jobs.ep * (1 - jobs.dense_layers / jobs.layers)
+    apart = np.maximum(jobs.dp * jobs.cp * jobs.tp / jobs.ep, 1)
+    whole = _kept(jobs, blocks * dense + tables * table / jobs.tp, jobs.shard)
+    gathered = np.where(jobs.zero >= 3, 4 * c.gathered_blocks * dense, 0.0)
+    return whole + _kept(jobs, blocks * experts, apart) + gathered
+
+
+def _kept(jobs: Jobs, parameters: Column, ranks: Column) -> Column:
+    shares = [np.where(jobs.zero >= stage, 1 / ranks, 1.0) for stage in (3, 2, 1)]
+    kinds = (jobs.parameter_bytes, jobs.gradient_bytes, jobs.state_bytes)
+    return parameters * sum(share * kind for share, kind in zip(shares, kinds, strict=True))
+
+
+def _activation_bytes(c: MemoryConstants, jobs: Jobs) -> tuple[Column, Column]:
+    """Bytes that a block keeps for the backward pass, and those of the block that is computed again."""
+    tokens, tp = jobs.micro_batch * jobs.sequence / jobs.cp, jobs.tp
+    parted = np.where(jobs.sequence_parallel > 0, tp, 1.0)
+    gated, fused = jobs.matrices > 2, (jobs.fused > 0) | (jobs.compiled > 0)
+    separate = gated & ~fused
+    queries, values = jobs.heads * jobs.head_dim, jobs.kv_heads * (jobs.head_dim + jobs.value_dim)
+    wide = np.where(gated, c.wide_gated_bytes, c.wide_bytes) + np.where(separate, c.norm_bytes, 0.0)
+    attention = 2 * (queries + values + jobs.heads * jobs.value_dim)
+    attention = attention + np.where(separate, c.rotary_bytes, 0.0) * (queries + values)
+    inner = np.where(gated & fused & (jobs.era > 0), c.gated_bytes, c.gated_separate_bytes)
+    mlp = np.where(gated, inner, c.plain_bytes) * jobs.ffn / tp
+    experts = jobs.top_k * (inner * jobs.expert_ffn + 4 * jobs.width) + inner * jobs.shared_ffn / tp
+    flash = jobs.attention >= Attention.FLASH_1
+    apart = np.where(jobs.attention == Attention.SEPARATE, c.score_separate, 1.0)
+    scores = jobs.heads / tp * np.where(flash, 4.0, c.score_bytes * apart * jobs.sequence)
+
+    share = jobs.dense_layers / jobs.layers
+    inside = share * mlp + (1 - share) * np.where(jobs.experts > 0, experts, 0.0)
+    rest = wide * jobs.width / parted + attention / tp + inside
+    all_of_it = tokens * (rest + scores)
+    kinds = [jobs.recompute == kind for kind in (Recompute.FULL, Recompute.SELECTIVE, Recompute.OPERATIONS)]
+    less = [2 * tokens * jobs.width / parted, tokens * rest, all_of_it * c.operations_kept]
+    kept = np.select(kinds, less, all_of_it)
+    again = np.select(kinds, [all_of_it, tokens * scores, 0.0 * all_of_it], 0.0)
+    return kept, again
+
+
+def _logit_bytes(c: MemoryConstants, jobs: Jobs, tokens: Column) -> Column:
+    fused = (jobs.era > 0) & ((jobs.fused > 0) | (jobs.compiled > 0))
+    each = np.where(fused, c.logit_fused_bytes, c.logit_bytes)
+    gathered = np.where((jobs.whole_logits > 0) & (jobs.tp > 1), c.logit_gathered, 1.0)
+    return tokens * jobs.vocab / np.where(jobs.whole_logits > 0, 1.0, jobs.tp) * each * gathered

@@ -1,0 +1,162 @@
+"""Training jobs as columns: many at once, so that thousands of layouts are predicted in one pass of numpy.
+
+A column is a number where all jobs agree and an array where they differ; every formula of `cost.kernels`, `cost.links`,
+`cost.step` and `cost.footprint` takes either."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Column = NDArray[np.float64]
+
+
+class Attention(IntEnum):
+    """How attention is computed: scores written to memory by separate or by fused kernels, or never written (Flash
+    Attention, arXiv 2205.14135; its second version, arXiv 2307.08691; kernels written for newer devices, such as
+    cuDNN's and arXiv 2407.08608)."""
+
+    SEPARATE = 0
+    FUSED = 1
+    FLASH_1 = 2
+    FLASH_2 = 3
+    FLASH_3 = 4
+
+
+class Recompute(IntEnum):
+    """What the backward pass computes again: nothing; attention's core (arXiv 2205.05198, section 5); every other
+    product (torchtitan's selective); whole blocks."""
+
+    NONE = 0
+    SELECTIVE = 1
+    OPERATIONS = 2
+    FULL = 3
+
+
+class Order(IntEnum):
+    """Pipeline schedules, as far as their bubbles differ."""
+
+    NONE = 0
+    ONE_F_ONE_B = 1
+    INTERLEAVED = 2
+    ZB_H1 = 3
+    ZB_H2 = 4
+    ZB_V = 5
+    GPIPE = 6
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """Columns of equal length (or of length 1). Degrees count ranks, sizes elements, speeds are per device."""
+
+    # The model.
+    layers: Column
+    dense_layers: Column
+    """Of `layers`, those with a dense MLP."""
+    width: Column
+    heads: Column
+    kv_heads: Column
+    head_dim: Column
+    value_dim: Column
+    """Width of one head's values, where it is not the queries'."""
+    attention_parameters: Column
+    """Of one layer's projections."""
+    ffn: Column
+    matrices: Column
+    """Matrices of an MLP: 3 where it is gated, else 2."""
+    vocab: Column
+    tied: Column
+    experts: Column
+    top_k: Column
+    expert_ffn: Column
+    shared_ffn: Column
+    """Inner width of the experts that every token passes through, together."""
+    parameters: Column
+    """All parameters of the model."""
+    expert_parameters: Column
+    """Of these, routed experts'."""
+    sequence: Column
+    # The machine.
+    peak_flops: Column
+    """Dense matrix products in 16 bits."""
+    matmul_flops: Column
+    """The most that a matrix product in 16 bits was seen to reach."""
+    low_matmul_flops: Column
+    """The same in 8 bits."""
+    units: Column
+    """Multiprocessors of a device; 0 where it is not made of them."""
+    hbm_bytes_per_second: Column
+    memory_bytes: Column
+    link_bytes_per_second: Column
+    network_bytes_per_second: Column
+    oversubscription: Column
+    """Network cards' bandwidth beside that of the fabric above them."""
+    domain: Column
+    """Devices joined by the fast links."""
+    era: Column
+    """Generation of device and of the software that runs on it: 0 Ampere and older, 1 Hopper, 2 Blackwell."""
+    # The layout.
+    ranks: Column
+    dp: Column
+    tp: Column
+    pp: Column
+    virtual: Column
+    cp: Column
+    ep: Column
+    zero: Column
+    shard: Column
+    """Ranks that share what ZeRO shards."""
+    micro_batch: Column
+    micro_batches: Column
+    recompute: Column
+    sequence_parallel: Column
+    order: Column
+    attention: Column
+    low_precision: Column
+    """Whether linear layers run in 8 bits."""
+    parameter_bytes: Column
+    """Per parameter, of the weights that a rank has."""
+    gradient_bytes: Column
+    """Per parameter, as gradients are kept."""
+    sent_bytes: Column
+    """Per parameter, as gradients are sent."""
+    state_bytes: Column
+    """Per parameter, of what the optimizer keeps."""
+    compiled: Column
+    fused: Column
+    """Whether norms and activations run in kernels written for them, rather than operation by operation."""
+    overlap: Column
+    """Whether data-parallel exchanges run beside the backward pass."""
+    overlap_tp: Column
+    """Whether tensor-parallel exchanges run beside products."""
+    overlap_ep: Column
+    """Whether experts' exchanges run beside another micro-batch's products."""
+    relayed: Column
+    """Whether a token crosses to a node once, however many of its experts are there."""
+    exchanges: Column
+    """Of a block's outputs, those that tensor-parallel ranks sum: 2, or 1 where attention and MLP run side by side."""
+    deepspeed: Column
+    """Whether DeepSpeed's engines run it."""
+    whole_logits: Column
+    """Whether every tensor-parallel rank has the logits of the whole vocabulary."""
+    trimmed: Column
+    """Whether the first and the last stage have a block less, for embedding and head."""
+
+    @property
+    def count(self) -> int:
+        """How many jobs there are."""
+        return max(len(getattr(self, column.name)) for column in fields(self))
+
+    def take(self, chosen: NDArray[np.int64] | NDArray[np.bool_]) -> Jobs:
+        """Some of them, by index or by mask."""
+        size = self.count
+        return Jobs(**{f.name: np.broadcast_to(getattr(self, f.name), size)[chosen] for f in fields(self)})
+
+
+def columns(rows: Sequence[dict[str, float]]) -> Jobs:
+    """Jobs from rows of numbers by column."""
+    return Jobs(**{f.name: np.array([row[f.name] for row in rows], dtype=np.float64) for f in fields(Jobs)})

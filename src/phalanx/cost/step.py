@@ -1,0 +1,195 @@
+"""How long one optimizer step takes: blocks and ends of every stage, the schedule's bubble, sends, data-parallel
+exchanges as far as the backward pass does not hide them, and the update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.cost.block import BlockTime, block_seconds, either
+from phalanx.cost.constants import TimeConstants
+from phalanx.cost.jobs import Column, Jobs, Order
+from phalanx.cost.kernels import gemm_seconds, passes_seconds
+from phalanx.cost.links import ring_seconds, send_seconds
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, by what they go to; they add up to `total`."""
+
+    compute: Column
+    """The slowest stage's micro-batches, one after the other."""
+    bubble: Column
+    send: Column
+    data_parallel: Column
+    """Exchanges of gradients and parameters that are seen."""
+    update: Column
+    waiting: Column
+    """For the slowest of many nodes."""
+    exchange: Column
+    """Of `compute`, tensor, context and expert parallelism's exchanges: not added once more."""
+
+    @property
+    def total(self) -> Column:
+        return self.compute + self.bubble + self.send + self.data_parallel + self.update + self.waiting
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Seconds of one micro-batch in a stage."""
+
+    forward: Column
+    backward: Column
+    weight: Column
+
+    @property
+    def both(self) -> Column:
+        return self.forward + self.backward
+
+
+def blocks_of_stages(jobs: Jobs) -> tuple[Column, Column, Column]:
+    """Blocks of the first stage, of one between, and of the last. Where they do not divide, or embedding and head take
+    a block's place, the first and the last have fewer."""
+    L, p = jobs.layers, jobs.pp
+    trimmed = (jobs.trimmed > 0) & (p > 1)
+    each = np.where(trimmed, (L + 2) / p, L / p)
+    return np.where(trimmed, each - 1, each), each, np.where(trimmed, each - 1, each)
+
+
+def step_seconds(c: TimeConstants, jobs: Jobs) -> StepTime:
+    """Seconds of a step by its parts."""
+    dense, routed = (_gathered(c, jobs, block) for block in block_seconds(c, jobs))
+    first, middle, last = _stages(c, jobs, dense, routed)
+    p, m, v = jobs.pp, jobs.micro_batches, np.maximum(jobs.virtual, 1)
+    slowest = np.maximum(last.both, np.where(p > 1, first.both, 0.0))
+    slowest = np.maximum(slowest, np.where(p > 2, middle.both, 0.0))
+    once = last.both + np.where(p > 1, first.both, 0.0) + np.maximum(p - 2, 0) * middle.both
+    bubble = _bubble(jobs, once - slowest, middle)
+    engine = np.where(jobs.deepspeed > 0, c.deepspeed, 1.0)
+    compute = m * slowest * engine
+    send = _sends(c, jobs, m, v)
+    seen = _data_parallel(c, jobs, middle, v)
+    update = _update(c, jobs) + c.step_seconds
+    waiting = (compute + bubble + send) * c.straggle * np.log2(np.maximum(jobs.ranks / jobs.domain, 1))
+    share = jobs.dense_layers / jobs.layers
+    exchange = m * blocks_of_stages(jobs)[1] * (share * dense.exchange + (1 - share) * routed.exchange) * engine
+    return StepTime(compute, bubble, send, seen, update, waiting, exchange)
+
+
+def _gathered(c: TimeConstants, jobs: Jobs, block: BlockTime) -> BlockTime:
+    """With ZeRO-3's gathers of the next block's parameters beside each pass, and its scatters of gradients."""
+    sharded = jobs.zero >= 3
+    parameters = (jobs.parameters - jobs.expert_parameters) / jobs.layers / jobs.tp
+    ranks, calls = np.where(sharded, jobs.shard, 1.0), np.where(jobs.deepspeed > 0, c.gathers, 1.0)
+    copies = np.where(sharded, jobs.dp * jobs.cp / ranks, 1.0)
+    gather = ring_seconds(c, jobs, 2 * parameters, ranks, jobs.tp, calls=calls)
+    scatter = ring_seconds(c, jobs, jobs.sent_bytes * parameters, ranks, jobs.tp, calls=calls)
+    between = ring_seconds(c, jobs, jobs.sent_bytes * parameters / ranks, copies, jobs.tp * ranks, reduces=True)
+    forward = np.where(sharded, either(block.forward, gather, 6), block.forward)
+    backward = np.where(sharded, either(block.backward, gather + scatter + between, 6), block.backward)
+    return BlockTime(forward, backward, block.weight, block.exchange)
+
+
+def _stages(c: TimeConstants, jobs: Jobs, dense: BlockTime, routed: BlockTime) -> tuple[Stage, Stage, Stage]:
+    """The first stage with the embedding, one between, the last with the head; leading layers are dense."""
+    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    columns = jobs.vocab / jobs.tp
+    head = gemm_seconds(c, jobs, tokens, columns, jobs.width, linear=False)
+    loss = passes_seconds(c, jobs, 2 * tokens * columns * c.head_passes)
+    embedding = passes_seconds(c, jobs, 2 * 6 * tokens * jobs.width)
+    first, each, last = blocks_of_stages(jobs)
+    only_dense = jobs.dense_layers == jobs.layers
+    leading = np.where(only_dense, first, np.minimum(jobs.dense_layers, first))
+    between = np.where(only_dense, each, 0.0)
+    final = np.where(only_dense, last, np.where(jobs.pp == 1, jobs.dense_layers, 0.0))
+
+    def stage(with_mlp: Column, blocks: Column) -> Stage:
+        rest = blocks - with_mlp
+        forward = with_mlp * dense.forward + rest * routed.forward
+        backward = with_mlp * dense.backward + rest * routed.backward
+        return Stage(forward, backward, with_mlp * dense.weight + rest * routed.weight)
+
+    begin, middle, end = stage(leading, first), stage(between, each), stage(final, last)
+    alone = np.where(jobs.pp == 1, embedding / 2, 0.0)
+    begin = Stage(begin.forward + embedding / 2, begin.backward + embedding / 2, begin.weight)
+    end = Stage(end.forward + head + 0.4 * loss + alone, end.backward + 2 * head + 0.6 * loss + alone, end.weight)
+    return begin, middle, end
+
+
+def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
+    """Idle seconds of the slowest stage: `others` is one micro-batch's way through all other stages.
+
+    1F1B and GPipe wait for it once; interleaved for a v-th of it (arXiv 2104.04473, section 2.2); split backward
+    passes fill it with gradients of weights: (p-1) (F + B - W) and (p-1) (F + B - 2W) are left (arXiv 2401.10241,
+    section 2.3), and of ZB-V half a chunk's forward pass per stage.
+    """
+    p, v = jobs.pp, np.maximum(jobs.virtual, 1)
+    F, W = stage.forward, stage.weight
+    B = stage.backward - W
+    idle: Column = np.select(
+        [
+            jobs.order == Order.NONE,
+            jobs.order == Order.INTERLEAVED,
+            jobs.order == Order.ZB_H1,
+            jobs.order == Order.ZB_H2,
+            jobs.order == Order.ZB_V,
+        ],
+        [
+            0.0 * others,
+            others / v,
+            (p - 1) * np.maximum(F + B - W, 0.0),
+            (p - 1) * np.maximum(F + B - 2 * W, 0.0),
+            (p - 1) * F / 4,
+        ],
+        others,
+    )
+    return idle
+
+
+def _sends(c: TimeConstants, jobs: Jobs, m: Column, v: Column) -> Column:
+    """Seconds that stages wait for one another's messages: a forward and a backward one for every micro-batch and every
+    chunk. Tensor-parallel ranks share a message where they share its tokens, and where chunks are interleaved
+    (arXiv 2104.04473, section 4.1)."""
+    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    parted = (jobs.sequence_parallel > 0) | (jobs.order == Order.INTERLEAVED)
+    one = send_seconds(c, jobs, 2 * tokens * jobs.width / np.where(parted, jobs.tp, 1.0))
+    split = (jobs.order == Order.ZB_H1) | (jobs.order == Order.ZB_H2) | (jobs.order == Order.ZB_V)
+    seen = np.where(jobs.deepspeed > 0, c.send_deepspeed, np.where(split | (jobs.era > 0), c.send_hidden, c.send))
+    chunks = np.where(jobs.order == Order.INTERLEAVED, v, np.where(jobs.order == Order.ZB_V, 2.0, 1.0))
+    return np.where(jobs.pp > 1, 2 * seen * one * (m + jobs.pp - 1) * chunks, 0.0)
+
+
+def _data_parallel(c: TimeConstants, jobs: Jobs, stage: Stage, v: Column) -> Column:
+    """Seconds of gradients' and parameters' exchanges that the last micro-batch's passes do not hide."""
+    dense, experts = parameters_of_rank(jobs)
+    ranks = jobs.dp * jobs.cp
+    calls = np.maximum(1, 2 * dense / c.bucket_bytes)
+    sharded, whole = (jobs.zero >= 1) & (jobs.zero < 3), jobs.shard >= ranks
+    scatter = ring_seconds(c, jobs, jobs.sent_bytes * dense, ranks, jobs.tp, calls=calls)
+    reduce = ring_seconds(c, jobs, jobs.sent_bytes * dense, ranks, jobs.tp, reduces=True, calls=calls)
+    gather = ring_seconds(c, jobs, 2 * dense, jobs.shard, jobs.tp, calls=calls)
+    apart = np.maximum(ranks * jobs.tp / jobs.ep, 1)
+    expert_calls = np.maximum(1, 2 * experts / c.bucket_bytes)
+    of_experts = ring_seconds(c, jobs, (jobs.sent_bytes + 2) * experts, apart, jobs.ep, calls=expert_calls)
+    all_of_it = np.where(sharded & whole, scatter, reduce) + np.where(sharded, gather, 0.0)
+    all_of_it = all_of_it + np.where(jobs.experts > 0, of_experts, 0.0)
+    all_of_it = np.where(jobs.zero >= 3, 0.0, all_of_it)
+    chunk = np.where(jobs.order == Order.INTERLEAVED, v, 1.0)
+    room = np.where(jobs.overlap > 0, c.overlap * (stage.backward + stage.forward / 2) / chunk, 0.0)
+    hidden: Column = np.minimum(all_of_it, room)
+    return all_of_it - hidden + c.leak * hidden
+
+
+def parameters_of_rank(jobs: Jobs) -> tuple[Column, Column]:
+    """Parameters of a stage between the ends that all data-parallel ranks share, and those of its experts."""
+    dense = (jobs.parameters - jobs.expert_parameters) / (jobs.tp * jobs.pp)
+    return dense, jobs.expert_parameters / (jobs.ep * jobs.pp)
+
+
+def _update(c: TimeConstants, jobs: Jobs) -> Column:
+    """Seconds of the optimizer, of the gradients' norm and of setting them to zero."""
+    dense, experts = parameters_of_rank(jobs)
+    apart = np.maximum(jobs.dp * jobs.cp * jobs.tp / jobs.ep, 1)
+    owned = np.where(jobs.zero >= 1, dense / jobs.shard + experts / apart, dense + experts)
+    return passes_seconds(c, jobs, 2 * c.optimizer_passes * owned + 4 * dense)

@@ -1,0 +1,150 @@
+"""A model, a machine and a trainer's habits as columns of jobs."""
+
+from __future__ import annotations
+
+from phalanx.cost.compute import training_flops_per_token
+from phalanx.cost.jobs import Attention
+from phalanx.cost.parameters import parameters
+from phalanx.spec.base import require
+from phalanx.spec.cluster import Cluster
+from phalanx.spec.errors import UserError
+from phalanx.spec.model import ModelSpec
+
+Numbers = dict[str, float]
+
+MATMUL_SHARE = (0.87, 0.80, 0.775)
+"""Of the peak, the most that matrix products were seen to reach by generation: A100, H100 and B200
+(stas00/ml-engineering, compute/accelerator: MAMF)."""
+NETWORK_BYTES_PER_SECOND = (25e9, 50e9, 50e9)
+"""Of a device, by generation, where nothing is stated: 200 or 400 Gb/s, as in DGX A100, H100 and B200."""
+
+
+def model_columns(spec: ModelSpec, sequence: int) -> Numbers:
+    """Shape and counts of a model."""
+    count, moe = parameters(spec), spec.moe
+    return {
+        "layers": spec.layers,
+        "dense_layers": moe.first_dense if moe else spec.layers,
+        "width": spec.width,
+        "heads": spec.heads,
+        "kv_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "value_dim": spec.head_dim,
+        "attention_parameters": count.attention / spec.layers,
+        "ffn": spec.ffn,
+        "matrices": 3 if spec.activation == "swiglu" else 2,
+        "vocab": spec.vocab,
+        "tied": float(spec.tied),
+        "experts": moe.experts if moe else 0,
+        "top_k": moe.top_k if moe else 0,
+        "expert_ffn": moe.ffn if moe else 0,
+        "shared_ffn": moe.ffn * moe.shared_experts if moe else 0,
+        "parameters": count.total,
+        "expert_parameters": count.experts,
+        "sequence": sequence,
+    }
+
+
+def flops_per_token(spec: ModelSpec, sequence: int) -> float:
+    """Model FLOPs of training on a token, every pair of tokens counted: the convention of most publications."""
+    return training_flops_per_token(spec, sequence, causal=False)
+
+
+def machine_columns(cluster: Cluster) -> Numbers:
+    """Speeds and sizes of one device and of what joins devices.
+
+    Raises UserError for a machine whose speeds are not known.
+    """
+    needed = {
+        "peak_flops": cluster.peak_flops,
+        "memory_bytes": cluster.memory_bytes,
+        "hbm_bytes_per_second": cluster.hbm_bytes_per_second,
+    }
+    for field, value in needed.items():
+        if value is None:
+            fix = 'set it, or cluster.preset (`phalanx info --list` shows them), such as "h100"'
+            raise UserError(f"cluster.{field}", None, "is not known, and a plan needs it", fix)
+    peak, era = float(cluster.peak_flops or 0), cluster.generation
+    matmul = cluster.matmul_flops or MATMUL_SHARE[era] * peak
+    domain = cluster.domain or cluster.nproc or 1
+    link = cluster.link_bytes_per_second
+    require(domain == 1 or link is not None, "cluster.link_bytes_per_second", link,
+            f"is not known for a domain of {domain} devices", "set it, or cluster.domain = 1")  # fmt: skip
+    network = cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND[era]
+    return {
+        "peak_flops": peak,
+        "matmul_flops": matmul,
+        "low_matmul_flops": cluster.matmul_flops_8bit or 2 * matmul,
+        "units": cluster.multiprocessors or 0,
+        "hbm_bytes_per_second": float(cluster.hbm_bytes_per_second or 0),
+        "memory_bytes": float(cluster.memory_bytes or 0),
+        "link_bytes_per_second": link or network,
+        "network_bytes_per_second": network,
+        "oversubscription": cluster.oversubscription,
+        "domain": domain,
+        "era": era,
+    }
+
+
+def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) -> Numbers:
+    """What a trainer does without being asked, by what is said of the run: its schedule's name and known facts.
+
+    These are facts of software, not fitted: Megatron-LM and DeepSpeed of fp16 times do not overlap data-parallel
+    exchanges and fuse softmax; bf16 brought Flash Attention; from Hopper on, Megatron-Core overlaps, keeps fp32
+    gradients, and fuses norms; FSDP gathers beside compute; XLA compiles. Trainers that name their attention kernel
+    run RMSNorm by operations unless they name its kernel too, and gather the logits (arXiv 2311.05610's).
+    """
+    said = text.lower()
+    sharded, named, deepspeed = zero >= 3 or "fsdp" in said, "attention kernel=" in said, "deepspeed" in said
+    deepspeed = deepspeed and "megatron-deepspeed" not in said
+    attention = _attention(said, precision, era, sharded, deepspeed)
+    modern = attention >= Attention.FLASH_2 and not named and not deepspeed
+    hidden = (sharded or era > 0 or "overlap" in said or modern) and not (
+        "not overlapped" in said or "overlap disabled" in said
+    )
+    beside = "overlap" in said and not ("overlap disabled" in said or "not overlapped" in said)
+    compiled = "compile" in said or xla
+    parameters, gradients, state = (4, 4, 8) if sharded else (2, 2, 12)
+    if not sharded and precision != "fp16" and (era > 0 or "fp32 grad" in said):
+        gradients = 6 if deepspeed else 4
+    if "grad accumulation in fp32" in said:
+        gradients = 6
+    return {
+        "attention": attention,
+        "low_precision": float(is_low(precision)),
+        "parameter_bytes": parameters,
+        "gradient_bytes": gradients,
+        "sent_bytes": 2 if sharded or gradients == 2 else 4,
+        "state_bytes": 16 if deepspeed and not sharded else state,
+        "compiled": float(compiled),
+        "fused": float("rms kernel" in said or not (sharded or named or compiled or "nanotron" in said)),
+        "overlap": float(hidden),
+        "overlap_tp": float((beside and "tp" in said) or ("comm overlap" in said and beside) or "async" in said),
+        "overlap_ep": float(
+            (era == 2 and "overlap disabled" not in said)
+            or any(word in said for word in ("a2a overlap", "1f1b overlap", "dualpipe"))
+        ),
+        "relayed": float("deepep" in said or "hybridep" in said),
+        "exchanges": 1 if "parallel transformer block" in said or "parallel layers" in said else 2,
+        "deepspeed": float(deepspeed),
+        "whole_logits": float(named),
+    }
+
+
+def is_low(precision: str) -> bool:
+    """Whether linear layers run in 8 bits or fewer."""
+    return "fp8" in precision or "fp4" in precision
+
+
+def _attention(said: str, precision: str, era: int, sharded: bool, deepspeed: bool) -> Attention:
+    if "kernel=torch" in said:
+        return Attention.SEPARATE
+    if "kernel=fused" in said:
+        return Attention.FUSED
+    if "flash_attentionv1" in said:
+        return Attention.FLASH_1
+    if "flash" in said or sharded:
+        return Attention.FLASH_2
+    if era > 0:
+        return Attention.FLASH_3
+    return Attention.FUSED if precision == "fp16" or deepspeed else Attention.FLASH_2

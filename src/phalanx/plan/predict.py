@@ -1,0 +1,108 @@
+"""What runs will take: time with an interval, memory with the probability that it is not enough, speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.cost.constants import (
+    MemoryConstants,
+    TimeConstants,
+    interval_constants,
+    memory_constants,
+    time_constants,
+)
+from phalanx.cost.footprint import GIB, footprint, out_of_memory
+from phalanx.cost.interval import log_half_width
+from phalanx.cost.jobs import Column, Jobs, columns
+from phalanx.cost.step import step_seconds
+from phalanx.plan.table import Job, Row, job_of
+from phalanx.spec.errors import UserError
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One job's step, in the units of its names; the interval holds the truth in 80 of 100 cases."""
+
+    id: str
+    step_time_s: float
+    step_time_low_s: float
+    step_time_high_s: float
+    memory_gib: float
+    """Allocated on the fullest rank."""
+    p_oom: float
+    tflops_per_gpu: float
+    """Model FLOPs: what recomputation does is not counted."""
+    mfu: float
+    """Percent of the peak at the precision of training."""
+    assumed: list[str]
+    """What the row leaves open, and the planner chose as a trainer would."""
+
+
+@dataclass(frozen=True)
+class Unpredicted:
+    """A row that cannot be predicted."""
+
+    id: str
+    reason: str
+
+
+def predict_rows(rows: Sequence[Row]) -> list[Prediction | Unpredicted]:
+    """Every row of a table, in its order: all that they may mean in one pass."""
+    found: list[Job | Unpredicted] = []
+    for row in rows:
+        try:
+            found.append(job_of(row))
+        except UserError as error:
+            found.append(Unpredicted(row.get("id", ""), str(error).replace("\n", ";")))
+    jobs = [job for job in found if isinstance(job, Job)]
+    done = iter(predict(jobs))
+    return [next(done) if isinstance(job, Job) else job for job in found]
+
+
+def predict(jobs: Sequence[Job]) -> Iterator[Prediction]:
+    """Every job, of what it may mean the fastest that is likely to fit (the smallest, where nothing is)."""
+    if not jobs:
+        return
+    every = columns([choice for job in jobs for choice in job.choices])
+    table = every.take(np.array(choices_made(jobs, every, time_constants(), memory_constants())))
+    seconds = step_seconds(time_constants(), table).total
+    memory = footprint(memory_constants(), table).allocated
+    risk = out_of_memory(memory_constants(), table, memory)
+    width = log_half_width(interval_constants(), table)
+    for at, job in enumerate(jobs):
+        spread = float(np.exp(width[at] * job.width))
+        speed = job.flops_per_step / float(seconds[at])
+        yield Prediction(
+            id=job.name,
+            step_time_s=float(seconds[at]),
+            step_time_low_s=float(seconds[at]) / spread,
+            step_time_high_s=float(seconds[at]) * spread,
+            memory_gib=float(memory[at]) / GIB,
+            p_oom=float(risk[at]),
+            tflops_per_gpu=speed / job.ranks / 1e12,
+            mfu=100 * speed / job.peak_flops,
+            assumed=job.assumed,
+        )
+
+
+def choices_made(jobs: Sequence[Job], every: Jobs, time: TimeConstants, memory: MemoryConstants) -> list[int]:
+    """Where in the columns of all jobs' choices each job's best one is."""
+    seconds = step_seconds(time, every).total
+    allocated = footprint(memory, every).allocated
+    risk = out_of_memory(memory, every, allocated)
+    found, first = [], 0
+    for job in jobs:
+        mine = slice(first, first + len(job.choices))
+        found.append(first + best_choice(seconds[mine], allocated[mine], risk[mine]))
+        first = mine.stop
+    return found
+
+
+def best_choice(seconds: Column, memory: Column, risk: Column) -> int:
+    """The fastest that is likely to fit, or the smallest."""
+    fits: NDArray[np.bool_] = risk < 0.5
+    return int(np.argmin(np.where(fits, seconds, np.inf)) if fits.any() else np.argmin(memory))

@@ -1,0 +1,268 @@
+"""A table of runs, one a row, in the columns of published runs: each row as a job, with what it leaves open.
+
+Only input columns are read (those up to `schedule`, and `facts`)."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.cost.jobs import Order, Recompute
+from phalanx.cost.parameters import parameters
+from phalanx.plan.describe import Numbers, flops_per_token, habits, is_low, machine_columns, model_columns
+from phalanx.spec.base import divisors
+from phalanx.spec.cluster import Cluster
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import load_machine, preset_names
+from phalanx.spec.model import ModelSpec, MoESpec
+
+Row = Mapping[str, str]
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+"""Those that a trainer would try."""
+ASSUMED_IS_WIDER = 1.3
+"""Times as wide, on a logarithmic scale, as an interval is where something had to be assumed."""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention and fine experts of DeepSeek's models (arXiv 2412.19437, section 4.2)."""
+
+    expert_ffn: int
+    shared_experts: int
+    first_dense: int
+    ffn: int
+    heads: int = 128
+    query_rank: int = 1536
+    key_rank: int = 512
+    head: int = 128
+    rotary: int = 64
+
+    def attention_parameters(self, width: int) -> int:
+        """Of one layer: down- and up-projections of queries, of keys and values, and the output."""
+        queries = self.query_rank * (width + self.heads * (self.head + self.rotary))
+        keys = width * (self.key_rank + self.rotary) + self.key_rank * self.heads * 2 * self.head
+        return queries + keys + self.heads * self.head * width
+
+
+LATENT = {
+    "deepseek-v3": Latent(2048, 1, 3, 18432),
+    "deepseekv3": Latent(2048, 1, 1, 18432),
+    "deepseekv2": Latent(1536, 2, 1, 12288),
+    "kimi-k2": Latent(2048, 1, 1, 18432, heads=64),
+}
+"""Models whose attention no column describes, by how their names begin (a truncated one has one dense layer)."""
+HEAD_DIM = {"qwen3": 128, "gpt-oss": 64}
+"""Heads that are not width / heads wide."""
+SHARED_FFN = {"qwen2-57b": 20480}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row: the jobs that it may mean, for what it leaves open, and what it counts by."""
+
+    name: str
+    choices: list[Numbers]
+    assumed: list[str]
+    flops_per_step: float
+    peak_flops: float
+    """Of all devices, at the precision of training."""
+    ranks: float
+
+    @property
+    def width(self) -> float:
+        """Times as wide, on a logarithmic scale, as the interval of a row that states everything."""
+        return ASSUMED_IS_WIDER if self.assumed else 1.0
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a CSV file by column."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def job_of(row: Row) -> Job:
+    """The jobs that a row may mean.
+
+    Raises UserError for what is missing or cannot be.
+    """
+    zero, precision = int(_number(row, "zero", 0)), row.get("precision", "")
+    cluster, assumed = _machine(row)
+    tp, pp, cp, ep = (int(_number(row, axis, 1)) for axis in ("tp", "pp", "cp", "ep"))
+    for column in ("gpus", "seq", "global_batch", "tp", "pp"):
+        _number(row, column)
+    sequence, ranks, batch = (int(_number(row, column)) for column in ("seq", "gpus", "global_batch"))
+    dp = _number(row, "dp", ranks / (tp * pp * cp))
+    spec, shape = _model(row, sequence)
+    text = f"{row.get('schedule', '')}; {row.get('facts', '')}"
+    chip = row.get("gpu_type", "")
+    fixed: Numbers = {
+        **shape,
+        **machine_columns(cluster),
+        **habits(text, precision, cluster.generation, zero, xla=chip.startswith("TPU")),
+        "ranks": ranks, "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero,
+        "shard": _shard(text, zero, dp * cp, cluster.domain or 8),
+        "trimmed": float("1 layer fewer" in text or (pp > 1 and spec.layers % pp > 0)),
+    }  # fmt: skip
+    choices, open_ones = _choices(row, fixed, spec.layers, batch)
+    flops = flops_per_token(spec, sequence) * sequence * batch
+    peak = fixed["peak_flops"] * (2 if is_low(precision) else 1)
+    return Job(row.get("id", ""), choices, assumed + open_ones, flops, peak * ranks, ranks)
+
+
+def _choices(row: Row, fixed: Numbers, layers: int, batch: int) -> tuple[list[Numbers], list[str]]:
+    assumed = []
+    share = batch / fixed["dp"]
+    stated = row.get("micro_batch", "")
+    micro_batches = [float(stated)] if stated else [float(b) for b in MICRO_BATCHES if b <= share and share % b == 0]
+    micro_batches = micro_batches or [1.0]
+    if not stated:
+        assumed.append("micro-batch")
+    said = row.get("recompute", "").lower()
+    again = [_recompute(said)] if said else list(Recompute)
+    if not said:
+        assumed.append("recompute")
+    schedule, pp = row.get("schedule", "").lower(), int(fixed["pp"])
+    chunks = [int(_number(row, "vpp", 0))]
+    if chunks == [0] and "interleaved" in schedule and pp > 1:
+        chunks = [v for v in divisors(max(layers // pp, 1)) if v <= 8] if layers % pp == 0 else [1, 2, 3, 4]
+        assumed.append("virtual stages")
+    parallel = row.get("seq_parallel", "")
+    if not parallel and fixed["tp"] > 1:
+        assumed.append("sequence parallelism")
+    found = []
+    for micro_batch in micro_batches:
+        for recompute in again:
+            for v in chunks:
+                order = _order(schedule, pp, v)
+                modern = fixed["era"] > 0 and recompute != Recompute.FULL
+                found.append({
+                    **fixed, "micro_batch": micro_batch, "micro_batches": max(1.0, share / micro_batch),
+                    "recompute": recompute, "virtual": max(v, 1) if order == Order.INTERLEAVED else 1, "order": order,
+                    "sequence_parallel": float(parallel) if parallel else float(modern),
+                })  # fmt: skip
+    return found, assumed
+
+
+def _order(schedule: str, pp: int, virtual: int) -> Order:
+    if pp == 1:
+        return Order.NONE
+    for word, order in (
+        ("zb-1p", Order.ZB_H1),
+        ("zb-2p", Order.ZB_H2),
+        ("zb-v", Order.ZB_V),
+        ("dualpipe", Order.ZB_V),
+        ("gpipe", Order.GPIPE),
+    ):
+        if word in schedule:
+            return order
+    return Order.INTERLEAVED if virtual > 1 else Order.ONE_F_ONE_B
+
+
+def _recompute(said: str) -> Recompute:
+    if said == "full":
+        return Recompute.FULL
+    if said.startswith("selective-op"):
+        return Recompute.OPERATIONS
+    return Recompute.SELECTIVE if said == "selective" else Recompute.NONE
+
+
+def _shard(text: str, zero: int, ranks: float, domain: int) -> float:
+    """Ranks that share what is sharded: all, those of a stated group, or with HSDP those of a node."""
+    stated = re.search(r"group (?:size=|of )(\d+)", text)
+    if zero == 0:
+        return 1.0
+    if stated:
+        return float(stated.group(1))
+    return min(float(domain), ranks) if "hsdp" in text.lower() else ranks
+
+
+def _machine(row: Row) -> tuple[Cluster, list[str]]:
+    """The machine of a row, and what was assumed of it."""
+    chip = row.get("gpu_type", "")
+    cluster = load_machine(_preset(chip))
+    assumed: list[str] = []
+    changes: dict[str, float] = {}
+    node = int(_number(row, "gpus_per_node", 8))
+    joined = cluster.domain or 1
+    changes["domain"] = joined if joined > 8 else node
+    for column, field in (("intra_bw", "link_bytes_per_second"), ("inter_bw", "network_bytes_per_second")):
+        if row.get(column):
+            changes[field] = _number(row, column) * 1e9
+    if not row.get("inter_bw") and _number(row, "gpus", 1) > changes["domain"]:
+        assumed.append("network")
+    return cluster.model_copy(update=changes), assumed
+
+
+def _preset(chip: str) -> str:
+    """The preset that a device's name means: A100-80GB-SXM is a100."""
+    name = re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
+    known = sorted(preset_names("machines"), key=len, reverse=True)
+    for preset in known:
+        if name == preset or name.startswith(f"{preset}-"):
+            return preset
+    raise UserError("gpu_type", chip, "is not a known device", f"use one of {', '.join(sorted(known))}")
+
+
+def _model(row: Row, sequence: int) -> tuple[ModelSpec, Numbers]:
+    """The model of a row as Phalanx describes it, and its columns."""
+    name = row.get("model", "").lower()
+    latent = next((shape for start, shape in LATENT.items() if name.startswith(start)), None)
+    width, layers, heads = (int(_number(row, column)) for column in ("hidden", "layers", "heads"))
+    experts, ffn = int(_number(row, "experts", 0)), int(_number(row, "ffn"))
+    common: dict[str, Any] = {
+        "width": width, "layers": layers, "heads": heads, "kv_heads": int(_number(row, "kv_heads", heads)),
+        "vocab": int(_number(row, "vocab")), "context": sequence, "positions": "learned",
+        "head_dim": next((dim for start, dim in HEAD_DIM.items() if name.startswith(start)), max(width // heads, 1)),
+    }  # fmt: skip
+    if not experts:
+        spec = _nearest(common, ffn, _number(row, "params_b", 0) * 1e9, "llama" in name)
+        return spec, model_columns(spec, sequence)
+    moe = MoESpec(experts=experts, top_k=int(_number(row, "topk")), ffn=ffn)
+    if latent:
+        moe = moe.model_copy(
+            update={
+                "ffn": latent.expert_ffn, "shared_experts": latent.shared_experts, "first_dense": latent.first_dense,
+            }
+        )  # fmt: skip
+        common |= {"heads": latent.heads, "kv_heads": latent.heads, "head_dim": latent.head + latent.rotary}
+    spec = ModelSpec(**common, ffn=latent.ffn if latent else ffn, moe=moe)
+    columns = model_columns(spec, sequence)
+    columns["shared_ffn"] += next((ffn for start, ffn in SHARED_FFN.items() if name.startswith(start)), 0)
+    if latent:
+        attention = latent.attention_parameters(width)
+        columns["parameters"] += layers * (attention - columns["attention_parameters"])
+        columns |= {"attention_parameters": attention, "value_dim": latent.head}
+    return spec, columns
+
+
+def _nearest(common: dict[str, Any], ffn: int, stated: float, gated: bool) -> ModelSpec:
+    """A dense model with the kind of MLP, and tied or not, that explains its stated parameters best."""
+    specs = [
+        ModelSpec(**common, ffn=ffn, activation=activation, tied=tied)
+        for activation in ("swiglu", "gelu")
+        for tied in (False, True)
+    ]
+    if not stated:
+        return specs[0 if gated else 3]
+    return min(specs, key=lambda spec: abs(parameters(spec).total - stated))
+
+
+def _number(row: Row, column: str, default: float | None = None) -> float:
+    """Raises UserError for a column that is empty, and needed, or no number."""
+    text = (row.get(column) or "").strip()
+    if not text and default is not None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        problem = "is not a number" if text else "is needed, and empty"
+        raise UserError(column, text or None, problem, "fill it in") from None
+    if not value > 0 and column != "zero":
+        if default is not None and value == 0:
+            return default
+        raise UserError(column, text, "must be above 0", "correct it")
+    return value
