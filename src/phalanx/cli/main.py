@@ -7,7 +7,7 @@ import sys
 import typer
 
 from phalanx import __version__
-from phalanx.cli import data, experts, export, generate, info, init, memory, mesh, pipeline, train
+from phalanx.cli import data, experts, export, generate, info, init, memory, mesh, pipeline, plan, train
 from phalanx.spec.errors import UserError
 
 app = typer.Typer(
@@ -44,6 +44,7 @@ app.command("info")(info.info)
 app.command("init")(init.init)
 app.command("memory")(memory.memory)
 app.command("mesh")(mesh.mesh)
+app.command("plan")(plan.plan)
 app.command("train")(train.train)
 
 

@@ -5,7 +5,7 @@ A column is a number where all jobs agree and an array where they differ; every 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
@@ -124,6 +124,8 @@ class Jobs:
     """Per parameter, as gradients are kept."""
     sent_bytes: Column
     """Per parameter, as gradients are sent."""
+    scatters: Column
+    """Times that gradients are sent in a step: once, or with every micro-batch."""
     state_bytes: Column
     """Per parameter, of what the optimizer keeps."""
     compiled: Column
@@ -157,6 +159,11 @@ class Jobs:
         return Jobs(**{f.name: np.broadcast_to(getattr(self, f.name), size)[chosen] for f in fields(self)})
 
 
-def columns(rows: Sequence[dict[str, float]]) -> Jobs:
+def columns(rows: Sequence[Mapping[str, float]]) -> Jobs:
     """Jobs from rows of numbers by column."""
     return Jobs(**{f.name: np.array([row[f.name] for row in rows], dtype=np.float64) for f in fields(Jobs)})
+
+
+def broadcast(common: Mapping[str, float], varying: Mapping[str, Column]) -> Jobs:
+    """Jobs that agree in `common` and differ in `varying`."""
+    return Jobs(**{name: np.array([value], dtype=np.float64) for name, value in common.items()}, **varying)

@@ -177,8 +177,14 @@ def _data_parallel(c: TimeConstants, jobs: Jobs, stage: Stage, v: Column) -> Col
     all_of_it = np.where(jobs.zero >= 3, 0.0, all_of_it)
     chunk = np.where(jobs.order == Order.INTERLEAVED, v, 1.0)
     room = np.where(jobs.overlap > 0, c.overlap * (stage.backward + stage.forward / 2) / chunk, 0.0)
-    hidden: Column = np.minimum(all_of_it, room)
-    return all_of_it - hidden + c.leak * hidden
+    earlier = (jobs.scatters - 1) * _shown(c, scatter, room)
+    return _shown(c, all_of_it, room) + earlier
+
+
+def _shown(c: TimeConstants, exchange: Column, room: Column) -> Column:
+    """Of an exchange that runs beside the backward pass, what is seen of it."""
+    hidden: Column = np.minimum(exchange, room)
+    return exchange - hidden + c.leak * hidden
 
 
 def parameters_of_rank(jobs: Jobs) -> tuple[Column, Column]:

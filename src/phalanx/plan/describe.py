@@ -115,6 +115,7 @@ def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) ->
         "parameter_bytes": parameters,
         "gradient_bytes": gradients,
         "sent_bytes": 2 if sharded or gradients == 2 else 4,
+        "scatters": 1,
         "state_bytes": 16 if deepspeed and not sharded else state,
         "compiled": float(compiled),
         "fused": float("rms kernel" in said or not (sharded or named or compiled or "nanotron" in said)),

@@ -1,0 +1,172 @@
+"""`phalanx plan`: which layout, how fast, how much memory, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phalanx.cli.options import Json, Overrides
+
+if TYPE_CHECKING:
+    from phalanx.plan.search import Option, Plan
+    from phalanx.spec.run import RunSpec
+
+USUAL_DEVICES = 8
+"""Of a node, where nothing is said."""
+
+
+def plan(
+    run: Annotated[Path | None, typer.Argument(help="A run file.", metavar="[RUN.toml]")] = None,
+    machine: Annotated[str | None, typer.Option(help="A known machine: `phalanx info --list`.", metavar="NAME")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes; by default cluster.nodes.", min=1)] = None,
+    nproc: Annotated[int | None, typer.Option(help="Devices in each node; by default 8.", min=1)] = None,
+    top: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
+    explain: Annotated[int | None, typer.Option(help="Explain the K-th layout.", min=1, metavar="K")] = None,
+    why_not: Annotated[str | None, typer.Option(help="A layout to hold against the best.", metavar="LAYOUT")] = None,
+    diff: Annotated[tuple[str, str] | None, typer.Option(help="Two layouts side by side.", metavar="A B")] = None,
+    export: Annotated[
+        str | None, typer.Option(help="The best for megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the run with the best layout.", metavar="FILE")] = None,
+    batch: Annotated[Path | None, typer.Option(help="Predict each row of a table.", metavar="FILE.csv")] = None,
+    set_: Overrides = None,
+    json_: Json = False,
+) -> None:
+    """Rank the layouts that a run may have on a cluster: no GPU, no torch, seconds.
+
+    Examples:
+
+        phalanx plan run.toml --machine h100 --nodes 16
+
+        phalanx plan run.toml --machine h100 --nodes 16 --explain 1
+
+        phalanx plan run.toml --machine h100 --nodes 16 --why-not "tp=16,pp=2,data=zero1"
+
+        phalanx plan run.toml --machine a100 --nodes 8 --export megatron
+
+        phalanx plan --batch runs.csv --json
+    """
+    from phalanx.spec.errors import UserError
+
+    if (run is None) == (batch is None):
+        raise UserError("plan", None, "needs a run file or --batch FILE.csv, and not both", "give one of them")
+    if batch is not None:
+        _predict(batch, json_)
+        return
+    assert run is not None
+    described, world_size = _described(run, machine, nodes, nproc, set_ or [])
+    if diff is not None:
+        _show_diff(described, world_size, diff)
+        return
+    found = _search(described, world_size, max(top, explain or 1))
+    if not found.options:
+        from phalanx.plan.explain import nearest_fit
+
+        raise UserError(
+            "layout", None, f"no layout of {found.considered:,} fits", nearest_fit(described, world_size, found)
+        )
+    best = found.options[0]
+    if out is not None:
+        from phalanx.train.setup import to_toml
+
+        out.write_text(to_toml(described.model_copy(update={"layout": best.candidate.layout()})))
+    if export is not None:
+        _export(described, world_size, best, export)
+    elif why_not is not None:
+        _why_not(described, world_size, best, why_not)
+    elif explain is not None:
+        _explain(described, world_size, found, explain)
+    elif json_:
+        _print_json(described, world_size, found, top)
+    else:
+        _show(described, world_size, found, top)
+
+
+def _described(
+    run: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str]
+) -> tuple[RunSpec, int]:
+    """The run on the machines that the options name, and its ranks."""
+    from phalanx.spec.load import load_run
+
+    described = load_run(run, [*([f"cluster.preset={machine}"] if machine else []), *overrides])
+    cluster = described.cluster
+    changes = {"nodes": nodes or cluster.nodes, "nproc": nproc or cluster.nproc or USUAL_DEVICES}
+    cluster = cluster.model_copy(update=changes)
+    return described.model_copy(update={"cluster": cluster}), cluster.ranks
+
+
+def _search(run: RunSpec, world_size: int, keep: int) -> Plan:
+    from rich.console import Console
+
+    from phalanx.plan.search import search
+
+    with Console(stderr=True).status(f"layouts of {world_size:,} devices"):
+        return search(run, world_size, keep)
+
+
+def _predict(file: Path, as_json: bool) -> None:
+    import json
+    from dataclasses import asdict
+
+    from phalanx.plan.predict import predict_rows
+    from phalanx.plan.table import read_rows
+
+    found = predict_rows(read_rows(file))
+    if as_json:
+        for row in found:
+            print(json.dumps(asdict(row)))
+    else:
+        from phalanx.cli.plan_views import predictions
+
+        predictions(found)
+
+
+def _print_json(run: RunSpec, world_size: int, found: Plan, top: int) -> None:
+    import json
+
+    from phalanx.cli.plan_views import facts
+
+    print(json.dumps(facts(run, world_size, found, top), indent=2))
+
+
+def _show(run: RunSpec, world_size: int, found: Plan, top: int) -> None:
+    from phalanx.cli.plan_views import ranked
+
+    ranked(run, world_size, found, top)
+
+
+def _explain(run: RunSpec, world_size: int, found: Plan, at: int) -> None:
+    from phalanx.cli.plan_views import explained
+    from phalanx.spec.errors import UserError
+
+    if at > len(found.options):
+        raise UserError("--explain", at, f"is more than the {len(found.options)} layouts found", "use a smaller number")
+    explained(run, world_size, found, at - 1)
+
+
+def _why_not(run: RunSpec, world_size: int, best: Option, text: str) -> None:
+    from phalanx.cli.plan_views import compared
+    from phalanx.plan.explain import option_of, parse_layout
+
+    compared(run, option_of(run, world_size, parse_layout(text)), best, ("yours", "best"))
+
+
+def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
+    from phalanx.cli.plan_views import compared
+    from phalanx.plan.explain import option_of, parse_layout
+
+    first, second = (option_of(run, world_size, parse_layout(text)) for text in texts)
+    compared(run, first, second, ("A", "B"))
+
+
+def _export(run: RunSpec, world_size: int, best: Option, trainer: str) -> None:
+    import sys
+
+    from phalanx.plan.export import export
+
+    made: Any = export(run.model_copy(update={"layout": best.candidate.layout()}), world_size, trainer)  # type: ignore[arg-type]
+    print(made.text)
+    for note in made.notes:
+        print(f"note: {note}", file=sys.stderr)

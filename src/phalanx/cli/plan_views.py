@@ -1,0 +1,176 @@
+"""What `phalanx plan` prints: tables, breakdowns, comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from phalanx.cost.energy import energy_kwh, rental_cost
+from phalanx.plan.explain import GIB, MEANING, crossing, shares, what_ifs, why
+from phalanx.plan.predict import Prediction, Unpredicted
+from phalanx.plan.search import LIKELY, Option, Plan
+from phalanx.spec.run import RunSpec
+
+WIDTH = 150
+BILLION = 1e9
+
+
+def ranked(run: RunSpec, world_size: int, plan: Plan, top: int) -> None:
+    """The table of the fastest layouts, and the front of time and memory."""
+    console = _console()
+    _head(console, run, world_size, plan)
+    table = _table(
+        "", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble", *_costs(run)
+    )
+    front = plan.front
+    for number, option in enumerate(plan.options[:top], 1):
+        mark = "*" if option in front else " "
+        table.add_row(f"{number}{mark}", str(option.candidate), *_figures(option), *_cost(run, world_size, option))
+    console.print(table)
+    console.print()
+    limit = f"P(OOM) below {LIKELY:.0%}"
+    console.print(f"*: no layout above it in this table takes less memory. All shown have {limit}.", style="dim")
+    console.print("exposed: communication that nothing hides. --explain K says where time and memory go.", style="dim")
+
+
+def explained(run: RunSpec, world_size: int, plan: Plan, at: int) -> None:
+    """Where a layout's time and memory go, why others lose, and what would help."""
+    console, option = _console(), plan.options[at]
+    _head(console, run, world_size, plan)
+    console.print(f"{at + 1}. {option.candidate}", style="bold", highlight=False)
+    console.print(
+        f"step {option.step_seconds:.3f} s, 80 % between {option.low_seconds:.3f} and {option.high_seconds:.3f}",
+        highlight=False,
+    )
+    for note in crossing(run, option.candidate):
+        console.print(note, style="yellow", highlight=False)
+    console.print()
+    table = _table("time", "seconds", "share", "")
+    for part, seconds in shares(option).items():
+        share = seconds / option.step_seconds
+        table.add_row(MEANING[part], f"{seconds:.3f}", f"{share:.1%}", "█" * round(40 * share))
+    console.print(table)
+    console.print()
+    table = _table("memory, GiB", *option.stages, "")
+    for part in ("state", "activations", "logits", "buffers"):
+        held = [stage[part] / GIB for stage in option.stages.values()]
+        table.add_row(part, *(f"{size:.2f}" for size in held), "█" * round(40 * max(held) * GIB / option.memory_bytes))
+    console.print(table)
+    console.print(f"P(OOM) {option.p_oom:.1%}", highlight=False)
+    others = [other for other in plan.options[: at + 6] if other is not option]
+    if others:
+        console.print("\nwhy others lose", style="bold")
+        for other in others:
+            console.print(f"  {other.candidate}\n    {why(run, other, option)}", highlight=False, soft_wrap=True)
+    console.print("\nwhat if", style="bold")
+    for idea in what_ifs(run, world_size, option):
+        then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "nothing fits"
+        console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)
+
+
+def compared(run: RunSpec, first: Option, second: Option, names: tuple[str, str]) -> None:
+    """Two layouts side by side, and why one is slower."""
+    console = _console()
+    for name, option in zip(names, (first, second), strict=True):
+        console.print(f"{name}: {option.candidate}", style="bold", highlight=False)
+    console.print()
+    table = _table("", *names, "difference")
+    mine, its = shares(first), shares(second)
+    for part, meaning in MEANING.items():
+        table.add_row(meaning, f"{mine[part]:.3f} s", f"{its[part]:.3f} s", f"{mine[part] - its[part]:+.3f} s")
+    table.add_row(
+        "step",
+        f"{first.step_seconds:.3f} s",
+        f"{second.step_seconds:.3f} s",
+        f"{first.step_seconds - second.step_seconds:+.3f} s",
+    )
+    held = first.memory_bytes / GIB, second.memory_bytes / GIB
+    table.add_row("memory", f"{held[0]:.1f} GiB", f"{held[1]:.1f} GiB", f"{held[0] - held[1]:+.1f} GiB")
+    table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
+    console.print(table)
+    console.print()
+    if first.p_oom >= LIKELY:
+        console.print(f"{names[0]} is not likely to fit", style="yellow", highlight=False)
+    console.print(why(run, first, second), highlight=False, soft_wrap=True)
+
+
+def predictions(found: Sequence[Prediction | Unpredicted]) -> None:
+    """A table of predicted rows."""
+    table = _table("row", "step s", "80 %", "TFLOP/s", "MFU", "GiB", "P(OOM)", "assumed")
+    for row in found:
+        if isinstance(row, Unpredicted):
+            table.add_row(row.id, "-", "", "", "", "", "", row.reason)
+            continue
+        span = f"{row.step_time_low_s:.4g} to {row.step_time_high_s:.4g}"
+        table.add_row(
+            row.id, f"{row.step_time_s:.4g}", span, f"{row.tflops_per_gpu:.0f}", f"{row.mfu:.1f} %",
+            f"{row.memory_gib:.1f}", f"{row.p_oom:.2f}", ", ".join(row.assumed),
+        )  # fmt: skip
+    _console().print(table)
+
+
+def facts(run: RunSpec, world_size: int, plan: Plan, top: int) -> dict[str, Any]:
+    """What `phalanx plan --json` prints."""
+    return {
+        "model": run.model.preset or run.model.from_hf,
+        "devices": world_size,
+        "considered": plan.considered,
+        "fitting": plan.fitting,
+        "layouts": [
+            {
+                **asdict(option),
+                "layout": option.candidate.layout().model_dump(exclude_defaults=True),
+                "candidate": str(option.candidate),
+                "on_front": option in plan.front,
+            }
+            for option in plan.options[:top]
+        ],
+    }
+
+
+def _head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:
+    name, training = run.model.preset or run.model.from_hf or "model", run.training
+    machine = run.cluster.preset or "the cluster"
+    console.print(
+        f"{name} on {world_size:,} x {machine}, {training.tokens_per_step:,} tokens a step in sequences of "
+        f"{training.sequence:,}; {plan.considered:,} layouts, {plan.fitting:,} likely to fit",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    console.print()
+
+
+def _figures(option: Option) -> list[str]:
+    step = option.step_seconds
+    return [
+        f"{step:.3f}", f"{option.low_seconds:.3g} to {option.high_seconds:.3g}", f"{option.tokens_per_second:,.0f}",
+        f"{option.mfu:.1%}", f"{option.memory_bytes / GIB:.1f}", f"{option.p_oom:.1%}",
+        f"{option.exposed / step:.1%}", f"{option.parts['bubble'] / step:.1%}",
+    ]  # fmt: skip
+
+
+def _costs(run: RunSpec) -> list[str]:
+    money = ["price/1e9 tokens"] if run.cluster.price_per_hour else []
+    return [*money, *(["kWh/1e9 tokens"] if run.cluster.watts else [])]
+
+
+def _cost(run: RunSpec, world_size: int, option: Option) -> list[str]:
+    """Of a billion tokens: money, energy."""
+    hours, cluster = BILLION / option.tokens_per_second / 3600, run.cluster
+    money = [f"{rental_cost(world_size, hours, cluster.price_per_hour):,.0f}"] if cluster.price_per_hour else []
+    return [*money, *([f"{energy_kwh(cluster.watts, world_size, hours):,.0f}"] if cluster.watts else [])]
+
+
+def _table(*headers: str) -> Table:
+    columns = [
+        Column(header, justify="left" if at < 2 else "right", no_wrap=at != 1) for at, header in enumerate(headers)
+    ]
+    return Table(*columns, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.width >= WIDTH else Console(width=WIDTH)

@@ -1,0 +1,218 @@
+"""Every layout that a run may have on a cluster, as columns of jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.cost.jobs import Attention, Jobs, Order, Recompute, broadcast
+from phalanx.plan.describe import Numbers, machine_columns, model_columns
+from phalanx.spec.base import divisors, require
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout, degrees
+from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.share import check_shares
+
+ORDERS: dict[str, Order] = {
+    "1f1b": Order.ONE_F_ONE_B,
+    "gpipe": Order.GPIPE,
+    "interleaved": Order.INTERLEAVED,
+    "zb-h1": Order.ZB_H1,
+    "zb-h2": Order.ZB_H2,
+    "zb-v": Order.ZB_V,
+}
+"""Schedules that the planner knows the time of; naive and dualpipe-v never beat all of them."""
+STATE = {"ddp": (4, 4, 8, 4), "zero3": (4, 4, 8, 4), "hsdp": (4, 4, 8, 4)}
+HALF_STATE = (2, 2, 12, 2)
+"""Bytes per parameter that Phalanx keeps under bf16 of parameters, gradients, optimizer state, and sends of gradients:
+`cost.memory.strategy_bytes`."""
+ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
+MOST_MICRO_BATCH = 32
+MOST_CHUNKS = 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout's choices, as numbers and names."""
+
+    data: str
+    dp: int
+    dp_shard: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    micro_batch: int
+    micro_batches: int
+    recompute: str
+    schedule: str
+    virtual_stages: int
+
+    @property
+    def axes(self) -> int:
+        """Ways in which ranks share the work: the fewer, the simpler."""
+        return sum(degree > 1 for degree in (self.dp, self.tp, self.pp, self.cp, self.ep)) + (self.data == "hsdp")
+
+    def __str__(self) -> str:
+        degrees = [f"{axis} {getattr(self, axis)}" for axis in ("tp", "cp", "ep") if getattr(self, axis) > 1]
+        chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
+        pipeline = [f"pp {self.pp} {self.schedule}{chunks}"] if self.pp > 1 else []
+        shard = f" of {self.dp_shard}" if self.data == "hsdp" else ""
+        again = [] if self.recompute == "none" else [f"recompute {self.recompute}"]
+        batch = f"micro-batch {self.micro_batch} x {self.micro_batches}"
+        return ", ".join([f"{self.data}{shard} dp {self.dp}", *degrees, *pipeline, batch, *again])
+
+    def layout(self) -> Layout:
+        """As a run file has it."""
+        piped = {"schedule": self.schedule, "virtual_stages": self.virtual_stages} if self.pp > 1 else {}
+        shard = {"dp_shard": self.dp_shard} if self.data == "hsdp" else {}
+        return Layout.model_validate(
+            {
+                "data": self.data, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep,
+                "micro_batch": self.micro_batch, "recompute": self.recompute, **piped, **shard,
+            }
+        )  # fmt: skip
+
+
+def candidates(run: RunSpec, world_size: int) -> list[Candidate]:
+    """All that the planner chooses among. Not in it: what never wins on the same ranks (parameter servers, tensor
+    parallelism without sequence parallelism where the sequence divides), and ZeRO-2 and 3 in pipelines, where they
+    keep and send what ZeRO-1 does or more."""
+    domain = run.cluster.domain or run.cluster.nproc or 1
+    # Flash kernels keep no scores that recomputing attention alone could drop.
+    recompute = ("none", "full") if run.cluster.device != "cpu" else ("none", "selective", "full")
+    return [
+        Candidate(data, dp, shard, tp, pp, cp, ep, micro_batch, m, again, schedule, v)
+        for tp, pp, cp, ep, dp in _degrees(run, world_size)
+        for data, shard in _sharing(dp * cp, pp, domain)
+        for micro_batch, m in _cuts(run, dp)
+        for schedule, v in _schedules(pp, m, run.model.layers, halves=not run.training.compile)
+        for again in recompute
+    ]
+
+
+def jobs_of(run: RunSpec, world_size: int, found: list[Candidate]) -> Jobs:
+    """Candidates as columns, run by Phalanx."""
+    common = {**_common(run), "ranks": world_size}
+    return broadcast(common, {name: np.array(values) for name, values in _varying(run, found).items()})
+
+
+def candidate_of(run: RunSpec, world_size: int) -> Candidate:
+    """The run's own layout.
+
+    Raises UserError if it cannot run so, or for what the planner does not know.
+    """
+    layout, sizes, cut = run.layout, degrees(run.layout, world_size), cut_batch(run, world_size)
+    known = layout.data in ZERO and layout.schedule_file is None and layout.schedule in ORDERS
+    value = layout.data if layout.data not in ZERO else layout.schedule_file or layout.schedule
+    require(known, "layout", value, "is not what the planner predicts", f"use one of {', '.join((*ZERO, *ORDERS))}")
+    return Candidate(
+        layout.data, sizes.dp, sizes.dp_shard, layout.tp, layout.pp, layout.cp, layout.ep, cut.micro_batch,
+        cut.accumulation, layout.recompute, layout.schedule, layout.virtual_stages,
+    )  # fmt: skip
+
+
+def _degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Degrees that divide the ranks and the model."""
+    sequences = run.training.tokens_per_step // run.training.sequence
+    experts = run.model.moe.experts if run.model.moe else 1
+    for tp in divisors(world_size):
+        for pp in (p for p in divisors(world_size // tp) if p <= run.model.layers):
+            for cp in divisors(world_size // tp // pp):
+                dp = world_size // (tp * pp * cp)
+                if sequences % dp == 0:
+                    for ep in (e for e in divisors(dp * cp * tp) if experts % e == 0):
+                        if _can_share(run, world_size, tp, pp, cp, ep):
+                            yield tp, pp, cp, ep, dp
+
+
+def _can_share(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int) -> bool:
+    layout = Layout(data="zero1", tp=tp, pp=pp, cp=cp, ep=ep, micro_batch=1)
+    try:
+        check_shares(run.model_copy(update={"layout": layout}), world_size)
+    except UserError:
+        return False
+    return True
+
+
+def _sharing(ranks: int, pp: int, domain: int) -> Iterator[tuple[str, int]]:
+    """Strategies of data-parallel ranks, and how many share one copy."""
+    yield "ddp", 1
+    if ranks > 1:
+        yield "zero1", ranks
+    if ranks > 1 and pp == 1:
+        yield "zero2", ranks
+        yield "zero3", ranks
+        if ranks > domain > 1 and ranks % domain == 0:
+            yield "hsdp", domain
+
+
+def _cuts(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
+    """Micro-batches: how large, and how many of each rank in a step."""
+    share = run.training.tokens_per_step // run.training.sequence // dp
+    for micro_batch in divisors(share):
+        if micro_batch <= MOST_MICRO_BATCH:
+            yield micro_batch, share // micro_batch
+
+
+def _schedules(pp: int, m: int, layers: int, halves: bool) -> Iterator[tuple[str, int]]:
+    """Schedules that a pipeline of so many stages can have; compiled blocks cannot split their backward passes."""
+    yield "1f1b", 1
+    if pp == 1:
+        return
+    if halves:
+        yield "zb-h1", 1
+        if m >= 2 * pp - 1:
+            yield "zb-h2", 1
+            if layers >= 2 * pp:
+                yield "zb-v", 1
+    if m % pp == 0:
+        for v in range(2, min(layers // pp, MOST_CHUNKS) + 1):
+            yield "interleaved", v
+
+
+def _common(run: RunSpec) -> Numbers:
+    """Columns that all layouts of a run share: model, machine, and how Phalanx runs it."""
+    cluster = run.cluster
+    cuda = cluster.device != "cpu"
+    attention = Attention.FLASH_3 if cluster.generation > 0 else Attention.FLASH_2
+    return {
+        **model_columns(run.model, run.training.sequence),
+        **machine_columns(cluster),
+        "attention": attention if cuda else Attention.SEPARATE,
+        "low_precision": 0,
+        "compiled": float(run.training.compile),
+        "fused": 0,
+        "overlap": 1,
+        "overlap_tp": 0,
+        "overlap_ep": 0,
+        "relayed": 0,
+        "exchanges": 2,
+        "deepspeed": 0,
+        "whole_logits": 0,
+        "trimmed": 0,
+    }
+
+
+def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
+    """Columns that layouts differ in."""
+    state = [STATE.get(c.data, HALF_STATE) for c in found]
+    again = {"none": Recompute.NONE, "selective": Recompute.SELECTIVE, "full": Recompute.FULL}
+    return {
+        **{name: [float(getattr(c, name)) for c in found] for name in ("dp", "tp", "pp", "cp", "ep")},
+        "micro_batch": [c.micro_batch for c in found],
+        "micro_batches": [c.micro_batches for c in found],
+        "virtual": [c.virtual_stages for c in found],
+        "zero": [ZERO[c.data] for c in found],
+        "shard": [c.dp_shard if c.data in ("hsdp", "ddp") else c.dp * c.cp for c in found],
+        "recompute": [again[c.recompute] for c in found],
+        "sequence_parallel": [float(c.tp > 1) for c in found],
+        "order": [ORDERS[c.schedule] if c.pp > 1 else Order.NONE for c in found],
+        "parameter_bytes": [s[0] for s in state],
+        "gradient_bytes": [s[1] for s in state],
+        "state_bytes": [s[2] for s in state],
+        "sent_bytes": [s[3] for s in state],
+        "scatters": [c.micro_batches if c.data == "zero2" else 1 for c in found],
+    }

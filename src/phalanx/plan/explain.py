@@ -1,0 +1,144 @@
+"""Why a layout is as fast as it is, why others lose, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.plan.candidates import Candidate, candidate_of
+from phalanx.plan.search import Option, Plan, evaluate, search
+from phalanx.spec.base import parse
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import RunSpec
+
+MEANING = {
+    "compute": "products, attention and passes over memory",
+    "exchange": "exchanges of ranks that share products, sequences or experts",
+    "bubble": "waiting for other stages",
+    "send": "sends between stages",
+    "data_parallel": "gradients and parameters, as far as nothing hides them",
+    "update": "the optimizer",
+    "waiting": "for the slowest of many nodes",
+}
+"""Of the parts of a step."""
+GIB = 2**30
+
+
+def shares(option: Option) -> dict[str, float]:
+    """Seconds of a step by what they go to, which add up to it."""
+    parts = dict(option.parts)
+    parts["compute"] -= parts["exchange"]
+    return parts
+
+
+def differences(option: Option, best: Option, least: float = 0.005) -> list[str]:
+    """What a layout spends more on, or less, than the best one: parts of at least `least` of its step."""
+    mine, its = shares(option), shares(best)
+    found = [(mine[part] - its[part], part) for part in mine if abs(mine[part] - its[part]) > least * best.step_seconds]
+    return [f"{_seconds(more, signed=True)} {MEANING[part]}" for more, part in sorted(found, reverse=True)]
+
+
+def why(run: RunSpec, option: Option, best: Option) -> str:
+    """Why a layout loses against the best one, in a line."""
+    more = option.step_seconds - best.step_seconds
+    reasons = differences(option, best)
+    across = crossing(run, option.candidate)
+    said = "; ".join([*reasons, *across]) or "equally fast; the best is simpler or smaller"
+    return f"{_seconds(more, signed=True)}: {said}"
+
+
+def crossing(run: RunSpec, candidate: Candidate) -> list[str]:
+    """What of a layout leaves the domain of fast links."""
+    domain = run.cluster.domain or run.cluster.nproc or 1
+    found = []
+    if candidate.tp > domain:
+        found.append(f"tp = {candidate.tp} leaves the domain of {domain} devices with fast links")
+    if candidate.ep > 1 and candidate.ep * candidate.tp > domain:
+        found.append(f"the exchange of ep = {candidate.ep} leaves the domain of {domain}")
+    return found
+
+
+def parse_layout(text: str) -> Layout:
+    """A layout from what a user writes: "tp=4, pp=8, data=zero1".
+
+    Raises UserError for what is not a field of it.
+    """
+    table: dict[str, object] = {}
+    for item in filter(None, (part.strip() for part in text.replace("layout.", "").split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise UserError("layout", item, "is not KEY=VALUE", 'write it like "tp=4,pp=8,data=zero1"')
+        table[key] = int(value) if value.lstrip("-").isdigit() else value
+    return parse(Layout, table, "layout")
+
+
+def option_of(run: RunSpec, world_size: int, layout: Layout) -> Option:
+    """What a given layout takes.
+
+    Raises UserError if it cannot run, or for what the planner does not know.
+    """
+    own = run.model_copy(update={"layout": layout})
+    from phalanx.cost.stages import check_layout
+
+    check_layout(own, world_size)
+    return evaluate(own, world_size, [candidate_of(own, world_size)])[0]
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A change, and the best layout after it."""
+
+    change: str
+    option: Option | None
+    speedup: float
+    """Of tokens per second; 0 where nothing fits."""
+
+
+def what_ifs(run: RunSpec, world_size: int, best: Option) -> Iterator[WhatIf]:
+    """What would make a job faster: more memory, faster links, a larger batch."""
+    cluster, training = run.cluster, run.training
+
+    def scaled(field: str) -> RunSpec | None:
+        value = getattr(cluster, field)
+        return value and run.model_copy(update={"cluster": cluster.model_copy(update={field: 2 * value})})
+
+    changes = {
+        "twice the memory": scaled("memory_bytes"),
+        "fast links twice as fast": scaled("link_bytes_per_second"),
+        "a network twice as fast": scaled("network_bytes_per_second"),
+        "twice the tokens per step": run.model_copy(
+            update={"training": training.model_copy(update={"tokens_per_step": 2 * training.tokens_per_step})}
+        ),
+    }
+    for change, changed in changes.items():
+        if changed is not None:
+            found = search(changed, world_size, keep=1).options
+            option = found[0] if found else None
+            yield WhatIf(change, option, option.tokens_per_second / best.tokens_per_second if option else 0.0)
+
+
+def nearest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
+    """What to change where no layout fits: by how much memory is short, and how many times the nodes would do."""
+    smallest, memory = plan.smallest, run.cluster.memory_bytes
+    if smallest is None or memory is None:
+        raise ValueError("something fits")
+    short = smallest.memory_bytes / GIB, memory / GIB
+    said = f"the smallest, {smallest.candidate}, takes {short[0]:.1f} GiB of {short[1]:.1f}"
+    sequences = run.training.tokens_per_step // run.training.sequence
+    for times in (2, 4, 8, 16, 32, 64):
+        ranks = times * world_size
+        larger = run.cluster.model_copy(update={"nodes": run.cluster.nodes * times})
+        try:
+            found = search(run.model_copy(update={"cluster": larger}), ranks, keep=1).options
+        except UserError:
+            break
+        if found:
+            return f"{said}; on {times} times as many devices ({ranks}) it fits: {found[0].candidate}"
+    return f"{said}; more devices with {sequences} sequences a step do not help: shorten training.sequence"
+
+
+def _seconds(value: float, signed: bool = False) -> str:
+    sign = "+" if signed and value >= 0 else "-" if value < 0 else ""
+    size = abs(value)
+    return f"{sign}{size:.2f} s" if size >= 1 else f"{sign}{size * 1e3:.0f} ms"

@@ -1,0 +1,158 @@
+"""The search: every layout's memory, then the time of those that are likely to fit, ranked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.cost.compute import mfu
+from phalanx.cost.constants import interval_constants, memory_constants, time_constants
+from phalanx.cost.footprint import footprint, out_of_memory
+from phalanx.cost.interval import log_half_width
+from phalanx.cost.jobs import Column
+from phalanx.cost.stages import check_layout
+from phalanx.cost.step import step_seconds
+from phalanx.plan.candidates import Candidate, candidates, jobs_of
+from phalanx.plan.describe import flops_per_token
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+
+LIKELY = 0.1
+"""A layout fits if the probability that memory is not enough is below this."""
+PARTS = ("compute", "exchange", "bubble", "send", "data_parallel", "update", "waiting")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A layout with what it takes."""
+
+    candidate: Candidate
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    """Between `low` and `high` lie 80 of 100 steps."""
+    parts: dict[str, float]
+    """Seconds of the step by what they go to; `exchange` is part of `compute`."""
+    memory_bytes: float
+    """Allocated on the fullest rank."""
+    stages: dict[str, dict[str, float]]
+    """Bytes by part of the first and the last stage."""
+    p_oom: float
+    tokens_per_second: float
+    mfu: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of the step in which a rank only communicates."""
+        return sum(self.parts[part] for part in ("exchange", "send", "data_parallel"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search found."""
+
+    options: list[Option]
+    """Those that fit and can run, fastest first."""
+    considered: int
+    fitting: int
+    smallest: Option | None
+    """The one that takes least memory, where none fits."""
+
+    @property
+    def front(self) -> list[Option]:
+        """Of `options`, those that no other beats in both time and memory."""
+        found: list[Option] = []
+        for option in self.options:
+            if not found or option.memory_bytes < found[-1].memory_bytes:
+                found.append(option)
+        return found
+
+
+ALIKE = 0.001
+"""Steps that differ by less are equally long: the simpler layout is preferred, then the smaller one."""
+
+
+def search(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
+    """The `keep` fastest layouts that are likely to fit.
+
+    Memory of all is computed before the time of any: no bound on time is needed, and none is lost.
+    Raises UserError for a cluster whose speeds are not known, and where no layout divides the ranks.
+    """
+    found = candidates(run, world_size)
+    if not found:
+        raise UserError(
+            "cluster.nodes x cluster.nproc", world_size, "ranks share this model and this batch in no layout",
+            "use a number of ranks whose factors divide the sequences of a step and the model",
+        )  # fmt: skip
+    jobs = jobs_of(run, world_size, found)
+    c = memory_constants()
+    memory = np.broadcast_to(footprint(c, jobs).allocated, len(found))
+    risk = np.broadcast_to(out_of_memory(c, jobs, memory), len(found))
+    fitting = np.flatnonzero(risk < LIKELY)
+    if not len(fitting):
+        smallest = int(np.argmin(memory))
+        return Plan([], len(found), 0, evaluate(run, world_size, [found[smallest]])[0])
+    seconds = np.broadcast_to(step_seconds(time_constants(), jobs.take(fitting)).total, len(fitting))
+    fastest = fitting[rank(seconds, np.array([found[at].axes for at in fitting]), memory[fitting])]
+    runnable: list[Candidate] = []
+    for at in fastest:
+        if len(runnable) == keep:
+            break
+        if can_run(run, world_size, found[at]):
+            runnable.append(found[at])
+    return Plan(evaluate(run, world_size, runnable), len(found), len(fitting), None)
+
+
+def rank(seconds: Column, axes: NDArray[np.int64], memory: Column) -> NDArray[np.int64]:
+    """The order of preference: by time, and where times are alike by simplicity, then by memory."""
+    alike = np.floor(np.log(seconds) / ALIKE)
+    return np.lexsort((memory, axes, alike))
+
+
+def can_run(run: RunSpec, world_size: int, candidate: Candidate) -> bool:
+    """Whether Phalanx trains it."""
+    try:
+        check_layout(run.model_copy(update={"layout": candidate.layout()}), world_size)
+    except UserError:
+        return False
+    return True
+
+
+def evaluate(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Option]:
+    """What each of some layouts takes, in their order."""
+    if not found:
+        return []
+    jobs, size = jobs_of(run, world_size, found), len(found)
+    time, held = step_seconds(time_constants(), jobs), footprint(memory_constants(), jobs)
+    risk = out_of_memory(memory_constants(), jobs, held.allocated)
+    spread = np.exp(log_half_width(interval_constants(), jobs))
+    tokens, flops = run.training.tokens_per_step, flops_per_token(run.model, run.training.sequence)
+
+    def number(column: Column, at: int) -> float:
+        return float(np.broadcast_to(column, size)[at])
+
+    options = []
+    for at, candidate in enumerate(found):
+        seconds = number(time.total, at)
+        stages = {
+            name: {part: number(getattr(stage, part), at) for part in ("state", "activations", "logits", "buffers")}
+            for name, stage in (("first", held.first), ("last", held.last))
+        }
+        speed = tokens / seconds
+        options.append(
+            Option(
+                candidate,
+                seconds,
+                seconds / number(spread, at),
+                seconds * number(spread, at),
+                {part: number(getattr(time, part), at) for part in PARTS},
+                number(held.allocated, at),
+                stages,
+                number(risk, at),
+                speed,
+                mfu(speed, flops, float(run.cluster.peak_flops or 1), world_size),
+            )
+        )
+    return options
