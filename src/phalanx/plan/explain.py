@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from phalanx.cost.stages import check_layout
 from phalanx.plan.candidates import Candidate, candidate_of
 from phalanx.plan.search import Option, Plan, evaluate, search
 from phalanx.spec.base import parse
@@ -79,8 +80,6 @@ def option_of(run: RunSpec, world_size: int, layout: Layout) -> Option:
     Raises UserError if it cannot run, or for what the planner does not know.
     """
     own = run.model_copy(update={"layout": layout})
-    from phalanx.cost.stages import check_layout
-
     check_layout(own, world_size)
     return evaluate(own, world_size, [candidate_of(own, world_size)])[0]
 
