@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from phalanx import __version__
-from phalanx.cli import data, experts, export, generate, info, init, memory, mesh, pipeline, plan, train
+from phalanx.spec.base import require, suggest
 from phalanx.spec.errors import UserError
+
+COMMANDS = ("data", "pipeline", "experts", "export", "generate", "info", "init", "memory", "mesh", "plan", "train")
+"""Each a file beside this one with a function of its name, or with an `app` of several."""
+
+
+class Lazily(TyperGroup):
+    """Commands whose files are imported when they are asked for, so that each starts without the others."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        known = list(COMMANDS)
+        require(cmd_name in known, "command", cmd_name, "is not known", suggest(cmd_name, known))
+        file = import_module(f"phalanx.cli.{cmd_name}")
+        own = getattr(file, "app", None)
+        if own is None:
+            own = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+            own.command(cmd_name)(getattr(file, cmd_name))
+        command = typer.main.get_command(own)
+        command.name = cmd_name
+        return command
+
 
 app = typer.Typer(
     name="phalanx",
+    cls=Lazily,
     help="Plans, runs and verifies distributed training of language models.",
     no_args_is_help=True,
     add_completion=False,
@@ -33,19 +60,6 @@ def _root(
     ),
 ) -> None:
     pass
-
-
-app.add_typer(data.app, name="data")
-app.add_typer(pipeline.app, name="pipeline")
-app.command("experts")(experts.experts)
-app.command("export")(export.export)
-app.command("generate")(generate.generate)
-app.command("info")(info.info)
-app.command("init")(init.init)
-app.command("memory")(memory.memory)
-app.command("mesh")(mesh.mesh)
-app.command("plan")(plan.plan)
-app.command("train")(train.train)
 
 
 def main() -> None:

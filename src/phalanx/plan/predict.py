@@ -63,13 +63,14 @@ def predict_rows(rows: Sequence[Row]) -> list[Prediction | Unpredicted]:
     return [next(done) if isinstance(job, Job) else job for job in found]
 
 
-def predict(jobs: Sequence[Job]) -> Iterator[Prediction]:
+def predict(jobs: Sequence[Job], time: TimeConstants | None = None) -> Iterator[Prediction]:
     """Every job, of what it may mean the fastest that is likely to fit (the smallest, where nothing is)."""
     if not jobs:
         return
+    time = time or time_constants()
     every = columns([choice for job in jobs for choice in job.choices])
-    table = every.take(np.array(choices_made(jobs, every, time_constants(), memory_constants())))
-    seconds = step_seconds(time_constants(), table).total
+    table = every.take(np.array(choices_made(jobs, every, time, memory_constants())))
+    seconds = step_seconds(time, table).total
     memory = footprint(memory_constants(), table).allocated
     risk = out_of_memory(memory_constants(), table, memory)
     width = log_half_width(interval_constants(), table)
