@@ -145,6 +145,8 @@ class Jobs:
     """Whether DeepSpeed's engines run it."""
     whole_logits: Column
     """Whether every tensor-parallel rank has the logits of the whole vocabulary."""
+    postponed: Column
+    """Whether the optimizer's checks of all gradients are made after the step, and it is taken back if they fail."""
     trimmed: Column
     """Whether the first and the last stage have a block less, for embedding and head."""
 

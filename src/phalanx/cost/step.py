@@ -121,12 +121,14 @@ def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
     """Idle seconds of the slowest stage: `others` is one micro-batch's way through all other stages.
 
     1F1B and GPipe wait for it once; interleaved for a v-th of it (arXiv 2104.04473, section 2.2); split backward
-    passes fill it with gradients of weights: (p-1) (F + B - W) and (p-1) (F + B - 2W) are left (arXiv 2401.10241,
-    section 2.3), and of ZB-V half a chunk's forward pass per stage.
+    passes fill it with gradients of weights (arXiv 2401.10241, section 2.3, and 2405.15362): of ZB-H1 are left
+    (p-1) (F + B - W), of ZB-H2 (p-1) max(F, F + B - 2W), of ZB-V (p-1) max(F, B) / 2. Where the optimizer's checks
+    are postponed, the next step begins in the ramp of the last one, and the F of these maxima is gone.
     """
     p, v = jobs.pp, np.maximum(jobs.virtual, 1)
     F, W = stage.forward, stage.weight
     B = stage.backward - W
+    ramp = np.where(jobs.postponed > 0, F, 0.0)
     idle: Column = np.select(
         [
             jobs.order == Order.NONE,
@@ -139,8 +141,8 @@ def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
             0.0 * others,
             others / v,
             (p - 1) * np.maximum(F + B - W, 0.0),
-            (p - 1) * np.maximum(F + B - 2 * W, 0.0),
-            (p - 1) * F / 4,
+            (p - 1) * np.maximum(F - ramp, F + B - 2 * W),
+            (p - 1) * (np.maximum(F, B) - ramp) / 2,
         ],
         others,
     )

@@ -192,6 +192,7 @@ def _common(run: RunSpec) -> Numbers:
         "exchanges": 2,
         "deepspeed": 0,
         "whole_logits": 0,
+        "postponed": 0,
         "trimmed": 0,
     }
 

@@ -129,6 +129,7 @@ def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) ->
         "exchanges": 1 if "parallel transformer block" in said or "parallel layers" in said else 2,
         "deepspeed": float(deepspeed),
         "whole_logits": float(named),
+        "postponed": float("zb-" in said),
     }
 
 

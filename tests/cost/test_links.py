@@ -1,0 +1,64 @@
+"""Collectives: bytes over bandwidth, and latency."""
+
+import numpy as np
+import pytest
+
+from phalanx.cost.constants import time_constants
+from phalanx.cost.links import all_to_all_seconds, link_speed, network_speed, ring_seconds, send_seconds
+from phalanx.cost.network import bus_factor
+from tests.cost.jobs import job, jobs
+
+C = time_constants()
+GIB = np.array([float(2**30)])
+
+
+def ranks(count: float) -> np.ndarray:
+    return np.array([float(count)])
+
+
+def test_one_rank_sends_nothing():
+    table = jobs(job())
+    assert ring_seconds(C, table, GIB, ranks(1), 1.0) == 0
+    assert all_to_all_seconds(C, table, GIB) == 0
+
+
+@pytest.mark.parametrize(("operation", "reduces"), [("all_gather", False), ("all_reduce", True)])
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_large_messages_take_what_the_bus_factor_says(operation, reduces, count):
+    table, size = jobs(job()), 1000 * GIB
+    expected = bus_factor(operation, count) * size / link_speed(C, table)
+    assert ring_seconds(C, table, size, ranks(count), 1.0, reduces) == pytest.approx(expected, rel=1e-3)
+
+
+def test_cards_of_a_node_serve_a_group_together():
+    """Of 64 ranks side by side each node's eight cards carry the ring; of 64 that are 8 apart each its own."""
+    table, size = jobs(job()), 1000 * GIB
+    together, apart = (ring_seconds(C, table, size, ranks(64), stride) for stride in (1.0, 8.0))
+    assert apart / together == pytest.approx(8, rel=0.02)
+    assert apart == pytest.approx(63 / 64 * size / network_speed(C, table), rel=0.01)
+
+
+def test_small_messages_take_latency_that_grows_with_the_ring():
+    table, size = jobs(job()), np.array([8.0])
+    few, many = (float(ring_seconds(C, table, size, ranks(n), 1.0)[0]) for n in (64, 1024))
+    assert many > 4 * few
+    assert float(ring_seconds(C, table, size, ranks(1024), 1.0, reduces=True)[0]) < many
+
+
+def test_relayed_tokens_cross_once():
+    row = job("mixtral-8x7b", ep=8, tp=8, dp=8, top_k=8)
+    plain, relayed = all_to_all_seconds(C, jobs(row, {**row, "relayed": 1.0}), 100 * GIB)
+    nodes, top_k = 8, 8
+    distinct = nodes * (1 - (1 - 1 / nodes) ** top_k) / top_k
+    assert relayed / plain == pytest.approx(distinct, rel=0.01)
+
+
+def test_oversubscription_divides_the_network():
+    one, half = jobs(job()), jobs(job(oversubscription=2))
+    assert network_speed(C, half) == pytest.approx(network_speed(C, one) / 2)
+
+
+def test_stages_of_one_domain_send_over_its_links():
+    near, far = jobs(job(pp=8)), jobs(job(pp=8, dp=8))
+    assert send_seconds(C, near, GIB) == pytest.approx(C.link_seconds + GIB / link_speed(C, near))
+    assert send_seconds(C, far, GIB) == pytest.approx(C.network_seconds + GIB / network_speed(C, far))

@@ -1,0 +1,99 @@
+"""Step times: parts add up, bubbles are those of the simulated schedules, more hardware is never slower."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.cost import step
+from phalanx.cost.constants import MemoryConstants, TimeConstants, bounds, memory_constants, time_constants
+from phalanx.cost.jobs import Order
+from phalanx.cost.step import Stage, blocks_of_stages, step_seconds
+from phalanx.schedule.named import named
+from phalanx.schedule.simulate import Times, simulate
+from tests.cost.jobs import job, jobs
+
+C = time_constants()
+
+
+@pytest.mark.parametrize("kind", [TimeConstants, MemoryConstants])
+def test_fitted_constants_lie_within_their_bounds(kind):
+    fitted = time_constants() if kind is TimeConstants else memory_constants()
+    for constant in fields(kind):
+        low, high = bounds(constant)
+        assert low * 0.999 <= getattr(fitted, constant.name) <= high * 1.001, constant.name
+
+
+def test_parts_add_up():
+    table = jobs(job(), job(dp=8, zero=1, shard=8), job(tp=2, pp=2, dp=2), job("mixtral-8x7b", ep=8, dp=8))
+    time = step_seconds(C, table)
+    parts = [time.compute, time.bubble, time.send, time.data_parallel, time.update, time.waiting]
+    np.testing.assert_allclose(time.total, sum(parts))
+    assert (time.exchange <= time.compute).all()
+    assert (time.exchange[2:] > 0).all()
+    assert time.exchange[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "v"),
+    [("1f1b", Order.ONE_F_ONE_B, 1), ("gpipe", Order.GPIPE, 1), ("interleaved", Order.INTERLEAVED, 2),
+     ("interleaved", Order.INTERLEAVED, 4), ("zb-h1", Order.ZB_H1, 1), ("zb-h2", Order.ZB_H2, 1),
+     ("zb-v", Order.ZB_V, 1)],
+)  # fmt: skip
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 16)])
+@pytest.mark.parametrize(("F", "B", "W"), [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (3.0, 4.0, 2.0)])
+def test_bubbles_are_those_of_the_simulated_schedules(name, order, v, p, m, F, B, W):
+    chunks = 2 if name == "zb-v" else v
+    times = Times(F / chunks, B / chunks, W / chunks)
+    simulated = simulate(named(name, p, m, v), times).makespan - m * (F + B + W)
+    one = jobs(job(pp=p, dp=1, virtual=v, order=order, micro_batches=m))
+    whole = Stage(np.array([F]), np.array([B + W]), np.array([W]))
+    said = float(step._bubble(one, (p - 1) * whole.both, whole)[0])
+    assert said == pytest.approx(float(simulated), rel=0.02)
+
+
+def test_blocks_of_stages_add_up_to_the_models():
+    for trimmed in (0, 1):
+        first, each, last = blocks_of_stages(jobs(job(pp=4, trimmed=trimmed)))
+        assert first + 2 * each + last == pytest.approx(32)
+        assert (first < each) == bool(trimmed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tp=st.sampled_from([1, 2, 4, 8]), pp=st.sampled_from([1, 2, 4]), dp=st.sampled_from([1, 2, 8, 64]),
+    zero=st.integers(0, 3), micro_batch=st.sampled_from([1, 2, 4]), recompute=st.integers(0, 3),
+    field=st.sampled_from(
+        ["link_bytes_per_second", "network_bytes_per_second", "hbm_bytes_per_second", "peak_flops", "matmul_flops"]
+    ),
+)  # fmt: skip
+def test_better_hardware_is_never_slower(tp, pp, dp, zero, micro_batch, recompute, field):
+    row = job(tp=tp, pp=pp, dp=dp, zero=zero, shard=dp if zero else 1, micro_batch=micro_batch, recompute=recompute)
+    slow, fast = step_seconds(C, jobs(row, {**row, field: 2 * row[field]})).total
+    assert fast <= slow * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(tp=st.sampled_from([1, 2, 8]), micro_batch=st.sampled_from([1, 4]), layers=st.sampled_from([8, 32, 80]))
+def test_a_step_is_never_faster_than_its_products_at_the_best_seen(tp, micro_batch, layers):
+    row = job(tp=tp, micro_batch=micro_batch, layers=layers, dense_layers=layers)
+    matrices = row["attention_parameters"] + row["matrices"] * row["width"] * row["ffn"]
+    flops = 6 * layers * matrices * row["sequence"] * micro_batch * row["micro_batches"] / tp
+    assert step_seconds(C, jobs(row)).total[0] >= flops / (1.05 * row["matmul_flops"])
+
+
+def test_recomputing_whole_blocks_costs_a_forward_pass_more():
+    plain, again = step_seconds(C, jobs(job(), job(recompute=3))).compute
+    assert 1.2 < again / plain < 4 / 3 + 0.01
+
+
+def test_sharing_products_beyond_the_fast_links_shows():
+    inside, across = step_seconds(C, jobs(*(job("llama3-70b", "a100", tp=tp) for tp in (8, 16)))).exchange
+    assert across > 1.3 * inside
+
+
+def test_gradients_hide_behind_the_backward_pass_only_where_they_may():
+    hidden, shown = step_seconds(C, jobs(job(dp=64, overlap=1), job(dp=64, overlap=0))).data_parallel
+    assert hidden < shown / 2
