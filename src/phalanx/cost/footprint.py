@@ -94,7 +94,7 @@ def in_flight(jobs: Jobs) -> tuple[Column, Column, Column]:
     one = np.ones_like(p)
     first = np.select(conditions, [one, p + (p - 1) / v, p, 2 * p - 1, p, m], p)
     second = np.select(conditions, [one, p + (p - 3) / v, p, 2 * p - 1, p, m], np.maximum(p - 1, 1))
-    last = np.select(conditions, [one, (p * (v - 1) + 1) / v, p, p, p, m], one)
+    last = np.select(conditions, [one, (p * (v - 1) + 1) / v, p, 2 * p - 1, p, m], one)
     return np.minimum(first, m), np.minimum(second, m), np.minimum(last, m)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.cost.jobs import Attention, Jobs, Order, Recompute, broadcast
+from phalanx.cost.memory import STATES, optimizer_of, strategy_bytes
+from phalanx.cost.network import Strategy
 from phalanx.plan.describe import Numbers, machine_columns, model_columns
 from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
@@ -24,11 +26,7 @@ ORDERS: dict[str, Order] = {
     "zb-v": Order.ZB_V,
 }
 """Schedules that the planner knows the time of; naive and dualpipe-v never beat all of them."""
-STATE = {"ddp": (4, 4, 8, 4), "zero3": (4, 4, 8, 4), "hsdp": (4, 4, 8, 4)}
-HALF_STATE = (2, 2, 12, 2)
-"""Bytes per parameter that Phalanx keeps under bf16 of parameters, gradients, optimizer state, and sends of gradients:
-`cost.memory.strategy_bytes`."""
-ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
+ZERO: dict[Strategy, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
 MOST_MICRO_BATCH = 32
 MOST_CHUNKS = 8
 
@@ -37,7 +35,7 @@ MOST_CHUNKS = 8
 class Candidate:
     """One layout's choices, as numbers and names."""
 
-    data: str
+    data: Strategy
     dp: int
     dp_shard: int
     tp: int
@@ -77,16 +75,19 @@ class Candidate:
 
 
 def candidates(run: RunSpec, world_size: int) -> list[Candidate]:
-    """All that the planner chooses among. Not in it: what never wins on the same ranks (parameter servers, tensor
+    """All that the planner chooses among, for a run in bf16. Not in it: what never wins on the same ranks (parameter servers, tensor
     parallelism without sequence parallelism where the sequence divides), and ZeRO-2 and 3 in pipelines, where they
-    keep and send what ZeRO-1 does or more."""
+    keep and send what ZeRO-1 does or more. Raises UserError for another arithmetic."""
+    precision = run.training.precision
+    fix = 'set training.precision = "bf16"'
+    require(precision == "bf16", "training.precision", precision, "is not what the planner predicts", fix)
     domain = run.cluster.domain or run.cluster.nproc or 1
     # Flash kernels keep no scores that recomputing attention alone could drop.
     recompute = ("none", "full") if run.cluster.device != "cpu" else ("none", "selective", "full")
     return [
         Candidate(data, dp, shard, tp, pp, cp, ep, micro_batch, m, again, schedule, v)
         for tp, pp, cp, ep, dp in _degrees(run, world_size)
-        for data, shard in _sharing(dp * cp, pp, domain)
+        for data, shard in _sharing(dp, tp, pp, cp, domain)
         for micro_batch, m in _cuts(run, dp)
         for schedule, v in _schedules(pp, m, run.model.layers, halves=not run.training.compile)
         for again in recompute
@@ -137,16 +138,17 @@ def _can_share(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int
     return True
 
 
-def _sharing(ranks: int, pp: int, domain: int) -> Iterator[tuple[str, int]]:
-    """Strategies of data-parallel ranks, and how many share one copy."""
+def _sharing(dp: int, tp: int, pp: int, cp: int, domain: int) -> Iterator[tuple[Strategy, int]]:
+    """Strategies of data-parallel ranks, and how many of them share one copy: with hsdp those of a domain."""
     yield "ddp", 1
-    if ranks > 1:
-        yield "zero1", ranks
-    if ranks > 1 and pp == 1:
-        yield "zero2", ranks
-        yield "zero3", ranks
-        if ranks > domain > 1 and ranks % domain == 0:
-            yield "hsdp", domain
+    if dp * cp > 1:
+        yield "zero1", dp
+    if dp * cp > 1 and pp == 1:
+        yield "zero2", dp
+        yield "zero3", dp
+        near = domain // (tp * cp)
+        if 1 < near < dp and dp % near == 0:
+            yield "hsdp", near
 
 
 def _cuts(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
@@ -199,7 +201,9 @@ def _common(run: RunSpec) -> Numbers:
 
 def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
     """Columns that layouts differ in."""
-    state = [STATE.get(c.data, HALF_STATE) for c in found]
+    states = STATES[optimizer_of(run.optimizer)]
+    each = {data: strategy_bytes(data, run.training.precision, 1, 1, states) for data in ZERO}
+    state = [each[c.data] for c in found]
     again = {"none": Recompute.NONE, "selective": Recompute.SELECTIVE, "full": Recompute.FULL}
     return {
         **{name: [float(getattr(c, name)) for c in found] for name in ("dp", "tp", "pp", "cp", "ep")},
@@ -207,13 +211,13 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
         "micro_batches": [c.micro_batches for c in found],
         "virtual": [c.virtual_stages for c in found],
         "zero": [ZERO[c.data] for c in found],
-        "shard": [c.dp_shard if c.data in ("hsdp", "ddp") else c.dp * c.cp for c in found],
+        "shard": [1 if c.data == "ddp" else c.dp_shard * c.cp for c in found],
         "recompute": [again[c.recompute] for c in found],
         "sequence_parallel": [float(c.tp > 1) for c in found],
         "order": [ORDERS[c.schedule] if c.pp > 1 else Order.NONE for c in found],
-        "parameter_bytes": [s[0] for s in state],
-        "gradient_bytes": [s[1] for s in state],
-        "state_bytes": [s[2] for s in state],
-        "sent_bytes": [s[3] for s in state],
+        "parameter_bytes": [s.parameters for s in state],
+        "gradient_bytes": [s.gradients for s in state],
+        "state_bytes": [s.optimizer for s in state],
+        "sent_bytes": [s.gradients for s in state],  # as they are kept
         "scatters": [c.micro_batches if c.data == "zero2" else 1 for c in found],
     }

@@ -19,7 +19,7 @@ from phalanx.cost.footprint import GIB, footprint, out_of_memory
 from phalanx.cost.interval import log_half_width
 from phalanx.cost.jobs import Column, Jobs, columns
 from phalanx.cost.step import step_seconds
-from phalanx.plan.table import Job, Row, job_of
+from phalanx.plan.table import Job, Row, job_of, state_memory
 from phalanx.spec.errors import UserError
 
 
@@ -48,6 +48,8 @@ class Unpredicted:
 
     id: str
     reason: str
+    memory_gib: float | None = None
+    """Of a row that asks for model state alone."""
 
 
 def predict_rows(rows: Sequence[Row]) -> list[Prediction | Unpredicted]:
@@ -57,7 +59,7 @@ def predict_rows(rows: Sequence[Row]) -> list[Prediction | Unpredicted]:
         try:
             found.append(job_of(row))
         except UserError as error:
-            found.append(Unpredicted(row.get("id", ""), str(error).replace("\n", ";")))
+            found.append(Unpredicted(row.get("id", ""), str(error).replace("\n", ";"), state_memory(row)))
     jobs = [job for job in found if isinstance(job, Job)]
     done = iter(predict(jobs))
     return [next(done) if isinstance(job, Job) else job for job in found]

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cost.jobs import Order, Recompute
+from phalanx.cost.memory import PUBLISHED_MIXED_PRECISION_ADAM
 from phalanx.cost.parameters import parameters
 from phalanx.plan.describe import Numbers, flops_per_token, habits, is_low, machine_columns, model_columns
-from phalanx.spec.base import divisors
+from phalanx.spec.base import divisors, parse
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_machine, preset_names
-from phalanx.spec.model import ModelSpec, MoESpec
+from phalanx.spec.model import ModelSpec
 
 Row = Mapping[str, str]
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -111,6 +112,16 @@ def job_of(row: Row) -> Job:
     flops = flops_per_token(spec, sequence) * sequence * batch
     peak = fixed["peak_flops"] * (2 if is_low(precision) else 1)
     return Job(row.get("id", ""), choices, assumed + open_ones, flops, peak * ranks, ranks)
+
+
+def state_memory(row: Row) -> float | None:
+    """What a rank keeps of parameters, gradients and optimizer state, of a row that states a number of parameters and
+    excludes activations: in units of 1e9 bytes, as such tables have it (ZeRO, arXiv 1910.02054, table 1)."""
+    if "activations excluded" not in row.get("facts", "") or not row.get("params_b"):
+        return None
+    zero, ranks, each = _number(row, "zero", 0), _number(row, "dp", 1), PUBLISHED_MIXED_PRECISION_ADAM
+    kinds = ((3, each.parameters), (2, each.gradients), (1, each.optimizer))
+    return _number(row, "params_b") * sum(size / (ranks if zero >= stage else 1) for stage, size in kinds)
 
 
 def _choices(row: Row, fixed: Numbers, layers: int, batch: int) -> tuple[list[Numbers], list[str]]:
@@ -221,15 +232,11 @@ def _model(row: Row, sequence: int) -> tuple[ModelSpec, Numbers]:
     if not experts:
         spec = _nearest(common, ffn, _number(row, "params_b", 0) * 1e9, "llama" in name)
         return spec, model_columns(spec, sequence)
-    moe = MoESpec(experts=experts, top_k=int(_number(row, "topk")), ffn=ffn)
+    moe: dict[str, Any] = {"experts": experts, "top_k": int(_number(row, "topk")), "ffn": ffn}
     if latent:
-        moe = moe.model_copy(
-            update={
-                "ffn": latent.expert_ffn, "shared_experts": latent.shared_experts, "first_dense": latent.first_dense,
-            }
-        )  # fmt: skip
+        moe |= {"shared_experts": latent.shared_experts, "first_dense": latent.first_dense, "ffn": latent.expert_ffn}
         common |= {"heads": latent.heads, "kv_heads": latent.heads, "head_dim": latent.head + latent.rotary}
-    spec = ModelSpec(**common, ffn=latent.ffn if latent else ffn, moe=moe)
+    spec = parse(ModelSpec, {**common, "ffn": latent.ffn if latent else ffn, "moe": moe})
     columns = model_columns(spec, sequence)
     columns["shared_ffn"] += next((ffn for start, ffn in SHARED_FFN.items() if name.startswith(start)), 0)
     if latent:
@@ -242,7 +249,7 @@ def _model(row: Row, sequence: int) -> tuple[ModelSpec, Numbers]:
 def _nearest(common: dict[str, Any], ffn: int, stated: float, gated: bool) -> ModelSpec:
     """A dense model with the kind of MLP, and tied or not, that explains its stated parameters best."""
     specs = [
-        ModelSpec(**common, ffn=ffn, activation=activation, tied=tied)
+        parse(ModelSpec, {**common, "ffn": ffn, "activation": activation, "tied": tied})
         for activation in ("swiglu", "gelu")
         for tied in (False, True)
     ]

@@ -1,0 +1,114 @@
+"""Memory of many layouts at once: against published figures, against the exact count, against the schedules."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.cost.constants import memory_constants
+from phalanx.cost.footprint import GIB, footprint, in_flight, out_of_memory, used_bytes
+from phalanx.cost.jobs import Attention, Order, Recompute
+from phalanx.cost.memory import rank_states
+from phalanx.plan.candidates import candidate_of, jobs_of
+from phalanx.schedule.named import named
+from phalanx.schedule.simulate import peak_activations
+from phalanx.spec.load import build_run
+from tests.cost.jobs import job, jobs
+
+C = memory_constants()
+GPT = {
+    "matrices": 2, "vocab": 51200, "sequence": 2048, "attention": Attention.FUSED, "tied": 1, "expert_parameters": 0,
+    "experts": 0, "parameter_bytes": 2, "gradient_bytes": 2, "state_bytes": 12, "era": 0, "fused": 1,
+}  # fmt: skip
+
+
+def gpt(layers: int, width: int, heads: int, **choices: float) -> dict[str, float]:
+    attention = 4 * width**2
+    parameters = layers * (attention + 8 * width**2) + 51200 * width
+    shape = {
+        "layers": layers, "dense_layers": layers, "width": width, "heads": heads, "kv_heads": heads, "ffn": 4 * width,
+        "head_dim": width / heads, "value_dim": width / heads, "attention_parameters": attention,
+        "parameters": parameters,
+    }  # fmt: skip
+    return job(**{**GPT, **shape, **choices})
+
+
+@pytest.mark.parametrize(
+    ("shape", "choices", "gib"),
+    [
+        ((48, 6144, 64), {"tp": 8, "micro_batch": 4, "micro_batches": 1, "sequence_parallel": 0}, 104.812),
+        ((96, 12288, 96), {"tp": 8, "pp": 8, "virtual": 3, "order": Order.INTERLEAVED, "micro_batches": 64,
+                           "recompute": Recompute.SELECTIVE}, 57.914),
+        ((128, 25600, 160), {"tp": 8, "pp": 64, "micro_batches": 512, "sequence_parallel": 0}, 164.209),
+        ((128, 25600, 160), {"tp": 8, "pp": 64, "micro_batches": 512, "recompute": Recompute.SELECTIVE}, 59.5215),
+    ],
+)  # fmt: skip
+def test_published_figures_of_megatron(shape, choices, gib):
+    """Korthikanti et al. (arXiv 2205.05198), figure 1: within 8 % (theirs count no library's buffers)."""
+    held = footprint(C, jobs(gpt(*shape, **choices))).allocated / GIB
+    assert held == pytest.approx(gib, rel=0.08)
+
+
+@pytest.mark.parametrize(("zero", "bytes_each"), [(0, 16), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)])
+def test_state_is_that_of_the_zero_paper(zero, bytes_each):
+    """ZeRO, table 1: 7.5 B parameters on 64 ranks take 120, 31.4, 16.6, 1.88 GB."""
+    row = gpt(36, 4096, 32, dp=64, zero=zero, shard=64)
+    row["parameters"] = 7.5e9
+    state = footprint(C, jobs(row)).first.state[0]
+    gathered = 4 * C.gathered_blocks * (7.5e9 - 51200 * 4096) / 36 if zero == 3 else 0
+    assert state - gathered == pytest.approx(7.5e9 * bytes_each, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(1, {}), (8, {"data": "zero1"}), (8, {"data": "zero2"}), (8, {"data": "ddp"}), (8, {"tp": 4, "data": "zero1"}),
+     (8, {"pp": 4, "data": "zero1"}), (16, {"pp": 2, "tp": 2, "data": "zero1"}), (8, {"data": "zero3"})],
+)  # fmt: skip
+def test_state_is_what_phalanx_counts(ranks, layout):
+    """The same parameters, gradients and optimizer state; norms are not cut, and stages are by what they cost: 6 %."""
+    run = build_run({
+        "model": {"preset": "llama3-8b"}, "training": {"sequence": 4096, "tokens_per_step": 4096 * 64},
+        "layout": {"micro_batch": 1, **layout}, "cluster": {"preset": "h100"},
+    })  # fmt: skip
+    held = footprint(C, jobs_of(run, ranks, [candidate_of(run, ranks)]))
+    said = max(held.first.state[0], held.last.state[0])
+    blocks = run.model.layers
+    dense = (8_030_261_248 - 2 * 128256 * 4096) / blocks
+    said -= 4 * C.gathered_blocks * dense if layout.get("data") == "zero3" else 0
+    assert said == pytest.approx(max(state.total for state in rank_states(run, ranks)), rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "v"),
+    [("1f1b", Order.ONE_F_ONE_B, 1), ("gpipe", Order.GPIPE, 1), ("interleaved", Order.INTERLEAVED, 2),
+     ("zb-h1", Order.ZB_H1, 1), ("zb-h2", Order.ZB_H2, 1), ("zb-v", Order.ZB_V, 1)],
+)  # fmt: skip
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 16), (8, 16)])
+def test_what_is_in_flight_is_what_the_schedule_holds(name, order, v, p, m):
+    schedule = named(name, p, m, v)
+    said = in_flight(jobs(job(pp=p, virtual=v, order=order, micro_batches=m)))
+    for place, count in zip((0, 1, p - 1), said, strict=True):
+        assert float(count[0]) == pytest.approx(float(peak_activations(schedule, place)), abs=0.5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    tp=st.sampled_from([1, 2, 8]), pp=st.sampled_from([1, 2, 4]), dp=st.sampled_from([1, 4, 16]),
+    zero=st.integers(0, 2), micro_batch=st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+def test_sharing_more_and_recomputing_more_never_takes_more(tp, pp, dp, zero, micro_batch):
+    row = job(tp=tp, pp=pp, dp=dp, zero=zero, shard=dp if zero else 1, micro_batch=micro_batch)
+    less = [{**row, "zero": zero + 1.0, "shard": float(dp)} if zero < 2 else row, {**row, "recompute": 3.0}]
+    whole, *smaller = footprint(C, jobs(row, *less)).allocated
+    assert all(size <= whole * (1 + 1e-9) for size in smaller)
+
+
+def test_the_probability_of_running_out_grows_with_what_is_used():
+    table = jobs(*(job(dp=8, micro_batch=size) for size in (1, 2, 4, 8, 16)))
+    held = footprint(C, table).allocated
+    risk = out_of_memory(C, table, held)
+    assert (np.diff(risk) >= 0).all()
+    assert risk[0] < 0.01 or used_bytes(C, held)[0] > 0.8 * table.memory_bytes[0]
+    assert risk[-1] > 0.99
+    exactly = (table.memory_bytes - C.context_gib * GIB) / C.fragmentation
+    assert out_of_memory(C, table, exactly) == pytest.approx(0.5)

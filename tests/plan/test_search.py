@@ -1,0 +1,105 @@
+"""The search against brute force, and what it may offer."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from phalanx.cost.stages import check_layout
+from phalanx.plan.candidates import candidate_of, candidates, jobs_of
+from phalanx.plan.search import ALIKE, LIKELY, evaluate, search
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import build_run
+from phalanx.spec.run import RunSpec
+
+
+def run(model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, sequences: int = 64, **more) -> RunSpec:
+    training = {"sequence": sequence, "tokens_per_step": sequence * sequences, **more.pop("training", {})}
+    cluster = {"preset": machine, "nproc": 8, **more.pop("cluster", {})}
+    return build_run({"model": {"preset": model}, "training": training, "cluster": cluster, **more})
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    model=st.sampled_from(["llama3-8b", "olmoe-1b-7b", "gpt2-124m"]),
+    ranks=st.sampled_from([1, 2, 4, 8, 16]),
+    sequences=st.sampled_from([16, 48, 64]),
+    memory=st.sampled_from([16, 40, 80]),
+)
+def test_it_never_loses_the_best(model, ranks, sequences, memory):
+    """Against every layout, of which some are evaluated by themselves too: columns do not mix."""
+    described = run(model, sequence=1024, sequences=sequences, cluster={"memory_bytes": memory * 2**30})
+    every = candidates(described, ranks)
+    found = search(described, ranks, keep=3)
+    assert found.considered == len(every)
+    options = evaluate(described, ranks, every)
+    for at in range(0, len(every), 1 + len(every) // 20):
+        alone = evaluate(described, ranks, [every[at]])[0]
+        assert (alone.step_seconds, alone.memory_bytes) == (options[at].step_seconds, options[at].memory_bytes)
+    fitting = [option for option in options if option.p_oom < LIKELY]
+    assert found.fitting == len(fitting)
+    if fitting:
+        best = min(option.step_seconds for option in fitting)
+        assert found.options[0].step_seconds <= best * (1 + 2 * ALIKE)
+    else:
+        assert found.options == []
+        assert found.smallest is not None
+        assert found.smallest.memory_bytes == min(option.memory_bytes for option in options)
+
+
+@pytest.mark.parametrize(("model", "ranks"), [("llama3-8b", 8), ("olmoe-1b-7b", 8), ("gpt2-124m", 12)])
+def test_every_layout_that_it_considers_can_run(model, ranks):
+    described = run(model, sequence=1024, sequences=48)
+    for candidate in candidates(described, ranks):
+        own = described.model_copy(update={"layout": candidate.layout()})
+        check_layout(own, ranks)
+        assert candidate_of(own, ranks) == candidate
+
+
+def test_options_are_in_order_and_the_front_falls():
+    found = search(run(), 16, keep=50)
+    times = np.log([option.step_seconds for option in found.options])
+    assert (np.diff(np.floor(times / ALIKE)) >= 0).all()
+    front = [option.memory_bytes for option in found.front]
+    assert front == sorted(front, reverse=True)
+    assert found.front[0] is found.options[0]
+    for option in found.options:
+        assert option.low_seconds < option.step_seconds < option.high_seconds
+        assert option.p_oom < LIKELY
+        parts = {part: seconds for part, seconds in option.parts.items() if part != "exchange"}
+        assert sum(parts.values()) == pytest.approx(option.step_seconds)
+
+
+def test_more_memory_and_more_devices_never_hurt():
+    small = run(cluster={"memory_bytes": 24 * 2**30})
+    large = run(cluster={"memory_bytes": 80 * 2**30})
+    first, second = (search(described, 8, keep=1).options[0].step_seconds for described in (small, large))
+    assert second <= first * (1 + ALIKE)
+    assert search(large, 16, keep=1).options[0].step_seconds < second
+
+
+def test_a_large_model_is_shared_inside_the_fast_links():
+    best = search(run("llama3-405b", sequence=8192, sequences=512, cluster={"nodes": 128}), 1024, keep=5).options[0]
+    assert 1 < best.candidate.tp <= 8
+    assert best.candidate.pp > 1
+
+
+def test_where_nothing_fits_the_smallest_is_told():
+    described = run("llama3-70b", cluster={"memory_bytes": 8 * 2**30})
+    found = search(described, 8)
+    assert (found.options, found.fitting) == ([], 0)
+    assert found.smallest is not None
+    assert found.smallest.memory_bytes > 8 * 2**30
+
+
+def test_a_cluster_without_speeds_is_refused():
+    described = build_run({"model": {"preset": "tiny"}})
+    with pytest.raises(UserError, match=r"cluster\.peak_flops.*\n.*preset"):
+        search(described, 8)
+
+
+def test_columns_are_those_of_the_layout():
+    described = run(layout={"data": "zero1", "tp": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2})
+    jobs = jobs_of(described, 16, [candidate_of(described, 16)])
+    assert (jobs.tp, jobs.pp, jobs.virtual, jobs.dp, jobs.zero, jobs.shard) == (2, 2, 2, 4, 1, 4)
+    assert jobs.micro_batch * jobs.micro_batches * 4 == 64

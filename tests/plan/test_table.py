@@ -1,0 +1,168 @@
+"""Rows of a table: what they state, what they leave open, and what is wrong with them."""
+
+import json
+
+import pytest
+
+from phalanx.cost.jobs import Attention, Order, Recompute
+from phalanx.cost.parameters import parameters
+from phalanx.plan.describe import habits
+from phalanx.plan.predict import Prediction, Unpredicted, predict_rows
+from phalanx.plan.table import job_of
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import load_model, preset_names
+
+ROW = {
+    "id": "row-1", "model": "gpt-22b", "params_b": "22", "layers": "48", "hidden": "6144", "heads": "64",
+    "kv_heads": "64", "ffn": "24576", "vocab": "51200", "seq": "2048", "gpus": "8", "gpus_per_node": "8",
+    "gpu_type": "A100-80GB-SXM", "intra_bw": "300", "inter_bw": "25", "tp": "8", "pp": "1", "vpp": "1", "dp": "1",
+    "cp": "1", "zero": "0", "micro_batch": "4", "global_batch": "4", "recompute": "full", "seq_parallel": "0",
+    "precision": "fp16", "schedule": "no-pipeline", "facts": "",
+}  # fmt: skip
+"""Megatron's 22 B, which took 1.42 s (arXiv 2205.05198, table 5)."""
+
+
+def one(**changes: str) -> Prediction:
+    (found,) = predict_rows([{**ROW, **changes}])
+    assert isinstance(found, Prediction), found
+    return found
+
+
+def test_a_published_run():
+    found = one()
+    assert found.step_time_s == pytest.approx(1.42, rel=0.1)
+    assert found.step_time_low_s < found.step_time_s < found.step_time_high_s
+    assert found.assumed == []
+    assert found.p_oom < 0.01
+    assert found.tflops_per_gpu == pytest.approx(found.mfu / 100 * 312)
+
+
+def test_answers_are_not_read():
+    answers = {
+        "step_time_s": "99",
+        "tflops_per_gpu": "1",
+        "mfu": "1",
+        "memory_gib": ">80",
+        "notes": "flash ZB-V",
+        "source": "DeepSpeed",
+    }
+    assert one(**answers) == one()
+    without = {column: text for column, text in ROW.items() if column not in answers}
+    assert predict_rows([without]) == [one()]
+
+
+def test_what_a_row_leaves_open_is_named_and_chosen():
+    found = one(micro_batch="", recompute="", global_batch="16")
+    assert found.assumed == ["micro-batch", "recompute"]
+    assert found.p_oom < 0.5
+    stated = [one(micro_batch=size, recompute="full", global_batch="16") for size in ("1", "2", "4", "8")]
+    assert found.step_time_s <= min(row.step_time_s for row in stated if row.p_oom < 0.5)
+    width = found.step_time_high_s / found.step_time_s
+    assert width > one().step_time_high_s / one().step_time_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layers": ""}, "layers: is needed"),
+        ({"layers": "many"}, "layers = 'many': is not a number"),
+        ({"gpus": "-8"}, "gpus = '-8': must be above 0"),
+        ({"gpu_type": "A1000"}, "gpu_type = 'A1000': is not a known device"),
+        ({"global_batch": ""}, "global_batch: is needed"),
+        ({"kv_heads": "7"}, "kv_heads"),
+    ],
+)
+def test_a_row_that_cannot_be_predicted_says_why(changes, reason):
+    (found, other) = predict_rows([{**ROW, **changes}, ROW])
+    assert isinstance(found, Unpredicted)
+    assert reason in found.reason
+    assert other == one()
+    json.dumps(found.reason)
+
+
+def test_devices_by_the_names_that_tables_use():
+    for name, memory in (
+        ("A100-40GB-SXM", 40),
+        ("H200-141GB-SXM", 141),
+        ("H100-96GB-HBM2e(500W)", 96),
+        ("V100-32GB", 32),
+    ):
+        choice = job_of({**ROW, "gpu_type": name}).choices[0]
+        assert choice["memory_bytes"] == pytest.approx(memory * 2**30, rel=0.01)
+    for preset in preset_names("machines"):
+        assert job_of({**ROW, "gpu_type": preset.upper()}).choices[0]["peak_flops"] > 0
+    with pytest.raises(UserError, match="known device"):
+        job_of({**ROW, "gpu_type": ""})
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "gpt3-175b", "mixtral-8x7b"])
+def test_models_are_counted_as_they_are_elsewhere(name):
+    """A row with a preset's numbers has the preset's parameters (learned positions are not in tables)."""
+    spec = load_model(name)
+    count = parameters(spec).total
+    experts = {"experts": str(spec.moe.experts), "topk": str(spec.moe.top_k)} if spec.moe else {}
+    row = {
+        **ROW, "model": name, "params_b": str(count / 1e9), "layers": str(spec.layers), "hidden": str(spec.width),
+        "heads": str(spec.heads), "kv_heads": str(spec.kv_heads), "vocab": str(spec.vocab),
+        "ffn": str(spec.moe.ffn if spec.moe else spec.ffn), **experts,
+    }  # fmt: skip
+    assert job_of(row).choices[0]["parameters"] == pytest.approx(count, rel=0.003)
+
+
+def test_latent_attention_and_fine_experts_are_known_by_name():
+    """DeepSeek-V3: 671 B parameters (arXiv 2412.19437)."""
+    row = {
+        **ROW, "model": "deepseek-v3", "params_b": "671", "layers": "61", "hidden": "7168", "heads": "128",
+        "kv_heads": "128", "ffn": "18432", "vocab": "129280", "experts": "256", "topk": "8", "tp": "1", "ep": "8",
+    }  # fmt: skip
+    assert job_of(row).choices[0]["parameters"] == pytest.approx(671e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "vpp", "order"),
+    [
+        ("no-pipeline", "1", "", Order.NONE), ("1f1b", "4", "1", Order.ONE_F_ONE_B), ("ZB-1p", "4", "1", Order.ZB_H1),
+        ("ZB-2p*", "4", "1", Order.ZB_H2), ("ZB-V", "4", "2", Order.ZB_V),
+        ("interleaved-1f1b", "4", "3", Order.INTERLEAVED), ("GPipe", "4", "", Order.GPIPE),
+    ],
+)  # fmt: skip
+def test_schedules_by_their_names(schedule, pp, vpp, order):
+    choices = job_of({**ROW, "tp": "2", "pp": pp, "vpp": vpp, "schedule": schedule}).choices
+    assert {choice["order"] for choice in choices} == {order}
+
+
+def test_recomputation_by_its_names():
+    for said, kind in (("full", 3), ("selective", 1), ("selective-op", 2), ("none", 0)):
+        assert [choice["recompute"] for choice in job_of({**ROW, "recompute": said}).choices] == [kind]
+    assert {choice["recompute"] for choice in job_of({**ROW, "recompute": ""}).choices} == set(Recompute)
+
+
+def test_habits_of_trainers():
+    old = habits("1f1b", "fp16", 0, 0)
+    assert (old["attention"], old["overlap"], old["gradient_bytes"], old["fused"]) == (Attention.FUSED, 0, 2, 1)
+    fsdp = habits("FSDP2; torch.compile", "bf16", 1, 3)
+    assert (fsdp["attention"], fsdp["overlap"], fsdp["parameter_bytes"], fsdp["compiled"]) == (
+        Attention.FLASH_2,
+        1,
+        4,
+        1,
+    )
+    megatron = habits("interleaved-1f1b; distributed optimizer", "bf16", 1, 1)
+    assert (megatron["attention"], megatron["overlap"], megatron["gradient_bytes"]) == (Attention.FLASH_3, 1, 4)
+    named = habits("1f1b; attention kernel=torch", "bf16", 0, 1)
+    assert (named["attention"], named["fused"], named["whole_logits"]) == (Attention.SEPARATE, 0, 1)
+    assert habits("comm overlap disabled", "bf16", 2, 1)["overlap"] == 0
+    assert habits("1f1b (DeepSpeed)", "fp16", 0, 1)["deepspeed"] == 1
+    assert habits("1f1b; Megatron-DeepSpeed", "fp16", 0, 1)["deepspeed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("zero", "ranks", "gigabytes"),
+    [(0, 1, 120), (1, 64, 31.4), (2, 64, 16.6), (3, 64, 1.88), (1, 16, 35.6), (3, 4, 30)],
+)
+def test_a_row_of_model_state_alone(zero, ranks, gigabytes):
+    """ZeRO (arXiv 1910.02054), table 1: 7.5 B parameters."""
+    row = {"id": "z", "params_b": "7.5", "dp": str(ranks), "zero": str(zero), "facts": "activations excluded"}
+    (found,) = predict_rows([row])
+    assert isinstance(found, Unpredicted)
+    assert found.memory_gib == pytest.approx(gigabytes, rel=0.005)
