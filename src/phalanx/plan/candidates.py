@@ -75,9 +75,12 @@ class Candidate:
 
 
 def candidates(run: RunSpec, world_size: int) -> list[Candidate]:
-    """All that the planner chooses among, for a run in bf16. Not in it: what never wins on the same ranks (parameter servers, tensor
-    parallelism without sequence parallelism where the sequence divides), and ZeRO-2 and 3 in pipelines, where they
-    keep and send what ZeRO-1 does or more. Raises UserError for another arithmetic."""
+    """All that the planner chooses among.
+
+    Not in it: what never wins on the same ranks (parameter servers, tensor parallelism without sequence parallelism
+    where the sequence divides), and ZeRO-2 and 3 in pipelines, where they keep and send what ZeRO-1 does or more.
+    Raises UserError for an arithmetic other than bf16.
+    """
     precision = run.training.precision
     fix = 'set training.precision = "bf16"'
     require(precision == "bf16", "training.precision", precision, "is not what the planner predicts", fix)

@@ -1,0 +1,134 @@
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from phalanx.cli.main import app
+from phalanx.cost.stages import check_layout
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import load_run
+from tests.plan.test_table import ROW
+
+runner = CliRunner()
+H100 = ("--machine", "h100", "--nodes", "2")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npreset = "llama3-8b"\n[training]\nsequence = 4096\ntokens_per_step = 524288\n')
+    return path
+
+
+def shown(*arguments: object) -> str:
+    words = ["plan", *map(str, arguments)]
+    result = runner.invoke(app, words, catch_exceptions=False, env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def known(*arguments: object) -> dict[str, Any]:
+    return json.loads(shown(*arguments, "--json"))
+
+
+def test_it_ranks_layouts_that_can_run(run):
+    found = known(run, *H100, "--top", 5)
+    assert found["devices"] == 16
+    assert len(found["layouts"]) == 5
+    times = [option["step_seconds"] for option in found["layouts"]]
+    assert times[-1] >= times[0]
+    for option in found["layouts"]:
+        chosen = [f"layout.{key}={value}" for key, value in option["layout"].items()]
+        check_layout(load_run(run, [*chosen, "cluster.nodes=2", "cluster.nproc=8"]), 16)
+    table = shown(run, *H100, "--top", 5)
+    assert found["layouts"][0]["candidate"] in table
+    assert "llama3-8b on 16 x h100" in table
+    assert "kWh/1e9 tokens" in table
+
+
+def test_a_price_gives_a_cost(run):
+    assert "price/1e9 tokens" in shown(run, *H100, "--set", "cluster.price_per_hour=2.5")
+
+
+def test_it_says_where_time_and_memory_go_and_what_would_help(run):
+    text = shown(run, *H100, "--explain", 1)
+    for words in ("the optimizer", "activations", "why others lose", "twice the memory", "P(OOM)"):
+        assert words in text
+    with pytest.raises(UserError, match="--explain"):
+        shown(run, *H100, "--explain", 100_000)
+
+
+def test_it_says_why_not_another_layout(run):
+    text = shown(run, *H100, "--why-not", "tp=16,data=ddp,micro_batch=1")
+    assert "tp = 16 leaves the domain of 8 devices with fast links" in text
+    assert "+" in text.splitlines()[-1]
+    with pytest.raises(UserError, match=r"layout\.tp = 3"):
+        shown(run, *H100, "--why-not", "tp=3")
+    with pytest.raises(UserError, match="is not KEY=VALUE"):
+        shown(run, *H100, "--why-not", "tp:3")
+
+
+def test_two_layouts_side_by_side(run):
+    text = shown(run, *H100, "--diff", "data=zero1,micro_batch=1", "data=zero3,micro_batch=1")
+    assert "A: zero1 dp 16" in text
+    assert "B: zero3 dp 16" in text
+
+
+def test_the_best_goes_to_other_trainers_and_into_a_run_file(run, tmp_path):
+    assert "--num-layers" in shown(run, *H100, "--export", "megatron", "--set", "layout.data=zero1")
+    out = tmp_path / "planned.toml"
+    best = known(run, *H100, "--out", out)["layouts"][0]
+    planned = load_run(out)
+    assert planned.cluster.ranks == 16
+    check_layout(planned, 16)
+    assert planned.layout.model_dump(exclude_defaults=True) == best["layout"]
+
+
+def test_it_predicts_a_table(tmp_path):
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(ROW))
+        table.writeheader()
+        table.writerows([ROW, {**ROW, "id": "row-2", "layers": ""}])
+    first, second = (json.loads(line) for line in shown("--batch", path, "--json").splitlines())
+    keys = {"id", "step_time_s", "step_time_low_s", "step_time_high_s", "memory_gib", "p_oom", "tflops_per_gpu", "mfu"}
+    assert keys <= set(first)
+    assert second["id"] == "row-2"
+    assert "layers" in second["reason"]
+    text = shown("--batch", path)
+    assert "row-1" in text
+    assert "layers: is needed" in text
+
+
+def test_a_model_that_fits_nowhere_says_what_would(run):
+    with pytest.raises(UserError, match=r"no layout of [\d,]+ fits(.|\n)*takes [\d.]+ GiB of 80.0; on \d+ times"):
+        shown(run, "--machine", "h100", "--nodes", 1, "--nproc", 2, "--set", "model.preset=llama3-405b")
+
+
+def test_mistakes_are_explained(run, tmp_path):
+    with pytest.raises(UserError, match="a run file or --batch"):
+        shown()
+    with pytest.raises(UserError, match="did you mean 'h100'"):
+        shown(run, "--machine", "h1000")
+    with pytest.raises(UserError, match=r"cluster\.peak_flops: is not known"):
+        shown(run)
+    with pytest.raises(UserError, match="megatron"):
+        shown(run, *H100, "--export", "megatrom")
+
+
+def test_it_answers_without_torch(run):
+    program = (
+        f"import sys; from phalanx.cli.main import app; app(['plan', {str(run)!r}, '--machine', 'a100'], "
+        "standalone_mode=False); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_help_has_examples():
+    text = runner.invoke(app, ["plan", "--help"], env={"COLUMNS": "200"}).stdout
+    assert "phalanx plan --batch runs.csv --json" in text
