@@ -13,6 +13,7 @@ from phalanx.cost.energy import energy_kwh, rental_cost
 from phalanx.plan.explain import GIB, MEANING, crossing, shares, what_ifs, why
 from phalanx.plan.predict import Prediction, Unpredicted
 from phalanx.plan.search import LIKELY, Option, Plan
+from phalanx.plan.simulated import timeline
 from phalanx.spec.run import RunSpec
 
 WIDTH = 150
@@ -54,6 +55,8 @@ def explained(run: RunSpec, world_size: int, plan: Plan, at: int) -> None:
         share = seconds / option.step_seconds
         table.add_row(MEANING[part], f"{seconds:.3f}", f"{share:.1%}", "█" * round(40 * share))
     console.print(table)
+    if option.candidate.pp > 1:
+        _simulated(console, run, world_size, option)
     console.print()
     table = _table("memory, GiB", *option.stages, "")
     for part in ("state", "activations", "logits", "buffers"):
@@ -70,6 +73,17 @@ def explained(run: RunSpec, world_size: int, plan: Plan, at: int) -> None:
     for idea in what_ifs(run, world_size, option):
         then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "nothing fits"
         console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)
+
+
+def _simulated(console: Console, run: RunSpec, world_size: int, option: Option) -> None:
+    """The pipeline as it would run, beside what the search took for it."""
+    candidate, said = option.candidate, option.parts["compute"] + option.parts["bubble"]
+    seconds = float(timeline(run, world_size, candidate).makespan)
+    line = f"its schedule, simulated action by action: {seconds:.3f} s of compute and bubble, {said:.3f} s above"
+    drawn = (
+        f"phalanx pipeline show {candidate.schedule} --stages {candidate.pp} --microbatches {candidate.micro_batches}"
+    )
+    console.print(f"{line}; to see it: {drawn}", style="dim", highlight=False, soft_wrap=True)
 
 
 def compared(run: RunSpec, first: Option, second: Option, names: tuple[str, str]) -> None:

@@ -59,7 +59,7 @@ def blocks_of_stages(jobs: Jobs) -> tuple[Column, Column, Column]:
 
 def step_seconds(c: TimeConstants, jobs: Jobs) -> StepTime:
     """Seconds of a step by its parts."""
-    dense, routed = (_gathered(c, jobs, block) for block in block_seconds(c, jobs))
+    dense, routed = _blocks(c, jobs)
     first, middle, last = _stages(c, jobs, dense, routed)
     p, m, v = jobs.pp, jobs.micro_batches, np.maximum(jobs.virtual, 1)
     slowest = np.maximum(last.both, np.where(p > 1, first.both, 0.0))
@@ -75,6 +75,16 @@ def step_seconds(c: TimeConstants, jobs: Jobs) -> StepTime:
     share = jobs.dense_layers / jobs.layers
     exchange = m * blocks_of_stages(jobs)[1] * (share * dense.exchange + (1 - share) * routed.exchange) * engine
     return StepTime(compute, bubble, send, seen, update, waiting, exchange)
+
+
+def stage_seconds(c: TimeConstants, jobs: Jobs) -> tuple[Stage, Stage, Stage]:
+    """Of the first stage, of one between, and of the last."""
+    return _stages(c, jobs, *_blocks(c, jobs))
+
+
+def _blocks(c: TimeConstants, jobs: Jobs) -> tuple[BlockTime, BlockTime]:
+    dense, routed = block_seconds(c, jobs)
+    return _gathered(c, jobs, dense), _gathered(c, jobs, routed)
 
 
 def _gathered(c: TimeConstants, jobs: Jobs, block: BlockTime) -> BlockTime:

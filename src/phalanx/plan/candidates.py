@@ -163,11 +163,12 @@ def _cuts(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
 
 
 def _schedules(pp: int, m: int, layers: int, halves: bool) -> Iterator[tuple[str, int]]:
-    """Schedules that a pipeline of so many stages can have; compiled blocks cannot split their backward passes."""
+    """Schedules that a pipeline of so many stages can have; compiled blocks cannot split their backward passes,
+    and too few micro-batches leave nothing to fill bubbles with."""
     yield "1f1b", 1
     if pp == 1:
         return
-    if halves:
+    if halves and m >= pp:
         yield "zb-h1", 1
         if m >= 2 * pp - 1:
             yield "zb-h2", 1

@@ -1,0 +1,19 @@
+"""The search's closed forms against the very schedules of whole layouts, embedding and head included."""
+
+import pytest
+
+from phalanx.plan.candidates import candidates
+from phalanx.plan.search import evaluate
+from phalanx.plan.simulated import timeline
+from tests.plan.test_search import run
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
+@pytest.mark.parametrize("model", ["llama3-8b", "olmoe-1b-7b"])
+def test_closed_forms_are_what_the_schedule_takes(model, schedule):
+    described = run(model, sequence=2048, sequences=64)
+    of_it = [c for c in candidates(described, 16) if c.pp > 1 and c.schedule == schedule and c.recompute == "none"]
+    for candidate in of_it[:: max(1, len(of_it) // 25)]:
+        (option,) = evaluate(described, 16, [candidate])
+        simulated = float(timeline(described, 16, candidate).makespan)
+        assert option.parts["compute"] + option.parts["bubble"] == pytest.approx(simulated, rel=0.05), str(candidate)
