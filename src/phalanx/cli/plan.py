@@ -24,6 +24,10 @@ def plan(
     nproc: Annotated[int | None, typer.Option(help="Devices in each node; by default 8.", min=1)] = None,
     top: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
     explain: Annotated[int | None, typer.Option(help="Explain the K-th layout.", min=1, metavar="K")] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(help="To train on, for days, energy and cost; by default the run's.", min=1),
+    ] = None,
     why_not: Annotated[str | None, typer.Option(help="A layout to hold against the best.", metavar="LAYOUT")] = None,
     diff: Annotated[tuple[str, str] | None, typer.Option(help="Two layouts side by side.", metavar="A B")] = None,
     export: Annotated[
@@ -43,6 +47,8 @@ def plan(
         phalanx plan run.toml --machine h100 --nodes 16 --explain 1
 
         phalanx plan run.toml --machine h100 --nodes 16 --why-not "tp=16,pp=2,data=zero1"
+
+        phalanx plan run.toml --machine h100 --nodes 2048 --tokens 15e12 --set cluster.storage_bytes_per_second=1e12
 
         phalanx plan run.toml --machine a100 --nodes 8 --export megatron
 
@@ -79,9 +85,9 @@ def plan(
     elif explain is not None:
         _explain(described, world_size, found, explain)
     elif json_:
-        _print_json(described, world_size, found, top)
+        _print_json(described, world_size, found, top, tokens)
     else:
-        _show(described, world_size, found, top)
+        _show(described, world_size, found, top, tokens)
 
 
 def _described(
@@ -123,18 +129,18 @@ def _predict(file: Path, as_json: bool) -> None:
         predictions(found)
 
 
-def _print_json(run: RunSpec, world_size: int, found: Plan, top: int) -> None:
+def _print_json(run: RunSpec, world_size: int, found: Plan, top: int, tokens: float | None) -> None:
     import json
 
     from phalanx.cli.plan_views import facts
 
-    print(json.dumps(facts(run, world_size, found, top), indent=2))
+    print(json.dumps(facts(run, world_size, found, top, tokens), indent=2))
 
 
-def _show(run: RunSpec, world_size: int, found: Plan, top: int) -> None:
+def _show(run: RunSpec, world_size: int, found: Plan, top: int, tokens: float | None) -> None:
     from phalanx.cli.plan_views import ranked
 
-    ranked(run, world_size, found, top)
+    ranked(run, world_size, found, top, tokens)
 
 
 def _explain(run: RunSpec, world_size: int, found: Plan, at: int) -> None:

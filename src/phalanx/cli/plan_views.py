@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from phalanx.cost.energy import energy_kwh, rental_cost
+from phalanx.plan.beyond import Training, training
 from phalanx.plan.explain import GIB, MEANING, crossing, shares, what_ifs, why
 from phalanx.plan.predict import Prediction, Unpredicted
 from phalanx.plan.search import LIKELY, Option, Plan
@@ -20,8 +21,8 @@ WIDTH = 150
 BILLION = 1e9
 
 
-def ranked(run: RunSpec, world_size: int, plan: Plan, top: int) -> None:
-    """The table of the fastest layouts, and the front of time and memory."""
+def ranked(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> None:
+    """The table of the fastest layouts, the front of time and memory, and what a whole training takes with the best."""
     console = _console()
     _head(console, run, world_size, plan)
     table = _table(
@@ -36,6 +37,29 @@ def ranked(run: RunSpec, world_size: int, plan: Plan, top: int) -> None:
     limit = f"P(OOM) below {LIKELY:.0%}"
     console.print(f"*: no layout above it in this table takes less memory. All shown have {limit}.", style="dim")
     console.print("exposed: communication that nothing hides. --explain K says where time and memory go.", style="dim")
+    console.print()
+    for line in _training(run, training(run, world_size, plan.options[0], tokens)):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _training(run: RunSpec, whole: Training) -> list[str]:
+    """A whole training in words."""
+    days = f"{whole.days:,.1f} days" if whole.days >= 2 else f"{24 * whole.days:,.1f} hours"
+    kept = f"at a goodput of {whole.goodput:.1%}" if whole.goodput else "without failures"
+    lines = [f"{whole.tokens:.3g} tokens with layout 1: {days} {kept}"]
+    lines.append(f"a failure every {whole.mtbf_seconds / 3600:,.1f} hours")
+    if whole.interval_seconds:
+        written = f"{whole.checkpoint_bytes / 1e9:,.0f} GB in {whole.write_seconds:,.1f} s"
+        lines[-1] += f"; a checkpoint ({written}) is best written every {whole.interval_seconds / 60:,.1f} minutes"
+    else:
+        lines[-1] += "; set cluster.storage_bytes_per_second to see the best checkpoint interval and the goodput"
+    if whole.kwh:
+        lines.append(
+            f"{whole.kwh:,.0f} kWh" + (f", {whole.electricity:,.0f} for electricity" if whole.electricity else "")
+        )
+    if whole.rent:
+        lines.append(f"{whole.rent:,.0f} for the devices")
+    return lines
 
 
 def explained(run: RunSpec, world_size: int, plan: Plan, at: int) -> None:
@@ -127,7 +151,7 @@ def predictions(found: Sequence[Prediction | Unpredicted]) -> None:
     _console().print(table)
 
 
-def facts(run: RunSpec, world_size: int, plan: Plan, top: int) -> dict[str, Any]:
+def facts(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> dict[str, Any]:
     """What `phalanx plan --json` prints."""
     return {
         "model": run.model.preset or run.model.from_hf,
@@ -143,6 +167,7 @@ def facts(run: RunSpec, world_size: int, plan: Plan, top: int) -> dict[str, Any]
             }
             for option in plan.options[:top]
         ],
+        "training": asdict(training(run, world_size, plan.options[0], tokens)),
     }
 
 

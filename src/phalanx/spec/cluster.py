@@ -50,6 +50,14 @@ class Cluster(Spec):
     """Power of one device, for energy."""
     price_per_hour: float | None = Field(None, gt=0, examples=[2.5])
     """Price of one device for an hour, in a currency of your choice."""
+    price_per_kwh: float | None = Field(None, gt=0, examples=[0.1])
+    """Price of electricity, in that currency."""
+    storage_bytes_per_second: float | None = Field(None, gt=0, examples=[20e9])
+    """At which all nodes together write checkpoints."""
+    failures_per_device_hour: float | None = Field(None, gt=0, examples=[2e-5])
+    """How often a device, or what belongs to it, stops the run. By default as often as in Llama 3's 405B run."""
+    restart_seconds: float = Field(600, ge=0)
+    """From a failure to the first step after it."""
 
     @property
     def ranks(self) -> int:

@@ -1,0 +1,59 @@
+"""Beyond the step: what a whole training takes, with failures, checkpoints, energy and money."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.cost.energy import energy_cost, energy_kwh, rental_cost
+from phalanx.cost.memory import model_state_bytes, optimizer_of
+from phalanx.cost.parameters import parameters
+from phalanx.cost.reliability import LLAMA3, days_to, job_mtbf_seconds, reliability
+from phalanx.plan.search import Option
+from phalanx.spec.run import RunSpec
+
+
+@dataclass(frozen=True)
+class Training:
+    """A whole training with one layout. What depends on a speed or a price that the cluster does not have is None."""
+
+    tokens: float
+    days: float
+    """With failures, where their cost is known."""
+    mtbf_seconds: float
+    checkpoint_bytes: int
+    """Parameters and optimizer state; gradients are not saved."""
+    write_seconds: float | None
+    interval_seconds: float | None
+    """Of work between two checkpoints, where most of it is kept."""
+    goodput: float | None
+    """The part of the time that ends up in the model."""
+    kwh: float | None
+    electricity: float | None
+    rent: float | None
+
+
+def training(run: RunSpec, world_size: int, option: Option, tokens: float | None = None) -> Training:
+    """What it takes to train on `tokens` (by default as many as the run has)."""
+    cluster, count = run.cluster, parameters(run.model)
+    tokens = tokens or run.training.steps * run.training.tokens_per_step
+    rate = cluster.failures_per_device_hour or LLAMA3.per_device_hour
+    state = model_state_bytes(count, optimizer_of(run.optimizer), run.training.precision)
+    saved = state.parameters + state.optimizer
+    write = saved / cluster.storage_bytes_per_second if cluster.storage_bytes_per_second else None
+    kept = reliability(rate, world_size, write, cluster.restart_seconds) if write else None
+    days = days_to(tokens, option.tokens_per_second, kept.goodput if kept else 1.0)
+    hours, watts = 24 * days, cluster.watts
+    return Training(
+        tokens=tokens,
+        days=days,
+        mtbf_seconds=job_mtbf_seconds(rate, world_size),
+        checkpoint_bytes=saved,
+        write_seconds=write,
+        interval_seconds=kept.interval_seconds if kept else None,
+        goodput=kept.goodput if kept else None,
+        kwh=energy_kwh(watts, world_size, hours) if watts else None,
+        electricity=energy_cost(watts, world_size, hours, cluster.price_per_kwh)
+        if watts and cluster.price_per_kwh
+        else None,
+        rent=rental_cost(world_size, hours, cluster.price_per_hour) if cluster.price_per_hour else None,
+    )
