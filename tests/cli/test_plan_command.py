@@ -132,3 +132,44 @@ def test_it_answers_without_torch(run):
 def test_help_has_examples():
     text = runner.invoke(app, ["plan", "--help"], env={"COLUMNS": "200"}).stdout
     assert "phalanx plan --batch runs.csv --json" in text
+
+
+AUTO = """layout = "auto"
+[model]
+preset = "tiny"
+[data]
+train = ["{text}"]
+tokenizer = "bytes"
+[training]
+steps = 2
+sequence = 64
+tokens_per_step = 512
+[cluster]
+preset = "a100"
+device = "cpu"
+nproc = 2
+"""
+
+
+def test_a_run_file_leaves_the_layout_to_the_planner(tmp_path):
+    text, path = tmp_path / "text.txt", tmp_path / "run.toml"
+    text.write_text("To plan is to choose. " * 400)
+    path.write_text(AUTO.format(text=text) + "[model.moe]\nexperts = 4\ntop_k = 2\nffn = 64\n")
+    command = [sys.executable, "-m", "phalanx", "train", str(path), "--set", f"out={tmp_path}", "--set", "name=planned"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((tmp_path / "planned" / "plan.json").read_text())
+    best = plan["layouts"][0]
+    assert f"layout: {best['candidate']}" in done.stderr
+    trained = load_run(tmp_path / "planned" / "run.toml")
+    assert trained.layout.model_dump(exclude_defaults=True) == best["layout"]
+    assert not trained.automatic
+
+
+def test_commands_that_do_not_plan_refuse_to_guess(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(AUTO.format(text="stdlib"))
+    with pytest.raises(UserError, match="the planner's to choose"):
+        runner.invoke(app, ["memory", str(path), "--ranks", "2"], catch_exceptions=False)
+    shown_config = runner.invoke(app, ["train", str(path), "--print-config"], catch_exceptions=False).stdout
+    assert "[layout]" in shown_config

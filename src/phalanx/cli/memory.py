@@ -13,6 +13,7 @@ from phalanx.cli.info import describe, short
 from phalanx.cli.options import Json, Overrides, Ranks, RunFile
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.cost.network import Strategy
+from phalanx.cost.stages import refuse_automatic
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import MEANT_FOR, SPLIT_AXES, Layout
@@ -58,6 +59,7 @@ def memory(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Jso
         phalanx memory run.toml --ranks 8 --set layout.recompute=full --json
     """
     described = load_run(run, set_ or [])
+    refuse_automatic(described)
     world_size, why = (ranks, "--ranks") if ranks else (described.cluster.ranks, "cluster.nproc x cluster.nodes")
     if ranks is None and described.cluster.nproc is None:
         why = "one per node, since cluster.nproc is not set; see --ranks"

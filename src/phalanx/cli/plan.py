@@ -67,12 +67,6 @@ def plan(
         _show_diff(described, world_size, diff)
         return
     found = _search(described, world_size, max(top, explain or 1))
-    if not found.options:
-        from phalanx.plan.explain import nearest_fit
-
-        raise UserError(
-            "layout", None, f"no layout of {found.considered:,} fits", nearest_fit(described, world_size, found)
-        )
     best = found.options[0]
     if out is not None:
         from phalanx.train.setup import to_toml
@@ -100,16 +94,16 @@ def _described(
     cluster = described.cluster
     changes = {"nodes": nodes or cluster.nodes, "nproc": nproc or cluster.nproc or USUAL_DEVICES}
     cluster = cluster.model_copy(update=changes)
-    return described.model_copy(update={"cluster": cluster}), cluster.ranks
+    return described.model_copy(update={"cluster": cluster, "automatic": False}), cluster.ranks
 
 
 def _search(run: RunSpec, world_size: int, keep: int) -> Plan:
     from rich.console import Console
 
-    from phalanx.plan.search import search
+    from phalanx.plan.explain import best_plan
 
     with Console(stderr=True).status(f"layouts of {world_size:,} devices"):
-        return search(run, world_size, keep)
+        return best_plan(run, world_size, keep)
 
 
 def _predict(file: Path, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,9 @@ import typer
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
+
+PLAN_FILE = "plan.json"
+"""In the run directory: what the planner offered where `layout = "auto"`."""
 
 
 def _ranks(text: str) -> int:
@@ -78,6 +82,8 @@ def _config(run: RunSpec, nproc: int | None) -> str:
     from phalanx.train.setup import to_toml
 
     ranks = nproc or run.cluster.nproc
+    if run.automatic:
+        run, _ = _planned(run, ranks)
     if ranks is None:  # the GPUs of this machine decide, and only torch could count them
         return to_toml(run).rstrip()
     world_size = ranks * run.cluster.nodes
@@ -97,6 +103,9 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, measure: bool) -> int:
             "start each node with torchrun -m phalanx.train (examples/slurm.sbatch), or set cluster.nodes = 1",
         )  # fmt: skip
     known = nproc or run.cluster.nproc
+    plan = None
+    if run.automatic:
+        run, plan = _planned(run, known)
     if known is not None:
         check_run(run, known, resume)  # before torch is imported, which takes a second
     from phalanx.train.launch import choose_nproc, spawn
@@ -104,4 +113,24 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, measure: bool) -> int:
     ranks = choose_nproc(run, nproc)
     with preparing() as progress:
         directory = set_up(run, ranks, resume, progress)
+    if plan is not None:
+        (directory / PLAN_FILE).write_text(plan)
     return spawn(directory, ranks, *(["--measure-memory"] if measure else []))
+
+
+def _planned(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
+    """The run with the layout that the planner puts first, and what it says of the first ten."""
+    import json
+
+    from phalanx.cli.plan_views import facts
+    from phalanx.plan.explain import best_plan
+
+    if ranks is None:
+        fix = "set cluster.nproc, or give --nproc"
+        raise UserError("layout", "auto", "needs to know how many ranks there are", fix)
+    described = run.model_copy(update={"automatic": False})
+    plan = best_plan(described, ranks)
+    best = plan.options[0].candidate
+    print(f"layout: {best} (of {plan.considered:,})", file=sys.stderr)
+    chosen = described.model_copy(update={"layout": best.layout()})
+    return chosen, json.dumps(facts(chosen, ranks, plan, top=10, tokens=None), indent=2)

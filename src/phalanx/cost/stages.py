@@ -8,6 +8,7 @@ from math import inf
 
 from phalanx.cost.shapes import elements, parameter_shapes
 from phalanx.schedule.named import any_schedule_of, schedule_of
+from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import refuse_unrunnable
 from phalanx.spec.model import ModelSpec
@@ -18,8 +19,17 @@ ANY_NUMBER = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
 """Schedules that take micro-batches of which ranks have different numbers."""
 
 
+def refuse_automatic(run: RunSpec) -> None:
+    """Raise UserError for a run whose layout nobody has chosen yet."""
+    require(
+        not run.automatic, "layout", "auto", "is the planner's to choose, which is not asked here",
+        "use phalanx train, or write it down with phalanx plan RUN.toml --out FILE",
+    )  # fmt: skip
+
+
 def check_layout(run: RunSpec, world_size: int) -> None:
     """Raise UserError for a layout that so many ranks, this model and these batches cannot have."""
+    refuse_automatic(run)
     refuse_unrunnable(run.layout)
     cut_batch(run, world_size)
     check_shares(run, world_size)

@@ -26,6 +26,18 @@ MEANING = {
 GIB = 2**30
 
 
+def best_plan(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
+    """What a search finds.
+
+    Raises UserError where nothing fits, with what would.
+    """
+    plan = search(run, world_size, keep)
+    if not plan.options:
+        fix = nearest_fit(run, world_size, plan)
+        raise UserError("layout", None, f"no layout of {plan.considered:,} fits", fix)
+    return plan
+
+
 def shares(option: Option) -> dict[str, float]:
     """Seconds of a step by what they go to, which add up to it."""
     parts = dict(option.parts)

@@ -73,6 +73,8 @@ def _leave_behind(layout: Any, written: Table) -> None:
 def build_run(table: Table) -> RunSpec:
     """A RunSpec from a table whose presets are still names."""
     table = dict(table)
+    if table.get("layout") == "auto":
+        table |= {"layout": {}, "automatic": True}
     if isinstance(model := table.get("model", {}), dict):
         table["model"] = resolve_model(model)
     table["data"] = _with_tokenizer(table.get("data", {}), table.get("model"))

@@ -147,7 +147,9 @@ class RunSpec(Spec):
     optimizer: OptimizerSpec = OptimizerSpec()
     """How weights follow gradients."""
     layout: Layout = Layout()
-    """How the work is laid over ranks."""
+    """How the work is laid over ranks; `layout = "auto"` leaves it to the planner."""
+    automatic: bool = False
+    """Whether the planner is to choose the layout: what `layout = "auto"` sets."""
     cluster: Cluster = Cluster()
     """What it runs on."""
     evaluation: EvaluationSpec = EvaluationSpec()
