@@ -99,9 +99,9 @@ def _combine(
     forward = attention.forward + rest.forward + core + passes + gaps
     backward = attention.inputs + rest.inputs + weights + core_back + passes * c.backward_passes + 2 * gaps
 
-    ring = np.maximum(ring_seconds(c, jobs, _ring_bytes(jobs, tokens), jobs.cp, jobs.tp) - 0.8 * core, 0.0)
+    ring, ring_back = _context_parallel(c, jobs, tokens, core)
     between = _tensor_parallel(c, jobs, tokens) + sent
-    ahead, back = between + ring, between + 2 * ring
+    ahead, back = between + ring, between + ring_back
 
     flash = jobs.attention >= Attention.FLASH_1
     partly = 0.35 * (attention.forward + rest.forward) + passes
@@ -125,6 +125,12 @@ def _tensor_parallel(c: TimeConstants, jobs: Jobs, tokens: Column) -> Column:
     return jobs.exchanges * one * np.where(jobs.overlap_tp > 0, c.exchange_shown, 1.0)
 
 
-def _ring_bytes(jobs: Jobs, tokens: Column) -> Column:
-    """Keys and values of all context-parallel ranks."""
-    return 2 * tokens * jobs.kv_heads * (jobs.head_dim + jobs.value_dim) / jobs.tp * jobs.cp
+def _context_parallel(c: TimeConstants, jobs: Jobs, tokens: Column, core: Column) -> tuple[Column, Column]:
+    """Forward and backward: keys and values of all ranks go round beside attention's core (Ring Attention, arXiv
+    2310.01889), and back with their gradients; or queries, keys and values are exchanged, and the output
+    (DeepSpeed-Ulysses, arXiv 2309.14509), which nothing hides."""
+    keys = 2 * tokens * jobs.kv_heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
+    queries = 2 * tokens * jobs.heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
+    ring = np.maximum(ring_seconds(c, jobs, keys * jobs.cp, jobs.cp, jobs.tp) - 0.8 * core, 0.0)
+    swap = ring_seconds(c, jobs, keys + queries, jobs.cp, jobs.tp, calls=2.0)
+    return np.where(jobs.ulysses > 0, swap, ring), np.where(jobs.ulysses > 0, swap, 2 * ring)

@@ -25,6 +25,8 @@ class Attention(IntEnum):
     FLASH_1 = 2
     FLASH_2 = 3
     FLASH_3 = 4
+    RING_PLAIN = 5
+    """Around a ring by separate kernels, a causal half of the pairs, and again in the backward pass: nothing kept."""
 
 
 class Recompute(IntEnum):
@@ -137,6 +139,8 @@ class Jobs:
     """Whether tensor-parallel exchanges run beside products."""
     overlap_ep: Column
     """Whether experts' exchanges run beside another micro-batch's products."""
+    ulysses: Column
+    """Whether context-parallel ranks exchange tokens for heads, rather than send keys and values round."""
     relayed: Column
     """Whether a token crosses to a node once, however many of its experts are there."""
     exchanges: Column

@@ -80,10 +80,14 @@ def attention_seconds(c: TimeConstants, jobs: Jobs) -> tuple[Column, Column]:
     products = gemm_seconds(c, jobs, rows, T, jobs.head_dim, jobs.micro_batch * heads, linear=False)
     products = products + gemm_seconds(c, jobs, rows, jobs.value_dim, T, jobs.micro_batch * heads, linear=False)
     products = np.where(aligned, products, products / c.misaligned)
-    separate = np.where(jobs.attention == Attention.SEPARATE, c.score_separate, 1.0)
+    separate = np.where(
+        (jobs.attention == Attention.SEPARATE) | (jobs.attention == Attention.RING_PLAIN), c.score_separate, 1.0
+    )
     scores = passes_seconds(c, jobs, 2 * pairs * c.score_passes * separate)
 
-    is_flash = jobs.attention >= Attention.FLASH_1
-    forward = np.where(is_flash, flash, products + scores)
-    backward = np.where(is_flash, 2.5 * c.flash_backward * flash, 2 * products + scores * c.score_backward)
-    return forward, backward
+    written = products + scores
+    written_back = 2 * products + scores * c.score_backward
+    is_flash, is_ring = jobs.attention >= Attention.FLASH_1, jobs.attention == Attention.RING_PLAIN
+    forward = np.where(is_ring, written / 2, np.where(is_flash, flash, written))
+    flash_back = np.where(is_ring, (written + written_back) / 2, 2.5 * c.flash_backward * flash)
+    return forward, np.where(is_flash, flash_back, written_back)

@@ -41,6 +41,7 @@ class Candidate:
     tp: int
     pp: int
     cp: int
+    context: str
     ep: int
     micro_batch: int
     micro_batches: int
@@ -55,6 +56,7 @@ class Candidate:
 
     def __str__(self) -> str:
         degrees = [f"{axis} {getattr(self, axis)}" for axis in ("tp", "cp", "ep") if getattr(self, axis) > 1]
+        degrees = [f"{degree} {self.context}" if degree.startswith("cp") else degree for degree in degrees]
         chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
         pipeline = [f"pp {self.pp} {self.schedule}{chunks}"] if self.pp > 1 else []
         shard = f" of {self.dp_shard}" if self.data == "hsdp" else ""
@@ -66,10 +68,11 @@ class Candidate:
         """As a run file has it."""
         piped = {"schedule": self.schedule, "virtual_stages": self.virtual_stages} if self.pp > 1 else {}
         shard = {"dp_shard": self.dp_shard} if self.data == "hsdp" else {}
+        sequences = {"context": self.context} if self.cp > 1 else {}
         return Layout.model_validate(
             {
                 "data": self.data, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep,
-                "micro_batch": self.micro_batch, "recompute": self.recompute, **piped, **shard,
+                "micro_batch": self.micro_batch, "recompute": self.recompute, **piped, **shard, **sequences,
             }
         )  # fmt: skip
 
@@ -88,8 +91,8 @@ def candidates(run: RunSpec, world_size: int) -> list[Candidate]:
     # Flash kernels keep no scores that recomputing attention alone could drop.
     recompute = ("none", "full") if run.cluster.device != "cpu" else ("none", "selective", "full")
     return [
-        Candidate(data, dp, shard, tp, pp, cp, ep, micro_batch, m, again, schedule, v)
-        for tp, pp, cp, ep, dp in _degrees(run, world_size)
+        Candidate(data, dp, shard, tp, pp, cp, context, ep, micro_batch, m, again, schedule, v)
+        for tp, pp, cp, context, ep, dp in _degrees(run, world_size)
         for data, shard in _sharing(dp, tp, pp, cp, domain)
         for micro_batch, m in _cuts(run, dp)
         for schedule, v in _schedules(pp, m, run.model.layers, halves=not run.training.compile)
@@ -113,12 +116,12 @@ def candidate_of(run: RunSpec, world_size: int) -> Candidate:
     value = layout.data if layout.data not in ZERO else layout.schedule_file or layout.schedule
     require(known, "layout", value, "is not what the planner predicts", f"use one of {', '.join((*ZERO, *ORDERS))}")
     return Candidate(
-        layout.data, sizes.dp, sizes.dp_shard, layout.tp, layout.pp, layout.cp, layout.ep, cut.micro_batch,
+        layout.data, sizes.dp, sizes.dp_shard, layout.tp, layout.pp, layout.cp, layout.context, layout.ep, cut.micro_batch,
         cut.accumulation, layout.recompute, layout.schedule, layout.virtual_stages,
     )  # fmt: skip
 
 
-def _degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int, int, int, int]]:
+def _degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int, int, str, int, int]]:
     """Degrees that divide the ranks and the model."""
     sequences = run.training.tokens_per_step // run.training.sequence
     experts = run.model.moe.experts if run.model.moe else 1
@@ -128,17 +131,25 @@ def _degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int, int, int
                 dp = world_size // (tp * pp * cp)
                 if sequences % dp == 0:
                     for ep in (e for e in divisors(dp * cp * tp) if experts % e == 0):
-                        if _can_share(run, world_size, tp, pp, cp, ep):
-                            yield tp, pp, cp, ep, dp
+                        context = _context(run, world_size, tp, pp, cp, ep)
+                        if context:
+                            yield tp, pp, cp, context, ep, dp
 
 
-def _can_share(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int) -> bool:
-    layout = Layout(data="zero1", tp=tp, pp=pp, cp=cp, ep=ep, micro_batch=1)
-    try:
-        check_shares(run.model_copy(update={"layout": layout}), world_size)
-    except UserError:
-        return False
-    return True
+def _context(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int) -> str:
+    """How ranks that share sequences attend, if these degrees can share the model: on a GPU they exchange tokens for
+    heads where there are enough, since the ring has no flash kernel there; "" if they cannot."""
+    kinds = ("ulysses", "ring") if cp > 1 and run.cluster.device != "cpu" else ("ring",)
+    for context in kinds:
+        layout = Layout.model_validate(
+            {"data": "zero1", "tp": tp, "pp": pp, "cp": cp, "context": context, "ep": ep, "micro_batch": 1}
+        )
+        try:
+            check_shares(run.model_copy(update={"layout": layout}), world_size)
+        except UserError:
+            continue
+        return context
+    return ""
 
 
 def _sharing(dp: int, tp: int, pp: int, cp: int, domain: int) -> Iterator[tuple[Strategy, int]]:
@@ -182,12 +193,9 @@ def _schedules(pp: int, m: int, layers: int, halves: bool) -> Iterator[tuple[str
 def _common(run: RunSpec) -> Numbers:
     """Columns that all layouts of a run share: model, machine, and how Phalanx runs it."""
     cluster = run.cluster
-    cuda = cluster.device != "cpu"
-    attention = Attention.FLASH_3 if cluster.generation > 0 else Attention.FLASH_2
     return {
         **model_columns(run.model, run.training.sequence),
         **machine_columns(cluster),
-        "attention": attention if cuda else Attention.SEPARATE,
         "low_precision": 0,
         "compiled": float(run.training.compile),
         "fused": 0,
@@ -214,6 +222,8 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
         "micro_batch": [c.micro_batch for c in found],
         "micro_batches": [c.micro_batches for c in found],
         "virtual": [c.virtual_stages for c in found],
+        "attention": [_attention(run, c) for c in found],
+        "ulysses": [float(c.cp > 1 and c.context == "ulysses") for c in found],
         "zero": [ZERO[c.data] for c in found],
         "shard": [1 if c.data == "ddp" else c.dp_shard * c.cp for c in found],
         "recompute": [again[c.recompute] for c in found],
@@ -225,3 +235,11 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
         "sent_bytes": [s.gradients for s in state],  # as they are kept
         "scatters": [c.micro_batches if c.data == "zero2" else 1 for c in found],
     }
+
+
+def _attention(run: RunSpec, candidate: Candidate) -> Attention:
+    if run.cluster.device == "cpu":
+        return Attention.SEPARATE
+    if candidate.cp > 1 and candidate.context == "ring":
+        return Attention.RING_PLAIN
+    return Attention.FLASH_3 if run.cluster.generation > 0 else Attention.FLASH_2

@@ -125,6 +125,7 @@ def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) ->
             (era == 2 and "overlap disabled" not in said)
             or any(word in said for word in ("a2a overlap", "1f1b overlap", "dualpipe"))
         ),
+        "ulysses": 0,
         "relayed": float("deepep" in said or "hybridep" in said),
         "exchanges": 1 if "parallel transformer block" in said or "parallel layers" in said else 2,
         "deepspeed": float(deepspeed),
