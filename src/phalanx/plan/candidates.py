@@ -42,6 +42,7 @@ class Candidate:
     pp: int
     cp: int
     context: str
+    """How ranks that share sequences attend: ring or ulysses."""
     ep: int
     micro_batch: int
     micro_batches: int
@@ -116,8 +117,8 @@ def candidate_of(run: RunSpec, world_size: int) -> Candidate:
     value = layout.data if layout.data not in ZERO else layout.schedule_file or layout.schedule
     require(known, "layout", value, "is not what the planner predicts", f"use one of {', '.join((*ZERO, *ORDERS))}")
     return Candidate(
-        layout.data, sizes.dp, sizes.dp_shard, layout.tp, layout.pp, layout.cp, layout.context, layout.ep, cut.micro_batch,
-        cut.accumulation, layout.recompute, layout.schedule, layout.virtual_stages,
+        layout.data, sizes.dp, sizes.dp_shard, layout.tp, layout.pp, layout.cp, layout.context, layout.ep,
+        cut.micro_batch, cut.accumulation, layout.recompute, layout.schedule, layout.virtual_stages,
     )  # fmt: skip
 
 
