@@ -81,6 +81,8 @@ def test_two_layouts_side_by_side(run):
 
 def test_the_best_goes_to_other_trainers_and_into_a_run_file(run, tmp_path):
     assert "--num-layers" in shown(run, *H100, "--export", "megatron", "--set", "layout.data=zero1")
+    for trainer in ("nanotron", "torchtitan", "deepspeed"):
+        assert shown(run, *H100, "--export", trainer)
     out = tmp_path / "planned.toml"
     best = known(run, *H100, "--out", out)["layouts"][0]
     planned = load_run(out)

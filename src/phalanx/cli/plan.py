@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 USUAL_DEVICES = 8
 """Of a node, where nothing is said."""
+SEARCHED_FOR_EXPORT = 100
+"""Layouts among which one is looked for that a trainer can express."""
 
 
 def plan(
@@ -66,14 +68,14 @@ def plan(
     if diff is not None:
         _show_diff(described, world_size, diff)
         return
-    found = _search(described, world_size, max(top, explain or 1))
+    found = _search(described, world_size, max(top, explain or 1, SEARCHED_FOR_EXPORT if export else 1))
     best = found.options[0]
     if out is not None:
         from phalanx.train.setup import to_toml
 
         out.write_text(to_toml(described.model_copy(update={"layout": best.candidate.layout()})))
     if export is not None:
-        _export(described, world_size, best, export)
+        _export(described, world_size, found, export)
     elif why_not is not None:
         _why_not(described, world_size, best, why_not)
     elif explain is not None:
@@ -161,12 +163,28 @@ def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
     compared(run, first, second, ("A", "B"))
 
 
-def _export(run: RunSpec, world_size: int, best: Option, trainer: str) -> None:
+def _export(run: RunSpec, world_size: int, found: Plan, trainer: str) -> None:
+    """The fastest layout that a trainer can express."""
     import sys
 
     from phalanx.plan.export import export
+    from phalanx.spec.errors import UserError
 
-    made: Any = export(run.model_copy(update={"layout": best.candidate.layout()}), world_size, trainer)  # type: ignore[arg-type]
-    print(made.text)
-    for note in made.notes:
-        print(f"note: {note}", file=sys.stderr)
+    refused: UserError | None = None
+    for number, option in enumerate(found.options, 1):
+        try:
+            made: Any = export(
+                run.model_copy(update={"layout": option.candidate.layout()}),
+                world_size,
+                trainer,  # type: ignore[arg-type]
+            )
+        except UserError as error:
+            refused = refused or error
+            continue
+        print(made.text)
+        print(f"layout {number} of `phalanx plan`: {option.candidate}", file=sys.stderr)
+        for note in made.notes:
+            print(f"note: {note}", file=sys.stderr)
+        return
+    assert refused is not None
+    raise refused
