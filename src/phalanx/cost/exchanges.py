@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from phalanx.cost.activations import Stage
 from phalanx.cost.kept import INDEX, Pass
-from phalanx.cost.network import Collective, Traffic, sent_bytes
+from phalanx.cost.network import Among, Collective, Traffic, sent_bytes
 from phalanx.spec.model import ModelSpec, MoESpec
 
 Sent = list[Traffic]
@@ -42,7 +42,7 @@ def stage_traffic(spec: ModelSpec, run: Pass, stage: Stage) -> Sent:
         sent += _leave(run, stream) + _enter(run, stream)
     if stage.last:
         sent += _enter(run, x) + _enter(run, x) + _leave(run, x)
-        sent += _collective("all_reduce", 3 * run.tokens * run.wide, run.tp, NUMBERS)
+        sent += _collective("all_reduce", 3 * run.tokens * run.wide, run.tp, NUMBERS, "tp")
     return [row for row in sent if row.bytes]
 
 
@@ -59,10 +59,10 @@ def _attention(spec: ModelSpec, run: Pass) -> Part:
     forward, _, backward = _pair(spec, run)
     if run.layout.heads == "gathered":
         both = 2 * run.tokens * spec.heads * spec.head_dim * run.number
-        forward = forward + _collective("all_gather", both, run.tp, PRODUCTS)
-        backward = backward + _collective("reduce_scatter", both, run.tp, PRODUCTS)
+        forward = forward + _collective("all_gather", both, run.tp, PRODUCTS, "tp")
+        backward = backward + _collective("reduce_scatter", both, run.tp, PRODUCTS, "tp")
     elif spec.qk_norm == "full":
-        norms = _collective("all_reduce", 2 * run.tokens * run.wide, run.tp, NUMBERS)
+        norms = _collective("all_reduce", 2 * run.tokens * run.wide, run.tp, NUMBERS, "tp")
         forward, backward = forward + norms, backward + norms
     there, back = _ring(spec, run) if run.layout.context == "ring" else _ulysses(spec, run)
     return Part(forward + there, forward + there, backward + back)
@@ -73,7 +73,7 @@ def _ring(spec: ModelSpec, run: Pass) -> tuple[Sent, Sent]:
     (arXiv 2310.01889)."""
     cp, numbers = run.layout.cp, 2 * run.tokens * run.share(spec.kv_heads) * spec.head_dim
     values, gradients = (cp - 1) * numbers * run.number, (cp * numbers * run.wide if cp > 1 else 0)
-    return [Traffic("send", values, CONTEXT)], [Traffic("send", values + gradients, CONTEXT)]
+    return [Traffic("send", values, CONTEXT, "cp")], [Traffic("send", values + gradients, CONTEXT, "cp")]
 
 
 def _ulysses(spec: ModelSpec, run: Pass) -> tuple[Sent, Sent]:
@@ -81,7 +81,7 @@ def _ulysses(spec: ModelSpec, run: Pass) -> tuple[Sent, Sent]:
     are more than key/value heads get copies of these."""
     cp, heads = run.layout.cp, run.share(spec.heads)
     all_heads = 2 * heads + 2 * max(run.share(spec.kv_heads), cp)
-    exchanged = _collective("all_to_all", run.tokens * spec.head_dim * all_heads * run.number, cp, CONTEXT)
+    exchanged = _collective("all_to_all", run.tokens * spec.head_dim * all_heads * run.number, cp, CONTEXT, "cp")
     return exchanged, exchanged
 
 
@@ -90,14 +90,14 @@ def _experts(spec: ModelSpec, moe: MoESpec, run: Pass) -> Part:
     arXiv 2006.16668, section 3.2); where ranks share each expert's columns, tokens, choices and their weights enter."""
     layout, x = run.layout, run.tokens * spec.width * run.number
     counts = run.batch * moe.experts * run.wide
-    forward = _collective("all_reduce", counts, run.tp if layout.sequence_parallel else 1, NUMBERS)
-    forward = forward + _collective("all_reduce", counts, layout.cp, NUMBERS)
+    forward = _collective("all_reduce", counts, run.tp if layout.sequence_parallel else 1, NUMBERS, "tp")
+    forward = forward + _collective("all_reduce", counts, layout.cp, NUMBERS, "cp")
     last: Sent = []
     if layout.ep > 1:
         rows = 2 * moe.top_k * run.here * spec.width * run.number
-        forward = forward + _collective("all_to_all", moe.experts * INDEX, layout.ep, NUMBERS)
-        forward = forward + _collective("all_to_all", rows, layout.ep, EXPERTS)
-        backward = _collective("all_to_all", rows, layout.ep, EXPERTS)
+        forward = forward + _collective("all_to_all", moe.experts * INDEX, layout.ep, NUMBERS, "ep")
+        forward = forward + _collective("all_to_all", rows, layout.ep, EXPERTS, "ep")
+        backward = _collective("all_to_all", rows, layout.ep, EXPERTS, "ep")
     else:
         weights, chosen = run.tokens * moe.top_k * run.wide, run.tokens * moe.top_k * INDEX
         forward = forward + _enter(run, x + weights + chosen)
@@ -111,13 +111,13 @@ def _experts(spec: ModelSpec, moe: MoESpec, run: Pass) -> Part:
 
 def _enter(run: Pass, size: int) -> Sent:
     """What ranks have between pairs of products, for all tokens: they are gathered, or there already."""
-    return _collective("all_gather", size, run.tp, PRODUCTS) if run.layout.sequence_parallel else []
+    return _collective("all_gather", size, run.tp, PRODUCTS, "tp") if run.layout.sequence_parallel else []
 
 
 def _leave(run: Pass, size: int) -> Sent:
     """A sum over ranks, of which each keeps its tokens, or all."""
-    return _collective("reduce_scatter" if run.layout.sequence_parallel else "all_reduce", size, run.tp, PRODUCTS)
+    return _collective("reduce_scatter" if run.layout.sequence_parallel else "all_reduce", size, run.tp, PRODUCTS, "tp")
 
 
-def _collective(operation: Collective, size: int, ranks: int, why: str) -> Sent:
-    return [Traffic(operation, sent_bytes(operation, size, ranks), why)]
+def _collective(operation: Collective, size: int, ranks: int, why: str, among: Among) -> Sent:
+    return [Traffic(operation, sent_bytes(operation, size, ranks), why, among)]

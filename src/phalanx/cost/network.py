@@ -9,6 +9,12 @@ from typing import Literal
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 Operation = Collective | Literal["send", "recv"]
+Among = Literal[
+    "data", "replicas", "same_experts", "expert_replicas", "tp", "copies", "cp", "ep", "pp", "ends", "servers"
+]
+"""Who exchanges something. data: ranks that share a copy of what is not an expert (ddp: that each have one), replicas:
+those with the same part of other copies, and the same of experts that are apart; tp, cp, ep, pp: the axes, copies:
+tensor-parallel neighbours with the same key/value heads, ends: the first and the last stage; servers and workers."""
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"]
 
 
@@ -128,6 +134,8 @@ class Traffic:
     bytes: float
     """Sent by the rank; received, if the operation is recv."""
     why: str
+    among: Among = "data"
+    """The ranks that it goes to."""
 
 
 def update_traffic(
@@ -173,7 +181,7 @@ def update_traffic(
             ]
             if strategy == "hsdp":
                 between = sent_bytes("all_reduce", gradient_bytes / ranks, replicas)
-                traffic += [Traffic("all_reduce", between, "this rank's gradients, between replicas")]
+                traffic += [Traffic("all_reduce", between, "this rank's gradients, between replicas", "replicas")]
             return traffic
         case "parameter_server":
             return [

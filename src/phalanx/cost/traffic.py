@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 
 from phalanx.cost.activations import Stage, stages_of
 from phalanx.cost.exchanges import stage_traffic
 from phalanx.cost.kept import Pass
 from phalanx.cost.memory import runs_as
-from phalanx.cost.network import Traffic, sent_bytes, update_traffic
+from phalanx.cost.network import Among, Traffic, sent_bytes, update_traffic
 from phalanx.cost.precision import COMPUTED, KEPT
 from phalanx.cost.shapes import Shapes, elements, muon_trains, owned_elements, parameter_shapes
 from phalanx.cost.shares import Held, rank_shapes
@@ -29,12 +29,17 @@ def run_traffic(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
     ranks share unevenly are sent with padding, and counted so. Raises UserError if the layout cannot run on so many
     ranks.
     """
+    return {role: _merged(rows) for role, rows in grouped_traffic(run, world_size).items()}
+
+
+def grouped_traffic(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
+    """The same, with what goes among different ranks in different rows."""
     check_layout(run, world_size)
     layout, sizes, shapes = run.layout, degrees(run.layout, world_size), parameter_shapes(run.model)
     if layout.data == "parameter_server":
         return _served(shapes, layout, KEPT[run.training.precision], sizes.dp)
     sent = [
-        _merged([row for row in [*_trained(run, world_size, rank), *between] if row.bytes])
+        [row for row in [*_trained(run, world_size, rank), *between] if row.bytes]
         for rank, between in zip(rank_shapes(run, world_size), _shared(run, world_size), strict=True)
     ]
     return {"rank": sent[0]} if layout.pp == 1 else {f"pp{place}": rows for place, rows in enumerate(sent)}
@@ -48,7 +53,11 @@ def _trained(run: RunSpec, world_size: int, rank: Held) -> list[Traffic]:
     times = cut.accumulation if layout.pp == 1 else 1
     apart = rank.apart_shards if layout.data in SHARDED else sizes.dp * sizes.cp * sizes.tp // sizes.ep
     dense = _exchanged(rank.dense, run, data.dp_shard if layout.data in SHARDED else data.dp, data.dp_replicate, times)
-    return [*dense, *_exchanged(rank.apart, run, apart, data.dp_replicate, times), *_summed(rank, run)]
+    experts = [
+        replace(row, among="same_experts" if row.among == "data" else "expert_replicas")
+        for row in _exchanged(rank.apart, run, apart, data.dp_replicate, times)
+    ]
+    return [*dense, *experts, *_summed(rank, run)]
 
 
 def _exchanged(shapes: Shapes, run: RunSpec, ranks: int, replicas: int, times: int) -> list[Traffic]:
@@ -85,7 +94,8 @@ def _summed(rank: Held, run: RunSpec) -> list[Traffic]:
         if share.partial:
             size = number * owned_elements(shape, rank.shards)
             why = "gradients of which ranks that share products have terms"
-            rows.append(Traffic("all_reduce", sent_bytes("all_reduce", size, share.copies), why))
+            among: Among = "tp" if share.copies == layout.tp else "copies"
+            rows.append(Traffic("all_reduce", sent_bytes("all_reduce", size, share.copies), why, among))
     return rows
 
 
@@ -109,11 +119,11 @@ def _shared(run: RunSpec, world_size: int) -> list[list[Traffic]]:
         sends = sum(to != place for _, to in schedule.messages(place))
         rows = [
             *_times(cut.accumulation, rows),
-            Traffic("send", sends * message, "activations and their gradients, from stage to stage"),
+            Traffic("send", sends * message, "activations and their gradients, from stage to stage", "pp"),
         ]
         if tied and (0 in mine or schedule.stages - 1 in mine):
             size = of.share(spec.vocab) * spec.width * of.stream
-            rows.append(Traffic("send", size, "the tied embedding's weights, or their gradients"))
+            rows.append(Traffic("send", size, "the tied embedding's weights, or their gradients", "ends"))
         found.append(rows)
     return found
 
@@ -148,19 +158,23 @@ def _muons(shapes: Shapes, run: RunSpec, ranks: int) -> list[Traffic]:
 def _served(shapes: Shapes, layout: Layout, kept: int, workers: int) -> dict[str, list[Traffic]]:
     """Servers broadcast what they own (asynchronously they send it to each worker), workers send gradients back."""
     whole = kept * sum(map(elements, shapes.values()))
-    owner = spread({name: elements(shape) for name, shape in shapes.items()}, layout.servers)
-    load: dict[int, int] = defaultdict(int)
-    for name, shape in shapes.items():
-        load[owner[name]] += kept * elements(shape)
-    owned = max(load.values())
+    owned = kept * max(server_loads(shapes, layout.servers))
     if layout.staleness is None:
-        down, up = Traffic("broadcast", owned, "weights"), Traffic("broadcast", whole, "weights")
+        down, up = Traffic("broadcast", owned, "weights", "servers"), Traffic("broadcast", whole, "weights", "servers")
     else:
-        down, up = Traffic("send", workers * owned, "weights"), Traffic("recv", whole, "weights")
+        down, up = Traffic("send", workers * owned, "weights", "servers"), Traffic("recv", whole, "weights", "servers")
     return {
-        "server": [down, Traffic("recv", workers * owned, "gradients")],
-        "worker": [up, Traffic("send", whole, "gradients")],
+        "server": [down, Traffic("recv", workers * owned, "gradients", "servers")],
+        "worker": [up, Traffic("send", whole, "gradients", "servers")],
     }
+
+
+def server_loads(shapes: Shapes, servers: int) -> list[int]:
+    """Numbers that each server owns."""
+    sizes, loads = {name: elements(shape) for name, shape in shapes.items()}, [0] * servers
+    for name, server in spread(sizes, servers).items():
+        loads[server] += sizes[name]
+    return loads
 
 
 def _padded(shapes: Shapes, ranks: int) -> int:
