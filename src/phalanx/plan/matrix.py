@@ -1,0 +1,192 @@
+"""Who sends how much to whom in one optimizer update: the bytes that `cost.traffic` counts for each rank, spread over
+the members of its groups by the algorithm that the count assumes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.cost.network import Among, Traffic
+from phalanx.cost.shapes import parameter_shapes
+from phalanx.cost.traffic import grouped_traffic, server_loads
+from phalanx.schedule.named import schedule_of
+from phalanx.spec.layout import Degrees, degrees, expert_groups, groups
+from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.share import kv_copies
+
+Ranks = NDArray[np.int64]
+Sizes = NDArray[np.float64]
+AXIS: dict[Among, str] = {
+    "data": "dp", "replicas": "dp", "same_experts": "dp", "expert_replicas": "dp", "tp": "tp", "copies": "tp",
+    "cp": "cp", "ep": "ep", "pp": "pp", "ends": "pp", "servers": "servers",
+}  # fmt: skip
+"""By what ranks share that brings them to talk."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Bytes from ranks to ranks (or from nodes to nodes): three columns with a row for every pair that talks."""
+
+    ranks: int
+    source: Ranks
+    target: Ranks
+    bytes: Sizes
+
+    @property
+    def total(self) -> float:
+        """All bytes that are sent."""
+        return float(self.bytes.sum())
+
+    def dense(self) -> Sizes:
+        """Row: sender, column: receiver."""
+        cells = np.zeros((self.ranks, self.ranks))
+        np.add.at(cells, (self.source, self.target), self.bytes)
+        return cells
+
+    def folded(self, size: int) -> Matrix:
+        """The same between blocks of `size` neighbours, such as nodes; what stays in a block is on the diagonal."""
+        return merge(-(-self.ranks // size), [Matrix(self.ranks, self.source // size, self.target // size, self.bytes)])
+
+
+def merge(ranks: int, parts: list[Matrix]) -> Matrix:
+    """The sum, with one row for each pair."""
+    if not parts:
+        none = np.zeros(0, np.int64)
+        return Matrix(ranks, none, none, np.zeros(0))
+    pair = np.concatenate([part.source * ranks + part.target for part in parts])
+    found, row = np.unique(pair, return_inverse=True)
+    sums = np.zeros(len(found))
+    np.add.at(sums, row, np.concatenate([part.bytes for part in parts]))
+    return Matrix(ranks, found // ranks, found % ranks, sums)
+
+
+def matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Matrix]:
+    """The traffic of a run by axis: "tp", "cp", "ep", "pp", "dp" or "servers", of those that send anything.
+
+    `island` ranks in sequence are close (a node, or a fast domain of several): rings pass through an island before they
+    leave it. What is smaller than a kilobyte is not in it, and experts are balanced: see `cost.traffic.run_traffic`.
+    Raises UserError if the layout cannot run on so many ranks.
+    """
+    sizes, rows = degrees(run.layout, world_size), grouped_traffic(run, world_size)
+    if sizes.servers:
+        return {"servers": merge(world_size, list(_served(run, sizes, rows["worker"])))}
+    found: dict[str, list[Matrix]] = {}
+    for place, role in enumerate(rows):
+        for row in rows[role]:
+            sent = _spread(run, sizes, place, row, island)
+            found.setdefault(AXIS[row.among], []).append(Matrix(world_size, *sent))
+    return {axis: merge(world_size, found[axis]) for axis in ("tp", "cp", "ep", "pp", "dp") if axis in found}
+
+
+Sent = tuple[Ranks, Ranks, Sizes]
+
+
+def _spread(run: RunSpec, sizes: Degrees, place: int, row: Traffic, island: int) -> Sent:
+    """Rows of the matrix for what every rank at a place of the pipeline sends for one purpose."""
+    if row.among in ("pp", "ends"):
+        return _to_stages(run, sizes, place, row)
+    members = members_of(run, sizes, row.among)
+    at = (members[:, 0] // (sizes.cp * sizes.tp)) % sizes.pp
+    members = members[at == place]
+    match row.operation:
+        case "all_to_all":
+            return _to_all(members, row.bytes)
+        case "send":  # around a ring of sequences' parts, which is in the order of tokens
+            return members.ravel(), np.roll(members, -1, axis=1).ravel(), np.full(members.size, row.bytes)
+        case _:
+            return _around_rings(members, row.bytes, island)
+
+
+def members_of(run: RunSpec, sizes: Degrees, among: Among) -> Ranks:
+    """The groups that exchange something: one in each row, in the order of ranks. All members of one are at one place
+    of the pipeline, but for those of "pp"."""
+    hybrid = run.layout.data == "hsdp"
+    match among:
+        case "data":
+            axes = ("dp_shard", "cp") if hybrid else ("dp_replicate", "dp_shard", "cp")
+            return np.array(groups(sizes, *axes))
+        case "replicas":
+            return np.array(groups(sizes, "dp_replicate"))
+        case "same_experts" | "expert_replicas":
+            copies = sizes.dp_replicate if hybrid else 1
+            stages = np.array(groups(sizes, "dp_replicate", "dp_shard", "cp", "tp"))
+            apart = stages.reshape(sizes.pp, copies, -1, sizes.ep)
+            kept = 2 if among == "same_experts" else 1
+            return np.moveaxis(apart, kept, -1).reshape(-1, apart.shape[kept])
+        case "copies":
+            return np.array(groups(sizes, "tp")).reshape(-1, kv_copies(run.model, sizes.tp))
+        case "ep":
+            return np.array(expert_groups(sizes))
+        case _:
+            return np.array(groups(sizes, among))
+
+
+def _to_all(members: Ranks, each: float) -> Sent:
+    """Evenly to all others."""
+    count = members.shape[1]
+    here, there = np.nonzero(~np.eye(count, dtype=bool))
+    source = members[:, here].ravel()
+    return source, members[:, there].ravel(), np.full(source.size, each / (count - 1))
+
+
+def _around_rings(members: Ranks, each: float, island: int) -> Sent:
+    """To the next in the order of ranks, on one island; between islands by as many rings as a group has members on
+    each, every member being where one of them leaves, to its counterpart on the next (NCCL's channels, aligned with
+    the rails: `fabric.flat_ring_all_reduce`). A group with different numbers on its islands has one ring."""
+    found: list[Sent] = []
+    count = members.shape[1]
+    on = members // island
+    first = (on == on[:, :1]).sum(1)
+    for width in np.unique(first):
+        rows, where = members[first == width], on[first == width]
+        if count % width or width == count:
+            regular = np.zeros(len(rows), bool)
+        else:
+            blocks = where.reshape(len(rows), -1, width)
+            regular = (blocks == blocks[:, :, :1]).all((1, 2)) & (np.diff(blocks[:, :, 0]) > 0).all(1)
+        one, several = rows[~regular], rows[regular].reshape(-1, count // width, width) if regular.any() else None
+        found.append((one.ravel(), np.roll(one, -1, axis=1).ravel(), np.full(one.size, each)))
+        if several is not None:
+            far = np.full(several.size, each / width)
+            found.append((several.ravel(), np.roll(several, -1, axis=1).ravel(), far))
+            if width > 1:
+                found.append((several.ravel(), np.roll(several, -1, axis=2).ravel(), each - far))
+    source, target, sent = zip(*found, strict=True)
+    return np.concatenate(source), np.concatenate(target), np.concatenate(sent)
+
+
+def _to_stages(run: RunSpec, sizes: Degrees, place: int, row: Traffic) -> Sent:
+    """To the ranks of other stages that have the same part of them: as many messages as the schedule sends there."""
+    schedule = schedule_of(run.layout, cut_batch(run, sizes.world_size).accumulation)
+    if row.among == "ends":
+        ends = {schedule.rank_of[0], schedule.rank_of[schedule.stages - 1]}
+        messages = Counter(ends - {place})
+    else:
+        messages = Counter(to for _, to in schedule.messages(place) if to != place)
+    pipelines = np.array(groups(sizes, "pp"))
+    counts = messages.values()
+    sent = [np.full(len(pipelines), row.bytes * count / sum(counts)) for count in counts]
+    return (
+        np.tile(pipelines[:, place], len(messages)),
+        np.concatenate([pipelines[:, to] for to in messages]),
+        np.concatenate(sent),
+    )
+
+
+def _served(run: RunSpec, sizes: Degrees, worker: list[Traffic]) -> Iterator[Matrix]:
+    """Weights go from each server down a chain of workers (asynchronously to each of them), gradients straight back."""
+    whole = next(row.bytes for row in worker if row.operation == "send")
+    loads = np.array(server_loads(parameter_shapes(run.model), sizes.servers), float)
+    ranks, parts = sizes.world_size, whole * loads / loads.sum()
+    servers, workers = np.arange(sizes.servers), np.arange(sizes.servers, sizes.world_size)
+    every, each = np.repeat(workers, len(servers)), np.tile(servers, len(workers))
+    yield Matrix(ranks, every, each, np.tile(parts, len(workers)))
+    if run.layout.staleness is not None:
+        yield Matrix(ranks, each, every, np.tile(parts, len(workers)))
+    else:
+        yield Matrix(ranks, servers, np.full(len(servers), workers[0]), parts)
+        yield Matrix(ranks, workers[:-1], workers[1:], np.full(len(workers) - 1, whole))

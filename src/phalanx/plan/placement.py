@@ -1,0 +1,224 @@
+"""Where ranks sit, over which links their traffic goes, and what is badly placed.
+
+Rank r is on node r // nproc and there on device r mod nproc. A rail is the network of the NICs of one number: those of
+one rail reach each other over leaf switches, and from rail to rail it goes over the spine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from phalanx.cost.fabric import oversubscription_slowdown
+from phalanx.plan.matrix import Matrix, Ranks, Sizes, merge
+from phalanx.spec.cluster import Cluster
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Degrees, expert_groups, groups
+from phalanx.spec.topology import NODE_GPUS, NodeTopology
+
+LINKS = {
+    "fast": "fast links",
+    "node": "in the node, not by fast links",
+    "rail": "same rail, between nodes",
+    "spine": "from rail to rail, by the spine",
+}
+"""Kinds of ways between two ranks, nearest first."""
+NETWORK = 2
+"""From this kind on it leaves the node."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """What joins the devices: the same for every node. Of each device of a node:"""
+
+    domain: tuple[int, ...]
+    """Which of the node's groups with fast links it is in."""
+    rail: tuple[int, ...]
+    """Which rail its NICs are on."""
+    nics: tuple[tuple[str, ...], ...]
+    """The network devices nearest to it, which share its traffic."""
+    span: int = 1
+    """Nodes in sequence whose devices fast links join."""
+    assumed: tuple[str, ...] = ()
+    """What was not known, and is taken for granted."""
+
+    @property
+    def nproc(self) -> int:
+        """Ranks on a node."""
+        return len(self.domain)
+
+    @property
+    def island(self) -> int:
+        """Ranks in sequence that are on one node, or on nodes that fast links join."""
+        return self.nproc * self.span
+
+    def domain_of(self, ranks: Ranks) -> Ranks:
+        """A number for the fast domain of each rank."""
+        found: Ranks = ranks // self.island * self.nproc + np.take(np.array(self.domain), ranks % self.nproc)
+        return found
+
+    def rail_of(self, ranks: Ranks) -> Ranks:
+        """The rail of each rank."""
+        found: Ranks = np.take(np.array(self.rail), ranks % self.nproc)
+        return found
+
+    def links(self, source: Ranks, target: Ranks) -> Ranks:
+        """The kind of way between pairs of ranks, as a place in LINKS."""
+        near = self.domain_of(source) == self.domain_of(target)
+        inside = source // self.nproc == target // self.nproc
+        same = self.rail_of(source) == self.rail_of(target)
+        return np.select([near, inside, same], [0, 1, 2], 3)
+
+
+def site_of(cluster: Cluster, nproc: int, topology: NodeTopology | None = None) -> Site:
+    """The nodes of a cluster with so many ranks each, by its description and the topology of one node, if known.
+
+    A preset's domain of up to 16 devices is inside a node, a larger one joins nodes. Raises UserError for more ranks
+    than the topology has GPUs.
+    """
+    size = cluster.domain or nproc
+    beyond = size > nproc and (cluster.preset is None or size > NODE_GPUS)
+    domain, span = tuple(device // size for device in range(nproc)), size // nproc if beyond else 1
+    rail = tuple(range(nproc))
+    nics: tuple[tuple[str, ...], ...] = tuple((f"nic{device}",) for device in rail)
+    assumed = [] if cluster.domain else [f"fast links join the {nproc} devices of a node"]
+    if topology is None:
+        return Site(domain, rail, nics, span, (*assumed, "every device has a NIC of its own, on a rail of its number"))
+    if nproc > len(topology.gpus):
+        problem = f"is more than the {len(topology.gpus)} GPUs of the topology"
+        raise UserError("--nproc", nproc, problem, f"use {len(topology.gpus)} or fewer, or leave --topology out")
+    if None not in topology.nvlinks and span == 1:
+        assumed = []
+        domain = tuple(next(i for i, d in enumerate(topology.domains()) if gpu in d) for gpu in range(nproc))
+    if not topology.nics:
+        return Site(domain, rail, nics, span, (*assumed, "the topology lists no NIC: every device has its own"))
+    nics = tuple(topology.nearest_nics(gpu) for gpu in range(nproc))
+    return Site(domain, _rails(topology, nics), nics, span, tuple(assumed))
+
+
+def _rails(topology: NodeTopology, nics: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
+    """As NCCL numbers the rail of a device's first NIC; else devices with the same nearest NICs are on one rail."""
+    numbered = dict(zip(topology.nics, topology.rails, strict=False))
+    given = [numbered.get(mine[0]) for mine in nics]
+    distinct = list(dict.fromkeys(nics))
+    known = [rail for rail in given if rail is not None]
+    return tuple(known) if len(known) == len(given) else tuple(distinct.index(mine) for mine in nics)
+
+
+def relayed(matrix: Matrix, site: Site) -> Matrix:
+    """The same as NCCL sends it since 2.12 (PXN: PCI x NVLink): what goes to another rail is first handed over fast
+    links to a neighbour on that rail, if there is one, and leaves from there. Each of the two ways is counted."""
+    first = {rail: device for device, rail in reversed(list(enumerate(site.rail)))}
+    by = np.array([first[rail] for rail in site.rail])
+    source, target = matrix.source, matrix.target
+    neighbour = source // site.nproc * site.nproc + by[target % site.nproc]
+    hands = (site.links(source, target) == 3) & (neighbour < matrix.ranks)
+    hands &= site.domain_of(source) == site.domain_of(neighbour)
+    after = Matrix(matrix.ranks, np.where(hands, neighbour, source), target, matrix.bytes)
+    return merge(matrix.ranks, [after, Matrix(matrix.ranks, source[hands], neighbour[hands], matrix.bytes[hands])])
+
+
+def by_link(matrix: Matrix, site: Site) -> dict[str, float]:
+    """Bytes over each kind of way."""
+    sums = np.bincount(site.links(matrix.source, matrix.target), matrix.bytes, len(LINKS))
+    return dict(zip(LINKS, map(float, sums), strict=True))
+
+
+@dataclass(frozen=True)
+class NicLoad:
+    """What one network device of a node carries in one optimizer update."""
+
+    node: int
+    nic: str
+    sent_bytes: float
+    received_bytes: float
+
+
+def nic_loads(matrix: Matrix, site: Site) -> list[NicLoad]:
+    """Of every network device that a rank is nearest to; a rank's traffic is shared evenly by those nearest to it."""
+    names = list(dict.fromkeys(name for mine in site.nics for name in mine))
+    share = np.array([[(name in mine) / len(mine) for name in names] for mine in site.nics])
+    far = site.links(matrix.source, matrix.target) >= NETWORK
+    nodes = -(-matrix.ranks // site.nproc)
+
+    def loads(ranks: Ranks) -> Sizes:
+        of_rank = np.zeros(nodes * site.nproc)
+        np.add.at(of_rank, ranks[far], matrix.bytes[far])
+        found: Sizes = of_rank.reshape(nodes, site.nproc) @ share
+        return found
+
+    sent, received = loads(matrix.source), loads(matrix.target)
+    return [
+        NicLoad(node, name, float(sent[node, at]), float(received[node, at]))
+        for node in range(nodes)
+        for at, name in enumerate(names)
+    ]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is well or badly placed."""
+
+    verdict: Literal["good", "note", "bad"]
+    axis: str
+    said: str
+    fix: str = ""
+
+
+def findings(sizes: Degrees, parts: dict[str, Matrix], site: Site, cluster: Cluster) -> list[Finding]:
+    """What is well and what is badly placed, worst first."""
+    found = [*_in_domains(sizes, site), *_on_rails(sizes, parts, site), *_spine(parts, site, cluster)]
+    if sizes.world_size % site.nproc:
+        last = sizes.world_size % site.nproc
+        said = f"the last node has {last} of {site.nproc} ranks: torchrun starts as many on every node"
+        found.append(Finding("bad", "nodes", said, f"use a multiple of {site.nproc} ranks"))
+    return sorted(found, key=lambda finding: ["bad", "note", "good"].index(finding.verdict))
+
+
+def _in_domains(sizes: Degrees, site: Site) -> Iterator[Finding]:
+    """Ranks that talk in every layer belong inside a fast domain: those of a product must be, others should."""
+    domain = int(np.bincount(site.domain_of(np.arange(site.island))).max())
+    for axis, found in (("tp", groups(sizes, "tp")), ("cp", groups(sizes, "cp")), ("ep", expert_groups(sizes))):
+        if not found or len(found[0]) == 1:
+            continue
+        of_rank = site.domain_of(np.array(found))
+        leaving = np.flatnonzero((of_rank != of_rank[:, :1]).any(1))
+        where = f"a fast domain ({domain} device{'s' if domain > 1 else ''})"
+        if not len(leaving):
+            yield Finding("good", axis, f"every {axis} group is inside {where}")
+            continue
+        first = " ".join(map(str, found[leaving[0]]))
+        said = f"{len(leaving)} of {len(found)} {axis} groups leave {where}, the first: ranks {first}"
+        fits = max(d for d in range(1, domain + 1) if getattr(sizes, axis) % d == 0 and domain % d == 0)
+        fix = f"lower layout.{axis} to {fits}" if fits > 1 or axis == "tp" else ""
+        yield Finding("bad" if axis == "tp" else "note", axis, said, fix)
+
+
+def _on_rails(sizes: Degrees, parts: dict[str, Matrix], site: Site) -> Iterator[Finding]:
+    """Between nodes stages and data-parallel ranks should find their counterparts on the same rail."""
+    for axis, who, fix in (
+        ("pp", "pipeline neighbours", "make tp x cp a multiple of {0}, or tp x cp x pp a divisor of it"),
+        ("dp", "data-parallel neighbours", "make tp x cp x pp a multiple or a divisor of {0}"),
+    ):
+        if axis not in parts:
+            continue
+        links = site.links(parts[axis].source, parts[axis].target)
+        apart, crossing = int((links >= NETWORK).sum()), int((links == 3).sum())
+        if crossing:
+            said = f"{crossing} of {apart} pairs of {who} on different nodes are on different rails"
+            yield Finding("bad" if axis == "pp" else "note", axis, said, fix.format(site.nproc))
+        elif apart:
+            yield Finding("good", axis, f"{who} on different nodes are on the same rail")
+
+
+def _spine(parts: dict[str, Matrix], site: Site, cluster: Cluster) -> Iterator[Finding]:
+    """A thin spine slows down what crosses it."""
+    sums = [by_link(part, site) for part in parts.values()]
+    rail, spine = (sum(row[link] for row in sums) for link in ("rail", "spine"))
+    slower = oversubscription_slowdown(spine / (rail + spine), cluster.oversubscription) if spine else 1.0
+    if slower > 1:
+        said = f"{spine / (rail + spine):.0%} of the network's bytes cross a spine of {cluster.oversubscription:g}:1"
+        yield Finding("bad", "spine", f"{said}: the network is {slower:.2f} times slower", "keep traffic on its rail")
