@@ -21,13 +21,16 @@ from phalanx.spec.topology import NODE_GPUS, NodeTopology
 
 LINKS = {
     "fast": "fast links",
-    "node": "in the node, not by fast links",
-    "rail": "same rail, between nodes",
-    "spine": "from rail to rail, by the spine",
+    "node": "same node",
+    "rail": "same rail",
+    "spine": "cross-rail",
 }
-"""Kinds of ways between two ranks, nearest first."""
+"""Kinds of ways between two ranks, nearest first: in a domain of fast links; in a node but not by them; between nodes
+on one rail; and from rail to rail, over the spine."""
 NETWORK = 2
 """From this kind on it leaves the node."""
+SHOWN = 8
+"""Ranks of a group that are named."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ def _in_domains(sizes: Degrees, site: Site) -> Iterator[Finding]:
         if not len(leaving):
             yield Finding("good", axis, f"every {axis} group is inside {where}")
             continue
-        first = " ".join(map(str, found[leaving[0]]))
+        first = " ".join(map(str, found[leaving[0]][:SHOWN])) + (" ..." if len(found[leaving[0]]) > SHOWN else "")
         said = f"{len(leaving)} of {len(found)} {axis} groups leave {where}, the first: ranks {first}"
         fits = max(d for d in range(1, domain + 1) if getattr(sizes, axis) % d == 0 and domain % d == 0)
         fix = f"lower layout.{axis} to {fits}" if fits > 1 or axis == "tp" else ""
