@@ -253,7 +253,7 @@ def test_products_belong_inside_a_fast_domain() -> None:
     assert said({"tp": 2}, 4, 2)["good tp"].startswith("every tp group is inside a fast domain (2 devices)")
     bad = said({"tp": 4}, 8, 2)["bad tp"]
     assert bad.startswith(
-        "2 of 2 tp groups leave a fast domain (2 devices), the first: ranks 0 1 2 3; lower layout.tp to 2"
+        "2 of 2 tp groups leave a fast domain (2 devices), the first: ranks 0 1 2 3; make layout.tp a divisor of 2"
     )
     assert "note ep" in said({"ep": 4}, 4, 2, MOE)
 

@@ -13,7 +13,20 @@ from phalanx import __version__
 from phalanx.spec.base import require, suggest
 from phalanx.spec.errors import UserError
 
-COMMANDS = ("data", "pipeline", "experts", "export", "generate", "info", "init", "memory", "mesh", "plan", "train")
+COMMANDS = (
+    "data",
+    "pipeline",
+    "experts",
+    "export",
+    "generate",
+    "info",
+    "init",
+    "memory",
+    "mesh",
+    "placement",
+    "plan",
+    "train",
+)
 """Each a file beside this one with a function of its name, or with an `app` of several."""
 
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cost.network import Among, Traffic
+from phalanx.cost.network import Among, Operation, Traffic
 from phalanx.cost.shapes import parameter_shapes
 from phalanx.cost.traffic import grouped_traffic, server_loads
 from phalanx.schedule.named import schedule_of
@@ -25,6 +26,8 @@ AXIS: dict[Among, str] = {
     "cp": "cp", "ep": "ep", "pp": "pp", "ends": "pp", "servers": "servers",
 }  # fmt: skip
 """By what ranks share that brings them to talk."""
+RINGS = ("all_reduce", "all_gather", "reduce_scatter")
+"""Operations that go around rings."""
 
 
 @dataclass(frozen=True)
@@ -75,23 +78,37 @@ def matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Matrix]:
     if sizes.servers:
         return {"servers": merge(world_size, list(_served(run, sizes, rows["worker"])))}
     found: dict[str, list[Matrix]] = {}
+    members = cache(partial(members_of, run, sizes))
     for place, role in enumerate(rows):
-        for row in rows[role]:
-            sent = _spread(run, sizes, place, row, island)
+        for row in _alike(rows[role]):
+            if row.among in ("pp", "ends"):
+                sent = _to_stages(run, members("pp"), place, row)
+            else:
+                sent = _spread(_at_place(members(row.among), sizes, place), row, island)
             found.setdefault(AXIS[row.among], []).append(Matrix(world_size, *sent))
     return {axis: merge(world_size, found[axis]) for axis in ("tp", "cp", "ep", "pp", "dp") if axis in found}
+
+
+def _alike(rows: list[Traffic]) -> list[Traffic]:
+    """Added up where they take the same ways, whatever for."""
+    total: dict[tuple[Operation, Among], float] = {}
+    for row in rows:
+        ways = ("all_reduce" if row.operation in RINGS else row.operation), row.among
+        total[ways] = total.get(ways, 0.0) + row.bytes
+    return [Traffic(operation, size, "", among) for (operation, among), size in total.items()]
+
+
+def _at_place(members: Ranks, sizes: Degrees, place: int) -> Ranks:
+    """The groups at a place of the pipeline."""
+    found: Ranks = members[members[:, 0] // (sizes.cp * sizes.tp) % sizes.pp == place]
+    return found
 
 
 Sent = tuple[Ranks, Ranks, Sizes]
 
 
-def _spread(run: RunSpec, sizes: Degrees, place: int, row: Traffic, island: int) -> Sent:
-    """Rows of the matrix for what every rank at a place of the pipeline sends for one purpose."""
-    if row.among in ("pp", "ends"):
-        return _to_stages(run, sizes, place, row)
-    members = members_of(run, sizes, row.among)
-    at = (members[:, 0] // (sizes.cp * sizes.tp)) % sizes.pp
-    members = members[at == place]
+def _spread(members: Ranks, row: Traffic, island: int) -> Sent:
+    """Rows of the matrix for what every member of groups sends."""
     match row.operation:
         case "all_to_all":
             return _to_all(members, row.bytes)
@@ -159,15 +176,14 @@ def _around_rings(members: Ranks, each: float, island: int) -> Sent:
     return np.concatenate(source), np.concatenate(target), np.concatenate(sent)
 
 
-def _to_stages(run: RunSpec, sizes: Degrees, place: int, row: Traffic) -> Sent:
+def _to_stages(run: RunSpec, pipelines: Ranks, place: int, row: Traffic) -> Sent:
     """To the ranks of other stages that have the same part of them: as many messages as the schedule sends there."""
-    schedule = schedule_of(run.layout, cut_batch(run, sizes.world_size).accumulation)
+    schedule = schedule_of(run.layout, cut_batch(run, pipelines.size).accumulation)
     if row.among == "ends":
         ends = {schedule.rank_of[0], schedule.rank_of[schedule.stages - 1]}
         messages = Counter(ends - {place})
     else:
         messages = Counter(to for _, to in schedule.messages(place) if to != place)
-    pipelines = np.array(groups(sizes, "pp"))
     counts = messages.values()
     sent = [np.full(len(pipelines), row.bytes * count / sum(counts)) for count in counts]
     return (

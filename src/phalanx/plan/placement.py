@@ -184,20 +184,22 @@ def findings(sizes: Degrees, parts: dict[str, Matrix], site: Site, cluster: Clus
 def _in_domains(sizes: Degrees, site: Site) -> Iterator[Finding]:
     """Ranks that talk in every layer belong inside a fast domain: those of a product must be, others should."""
     domain = int(np.bincount(site.domain_of(np.arange(site.island))).max())
-    for axis, found in (("tp", groups(sizes, "tp")), ("cp", groups(sizes, "cp")), ("ep", expert_groups(sizes))):
+    where = f"a fast domain ({domain} device{'s' if domain > 1 else ''})"
+    for axis, found, fix in (
+        ("tp", groups(sizes, "tp"), f"make layout.tp a divisor of {domain}"),
+        ("cp", groups(sizes, "cp"), f"make layout.tp x layout.cp a divisor of {domain}"),
+        ("ep", expert_groups(sizes), f"make layout.ep a divisor of {domain}" if sizes.pp == 1 else ""),
+    ):
         if not found or len(found[0]) == 1:
             continue
         of_rank = site.domain_of(np.array(found))
         leaving = np.flatnonzero((of_rank != of_rank[:, :1]).any(1))
-        where = f"a fast domain ({domain} device{'s' if domain > 1 else ''})"
-        if not len(leaving):
+        if len(leaving):
+            first = " ".join(map(str, found[leaving[0]][:SHOWN])) + (" ..." if len(found[0]) > SHOWN else "")
+            said = f"{len(leaving)} of {len(found)} {axis} groups leave {where}, the first: ranks {first}"
+            yield Finding("bad" if axis == "tp" else "note", axis, said, fix)
+        else:
             yield Finding("good", axis, f"every {axis} group is inside {where}")
-            continue
-        first = " ".join(map(str, found[leaving[0]][:SHOWN])) + (" ..." if len(found[leaving[0]]) > SHOWN else "")
-        said = f"{len(leaving)} of {len(found)} {axis} groups leave {where}, the first: ranks {first}"
-        fits = max(d for d in range(1, domain + 1) if getattr(sizes, axis) % d == 0 and domain % d == 0)
-        fix = f"lower layout.{axis} to {fits}" if fits > 1 or axis == "tp" else ""
-        yield Finding("bad" if axis == "tp" else "note", axis, said, fix)
 
 
 def _on_rails(sizes: Degrees, parts: dict[str, Matrix], site: Site) -> Iterator[Finding]:

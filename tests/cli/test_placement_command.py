@@ -1,0 +1,169 @@
+"""`phalanx placement`: what it prints, and the pictures it draws."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from phalanx.cli.main import app
+from phalanx.cost.traffic import run_traffic
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import load_run
+
+runner = CliRunner()
+TOPOLOGIES = Path(__file__).parents[1] / "spec" / "topologies"
+RUN = """
+[model]
+vocab = 96
+width = 32
+layers = 4
+heads = 4
+kv_heads = 4
+ffn = 64
+context = 32
+[training]
+sequence = 32
+tokens_per_step = 2048
+precision = "fp32"
+[layout]
+micro_batch = 1
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def shown(run: Path, *arguments: str) -> str:
+    result = runner.invoke(app, ["placement", str(run), *arguments], catch_exceptions=False, env={"COLUMNS": "120"})
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def known(run: Path, *arguments: str) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(shown(run, *arguments, "--json"))
+    return facts
+
+
+def layout(**degrees: object) -> list[str]:
+    return [word for axis, value in degrees.items() for word in ("--set", f"layout.{axis}={value}")]
+
+
+def test_it_shows_seats_links_and_findings(run: Path) -> None:
+    out = shown(run, "--ranks", "8", "--nproc", "4", *layout(tp=2, pp=2))
+    lines = out.splitlines()
+    assert lines[0] == "model, ddp dp 2, pp 2, tp 2: 8 ranks on 2 nodes of 4"
+    assert "  node 0: dp_replicate 0, pp 0-1, tp 0-1" in lines
+    assert "  node 1: dp_replicate 1, pp 0-1, tp 0-1" in lines
+    assert "assumed: every device has a NIC of its own, on a rail of its number" in lines
+    table = {line.split()[0]: line for line in lines if line[:6].strip() in ("tp", "pp", "dp", "total", "share")}
+    assert list(table) == ["tp", "pp", "dp", "total", "share"]
+    assert "0.0% go from rail to rail" in out
+    assert "good every tp group is inside a fast domain (4 devices)" in lines
+
+
+def test_bytes_are_those_of_the_cost_model(run: Path) -> None:
+    """4 copies of pairs: all that 8 ranks send, of which gradients alone leave the nodes."""
+    facts = known(run, "--ranks", "8", "--nproc", "2", *layout(tp=2))
+    counted = run_traffic(load_run(run, ["layout.tp=2"]), 8)["rank"]
+    total = facts["bytes"]["total"]
+    assert sum(total.values()) == pytest.approx(8 * sum(row.bytes for row in counted))
+    gradients = sum(row.bytes for row in counted if "once per update" in row.why)
+    assert total["rail"] == pytest.approx(8 * gradients)
+    assert (total["node"], total["spine"]) == (0, 0)
+    assert sum(facts["share_of_all"].values()) == pytest.approx(1)
+    assert [nic["sent_bytes"] for nic in facts["nics"]] == [pytest.approx(gradients)] * 8
+    assert sum(cell[2] for cell in facts["sent"]["cells"]) == pytest.approx(sum(total.values()))
+
+
+def test_products_that_leave_the_fast_domain(run: Path) -> None:
+    facts = known(run, "--ranks", "4", "--nproc", "2", *layout(tp=4))
+    worst = facts["findings"][0]
+    assert (worst["verdict"], worst["axis"]) == ("bad", "tp")
+    assert "bad  1 of 1 tp groups leave a fast domain (2 devices)" in shown(
+        run, "--ranks", "4", "--nproc", "2", *layout(tp=4)
+    )
+
+
+def test_relays_take_tokens_off_the_spine(run: Path) -> None:
+    """4 ranks on 2 x 2 exchange tokens for heads: each sends a third to the other rail of the other node."""
+    exchanged = ["--ranks", "4", "--nproc", "2", *layout(cp=4, context="ulysses"), "--set", "model.kv_heads=4"]
+    direct, relayed = known(run, *exchanged)["bytes"]["cp"], known(run, *exchanged, "--pxn")["bytes"]["cp"]
+    third = direct["spine"]
+    assert direct == pytest.approx({"fast": third, "node": 0, "rail": third, "spine": third})
+    assert relayed == pytest.approx({"fast": 2 * third, "node": 0, "rail": 2 * third, "spine": 0})
+
+
+def test_the_topology_of_a_node_is_read(run: Path) -> None:
+    facts = known(run, "--ranks", "16", "--topology", str(TOPOLOGIES / "h100-nv18.txt"), *layout(tp=4))
+    assert (facts["nproc"], facts["nodes"]) == (8, 2)
+    assert facts["site"]["assumed"] == []
+    assert {nic["nic"] for nic in facts["nics"]} == {f"NIC{i}" for i in range(1, 9)}
+    slow = known(run, "--ranks", "2", "--topology", str(TOPOLOGIES / "rtx4090-pcie.txt"), *layout(tp=2))
+    assert slow["bytes"]["total"]["fast"] == 0
+    assert slow["bytes"]["total"]["node"] > 0
+    assert slow["findings"][0]["verdict"] == "bad"
+
+
+def test_the_busiest_card_takes_as_long_as_its_bytes(run: Path) -> None:
+    """NCCL's file gives the speed: 400 Gb/s for each of 8 GPUs; a run file may, too."""
+    facts = known(run, "--ranks", "16", "--topology", str(TOPOLOGIES / "h200-nccl.xml"))
+    busiest = max(nic["sent_bytes"] for nic in facts["nics"])
+    assert facts["busiest_nic_seconds"] == pytest.approx(busiest / 50e9)
+    given = known(run, "--ranks", "4", "--nproc", "2", "--set", "cluster.network_bytes_per_second=1e9")
+    assert given["busiest_nic_seconds"] == pytest.approx(max(nic["sent_bytes"] for nic in given["nics"]) / 1e9)
+    assert known(run, "--ranks", "4", "--nproc", "2")["busiest_nic_seconds"] is None
+
+
+def test_pictures_of_ranks_and_of_nodes(run: Path, tmp_path: Path) -> None:
+    """4 ranks: both pairs that share products, both ways, and both rails. 256 ranks are drawn as 32 nodes."""
+    file = tmp_path / "heat.svg"
+    shown(run, "--ranks", "4", "--nproc", "2", *layout(tp=2), "--out", str(file))
+    cells = [mark for mark in ElementTree.parse(file).iter() if mark.get("class") == "cell"]
+    assert len(cells) == 8
+    facts = known(run, "--ranks", "256", *layout(tp=4), "--out", str(file))
+    assert facts["sent"]["unit"] == "node"
+    cells = [mark for mark in ElementTree.parse(file).iter() if mark.get("class") == "cell"]
+    assert len(cells) == len(facts["sent"]["cells"]) == 64  # each with itself, and with the next on the ring
+
+
+def test_servers_have_seats(run: Path) -> None:
+    facts = known(run, "--ranks", "5", "--nproc", "5", *layout(data="parameter_server", servers=2))
+    assert facts["seats"] == ["2 servers, dp_replicate 0-2"]
+    assert set(facts["bytes"]) == {"servers", "total"}
+
+
+def test_one_rank_sends_nothing(run: Path) -> None:
+    assert "no rank sends anything" in shown(run, "--ranks", "1")
+    assert "nothing goes over the network" in shown(run, "--ranks", "2")
+
+
+def test_mistakes_are_said(run: Path, tmp_path: Path) -> None:
+    topology = tmp_path / "topo.txt"
+    topology.write_text("nothing of the kind")
+    for arguments, problem in (
+        (["--ranks", "6", *layout(tp=4)], "does not divide the ranks"),
+        (["--topology", str(topology)], "has no line of columns"),
+        (["--topology", str(TOPOLOGIES / "h100-nv18.txt"), "--nproc", "16"], "more than the 8 GPUs"),
+        (["--out", "heat.gif"], "has an unknown ending"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            runner.invoke(app, ["placement", str(run), *arguments], catch_exceptions=False)
+
+
+def test_it_needs_no_torch(run: Path) -> None:
+    code = (
+        "import sys\nfrom phalanx.cli.main import app\n"
+        f"app(['placement', {str(run)!r}, '--ranks', '8'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
