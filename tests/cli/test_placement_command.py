@@ -143,6 +143,19 @@ def test_servers_have_seats(run: Path) -> None:
     assert set(facts["bytes"]) == {"servers", "total"}
 
 
+def test_a_node_has_the_ranks_that_are_said(run: Path) -> None:
+    """By the option, else the run file, else 8; without --ranks every node is full."""
+    two = ["--set", "cluster.nproc=2", "--set", "cluster.nodes=3"]
+    for arguments, expected in (
+        (two, (6, 2, 3)),
+        ([*two, "--nproc", "3"], (9, 3, 3)),
+        (["--ranks", "16"], (16, 8, 2)),
+        ([], (8, 8, 1)),
+    ):
+        facts = known(run, *arguments)
+        assert (facts["ranks"], facts["nproc"], facts["nodes"]) == expected
+
+
 def test_one_rank_sends_nothing(run: Path) -> None:
     assert "no rank sends anything" in shown(run, "--ranks", "1")
     assert "nothing goes over the network" in shown(run, "--ranks", "2")

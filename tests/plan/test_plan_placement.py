@@ -21,7 +21,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.layout import degrees
 from phalanx.spec.load import build_run
 from phalanx.spec.run import RunSpec
-from phalanx.spec.topology import parse_topology, read_topology
+from phalanx.spec.topology import NodeTopology, parse_topology, read_topology
 
 TOPOLOGIES = Path(__file__).parents[1] / "spec" / "topologies"
 DENSE = {"vocab": 96, "width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 64, "context": 32}
@@ -103,6 +103,7 @@ LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (8, {"cp": 4, "context": "ulysses"}, {**DENSE, "kv_heads": 4}),
     (6, {"pp": 3, "schedule": "1f1b"}, {**DENSE, "tied": True, "layers": 6}),
     (8, {"pp": 4, "schedule": "zb-v"}, {**DENSE, "tied": True, "layers": 8}),
+    (8, {"cp": 4}, MOE),
     (6, {}, DENSE),
 ]
 NAMES = [f"{ranks} {layout}" for ranks, layout, _ in LAYOUTS]
@@ -153,6 +154,14 @@ def test_groups_of_experts_by_hand() -> None:
     assert sorted(members_of(run, sizes, "expert_replicas").tolist()) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
+def test_groups_of_shards_and_of_copies_by_hand() -> None:
+    """Context-parallel ranks share a copy's shards; 4 ranks with 2 key/value heads have them in pairs."""
+    run = described({"data": "hsdp", "dp_shard": 2, "cp": 2})
+    assert members_of(run, degrees(run.layout, 8), "data").tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    run = described({"tp": 4})
+    assert members_of(run, degrees(run.layout, 8), "copies").tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 @pytest.mark.parametrize("staleness", [None, 2])
 def test_servers_and_workers(staleness: int | None) -> None:
     """W workers: W times the model goes down and W times up. In steps together it goes down a chain."""
@@ -198,6 +207,41 @@ def test_rings_carry_as_much_in_as_out_of_every_rank(island: int, count: int, st
         assert np.bincount(ends, sent.bytes) == pytest.approx(6.0)
     group = {int(rank): row for row, ranks in enumerate(members) for rank in ranks}
     assert all(group[a] == group[b] and a != b for a, b in cells(sent))
+
+
+def test_a_group_with_different_numbers_on_its_nodes_has_one_ring() -> None:
+    """2, 1 and 3 members on nodes of 4."""
+    source, target, sent = _around_rings(np.array([[2, 3, 7, 8, 9, 10]]), 5.0, 4)
+    assert list(zip(source, target, sent, strict=True)) == [
+        (2, 3, 5), (3, 7, 5), (7, 8, 5), (8, 9, 5), (9, 10, 5), (10, 2, 5),
+    ]  # fmt: skip
+
+
+def test_relays_need_a_neighbour_on_fast_links() -> None:
+    """Of two pairs of devices: 0 hands over to 1, but not to 3; and the last node has no device 3."""
+    pairs = Site((0, 0, 1, 1), (0, 1, 2, 3), (("a",), ("b",), ("c",), ("d",)))
+    sent = Matrix(8, np.array([0, 0]), np.array([5, 7]), np.array([1.0, 2.0]))
+    assert cells(relayed(sent, pairs)) == {(0, 1): 1.0, (1, 5): 1.0, (0, 7): 2.0}
+    last = Matrix(6, np.array([4]), np.array([3]), np.array([1.0]))
+    assert cells(relayed(last, site(4))) == {(4, 3): 1.0}
+
+
+def test_a_device_with_two_cards_and_rails_that_nccl_numbers() -> None:
+    node = NodeTopology(
+        gpus=("GPU0", "GPU1"), nics=("a", "b", "c"), links=(("X", "NV1"), ("NV1", "X")),
+        nic_paths=(("PIX", "PIX", "SYS"), ("SYS", "SYS", "PIX")), numa=(0, 0), nvlinks=(1, 1), rails=(7, 7, 7),
+    )  # fmt: skip
+    two = site_of(Cluster(), 2, node)
+    assert (two.rail, two.nics) == ((7, 7), (("a", "b"), ("c",)))
+    loads = nic_loads(Matrix(4, np.array([0]), np.array([3]), np.array([8.0])), two)
+    assert [(load.sent_bytes, load.received_bytes) for load in loads] == [
+        (4, 0),
+        (4, 0),
+        (0, 0),
+        (0, 0),
+        (0, 0),
+        (0, 8),
+    ]
 
 
 def test_a_topology_says_who_shares_fast_links_and_network_cards() -> None:
@@ -268,9 +312,17 @@ def test_stages_belong_on_one_rail() -> None:
 
 
 def test_nodes_that_are_not_full_and_a_thin_spine() -> None:
+    """All-to-all of 2 x 4 devices: of 4 on the other node 3 are on another rail. Gradients stay on theirs."""
     assert said({}, 6, 4)["bad nodes"].startswith("the last node has 2 of 4 ranks")
-    assert said({"ep": 4}, 4, 2, {**MOE}, oversubscription=4.0)["bad spine"].endswith("keep traffic on its rail")
-    assert "bad spine" not in said({"ep": 4}, 4, 2, MOE)
+    run = described({"ep": 8}, MOE)
+    parts = [by_link(part, site(4)) for part in matrices(run, 8, 4).values()]
+    rail, spine = (sum(part[link] for part in parts) for link in ("rail", "spine"))
+    share = spine / (rail + spine)
+    assert 0.5 < share < 0.75
+    assert said({"ep": 8}, 8, 4, MOE, oversubscription=4.0)["bad spine"].startswith(
+        f"{share:.0%} of the network's bytes cross a spine of 4:1: the network is {4 * share:.2f} times slower"
+    )
+    assert "bad spine" not in said({"ep": 8}, 8, 4, MOE)
 
 
 def test_a_run_of_one_rank_sends_nothing() -> None:

@@ -61,6 +61,10 @@ def test_more_bytes_are_never_lighter(one: float, other: float) -> None:
     assert lightness(colour(more, limits)) <= lightness(colour(less, limits)) + 1  # rounding of channels
 
 
+def test_every_power_of_ten_is_a_step_of_the_scale() -> None:
+    assert [colour(10.0**power, (1.0, 1e9)) for power in range(10)] == list(COLOURS)
+
+
 def test_lines_are_between_nodes_and_around() -> None:
     assert len(marked(svg(HEAT), "node")) == 3
     assert len(marked(svg(Heatmap("", SENT)), "node")) == 2
