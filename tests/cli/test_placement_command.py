@@ -126,7 +126,8 @@ def test_the_busiest_card_takes_as_long_as_its_bytes(run: Path) -> None:
 
 
 def test_pictures_of_ranks_and_of_nodes(run: Path, tmp_path: Path) -> None:
-    """4 ranks: both pairs that share products, both ways, and both rails. 256 ranks are drawn as 32 nodes."""
+    """4 ranks: both pairs that share products, both ways, and both rails. 256 ranks are drawn as 32 nodes,
+    256 nodes in pairs."""
     file = tmp_path / "heat.svg"
     shown(run, "--ranks", "4", "--nproc", "2", *layout(tp=2), "--out", str(file))
     cells = [mark for mark in ElementTree.parse(file).iter() if mark.get("class") == "cell"]
@@ -135,6 +136,10 @@ def test_pictures_of_ranks_and_of_nodes(run: Path, tmp_path: Path) -> None:
     assert facts["sent"]["unit"] == "node"
     cells = [mark for mark in ElementTree.parse(file).iter() if mark.get("class") == "cell"]
     assert len(cells) == len(facts["sent"]["cells"]) == 64  # each with itself, and with the next on the ring
+    assert known(run, "--ranks", "256", "--nproc", "2", *layout(tp=4))["sent"]["unit"] == "node"
+    facts = known(run, "--ranks", "256", "--nproc", "1", *layout(tp=4))
+    assert facts["sent"]["unit"] == "block of 2 nodes"
+    assert max(cell[0] for cell in facts["sent"]["cells"]) == 127
 
 
 def test_servers_have_seats(run: Path) -> None:

@@ -28,7 +28,10 @@ def placement(
     run: RunFile,
     ranks: Ranks = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks on a node; by default cluster.nproc, else 8.", min=1, metavar="N")
+        int | None,
+        typer.Option(
+            help="Ranks on a node; by default cluster.nproc, else the topology's GPUs, else 8.", min=1, metavar="N"
+        ),
     ] = None,
     topology: Annotated[
         Path | None,
