@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import numpy as np
 import typer
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from phalanx.cli.options import Json, Overrides, Ranks, RunFile
-
-if TYPE_CHECKING:
-    from phalanx.plan.matrix import Matrix
-    from phalanx.plan.placement import Site
-    from phalanx.report.heatmap import Heatmap
-    from phalanx.spec.run import RunSpec
-    from phalanx.spec.topology import NodeTopology
+from phalanx.plan.matrix import Matrix, matrices, merge
+from phalanx.plan.placement import LINKS, Site, by_link, findings, nic_loads, relayed, site_of
+from phalanx.report.heatmap import Heatmap, size, write
+from phalanx.spec.layout import AXES, SPLIT_AXES, degrees
+from phalanx.spec.load import load_run
+from phalanx.spec.run import RunSpec
+from phalanx.spec.topology import NodeTopology, cluster_fields, read_topology
 
 USUAL_DEVICES = 8
 """Of a node, where nothing is said."""
@@ -57,12 +63,6 @@ def placement(
 
         nvidia-smi topo -m > topo.txt && phalanx placement run.toml --ranks 16 --topology topo.txt --json
     """
-    from phalanx.plan.matrix import matrices
-    from phalanx.plan.placement import relayed, site_of
-    from phalanx.report.heatmap import write
-    from phalanx.spec.load import load_run
-    from phalanx.spec.topology import read_topology
-
     described = load_run(run, set_ or [])
     node = read_topology(topology) if topology else None
     world_size, per_node = _counts(described, ranks, nproc, node)
@@ -75,8 +75,6 @@ def placement(
     if out is not None:
         write(heat, out)
     if json_:
-        import json
-
         print(json.dumps(facts, indent=2))
     else:
         _show(facts)
@@ -93,12 +91,6 @@ def facts_of(
     run: RunSpec, world_size: int, parts: dict[str, Matrix], site: Site, node: NodeTopology | None
 ) -> dict[str, Any]:
     """What `phalanx placement --json` prints, but for the matrix; bytes are those of one optimizer update."""
-    from dataclasses import asdict
-
-    from phalanx.plan.matrix import merge
-    from phalanx.plan.placement import LINKS, by_link, findings, nic_loads
-    from phalanx.spec.layout import degrees
-
     sizes, whole = degrees(run.layout, world_size), merge(world_size, list(parts.values()))
     links = by_link(whole, site)
     network = links["rail"] + links["spine"]
@@ -120,11 +112,7 @@ def facts_of(
 
 
 def seats(run: RunSpec, world_size: int, nproc: int) -> list[str]:
-    """Of every node, which places of each axis its ranks have: "dp 0, pp 0-1, tp 0-3"."""
-    import numpy as np
-
-    from phalanx.spec.layout import AXES, degrees
-
+    """Of every node, which places of each axis its ranks have: "dp_shard 0, pp 0-1, tp 0-3"."""
     sizes = degrees(run.layout, world_size)
     shape = [getattr(sizes, axis) for axis in AXES]
     found = []
@@ -142,9 +130,6 @@ def seats(run: RunSpec, world_size: int, nproc: int) -> list[str]:
 
 def picture(run: RunSpec, world_size: int, parts: dict[str, Matrix], site: Site) -> Heatmap:
     """The matrix of all traffic, of ranks, nodes or groups of nodes."""
-    from phalanx.plan.matrix import merge
-    from phalanx.report.heatmap import Heatmap
-
     whole, nodes = merge(world_size, list(parts.values())), -(-world_size // site.nproc)
     name = f"{_name(run, world_size)}, on {nodes} x {site.nproc}"
     if world_size <= MOST_CELLS:
@@ -156,15 +141,11 @@ def picture(run: RunSpec, world_size: int, parts: dict[str, Matrix], site: Site)
 
 def _sent(heat: Heatmap) -> dict[str, Any]:
     """The picture's cells, as [from, to, bytes]."""
-    import numpy as np
-
     pairs = np.argwhere(heat.bytes > 0).tolist()
     return {"unit": heat.unit, "cells": [[a, b, float(heat.bytes[a, b])] for a, b in pairs]}
 
 
 def _name(run: RunSpec, world_size: int) -> str:
-    from phalanx.spec.layout import SPLIT_AXES, degrees
-
     layout = run.layout
     axes = [f"{axis} {getattr(layout, axis)}" for axis in SPLIT_AXES if getattr(layout, axis) > 1]
     kind = f"{layout.data} dp {degrees(layout, world_size).dp}"
@@ -173,8 +154,6 @@ def _name(run: RunSpec, world_size: int) -> str:
 
 def _seconds(run: RunSpec, site: Site, node: NodeTopology | None, busiest_bytes: float) -> float | None:
     """What the busiest network device needs at least; None where speeds are not known."""
-    from phalanx.spec.topology import cluster_fields
-
     measured = cluster_fields(node, run.cluster.preset).fields.get("network_bytes_per_second") if node else None
     of_device = measured or run.cluster.network_bytes_per_second
     devices = len({name for mine in site.nics for name in mine})
@@ -182,9 +161,6 @@ def _seconds(run: RunSpec, site: Site, node: NodeTopology | None, busiest_bytes:
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
     console = Console(highlight=False, soft_wrap=True, markup=False)
     nodes = f"{facts['nodes']} node{'s' if facts['nodes'] > 1 else ''} of {facts['nproc']}"
     console.print(f"{facts['run']}: {facts['ranks']} ranks on {nodes}", style="bold")
@@ -207,13 +183,8 @@ def _show(facts: dict[str, Any]) -> None:
         console.print(verdict + finding["said"] + (f"; {finding['fix']}" if finding["fix"] else ""))
 
 
-def _table(facts: dict[str, Any]) -> Any:
+def _table(facts: dict[str, Any]) -> Table:
     """Bytes by axis and kind of link."""
-    from rich.table import Column, Table
-
-    from phalanx.plan.placement import LINKS
-    from phalanx.report.heatmap import size
-
     numbers = [Column(header, justify="right") for header in (*LINKS.values(), "all")]
     table = Table("bytes per step", *numbers, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for axis, links in facts["bytes"].items():
@@ -225,8 +196,6 @@ def _table(facts: dict[str, Any]) -> Any:
 
 def _network(facts: dict[str, Any]) -> str:
     """The share of the spine, and the busiest network device."""
-    from phalanx.report.heatmap import size
-
     total = facts["bytes"]["total"]
     if not total["rail"] + total["spine"]:
         return "\nnothing goes over the network"
