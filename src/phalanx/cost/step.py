@@ -71,7 +71,7 @@ def step_seconds(c: TimeConstants, jobs: Jobs) -> StepTime:
     send = _sends(c, jobs, m, v)
     seen = _data_parallel(c, jobs, middle, v)
     update = _update(c, jobs) + c.step_seconds
-    waiting = (compute + bubble + send) * c.straggle * np.log2(np.maximum(jobs.ranks / jobs.domain, 1))
+    waiting = (compute + bubble + send) * c.straggle * np.log2(np.maximum(jobs.ranks / jobs.pp / jobs.domain, 1))
     share = jobs.dense_layers / jobs.layers
     exchange = m * blocks_of_stages(jobs)[1] * (share * dense.exchange + (1 - share) * routed.exchange) * engine
     return StepTime(compute, bubble, send, seen, update, waiting, exchange)
