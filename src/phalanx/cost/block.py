@@ -100,8 +100,9 @@ def _combine(
     backward = attention.inputs + rest.inputs + weights + core_back + passes * c.backward_passes + 2 * gaps
 
     ring = np.maximum(ring_seconds(c, jobs, _ring_bytes(jobs, tokens), jobs.cp, jobs.tp) - 0.8 * core, 0.0)
-    between = _tensor_parallel(c, jobs, tokens) + sent
-    ahead, back = between + ring, between + 2 * ring
+    between = _tensor_parallel(c, jobs, tokens)
+    hidden = np.where(jobs.beside_weights > 0, (1 - c.leak) * np.minimum(between, weights), 0.0)
+    ahead, back = between + sent + ring, between - hidden + sent + 2 * ring
 
     flash = jobs.attention >= Attention.FLASH_1
     partly = 0.35 * (attention.forward + rest.forward) + passes

@@ -133,6 +133,8 @@ class Jobs:
     """Whether data-parallel exchanges run beside the backward pass."""
     overlap_tp: Column
     """Whether tensor-parallel exchanges run beside products."""
+    beside_weights: Column
+    """Whether the backward pass's tensor-parallel exchanges run beside gradients of weights."""
     overlap_ep: Column
     """Whether experts' exchanges run beside another micro-batch's products."""
     relayed: Column
