@@ -71,8 +71,8 @@ class TimeConstants:
     hbm_0: float = between(0.60, 0.95)
     """Of a memory's bandwidth, what element-wise kernels reach (era 0)."""
     hbm_1: float = between(0.40, 0.95)
-    hbm_2: float = between(0.30, 0.95)
-    width_passes: float = between(4, 40)
+    hbm_2: float = between(0.60, 0.95)
+    width_passes: float = between(6, 40)
     """Over a block's residual stream, forward: norms, residuals, dropout."""
     norm_passes: float = between(0.1, 100)
     """As many more where RMSNorm is written as separate operations in fp32."""
@@ -82,7 +82,7 @@ class TimeConstants:
     """Over the MLP's inner width."""
     route_passes: float = between(0.2, 30)
     """Over each token's copies that go to experts and come back."""
-    backward_passes: float = between(0.8, 2.5)
+    backward_passes: float = between(1.0, 3.5)
     """Passes of the backward pass beside the forward pass."""
     compiled: float = between(0.2, 1.0)
     """Of the passes, those that remain when they are compiled."""
@@ -99,7 +99,7 @@ class TimeConstants:
     network_hop_seconds: float = between(1e-6, 20e-6)
     """Of each further node on the ring, or of each level of the tree."""
     bucket_bytes: float = between(8e6, 500e6)
-    """Sent at once by data-parallel ranks."""
+    """Sent at once by data-parallel ranks while the backward pass goes on."""
     overlap: float = between(0.3, 1.0)
     """Part of a micro-batch's backward pass (and half of its forward pass) that data-parallel exchanges can hide in."""
     leak: float = between(0.01, 0.40)

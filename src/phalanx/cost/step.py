@@ -122,7 +122,8 @@ def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
 
     1F1B and GPipe wait for it once; interleaved for a v-th of it (arXiv 2104.04473, section 2.2); split backward
     passes fill it with gradients of weights: (p-1) (F + B - W) and (p-1) (F + B - 2W) are left (arXiv 2401.10241,
-    section 2.3), and of ZB-V half a chunk's forward pass per stage.
+    section 2.3), and of ZB-V half a chunk's forward pass per stage. Where gradients of weights are short, ZB-H2's
+    2p - 1 forward passes at the start fill what 1F1B waits: the first backward pass comes back after p F + (p-1) B.
     """
     p, v = jobs.pp, np.maximum(jobs.virtual, 1)
     F, W = stage.forward, stage.weight
@@ -139,7 +140,7 @@ def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
             0.0 * others,
             others / v,
             (p - 1) * np.maximum(F + B - W, 0.0),
-            (p - 1) * np.maximum(F + B - 2 * W, 0.0),
+            (p - 1) * np.clip(B - F, 0.0, np.maximum(F + B - 2 * W, 0.0)),
             (p - 1) * F / 4,
         ],
         others,
@@ -150,13 +151,15 @@ def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
 def _sends(c: TimeConstants, jobs: Jobs, m: Column, v: Column) -> Column:
     """Seconds that stages wait for one another's messages: a forward and a backward one for every micro-batch and every
     chunk. Tensor-parallel ranks share a message where they share its tokens, and where chunks are interleaved
-    (arXiv 2104.04473, section 4.1)."""
+    (arXiv 2104.04473, section 4.1): there each chunk waits for its message unless sends were made to run ahead."""
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     parted = (jobs.sequence_parallel > 0) | (jobs.order == Order.INTERLEAVED)
     one = send_seconds(c, jobs, 2 * tokens * jobs.width / np.where(parted, jobs.tp, 1.0))
     split = (jobs.order == Order.ZB_H1) | (jobs.order == Order.ZB_H2) | (jobs.order == Order.ZB_V)
-    seen = np.where(jobs.deepspeed > 0, c.send_deepspeed, np.where(split | (jobs.era > 0), c.send_hidden, c.send))
-    chunks = np.where(jobs.order == Order.INTERLEAVED, v, np.where(jobs.order == Order.ZB_V, 2.0, 1.0))
+    interleaved = jobs.order == Order.INTERLEAVED
+    ahead = split | (jobs.era > 0) | (interleaved & (jobs.overlap_tp > 0))
+    seen = np.select([jobs.deepspeed > 0, ahead, interleaved], [c.send_deepspeed, c.send_hidden, 1.0], c.send)
+    chunks = np.where(interleaved, v, np.where(jobs.order == Order.ZB_V, 2.0, 1.0))
     return np.where(jobs.pp > 1, 2 * seen * one * (m + jobs.pp - 1) * chunks, 0.0)
 
 
@@ -164,13 +167,13 @@ def _data_parallel(c: TimeConstants, jobs: Jobs, stage: Stage, v: Column) -> Col
     """Seconds of gradients' and parameters' exchanges that the last micro-batch's passes do not hide."""
     dense, experts = parameters_of_rank(jobs)
     ranks = jobs.dp * jobs.cp
-    calls = np.maximum(1, 2 * dense / c.bucket_bytes)
+    bucket = np.where(jobs.overlap > 0, c.bucket_bytes / 2, np.inf)
+    calls, expert_calls = np.maximum(1, dense / bucket), np.maximum(1, experts / bucket)
     sharded, whole = (jobs.zero >= 1) & (jobs.zero < 3), jobs.shard >= ranks
     scatter = ring_seconds(c, jobs, jobs.sent_bytes * dense, ranks, jobs.tp, calls=calls)
     reduce = ring_seconds(c, jobs, jobs.sent_bytes * dense, ranks, jobs.tp, reduces=True, calls=calls)
     gather = ring_seconds(c, jobs, 2 * dense, jobs.shard, jobs.tp, calls=calls)
     apart = np.maximum(ranks * jobs.tp / jobs.ep, 1)
-    expert_calls = np.maximum(1, 2 * experts / c.bucket_bytes)
     of_experts = ring_seconds(c, jobs, (jobs.sent_bytes + 2) * experts, apart, jobs.ep, calls=expert_calls)
     all_of_it = np.where(sharded & whole, scatter, reduce) + np.where(sharded, gather, 0.0)
     all_of_it = all_of_it + np.where(jobs.experts > 0, of_experts, 0.0)
