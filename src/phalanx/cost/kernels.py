@@ -51,11 +51,16 @@ def gemm_seconds(
 def linear_seconds(
     c: TimeConstants, jobs: Jobs, m: Column, n: Column, k: Column, batch: Column | float = 1.0
 ) -> tuple[Column, Column, Column]:
-    """Seconds of a linear layer of [n, k] on m tokens: forward, gradient of its input, gradient of its weight."""
+    """Seconds of a linear layer of [n, k] on m tokens: forward, gradient of its input, gradient of its weight.
+
+    From the second micro-batch on, the gradient of the weight is added to what there is: read and written once more.
+    """
+    later = 1 - 1 / jobs.micro_batches
+    added = later * passes_seconds(c, jobs, 2 * jobs.gradient_bytes * n * k * batch)
     return (
         gemm_seconds(c, jobs, m, n, k, batch),
         gemm_seconds(c, jobs, m, k, n, batch),
-        gemm_seconds(c, jobs, k, n, m, batch),
+        gemm_seconds(c, jobs, k, n, m, batch) + added,
     )
 
 
