@@ -31,8 +31,8 @@ class TimeConstants:
     gemm_1: float = between(0.70, 1.02)
     gemm_2: float = between(0.60, 1.02)
     low_precision: float = between(0.50, 1.0)
-    """Of that, what products in 8 bits reach: scales must be found and numbers cast."""
-    tail: float = between(0.10, 1.0)
+    """Of the most that products in 8 bits were seen to reach: scales must be found and numbers cast."""
+    tail: float = between(0.55, 1.0)
     """Part of the last wave of tiles that is lost when it does not fill the multiprocessors."""
     depth: float = between(10, 400)
     """Steps along K that it costs to begin and to end a tile."""
@@ -68,11 +68,11 @@ class TimeConstants:
     score_separate: float = between(1.2, 4.0)
     """Times as many by separate ones."""
     score_backward: float = between(0.7, 2.0)
-    hbm_0: float = between(0.60, 0.95)
+    hbm_0: float = between(0.60, 0.88)
     """Of a memory's bandwidth, what element-wise kernels reach (era 0)."""
-    hbm_1: float = between(0.40, 0.95)
-    hbm_2: float = between(0.60, 0.95)
-    width_passes: float = between(6, 40)
+    hbm_1: float = between(0.40, 0.88)
+    hbm_2: float = between(0.45, 0.88)
+    width_passes: float = between(4, 40)
     """Over a block's residual stream, forward: norms, residuals, dropout."""
     norm_passes: float = between(0.1, 100)
     """As many more where RMSNorm is written as separate operations in fp32."""
@@ -82,7 +82,7 @@ class TimeConstants:
     """Over the MLP's inner width."""
     route_passes: float = between(0.2, 30)
     """Over each token's copies that go to experts and come back."""
-    backward_passes: float = between(1.0, 3.5)
+    backward_passes: float = between(1.0, 3.0)
     """Passes of the backward pass beside the forward pass."""
     compiled: float = between(0.2, 1.0)
     """Of the passes, those that remain when they are compiled."""

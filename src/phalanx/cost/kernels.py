@@ -32,9 +32,8 @@ def gemm_seconds(
     that is fastest; a last wave that is not full costs `c.tail` of a full one.
     """
     eight_bits = jobs.low_precision * linear
-    speed = by_era(jobs, c.gemm_0, c.gemm_1, c.gemm_2) * np.where(
-        eight_bits > 0, jobs.low_matmul_flops * c.low_precision, jobs.matmul_flops
-    )
+    sixteen = jobs.matmul_flops * by_era(jobs, c.gemm_0, c.gemm_1, c.gemm_2)
+    speed = np.where(eight_bits > 0, jobs.low_matmul_flops * c.low_precision, sixteen)
     tiled = jobs.units > 0
     units = np.where(tiled, jobs.units, 1.0)
     best: Column = np.asarray(np.inf)
