@@ -32,7 +32,7 @@ def block_seconds(c: TimeConstants, jobs: Jobs) -> tuple[BlockTime, BlockTime]:
     dense = _combine(c, jobs, tokens, attention, _mlp(c, jobs, tokens), np.zeros(1), extra=0)
     routed = jobs.experts > 0
     sent = 2 * tokens * jobs.width * jobs.top_k / jobs.tp
-    shown = np.where(jobs.overlap_ep > 0, c.exchange_shown, 1.0)
+    shown = np.where(jobs.overlap_ep > 0, c.leak, 1.0)
     exchange = np.where(routed, 2 * all_to_all_seconds(c, jobs, sent) * shown, 0.0)
     return dense, _combine(c, jobs, tokens, attention, _experts(c, jobs, tokens), exchange, extra=20)
 
@@ -123,7 +123,7 @@ def _tensor_parallel(c: TimeConstants, jobs: Jobs, tokens: Column) -> Column:
     a reduce-scatter each (arXiv 2205.05198, section 4.2.2)."""
     size = 2 * tokens * jobs.width
     one = ring_seconds(c, jobs, size, jobs.tp, 1.0, reduces=True, calls=1.0 + jobs.sequence_parallel)
-    return jobs.exchanges * one * np.where(jobs.overlap_tp > 0, c.exchange_shown, 1.0)
+    return jobs.exchanges * one * np.where(jobs.overlap_tp > 0, c.leak, 1.0)
 
 
 def _ring_bytes(jobs: Jobs, tokens: Column) -> Column:

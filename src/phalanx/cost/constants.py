@@ -104,8 +104,6 @@ class TimeConstants:
     """Part of a micro-batch's backward pass (and half of its forward pass) that data-parallel exchanges can hide in."""
     leak: float = between(0.01, 0.40)
     """Of a hidden exchange, what it still costs by slowing what it hides in."""
-    exchange_shown: float = between(0.05, 0.90)
-    """Of tensor and expert parallelism's exchanges that run beside products, what is still seen."""
     send: float = between(0.02, 2.0)
     """Of the time between two stages, what the schedule waits for (era 0)."""
     send_hidden: float = between(0.02, 1.0)
@@ -140,8 +138,6 @@ class MemoryConstants:
     gated_separate_bytes: float = between(7, 10)
     plain_bytes: float = between(3.9, 5)
     """Of the inner width of an MLP with two matrices."""
-    rotary_bytes: float = between(0.1, 4)
-    """Of queries and keys, where their rotation is written as separate operations."""
     score_bytes: float = between(4, 6)
     """Of attention's scores where they are kept: softmax, dropout's mask, its output (arXiv 2205.05198, 4.1: 5)."""
     score_separate: float = between(1, 3)

@@ -138,7 +138,6 @@ def _activation_bytes(c: MemoryConstants, jobs: Jobs) -> tuple[Column, Column]:
     queries, values = jobs.heads * jobs.head_dim, jobs.kv_heads * (jobs.head_dim + jobs.value_dim)
     wide = np.where(gated, c.wide_gated_bytes, c.wide_bytes) + np.where(separate, c.norm_bytes, 0.0)
     attention = 2 * (queries + values + jobs.heads * jobs.value_dim)
-    attention = attention + np.where(separate, c.rotary_bytes, 0.0) * (queries + values)
     inner = np.where(gated & fused & (jobs.era > 0), c.gated_bytes, c.gated_separate_bytes)
     mlp = np.where(gated, inner, c.plain_bytes) * jobs.ffn / tp
     experts = jobs.top_k * (inner * jobs.expert_ffn + 4 * jobs.width) + inner * jobs.shared_ffn / tp
