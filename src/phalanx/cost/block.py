@@ -71,9 +71,11 @@ def _mlp(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
 
 
 def _experts(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
+    """Whole experts; tensor-parallel ranks share the tokens that go to them."""
     count, D = np.maximum(jobs.experts, 1), jobs.width
     here, ffn, shared = count / jobs.ep, np.maximum(jobs.expert_ffn, 1), np.maximum(jobs.shared_ffn, 1) / jobs.tp
-    each = tokens * jobs.top_k * jobs.ep / count
+    copies = tokens * jobs.top_k / jobs.tp
+    each = copies * jobs.ep / count
     up, down = linear_seconds(c, jobs, each, 2 * ffn, D, here), linear_seconds(c, jobs, each, D, ffn, here)
     also_up, also_down = linear_seconds(c, jobs, tokens, 2 * shared, D), linear_seconds(c, jobs, tokens, D, shared)
     routed, has_shared = jobs.experts > 0, jobs.shared_ffn > 0
@@ -82,10 +84,8 @@ def _experts(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
         for a, b, p, q in zip(up, down, also_up, also_down, strict=True)
     )
     compiled = np.where(jobs.compiled > 0, c.compiled, 1.0)
-    inner = 2 * (jobs.top_k * jobs.expert_ffn + jobs.shared_ffn / jobs.tp) * c.inner_passes * compiled
-    return _Part(
-        forward, inputs, weights, passes_seconds(c, jobs, 2 * tokens * (inner + jobs.top_k * D * c.route_passes))
-    )
+    inner = 2 * (copies * jobs.expert_ffn + tokens * jobs.shared_ffn / jobs.tp) * c.inner_passes * compiled
+    return _Part(forward, inputs, weights, passes_seconds(c, jobs, 2 * (inner + copies * D * c.route_passes)))
 
 
 def _combine(

@@ -140,7 +140,7 @@ def _activation_bytes(c: MemoryConstants, jobs: Jobs) -> tuple[Column, Column]:
     attention = 2 * (queries + values + jobs.heads * jobs.value_dim)
     inner = np.where(gated & fused & (jobs.era > 0), c.gated_bytes, c.gated_separate_bytes)
     mlp = np.where(gated, inner, c.plain_bytes) * jobs.ffn / tp
-    experts = jobs.top_k * (inner * jobs.expert_ffn + 4 * jobs.width) + inner * jobs.shared_ffn / tp
+    experts = (jobs.top_k * (inner * jobs.expert_ffn + 4 * jobs.width) + inner * jobs.shared_ffn) / tp
     flash = jobs.attention >= Attention.FLASH_1
     apart = np.where(jobs.attention == Attention.SEPARATE, c.score_separate, 1.0)
     scores = jobs.heads / tp * np.where(flash, 4.0, c.score_bytes * apart * jobs.sequence)
