@@ -105,7 +105,7 @@ def _combine(
     ahead, back = between + sent + ring, between - hidden + sent + 2 * ring
 
     flash = jobs.attention >= Attention.FLASH_1
-    partly = 0.35 * (attention.forward + rest.forward) + passes
+    partly = np.where(jobs.zero >= 3, 0.35 * (attention.forward + rest.forward), 0.0) + passes
     kinds = [jobs.recompute == kind for kind in (Recompute.FULL, Recompute.SELECTIVE, Recompute.OPERATIONS)]
     again = np.select(kinds, [forward + ahead, np.where(flash, 0.0, core), partly], 0.0)
     host = (operations + extra) * c.launch_seconds * by_era(jobs, 1.0, c.launch_1, c.launch_2)

@@ -28,8 +28,9 @@ class Attention(IntEnum):
 
 
 class Recompute(IntEnum):
-    """What the backward pass computes again: nothing; attention's core (arXiv 2205.05198, section 5); every other
-    product (torchtitan's selective); whole blocks."""
+    """What the backward pass computes again: nothing; attention's core (arXiv 2205.05198, section 5); norms and
+    activations (Megatron-Core's recompute_modules) and, in trainers on FSDP, every other product (torchtitan's
+    selective); whole blocks."""
 
     NONE = 0
     SELECTIVE = 1

@@ -165,10 +165,12 @@ def _order(schedule: str, pp: int, virtual: int) -> Order:
 
 
 def _recompute(said: str, sharded: bool) -> Recompute:
-    """What a column says; selective means attention's core in Megatron-LM, and in trainers on FSDP other products."""
+    """What a column says; selective means attention's core in Megatron-LM, and in trainers on FSDP other products.
+    Megatron-Core also takes the names of a block's parts."""
     if said == "full":
         return Recompute.FULL
-    if said.startswith("selective-op") or (said == "selective" and sharded):
+    named = not said.startswith("none") and any(part in said for part in ("norm", "act", "mlp", "moe"))
+    if said.startswith("selective-op") or (said == "selective" and sharded) or named:
         return Recompute.OPERATIONS
     return Recompute.SELECTIVE if said == "selective" else Recompute.NONE
 
