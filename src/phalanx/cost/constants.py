@@ -111,8 +111,6 @@ class TimeConstants:
     send_deepspeed: float = between(0.1, 4.0)
     deepspeed: float = between(1.0, 1.3)
     """Times as long as a micro-batch takes under DeepSpeed's pipeline engine."""
-    gathers: float = between(2, 80)
-    """Times that DeepSpeed's ZeRO-3 gathers in a block: parameter by parameter."""
     optimizer_passes: float = between(4, 40)
     """Over 2 bytes for each parameter that a rank updates."""
     step_seconds: float = between(0.001, 0.05)

@@ -11,7 +11,7 @@ from phalanx.cost.block import BlockTime, block_seconds, either
 from phalanx.cost.constants import TimeConstants
 from phalanx.cost.jobs import Column, Jobs, Order
 from phalanx.cost.kernels import gemm_seconds, passes_seconds
-from phalanx.cost.links import ring_seconds, send_seconds
+from phalanx.cost.links import network_speed, ring_seconds, send_seconds
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,31 @@ def step_seconds(c: TimeConstants, jobs: Jobs) -> StepTime:
 
 
 def _gathered(c: TimeConstants, jobs: Jobs, block: BlockTime) -> BlockTime:
-    """With ZeRO-3's gathers of the next block's parameters beside each pass, and its scatters of gradients."""
-    sharded = jobs.zero >= 3
+    """With ZeRO-3's gathers of the next block's parameters beside each pass, and its scatters of gradients.
+
+    DeepSpeed gathers parameter by parameter, each by one ring that leaves a node by one network card, and few of them
+    ahead of their use: they hide worse than a block's gathered at once.
+    """
+    sharded, singly = jobs.zero >= 3, (jobs.deepspeed > 0) & (jobs.ranks > jobs.domain)
     parameters = (jobs.parameters - jobs.expert_parameters) / jobs.layers / jobs.tp
-    ranks, calls = np.where(sharded, jobs.shard, 1.0), np.where(jobs.deepspeed > 0, c.gathers, 1.0)
+    ranks = np.where(sharded, jobs.shard, 1.0)
     copies = np.where(sharded, jobs.dp * jobs.cp / ranks, 1.0)
-    gather = ring_seconds(c, jobs, 2 * parameters, ranks, jobs.tp, calls=calls)
-    scatter = ring_seconds(c, jobs, jobs.sent_bytes * parameters, ranks, jobs.tp, calls=calls)
+
+    def exchange(size_bytes: Column) -> Column:
+        together = ring_seconds(c, jobs, size_bytes, ranks, jobs.tp)
+        return np.where(singly, size_bytes / network_speed(c, jobs), together)
+
+    gather, scatter = exchange(2 * parameters), exchange(jobs.sent_bytes * parameters)
     between = ring_seconds(c, jobs, jobs.sent_bytes * parameters / ranks, copies, jobs.tp * ranks, reduces=True)
-    forward = np.where(sharded, either(block.forward, gather, 6), block.forward)
-    backward = np.where(sharded, either(block.backward, gather + scatter + between, 6), block.backward)
-    return BlockTime(forward, backward, block.weight, block.exchange)
+    after = gather + scatter + between
+    forward = np.where(singly, either(block.forward, gather, 2), either(block.forward, gather, 6))
+    backward = np.where(singly, either(block.backward, after, 2), either(block.backward, after, 6))
+    return BlockTime(
+        np.where(sharded, forward, block.forward),
+        np.where(sharded, backward, block.backward),
+        block.weight,
+        block.exchange,
+    )
 
 
 def _stages(c: TimeConstants, jobs: Jobs, dense: BlockTime, routed: BlockTime) -> tuple[Stage, Stage, Stage]:
