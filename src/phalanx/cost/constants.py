@@ -108,7 +108,6 @@ class TimeConstants:
     """Of the time between two stages, what the schedule waits for (era 0)."""
     send_hidden: float = between(0.02, 1.0)
     """The same where sends run ahead: later eras, and schedules with split backward passes."""
-    send_deepspeed: float = between(0.1, 4.0)
     deepspeed: float = between(1.0, 1.3)
     """Times as long as a micro-batch takes under DeepSpeed's pipeline engine."""
     optimizer_passes: float = between(4, 40)

@@ -165,14 +165,16 @@ def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
 def _sends(c: TimeConstants, jobs: Jobs, m: Column, v: Column) -> Column:
     """Seconds that stages wait for one another's messages: a forward and a backward one for every micro-batch and every
     chunk. Tensor-parallel ranks share a message where they share its tokens, and where chunks are interleaved
-    (arXiv 2104.04473, section 4.1): there each chunk waits for its message unless sends were made to run ahead."""
+    (arXiv 2104.04473, section 4.1): there each chunk waits for its message unless sends were made to run ahead, as does
+    DeepSpeed's engine (deepspeed/runtime/pipe/p2p.py: blocking sends)."""
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     parted = (jobs.sequence_parallel > 0) | (jobs.order == Order.INTERLEAVED)
     one = send_seconds(c, jobs, 2 * tokens * jobs.width / np.where(parted, jobs.tp, 1.0))
     split = (jobs.order == Order.ZB_H1) | (jobs.order == Order.ZB_H2) | (jobs.order == Order.ZB_V)
     interleaved = jobs.order == Order.INTERLEAVED
     ahead = split | (jobs.era > 0) | (interleaved & (jobs.overlap_tp > 0))
-    seen = np.select([jobs.deepspeed > 0, ahead, interleaved], [c.send_deepspeed, c.send_hidden, 1.0], c.send)
+    waits = (jobs.deepspeed > 0) | (interleaved & ~ahead)
+    seen = np.select([waits, ahead], [1.0, c.send_hidden], c.send)
     chunks = np.where(interleaved, v, np.where(jobs.order == Order.ZB_V, 2.0, 1.0))
     return np.where(jobs.pp > 1, 2 * seen * one * (m + jobs.pp - 1) * chunks, 0.0)
 
