@@ -104,10 +104,8 @@ class TimeConstants:
     """Part of a micro-batch's backward pass (and half of its forward pass) that data-parallel exchanges can hide in."""
     leak: float = between(0.01, 0.40)
     """Of a hidden exchange, what it still costs by slowing what it hides in."""
-    send: float = between(0.02, 2.0)
-    """Of the time between two stages, what the schedule waits for (era 0)."""
-    send_hidden: float = between(0.02, 1.0)
-    """The same where sends run ahead: later eras, and schedules with split backward passes."""
+    send: float = between(0.02, 1.0)
+    """Of the time between two stages, what the schedule waits for where sends run ahead."""
     deepspeed: float = between(1.0, 1.3)
     """Times as long as a micro-batch takes under DeepSpeed's pipeline engine."""
     optimizer_passes: float = between(4, 40)

@@ -170,11 +170,9 @@ def _sends(c: TimeConstants, jobs: Jobs, m: Column, v: Column) -> Column:
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     parted = (jobs.sequence_parallel > 0) | (jobs.order == Order.INTERLEAVED)
     one = send_seconds(c, jobs, 2 * tokens * jobs.width / np.where(parted, jobs.tp, 1.0))
-    split = (jobs.order == Order.ZB_H1) | (jobs.order == Order.ZB_H2) | (jobs.order == Order.ZB_V)
     interleaved = jobs.order == Order.INTERLEAVED
-    ahead = split | (jobs.era > 0) | (interleaved & (jobs.overlap_tp > 0))
-    waits = (jobs.deepspeed > 0) | (interleaved & ~ahead)
-    seen = np.select([waits, ahead], [1.0, c.send_hidden], c.send)
+    waits = (jobs.deepspeed > 0) | (interleaved & (jobs.era == 0) & (jobs.overlap_tp == 0))
+    seen = np.where(waits, 1.0, c.send)
     chunks = np.where(interleaved, v, np.where(jobs.order == Order.ZB_V, 2.0, 1.0))
     return np.where(jobs.pp > 1, 2 * seen * one * (m + jobs.pp - 1) * chunks, 0.0)
 
