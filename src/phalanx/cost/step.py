@@ -69,7 +69,7 @@ def step_seconds(c: TimeConstants, jobs: Jobs) -> StepTime:
     engine = np.where(jobs.deepspeed > 0, c.deepspeed, 1.0)
     compute = m * slowest * engine
     send = _sends(c, jobs, m, v)
-    seen = _data_parallel(c, jobs, middle, v)
+    seen = _data_parallel(c, jobs, middle)
     update = _update(c, jobs) + c.step_seconds
     waiting = (compute + bubble + send) * c.straggle * np.log2(np.maximum(jobs.ranks / jobs.pp / jobs.domain, 1))
     share = jobs.dense_layers / jobs.layers
@@ -177,7 +177,7 @@ def _sends(c: TimeConstants, jobs: Jobs, m: Column, v: Column) -> Column:
     return np.where(jobs.pp > 1, 2 * seen * one * (m + jobs.pp - 1) * chunks, 0.0)
 
 
-def _data_parallel(c: TimeConstants, jobs: Jobs, stage: Stage, v: Column) -> Column:
+def _data_parallel(c: TimeConstants, jobs: Jobs, stage: Stage) -> Column:
     """Seconds of gradients' and parameters' exchanges that the last micro-batch's passes do not hide."""
     dense, experts = parameters_of_rank(jobs)
     ranks = jobs.dp * jobs.cp
@@ -192,8 +192,7 @@ def _data_parallel(c: TimeConstants, jobs: Jobs, stage: Stage, v: Column) -> Col
     all_of_it = np.where(sharded & whole, scatter, reduce) + np.where(sharded, gather, 0.0)
     all_of_it = all_of_it + np.where(jobs.experts > 0, of_experts, 0.0)
     all_of_it = np.where(jobs.zero >= 3, 0.0, all_of_it)
-    chunk = np.where(jobs.order == Order.INTERLEAVED, v, 1.0)
-    room = np.where(jobs.overlap > 0, c.overlap * (stage.backward + stage.forward / 2) / chunk, 0.0)
+    room = np.where(jobs.overlap > 0, c.overlap * (stage.backward + stage.forward / 2), 0.0)
     hidden: Column = np.minimum(all_of_it, room)
     return all_of_it - hidden + c.leak * hidden
 
