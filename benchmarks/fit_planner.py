@@ -74,7 +74,7 @@ def fit_memory(known: list[Known], start: MemoryConstants) -> MemoryConstants:
 
     middle = (low + high) / 2
     x = np.clip(np.log([getattr(start, name) for name in names]), low + 1e-6, high - 1e-6)
-    found = least_squares(residuals, x, loss="soft_l1", f_scale=0.3, max_nfev=80, bounds=(low, high))
+    found = least_squares(residuals, x, loss="soft_l1", f_scale=0.1, max_nfev=80, bounds=(low, high))
     return MemoryConstants(*np.exp(found.x))
 
 

@@ -56,6 +56,7 @@ class Known:
     def tells_memory(self) -> bool:
         """Whether its memory says something of the fullest rank of a stated layout."""
         stated = bool(self.row["micro_batch"] and self.row["recompute"]) and not self.low_precision
+        stated = stated and "seq len not stated" not in self.row["facts"]
         return stated and (self.memory_gib is not None or self.out_of_memory or self.ran_beside_failures)
 
 

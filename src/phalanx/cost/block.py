@@ -32,7 +32,7 @@ def block_seconds(c: TimeConstants, jobs: Jobs) -> tuple[BlockTime, BlockTime]:
     dense = _combine(c, jobs, tokens, attention, _mlp(c, jobs, tokens), np.zeros(1), extra=0)
     routed = jobs.experts > 0
     sent = 2 * tokens * jobs.width * jobs.top_k / jobs.tp
-    shown = np.where(jobs.overlap_ep > 0, c.exchange_shown, 1.0)
+    shown = np.where(jobs.overlap_ep > 0, c.leak, 1.0)
     exchange = np.where(routed, 2 * all_to_all_seconds(c, jobs, sent) * shown, 0.0)
     return dense, _combine(c, jobs, tokens, attention, _experts(c, jobs, tokens), exchange, extra=20)
 
@@ -71,9 +71,11 @@ def _mlp(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
 
 
 def _experts(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
+    """Whole experts; tensor-parallel ranks share the tokens that go to them."""
     count, D = np.maximum(jobs.experts, 1), jobs.width
     here, ffn, shared = count / jobs.ep, np.maximum(jobs.expert_ffn, 1), np.maximum(jobs.shared_ffn, 1) / jobs.tp
-    each = tokens * jobs.top_k * jobs.ep / count
+    copies = tokens * jobs.top_k / jobs.tp
+    each = copies * jobs.ep / count
     up, down = linear_seconds(c, jobs, each, 2 * ffn, D, here), linear_seconds(c, jobs, each, D, ffn, here)
     also_up, also_down = linear_seconds(c, jobs, tokens, 2 * shared, D), linear_seconds(c, jobs, tokens, D, shared)
     routed, has_shared = jobs.experts > 0, jobs.shared_ffn > 0
@@ -82,10 +84,8 @@ def _experts(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
         for a, b, p, q in zip(up, down, also_up, also_down, strict=True)
     )
     compiled = np.where(jobs.compiled > 0, c.compiled, 1.0)
-    inner = 2 * (jobs.top_k * jobs.expert_ffn + jobs.shared_ffn / jobs.tp) * c.inner_passes * compiled
-    return _Part(
-        forward, inputs, weights, passes_seconds(c, jobs, 2 * tokens * (inner + jobs.top_k * D * c.route_passes))
-    )
+    inner = 2 * (copies * jobs.expert_ffn + tokens * jobs.shared_ffn / jobs.tp) * c.inner_passes * compiled
+    return _Part(forward, inputs, weights, passes_seconds(c, jobs, 2 * (inner + copies * D * c.route_passes)))
 
 
 def _combine(
@@ -100,11 +100,12 @@ def _combine(
     backward = attention.inputs + rest.inputs + weights + core_back + passes * c.backward_passes + 2 * gaps
 
     ring, ring_back = _context_parallel(c, jobs, tokens, core)
-    between = _tensor_parallel(c, jobs, tokens) + sent
-    ahead, back = between + ring, between + ring_back
+    between = _tensor_parallel(c, jobs, tokens)
+    hidden = np.where(jobs.beside_weights > 0, (1 - c.leak) * np.minimum(between, weights), 0.0)
+    ahead, back = between + sent + ring, between - hidden + sent + ring_back
 
     flash = jobs.attention >= Attention.FLASH_1
-    partly = 0.35 * (attention.forward + rest.forward) + passes
+    partly = np.where(jobs.zero >= 3, 0.35 * (attention.forward + rest.forward), 0.0) + passes
     kinds = [jobs.recompute == kind for kind in (Recompute.FULL, Recompute.SELECTIVE, Recompute.OPERATIONS)]
     again = np.select(kinds, [forward + ahead, np.where(flash, 0.0, core), partly], 0.0)
     host = (operations + extra) * c.launch_seconds * by_era(jobs, 1.0, c.launch_1, c.launch_2)
@@ -122,7 +123,7 @@ def _tensor_parallel(c: TimeConstants, jobs: Jobs, tokens: Column) -> Column:
     a reduce-scatter each (arXiv 2205.05198, section 4.2.2)."""
     size = 2 * tokens * jobs.width
     one = ring_seconds(c, jobs, size, jobs.tp, 1.0, reduces=True, calls=1.0 + jobs.sequence_parallel)
-    return jobs.exchanges * one * np.where(jobs.overlap_tp > 0, c.exchange_shown, 1.0)
+    return jobs.exchanges * one * np.where(jobs.overlap_tp > 0, c.leak, 1.0)
 
 
 def _context_parallel(c: TimeConstants, jobs: Jobs, tokens: Column, core: Column) -> tuple[Column, Column]:

@@ -31,8 +31,8 @@ class TimeConstants:
     gemm_1: float = between(0.70, 1.02)
     gemm_2: float = between(0.60, 1.02)
     low_precision: float = between(0.50, 1.0)
-    """Of that, what products in 8 bits reach: scales must be found and numbers cast."""
-    tail: float = between(0.10, 1.0)
+    """Of the most that products in 8 bits were seen to reach: scales must be found and numbers cast."""
+    tail: float = between(0.55, 1.0)
     """Part of the last wave of tiles that is lost when it does not fill the multiprocessors."""
     depth: float = between(10, 400)
     """Steps along K that it costs to begin and to end a tile."""
@@ -68,10 +68,10 @@ class TimeConstants:
     score_separate: float = between(1.2, 4.0)
     """Times as many by separate ones."""
     score_backward: float = between(0.7, 2.0)
-    hbm_0: float = between(0.60, 0.95)
+    hbm_0: float = between(0.60, 0.88)
     """Of a memory's bandwidth, what element-wise kernels reach (era 0)."""
-    hbm_1: float = between(0.40, 0.95)
-    hbm_2: float = between(0.30, 0.95)
+    hbm_1: float = between(0.40, 0.88)
+    hbm_2: float = between(0.45, 0.88)
     width_passes: float = between(4, 40)
     """Over a block's residual stream, forward: norms, residuals, dropout."""
     norm_passes: float = between(0.1, 100)
@@ -82,7 +82,7 @@ class TimeConstants:
     """Over the MLP's inner width."""
     route_passes: float = between(0.2, 30)
     """Over each token's copies that go to experts and come back."""
-    backward_passes: float = between(0.8, 2.5)
+    backward_passes: float = between(1.0, 3.0)
     """Passes of the backward pass beside the forward pass."""
     compiled: float = between(0.2, 1.0)
     """Of the passes, those that remain when they are compiled."""
@@ -99,22 +99,15 @@ class TimeConstants:
     network_hop_seconds: float = between(1e-6, 20e-6)
     """Of each further node on the ring, or of each level of the tree."""
     bucket_bytes: float = between(8e6, 500e6)
-    """Sent at once by data-parallel ranks."""
+    """Sent at once by data-parallel ranks while the backward pass goes on."""
     overlap: float = between(0.3, 1.0)
     """Part of a micro-batch's backward pass (and half of its forward pass) that data-parallel exchanges can hide in."""
     leak: float = between(0.01, 0.40)
     """Of a hidden exchange, what it still costs by slowing what it hides in."""
-    exchange_shown: float = between(0.05, 0.90)
-    """Of tensor and expert parallelism's exchanges that run beside products, what is still seen."""
-    send: float = between(0.02, 2.0)
-    """Of the time between two stages, what the schedule waits for (era 0)."""
-    send_hidden: float = between(0.02, 1.0)
-    """The same where sends run ahead: later eras, and schedules with split backward passes."""
-    send_deepspeed: float = between(0.1, 4.0)
+    send: float = between(0.02, 1.0)
+    """Of the time between two stages, what the schedule waits for where sends run ahead."""
     deepspeed: float = between(1.0, 1.3)
     """Times as long as a micro-batch takes under DeepSpeed's pipeline engine."""
-    gathers: float = between(2, 80)
-    """Times that DeepSpeed's ZeRO-3 gathers in a block: parameter by parameter."""
     optimizer_passes: float = between(4, 40)
     """Over 2 bytes for each parameter that a rank updates."""
     step_seconds: float = between(0.001, 0.05)
@@ -140,8 +133,6 @@ class MemoryConstants:
     gated_separate_bytes: float = between(7, 10)
     plain_bytes: float = between(3.9, 5)
     """Of the inner width of an MLP with two matrices."""
-    rotary_bytes: float = between(0.1, 4)
-    """Of queries and keys, where their rotation is written as separate operations."""
     score_bytes: float = between(4, 6)
     """Of attention's scores where they are kept: softmax, dropout's mask, its output (arXiv 2205.05198, 4.1: 5)."""
     score_separate: float = between(1, 3)

@@ -13,6 +13,8 @@ from phalanx.cost.jobs import Attention, Column, Jobs, Order, Recompute
 from phalanx.cost.step import blocks_of_stages
 
 GIB = 2**30
+DEEPSPEED_BUCKET = 5e8
+"""Elements of DeepSpeed's buffers for reducing and for gathering (reduce_bucket_size, allgather_bucket_size)."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class Footprint:
 
 
 def footprint(c: MemoryConstants, jobs: Jobs) -> Footprint:
-    """Bytes of the first, the second and the last stage."""
+    """Bytes of the first, the second and the last stage. DeepSpeed's pipeline engine keeps what a stage sends beside
+    what its blocks keep, for all micro-batches in flight (deepspeed/runtime/pipe/engine.py: pipe_buffers); leading
+    blocks have dense MLPs."""
     first, each, last = blocks_of_stages(jobs)
     p, alone = jobs.pp, jobs.pp == 1
     kept, again = _activation_bytes(c, jobs)
@@ -54,14 +58,21 @@ def footprint(c: MemoryConstants, jobs: Jobs) -> Footprint:
     buffers = 8 * c.working * tokens * jobs.width + c.workspace_gib * GIB
     at_first, at_second, at_last = in_flight(jobs)
     tables = np.where(alone, 2 - jobs.tied, 1.0)
+    engine = (jobs.deepspeed > 0) & (jobs.zero < 3)
+    buffers = buffers + np.where(engine & (jobs.zero > 0), 2 * jobs.sent_bytes * DEEPSPEED_BUCKET, 0.0)
+    sent = np.where(engine & ~alone, 2 * tokens * jobs.width, 0.0)
+    leading = np.minimum(jobs.dense_layers, first)
 
-    def stage(blocks: Column, tables: Column | float, flying: Column, logits: Column | float) -> StageMemory:
-        state = _state_bytes(c, jobs, blocks, tables)
-        return StageMemory(state, flying * blocks * kept + again, np.zeros(1) + logits, buffers)
+    def stage(
+        blocks: Column, routed: Column, tables: Column | float, flying: Column, logits: Column | float
+    ) -> StageMemory:
+        state = _state_bytes(c, jobs, blocks, routed, tables)
+        return StageMemory(state, flying * (blocks * kept + sent) + again, np.zeros(1) + logits, buffers)
 
-    begin = stage(first, tables, at_first, np.where(alone, logits, 0.0))
-    second = stage(np.where(p > 2, each, 0.0), 0.0, at_second, 0.0)
-    return Footprint(begin, second, stage(last, tables, at_last, logits))
+    middle = np.where(p > 2, each, 0.0)
+    begin = stage(first, first - leading, tables, at_first, np.where(alone, logits, 0.0))
+    second = stage(middle, middle, 0.0, at_second, 0.0)
+    return Footprint(begin, second, stage(last, np.where(alone, last - leading, last), tables, at_last, logits))
 
 
 def used_bytes(c: MemoryConstants, allocated: Column) -> Column:
@@ -98,16 +109,18 @@ def in_flight(jobs: Jobs) -> tuple[Column, Column, Column]:
     return np.minimum(first, m), np.minimum(second, m), np.minimum(last, m)
 
 
-def _state_bytes(c: MemoryConstants, jobs: Jobs, blocks: Column, tables: Column | float) -> Column:
+def _state_bytes(
+    c: MemoryConstants, jobs: Jobs, blocks: Column, with_experts: Column, tables: Column | float
+) -> Column:
     """Parameters, gradients and optimizer state, of which ZeRO leaves a share (arXiv 1910.02054, section 5)."""
     table = jobs.vocab * jobs.width
     dense = (jobs.parameters - jobs.expert_parameters - table * (2 - jobs.tied)) / jobs.layers / jobs.tp
     routed = np.maximum(jobs.layers - jobs.dense_layers, 1)
-    experts = jobs.expert_parameters / routed / jobs.ep * (1 - jobs.dense_layers / jobs.layers)
+    experts = jobs.expert_parameters / routed / jobs.ep
     apart = np.maximum(jobs.dp * jobs.cp * jobs.tp / jobs.ep, 1)
     whole = _kept(jobs, blocks * dense + tables * table / jobs.tp, jobs.shard)
     gathered = np.where(jobs.zero >= 3, 4 * c.gathered_blocks * dense, 0.0)
-    return whole + _kept(jobs, blocks * experts, apart) + gathered
+    return whole + _kept(jobs, with_experts * experts, apart) + gathered
 
 
 def _kept(jobs: Jobs, parameters: Column, ranks: Column) -> Column:
@@ -125,10 +138,9 @@ def _activation_bytes(c: MemoryConstants, jobs: Jobs) -> tuple[Column, Column]:
     queries, values = jobs.heads * jobs.head_dim, jobs.kv_heads * (jobs.head_dim + jobs.value_dim)
     wide = np.where(gated, c.wide_gated_bytes, c.wide_bytes) + np.where(separate, c.norm_bytes, 0.0)
     attention = 2 * (queries + values + jobs.heads * jobs.value_dim)
-    attention = attention + np.where(separate, c.rotary_bytes, 0.0) * (queries + values)
     inner = np.where(gated & fused & (jobs.era > 0), c.gated_bytes, c.gated_separate_bytes)
     mlp = np.where(gated, inner, c.plain_bytes) * jobs.ffn / tp
-    experts = jobs.top_k * (inner * jobs.expert_ffn + 4 * jobs.width) + inner * jobs.shared_ffn / tp
+    experts = (jobs.top_k * (inner * jobs.expert_ffn + 4 * jobs.width) + inner * jobs.shared_ffn) / tp
     flash = jobs.attention >= Attention.FLASH_1
     apart = np.where(jobs.attention == Attention.SEPARATE, c.score_separate, 1.0)
     scores = jobs.heads / tp * np.where(flash, 4.0, c.score_bytes * apart * jobs.sequence)

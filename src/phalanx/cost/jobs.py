@@ -30,8 +30,9 @@ class Attention(IntEnum):
 
 
 class Recompute(IntEnum):
-    """What the backward pass computes again: nothing; attention's core (arXiv 2205.05198, section 5); every other
-    product (torchtitan's selective); whole blocks."""
+    """What the backward pass computes again: nothing; attention's core (arXiv 2205.05198, section 5); norms and
+    activations (Megatron-Core's recompute_modules) and, in trainers on FSDP, every other product (torchtitan's
+    selective); whole blocks."""
 
     NONE = 0
     SELECTIVE = 1
@@ -137,6 +138,8 @@ class Jobs:
     """Whether data-parallel exchanges run beside the backward pass."""
     overlap_tp: Column
     """Whether tensor-parallel exchanges run beside products."""
+    beside_weights: Column
+    """Whether the backward pass's tensor-parallel exchanges run beside gradients of weights."""
     overlap_ep: Column
     """Whether experts' exchanges run beside another micro-batch's products."""
     ulysses: Column

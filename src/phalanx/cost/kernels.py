@@ -32,9 +32,8 @@ def gemm_seconds(
     that is fastest; a last wave that is not full costs `c.tail` of a full one.
     """
     eight_bits = jobs.low_precision * linear
-    speed = by_era(jobs, c.gemm_0, c.gemm_1, c.gemm_2) * np.where(
-        eight_bits > 0, jobs.low_matmul_flops * c.low_precision, jobs.matmul_flops
-    )
+    sixteen = jobs.matmul_flops * by_era(jobs, c.gemm_0, c.gemm_1, c.gemm_2)
+    speed = np.where(eight_bits > 0, jobs.low_matmul_flops * c.low_precision, sixteen)
     tiled = jobs.units > 0
     units = np.where(tiled, jobs.units, 1.0)
     best: Column = np.asarray(np.inf)
@@ -51,11 +50,16 @@ def gemm_seconds(
 def linear_seconds(
     c: TimeConstants, jobs: Jobs, m: Column, n: Column, k: Column, batch: Column | float = 1.0
 ) -> tuple[Column, Column, Column]:
-    """Seconds of a linear layer of [n, k] on m tokens: forward, gradient of its input, gradient of its weight."""
+    """Seconds of a linear layer of [n, k] on m tokens: forward, gradient of its input, gradient of its weight.
+
+    From the second micro-batch on, the gradient of the weight is added to what there is: read and written once more.
+    """
+    later = 1 - 1 / jobs.micro_batches
+    added = later * passes_seconds(c, jobs, 2 * jobs.gradient_bytes * n * k * batch)
     return (
         gemm_seconds(c, jobs, m, n, k, batch),
         gemm_seconds(c, jobs, m, k, n, batch),
-        gemm_seconds(c, jobs, k, n, m, batch),
+        gemm_seconds(c, jobs, k, n, m, batch) + added,
     )
 
 

@@ -51,11 +51,12 @@ def ring_seconds(
 def all_to_all_seconds(c: TimeConstants, jobs: Jobs, size_bytes: Column) -> Column:
     """Seconds in which each expert-parallel rank sends `size_bytes` of tokens, evenly to all.
 
-    What leaves the node goes by the rank's own network card. Relayed tokens cross once to a node, however many of their
+    Experts are not split: expert-parallel ranks lie beside one another, whatever tensor parallelism is. What leaves the
+    node goes by the rank's own network card. Relayed tokens cross once to a node, however many of their
     experts are there: of n nodes, k experts drawn at random are on n (1 - (1 - 1/n)^k).
     """
     ranks = jobs.ep
-    inside = np.clip(jobs.domain / jobs.tp, 1, ranks)
+    inside = np.clip(jobs.domain, 1, ranks)
     nodes, top_k = ranks / inside, np.maximum(jobs.top_k, 1)
     distinct = np.minimum(nodes * (1 - (1 - 1 / nodes) ** top_k) / top_k, 1.0)
     far = size_bytes * (ranks - inside) / ranks * np.where(jobs.relayed > 0, distinct, 1.0) / network_speed(c, jobs)

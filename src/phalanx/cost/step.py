@@ -11,7 +11,7 @@ from phalanx.cost.block import BlockTime, block_seconds, either
 from phalanx.cost.constants import TimeConstants
 from phalanx.cost.jobs import Column, Jobs, Order
 from phalanx.cost.kernels import gemm_seconds, passes_seconds
-from phalanx.cost.links import ring_seconds, send_seconds
+from phalanx.cost.links import network_speed, ring_seconds, send_seconds
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def step_seconds(c: TimeConstants, jobs: Jobs) -> StepTime:
     engine = np.where(jobs.deepspeed > 0, c.deepspeed, 1.0)
     compute = m * slowest * engine
     send = _sends(c, jobs, m, v)
-    seen = _data_parallel(c, jobs, middle, v)
+    seen = _data_parallel(c, jobs, middle)
     update = _update(c, jobs) + c.step_seconds
-    waiting = (compute + bubble + send) * c.straggle * np.log2(np.maximum(jobs.ranks / jobs.domain, 1))
+    waiting = (compute + bubble + send) * c.straggle * np.log2(np.maximum(jobs.ranks / jobs.pp / jobs.domain, 1))
     share = jobs.dense_layers / jobs.layers
     exchange = m * blocks_of_stages(jobs)[1] * (share * dense.exchange + (1 - share) * routed.exchange) * engine
     return StepTime(compute, bubble, send, seen, update, waiting, exchange)
@@ -88,17 +88,31 @@ def _blocks(c: TimeConstants, jobs: Jobs) -> tuple[BlockTime, BlockTime]:
 
 
 def _gathered(c: TimeConstants, jobs: Jobs, block: BlockTime) -> BlockTime:
-    """With ZeRO-3's gathers of the next block's parameters beside each pass, and its scatters of gradients."""
-    sharded = jobs.zero >= 3
+    """With ZeRO-3's gathers of the next block's parameters beside each pass, and its scatters of gradients.
+
+    DeepSpeed gathers parameter by parameter, each by one ring that leaves a node by one network card, and few of them
+    ahead of their use: they hide worse than a block's gathered at once.
+    """
+    sharded, singly = jobs.zero >= 3, (jobs.deepspeed > 0) & (jobs.ranks > jobs.domain)
     parameters = (jobs.parameters - jobs.expert_parameters) / jobs.layers / jobs.tp
-    ranks, calls = np.where(sharded, jobs.shard, 1.0), np.where(jobs.deepspeed > 0, c.gathers, 1.0)
+    ranks = np.where(sharded, jobs.shard, 1.0)
     copies = np.where(sharded, jobs.dp * jobs.cp / ranks, 1.0)
-    gather = ring_seconds(c, jobs, 2 * parameters, ranks, jobs.tp, calls=calls)
-    scatter = ring_seconds(c, jobs, jobs.sent_bytes * parameters, ranks, jobs.tp, calls=calls)
+
+    def exchange(size_bytes: Column) -> Column:
+        together = ring_seconds(c, jobs, size_bytes, ranks, jobs.tp)
+        return np.where(singly, size_bytes / network_speed(c, jobs), together)
+
+    gather, scatter = exchange(2 * parameters), exchange(jobs.sent_bytes * parameters)
     between = ring_seconds(c, jobs, jobs.sent_bytes * parameters / ranks, copies, jobs.tp * ranks, reduces=True)
-    forward = np.where(sharded, either(block.forward, gather, 6), block.forward)
-    backward = np.where(sharded, either(block.backward, gather + scatter + between, 6), block.backward)
-    return BlockTime(forward, backward, block.weight, block.exchange)
+    after = gather + scatter + between
+    forward = np.where(singly, either(block.forward, gather, 2), either(block.forward, gather, 6))
+    backward = np.where(singly, either(block.backward, after, 2), either(block.backward, after, 6))
+    return BlockTime(
+        np.where(sharded, forward, block.forward),
+        np.where(sharded, backward, block.backward),
+        block.weight,
+        block.exchange,
+    )
 
 
 def _stages(c: TimeConstants, jobs: Jobs, dense: BlockTime, routed: BlockTime) -> tuple[Stage, Stage, Stage]:
@@ -133,12 +147,13 @@ def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
     1F1B and GPipe wait for it once; interleaved for a v-th of it (arXiv 2104.04473, section 2.2); split backward
     passes fill it with gradients of weights (arXiv 2401.10241, section 2.3, and 2405.15362): of ZB-H1 are left
     (p-1) (F + B - W), of ZB-H2 (p-1) max(F, F + B - 2W), of ZB-V (p-1) max(F, B) / 2. Where the optimizer's checks
-    are postponed, the next step begins in the ramp of the last one, and the F of these maxima is gone.
+    are postponed, the next step begins in the ramp of the last one, and ZB-H2's 2p - 1 forward passes at the start
+    fill what is left of it but (p-1) (B - F), where gradients of weights do not.
     """
     p, v = jobs.pp, np.maximum(jobs.virtual, 1)
     F, W = stage.forward, stage.weight
     B = stage.backward - W
-    ramp = np.where(jobs.postponed > 0, F, 0.0)
+    late = jobs.postponed > 0
     idle: Column = np.select(
         [
             jobs.order == Order.NONE,
@@ -151,8 +166,8 @@ def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
             0.0 * others,
             others / v,
             (p - 1) * np.maximum(F + B - W, 0.0),
-            (p - 1) * np.maximum(F - ramp, F + B - 2 * W),
-            (p - 1) * (np.maximum(F, B) - ramp) / 2,
+            (p - 1) * np.where(late, np.clip(B - F, 0.0, np.maximum(F + B - 2 * W, 0.0)), np.maximum(F, F + B - 2 * W)),
+            (p - 1) * np.where(late, np.maximum(B - F, 0.0), np.maximum(F, B)) / 2,
         ],
         others,
     )
@@ -162,33 +177,34 @@ def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
 def _sends(c: TimeConstants, jobs: Jobs, m: Column, v: Column) -> Column:
     """Seconds that stages wait for one another's messages: a forward and a backward one for every micro-batch and every
     chunk. Tensor-parallel ranks share a message where they share its tokens, and where chunks are interleaved
-    (arXiv 2104.04473, section 4.1)."""
+    (arXiv 2104.04473, section 4.1): there each chunk waits for its message unless sends were made to run ahead, as does
+    DeepSpeed's engine (deepspeed/runtime/pipe/p2p.py: blocking sends)."""
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     parted = (jobs.sequence_parallel > 0) | (jobs.order == Order.INTERLEAVED)
     one = send_seconds(c, jobs, 2 * tokens * jobs.width / np.where(parted, jobs.tp, 1.0))
-    split = (jobs.order == Order.ZB_H1) | (jobs.order == Order.ZB_H2) | (jobs.order == Order.ZB_V)
-    seen = np.where(jobs.deepspeed > 0, c.send_deepspeed, np.where(split | (jobs.era > 0), c.send_hidden, c.send))
-    chunks = np.where(jobs.order == Order.INTERLEAVED, v, np.where(jobs.order == Order.ZB_V, 2.0, 1.0))
+    interleaved = jobs.order == Order.INTERLEAVED
+    waits = (jobs.deepspeed > 0) | (interleaved & (jobs.era == 0) & (jobs.overlap_tp == 0))
+    seen = np.where(waits, 1.0, c.send)
+    chunks = np.where(interleaved, v, np.where(jobs.order == Order.ZB_V, 2.0, 1.0))
     return np.where(jobs.pp > 1, 2 * seen * one * (m + jobs.pp - 1) * chunks, 0.0)
 
 
-def _data_parallel(c: TimeConstants, jobs: Jobs, stage: Stage, v: Column) -> Column:
+def _data_parallel(c: TimeConstants, jobs: Jobs, stage: Stage) -> Column:
     """Seconds of gradients' and parameters' exchanges that the last micro-batch's passes do not hide."""
     dense, experts = parameters_of_rank(jobs)
     ranks = jobs.dp * jobs.cp
-    calls = np.maximum(1, 2 * dense / c.bucket_bytes)
+    bucket = np.where(jobs.overlap > 0, c.bucket_bytes / 2, np.inf)
+    calls, expert_calls = np.maximum(1, dense / bucket), np.maximum(1, experts / bucket)
     sharded, whole = (jobs.zero >= 1) & (jobs.zero < 3), jobs.shard >= ranks
     scatter = ring_seconds(c, jobs, jobs.sent_bytes * dense, ranks, jobs.tp, calls=calls)
     reduce = ring_seconds(c, jobs, jobs.sent_bytes * dense, ranks, jobs.tp, reduces=True, calls=calls)
     gather = ring_seconds(c, jobs, 2 * dense, jobs.shard, jobs.tp, calls=calls)
     apart = np.maximum(ranks * jobs.tp / jobs.ep, 1)
-    expert_calls = np.maximum(1, 2 * experts / c.bucket_bytes)
     of_experts = ring_seconds(c, jobs, (jobs.sent_bytes + 2) * experts, apart, jobs.ep, calls=expert_calls)
     all_of_it = np.where(sharded & whole, scatter, reduce) + np.where(sharded, gather, 0.0)
     all_of_it = all_of_it + np.where(jobs.experts > 0, of_experts, 0.0)
     all_of_it = np.where(jobs.zero >= 3, 0.0, all_of_it)
-    chunk = np.where(jobs.order == Order.INTERLEAVED, v, 1.0)
-    room = np.where(jobs.overlap > 0, c.overlap * (stage.backward + stage.forward / 2) / chunk, 0.0)
+    room = np.where(jobs.overlap > 0, c.overlap * (stage.backward + stage.forward / 2), 0.0)
     earlier = (jobs.scatters - 1) * _shown(c, scatter, room)
     return _shown(c, all_of_it, room) + earlier
 

@@ -202,6 +202,7 @@ def _common(run: RunSpec) -> Numbers:
         "fused": 0,
         "overlap": 1,
         "overlap_tp": 0,
+        "beside_weights": 1,
         "overlap_ep": 0,
         "relayed": 0,
         "exchanges": 2,

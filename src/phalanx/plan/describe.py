@@ -121,6 +121,7 @@ def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) ->
         "fused": float("rms kernel" in said or not (sharded or named or compiled or "nanotron" in said)),
         "overlap": float(hidden),
         "overlap_tp": float((beside and "tp" in said) or ("comm overlap" in said and beside) or "async" in said),
+        "beside_weights": float(not (named or deepspeed or "nanotron" in said)),
         "overlap_ep": float(
             (era == 2 and "overlap disabled" not in said)
             or any(word in said for word in ("a2a overlap", "1f1b overlap", "dualpipe"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.cost.jobs import Order, Recompute
+from phalanx.cost.jobs import Attention, Order, Recompute
 from phalanx.cost.memory import PUBLISHED_MIXED_PRECISION_ADAM
 from phalanx.cost.parameters import parameters
 from phalanx.plan.describe import Numbers, flops_per_token, habits, is_low, machine_columns, model_columns
@@ -133,7 +133,9 @@ def _choices(row: Row, fixed: Numbers, layers: int, batch: int) -> tuple[list[Nu
     if not stated:
         assumed.append("micro-batch")
     said = row.get("recompute", "").lower()
-    again = [_recompute(said)] if said else list(Recompute)
+    sharded = fixed["zero"] >= 3
+    partly = Recompute.OPERATIONS if sharded or fixed["era"] > 0 else Recompute.SELECTIVE
+    again = [_recompute(said, sharded)] if said else [Recompute.NONE, partly, Recompute.FULL]
     if not said:
         assumed.append("recompute")
     schedule, pp = row.get("schedule", "").lower(), int(fixed["pp"])
@@ -149,7 +151,7 @@ def _choices(row: Row, fixed: Numbers, layers: int, batch: int) -> tuple[list[Nu
         for recompute in again:
             for v in chunks:
                 order = _order(schedule, pp, v)
-                modern = fixed["era"] > 0 and recompute != Recompute.FULL
+                modern = (fixed["era"] > 0 or fixed["attention"] >= Attention.FLASH_2) and recompute != Recompute.FULL
                 found.append({
                     **fixed, "micro_batch": micro_batch, "micro_batches": max(1.0, share / micro_batch),
                     "recompute": recompute, "virtual": max(v, 1) if order == Order.INTERLEAVED else 1, "order": order,
@@ -173,10 +175,13 @@ def _order(schedule: str, pp: int, virtual: int) -> Order:
     return Order.INTERLEAVED if virtual > 1 else Order.ONE_F_ONE_B
 
 
-def _recompute(said: str) -> Recompute:
+def _recompute(said: str, sharded: bool) -> Recompute:
+    """What a column says; selective means attention's core in Megatron-LM, and in trainers on FSDP other products.
+    Megatron-Core also takes the names of a block's parts."""
     if said == "full":
         return Recompute.FULL
-    if said.startswith("selective-op"):
+    named = not said.startswith("none") and any(part in said for part in ("norm", "act", "mlp", "moe"))
+    if said.startswith("selective-op") or (said == "selective" and sharded) or named:
         return Recompute.OPERATIONS
     return Recompute.SELECTIVE if said == "selective" else Recompute.NONE
 
