@@ -74,13 +74,13 @@ ALIKE = 0.001
 """Steps that differ by less are equally long: the simpler layout is preferred, then the smaller one."""
 
 
-def search(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
-    """The `keep` fastest layouts that are likely to fit.
+def search(run: RunSpec, world_size: int, keep: int = 20, among: list[Candidate] | None = None) -> Plan:
+    """The `keep` fastest layouts that are likely to fit, of all or `among` some.
 
     Memory of all is computed before the time of any: no bound on time is needed, and none is lost.
     Raises UserError for a cluster whose speeds are not known, and where no layout divides the ranks.
     """
-    found = candidates(run, world_size)
+    found = candidates(run, world_size) if among is None else among
     if not found:
         raise UserError(
             "cluster.nodes x cluster.nproc", world_size, "ranks share this model and this batch in no layout",
