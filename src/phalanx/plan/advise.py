@@ -111,7 +111,7 @@ def _unfit(rule: Rule, because: str, here: Situation, plan: Plan, best: Option) 
     parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in held)
     reason = (
         f"the smallest such layout takes {smallest.memory_bytes / GIB:.1f} GiB ({parts}), a device has "
-        f"{here.memory_bytes / GIB:.1f}, and not all of that is free: P(OOM) {smallest.p_oom:.0%}"
+        f"{here.memory_bytes / GIB:.1f}, not all of it free: P(OOM) {smallest.p_oom:.0%}, and {LIKELY:.0%} is too much"
     )
     return Advice(rule, because, "does not fit", smallest, 0.0, smallest.memory_bytes - best.memory_bytes, reason)
 

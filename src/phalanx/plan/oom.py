@@ -14,7 +14,7 @@ from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.plan.candidates import candidate_of
 from phalanx.plan.explain import GIB
 from phalanx.plan.remedies import REMEDIES, Remedy, with_layout
-from phalanx.plan.search import evaluate
+from phalanx.plan.search import Option, evaluate, search
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec, cut_batch
 
@@ -51,6 +51,39 @@ class Effect:
     def freed_bytes(self) -> int:
         """On the fullest rank."""
         return sum(self.freed.values())
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A run's memory, and what would free some."""
+
+    now: Held
+    limit_bytes: float
+    micro_batch: int
+    alone: list[Effect]
+    steps: list[Effect]
+    """One after the other; empty where the run fits."""
+    needed: list[Effect]
+    """Of those the ones that it cannot do without; all, where they are not enough."""
+    best: Option | None
+    """Of the planner, of all layouts on the same devices; None where it finds or knows none."""
+    best_held: Held | None
+    """The same by Phalanx's own count."""
+
+
+def diagnose(run: RunSpec) -> Diagnosis:
+    """What a run holds on its cluster, and every remedy alone and step by step.
+
+    Raises UserError if its layout cannot run, or where the memory of its devices is not known.
+    """
+    made = stepwise(run)
+    try:
+        best = next(iter(search(run, run.cluster.ranks, keep=1).options), None)
+    except UserError:
+        best = None
+    counted = None if best is None else held(run.model_copy(update={"layout": best.candidate.layout()}))
+    micro_batch = cut_batch(run, run.cluster.ranks).micro_batch
+    return Diagnosis(held(run), limit_bytes(run), micro_batch, alone(run), made, enough(run, made), best, counted)
 
 
 def limit_bytes(run: RunSpec) -> float:
@@ -119,8 +152,9 @@ def stepwise(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> list[Eff
 
 
 def enough(run: RunSpec, made: list[Effect]) -> list[Effect]:
-    """Of remedies with which a run fits, those that it needs: without those that a later one made superfluous, the ones
-    that cost most time tried first."""
+    """Of remedies with which a run fits, those that it needs: what costs most time is the first to be left out."""
+    if not fits(made):
+        return made
     before = [held(run).step_seconds, *(effect.held.step_seconds for effect in made if effect.held)]
     added = [(after or 0.0) - (earlier or 0.0) for earlier, after in pairwise(before)]
     for _, dropped in sorted(zip(added, (effect.remedy for effect in made), strict=True), key=lambda item: -item[0]):

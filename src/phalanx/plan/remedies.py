@@ -123,24 +123,25 @@ def _more_devices(run: RunSpec) -> Iterator[RunSpec]:
         times *= 2
 
 
+NO_DEGREE = "no larger degree divides the devices"
 REMEDIES = (
-    Remedy("smaller micro-batch, more accumulation", "smaller products, which devices run less well", GUIDE,
-           _smaller_batches, "a micro-batch is one sequence"),
+    Remedy("smaller micro-batch", "more accumulation of smaller products", GUIDE, _smaller_batches,
+           "a micro-batch is one sequence"),
     Remedy("recompute attention", "attention's forward pass once more", GUIDE, _recompute("selective")),
-    Remedy("recompute blocks", f"one more forward pass: about {recompute_overhead():.0%} more compute", GUIDE,
+    Remedy("recompute blocks", f"a forward pass more: about {recompute_overhead():+.0%} compute", GUIDE,
            _recompute("full")),
-    Remedy("mixed precision (bf16)", "nothing where devices have bf16; less exact", GUIDE, _half),
-    Remedy("ZeRO-1: share optimizer state", "no more traffic than DDP", STAGES, _zero(1)),
-    Remedy("ZeRO-2: share gradients too", "gradients are sent for every micro-batch", STAGES, _zero(2)),
-    Remedy("ZeRO-3: share parameters too", "parameters are gathered for every pass", STAGES, _zero(3)),
-    Remedy("share experts", "tokens go to their experts and back: 4 all-to-alls per block", HYBRIDS, _expert_ranks,
-           "the model has no experts to share"),
-    Remedy("tensor parallelism, with sequence parallelism", "exchanges within every block; fast links only", MEMORY,
-           _shared("tp", within_domain=True), "no larger degree divides the devices"),
-    Remedy("context parallelism", "keys and values go round", SEQUENCES, _shared("cp"),
-           "no larger degree divides the devices"),
-    Remedy("pipeline", "ranks wait for one another", HYBRIDS, _shared("pp"), "no larger degree divides the devices"),
-    Remedy("offload to CPU memory", "state crosses PCIe every step: not predicted", OFFLOAD, _offload),
-    Remedy("another optimizer: SGD", "convergence may slow; new learning rates", FIGURE, _sgd),
+    Remedy("bf16", "less exact", GUIDE, _half),
+    Remedy("ZeRO-1", "optimizer state shared: no more traffic", STAGES, _zero(1)),
+    Remedy("ZeRO-2", "gradients sent for every micro-batch", STAGES, _zero(2)),
+    Remedy("ZeRO-3", "parameters gathered for every pass", STAGES, _zero(3)),
+    Remedy("expert parallelism", "four all-to-alls per block", HYBRIDS, _expert_ranks,
+           "the model has no experts, or no larger degree divides the devices"),
+    Remedy("tensor parallelism", "exchanges in every block: fast links only", MEMORY,
+           _shared("tp", within_domain=True), NO_DEGREE),
+    Remedy("context parallelism", "keys and values go round", SEQUENCES, _shared("cp"), NO_DEGREE),
+    Remedy("pipeline", "stages wait for one another", HYBRIDS, _shared("pp"), NO_DEGREE),
+    Remedy("offload to CPU memory", "state crosses PCIe every step", OFFLOAD, _offload),
+    Remedy("SGD", "may converge slower; new learning rates", FIGURE, _sgd),
     Remedy("more devices", "their price", GUIDE, _more_devices, "no more devices can share a step's sequences"),
 )  # fmt: skip
+"""In the order to try them. Tensor parallelism comes with sequence parallelism."""

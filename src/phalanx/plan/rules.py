@@ -17,7 +17,7 @@ SIZES = "pos2001/ml-training-architecture, decision guide"
 PIPELINES, HYBRIDS = "jesamkim part 3, decision guide", "jesamkim part 4, decision guide"
 MEMORY, RECOMPUTE = "Jae's Tech Blog part 06", "Jae's Tech Blog part 13"
 STAGES, ORDER, LONG = "Jae's Tech Blog part 14", "Jae's Tech Blog part 20", "Jae's Tech Blog part 10"
-NOTES = "network engineer's notes, week 3"
+NOTES = "notes on a network engineer's book, week 3"
 SHARDED = ("zero1", "zero2", "zero3", "hsdp")
 Kind = Literal["size", "bottleneck", "schedule", "placement"]
 
@@ -203,6 +203,10 @@ def _many(s: Situation) -> str:
     return f"{s.ranks} devices" if s.ranks > 1 else ""
 
 
+def _outermost(s: Situation) -> str:
+    return "ranks are laid out so: data, pipeline, context, tensor, from outside to inside" if s.ranks > 1 else ""
+
+
 def _several(s: Situation) -> str:
     between = s.ranks > s.domain and not s.alone
     return f"a copy does not fit, and {s.ranks} devices are several domains of {s.domain}" if between else ""
@@ -260,8 +264,7 @@ BY_PLACEMENT = (
     Rule("placement", "tensor parallelism", "inside the domain of fast links", {"tp": INSIDE}, _many,
          f"{HYBRIDS}; {NOTES}"),
     Rule("placement", "pipeline", "between nodes", {"pp": SOME, "tp x cp": Degree("domain")}, _several, HYBRIDS),
-    Rule("placement", "data parallelism", "outermost, one exchange in a step", {}, _many, HYBRIDS,
-         "every layout of Phalanx's is so: data, pipeline, context, tensor from outside to inside"),
+    Rule("placement", "data parallelism", "outermost, one exchange in a step", {}, _outermost, HYBRIDS),
     Rule("placement", "expert parallelism", "inside the domain of fast links", {"ep x tp": INSIDE}, _experts, NOTES),
 )  # fmt: skip
 RULES = (*BY_SIZE, *BY_BOTTLENECK, *BY_SCHEDULE, *BY_PLACEMENT)
