@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,7 +13,7 @@ from phalanx.cost.shapes import elements, parameter_shapes
 from phalanx.plan.candidates import Candidate, candidates
 from phalanx.plan.explain import nearest_fit, why
 from phalanx.plan.rules import GIB, RULES, Rule, Situation
-from phalanx.plan.search import LIKELY, Option, Plan, can_run, evaluate, search
+from phalanx.plan.search import LIKELY, Option, can_run, evaluate, in_order, search, smallest
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
@@ -60,68 +61,82 @@ def advise(run: RunSpec, world_size: int) -> Advised:
     Raises UserError for a cluster whose speeds are not known, and where no layout fits.
     """
     found = candidates(run, world_size)
-    plan = search(run, world_size, keep=1, among=found)
-    if not plan.options:
+    every = Layouts(run, world_size, found, in_order(run, world_size, found) if found else [])
+    best = every.first(lambda _: True)
+    if best is None:
+        plan = search(run, world_size, keep=1)
         fix = nearest_fit(run, world_size, plan) if plan.smallest else "change the layout's choices or the batch"
         raise UserError("layout", None, f"no layout of {plan.considered:,} fits; see also `phalanx advise oom`", fix)
-    here, best = situation(run, world_size, found), plan.options[0]
+    here = situation(every)
     applying = [(rule, because) for rule in RULES if (because := rule.applies(here))]
-    advice = [held_against(run, here, rule, because, found, best) for rule, because in applying]
     spoken = [rule for rule, _ in applying]
+    advice = [held_against(every, best, here, rule, because) for rule, because in applying]
     return Advised(here, best, advice, [rule for rule in RULES if rule not in spoken])
 
 
-def held_against(
-    run: RunSpec, here: Situation, rule: Rule, because: str, found: list[Candidate], best: Option
-) -> Advice:
+@dataclass(frozen=True)
+class Layouts:
+    """All layouts of a run."""
+
+    run: RunSpec
+    ranks: int
+    found: list[Candidate]
+    fitting: list[Candidate]
+    """Those that are likely to fit, in the planner's order of preference."""
+
+    def first(self, wanted: Callable[[Candidate], bool]) -> Option | None:
+        """The planner's best of some layouts; None if none of them fits and runs."""
+        some = (candidate for candidate in self.fitting if wanted(candidate))
+        best = next((candidate for candidate in some if can_run(self.run, self.ranks, candidate)), None)
+        return None if best is None else evaluate(self.run, self.ranks, [best])[0]
+
+
+def held_against(every: Layouts, best: Option, here: Situation, rule: Rule, because: str) -> Advice:
     """A rule that applies beside the planner's best layout."""
-    obeying = [candidate for candidate in found if rule.obeyed(candidate, here.domain)]
-    if rule.obeyed(best.candidate, here.domain):
-        return Advice(rule, because, "agrees", best, 0.0, 0.0, _otherwise(run, here, rule, found, best))
+
+    def obeyed(candidate: Candidate) -> bool:
+        return rule.obeyed(candidate, here.domain)
+
+    if obeyed(best.candidate):
+        return Advice(rule, because, "agrees", best, 0.0, 0.0, _otherwise(every, best, obeyed))
+    option = every.first(obeyed)
+    if option is None:
+        return _impossible(every, best, here, rule, because)
+    slower, more = option.step_seconds / best.step_seconds - 1, option.memory_bytes - best.memory_bytes
+    verdict: Verdict = "agrees" if slower < ALIKE else "costs"
+    return Advice(rule, because, verdict, option, slower, more, why(every.run, option, best))
+
+
+def _otherwise(every: Layouts, best: Option, obeyed: Callable[[Candidate], bool]) -> str:
+    """Why the planner does what a rule says: what the fastest layout that does not would take."""
+    other = every.first(lambda candidate: not obeyed(candidate))
+    if other is not None:
+        return f"otherwise {other.candidate}, {why(every.run, other, best)}"
+    return "all layouts are so" if all(map(obeyed, every.found)) else "no other layout fits"
+
+
+def _impossible(every: Layouts, best: Option, here: Situation, rule: Rule, because: str) -> Advice:
+    """Of a rule that no layout obeys that fits and runs."""
+    obeying = [candidate for candidate in every.found if rule.obeyed(candidate, here.domain)]
     if not obeying:
         reason = f"no layout of {here.ranks} devices, this batch and this model has {rule.partial}"
         return Advice(rule, because, "does not run", None, 0.0, 0.0, reason)
-    plan = search(run, here.ranks, keep=1, among=obeying)
-    if not plan.options:
-        return _unfit(rule, because, here, plan, best)
-    option = plan.options[0]
-    slower, more = option.step_seconds / best.step_seconds - 1, option.memory_bytes - best.memory_bytes
-    verdict: Verdict = "agrees" if slower < ALIKE else "costs"
-    return Advice(rule, because, verdict, option, slower, more, why(run, option, best))
-
-
-def _otherwise(run: RunSpec, here: Situation, rule: Rule, found: list[Candidate], best: Option) -> str:
-    """Why the planner does what a rule says: what the fastest layout that does not would take."""
-    others = [candidate for candidate in found if not rule.obeyed(candidate, here.domain)]
-    if not others:
-        return "all layouts are so"
-    options = search(run, here.ranks, keep=1, among=others).options
-    if not options:
-        return "no other layout fits"
-    return f"otherwise {options[0].candidate}, {why(run, options[0], best)}"
-
-
-def _unfit(rule: Rule, because: str, here: Situation, plan: Plan, best: Option) -> Advice:
-    """Of a rule that no layout obeys that fits and runs."""
-    smallest = plan.smallest
-    if smallest is None:
-        reason = f"of {plan.considered:,} such layouts the {plan.fitting:,} that fit cannot run"
+    least = evaluate(every.run, every.ranks, [smallest(every.run, every.ranks, obeying)])[0]
+    if least.p_oom < LIKELY:
+        reason = f"none of the {len(obeying):,} such layouts that fit can run"
         return Advice(rule, because, "does not run", None, 0.0, 0.0, reason)
-    held = sorted(_fullest(smallest).items(), key=lambda part: -part[1])
+    held = sorted(_fullest(least).items(), key=lambda part: -part[1])
     parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in held)
     reason = (
-        f"the smallest such layout takes {smallest.memory_bytes / GIB:.1f} GiB ({parts}), a device has "
-        f"{here.memory_bytes / GIB:.1f}, not all of it free: P(OOM) {smallest.p_oom:.0%}, and {LIKELY:.0%} is too much"
+        f"the smallest such layout takes {least.memory_bytes / GIB:.1f} GiB ({parts}), a device has "
+        f"{here.memory_bytes / GIB:.1f}, not all of it free: P(OOM) {least.p_oom:.0%}, and {LIKELY:.0%} is too much"
     )
-    return Advice(rule, because, "does not fit", smallest, 0.0, smallest.memory_bytes - best.memory_bytes, reason)
+    return Advice(rule, because, "does not fit", least, 0.0, least.memory_bytes - best.memory_bytes, reason)
 
 
-def situation(run: RunSpec, world_size: int, found: list[Candidate]) -> Situation:
-    """What the rules look at; `found` are all layouts of the run.
-
-    Raises UserError for a cluster whose speeds are not known.
-    """
-    model, training, cluster = run.model, run.training, run.cluster
+def situation(every: Layouts) -> Situation:
+    """What the rules look at."""
+    run, model, training, cluster = every.run, every.run.model, every.run.training, every.run.cluster
     sequences = training.tokens_per_step // training.sequence
     plain = Candidate("ddp", 1, 1, 1, 1, 1, 1, 1, sequences, "none", "1f1b", 1)
     one = evaluate(run, 1, [plain, replace(plain, recompute="full")])
@@ -134,7 +149,7 @@ def situation(run: RunSpec, world_size: int, found: list[Candidate]) -> Situatio
         layers=model.layers,
         experts=model.moe is not None,
         sequences=sequences,
-        ranks=world_size,
+        ranks=every.ranks,
         domain=cluster.domain or cluster.nproc or 1,
         memory_bytes=float(cluster.memory_bytes or 0),
         state={"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer},
@@ -142,7 +157,7 @@ def situation(run: RunSpec, world_size: int, found: list[Candidate]) -> Situatio
         recomputed_bytes=again["activations"] + again["logits"],
         layer_bytes=each * _largest_block(run) + held["activations"] / model.layers,
         alone=(alone := any(option.p_oom < LIKELY for option in one)),
-        spare=not alone and _spare(run, world_size, found),
+        spare=not alone and _spare(every),
     )
 
 
@@ -161,11 +176,11 @@ def _largest_block(run: RunSpec) -> int:
     return max(blocks.values())
 
 
-def _spare(run: RunSpec, world_size: int, found: list[Candidate]) -> bool:
+def _spare(every: Layouts) -> bool:
     """Whether the fastest 1F1B pipeline that fits still does with ZB-H2 in place of 1F1B."""
-    pipelines = [candidate for candidate in found if candidate.pp > 1 and candidate.schedule == "1f1b"]
-    fastest = search(run, world_size, keep=1, among=pipelines).options if pipelines else []
-    if not fastest:
+    fastest = every.first(lambda candidate: candidate.pp > 1 and candidate.schedule == "1f1b")
+    if fastest is None:
         return False
-    other = replace(fastest[0].candidate, schedule="zb-h2")
-    return can_run(run, world_size, other) and evaluate(run, world_size, [other])[0].p_oom < LIKELY
+    other = replace(fastest.candidate, schedule="zb-h2")
+    runs = can_run(every.run, every.ranks, other)
+    return runs and evaluate(every.run, every.ranks, [other])[0].p_oom < LIKELY
