@@ -124,6 +124,7 @@ def test_a_run_file_may_be_called_oom(run, tmp_path, monkeypatch):
         (["RUN", "--set", "cluster.nproc=8"], "is not known, and a plan needs it"),
         (["oom", "RUN"], r"cluster\.memory_bytes: is not known"),
         (["oom", "RUN", "--machine", "h100", "--set", "layout.pp=3"], "does not divide the ranks"),
+        (["oom", "RUN", "--machine", "h100", "--set", "layout=auto"], "is the planner's to choose"),
         (["RUN", "--machine", "l4", "--set", "model.preset=llama3-405b"], "advise oom"),
     ],
 )

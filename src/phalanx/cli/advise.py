@@ -47,28 +47,44 @@ def advise(
 
         phalanx advise oom run.toml --machine h100 --nodes 2 --set layout.data=zero1 --set layout.micro_batch=4
     """
-    from phalanx.cli.plan import on_machines
-
     wants_oom, path = _words(first, second)
-    described, world_size = on_machines(path, machine, nodes, nproc, set_ or [])
     if wants_oom:
-        from phalanx.cli import oom_views as views
-        from phalanx.plan.oom import diagnose
-
-        diagnosis = diagnose(described)
-        if json_:
-            print(json.dumps(views.facts(described, diagnosis), indent=2))
-        else:
-            views.show(described, diagnosis)
+        _out_of_memory(path, machine, nodes, nproc, set_ or [], json_)
     else:
-        from phalanx.cli import advise_views
-        from phalanx.plan.advise import advise as advised_for
+        _rules(path, machine, nodes, nproc, set_ or [], json_)
 
-        advised = advised_for(described, world_size)
-        if json_:
-            print(json.dumps(advise_views.facts(described, advised), indent=2))
-        else:
-            advise_views.show(described, advised)
+
+def _rules(
+    path: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str], as_json: bool
+) -> None:
+    from phalanx.cli import advise_views as views
+    from phalanx.cli.plan import on_machines
+    from phalanx.plan.advise import advise as advised_for
+
+    run, world_size = on_machines(path, machine, nodes, nproc, overrides)
+    advised = advised_for(run, world_size)
+    if as_json:
+        print(json.dumps(views.facts(run, advised), indent=2))
+    else:
+        views.show(run, advised)
+
+
+def _out_of_memory(
+    path: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str], as_json: bool
+) -> None:
+    from phalanx.cli import oom_views as views
+    from phalanx.cli.plan import on_machines
+    from phalanx.cost.stages import refuse_automatic
+    from phalanx.plan.oom import diagnose
+    from phalanx.spec.load import load_run
+
+    refuse_automatic(load_run(path, overrides))
+    run, _ = on_machines(path, machine, nodes, nproc, overrides)
+    diagnosis = diagnose(run)
+    if as_json:
+        print(json.dumps(views.facts(run, diagnosis), indent=2))
+    else:
+        views.show(run, diagnosis)
 
 
 def _words(first: str, second: str | None) -> tuple[bool, Path]:
