@@ -143,6 +143,31 @@ def test_exactly_one_rule_of_pipelines_applies(eight_billion, seventy_billion):
             "no pipeline; DP or ZeRO", "ZB-H2", "ZB-H1 or 1F1B")}) == 1  # fmt: skip
 
 
+def test_a_copy_is_counted_as_it_is(eight_billion):
+    """Llama 3 8B: 4, 4 and 8 bytes a parameter with AdamW, and blocks of 218 M parameters."""
+    here = eight_billion.situation
+    m, block = 8_030_261_248, 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    assert (here.parameters, here.layers, here.sequences, here.domain) == (m, 32, 512, 8)
+    assert here.state == {"parameters": 4 * m, "gradients": 4 * m, "optimizer": 8 * m}
+    assert 16 * block < here.layer_bytes < 16 * block + here.activation_bytes / 32
+    assert here.recomputed_bytes < here.activation_bytes / 3
+    assert not here.alone
+
+
+def test_memory_to_spare_is_what_zb_h2_needs(eight_billion, seventy_billion):
+    """Held against the layouts themselves: the fastest 1F1B pipeline, and the same with ZB-H2."""
+    for run, advised, spare in (
+        (make("llama3-8b", nodes=4), eight_billion, True),
+        (make("llama3-70b", nodes=16), seventy_billion, False),
+    ):
+        ranks = advised.situation.ranks
+        pipelines = [c for c in candidates(run, ranks) if c.pp > 1 and c.schedule == "1f1b"]
+        fitting = [option for option in evaluate(run, ranks, pipelines) if option.p_oom < LIKELY]
+        fastest = min(fitting, key=lambda option: (option.step_seconds, option.memory_bytes)).candidate
+        other = evaluate(run, ranks, [replace(fastest, schedule="zb-h2")])[0]
+        assert advised.situation.spare == spare == (other.p_oom < LIKELY)
+
+
 def test_eight_billion_parameters_disagree_with_the_guide_by_size(eight_billion):
     advice = of(eight_billion, "1B to 10B parameters")
     assert advice.verdict == "costs"
