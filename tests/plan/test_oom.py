@@ -212,6 +212,15 @@ def test_what_is_not_possible_says_why():
     assert "does not divide model.heads" in odd["tensor parallelism"].problem
 
 
+def test_sequences_are_shared_as_the_planner_shares_them():
+    on_gpu, on_cpu = make(cluster={"memory_bytes": 2 * GIB}), make(cluster={"memory_bytes": 2 * GIB, "device": "cpu"})
+    assert by_name(alone(on_gpu))["context parallelism"].settings == ("layout.cp=8", "layout.context=ulysses")
+    assert by_name(alone(on_cpu))["context parallelism"].settings == ("layout.cp=8",)
+    five = {**WIDE, "heads": 5, "kv_heads": 5, "width": 1280}
+    few_heads = make(five, cluster={"memory_bytes": 2 * GIB})
+    assert by_name(alone(few_heads))["context parallelism"].settings == ("layout.cp=8",)
+
+
 def test_choices_that_mean_nothing_then_are_dropped():
     run = small(0.1, data="ddp", compress="bf16")
     found = by_name(alone(run))

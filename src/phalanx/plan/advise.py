@@ -10,11 +10,12 @@ from typing import Literal
 from phalanx.cost.memory import model_state_bytes, optimizer_of, state_bytes
 from phalanx.cost.parameters import parameters
 from phalanx.cost.shapes import elements, parameter_shapes
-from phalanx.plan.candidates import Candidate, candidates
+from phalanx.plan.candidates import Candidate, candidate_of, candidates
 from phalanx.plan.explain import nearest_fit, why
 from phalanx.plan.rules import GIB, RULES, Rule, Situation
 from phalanx.plan.search import LIKELY, Option, can_run, evaluate, in_order, search, smallest
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 
 ALIKE = 0.01
@@ -138,7 +139,7 @@ def situation(every: Layouts) -> Situation:
     """What the rules look at."""
     run, model, training, cluster = every.run, every.run.model, every.run.training, every.run.cluster
     sequences = training.tokens_per_step // training.sequence
-    plain = Candidate("ddp", 1, 1, 1, 1, 1, 1, 1, sequences, "none", "1f1b", 1)
+    plain = candidate_of(run.model_copy(update={"layout": Layout(micro_batch=1)}), 1)
     one = evaluate(run, 1, [plain, replace(plain, recompute="full")])
     held, again = (_fullest(option) for option in one)
     optimizer, count = optimizer_of(run.optimizer), parameters(model)

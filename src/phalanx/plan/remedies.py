@@ -17,6 +17,7 @@ from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import MEANT_FOR, NOT_IN_PIPELINES, Layout
 from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.share import check_shares
 
 GUIDE, FIGURE = "jesamkim part 1, OOM guide", "jesamkim part 1, figure of the OOM guide"
 STAGES, SEQUENCES, MEMORY = "Jae's Tech Blog part 14", "Jae's Tech Blog part 10", "Jae's Tech Blog part 06"
@@ -88,6 +89,23 @@ def _shared(axis: str, within_domain: bool = False) -> Callable[[RunSpec], Itera
     return changes
 
 
+def _shared_sequences(run: RunSpec) -> Iterator[RunSpec]:
+    """As the run has it, or as the planner does: on a GPU tokens for heads where there are enough, else a ring."""
+    usual = ("ring",) if run.cluster.device == "cpu" else ("ulysses", "ring")
+    kinds = (run.layout.context,) if run.layout.cp > 1 else usual
+    for changed in _shared("cp")(run):
+        ways = [with_layout(changed, context=way) for way in kinds]
+        yield next((way for way in ways if _can_share(way)), ways[-1])
+
+
+def _can_share(run: RunSpec) -> bool:
+    try:
+        check_shares(run, run.cluster.ranks)
+    except UserError:
+        return False
+    return True
+
+
 def _expert_ranks(run: RunSpec) -> Iterator[RunSpec]:
     if run.model.moe is not None:
         yield from _shared("ep")(run)
@@ -138,7 +156,7 @@ REMEDIES = (
            "the model has no experts, or no larger degree divides the devices"),
     Remedy("tensor parallelism", "exchanges in every block: fast links only", MEMORY,
            _shared("tp", within_domain=True), NO_DEGREE),
-    Remedy("context parallelism", "keys and values go round", SEQUENCES, _shared("cp"), NO_DEGREE),
+    Remedy("context parallelism", "exchanges in every attention", SEQUENCES, _shared_sequences, NO_DEGREE),
     Remedy("pipeline", "stages wait for one another", HYBRIDS, _shared("pp"), NO_DEGREE),
     Remedy("offload to CPU memory", "state crosses PCIe every step", OFFLOAD, _offload),
     Remedy("SGD", "may converge slower; new learning rates", FIGURE, _sgd),
