@@ -88,6 +88,7 @@ def test_checkpoints_of_64_layers():
     assert best_checkpoints(64) == 8
     assert held_layers(64, 8) == 16
     assert all(held_layers(64, other) > 16 for other in range(1, 65) if other != 8)
+    assert [best_checkpoints(layers) for layers in (1, 32, 81, 100)] == [1, 6, 9, 10]
     assert recompute_overhead() == pytest.approx(1 / 3)
     assert recompute_overhead(backward=1) == pytest.approx(1 / 2)
 

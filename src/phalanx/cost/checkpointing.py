@@ -3,7 +3,7 @@ input of every block) is counted in `cost.activations`."""
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, sqrt
 
 
 def held_layers(layers: int, checkpoints: int) -> int:
@@ -13,8 +13,13 @@ def held_layers(layers: int, checkpoints: int) -> int:
 
 
 def best_checkpoints(layers: int) -> int:
-    """The fewest checkpoints with which least is held: about sqrt(layers), and about twice as many layers' worth."""
-    return min(range(1, layers + 1), key=lambda checkpoints: (held_layers(layers, checkpoints), checkpoints))
+    """As many checkpoints as hold least: sqrt(layers), or of several the nearest to it; about twice as many layers'
+    worth are held."""
+
+    def held(checkpoints: int) -> tuple[int, float]:
+        return held_layers(layers, checkpoints), abs(checkpoints - sqrt(layers))
+
+    return min(range(1, layers + 1), key=held)
 
 
 def recompute_overhead(again: float = 1.0, backward: float = 2.0) -> float:
