@@ -14,7 +14,8 @@ from phalanx.spec.base import require, suggest
 from phalanx.spec.errors import UserError
 
 COMMANDS = (
-    "data", "pipeline", "experts", "export", "generate", "info", "init", "memory", "mesh", "placement", "plan", "train",
+    "data", "pipeline", "advise", "experts", "export", "generate", "info", "init", "memory", "mesh", "placement",
+    "plan", "train",
 )  # fmt: skip
 """Each a file beside this one with a function of its name, or with an `app` of several."""
 

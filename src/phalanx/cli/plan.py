@@ -64,7 +64,7 @@ def plan(
         _predict(batch, json_)
         return
     assert run is not None
-    described, world_size = _described(run, machine, nodes, nproc, set_ or [])
+    described, world_size = on_machines(run, machine, nodes, nproc, set_ or [])
     if diff is not None:
         _show_diff(described, world_size, diff)
         return
@@ -86,7 +86,7 @@ def plan(
         _show(described, world_size, found, top, tokens)
 
 
-def _described(
+def on_machines(
     run: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str]
 ) -> tuple[RunSpec, int]:
     """The run on the machines that the options name, and its ranks."""

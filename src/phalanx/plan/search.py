@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,23 +87,30 @@ def search(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
             "cluster.nodes x cluster.nproc", world_size, "ranks share this model and this batch in no layout",
             "use a number of ranks whose factors divide the sequences of a step and the model",
         )  # fmt: skip
-    jobs = jobs_of(run, world_size, found)
-    c = memory_constants()
+    ordered = in_order(run, world_size, found)
+    if not ordered:
+        return Plan([], len(found), 0, evaluate(run, world_size, [smallest(run, world_size, found)])[0])
+    runnable = list(islice((candidate for candidate in ordered if can_run(run, world_size, candidate)), keep))
+    return Plan(evaluate(run, world_size, runnable), len(found), len(ordered), None)
+
+
+def in_order(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Candidate]:
+    """Of some layouts those that are likely to fit, in the order of preference; not all of them can run."""
+    jobs, c = jobs_of(run, world_size, found), memory_constants()
     memory = np.broadcast_to(footprint(c, jobs).allocated, len(found))
     risk = np.broadcast_to(out_of_memory(c, jobs, memory), len(found))
     fitting = np.flatnonzero(risk < LIKELY)
     if not len(fitting):
-        smallest = int(np.argmin(memory))
-        return Plan([], len(found), 0, evaluate(run, world_size, [found[smallest]])[0])
+        return []
     seconds = np.broadcast_to(step_seconds(time_constants(), jobs.take(fitting)).total, len(fitting))
     fastest = fitting[rank(seconds, np.array([found[at].axes for at in fitting]), memory[fitting])]
-    runnable: list[Candidate] = []
-    for at in fastest:
-        if len(runnable) == keep:
-            break
-        if can_run(run, world_size, found[at]):
-            runnable.append(found[at])
-    return Plan(evaluate(run, world_size, runnable), len(found), len(fitting), None)
+    return [found[at] for at in fastest]
+
+
+def smallest(run: RunSpec, world_size: int, found: list[Candidate]) -> Candidate:
+    """Of some layouts the one that takes least memory."""
+    memory = footprint(memory_constants(), jobs_of(run, world_size, found)).allocated
+    return found[int(np.argmin(np.broadcast_to(memory, len(found))))]
 
 
 def rank(seconds: Column, axes: NDArray[np.int64], memory: Column) -> NDArray[np.int64]:

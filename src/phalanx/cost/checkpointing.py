@@ -1,0 +1,28 @@
+"""Recomputation by rule of thumb: how many checkpoints, and what computing again costs. What Phalanx itself keeps (the
+input of every block) is counted in `cost.activations`."""
+
+from __future__ import annotations
+
+from math import ceil, sqrt
+
+
+def held_layers(layers: int, checkpoints: int) -> int:
+    """Layers' worth held at the peak: one input for each of so many checkpoints, and all activations of the layers
+    between two of them (Chen et al., arXiv 1604.06174, section 4.1, which takes the two to be of one size)."""
+    return checkpoints + ceil(layers / checkpoints)
+
+
+def best_checkpoints(layers: int) -> int:
+    """As many checkpoints as hold least: sqrt(layers), or of several the nearest to it; about twice as many layers'
+    worth are held."""
+
+    def held(checkpoints: int) -> tuple[int, float]:
+        return held_layers(layers, checkpoints), abs(checkpoints - sqrt(layers))
+
+    return min(range(1, layers + 1), key=held)
+
+
+def recompute_overhead(again: float = 1.0, backward: float = 2.0) -> float:
+    """Compute that is added to a step, as a share of it: `again` forward passes more, where a backward pass takes as
+    long as `backward` of them. Of one forward pass: a third."""
+    return again / (1 + backward)

@@ -1,0 +1,187 @@
+"""Published rules of thumb beside what the planner says: which apply to a run, whether they agree, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from phalanx.cost.memory import model_state_bytes, optimizer_of, state_bytes
+from phalanx.cost.parameters import parameters
+from phalanx.cost.shapes import elements, parameter_shapes
+from phalanx.plan.candidates import Candidate, candidate_of, candidates
+from phalanx.plan.explain import nearest_fit, why
+from phalanx.plan.rules import GIB, RULES, Rule, Situation
+from phalanx.plan.search import LIKELY, Option, can_run, evaluate, in_order, search, smallest
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import RunSpec
+
+ALIKE = 0.01
+"""A rule agrees if the best layout that obeys it is slower by less: 80 of 100 steps differ from their prediction by up
+to a tenth."""
+Verdict = Literal["agrees", "costs", "does not fit", "does not run"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A rule that applies, beside the planner's best."""
+
+    rule: Rule
+    because: str
+    verdict: Verdict
+    option: Option | None
+    """The fastest layout that obeys the rule and fits; the smallest, where none fits."""
+    slower: float
+    """Time of its step beyond the best one's, as a share of that; of what does not fit or run 0."""
+    more_bytes: float
+    """Memory of its fullest rank beyond that of the best layout's."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Advised:
+    """All that is said of a run."""
+
+    situation: Situation
+    best: Option
+    advice: list[Advice]
+    silent: list[Rule]
+    """Rules that do not apply."""
+
+    @property
+    def agreeing(self) -> int:
+        """Rules that agree with the planner."""
+        return sum(advice.verdict == "agrees" for advice in self.advice)
+
+
+def advise(run: RunSpec, world_size: int) -> Advised:
+    """Every rule of thumb, held against the planner's search.
+
+    Raises UserError for a cluster whose speeds are not known, and where no layout fits.
+    """
+    found = candidates(run, world_size)
+    every = Layouts(run, world_size, found, in_order(run, world_size, found) if found else [])
+    best = every.first(lambda _: True)
+    if best is None:
+        plan = search(run, world_size, keep=1)
+        fix = nearest_fit(run, world_size, plan) if plan.smallest else "change the layout's choices or the batch"
+        raise UserError("layout", None, f"no layout of {plan.considered:,} fits; see also `phalanx advise oom`", fix)
+    here = situation(every)
+    applying = [(rule, because) for rule in RULES if (because := rule.applies(here))]
+    spoken = [rule for rule, _ in applying]
+    advice = [held_against(every, best, here, rule, because) for rule, because in applying]
+    return Advised(here, best, advice, [rule for rule in RULES if rule not in spoken])
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """All layouts of a run."""
+
+    run: RunSpec
+    ranks: int
+    found: list[Candidate]
+    fitting: list[Candidate]
+    """Those that are likely to fit, in the planner's order of preference."""
+
+    def first(self, wanted: Callable[[Candidate], bool]) -> Option | None:
+        """The planner's best of some layouts; None if none of them fits and runs."""
+        some = (candidate for candidate in self.fitting if wanted(candidate))
+        best = next((candidate for candidate in some if can_run(self.run, self.ranks, candidate)), None)
+        return None if best is None else evaluate(self.run, self.ranks, [best])[0]
+
+
+def held_against(every: Layouts, best: Option, here: Situation, rule: Rule, because: str) -> Advice:
+    """A rule that applies beside the planner's best layout."""
+
+    def obeyed(candidate: Candidate) -> bool:
+        return rule.obeyed(candidate, here.domain)
+
+    if obeyed(best.candidate):
+        return Advice(rule, because, "agrees", best, 0.0, 0.0, _otherwise(every, best, obeyed))
+    option = every.first(obeyed)
+    if option is None:
+        return _impossible(every, best, here, rule, because)
+    slower, more = option.step_seconds / best.step_seconds - 1, option.memory_bytes - best.memory_bytes
+    verdict: Verdict = "agrees" if slower < ALIKE else "costs"
+    return Advice(rule, because, verdict, option, slower, more, why(every.run, option, best))
+
+
+def _otherwise(every: Layouts, best: Option, obeyed: Callable[[Candidate], bool]) -> str:
+    """Why the planner does what a rule says: what the fastest layout that does not would take."""
+    other = every.first(lambda candidate: not obeyed(candidate))
+    if other is not None:
+        return f"otherwise {other.candidate}, {why(every.run, other, best)}"
+    return "all layouts are so" if all(map(obeyed, every.found)) else "no other layout fits"
+
+
+def _impossible(every: Layouts, best: Option, here: Situation, rule: Rule, because: str) -> Advice:
+    """Of a rule that no layout obeys that fits and runs."""
+    obeying = [candidate for candidate in every.found if rule.obeyed(candidate, here.domain)]
+    if not obeying:
+        reason = f"no layout of {here.ranks} devices, this batch and this model has {rule.partial}"
+        return Advice(rule, because, "does not run", None, 0.0, 0.0, reason)
+    least = evaluate(every.run, every.ranks, [smallest(every.run, every.ranks, obeying)])[0]
+    if least.p_oom < LIKELY:
+        reason = f"none of the {len(obeying):,} such layouts that fit can run"
+        return Advice(rule, because, "does not run", None, 0.0, 0.0, reason)
+    held = sorted(_fullest(least).items(), key=lambda part: -part[1])
+    parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in held)
+    reason = (
+        f"the smallest such layout takes {least.memory_bytes / GIB:.1f} GiB ({parts}), a device has "
+        f"{here.memory_bytes / GIB:.1f}, not all of it free: P(OOM) {least.p_oom:.0%}, and {LIKELY:.0%} is too much"
+    )
+    return Advice(rule, because, "does not fit", least, 0.0, least.memory_bytes - best.memory_bytes, reason)
+
+
+def situation(every: Layouts) -> Situation:
+    """What the rules look at."""
+    run, model, training, cluster = every.run, every.run.model, every.run.training, every.run.cluster
+    sequences = training.tokens_per_step // training.sequence
+    plain = candidate_of(run.model_copy(update={"layout": Layout(micro_batch=1)}), 1)
+    one = evaluate(run, 1, [plain, replace(plain, recompute="full")])
+    held, again = (_fullest(option) for option in one)
+    optimizer, count = optimizer_of(run.optimizer), parameters(model)
+    state = model_state_bytes(count, optimizer, training.precision)
+    each = state_bytes("adamw" if optimizer == "muon" else optimizer, training.precision).total
+    return Situation(
+        parameters=count.total,
+        layers=model.layers,
+        experts=model.moe is not None,
+        sequences=sequences,
+        ranks=every.ranks,
+        domain=cluster.domain or cluster.nproc or 1,
+        memory_bytes=float(cluster.memory_bytes or 0),
+        state={"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer},
+        activation_bytes=held["activations"] + held["logits"],
+        recomputed_bytes=again["activations"] + again["logits"],
+        layer_bytes=each * _largest_block(run) + held["activations"] / model.layers,
+        alone=(alone := any(option.p_oom < LIKELY for option in one)),
+        spare=not alone and _spare(every),
+    )
+
+
+def _fullest(option: Option) -> dict[str, float]:
+    """Bytes by part of the stage that has most."""
+    return max(option.stages.values(), key=lambda stage: sum(stage.values()))
+
+
+def _largest_block(run: RunSpec) -> int:
+    """Parameters of the block that has most."""
+    blocks: Counter[str] = Counter()
+    for name, shape in parameter_shapes(run.model).items():
+        owner, _, rest = name.partition(".")
+        if owner == "blocks":
+            blocks[rest.partition(".")[0]] += elements(shape)
+    return max(blocks.values())
+
+
+def _spare(every: Layouts) -> bool:
+    """Whether the fastest 1F1B pipeline that fits still does with ZB-H2 in place of 1F1B."""
+    fastest = every.first(lambda candidate: candidate.pp > 1 and candidate.schedule == "1f1b")
+    if fastest is None:
+        return False
+    other = replace(fastest.candidate, schedule="zb-h2")
+    runs = can_run(every.run, every.ranks, other)
+    return runs and evaluate(every.run, every.ranks, [other])[0].p_oom < LIKELY

@@ -1,0 +1,198 @@
+"""Out of memory: what each remedy frees and costs on its own, and one after the other until a run fits.
+
+Memory is what Phalanx itself would hold (`cost.memory.rank_memory`) on the fullest rank, not the planner's footprint of
+any trainer. Times are the planner's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from phalanx.cost.constants import memory_constants
+from phalanx.cost.memory import RankMemory, rank_memory
+from phalanx.plan.candidates import candidate_of
+from phalanx.plan.explain import GIB
+from phalanx.plan.remedies import REMEDIES, Remedy, with_layout
+from phalanx.plan.search import Option, evaluate, search
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec, cut_batch
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "communication")
+WORTH = 0.01
+"""Step by step, a change that frees less than this share of what is held is not made."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a run takes: bytes of its fullest rank, and the seconds of its step."""
+
+    memory: RankMemory
+    fits: bool
+    step_seconds: float | None
+    """None where the planner does not know: offload, other precisions than bf16, unknown machines."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A remedy applied to a run."""
+
+    remedy: Remedy
+    run: RunSpec | None
+    """As it is then; None where the remedy is not possible."""
+    settings: tuple[str, ...]
+    """What changed, as `--set` takes it."""
+    freed: Mapping[str, int]
+    """Bytes by part; negative where more is held."""
+    held: Held | None
+    problem: str = ""
+
+    @property
+    def freed_bytes(self) -> int:
+        """On the fullest rank."""
+        return sum(self.freed.values())
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A run's memory, and what would free some."""
+
+    now: Held
+    limit_bytes: float
+    micro_batch: int
+    alone: list[Effect]
+    steps: list[Effect]
+    """One after the other; empty where the run fits."""
+    needed: list[Effect]
+    """Of those the ones that it cannot do without; all, where they are not enough."""
+    best: Option | None
+    """Of the planner, of all layouts on the same devices; None where it finds or knows none."""
+    best_held: Held | None
+    """The same by Phalanx's own count."""
+
+
+def diagnose(run: RunSpec) -> Diagnosis:
+    """What a run holds on its cluster, and every remedy alone and step by step.
+
+    Raises UserError if its layout cannot run, or where the memory of its devices is not known.
+    """
+    made = stepwise(run)
+    try:
+        best = next(iter(search(run, run.cluster.ranks, keep=1).options), None)
+    except UserError:
+        best = None
+    counted = None if best is None else held(run.model_copy(update={"layout": best.candidate.layout()}))
+    micro_batch = cut_batch(run, run.cluster.ranks).micro_batch
+    return Diagnosis(held(run), limit_bytes(run), micro_batch, alone(run), made, enough(run, made), best, counted)
+
+
+def limit_bytes(run: RunSpec) -> float:
+    """Memory of a device that a run may fill: on GPUs without what driver and libraries take.
+
+    Raises UserError where the memory is not known.
+    """
+    memory = run.cluster.memory_bytes
+    if memory is None:
+        fix = 'set it, or cluster.preset (`phalanx info --list` shows them), such as "h100"'
+        raise UserError("cluster.memory_bytes", None, "is not known, and what fits depends on it", fix)
+    return memory - (memory_constants().context_gib * GIB if run.cluster.device == "cuda" else 0)
+
+
+def held(run: RunSpec) -> Held:
+    """What a run takes on its cluster's ranks.
+
+    Raises UserError if its layout cannot run.
+    """
+    memory = fullest(run)
+    return Held(memory, memory.total <= limit_bytes(run), step_seconds(run))
+
+
+def fullest(run: RunSpec) -> RankMemory:
+    """What the rank that holds most does; servers are in CPU memory."""
+    roles = rank_memory(run, run.cluster.ranks)
+    return max((found for role, found in roles.items() if role != "server"), key=lambda found: found.total)
+
+
+def step_seconds(run: RunSpec) -> float | None:
+    """The planner's time of a step, if it knows: it has no offload, and only bf16."""
+    if run.layout.offload != "none" or run.training.precision != "bf16":
+        return None
+    try:
+        return evaluate(run, run.cluster.ranks, [candidate_of(run, run.cluster.ranks)])[0].step_seconds
+    except UserError:
+        return None
+
+
+def pinned(run: RunSpec) -> RunSpec:
+    """The run with the micro-batch that it has anyway, so that no remedy changes it unasked."""
+    return with_layout(run, micro_batch=cut_batch(run, run.cluster.ranks).micro_batch)
+
+
+def alone(run: RunSpec) -> list[Effect]:
+    """Every remedy on its own: as little of it as fits, or else what frees most."""
+    run = pinned(run)
+    return [best_of(remedy, run, run, held(run)) for remedy in REMEDIES]
+
+
+def stepwise(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> list[Effect]:
+    """One remedy after the other, in their order, until the run fits; each on top of those before that freed enough to
+    be worth it.
+
+    The settings of each are all that changed so far; what it frees is beyond the one before it.
+    """
+    at, now, made = pinned(run), held(run), list[Effect]()
+    for remedy in REMEDIES if remedies is None else remedies:
+        if now.fits:
+            break
+        effect = best_of(remedy, at, run, now)
+        if effect.run is not None and effect.held and effect.freed_bytes > WORTH * now.memory.total:
+            made.append(effect)
+            at, now = effect.run, effect.held
+    return made
+
+
+def enough(run: RunSpec, made: list[Effect]) -> list[Effect]:
+    """Of remedies with which a run fits, those that it needs: what costs most time is the first to be left out."""
+    if not fits(made):
+        return made
+    before = [held(run).step_seconds, *(effect.held.step_seconds for effect in made if effect.held)]
+    added = [(after or 0.0) - (earlier or 0.0) for earlier, after in pairwise(before)]
+    for _, dropped in sorted(zip(added, (effect.remedy for effect in made), strict=True), key=lambda item: -item[0]):
+        fewer = stepwise(run, [effect.remedy for effect in made if effect.remedy is not dropped])
+        if fits(fewer):
+            made = fewer
+    return made
+
+
+def fits(made: list[Effect]) -> bool:
+    """Whether a run fits after these remedies."""
+    return bool(made) and made[-1].held is not None and made[-1].held.fits
+
+
+def best_of(remedy: Remedy, run: RunSpec, since: RunSpec, before: Held) -> Effect:
+    """As little of a remedy as makes a run fit, or what frees most; settings are named since another run."""
+    tried: list[Effect] = []
+    problem = remedy.none
+    for changed in remedy.changes(run):
+        try:
+            after = held(changed)
+        except UserError as error:
+            problem = str(error).partition("\n")[0]
+            continue
+        freed = {part: getattr(before.memory, part) - getattr(after.memory, part) for part in PARTS}
+        tried.append(Effect(remedy, changed, settings(since, changed), freed, after))
+        if after.fits:
+            return tried[-1]
+    return max(tried, key=lambda effect: effect.freed_bytes, default=Effect(remedy, None, (), {}, None, problem))
+
+
+def settings(before: RunSpec, after: RunSpec) -> tuple[str, ...]:
+    """What differs between two runs, as `--set` takes it."""
+    found = []
+    for table in ("training", "optimizer", "layout", "cluster"):
+        old, new = getattr(before, table), getattr(after, table)
+        for field in type(new).model_fields:
+            if getattr(old, field) != getattr(new, field):
+                value = getattr(new, field)
+                found.append(f"{table}.{field}={'' if value is None else value}")
+    return tuple(found)

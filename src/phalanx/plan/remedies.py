@@ -1,0 +1,165 @@
+"""What to change when memory runs out, as data: each change, what it costs, who says so.
+
+The order is that of the text of jesamkim's guide (part 1): a smaller batch and accumulation, recomputation, mixed
+precision, then several devices for one model; its figure differs, and names another optimizer second. ZeRO comes before
+the other ways to share a model, whose early use is the pitfall of Jae's part 06; offload after them; and another
+optimizer, which alone changes what is learned, next to last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.cost.checkpointing import recompute_overhead
+from phalanx.plan.candidates import ZERO
+from phalanx.spec.base import divisors
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import MEANT_FOR, NOT_IN_PIPELINES, Layout
+from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.share import check_shares
+
+GUIDE, FIGURE = "jesamkim part 1, OOM guide", "jesamkim part 1, figure of the OOM guide"
+STAGES, SEQUENCES, MEMORY = "Jae's Tech Blog part 14", "Jae's Tech Blog part 10", "Jae's Tech Blog part 06"
+OFFLOAD, HYBRIDS = "pos2001/ml-training-architecture, decision guide", "jesamkim part 4, decision guide"
+MOST_TIMES = 64
+"""As many devices, at most, as the last remedy tries."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One kind of change."""
+
+    name: str
+    costs: str
+    source: str
+    changes: Callable[[RunSpec], Iterator[RunSpec]]
+    """Runs that have more and more of it."""
+    none: str = "done already"
+    """Why there is nothing to change, where it gives no run."""
+
+
+def with_layout(run: RunSpec, **changes: Any) -> RunSpec:
+    """The run with another layout, without the choices that mean nothing in it."""
+    layout = run.layout.model_copy(update=changes)
+    lost = [field for field, meant in MEANT_FOR.items() if layout.data not in meant]
+    lost += NOT_IN_PIPELINES if layout.pp > 1 else ()
+    unset = {field: Layout.model_fields[field].default for field in lost}
+    if unset.get("offload"):
+        unset["offload_directory"] = None
+    return run.model_copy(update={"layout": layout.model_copy(update=unset)})
+
+
+def _smaller_batches(run: RunSpec) -> Iterator[RunSpec]:
+    now = cut_batch(run, run.cluster.ranks).micro_batch
+    yield from (with_layout(run, micro_batch=size) for size in reversed(divisors(now)[:-1]))
+
+
+def _recompute(kind: str) -> Callable[[RunSpec], Iterator[RunSpec]]:
+    kinds = ("none", "selective", "full")
+
+    def changes(run: RunSpec) -> Iterator[RunSpec]:
+        if kinds.index(kind) > kinds.index(run.layout.recompute):
+            yield with_layout(run, recompute=kind)
+
+    return changes
+
+
+def _half(run: RunSpec) -> Iterator[RunSpec]:
+    if run.training.precision != "bf16":
+        yield run.model_copy(update={"training": run.training.model_copy(update={"precision": "bf16"})})
+
+
+def _zero(stage: int) -> Callable[[RunSpec], Iterator[RunSpec]]:
+    def changes(run: RunSpec) -> Iterator[RunSpec]:
+        if run.cluster.ranks > 1 and ZERO.get(run.layout.data, 0) < stage:
+            yield with_layout(run, data=f"zero{stage}")
+
+    return changes
+
+
+def _shared(axis: str, within_domain: bool = False) -> Callable[[RunSpec], Iterator[RunSpec]]:
+    """Larger and larger degrees that divide the ranks."""
+
+    def changes(run: RunSpec) -> Iterator[RunSpec]:
+        ranks, now = run.cluster.ranks, getattr(run.layout, axis)
+        most = (run.cluster.domain or run.cluster.nproc or 1) if within_domain else ranks
+        yield from (with_layout(run, **{axis: degree}) for degree in divisors(ranks) if now < degree <= most)
+
+    return changes
+
+
+def _shared_sequences(run: RunSpec) -> Iterator[RunSpec]:
+    """As the run has it, or as the planner does: on a GPU tokens for heads where there are enough, else a ring."""
+    usual = ("ring",) if run.cluster.device == "cpu" else ("ulysses", "ring")
+    kinds = (run.layout.context,) if run.layout.cp > 1 else usual
+    for changed in _shared("cp")(run):
+        ways = [with_layout(changed, context=way) for way in kinds]
+        yield next((way for way in ways if _can_share(way)), ways[-1])
+
+
+def _can_share(run: RunSpec) -> bool:
+    try:
+        check_shares(run, run.cluster.ranks)
+    except UserError:
+        return False
+    return True
+
+
+def _expert_ranks(run: RunSpec) -> Iterator[RunSpec]:
+    if run.model.moe is not None:
+        yield from _shared("ep")(run)
+
+
+def _offload(run: RunSpec) -> Iterator[RunSpec]:
+    if run.layout.offload == "none":
+        # Only what is sharded is offloaded; _with would drop the choice again.
+        data = run.layout.data if run.layout.data in MEANT_FOR["offload"] else "zero1"
+        yield with_layout(run, data=data, offload="cpu")
+
+
+def _sgd(run: RunSpec) -> Iterator[RunSpec]:
+    optimizer = run.optimizer
+    if optimizer.name == "sgd" and not optimizer.momentum:
+        return
+    with_momentum = [] if optimizer.name == "sgd" else [optimizer.momentum]
+    for momentum in dict.fromkeys([*with_momentum, 0.0]):
+        yield run.model_copy(update={"optimizer": optimizer.model_copy(update={"name": "sgd", "momentum": momentum})})
+
+
+def _more_devices(run: RunSpec) -> Iterator[RunSpec]:
+    times = 2
+    while times <= MOST_TIMES:
+        more = run.cluster.model_copy(update={"nodes": run.cluster.nodes * times})
+        larger = run.model_copy(update={"cluster": more})
+        try:
+            share = cut_batch(with_layout(larger, micro_batch=1), more.ranks).accumulation
+        except UserError:
+            return
+        fitting = [size for size in divisors(share) if size <= (run.layout.micro_batch or share)]
+        yield with_layout(larger, micro_batch=fitting[-1])
+        times *= 2
+
+
+NO_DEGREE = "no larger degree divides the devices"
+REMEDIES = (
+    Remedy("smaller micro-batch", "more accumulation of smaller products", GUIDE, _smaller_batches,
+           "a micro-batch is one sequence"),
+    Remedy("recompute attention", "attention's forward pass once more", GUIDE, _recompute("selective")),
+    Remedy("recompute blocks", f"a forward pass more: about {recompute_overhead():+.0%} compute", GUIDE,
+           _recompute("full")),
+    Remedy("bf16", "less exact", GUIDE, _half),
+    Remedy("ZeRO-1", "optimizer state shared: no more traffic", STAGES, _zero(1)),
+    Remedy("ZeRO-2", "gradients sent for every micro-batch", STAGES, _zero(2)),
+    Remedy("ZeRO-3", "parameters gathered for every pass", STAGES, _zero(3)),
+    Remedy("expert parallelism", "four all-to-alls per block", HYBRIDS, _expert_ranks,
+           "the model has no experts, or no larger degree divides the devices"),
+    Remedy("tensor parallelism", "exchanges in every block: fast links only", MEMORY,
+           _shared("tp", within_domain=True), NO_DEGREE),
+    Remedy("context parallelism", "exchanges in every attention", SEQUENCES, _shared_sequences, NO_DEGREE),
+    Remedy("pipeline", "stages wait for one another", HYBRIDS, _shared("pp"), NO_DEGREE),
+    Remedy("offload to CPU memory", "state crosses PCIe every step", OFFLOAD, _offload),
+    Remedy("SGD", "may converge slower; new learning rates", FIGURE, _sgd),
+    Remedy("more devices", "their price", GUIDE, _more_devices, "no more devices can share a step's sequences"),
+)  # fmt: skip
+"""In the order to try them. Tensor parallelism comes with sequence parallelism."""

@@ -1,0 +1,154 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from phalanx.cli.main import app
+from phalanx.cost.memory import rank_memory
+from phalanx.plan.advise import advise
+from phalanx.plan.rules import RULES
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import load_run
+
+runner = CliRunner()
+H100 = ("--machine", "h100", "--nodes", "4")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('model.preset = "llama3-8b"\n[training]\nsequence = 8192\ntokens_per_step = 4194304\n')
+    return path
+
+
+def shown(*arguments: str | Path) -> str:
+    words = ["advise", *map(str, arguments)]
+    result = runner.invoke(app, words, catch_exceptions=False, env={"COLUMNS": "80", "TERM": "dumb"})
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def known(*arguments: str | Path) -> dict[str, Any]:
+    return json.loads(shown(*arguments, "--json"))
+
+
+def test_rules_stand_beside_the_planners_best_by_kind(run):
+    text = shown(run, *H100)
+    lines = text.splitlines()
+    assert lines[0].startswith("llama3-8b, 8.03B parameters, on 32 x h100: ")
+    best = json.loads(runner.invoke(app, ["plan", str(run), *H100, "--top", "1", "--json"]).stdout)["layouts"][0]
+    assert lines[1].startswith(f"the planner's best: {best['candidate']}: {best['step_seconds']:.3f} s")
+    titles = ["by size", "by bottleneck", "by schedule", "by placement"]
+    assert [line for line in lines if line in titles] == titles
+    assert "1B to 10B parameters -> data parallelism with ZeRO-2 [data zero2, tp 1, pp 1, cp 1, ep 1]" in text
+    assert "because the model has 8.03B parameters (pos2001/ml-training-architecture, decision guide)" in text
+    assert "recompute full: " in text
+    assert "ZeRO-3 in a pipeline" not in text, "that belongs to larger models"
+
+
+def test_json_has_every_rule_once_with_its_verdict(run):
+    facts = known(run, *H100)
+    assert (facts["model"], facts["devices"]) == ("llama3-8b", 32)
+    assert facts["parameters"] == 8_030_261_248
+    rules = [item["rule"] + item["kind"] for item in (*facts["advice"], *facts["silent"])]
+    assert sorted(rules) == sorted(rule.name + rule.kind for rule in RULES)
+    described = load_run(run, ["cluster.preset=h100", "cluster.nodes=4", "cluster.nproc=8"], environment={})
+    advised = advise(described, 32)
+    assert [item["verdict"] for item in facts["advice"]] == [advice.verdict for advice in advised.advice]
+    first = facts["advice"][0]
+    assert (first["verdict"], first["layout"]["layout"]["data"]) == ("costs", "zero2")
+    assert first["layout"]["step_seconds"] == pytest.approx((1 + first["slower"]) * facts["best"]["step_seconds"])
+    assert f"costs {first['slower']:.1%}" in shown(run, *H100)
+    agreeing = sum(item["verdict"] == "agrees" for item in facts["advice"])
+    assert f"{agreeing} of {len(facts['advice'])} rules that apply agree" in shown(run, *H100)
+
+
+def test_the_largest_models_rule_says_what_the_planner_leaves_out(run):
+    text = shown(run, "--machine", "h100", "--nodes", "64", "--set", "model.preset=llama3-405b")
+    assert "100B parameters or more -> 3D with ZeRO-3 and offload to CPU or NVMe" in text
+    assert "ZeRO-3 in a pipeline is not among the planner's layouts" in text
+
+
+def test_out_of_memory_shows_changes_steps_and_settings(run):
+    text = shown("oom", run, "--machine", "h100")
+    lines = text.splitlines()
+    assert lines[0] == "llama3-8b on 8 x h100: the fullest rank holds 208.7 GiB of 78.8 that it may: does not fit"
+    assert lines.index("each change alone, in the order to try them") < lines.index(
+        "one after the other, until it fits"
+    )
+    assert "not smaller micro-batch: a micro-batch is one sequence" in text
+    assert "Of these enough: recompute blocks; ZeRO-1" in text
+    assert "It fits with  --set layout.data=zero1 --set layout.micro_batch=1 --set layout.recompute=full" in text
+    assert "The planner's best of all layouts on these devices: zero3" in text
+    assert "…" not in text
+
+
+def test_its_settings_given_back_fit(run):
+    facts = known("oom", run, "--machine", "h100")
+    assert not facts["now"]["fits"]
+    assert facts["fits"]
+    needed = facts["needed"][-1]
+    settings = [word for setting in needed["settings"] for word in ("--set", setting)]
+    then = known("oom", run, "--machine", "h100", *settings)
+    assert then["now"] == needed["then"]
+    assert then["now"]["fits"]
+    assert (then["steps"], then["needed"]) == ([], [])
+    assert "The run fits already: nothing has to change." in shown("oom", run, "--machine", "h100", *settings)
+    cluster = ["cluster.preset=h100", "cluster.nproc=8"]
+    held = rank_memory(load_run(run, [*cluster, *needed["settings"]], environment={}), 8)["rank"]
+    assert held.total == then["now"]["memory"]["total"] < 80 * 2**30
+
+
+def test_what_cannot_fit_is_said_to_not(run):
+    text = shown("oom", run, "--machine", "h100", "--set", "cluster.memory_bytes=2000000000")
+    assert "No order of these changes makes it fit." in text
+    assert "It fits with" not in text
+
+
+def test_a_run_file_may_be_called_oom(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run.rename(tmp_path / "oom")
+    assert known("oom", *H100)["devices"] == 32
+    assert "now" in known("oom", "oom", *H100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["oom"], "needs a run file"),
+        (["over", "there.toml"], r"is not \[oom\] RUN.toml"),
+        (["none.toml"], "no such file"),
+        (["RUN", "--set", "cluster.nproc=8"], "is not known, and a plan needs it"),
+        (["oom", "RUN"], r"cluster\.memory_bytes: is not known"),
+        (["oom", "RUN", "--machine", "h100", "--set", "layout.pp=3"], "does not divide the ranks"),
+        (["oom", "RUN", "--machine", "h100", "--set", "layout=auto"], "is the planner's to choose"),
+        (["RUN", "--machine", "l4", "--set", "model.preset=llama3-405b"], "advise oom"),
+    ],
+)
+def test_mistakes_are_explained(run, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    words = ["advise", *(str(run) if word == "RUN" else word for word in arguments)]
+    with pytest.raises(UserError, match=said) as caught:
+        runner.invoke(app, words, catch_exceptions=False)
+    assert caught.value.fix
+
+
+def test_help_has_both_uses():
+    text = runner.invoke(app, ["advise", "--help"], env={"COLUMNS": "120"}).stdout
+    assert "advise [oom] RUN.toml [OPTIONS]" in text
+    assert "phalanx advise run.toml --machine h100 --nodes 4" in text
+    assert "phalanx advise oom run.toml --machine h100 --nproc 8" in text
+
+
+@pytest.mark.parametrize("words", [[], ["oom"]])
+def test_it_answers_without_torch(run, words):
+    arguments = ["advise", *words, str(run), "--machine", "h100"]
+    program = (
+        f"import sys; from phalanx.cli.main import app; app({arguments!r}, standalone_mode=False); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)

@@ -1,0 +1,245 @@
+"""Rules of thumb say what was published, apply where they should, and are held against the planner fairly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from phalanx.cost.checkpointing import best_checkpoints, held_layers, recompute_overhead
+from phalanx.plan.advise import ALIKE, Advice, Advised, advise
+from phalanx.plan.candidates import candidates
+from phalanx.plan.rules import BY_SIZE, RULES, Degree, Rule, Situation
+from phalanx.plan.search import LIKELY, evaluate, search
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import build_run
+from phalanx.spec.run import RunSpec
+
+GIB = 2**30
+PLAIN = Situation(
+    parameters=10**9, layers=24, experts=False, sequences=64, ranks=16, domain=8, memory_bytes=80 * GIB,
+    state={"parameters": 4 * GIB, "gradients": 4 * GIB, "optimizer": 8 * GIB}, activation_bytes=GIB,
+    recomputed_bytes=GIB / 4, layer_bytes=GIB, alone=True,
+)  # fmt: skip
+"""A model that is no trouble: rules are tried on changes of it."""
+
+
+def make(model: str, machine: str = "h100", nodes: int = 1, tokens: int = 2**22, sequence: int = 8192) -> RunSpec:
+    training = {"sequence": sequence, "tokens_per_step": tokens}
+    cluster = {"preset": machine, "nodes": nodes, "nproc": 8}
+    return build_run({"model": {"preset": model}, "training": training, "cluster": cluster})
+
+
+def applying(situation: Situation) -> set[str]:
+    return {rule.name for rule in RULES if rule.applies(situation)}
+
+
+def of(advised: Advised, name: str) -> Advice:
+    return next(advice for advice in advised.advice if advice.rule.name == name)
+
+
+def names(rule: Rule) -> dict[str, Any]:
+    return {field: wanted if isinstance(wanted, tuple) else str(wanted) for field, wanted in rule.wants.items()}
+
+
+@pytest.fixture(scope="module")
+def eight_billion() -> Advised:
+    return advise(make("llama3-8b", nodes=4), 32)
+
+
+@pytest.fixture(scope="module")
+def seventy_billion() -> Advised:
+    return advise(make("llama3-70b", nodes=16), 128)
+
+
+DATA_ONLY = {"tp": "1", "pp": "1", "cp": "1", "ep": "1"}
+THREE_D = {"dp": "at least 2", "tp": "at least 2", "pp": "at least 2"}
+
+
+@pytest.mark.parametrize(
+    ("billions", "says", "wants"),
+    [
+        (0.5, "data parallelism (DDP)", {"data": ("ddp",), **DATA_ONLY}),
+        (5, "data parallelism with ZeRO-2", {"data": ("zero2",), **DATA_ONLY}),
+        (50, "3D: data, tensor and pipeline parallelism", THREE_D),
+        (500, "3D with ZeRO-3 and offload to CPU or NVMe", THREE_D),
+    ],
+)
+def test_the_guide_by_size(billions, says, wants):
+    """T25."""
+    found = [rule for rule in BY_SIZE if rule.applies(replace(PLAIN, parameters=int(billions * 1e9)))]
+    assert [(rule.says, names(rule)) for rule in found] == [(says, wants)]
+
+
+@pytest.mark.parametrize("billions", [1, 10, 100])
+def test_a_boundary_belongs_to_the_larger_class(billions):
+    below, at = (
+        [rule.name for rule in BY_SIZE if rule.applies(replace(PLAIN, parameters=size))]
+        for size in (billions * 10**9 - 1, billions * 10**9)
+    )
+    assert len(below) == len(at) == 1
+    assert at[0].startswith(f"{billions}B")
+    assert below != at
+
+
+def test_checkpoints_of_64_layers():
+    """T26: eight checkpoints, sixteen layers' worth, and one forward pass more, a third of a step's compute."""
+    assert best_checkpoints(64) == 8
+    assert held_layers(64, 8) == 16
+    assert all(held_layers(64, other) > 16 for other in range(1, 65) if other != 8)
+    assert [best_checkpoints(layers) for layers in (1, 32, 81, 100)] == [1, 6, 9, 10]
+    assert recompute_overhead() == pytest.approx(1 / 3)
+    assert recompute_overhead(backward=1) == pytest.approx(1 / 2)
+
+
+def test_degrees():
+    assert [value for value in range(1, 20) if Degree(2).holds(value, 8)] == list(range(2, 20))
+    assert [value for value in range(1, 20) if Degree(1, "domain").holds(value, 8)] == list(range(1, 9))
+    assert [value for value in range(1, 20) if Degree("domain").holds(value, 8)] == list(range(8, 20))
+    assert [str(degree) for degree in (Degree(1, 1), Degree(2), Degree(1, "domain"), Degree("domain"))] == [
+        "1", "at least 2", "at most the domain", "at least the domain",
+    ]  # fmt: skip
+
+
+SMALL = {
+    "fewer than 1B parameters", "1B to 10B parameters", "a large dataset", "optimizer state", "a copy fits one device",
+    "the smallest structure that fits", "tensor parallelism", "data parallelism",
+}  # fmt: skip
+BIG_STATE = {"parameters": 40 * GIB, "gradients": 40 * GIB, "optimizer": 80 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "fewer"),
+    [
+        ({"activation_bytes": 2 * GIB}, {"activation memory"}, set()),
+        (
+            {"state": BIG_STATE, "alone": False},
+            {"parameter memory", "state that ranks can share"},
+            {"a copy fits one device"},
+        ),
+        ({"layer_bytes": 81 * GIB}, {"a single layer too big"}, set()),
+        ({"sequences": 8}, {"compute inside layers"}, {"a large dataset"}),
+        ({"experts": True}, {"more capacity at the same compute", "expert parallelism"}, set()),
+        ({"activation_bytes": 9 * GIB}, {"activations of a sequence", "long context"}, {"optimizer state"}),
+        ({"alone": False}, {"it does not fit, memory tight", "pipeline"}, {"the smallest structure that fits"}),
+        ({"alone": False, "spare": True}, {"it does not fit, memory to spare"}, {"a copy fits one device"}),
+        (
+            {"ranks": 1, "domain": 1},
+            set(),
+            {"a large dataset", "optimizer state", "tensor parallelism", "data parallelism"},
+        ),
+    ],
+)
+def test_what_applies(change, more, fewer):
+    before, after = applying(PLAIN), applying(replace(PLAIN, **change))
+    assert before <= SMALL
+    assert more <= after - before
+    assert fewer <= before - after
+
+
+def test_exactly_one_rule_of_pipelines_applies(eight_billion, seventy_billion):
+    for situation in (PLAIN, eight_billion.situation, seventy_billion.situation):
+        assert len(applying(situation) & {rule.name for rule in RULES if rule.says in (
+            "no pipeline; DP or ZeRO", "ZB-H2", "ZB-H1 or 1F1B")}) == 1  # fmt: skip
+
+
+def test_a_copy_is_counted_as_it_is(eight_billion):
+    """Llama 3 8B: 4, 4 and 8 bytes a parameter with AdamW, and blocks of 218 M parameters."""
+    here = eight_billion.situation
+    m, block = 8_030_261_248, 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    assert (here.parameters, here.layers, here.sequences, here.domain) == (m, 32, 512, 8)
+    assert here.state == {"parameters": 4 * m, "gradients": 4 * m, "optimizer": 8 * m}
+    assert 16 * block < here.layer_bytes < 16 * block + here.activation_bytes / 32
+    assert here.recomputed_bytes < here.activation_bytes / 3
+    assert not here.alone
+
+
+def test_memory_to_spare_is_what_zb_h2_needs(eight_billion, seventy_billion):
+    """Held against the layouts themselves: the fastest 1F1B pipeline, and the same with ZB-H2."""
+    for run, advised, spare in (
+        (make("llama3-8b", nodes=4), eight_billion, True),
+        (make("llama3-70b", nodes=16), seventy_billion, False),
+    ):
+        ranks = advised.situation.ranks
+        pipelines = [c for c in candidates(run, ranks) if c.pp > 1 and c.schedule == "1f1b"]
+        fitting = [option for option in evaluate(run, ranks, pipelines) if option.p_oom < LIKELY]
+        fastest = min(fitting, key=lambda option: (option.step_seconds, option.memory_bytes)).candidate
+        other = evaluate(run, ranks, [replace(fastest, schedule="zb-h2")])[0]
+        assert advised.situation.spare == spare == (other.p_oom < LIKELY)
+
+
+def test_eight_billion_parameters_disagree_with_the_guide_by_size(eight_billion):
+    advice = of(eight_billion, "1B to 10B parameters")
+    assert advice.verdict == "costs"
+    assert advice.option is not None
+    assert (advice.option.candidate.data, advice.option.candidate.tp, advice.option.candidate.pp) == ("zero2", 1, 1)
+    slower = advice.option.step_seconds / eight_billion.best.step_seconds - 1
+    assert advice.slower == pytest.approx(slower)
+    assert slower > 0.05
+    assert advice.option.candidate.recompute == "full", "ZeRO-2 has memory for whole sequences only recomputed"
+    assert "products, attention and passes over memory" in advice.reason
+
+
+def test_eight_billion_parameters_agree_that_zero_comes_first(eight_billion):
+    advice = of(eight_billion, "state that ranks can share")
+    assert (advice.verdict, advice.option) == ("agrees", eight_billion.best)
+    assert advice.reason.startswith("otherwise ")
+    assert "tp" in advice.reason or "pp" in advice.reason
+    assert "ms: +" in advice.reason, "what the other layout spends more on"
+
+
+def test_seventy_billion_parameters_agree_with_3d(seventy_billion):
+    advice = of(seventy_billion, "10B to 100B parameters")
+    assert advice.verdict == "agrees"
+    assert advice.option is not None
+    assert min(advice.option.candidate.dp, advice.option.candidate.tp, advice.option.candidate.pp) >= 2
+    assert advice.option.step_seconds < (1 + ALIKE) * seventy_billion.best.step_seconds
+
+
+def test_what_leaves_the_fast_links_is_named(seventy_billion):
+    assert "tp = 16 leaves the domain of 8 devices" in of(seventy_billion, "tensor parallelism").reason
+
+
+def test_a_rule_whose_layouts_do_not_fit_says_what_is_too_much():
+    advised = advise(make("llama3-8b", "l4"), 8)
+    advice = of(advised, "1B to 10B parameters")
+    assert advice.verdict == "does not fit"
+    assert advice.option is not None
+    assert advice.option.p_oom >= LIKELY
+    assert advice.more_bytes == advice.option.memory_bytes - advised.best.memory_bytes > 0
+    assert "state 28.0" in advice.reason
+    assert "a device has 24.0" in advice.reason
+
+
+def test_a_rule_that_no_layout_can_obey_says_so():
+    """One sequence a step leaves nothing to data-parallel ranks."""
+    advised = advise(make("llama3-8b", tokens=8192), 8)
+    assert of(advised, "compute inside layers").verdict in ("agrees", "costs")
+    impossible = of(advised, "1B to 10B parameters")
+    assert (impossible.verdict, impossible.option) == ("does not run", None)
+    assert "no layout of 8 devices" in impossible.reason
+
+
+def test_every_verdict_is_what_the_numbers_say(eight_billion, seventy_billion):
+    for run, advised in ((make("llama3-8b", nodes=4), eight_billion), (make("llama3-70b", nodes=16), seventy_billion)):
+        found = candidates(run, advised.situation.ranks)
+        assert advised.best == search(run, advised.situation.ranks, keep=1).options[0]
+        assert {advice.verdict for advice in advised.advice} == {"agrees", "costs"}
+        for advice in advised.advice:
+            assert advice.reason
+            assert advice.option is not None
+            assert advice.rule.obeyed(advice.option.candidate, 8)
+            assert advice.option.p_oom < LIKELY
+            assert (advice.slower < ALIKE) == (advice.verdict == "agrees")
+            # No layout that obeys the rule is faster: of a sample of all.
+            others = [c for c in found[::97] if advice.rule.obeyed(c, 8)]
+            fit = [o for o in evaluate(run, advised.situation.ranks, others) if o.p_oom < LIKELY]
+            assert all(o.step_seconds > 0.998 * advice.option.step_seconds for o in fit)
+        assert len(advised.advice) + len(advised.silent) == len(RULES)
+
+
+def test_where_nothing_fits_it_says_what_would():
+    with pytest.raises(UserError, match="advise oom") as caught:
+        advise(make("llama3-405b", "l4"), 8)
+    assert "GiB" in caught.value.fix

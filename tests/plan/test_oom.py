@@ -1,0 +1,252 @@
+"""What is said to free memory frees it, what is said to fit fits, and the order is the guide's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from phalanx.cost.constants import memory_constants
+from phalanx.cost.memory import model_state_bytes, rank_memory
+from phalanx.cost.parameters import parameters
+from phalanx.plan.explain import option_of
+from phalanx.plan.oom import Effect, alone, diagnose, enough, fits, held, limit_bytes, settings, stepwise
+from phalanx.plan.remedies import REMEDIES
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import build_run, load_run
+from phalanx.spec.run import RunSpec, cut_batch
+
+GIB = 2**30
+Table = dict[str, Any]
+WIDE = {"vocab": 4096, "width": 1024, "layers": 16, "heads": 16, "kv_heads": 16, "ffn": 4096, "context": 1024}
+
+
+def make(
+    model: Table | None = None, cluster: Table | None = None, training: Table | None = None, **layout: Any
+) -> RunSpec:
+    training = {"sequence": 1024, "tokens_per_step": 2**18, **(training or {})}
+    cluster = {"preset": "h100", "nodes": 1, "nproc": 8, **(cluster or {})}
+    return build_run({"model": model or WIDE, "training": training, "cluster": cluster, "layout": layout})
+
+
+def small(gib: float, **more: Any) -> RunSpec:
+    """A run on devices of so much memory, of which a GPU's libraries take their part."""
+    return make(cluster={"memory_bytes": round((gib + memory_constants().context_gib) * GIB)}, **more)
+
+
+def eight_billion(**layout: Any) -> RunSpec:
+    return make({"preset": "llama3-8b"}, training={"sequence": 8192, "tokens_per_step": 2**20}, **layout)
+
+
+def by_name(effects: list[Effect]) -> dict[str, Effect]:
+    return {effect.remedy.name: effect for effect in effects}
+
+
+def total(run: RunSpec) -> int:
+    """Bytes of the fullest rank, asked of the room that counts them."""
+    return max(found.total for found in rank_memory(run, run.cluster.ranks).values())
+
+
+def loaded(run: RunSpec, folder: Path, *changes: str) -> RunSpec:
+    """The run from a file, with what `--set` says."""
+    path = folder / "run.toml"
+    path.write_text(tomli_w.dumps(run.model_dump(exclude_none=True)))
+    return load_run(path, changes, environment={})
+
+
+RUNS = {
+    "ddp": lambda: small(7),
+    "zero1 in a pipeline": lambda: small(4, data="zero1", pp=2, micro_batch=4),
+    "8b on one node": eight_billion,
+    "8b sharded": lambda: eight_billion(data="zero3"),
+    "experts": lambda: make({"preset": "mixtral-8x7b"}, {"nodes": 8}, {"sequence": 8192, "tokens_per_step": 2**22},
+                            data="zero3"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def run(request) -> RunSpec:
+    return RUNS[request.param]()
+
+
+def test_what_is_said_to_fit_fits_when_it_is_set(run, tmp_path):
+    assert total(run) > limit_bytes(run), "the run is of use here only if it does not fit"
+    found = diagnose(run)
+    assert fits(found.steps)
+    for effect in (*found.steps, *found.needed):
+        assert effect.held
+        changed = loaded(run, tmp_path, *effect.settings)
+        assert total(changed) == effect.held.memory.total
+        assert effect.held.fits == (total(changed) <= limit_bytes(changed))
+    assert total(loaded(run, tmp_path, *found.needed[-1].settings)) < run.cluster.memory_bytes
+
+
+def test_what_a_change_does_alone_it_does_when_it_is_set(run, tmp_path):
+    cut = cut_batch(run, run.cluster.ranks)
+    for effect in alone(run):
+        if effect.held:
+            changed = loaded(run, tmp_path, f"layout.micro_batch={cut.micro_batch}", *effect.settings)
+            assert total(changed) == effect.held.memory.total, effect.settings
+            assert effect.held.fits == (total(changed) <= limit_bytes(changed))
+            assert effect.freed_bytes == total(run) - total(changed)
+
+
+def test_what_is_freed_is_the_difference(run):
+    steps, before = stepwise(run), held(run).memory
+    for effect in steps:
+        assert effect.held
+        assert effect.freed_bytes == before.total - effect.held.memory.total > 0.01 * before.total
+        assert effect.freed["activations"] == before.activations - effect.held.memory.activations
+        before = effect.held.memory
+    assert all(not effect.held.fits for effect in steps[:-1] if effect.held), "it stops when the run fits"
+    order = [remedy.name for remedy in REMEDIES]
+    assert [effect.remedy.name for effect in steps] == sorted((e.remedy.name for e in steps), key=order.index)
+
+
+def test_what_frees_next_to_nothing_is_left_out():
+    """Short sequences leave few activations beside 8 billion parameters."""
+    run = make({"preset": "llama3-8b"}, training={"sequence": 16, "tokens_per_step": 128, "precision": "fp32"})
+    recomputed = by_name(alone(run))["recompute blocks"]
+    assert 0 < recomputed.freed_bytes < 0.01 * total(run)
+    steps = stepwise(run)
+    assert fits(steps)
+    assert {effect.remedy.name for effect in steps} <= {"ZeRO-1", "ZeRO-2", "ZeRO-3"}
+
+
+def test_what_is_needed_cannot_be_left_out(run):
+    needed = enough(run, stepwise(run))
+    assert fits(needed)
+    for effect in needed:
+        assert not fits(stepwise(run, [other.remedy for other in needed if other is not effect]))
+
+
+def test_the_order_is_that_of_the_guides_text():
+    assert [remedy.name for remedy in REMEDIES] == [
+        "smaller micro-batch", "recompute attention", "recompute blocks", "bf16", "ZeRO-1", "ZeRO-2", "ZeRO-3",
+        "expert parallelism", "tensor parallelism", "context parallelism", "pipeline", "offload to CPU memory", "SGD",
+        "more devices",
+    ]  # fmt: skip
+    assert "+33% compute" in next(remedy.costs for remedy in REMEDIES if remedy.name == "recompute blocks")
+
+
+def test_sgd_for_adam_saves_half_of_parameter_memory():
+    """With 4 bytes for each of 4 m numbers; SGD with momentum, a quarter."""
+    run = small(1, training={"precision": "fp32"})
+    state = held(run).memory.state
+    m = parameters(run.model).total
+    assert state == 16 * m
+    sgd = by_name(alone(run))["SGD"]
+    assert sgd.settings == ("optimizer.name=sgd", "optimizer.momentum=0.0")
+    assert sgd.freed_bytes == sgd.freed["optimizer"] == 8 * m == state // 2
+    fits_with_momentum = small((total(run) - 4 * m) / GIB + 0.01, training={"precision": "fp32"})
+    assert by_name(alone(fits_with_momentum))["SGD"].settings == ("optimizer.name=sgd",)
+    assert by_name(alone(fits_with_momentum))["SGD"].freed_bytes == 4 * m
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_activations_are_as_many_as_the_sequences_of_a_batch(size):
+    """Batch x alpha, but for rotary tables, which sequences share; and a batch frees nothing but activations."""
+    run = small(0.1, training={"precision": "fp32"}, micro_batch=size)
+    assert total(run) > limit_bytes(run)
+    halved = held(small(0.1, training={"precision": "fp32"}, micro_batch=size // 2)).memory
+    now = held(run).memory
+    assert now.activations == pytest.approx(2 * halved.activations, rel=1e-3)
+    assert (now.parameters, now.gradients, now.optimizer) == (halved.parameters, halved.gradients, halved.optimizer)
+    effect = by_name(alone(run))["smaller micro-batch"]
+    assert effect.settings == ("layout.micro_batch=1",)
+    assert {part for part, freed in effect.freed.items() if freed} == {"activations"}
+    assert effect.freed_bytes == pytest.approx((1 - 1 / size) * now.activations, rel=1e-3)
+
+
+def test_the_least_that_fits_is_taken():
+    run = make(micro_batch=32)
+    four = held(make(micro_batch=4)).memory.total
+    just = small((four + 1) / GIB, micro_batch=32)
+    assert total(run) > limit_bytes(just)
+    assert by_name(alone(just))["smaller micro-batch"].settings == ("layout.micro_batch=4",)
+    assert [effect.remedy.name for effect in stepwise(just)] == ["smaller micro-batch"]
+
+
+def test_zero_frees_what_its_stages_share():
+    run = small(0.1, training={"precision": "fp32"})
+    whole = model_state_bytes(parameters(run.model), "adamw", "fp32")
+    found = by_name(alone(run))
+    for stage, parts in (
+        (1, {"optimizer"}),
+        (2, {"optimizer", "gradients"}),
+        (3, {"optimizer", "gradients", "parameters"}),
+    ):
+        freed = found[f"ZeRO-{stage}"].freed
+        for part in ("optimizer", "gradients", "parameters"):
+            expected = 7 / 8 * getattr(whole, part) if part in parts else 0
+            assert freed[part] == pytest.approx(expected, rel=0.01), (stage, part)
+
+
+def test_times_are_the_planners_and_none_where_it_has_none():
+    run = eight_billion()
+    found = by_name(alone(run))
+    recomputed = found["recompute blocks"]
+    assert recomputed.run is not None
+    assert recomputed.held
+    planned = option_of(run, 8, recomputed.run.layout).step_seconds
+    assert recomputed.held.step_seconds == planned
+    before = held(run).step_seconds
+    assert before is not None
+    assert 0.2 < planned / before - 1 < 0.4, "about a third"
+    offloaded = found["offload to CPU memory"].held
+    assert offloaded
+    assert offloaded.step_seconds is None
+    assert held(small(7, training={"precision": "fp32"})).step_seconds is None
+
+
+def test_what_is_not_possible_says_why():
+    found = by_name(alone(eight_billion(data="zero3", recompute="full", micro_batch=1)))
+    for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "recompute attention", "recompute blocks", "bf16"):
+        assert (found[name].held, found[name].problem) == (None, "done already")
+    assert found["smaller micro-batch"].problem == "a micro-batch is one sequence"
+    assert "no experts" in found["expert parallelism"].problem
+    assert found["more devices"].held
+    odd = by_name(alone(make({**WIDE, "heads": 9, "kv_heads": 9, "width": 1152}, cluster={"nproc": 2})))
+    assert "does not divide model.heads" in odd["tensor parallelism"].problem
+
+
+def test_sequences_are_shared_as_the_planner_shares_them():
+    on_gpu, on_cpu = make(cluster={"memory_bytes": 2 * GIB}), make(cluster={"memory_bytes": 2 * GIB, "device": "cpu"})
+    assert by_name(alone(on_gpu))["context parallelism"].settings == ("layout.cp=8", "layout.context=ulysses")
+    assert by_name(alone(on_cpu))["context parallelism"].settings == ("layout.cp=8",)
+    five = {**WIDE, "heads": 5, "kv_heads": 5, "width": 1280}
+    few_heads = make(five, cluster={"memory_bytes": 2 * GIB})
+    assert by_name(alone(few_heads))["context parallelism"].settings == ("layout.cp=8",)
+
+
+def test_choices_that_mean_nothing_then_are_dropped():
+    run = small(0.1, data="ddp", compress="bf16")
+    found = by_name(alone(run))
+    assert "layout.compress=none" in found["ZeRO-1"].settings
+    assert "layout.compress=none" in found["pipeline"].settings
+
+
+def test_what_fits_needs_nothing():
+    found = diagnose(make(micro_batch=1))
+    assert found.now.fits
+    assert (found.steps, found.needed) == ([], [])
+    assert len(found.alone) == len(REMEDIES)
+
+
+def test_a_gpu_keeps_some_memory_to_itself():
+    on_gpu, on_cpu = (
+        make(cluster={"preset": None, "device": device, "memory_bytes": 10**9}) for device in ("cuda", "cpu")
+    )
+    assert limit_bytes(on_cpu) == 10**9
+    assert limit_bytes(on_gpu) == 10**9 - memory_constants().context_gib * GIB
+    with pytest.raises(UserError, match=r"cluster\.memory_bytes"):
+        limit_bytes(make(cluster={"preset": None}))
+
+
+def test_settings_name_what_differs():
+    run = make()
+    assert settings(run, run) == ()
+    other = make(training={"precision": "fp32"}, cluster={"nodes": 2}, tp=2)
+    assert settings(run, other) == ("training.precision=fp32", "layout.tp=2", "cluster.nodes=2")
