@@ -66,9 +66,9 @@ def fit_memory(known: list[Known], start: MemoryConstants) -> MemoryConstants:
 
     def residuals(x: Array) -> Array:
         c = MemoryConstants(*np.exp(x))
-        allocated = footprint(c, jobs).allocated
-        error = np.log(allocated / truth)[measured] * weights
-        excess = np.log(used_bytes(c, allocated) / jobs.memory_bytes)[labelled] / c.spread
+        held = footprint(c, jobs)
+        error = np.log(held.allocated / truth)[measured] * weights
+        excess = np.log(used_bytes(c, held) / jobs.memory_bytes)[labelled] / c.spread
         unlikely = -norm.logcdf(np.where(out[labelled], excess, -excess))
         return np.concatenate([2 * error, 0.25 * np.sqrt(np.minimum(unlikely, 8)), 0.1 * (x - middle) / (high - low)])
 

@@ -75,8 +75,7 @@ def best_of_sweeps(path: Path) -> Iterator[str]:
         grid = list(_grid(job.choices[0], float(row["gpus"]), float(row["global_batch"])))
         table = columns(grid)
         seconds = step_seconds(time_constants(), table).total
-        memory = footprint(memory_constants(), table).allocated
-        risk = out_of_memory(memory_constants(), table, memory)
+        risk = out_of_memory(memory_constants(), table, footprint(memory_constants(), table))
         seconds = np.where(risk < LIKELY, seconds, np.inf)
         order = [_key(grid[at]) for at in np.argsort(seconds)]
         mine = _key(job.choices[0])

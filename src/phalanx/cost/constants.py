@@ -149,8 +149,8 @@ class MemoryConstants:
     """Of four tensors of the residual stream: what comes and goes within a block."""
     workspace_gib: float = between(0.1, 2)
     """Libraries' and collectives' buffers."""
-    fragmentation: float = between(1, 1.1)
-    """Reserved, for what is allocated."""
+    fragmentation: float = between(1, 1.3)
+    """Reserved, for what comes and goes."""
     context_gib: float = between(0.3, 4)
     """Of the device's memory, what no allocator sees."""
     spread: float = between(0.01, 0.2)

@@ -13,6 +13,8 @@ from phalanx.cost.jobs import Attention, Column, Jobs, Order, Recompute
 from phalanx.cost.step import blocks_of_stages
 
 GIB = 2**30
+GATED_BYTES = 8.0
+"""Of a gated MLP's inner width: gate, up, the activated gate and their product, in 2 bytes each."""
 DEEPSPEED_BUCKET = 5e8
 """Elements of DeepSpeed's buffers for reducing and for gathering (reduce_bucket_size, allgather_bucket_size)."""
 
@@ -75,14 +77,17 @@ def footprint(c: MemoryConstants, jobs: Jobs) -> Footprint:
     return Footprint(begin, second, stage(last, np.where(alone, last - leading, last), tables, at_last, logits))
 
 
-def used_bytes(c: MemoryConstants, allocated: Column) -> Column:
-    """Of a device's memory, with what the allocator reserves and what it does not see."""
-    return allocated * c.fragmentation + c.context_gib * GIB
+def used_bytes(c: MemoryConstants, held: Footprint) -> Column:
+    """Of a device's memory on the fullest stage, with what the allocator reserves beside what comes and goes (model
+    state stays where it is), and what it does not see."""
+    stages = (held.first, held.second, held.last)
+    first, second, last = (s.state + c.fragmentation * (s.total - s.state) for s in stages)
+    return np.maximum(np.maximum(first, second), last) + c.context_gib * GIB
 
 
-def out_of_memory(c: MemoryConstants, jobs: Jobs, allocated: Column) -> Column:
+def out_of_memory(c: MemoryConstants, jobs: Jobs, held: Footprint) -> Column:
     """Probability that the device's memory is not enough: the prediction's error is taken as log-normal."""
-    excess = np.log(used_bytes(c, allocated) / jobs.memory_bytes) / c.spread
+    excess = np.log(used_bytes(c, held) / jobs.memory_bytes) / c.spread
     below: Column = np.vectorize(erf, otypes=[np.float64])(excess / sqrt(2))
     return 0.5 * (1 + below)
 
@@ -138,7 +143,7 @@ def _activation_bytes(c: MemoryConstants, jobs: Jobs) -> tuple[Column, Column]:
     queries, values = jobs.heads * jobs.head_dim, jobs.kv_heads * (jobs.head_dim + jobs.value_dim)
     wide = np.where(gated, c.wide_gated_bytes, c.wide_bytes) + np.where(separate, c.norm_bytes, 0.0)
     attention = 2 * (queries + values + jobs.heads * jobs.value_dim)
-    inner = np.where(gated & fused & (jobs.era > 0), c.gated_bytes, c.gated_separate_bytes)
+    inner = np.where(separate, c.gated_separate_bytes, np.where(jobs.era > 0, c.gated_bytes, GATED_BYTES))
     mlp = np.where(gated, inner, c.plain_bytes) * jobs.ffn / tp
     experts = (jobs.top_k * (inner * jobs.expert_ffn + 4 * jobs.width) + inner * jobs.shared_ffn) / tp
     flash = jobs.attention >= Attention.FLASH_1

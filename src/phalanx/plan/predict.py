@@ -73,8 +73,8 @@ def predict(jobs: Sequence[Job], time: TimeConstants | None = None) -> Iterator[
     every = columns([choice for job in jobs for choice in job.choices])
     table = every.take(np.array(choices_made(jobs, every, time, memory_constants())))
     seconds = step_seconds(time, table).total
-    memory = footprint(memory_constants(), table).allocated
-    risk = out_of_memory(memory_constants(), table, memory)
+    held = footprint(memory_constants(), table)
+    memory, risk = held.allocated, out_of_memory(memory_constants(), table, held)
     width = log_half_width(interval_constants(), table)
     for at, job in enumerate(jobs):
         spread = float(np.exp(width[at] * job.width))
@@ -95,8 +95,8 @@ def predict(jobs: Sequence[Job], time: TimeConstants | None = None) -> Iterator[
 def choices_made(jobs: Sequence[Job], every: Jobs, time: TimeConstants, memory: MemoryConstants) -> list[int]:
     """Where in the columns of all jobs' choices each job's best one is."""
     seconds = step_seconds(time, every).total
-    allocated = footprint(memory, every).allocated
-    risk = out_of_memory(memory, every, allocated)
+    held = footprint(memory, every)
+    allocated, risk = held.allocated, out_of_memory(memory, every, held)
     found, first = [], 0
     for job in jobs:
         mine = slice(first, first + len(job.choices))

@@ -20,7 +20,7 @@ from phalanx.plan.describe import flops_per_token
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
-LIKELY = 0.1
+LIKELY = 0.05
 """A layout fits if the probability that memory is not enough is below this."""
 PARTS = ("compute", "exchange", "bubble", "send", "data_parallel", "update", "waiting")
 
@@ -97,8 +97,9 @@ def search(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
 def in_order(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Candidate]:
     """Of some layouts those that are likely to fit, in the order of preference; not all of them can run."""
     jobs, c = jobs_of(run, world_size, found), memory_constants()
-    memory = np.broadcast_to(footprint(c, jobs).allocated, len(found))
-    risk = np.broadcast_to(out_of_memory(c, jobs, memory), len(found))
+    held = footprint(c, jobs)
+    memory = np.broadcast_to(held.allocated, len(found))
+    risk = np.broadcast_to(out_of_memory(c, jobs, held), len(found))
     fitting = np.flatnonzero(risk < LIKELY)
     if not len(fitting):
         return []
@@ -134,7 +135,7 @@ def evaluate(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Opti
         return []
     jobs, size = jobs_of(run, world_size, found), len(found)
     time, held = step_seconds(time_constants(), jobs), footprint(memory_constants(), jobs)
-    risk = out_of_memory(memory_constants(), jobs, held.allocated)
+    risk = out_of_memory(memory_constants(), jobs, held)
     spread = np.exp(log_half_width(interval_constants(), jobs))
     tokens, flops = run.training.tokens_per_step, flops_per_token(run.model, run.training.sequence)
 
