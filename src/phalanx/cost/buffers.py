@@ -66,13 +66,7 @@ def exchange_bytes(run: RunSpec, batch: int, place: int) -> int:
     if layout.ep > 1 and spec.moe:
         numbers += 3 * spec.moe.top_k * here * spec.width
     if layout.pp > 1:
-        schedule = any_schedule_of(layout)
-        links = {
-            (rank, to)
-            for rank in range(layout.pp)
-            for _, to in schedule.messages(rank)
-            if rank != to and place in (rank, to)
-        }
+        links = [link for link in any_schedule_of(layout).links if place in link]
         numbers += sum(POSTED if to == place else 1 for _, to in links) * here * spec.width
     return number * numbers
 

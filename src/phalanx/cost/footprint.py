@@ -86,8 +86,13 @@ def used_bytes(c: MemoryConstants, held: Footprint) -> Column:
 
 
 def out_of_memory(c: MemoryConstants, jobs: Jobs, held: Footprint) -> Column:
-    """Probability that the device's memory is not enough: the prediction's error is taken as log-normal."""
-    excess = np.log(used_bytes(c, held) / jobs.memory_bytes) / c.spread
+    """Probability that the device's memory is not enough."""
+    return shortage(c, used_bytes(c, held), jobs.memory_bytes)
+
+
+def shortage(c: MemoryConstants, used_bytes: Column, memory_bytes: Column) -> Column:
+    """Probability that more is used than there is: the prediction's error is taken as log-normal."""
+    excess = np.log(used_bytes / memory_bytes) / c.spread
     below: Column = np.vectorize(erf, otypes=[np.float64])(excess / sqrt(2))
     return 0.5 * (1 + below)
 

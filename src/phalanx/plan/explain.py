@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.cost.stages import check_layout
 from phalanx.plan.candidates import Candidate, candidate_of
-from phalanx.plan.search import Option, Plan, evaluate, search
+from phalanx.plan.search import Option, Plan, counted, evaluate, search
 from phalanx.spec.base import parse
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
@@ -93,7 +93,7 @@ def option_of(run: RunSpec, world_size: int, layout: Layout) -> Option:
     """
     own = run.model_copy(update={"layout": layout})
     check_layout(own, world_size)
-    return evaluate(own, world_size, [candidate_of(own, world_size)])[0]
+    return counted(run, world_size, evaluate(own, world_size, [candidate_of(own, world_size)])[0])
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -10,9 +11,10 @@ from numpy.typing import NDArray
 
 from phalanx.cost.compute import mfu
 from phalanx.cost.constants import interval_constants, memory_constants, time_constants
-from phalanx.cost.footprint import footprint, out_of_memory
+from phalanx.cost.footprint import GIB, footprint, out_of_memory, shortage
 from phalanx.cost.interval import log_half_width
 from phalanx.cost.jobs import Column
+from phalanx.cost.memory import rank_memory
 from phalanx.cost.stages import check_layout
 from phalanx.cost.step import step_seconds
 from phalanx.plan.candidates import Candidate, candidates, jobs_of
@@ -37,7 +39,7 @@ class Option:
     parts: dict[str, float]
     """Seconds of the step by what they go to; `exchange` is part of `compute`."""
     memory_bytes: float
-    """Allocated on the fullest rank."""
+    """Held by the fullest rank."""
     stages: dict[str, dict[str, float]]
     """Bytes by part of the first and the last stage."""
     p_oom: float
@@ -90,8 +92,18 @@ def search(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
     ordered = in_order(run, world_size, found)
     if not ordered:
         return Plan([], len(found), 0, evaluate(run, world_size, [smallest(run, world_size, found)])[0])
-    runnable = list(islice((candidate for candidate in ordered if can_run(run, world_size, candidate)), keep))
-    return Plan(evaluate(run, world_size, runnable), len(found), len(ordered), None)
+    offered = list(islice(_offers(run, world_size, ordered), keep))
+    least = None if offered else evaluate(run, world_size, [smallest(run, world_size, found)])[0]
+    return Plan(offered, len(found), len(ordered), least)
+
+
+def _offers(run: RunSpec, world_size: int, ordered: list[Candidate]) -> Iterator[Option]:
+    """Of layouts in order those that can run, and fit as they are counted."""
+    for candidate in ordered:
+        if can_run(run, world_size, candidate):
+            option = counted(run, world_size, evaluate(run, world_size, [candidate])[0])
+            if option.p_oom < LIKELY:
+                yield option
 
 
 def in_order(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Candidate]:
@@ -127,6 +139,15 @@ def can_run(run: RunSpec, world_size: int, candidate: Candidate) -> bool:
     except UserError:
         return False
     return True
+
+
+def counted(run: RunSpec, world_size: int, option: Option) -> Option:
+    """An option with what Phalanx itself would hold, counted tensor by tensor as `phalanx memory` does, which may be
+    more than the formula has for any trainer."""
+    own = run.model_copy(update={"layout": option.candidate.layout()})
+    held, c = max(place.total for place in rank_memory(own, world_size).values()), memory_constants()
+    used, there = np.array([held + c.context_gib * GIB]), np.array([float(run.cluster.memory_bytes or 1)])
+    return replace(option, memory_bytes=float(held), p_oom=max(option.p_oom, float(shortage(c, used, there)[0])))
 
 
 def evaluate(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Option]:

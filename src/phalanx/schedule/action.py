@@ -87,7 +87,7 @@ class Schedule:
     def ranks(self) -> int:
         return len(self.orders)
 
-    @property
+    @cached_property
     def stages(self) -> int:
         return 1 + max(self.rank_of)
 
@@ -119,6 +119,12 @@ class Schedule:
             message = self.gives(action)
             if message is not None:
                 yield message, self.receiver(message)
+
+    @cached_property
+    def links(self) -> frozenset[tuple[int, int]]:
+        """Pairs of ranks of which the first sends to the second."""
+        ranks = range(self.ranks)
+        return frozenset((rank, to) for rank in ranks for _, to in self.messages(rank) if rank != to)
 
     def gives(self, action: Action) -> Action | None:
         """What another stage needs of an action, if anything."""
