@@ -1,6 +1,6 @@
 """Fit the planner's constants to published runs, within their bounds, and write src/phalanx/cost/constants.toml.
 
-    python benchmarks/fit_planner.py ../shared/published/runs.csv
+    python -m benchmarks.fit_planner ../shared/published/runs.csv
 
 Step times and memory are fitted by least squares of logarithms; every source counts as at most a dozen of its rows do,
 so that 1,440 runs of one paper do not drown the other papers. Whether a run was out of memory is fitted by likelihood.
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from published import Known, known_rows, step_time_rows
 from scipy.optimize import least_squares
 from scipy.stats import norm
 
+from benchmarks.published import Known, known_rows, step_time_rows
 from phalanx.cost import constants
 from phalanx.cost.constants import IntervalConstants, MemoryConstants, TimeConstants, bounds
 from phalanx.cost.footprint import GIB, footprint, used_bytes

@@ -1,7 +1,7 @@
 """Hold the planner against published runs, source by source, and write docs/accuracy.md.
 
-    python benchmarks/planner.py ../shared/published/runs.csv              # a minute
-    python benchmarks/planner.py ../shared/published/runs.csv --left-out   # each source also predicted without its rows
+    python -m benchmarks.planner ../shared/published/runs.csv              # a minute
+    python -m benchmarks.planner ../shared/published/runs.csv --left-out   # each source also predicted without its rows
 
 Peers' errors are those of ../shared/PLANNER.md, over the same sources' rows (these and others).
 """
@@ -17,11 +17,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from fit_planner import fit_time
 from numpy.typing import NDArray
-from planner_choice import best_of_sweeps, sweeps
-from published import Known, known_rows, step_time_rows
 
+from benchmarks.fit_planner import fit_time
+from benchmarks.planner_choice import best_of_sweeps, sweeps
+from benchmarks.published import Known, known_rows, step_time_rows
 from phalanx.cost.constants import time_constants
 from phalanx.plan.predict import Prediction, predict
 from phalanx.plan.search import search
@@ -182,7 +182,7 @@ def main(path: Path, leave_out: bool) -> None:
     }
     lines = ["# How far the planner is off", ""]
     lines += [
-        "Written by `python benchmarks/planner.py ../shared/published/runs.csv --left-out`. Rows in 16 bits; errors",
+        "Written by `python -m benchmarks.planner ../shared/published/runs.csv --left-out`. Rows in 16 bits; errors",
         "are absolute percentages of the published step time.",
         "",
     ]

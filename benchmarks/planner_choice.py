@@ -8,9 +8,9 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from published import Known
 from scipy.stats import spearmanr
 
+from benchmarks.published import Known
 from phalanx.cost.constants import memory_constants, time_constants
 from phalanx.cost.footprint import footprint, out_of_memory
 from phalanx.cost.jobs import Order, columns
@@ -42,10 +42,9 @@ def sweeps(known: list[Known]) -> Iterator[str]:
         kept = [result for result in results if result is not None]
         if kept:
             failed, behind, alike = (np.array(part, dtype=float) for part in zip(*kept, strict=True))
-            yield (
-                f"| {source} | {len(kept)} | {int(failed.sum())} | {100 * np.nanmean(behind):.1f} % "
-                f"| {100 * np.nanmax(behind):.1f} % | {np.nanmean(alike):.2f} |"
-            )
+            ran = behind[failed == 0]
+            far = f"{100 * ran.mean():.1f} % | {100 * ran.max():.1f} %" if len(ran) else "- | -"
+            yield f"| {source} | {len(kept)} | {int(failed.sum())} | {far} | {alike.mean():.2f} |"
 
 
 def _sweep(rows: list[Known]) -> tuple[bool, float, float] | None:

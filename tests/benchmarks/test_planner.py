@@ -1,0 +1,78 @@
+"""The accuracy report, on a table whose truth is known."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planner import held_rows, interval_lines, memory_lines, step_time_table
+from benchmarks.planner_choice import sweeps
+from benchmarks.published import Known, known_rows, step_time_rows
+from phalanx.plan.predict import Prediction, predict_rows
+from tests.plan.test_table import ROW
+
+ANSWERS = {"step_time_s": "", "tflops_per_gpu": "", "mfu": "", "memory_gib": "", "notes": "", "source": ""}
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> Path:
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, [*ROW, *ANSWERS])
+        table.writeheader()
+        table.writerows({**ANSWERS, **row} for row in rows)
+    return path
+
+
+def sweep() -> list[dict[str, str]]:
+    """Layouts of one model on 16 devices, under the name of a source of sweeps."""
+    layouts = [("8", "2", "1"), ("8", "1", "2"), ("4", "4", "1"), ("4", "2", "2"), ("2", "8", "1"), ("8", "1", "4")]
+    common = {**ROW, "gpus": "16", "global_batch": "64", "zero": "1"}
+    return [
+        {**common, "id": f"vtm-{at:04}", "tp": tp, "pp": pp, "dp": str(16 // int(tp) // int(pp)), "micro_batch": size,
+         "schedule": "1f1b" if pp != "1" else "no-pipeline"}
+        for at, (tp, pp, size) in enumerate(layouts)
+    ]  # fmt: skip
+
+
+def predicted(rows: list[dict[str, str]]) -> list[Prediction]:
+    found = predict_rows(rows)
+    assert all(isinstance(row, Prediction) for row in found)
+    return found  # type: ignore[return-value]
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> list[Known]:
+    """Runs that took a tenth longer than predicted."""
+    rows = sweep()
+    for row, prediction in zip(rows, predicted(rows), strict=True):
+        row["step_time_s"], row["memory_gib"] = str(1.1 * prediction.step_time_s), str(prediction.memory_gib)
+    rows.append({**ROW, "id": "vtm-9999", "layers": ""})
+    return known_rows(write(tmp_path / "runs.csv", rows))
+
+
+def test_errors_are_those_of_the_table(known):
+    held = held_rows(step_time_rows(known))
+    assert len(held) == len(sweep())
+    lines = list(step_time_table(held, {"vtm": 12.0}))
+    assert any(line.startswith("| vtm | 6 | 9.1 | -9.1 | 9 | 12.0 |") for line in lines)
+    assert any(line.startswith("\nOver 6 rows 9.1 %") for line in lines)
+    inside = [row.truth <= row.predicted.step_time_high_s for row in held]
+    assert next(interval_lines(held)).startswith(f"{sum(inside) / 6:.1%} of 6 rows")
+
+
+def test_a_ranking_that_is_right_has_rank_correlation_one(known):
+    line = list(sweeps(known))[-1]
+    assert line == "| vtm | 1 | 0 | 0.0 % | 0.0 % | 1.00 |"
+
+
+def test_a_choice_that_failed_is_told(known):
+    rows = [dict(row.row) for row in known]
+    best = min(range(len(rows)), key=lambda at: float(rows[at]["step_time_s"]))
+    failed = Known(rows[best], known[best].job, None, None, out_of_memory=True)
+    line = list(sweeps([*known[:best], failed, *known[best + 1 :]]))[-1]
+    assert line.startswith("| vtm | 1 | 1 | - | - |")
+
+
+def test_memory_is_held_against_what_was_published(known):
+    assert any(line.startswith("| vtm | 6 | 0.0 | ") for line in memory_lines(known))
