@@ -82,13 +82,12 @@ def _steps(console: Console, found: Diagnosis) -> None:
 
 
 def _best(console: Console, found: Diagnosis) -> None:
-    best, counted = found.best, found.best_held
-    if best is None or counted is None:
+    best = found.best
+    if best is None:
         return
     console.print(
         f"\nThe planner's best of all layouts on these devices: {best.candidate}: {best.step_seconds:.3g} s, "
-        f"{best.memory_bytes / GIB:.1f} GiB as it counts, {counted.memory.total / GIB:.1f} as Phalanx does "
-        f"({'fits' if counted.fits else 'does not fit'})",
+        f"{best.memory_bytes / GIB:.1f} GiB",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
 
@@ -139,7 +138,6 @@ def facts(run: RunSpec, found: Diagnosis) -> dict[str, Any]:
         "needed": [_effect(effect) for effect in found.needed],
         "fits": found.now.fits or fits(found.steps),
         "planner": found.best and str(found.best.candidate),
-        "planner_held": found.best_held and _held(found.best_held),
     }
 
 

@@ -67,8 +67,6 @@ class Diagnosis:
     """Of those the ones that it cannot do without; all, where they are not enough."""
     best: Option | None
     """Of the planner, of all layouts on the same devices; None where it finds or knows none."""
-    best_held: Held | None
-    """The same by Phalanx's own count."""
 
 
 def diagnose(run: RunSpec) -> Diagnosis:
@@ -81,9 +79,8 @@ def diagnose(run: RunSpec) -> Diagnosis:
         best = next(iter(search(run, run.cluster.ranks, keep=1).options), None)
     except UserError:
         best = None
-    counted = None if best is None else held(run.model_copy(update={"layout": best.candidate.layout()}))
     micro_batch = cut_batch(run, run.cluster.ranks).micro_batch
-    return Diagnosis(held(run), limit_bytes(run), micro_batch, alone(run), made, enough(run, made), best, counted)
+    return Diagnosis(held(run), limit_bytes(run), micro_batch, alone(run), made, enough(run, made), best)
 
 
 def limit_bytes(run: RunSpec) -> float:
