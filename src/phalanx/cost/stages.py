@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 
@@ -76,12 +77,17 @@ def stage_layers(run: RunSpec) -> list[range]:
 
     Raises UserError if there are more stages than layers.
     """
-    costs, stages = part_flops(run.model, run.training.sequence), any_schedule_of(run.layout).stages
+    stages = any_schedule_of(run.layout).stages
     try:
-        return ranges(cut_stages(costs, stages))
+        return ranges(_counts(run.model, run.training.sequence, stages))
     except UserError as error:
         problem = f"makes {stages} stages, which {error.problem}"
         raise UserError("layout.pp", run.layout.pp, problem, error.fix) from None
+
+
+@lru_cache  # the planner asks for the same cuts many times
+def _counts(spec: ModelSpec, sequence: int, stages: int) -> tuple[int, ...]:
+    return tuple(cut_stages(part_flops(spec, sequence), stages))
 
 
 def ranges(counts: Sequence[int]) -> list[range]:
