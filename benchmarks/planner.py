@@ -145,7 +145,7 @@ def memory_lines(known: list[Known]) -> Iterator[str]:
 
 
 def speed_lines() -> Iterator[str]:
-    """Layouts a second, in searches for the first ten, each of which is also counted exactly; and the command's help."""
+    """Layouts a second, in searches for the first ten, which are also counted exactly; and the command's help."""
     for model, sequences, nodes in (("llama3-70b", 1024, 128), ("llama3-405b", 2048, 2048)):
         run = build_run({
             "model": {"preset": model}, "training": {"sequence": 8192, "tokens_per_step": 8192 * sequences},
