@@ -13,7 +13,7 @@ from phalanx.cost.shapes import elements, parameter_shapes
 from phalanx.plan.candidates import Candidate, candidate_of, candidates
 from phalanx.plan.explain import nearest_fit, why
 from phalanx.plan.rules import GIB, RULES, Rule, Situation
-from phalanx.plan.search import LIKELY, Option, can_run, evaluate, in_order, search, smallest
+from phalanx.plan.search import LIKELY, Option, can_run, evaluate, in_order, offers, search, smallest
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
@@ -88,8 +88,7 @@ class Layouts:
     def first(self, wanted: Callable[[Candidate], bool]) -> Option | None:
         """The planner's best of some layouts; None if none of them fits and runs."""
         some = (candidate for candidate in self.fitting if wanted(candidate))
-        best = next((candidate for candidate in some if can_run(self.run, self.ranks, candidate)), None)
-        return None if best is None else evaluate(self.run, self.ranks, [best])[0]
+        return next(offers(self.run, self.ranks, some), None)
 
 
 def held_against(every: Layouts, best: Option, here: Situation, rule: Rule, because: str) -> Advice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -24,6 +24,8 @@ from phalanx.spec.run import RunSpec
 
 LIKELY = 0.05
 """A layout fits if the probability that memory is not enough is below this."""
+COUNTED = 1000
+"""Layouts that are counted at most: beyond so many that the formula has fit and the count has not, none is looked for."""
 PARTS = ("compute", "exchange", "bubble", "send", "data_parallel", "update", "waiting")
 
 
@@ -92,14 +94,14 @@ def search(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
     ordered = in_order(run, world_size, found)
     if not ordered:
         return Plan([], len(found), 0, evaluate(run, world_size, [smallest(run, world_size, found)])[0])
-    offered = list(islice(_offers(run, world_size, ordered), keep))
+    offered = list(islice(offers(run, world_size, ordered), keep))
     least = None if offered else evaluate(run, world_size, [smallest(run, world_size, found)])[0]
     return Plan(offered, len(found), len(ordered), least)
 
 
-def _offers(run: RunSpec, world_size: int, ordered: list[Candidate]) -> Iterator[Option]:
-    """Of layouts in order those that can run, and fit as they are counted."""
-    for candidate in ordered:
+def offers(run: RunSpec, world_size: int, ordered: Iterable[Candidate]) -> Iterator[Option]:
+    """Of layouts in order those that can run, and fit as they are counted: of the first `COUNTED`."""
+    for candidate in islice(ordered, COUNTED):
         if can_run(run, world_size, candidate):
             option = counted(run, world_size, evaluate(run, world_size, [candidate])[0])
             if option.p_oom < LIKELY:
