@@ -10,7 +10,6 @@ import typer
 from typer.core import TyperGroup
 
 from phalanx import __version__
-from phalanx.spec.base import require, suggest
 from phalanx.spec.errors import UserError
 
 COMMANDS = (
@@ -27,8 +26,10 @@ class Lazily(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        known = list(COMMANDS)
-        require(cmd_name in known, "command", cmd_name, "is not known", suggest(cmd_name, known))
+        if cmd_name not in COMMANDS:
+            from phalanx.spec.base import suggest  # with pydantic, which a command's help does not need
+
+            raise UserError("command", cmd_name, "is not known", suggest(cmd_name, list(COMMANDS)))
         file = import_module(f"phalanx.cli.{cmd_name}")
         own = getattr(file, "app", None)
         if own is None:

@@ -25,7 +25,7 @@ from phalanx.spec.run import RunSpec
 LIKELY = 0.05
 """A layout fits if the probability that memory is not enough is below this."""
 COUNTED = 1000
-"""Layouts that are counted at most: beyond so many that the formula has fit and the count has not, none is looked for."""
+"""Layouts that are counted at most: beyond so many that fit by the formula and not as counted, none is looked for."""
 PARTS = ("compute", "exchange", "bubble", "send", "data_parallel", "update", "waiting")
 
 
