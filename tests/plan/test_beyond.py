@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.plan.beyond import training
 from phalanx.plan.search import search
-from tests.plan.test_search import run
+from tests.plan.test_plan_search import run
 
 
 def test_failures_are_llama_3s_where_nothing_is_said():

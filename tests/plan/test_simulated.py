@@ -5,7 +5,7 @@ import pytest
 from phalanx.plan.candidates import candidates
 from phalanx.plan.search import evaluate
 from phalanx.plan.simulated import timeline
-from tests.plan.test_search import run
+from tests.plan.test_plan_search import run
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
