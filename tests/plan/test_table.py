@@ -1,14 +1,17 @@
 """Rows of a table: what they state, what they leave open, and what is wrong with them."""
 
 import json
+import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from phalanx.cost.jobs import Attention, Order, Recompute
 from phalanx.cost.parameters import parameters
 from phalanx.plan.describe import habits
 from phalanx.plan.predict import Prediction, Unpredicted, predict_rows
-from phalanx.plan.table import job_of
+from phalanx.plan.table import job_of, read_rows
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_model, preset_names
 
@@ -51,6 +54,10 @@ def test_answers_are_not_read():
     assert predict_rows([without]) == [one()]
 
 
+def test_a_degree_that_does_not_fit_is_corrected_and_named():
+    assert one(tp="4", dp="3", global_batch="8").assumed == ["dp = 2, which the other degrees leave"]
+
+
 def test_what_a_row_leaves_open_is_named_and_chosen():
     found = one(micro_batch="", recompute="", global_batch="16")
     assert found.assumed == ["micro-batch", "recompute"]
@@ -78,6 +85,38 @@ def test_a_row_that_cannot_be_predicted_says_why(changes, reason):
     assert reason in found.reason
     assert other == one()
     json.dumps(found.reason)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    column=st.sampled_from([*ROW, "experts", "topk", "ep"]),
+    text=st.one_of(
+        st.sampled_from(["", "0", "-1", "nan", "inf", "1e300", "0.5", "3", "7", "x", "full", "fp8", "\x00", "1,5"]),
+        st.text(),
+    ),
+    other=st.sampled_from(["", "2", "8", "none"]),
+)
+def test_no_row_stops_the_others(column, text, other):
+    """Whatever a cell holds, the row is predicted, or says why not."""
+    spoiled = {**ROW, column: text, "pp": other} if column != "pp" else {**ROW, column: text}
+    found, after = predict_rows([spoiled, ROW])
+    assert after == one()
+    if isinstance(found, Prediction):
+        assert 0 < found.step_time_low_s < found.step_time_s < found.step_time_high_s < math.inf
+        assert 0 <= found.p_oom <= 1
+        assert found.memory_gib > 0
+    else:
+        assert found.reason
+
+
+def test_files_that_are_no_tables(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        read_rows(tmp_path / "none.csv")
+    (tmp_path / "short.csv").write_text("\ufeffid,layers,gpus\na,2\nb,2,8,9\n", encoding="utf-8")
+    assert read_rows(tmp_path / "short.csv") == [
+        {"id": "a", "layers": "2", "gpus": ""}, {"id": "b", "layers": "2", "gpus": "8"},
+    ]  # fmt: skip
+    assert all(isinstance(row, Unpredicted) for row in predict_rows(read_rows(tmp_path / "short.csv")))
 
 
 def test_devices_by_the_names_that_tables_use():
@@ -114,6 +153,7 @@ def test_latent_attention_and_fine_experts_are_known_by_name():
     row = {
         **ROW, "model": "deepseek-v3", "params_b": "671", "layers": "61", "hidden": "7168", "heads": "128",
         "kv_heads": "128", "ffn": "18432", "vocab": "129280", "experts": "256", "topk": "8", "tp": "1", "ep": "8",
+        "dp": "8",
     }  # fmt: skip
     assert job_of(row).choices[0]["parameters"] == pytest.approx(671e9, rel=0.01)
 

@@ -15,7 +15,7 @@ from phalanx.cost.jobs import Attention, Order, Recompute
 from phalanx.cost.memory import PUBLISHED_MIXED_PRECISION_ADAM
 from phalanx.cost.parameters import parameters
 from phalanx.plan.describe import Numbers, flops_per_token, habits, is_low, machine_columns, model_columns
-from phalanx.spec.base import divisors, parse
+from phalanx.spec.base import divisors, parse, require
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_machine, preset_names
@@ -24,6 +24,9 @@ from phalanx.spec.model import ModelSpec
 Row = Mapping[str, str]
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Those that a trainer would try."""
+MOST = 1e12
+"""Of any number in a row."""
+MOST_LAYERS = 10_000
 ASSUMED_IS_WIDER = 1.3
 """Times as wide, on a logarithmic scale, as an interval is where something had to be assumed."""
 
@@ -80,9 +83,16 @@ class Job:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a CSV file by column."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    """Rows of a CSV file by column.
+
+    Raises UserError for a file that cannot be read.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            found = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError("--batch", str(path), f"cannot be read: {error}", "give a CSV file with a header") from None
+    return [{column: text or "" for column, text in row.items() if column} for row in found]
 
 
 def job_of(row: Row) -> Job:
@@ -90,14 +100,19 @@ def job_of(row: Row) -> Job:
 
     Raises UserError for what is missing or cannot be.
     """
-    zero, precision = int(_number(row, "zero", 0)), row.get("precision", "")
+    zero, precision = _count(row, "zero", 0), row.get("precision", "")
     cluster, assumed = _machine(row)
-    tp, pp, cp, ep = (int(_number(row, axis, 1)) for axis in ("tp", "pp", "cp", "ep"))
+    tp, pp, cp, ep = (_count(row, axis, 1) for axis in ("tp", "pp", "cp", "ep"))
     for column in ("gpus", "seq", "global_batch", "tp", "pp"):
         _number(row, column)
-    sequence, ranks, batch = (int(_number(row, column)) for column in ("seq", "gpus", "global_batch"))
-    dp = _number(row, "dp", ranks / (tp * pp * cp))
+    sequence, ranks, batch = (_count(row, column) for column in ("seq", "gpus", "global_batch"))
+    dp, shared = ranks // (tp * pp * cp), tp * pp * cp
+    require(ranks % shared == 0, "gpus", ranks, f"is no multiple of tp x pp x cp = {shared}", "correct one of them")
+    if _number(row, "dp", dp) != dp:
+        assumed.append(f"dp = {dp}, which the other degrees leave")
     spec, shape = _model(row, sequence)
+    experts = spec.moe.experts if spec.moe else 1
+    require(experts % ep == 0, "ep", ep, f"does not divide the {experts} experts", "correct one of them")
     text = f"{row.get('schedule', '')}; {row.get('facts', '')}"
     chip = row.get("gpu_type", "")
     fixed: Numbers = {
@@ -128,7 +143,8 @@ def _choices(row: Row, fixed: Numbers, layers: int, batch: int) -> tuple[list[Nu
     assumed = []
     share = batch / fixed["dp"]
     stated = row.get("micro_batch", "")
-    micro_batches = [float(stated)] if stated else [float(b) for b in MICRO_BATCHES if b <= share and share % b == 0]
+    tried = [float(b) for b in MICRO_BATCHES if b <= share and share % b == 0]
+    micro_batches = [_number(row, "micro_batch")] if stated else tried
     micro_batches = micro_batches or [1.0]
     if not stated:
         assumed.append("micro-batch")
@@ -139,11 +155,12 @@ def _choices(row: Row, fixed: Numbers, layers: int, batch: int) -> tuple[list[Nu
     if not said:
         assumed.append("recompute")
     schedule, pp = row.get("schedule", "").lower(), int(fixed["pp"])
-    chunks = [int(_number(row, "vpp", 0))]
+    chunks = [_count(row, "vpp", 0)]
     if chunks == [0] and "interleaved" in schedule and pp > 1:
         chunks = [v for v in divisors(max(layers // pp, 1)) if v <= 8] if layers % pp == 0 else [1, 2, 3, 4]
         assumed.append("virtual stages")
     parallel = row.get("seq_parallel", "")
+    shares = _number(row, "seq_parallel", 0) > 0
     if not parallel and fixed["tp"] > 1:
         assumed.append("sequence parallelism")
     found = []
@@ -155,7 +172,7 @@ def _choices(row: Row, fixed: Numbers, layers: int, batch: int) -> tuple[list[Nu
                 found.append({
                     **fixed, "micro_batch": micro_batch, "micro_batches": max(1.0, share / micro_batch),
                     "recompute": recompute, "virtual": max(v, 1) if order == Order.INTERLEAVED else 1, "order": order,
-                    "sequence_parallel": float(parallel) if parallel else float(modern),
+                    "sequence_parallel": float(shares if parallel else modern),
                 })  # fmt: skip
     return found, assumed
 
@@ -202,7 +219,7 @@ def _machine(row: Row) -> tuple[Cluster, list[str]]:
     cluster = load_machine(_preset(chip))
     assumed: list[str] = []
     changes: dict[str, float] = {}
-    node = int(_number(row, "gpus_per_node", 8))
+    node = _count(row, "gpus_per_node", 8)
     joined = cluster.domain or 1
     changes["domain"] = joined if joined > 8 else node
     for column, field in (("intra_bw", "link_bytes_per_second"), ("inter_bw", "network_bytes_per_second")):
@@ -227,17 +244,18 @@ def _model(row: Row, sequence: int) -> tuple[ModelSpec, Numbers]:
     """The model of a row as Phalanx describes it, and its columns."""
     name = row.get("model", "").lower()
     latent = next((shape for start, shape in LATENT.items() if name.startswith(start)), None)
-    width, layers, heads = (int(_number(row, column)) for column in ("hidden", "layers", "heads"))
-    experts, ffn = int(_number(row, "experts", 0)), int(_number(row, "ffn"))
+    width, layers, heads = (_count(row, column) for column in ("hidden", "layers", "heads"))
+    require(layers <= MOST_LAYERS, "layers", layers, f"is more than {MOST_LAYERS:,}", "correct it")
+    experts, ffn = _count(row, "experts", 0), _count(row, "ffn")
     common: dict[str, Any] = {
-        "width": width, "layers": layers, "heads": heads, "kv_heads": int(_number(row, "kv_heads", heads)),
-        "vocab": int(_number(row, "vocab")), "context": sequence, "positions": "learned",
+        "width": width, "layers": layers, "heads": heads, "kv_heads": _count(row, "kv_heads", heads),
+        "vocab": _count(row, "vocab"), "context": sequence, "positions": "learned",
         "head_dim": next((dim for start, dim in HEAD_DIM.items() if name.startswith(start)), max(width // heads, 1)),
     }  # fmt: skip
     if not experts:
         spec = _nearest(common, ffn, _number(row, "params_b", 0) * 1e9, "llama" in name)
         return spec, model_columns(spec, sequence)
-    moe: dict[str, Any] = {"experts": experts, "top_k": int(_number(row, "topk")), "ffn": ffn}
+    moe: dict[str, Any] = {"experts": experts, "top_k": _count(row, "topk"), "ffn": ffn}
     if latent:
         moe |= {"shared_experts": latent.shared_experts, "first_dense": latent.first_dense, "ffn": latent.expert_ffn}
         common |= {"heads": latent.heads, "kv_heads": latent.heads, "head_dim": latent.head + latent.rotary}
@@ -263,6 +281,13 @@ def _nearest(common: dict[str, Any], ffn: int, stated: float, gated: bool) -> Mo
     return min(specs, key=lambda spec: abs(parameters(spec).total - stated))
 
 
+def _count(row: Row, column: str, default: int | None = None) -> int:
+    """Raises UserError for what is no whole number."""
+    value = _number(row, column, default)
+    require(value == int(value), column, row.get(column), "is not a whole number", "correct it")
+    return int(value)
+
+
 def _number(row: Row, column: str, default: float | None = None) -> float:
     """Raises UserError for a column that is empty, and needed, or no number."""
     text = (row.get(column) or "").strip()
@@ -273,8 +298,8 @@ def _number(row: Row, column: str, default: float | None = None) -> float:
     except ValueError:
         problem = "is not a number" if text else "is needed, and empty"
         raise UserError(column, text or None, problem, "fill it in") from None
-    if not value > 0 and column != "zero":
-        if default is not None and value == 0:
-            return default
-        raise UserError(column, text, "must be above 0", "correct it")
+    if value == 0 and default is not None:
+        return 0.0 if column == "zero" else default
+    if not 0 < value <= MOST:
+        raise UserError(column, text, f"must be above 0 and at most {MOST:.0e}", "correct it")
     return value
