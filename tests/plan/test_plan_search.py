@@ -5,6 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from phalanx.cost.jobs import Attention
 from phalanx.cost.memory import rank_memory
 from phalanx.cost.stages import check_layout
 from phalanx.plan.candidates import candidate_of, candidates, jobs_of
@@ -112,3 +113,19 @@ def test_what_is_offered_fits_as_phalanx_counts_it():
     for option in search(described, 64, keep=4).options:
         held = rank_memory(described.model_copy(update={"layout": option.candidate.layout()}), 64)
         assert option.memory_bytes == max(place.total for place in held.values()) < 80 * 2**30
+
+
+def test_ranks_that_share_sequences_exchange_tokens_for_heads_where_there_are_enough():
+    """Of 12 heads two or four ranks can; eight cannot, and go round a ring that has no flash kernel."""
+    described = run("gpt2-124m", sequence=1024, sequences=16)
+    found = {c.cp: c for c in candidates(described, 8) if c.tp == c.pp == c.ep == 1 and c.recompute == "none"}
+    assert {cp: candidate.context for cp, candidate in found.items()} == {
+        1: "ring",
+        2: "ulysses",
+        4: "ulysses",
+        8: "ring",
+    }
+    assert found[4].layout().context == "ulysses"
+    jobs = jobs_of(described, 8, [found[4], found[8]])
+    assert list(jobs.attention) == [Attention.FLASH_3, Attention.RING_PLAIN]
+    assert list(jobs.ulysses) == [1, 0]
