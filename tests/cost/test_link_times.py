@@ -34,7 +34,9 @@ def test_cards_of_a_node_serve_a_group_together():
     """Of 64 ranks side by side each node's eight cards carry the ring; of 64 that are 8 apart each its own."""
     table, size = jobs(job()), 1000 * GIB
     together, apart = (ring_seconds(C, table, size, ranks(64), stride) for stride in (1.0, 8.0))
-    assert apart / together == pytest.approx(8, rel=0.02)
+    cards = min(8 * network_speed(C, table)[0], link_speed(C, table)[0]) / network_speed(C, table)[0]
+    assert apart / together == pytest.approx(cards, rel=0.02)
+    assert cards > 4
     assert apart == pytest.approx(63 / 64 * size / network_speed(C, table), rel=0.01)
 
 
@@ -46,7 +48,7 @@ def test_small_messages_take_latency_that_grows_with_the_ring():
 
 
 def test_relayed_tokens_cross_once():
-    row = job("mixtral-8x7b", ep=8, tp=8, dp=8, top_k=8)
+    row = job("mixtral-8x7b", ep=64, dp=64, top_k=8)
     plain, relayed = all_to_all_seconds(C, jobs(row, {**row, "relayed": 1.0}), 100 * GIB)
     nodes, top_k = 8, 8
     distinct = nodes * (1 - (1 - 1 / nodes) ** top_k) / top_k
