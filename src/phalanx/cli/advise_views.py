@@ -6,8 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
+from phalanx.cost.footprint import GIB
 from phalanx.plan.advise import ALIKE, Advice, Advised
-from phalanx.plan.rules import GIB, Kind, Rule
+from phalanx.plan.rules import Kind, Rule
 from phalanx.plan.search import Option
 from phalanx.spec.run import RunSpec
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from phalanx.plan.explain import GIB
+from phalanx.cost.footprint import GIB
 from phalanx.plan.oom import Diagnosis, Effect, Held, fits
 from phalanx.spec.run import RunSpec
 

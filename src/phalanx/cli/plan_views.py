@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from phalanx.cost.energy import energy_kwh, rental_cost
+from phalanx.cost.footprint import GIB
 from phalanx.plan.beyond import Training, training
-from phalanx.plan.explain import GIB, MEANING, crossing, shares, what_ifs, why
+from phalanx.plan.explain import MEANING, crossing, shares, what_ifs, why
 from phalanx.plan.predict import Prediction, Unpredicted
 from phalanx.plan.search import LIKELY, Option, Plan
 from phalanx.plan.simulated import timeline

@@ -27,7 +27,7 @@ class BlockTime:
 
 def block_seconds(c: TimeConstants, jobs: Jobs) -> tuple[BlockTime, BlockTime]:
     """A block with a dense MLP, and one with experts (evenly loaded; zero in a model that has none)."""
-    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    tokens = jobs.tokens
     attention = _attention(c, jobs, tokens)
     dense = _combine(c, jobs, tokens, attention, _mlp(c, jobs, tokens), np.zeros(1), extra=0)
     routed = jobs.experts > 0
@@ -55,16 +55,22 @@ def _attention(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
     forward, inputs, weights = (a + b for a, b in zip(into, out, strict=True))
     separate_norms = (jobs.matrices > 2) & (jobs.fused == 0) & (jobs.compiled == 0)
     parted = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    compiled = np.where(jobs.compiled > 0, c.compiled, 1.0)
+    compiled = _compiled(c, jobs)
     wide = (c.width_passes * compiled + np.where(separate_norms, c.norm_passes, 0.0)) / parted
     passes = passes_seconds(c, jobs, 2 * tokens * D * (wide + c.shared_passes * compiled / jobs.tp))
     return _Part(forward, inputs, weights, passes, attention_seconds(c, jobs))
 
 
+def _compiled(c: TimeConstants, jobs: Jobs) -> Column:
+    """Of the passes over memory, the part that torch.compile leaves."""
+    left: Column = np.where(jobs.compiled > 0, c.compiled, 1.0)
+    return left
+
+
 def _mlp(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
     up = linear_seconds(c, jobs, tokens, jobs.ffn * (jobs.matrices - 1) / jobs.tp, jobs.width)
     down = linear_seconds(c, jobs, tokens, jobs.width, jobs.ffn / jobs.tp)
-    compiled = np.where(jobs.compiled > 0, c.compiled, 1.0)
+    compiled = _compiled(c, jobs)
     inner = jobs.ffn * (jobs.matrices - 1) / jobs.tp * c.inner_passes * compiled
     forward, inputs, weights = (a + b for a, b in zip(up, down, strict=True))
     return _Part(forward, inputs, weights, passes_seconds(c, jobs, 2 * tokens * inner))
@@ -83,7 +89,7 @@ def _experts(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
         np.where(routed, a + b, 0.0) + np.where(has_shared, p + q, 0.0)
         for a, b, p, q in zip(up, down, also_up, also_down, strict=True)
     )
-    compiled = np.where(jobs.compiled > 0, c.compiled, 1.0)
+    compiled = _compiled(c, jobs)
     inner = 2 * (copies * jobs.expert_ffn + tokens * jobs.shared_ffn / jobs.tp) * c.inner_passes * compiled
     return _Part(forward, inputs, weights, passes_seconds(c, jobs, 2 * (inner + copies * D * c.route_passes)))
 

@@ -55,7 +55,7 @@ def footprint(c: MemoryConstants, jobs: Jobs) -> Footprint:
     first, each, last = blocks_of_stages(jobs)
     p, alone = jobs.pp, jobs.pp == 1
     kept, again = _activation_bytes(c, jobs)
-    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    tokens = jobs.tokens
     logits = _logit_bytes(c, jobs, tokens)
     buffers = 8 * c.working * tokens * jobs.width + c.workspace_gib * GIB
     at_first, at_second, at_last = in_flight(jobs)
@@ -127,7 +127,7 @@ def _state_bytes(
     dense = (jobs.parameters - jobs.expert_parameters - table * (2 - jobs.tied)) / jobs.layers / jobs.tp
     routed = np.maximum(jobs.layers - jobs.dense_layers, 1)
     experts = jobs.expert_parameters / routed / jobs.ep
-    apart = np.maximum(jobs.dp * jobs.cp * jobs.tp / jobs.ep, 1)
+    apart = jobs.expert_replicas
     whole = _kept(jobs, blocks * dense + tables * table / jobs.tp, jobs.shard)
     gathered = np.where(jobs.zero >= 3, 4 * c.gathered_blocks * dense, 0.0)
     return whole + _kept(jobs, with_experts * experts, apart) + gathered
@@ -141,7 +141,7 @@ def _kept(jobs: Jobs, parameters: Column, ranks: Column) -> Column:
 
 def _activation_bytes(c: MemoryConstants, jobs: Jobs) -> tuple[Column, Column]:
     """Bytes that a block keeps for the backward pass, and those of the block that is computed again."""
-    tokens, tp = jobs.micro_batch * jobs.sequence / jobs.cp, jobs.tp
+    tokens, tp = jobs.tokens, jobs.tp
     parted = np.where(jobs.sequence_parallel > 0, tp, 1.0)
     gated, fused = jobs.matrices > 2, (jobs.fused > 0) | (jobs.compiled > 0)
     separate = gated & ~fused

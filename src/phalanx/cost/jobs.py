@@ -162,6 +162,16 @@ class Jobs:
         """How many jobs there are."""
         return max(len(getattr(self, column.name)) for column in fields(self))
 
+    @property
+    def tokens(self) -> Column:
+        """Of a micro-batch, those that one context-parallel rank holds."""
+        return self.micro_batch * self.sequence / self.cp
+
+    @property
+    def expert_replicas(self) -> Column:
+        """Ranks of a stage that hold the same experts: their gradients are exchanged among these."""
+        return np.maximum(self.dp * self.cp * self.tp / self.ep, 1)
+
     def take(self, chosen: NDArray[np.int64] | NDArray[np.bool_]) -> Jobs:
         """Some of them, by index or by mask."""
         size = self.count

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp, expm1, inf, sqrt
 
+from phalanx.cost.checks import check_not_negative, check_positive
 from phalanx.spec.errors import UserError
 
 
@@ -29,7 +30,7 @@ The table's counts are used, not its percentages: 148 faulty GPUs are 35.3 %, wh
 
 def job_mtbf_seconds(failures_per_device_hour: float, devices: int) -> float:
     """Mean time between failures of a job that any one of its devices stops: failures are independent and rates add."""
-    _check_positive(failures_per_device_hour=failures_per_device_hour, devices=devices)
+    check_positive(failures_per_device_hour=failures_per_device_hour, devices=devices)
     return 3600 / (failures_per_device_hour * devices)
 
 
@@ -41,7 +42,7 @@ def job_mtbf_seconds(failures_per_device_hour: float, devices: int) -> float:
 
 def young_interval_seconds(write_seconds: float, mtbf_seconds: float) -> float:
     """First-order optimum sqrt(2 d M) (Young, Communications of the ACM 17, 1974): the least time lost, if d << M."""
-    _check_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
+    check_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
     return sqrt(2 * write_seconds * mtbf_seconds)
 
 
@@ -50,7 +51,7 @@ def daly_interval_seconds(write_seconds: float, mtbf_seconds: float) -> float:
 
     Daly, Future Generation Computer Systems 22, 2006: the first terms of the series of `best_interval_seconds`.
     """
-    _check_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
+    check_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
     half = write_seconds / (2 * mtbf_seconds)
     if half >= 1:
         return mtbf_seconds
@@ -65,7 +66,7 @@ def best_interval_seconds(write_seconds: float, mtbf_seconds: float) -> float:
     both Young's interval and M are above its root: from the nearer one, Newton's method comes down to the root and
     never passes it.
     """
-    _check_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
+    check_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
     write = write_seconds / mtbf_seconds
     best, last = min(1.0, sqrt(2 * write)), inf
     while best < last:
@@ -80,8 +81,8 @@ def availability_interval_seconds(write_seconds: float, mtbf_seconds: float, res
     It maximises the part of a cycle that is work, (T - d)/T, times the part of time between failures that is kept,
     M/(M + R + T/2). Their T is from one write to the next: this interval and d.
     """
-    _check_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
-    _check_not_negative(restart_seconds=restart_seconds)
+    check_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
+    check_not_negative(restart_seconds=restart_seconds)
     return sqrt(2 * (mtbf_seconds + restart_seconds) * write_seconds + write_seconds**2)
 
 
@@ -91,8 +92,8 @@ def goodput(interval_seconds: float, write_seconds: float, mtbf_seconds: float, 
     (tau/M) / (e^(R/M) (e^((tau + d)/M) - 1)), with failures at any time, so while writing and restarting too (Daly,
     Future Generation Computer Systems 22, 2006, the higher-order model).
     """
-    _check_positive(interval_seconds=interval_seconds, mtbf_seconds=mtbf_seconds)
-    _check_not_negative(write_seconds=write_seconds, restart_seconds=restart_seconds)
+    check_positive(interval_seconds=interval_seconds, mtbf_seconds=mtbf_seconds)
+    check_not_negative(write_seconds=write_seconds, restart_seconds=restart_seconds)
     cycle = (interval_seconds + write_seconds) / mtbf_seconds
     lost = exp(-(restart_seconds / mtbf_seconds) - cycle)
     return interval_seconds / mtbf_seconds * lost / -expm1(-cycle)
@@ -120,20 +121,8 @@ def reliability(
 
 def days_to(tokens: float, tokens_per_second: float, goodput: float = 1.0) -> float:
     """Days until `tokens` are trained on, at the whole run's speed while it trains."""
-    _check_positive(tokens_per_second=tokens_per_second, goodput=goodput)
-    _check_not_negative(tokens=tokens)
+    check_positive(tokens_per_second=tokens_per_second, goodput=goodput)
+    check_not_negative(tokens=tokens)
     if goodput > 1:
         raise UserError("goodput", goodput, "is a part of the time", "give at most 1")
     return tokens / (tokens_per_second * goodput) / 86_400
-
-
-def _check_positive(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < inf:
-            raise UserError(name, value, "must be above 0 and finite")
-
-
-def _check_not_negative(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value < inf:
-            raise UserError(name, value, "must be 0 or more and finite")

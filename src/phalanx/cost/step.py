@@ -117,7 +117,7 @@ def _gathered(c: TimeConstants, jobs: Jobs, block: BlockTime) -> BlockTime:
 
 def _stages(c: TimeConstants, jobs: Jobs, dense: BlockTime, routed: BlockTime) -> tuple[Stage, Stage, Stage]:
     """The first stage with the embedding, one between, the last with the head; leading layers are dense."""
-    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    tokens = jobs.tokens
     columns = jobs.vocab / jobs.tp
     head = gemm_seconds(c, jobs, tokens, columns, jobs.width, linear=False)
     loss = passes_seconds(c, jobs, 2 * tokens * columns * c.head_passes)
@@ -179,7 +179,7 @@ def _sends(c: TimeConstants, jobs: Jobs, m: Column, v: Column) -> Column:
     chunk. Tensor-parallel ranks share a message where they share its tokens, and where chunks are interleaved
     (arXiv 2104.04473, section 4.1): there each chunk waits for its message unless sends were made to run ahead, as does
     DeepSpeed's engine (deepspeed/runtime/pipe/p2p.py: blocking sends)."""
-    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    tokens = jobs.tokens
     parted = (jobs.sequence_parallel > 0) | (jobs.order == Order.INTERLEAVED)
     one = send_seconds(c, jobs, 2 * tokens * jobs.width / np.where(parted, jobs.tp, 1.0))
     interleaved = jobs.order == Order.INTERLEAVED
@@ -199,7 +199,7 @@ def _data_parallel(c: TimeConstants, jobs: Jobs, stage: Stage) -> Column:
     scatter = ring_seconds(c, jobs, jobs.sent_bytes * dense, ranks, jobs.tp, calls=calls)
     reduce = ring_seconds(c, jobs, jobs.sent_bytes * dense, ranks, jobs.tp, reduces=True, calls=calls)
     gather = ring_seconds(c, jobs, 2 * dense, jobs.shard, jobs.tp, calls=calls)
-    apart = np.maximum(ranks * jobs.tp / jobs.ep, 1)
+    apart = jobs.expert_replicas
     of_experts = ring_seconds(c, jobs, (jobs.sent_bytes + 2) * experts, apart, jobs.ep, calls=expert_calls)
     all_of_it = np.where(sharded & whole, scatter, reduce) + np.where(sharded, gather, 0.0)
     all_of_it = all_of_it + np.where(jobs.experts > 0, of_experts, 0.0)
@@ -224,6 +224,6 @@ def parameters_of_rank(jobs: Jobs) -> tuple[Column, Column]:
 def _update(c: TimeConstants, jobs: Jobs) -> Column:
     """Seconds of the optimizer, of the gradients' norm and of setting them to zero."""
     dense, experts = parameters_of_rank(jobs)
-    apart = np.maximum(jobs.dp * jobs.cp * jobs.tp / jobs.ep, 1)
+    apart = jobs.expert_replicas
     owned = np.where(jobs.zero >= 1, dense / jobs.shard + experts / apart, dense + experts)
     return passes_seconds(c, jobs, 2 * c.optimizer_passes * owned + 4 * dense)

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from phalanx.cost.footprint import GIB
 from phalanx.cost.memory import model_state_bytes, optimizer_of, state_bytes
 from phalanx.cost.parameters import parameters
 from phalanx.cost.shapes import elements, parameter_shapes
 from phalanx.plan.candidates import Candidate, candidate_of, candidates
 from phalanx.plan.explain import nearest_fit, why
-from phalanx.plan.rules import GIB, RULES, Rule, Situation
+from phalanx.plan.rules import RULES, Rule, Situation
 from phalanx.plan.search import LIKELY, Option, can_run, evaluate, in_order, offers, search, smallest
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout

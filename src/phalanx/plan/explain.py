@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from phalanx.cost.footprint import GIB
 from phalanx.cost.stages import check_layout
 from phalanx.plan.candidates import Candidate, candidate_of
 from phalanx.plan.search import Option, Plan, counted, evaluate, search
@@ -23,7 +24,6 @@ MEANING = {
     "waiting": "for the slowest of many nodes",
 }
 """Of the parts of a step."""
-GIB = 2**30
 
 
 def best_plan(run: RunSpec, world_size: int, keep: int = 20) -> Plan:

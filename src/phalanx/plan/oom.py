@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from phalanx.cost.constants import memory_constants
+from phalanx.cost.footprint import GIB
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.plan.candidates import candidate_of
-from phalanx.plan.explain import GIB
 from phalanx.plan.remedies import REMEDIES, Remedy, with_layout
 from phalanx.plan.search import Option, evaluate, search
 from phalanx.spec.errors import UserError

@@ -10,9 +10,9 @@ from math import prod
 from typing import Literal
 
 from phalanx.cost.checkpointing import best_checkpoints
+from phalanx.cost.footprint import GIB
 from phalanx.plan.candidates import Candidate
 
-GIB = 2**30
 SIZES = "pos2001/ml-training-architecture, decision guide"
 PIPELINES, HYBRIDS = "jesamkim part 3, decision guide", "jesamkim part 4, decision guide"
 MEMORY, RECOMPUTE = "Jae's Tech Blog part 06", "Jae's Tech Blog part 13"

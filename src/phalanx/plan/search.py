@@ -92,8 +92,6 @@ def search(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
             "use a number of ranks whose factors divide the sequences of a step and the model",
         )  # fmt: skip
     ordered = in_order(run, world_size, found)
-    if not ordered:
-        return Plan([], len(found), 0, evaluate(run, world_size, [smallest(run, world_size, found)])[0])
     offered = list(islice(offers(run, world_size, ordered), keep))
     least = None if offered else evaluate(run, world_size, [smallest(run, world_size, found)])[0]
     return Plan(offered, len(found), len(ordered), least)
