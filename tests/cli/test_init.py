@@ -54,7 +54,7 @@ def test_every_commented_key_is_right():
     examples |= {"offload_directory", "schedule_file", "first_bucket_mb", "base_ranks", "staleness"}
     examples |= {"hbm_bytes_per_second", "domain", "link_bytes_per_second", "network_bytes_per_second"}
     examples |= {"watts", "price_per_hour", "matmul_flops", "matmul_flops_8bit", "multiprocessors"}
-    examples |= {"price_per_kwh", "storage_bytes_per_second", "failures_per_device_hour"}
+    examples |= {"cores", "price_per_kwh", "storage_bytes_per_second", "failures_per_device_hour"}
     text = starter("run.toml", "schema")
     lines = text.splitlines()
     begin = lines.index("# [model.moe]")

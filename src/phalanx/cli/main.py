@@ -13,8 +13,8 @@ from phalanx import __version__
 from phalanx.spec.errors import UserError
 
 COMMANDS = (
-    "data", "pipeline", "advise", "experts", "export", "generate", "info", "init", "memory", "mesh", "placement",
-    "plan", "train",
+    "data", "pipeline", "advise", "calibrate", "experts", "export", "generate", "info", "init", "memory", "mesh",
+    "placement", "plan", "train",
 )  # fmt: skip
 """Each a file beside this one with a function of its name, or with an `app` of several."""
 

@@ -16,6 +16,7 @@ from phalanx.plan.explain import MEANING, crossing, shares, what_ifs, why
 from phalanx.plan.predict import Prediction, Unpredicted
 from phalanx.plan.search import LIKELY, Option, Plan
 from phalanx.plan.simulated import timeline
+from phalanx.spec.cluster import Cluster
 from phalanx.spec.run import RunSpec
 
 WIDTH = 150
@@ -157,6 +158,7 @@ def facts(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | N
     return {
         "model": run.model.preset or run.model.from_hf,
         "devices": world_size,
+        "measured": run.cluster.measured.decided if run.cluster.measured else [],
         "considered": plan.considered,
         "fitting": plan.fitting,
         "layouts": [
@@ -180,7 +182,17 @@ def _head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:
         f"{training.sequence:,}; {plan.considered:,} layouts, {plan.fitting:,} likely to fit",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+    console.print(known_by(run.cluster), style="dim", highlight=False, soft_wrap=True)
     console.print()
+
+
+def known_by(cluster: Cluster) -> str:
+    """Which of a machine's numbers were measured, and which are assumed."""
+    measured = cluster.measured
+    if measured is None:
+        return "no run on this machine was measured (`phalanx calibrate`): its constants are those of published runs"
+    decided = ", ".join(measured.decided) or "none alone"
+    return f"measured by {measured.runs} runs on this machine: {decided}; assumed: every other constant"
 
 
 def _figures(option: Option) -> list[str]:

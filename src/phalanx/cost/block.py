@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.cost.constants import TimeConstants
-from phalanx.cost.jobs import Attention, Column, Jobs, Recompute
+from phalanx.cost.jobs import RECOMPUTED, Attention, Column, Jobs, Recompute
 from phalanx.cost.kernels import attention_seconds, by_era, linear_seconds, passes_seconds
 from phalanx.cost.links import all_to_all_seconds, ring_seconds
 
@@ -31,7 +31,7 @@ def block_seconds(c: TimeConstants, jobs: Jobs) -> tuple[BlockTime, BlockTime]:
     attention = _attention(c, jobs, tokens)
     dense = _combine(c, jobs, tokens, attention, _mlp(c, jobs, tokens), np.zeros(1), extra=0)
     routed = jobs.experts > 0
-    sent = 2 * tokens * jobs.width * jobs.top_k / jobs.tp
+    sent = jobs.number_bytes * tokens * jobs.width * jobs.top_k / jobs.tp
     shown = np.where(jobs.overlap_ep > 0, c.leak, 1.0)
     exchange = np.where(routed, 2 * all_to_all_seconds(c, jobs, sent) * shown, 0.0)
     return dense, _combine(c, jobs, tokens, attention, _experts(c, jobs, tokens), exchange, extra=20)
@@ -57,7 +57,7 @@ def _attention(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
     parted = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     compiled = _compiled(c, jobs)
     wide = (c.width_passes * compiled + np.where(separate_norms, c.norm_passes, 0.0)) / parted
-    passes = passes_seconds(c, jobs, 2 * tokens * D * (wide + c.shared_passes * compiled / jobs.tp))
+    passes = passes_seconds(c, jobs, jobs.number_bytes * tokens * D * (wide + c.shared_passes * compiled / jobs.tp))
     return _Part(forward, inputs, weights, passes, attention_seconds(c, jobs))
 
 
@@ -73,7 +73,7 @@ def _mlp(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
     compiled = _compiled(c, jobs)
     inner = jobs.ffn * (jobs.matrices - 1) / jobs.tp * c.inner_passes * compiled
     forward, inputs, weights = (a + b for a, b in zip(up, down, strict=True))
-    return _Part(forward, inputs, weights, passes_seconds(c, jobs, 2 * tokens * inner))
+    return _Part(forward, inputs, weights, passes_seconds(c, jobs, jobs.number_bytes * tokens * inner))
 
 
 def _experts(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
@@ -91,7 +91,8 @@ def _experts(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
     )
     compiled = _compiled(c, jobs)
     inner = 2 * (copies * jobs.expert_ffn + tokens * jobs.shared_ffn / jobs.tp) * c.inner_passes * compiled
-    return _Part(forward, inputs, weights, passes_seconds(c, jobs, 2 * (inner + copies * D * c.route_passes)))
+    passes = passes_seconds(c, jobs, jobs.number_bytes * (inner + copies * D * c.route_passes))
+    return _Part(forward, inputs, weights, passes)
 
 
 def _combine(
@@ -112,8 +113,11 @@ def _combine(
 
     flash = jobs.attention >= Attention.FLASH_1
     partly = np.where(jobs.zero >= 3, 0.35 * (attention.forward + rest.forward), 0.0) + passes
-    kinds = [jobs.recompute == kind for kind in (Recompute.FULL, Recompute.SELECTIVE, Recompute.OPERATIONS)]
-    again = np.select(kinds, [forward + ahead, np.where(flash, 0.0, core), partly], 0.0)
+    again = np.select(
+        [jobs.recompute == kind for kind in RECOMPUTED],
+        [forward + ahead, np.where(flash, 0.0, core), partly, attention.forward + core],
+        0.0,
+    )
     host = (operations + extra) * c.launch_seconds * by_era(jobs, 1.0, c.launch_1, c.launch_2)
     both = 1.5 + (jobs.recompute == Recompute.FULL)
     return BlockTime(either(forward + ahead, host), either(backward + back + again, host * both), weights, ahead + back)
@@ -127,7 +131,7 @@ def either(device: Column, other: Column, sharpness: int = 4) -> Column:
 def _tensor_parallel(c: TimeConstants, jobs: Jobs, tokens: Column) -> Column:
     """Of one pass: an all-reduce after attention and one after the MLP, or with sequence parallelism an all-gather and
     a reduce-scatter each (arXiv 2205.05198, section 4.2.2)."""
-    size = 2 * tokens * jobs.width
+    size = jobs.number_bytes * tokens * jobs.width
     one = ring_seconds(c, jobs, size, jobs.tp, 1.0, reduces=True, calls=1.0 + jobs.sequence_parallel)
     return jobs.exchanges * one * np.where(jobs.overlap_tp > 0, c.leak, 1.0)
 
@@ -136,8 +140,8 @@ def _context_parallel(c: TimeConstants, jobs: Jobs, tokens: Column, core: Column
     """Forward and backward: keys and values of all ranks go round beside attention's core (Ring Attention, arXiv
     2310.01889), and back with their gradients; or queries, keys and values are exchanged, and the output
     (DeepSpeed-Ulysses, arXiv 2309.14509), which nothing hides."""
-    keys = 2 * tokens * jobs.kv_heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
-    queries = 2 * tokens * jobs.heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
+    keys = jobs.number_bytes * tokens * jobs.kv_heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
+    queries = jobs.number_bytes * tokens * jobs.heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
     ring = np.maximum(ring_seconds(c, jobs, keys * jobs.cp, jobs.cp, jobs.tp) - 0.8 * core, 0.0)
     swap = ring_seconds(c, jobs, keys + queries, jobs.cp, jobs.tp, calls=2.0)
     return np.where(jobs.ulysses > 0, swap, ring), np.where(jobs.ulysses > 0, swap, 2 * ring)

@@ -9,7 +9,7 @@ from math import erf, sqrt
 import numpy as np
 
 from phalanx.cost.constants import MemoryConstants
-from phalanx.cost.jobs import Attention, Column, Jobs, Order, Recompute
+from phalanx.cost.jobs import RECOMPUTED, Attention, Column, Jobs, Order
 from phalanx.cost.step import blocks_of_stages
 
 GIB = 2**30
@@ -62,7 +62,7 @@ def footprint(c: MemoryConstants, jobs: Jobs) -> Footprint:
     tables = np.where(alone, 2 - jobs.tied, 1.0)
     engine = (jobs.deepspeed > 0) & (jobs.zero < 3)
     buffers = buffers + np.where(engine & (jobs.zero > 0), 2 * jobs.sent_bytes * DEEPSPEED_BUCKET, 0.0)
-    sent = np.where(engine & ~alone, 2 * tokens * jobs.width, 0.0)
+    sent = np.where(engine & ~alone, jobs.number_bytes * tokens * jobs.width, 0.0)
     leading = np.minimum(jobs.dense_layers, first)
 
     def stage(
@@ -156,13 +156,15 @@ def _activation_bytes(c: MemoryConstants, jobs: Jobs) -> tuple[Column, Column]:
     scores = jobs.heads / tp * np.where(flash, 4.0, c.score_bytes * apart * jobs.sequence)
 
     share = jobs.dense_layers / jobs.layers
-    inside = share * mlp + (1 - share) * np.where(jobs.experts > 0, experts, 0.0)
-    rest = wide * jobs.width / parted + attention / tp + inside
-    all_of_it = tokens * (rest + scores)
-    kinds = [jobs.recompute == kind for kind in (Recompute.FULL, Recompute.SELECTIVE, Recompute.OPERATIONS)]
-    less = [2 * tokens * jobs.width / parted, tokens * rest, all_of_it * c.operations_kept]
+    inner = share * mlp + (1 - share) * np.where(jobs.experts > 0, experts, 0.0)
+    rest = wide * jobs.width / parted + attention / tp + inner
+    each = tokens * jobs.number_bytes / 2  # the constants are of 16 bits
+    all_of_it = each * (rest + scores)
+    kinds = [jobs.recompute == kind for kind in RECOMPUTED]
+    inside = each * (attention / tp + scores)
+    less = [2 * each * jobs.width / parted, each * rest, all_of_it * c.operations_kept, all_of_it - inside]
     kept = np.select(kinds, less, all_of_it)
-    again = np.select(kinds, [all_of_it, tokens * scores, 0.0 * all_of_it], 0.0)
+    again = np.select(kinds, [all_of_it, each * scores, 0.0 * all_of_it, inside], 0.0)
     return kept, again
 
 

@@ -32,12 +32,17 @@ class Attention(IntEnum):
 class Recompute(IntEnum):
     """What the backward pass computes again: nothing; attention's core (arXiv 2205.05198, section 5); norms and
     activations (Megatron-Core's recompute_modules) and, in trainers on FSDP, every other product (torchtitan's
-    selective); whole blocks."""
+    selective); whole blocks; attention with its projections (Phalanx's own selective)."""
 
     NONE = 0
     SELECTIVE = 1
     OPERATIONS = 2
     FULL = 3
+    ATTENTION = 4
+
+
+RECOMPUTED = (Recompute.FULL, Recompute.SELECTIVE, Recompute.OPERATIONS, Recompute.ATTENTION)
+"""Those that compute something again."""
 
 
 class Order(IntEnum):
@@ -100,6 +105,8 @@ class Jobs:
     """Network cards' bandwidth beside that of the fabric above them."""
     domain: Column
     """Devices joined by the fast links."""
+    crowd: Column
+    """Ranks that share one core, of which each has a part of its speed; 1 where each has a device of its own."""
     era: Column
     """Generation of device and of the software that runs on it: 0 Ampere and older, 1 Hopper, 2 Blackwell."""
     # The layout.
@@ -121,6 +128,8 @@ class Jobs:
     attention: Column
     low_precision: Column
     """Whether linear layers run in 8 bits."""
+    number_bytes: Column
+    """Of a number that is computed with or sent between ranks that share a model."""
     parameter_bytes: Column
     """Per parameter, of the weights that a rank has."""
     gradient_bytes: Column

@@ -43,7 +43,7 @@ def gemm_seconds(
         waves = np.where(tiled, started + c.tail * (np.ceil(waves) - started), m * n * batch / (rows * columns * units))
         one_wave = 2 * rows * columns * (k + c.depth) * units / (speed * c.small_tile**smaller)
         best = np.minimum(best, waves * one_wave)
-    moved = passes_seconds(c, jobs, 2 * (m * k + k * n + m * n) * batch)
+    moved = passes_seconds(c, jobs, jobs.number_bytes * (m * k + k * n + m * n) * batch)
     return np.maximum(best, moved) + c.gap_seconds
 
 
@@ -87,7 +87,7 @@ def attention_seconds(c: TimeConstants, jobs: Jobs) -> tuple[Column, Column]:
     separate = np.where(
         (jobs.attention == Attention.SEPARATE) | (jobs.attention == Attention.RING_PLAIN), c.score_separate, 1.0
     )
-    scores = passes_seconds(c, jobs, 2 * pairs * c.score_passes * separate)
+    scores = passes_seconds(c, jobs, jobs.number_bytes * pairs * c.score_passes * separate)
 
     written = products + scores
     written_back = 2 * products + scores * c.score_backward

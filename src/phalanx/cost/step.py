@@ -68,6 +68,7 @@ def step_seconds(c: TimeConstants, jobs: Jobs) -> StepTime:
     bubble = _bubble(jobs, once - slowest, middle)
     engine = np.where(jobs.deepspeed > 0, c.deepspeed, 1.0)
     compute = m * slowest * engine
+    compute, bubble = _on_shared_cores(jobs, compute, bubble, m * once / p * engine)
     send = _sends(c, jobs, m, v)
     seen = _data_parallel(c, jobs, middle)
     update = _update(c, jobs) + c.step_seconds
@@ -102,7 +103,7 @@ def _gathered(c: TimeConstants, jobs: Jobs, block: BlockTime) -> BlockTime:
         together = ring_seconds(c, jobs, size_bytes, ranks, jobs.tp)
         return np.where(singly, size_bytes / network_speed(c, jobs), together)
 
-    gather, scatter = exchange(2 * parameters), exchange(jobs.sent_bytes * parameters)
+    gather, scatter = exchange(jobs.number_bytes * parameters), exchange(jobs.sent_bytes * parameters)
     between = ring_seconds(c, jobs, jobs.sent_bytes * parameters / ranks, copies, jobs.tp * ranks, reduces=True)
     after = gather + scatter + between
     forward = np.where(singly, either(block.forward, gather, 2), either(block.forward, gather, 6))
@@ -120,8 +121,8 @@ def _stages(c: TimeConstants, jobs: Jobs, dense: BlockTime, routed: BlockTime) -
     tokens = jobs.tokens
     columns = jobs.vocab / jobs.tp
     head = gemm_seconds(c, jobs, tokens, columns, jobs.width, linear=False)
-    loss = passes_seconds(c, jobs, 2 * tokens * columns * c.head_passes)
-    embedding = passes_seconds(c, jobs, 2 * 6 * tokens * jobs.width)
+    loss = passes_seconds(c, jobs, jobs.number_bytes * tokens * columns * c.head_passes)
+    embedding = passes_seconds(c, jobs, jobs.number_bytes * 6 * tokens * jobs.width)
     first, each, last = blocks_of_stages(jobs)
     only_dense = jobs.dense_layers == jobs.layers
     leading = np.where(only_dense, first, np.minimum(jobs.dense_layers, first))
@@ -174,6 +175,14 @@ def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
     return idle
 
 
+def _on_shared_cores(jobs: Jobs, slowest: Column, bubble: Column, mean: Column) -> tuple[Column, Column]:
+    """Compute and bubble where ranks share cores: one that waits leaves its core to the others, so that a step takes
+    what all stages compute, or, where that is longer, the way through the schedule at a whole core's speed."""
+    alone = jobs.crowd <= 1
+    compute = np.where(alone, slowest, mean)
+    return compute, np.where(alone, bubble, np.maximum((slowest + bubble) / jobs.crowd - mean, 0.0))
+
+
 def _sends(c: TimeConstants, jobs: Jobs, m: Column, v: Column) -> Column:
     """Seconds that stages wait for one another's messages: a forward and a backward one for every micro-batch and every
     chunk. Tensor-parallel ranks share a message where they share its tokens, and where chunks are interleaved
@@ -181,7 +190,7 @@ def _sends(c: TimeConstants, jobs: Jobs, m: Column, v: Column) -> Column:
     DeepSpeed's engine (deepspeed/runtime/pipe/p2p.py: blocking sends)."""
     tokens = jobs.tokens
     parted = (jobs.sequence_parallel > 0) | (jobs.order == Order.INTERLEAVED)
-    one = send_seconds(c, jobs, 2 * tokens * jobs.width / np.where(parted, jobs.tp, 1.0))
+    one = send_seconds(c, jobs, jobs.number_bytes * tokens * jobs.width / np.where(parted, jobs.tp, 1.0))
     interleaved = jobs.order == Order.INTERLEAVED
     waits = (jobs.deepspeed > 0) | (interleaved & (jobs.era == 0) & (jobs.overlap_tp == 0))
     seen = np.where(waits, 1.0, c.send)
@@ -198,9 +207,10 @@ def _data_parallel(c: TimeConstants, jobs: Jobs, stage: Stage) -> Column:
     sharded, whole = (jobs.zero >= 1) & (jobs.zero < 3), jobs.shard >= ranks
     scatter = ring_seconds(c, jobs, jobs.sent_bytes * dense, ranks, jobs.tp, calls=calls)
     reduce = ring_seconds(c, jobs, jobs.sent_bytes * dense, ranks, jobs.tp, reduces=True, calls=calls)
-    gather = ring_seconds(c, jobs, 2 * dense, jobs.shard, jobs.tp, calls=calls)
+    gather = ring_seconds(c, jobs, jobs.number_bytes * dense, jobs.shard, jobs.tp, calls=calls)
     apart = jobs.expert_replicas
-    of_experts = ring_seconds(c, jobs, (jobs.sent_bytes + 2) * experts, apart, jobs.ep, calls=expert_calls)
+    both = (jobs.sent_bytes + jobs.number_bytes) * experts
+    of_experts = ring_seconds(c, jobs, both, apart, jobs.ep, calls=expert_calls)
     all_of_it = np.where(sharded & whole, scatter, reduce) + np.where(sharded, gather, 0.0)
     all_of_it = all_of_it + np.where(jobs.experts > 0, of_experts, 0.0)
     all_of_it = np.where(jobs.zero >= 3, 0.0, all_of_it)

@@ -10,6 +10,7 @@ import numpy as np
 from phalanx.cost.jobs import Attention, Jobs, Order, Recompute, broadcast
 from phalanx.cost.memory import STATES, optimizer_of, strategy_bytes
 from phalanx.cost.network import Strategy
+from phalanx.cost.precision import COMPUTED
 from phalanx.plan.describe import Numbers, machine_columns, model_columns
 from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
@@ -85,12 +86,10 @@ def candidates(run: RunSpec, world_size: int) -> list[Candidate]:
     where the sequence divides), and ZeRO-2 and 3 in pipelines, where they keep and send what ZeRO-1 does or more.
     Raises UserError for an arithmetic other than bf16.
     """
-    precision = run.training.precision
-    fix = 'set training.precision = "bf16"'
-    require(precision == "bf16", "training.precision", precision, "is not what the planner predicts", fix)
+    check_precision(run)
     domain = run.cluster.domain or run.cluster.nproc or 1
     # Flash kernels keep no scores that recomputing attention alone could drop.
-    recompute = ("none", "full") if run.cluster.device != "cpu" else ("none", "selective", "full")
+    recompute = ("none", "full")
     return [
         Candidate(data, dp, shard, tp, pp, cp, context, ep, micro_batch, m, again, schedule, v)
         for tp, pp, cp, context, ep, dp in _degrees(run, world_size)
@@ -112,6 +111,7 @@ def candidate_of(run: RunSpec, world_size: int) -> Candidate:
 
     Raises UserError if it cannot run so, or for what the planner does not know.
     """
+    check_precision(run)
     layout, sizes, cut = run.layout, degrees(run.layout, world_size), cut_batch(run, world_size)
     known = layout.data in ZERO and layout.schedule_file is None and layout.schedule in ORDERS
     value = layout.data if layout.data not in ZERO else layout.schedule_file or layout.schedule
@@ -119,6 +119,17 @@ def candidate_of(run: RunSpec, world_size: int) -> Candidate:
     return Candidate(
         layout.data, sizes.dp, sizes.dp_shard, layout.tp, layout.pp, layout.cp, layout.context, layout.ep,
         cut.micro_batch, cut.accumulation, layout.recompute, layout.schedule, layout.virtual_stages,
+    )  # fmt: skip
+
+
+def check_precision(run: RunSpec) -> None:
+    """Raise UserError for an arithmetic that nothing is known of: published runs are in bf16, and runs on a machine in
+    whatever it was calibrated with."""
+    precision, measured = run.training.precision, run.cluster.measured
+    known = measured.precision if measured else "bf16"
+    require(
+        precision == known, "training.precision", precision, "is not what the planner predicts here",
+        f'set training.precision = "{known}", or calibrate with runs in {precision} (`phalanx calibrate`)',
     )  # fmt: skip
 
 
@@ -198,6 +209,7 @@ def _common(run: RunSpec) -> Numbers:
         **model_columns(run.model, run.training.sequence),
         **machine_columns(cluster),
         "low_precision": 0,
+        "number_bytes": COMPUTED[run.training.precision],
         "compiled": float(run.training.compile),
         "fused": 0,
         "overlap": 1,
@@ -218,7 +230,7 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
     states = STATES[optimizer_of(run.optimizer)]
     each = {data: strategy_bytes(data, run.training.precision, 1, 1, states) for data in ZERO}
     state = [each[c.data] for c in found]
-    again = {"none": Recompute.NONE, "selective": Recompute.SELECTIVE, "full": Recompute.FULL}
+    again = {"none": Recompute.NONE, "selective": Recompute.ATTENTION, "full": Recompute.FULL}
     return {
         **{name: [float(getattr(c, name)) for c in found] for name in ("dp", "tp", "pp", "cp", "ep")},
         "micro_batch": [c.micro_batch for c in found],
@@ -240,8 +252,6 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
 
 
 def _attention(run: RunSpec, candidate: Candidate) -> Attention:
-    if run.cluster.device == "cpu":
-        return Attention.SEPARATE
-    if candidate.cp > 1 and candidate.context == "ring":
+    if candidate.cp > 1 and candidate.context == "ring" and run.cluster.device != "cpu":
         return Attention.RING_PLAIN
     return Attention.FLASH_3 if run.cluster.generation > 0 else Attention.FLASH_2

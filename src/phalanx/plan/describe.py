@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+
 from phalanx.cost.compute import training_flops_per_token
-from phalanx.cost.jobs import Attention
+from phalanx.cost.constants import (
+    MemoryConstants,
+    TimeConstants,
+    interval_constants,
+    memory_constants,
+    names,
+    time_constants,
+)
+from phalanx.cost.footprint import GIB
+from phalanx.cost.interval import log_half_width
+from phalanx.cost.jobs import Attention, Column, Jobs
 from phalanx.cost.parameters import parameters
-from phalanx.spec.base import require
+from phalanx.spec.base import require, suggest
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
 from phalanx.spec.model import ModelSpec
@@ -64,7 +78,7 @@ def machine_columns(cluster: Cluster) -> Numbers:
         if value is None:
             fix = 'set it, or cluster.preset (`phalanx info --list` shows them), such as "h100"'
             raise UserError(f"cluster.{field}", None, "is not known, and a plan needs it", fix)
-    peak, era = float(cluster.peak_flops or 0), cluster.generation
+    peak, era, crowd = float(cluster.peak_flops or 0), cluster.generation, cluster.crowd
     matmul = cluster.matmul_flops or MATMUL_SHARE[era] * peak
     domain = cluster.domain or cluster.nproc or 1
     link = cluster.link_bytes_per_second
@@ -72,18 +86,46 @@ def machine_columns(cluster: Cluster) -> Numbers:
             f"is not known for a domain of {domain} devices", "set it, or cluster.domain = 1")  # fmt: skip
     network = cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND[era]
     return {
-        "peak_flops": peak,
-        "matmul_flops": matmul,
-        "low_matmul_flops": cluster.matmul_flops_8bit or 2 * matmul,
+        "peak_flops": peak / crowd,
+        "matmul_flops": matmul / crowd,
+        "low_matmul_flops": (cluster.matmul_flops_8bit or 2 * matmul) / crowd,
         "units": cluster.multiprocessors or 0,
-        "hbm_bytes_per_second": float(cluster.hbm_bytes_per_second or 0),
-        "memory_bytes": float(cluster.memory_bytes or 0),
-        "link_bytes_per_second": link or network,
+        "hbm_bytes_per_second": float(cluster.hbm_bytes_per_second or 0) / crowd,
+        "memory_bytes": float(cluster.rank_memory_bytes or 0),
+        "link_bytes_per_second": (link or network) / crowd,
         "network_bytes_per_second": network,
         "oversubscription": cluster.oversubscription,
         "domain": domain,
+        "crowd": crowd,
         "era": era,
     }
+
+
+def times_of(cluster: Cluster) -> TimeConstants:
+    """Constants of step times: where runs on this machine were measured theirs, else those of published runs.
+
+    Raises UserError for a constant that there is not.
+    """
+    if cluster.measured is None:
+        return time_constants()
+    for name in cluster.measured.time:
+        known = names(TimeConstants)
+        require(name in known, "cluster.measured.time", name, "is not a constant", suggest(name, known))
+    return replace(time_constants(), **cluster.measured.time)
+
+
+def memory_of(cluster: Cluster) -> MemoryConstants:
+    """Constants of memory, likewise: where runs were measured, a process was, and nothing is beside it."""
+    if cluster.measured is None:
+        return memory_constants()
+    process, share = cluster.measured.process_bytes / GIB, cluster.measured.memory_share
+    return replace(memory_constants(), context_gib=process, workspace_gib=0.0, fragmentation=share)
+
+
+def half_width_of(cluster: Cluster, jobs: Jobs) -> Column:
+    """Half of the width of the 80 % interval of step times, as a logarithm."""
+    width = log_half_width(interval_constants(), jobs)
+    return width if cluster.measured is None else np.full_like(width, cluster.measured.log_half_width)
 
 
 def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) -> Numbers:
@@ -110,6 +152,7 @@ def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) ->
     if "grad accumulation in fp32" in said:
         gradients = 6
     return {
+        "number_bytes": 2,
         "attention": attention,
         "low_precision": float(is_low(precision)),
         "parameter_bytes": parameters,

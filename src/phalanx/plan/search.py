@@ -10,15 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.compute import mfu
-from phalanx.cost.constants import interval_constants, memory_constants, time_constants
 from phalanx.cost.footprint import GIB, footprint, out_of_memory, shortage
-from phalanx.cost.interval import log_half_width
 from phalanx.cost.jobs import Column
 from phalanx.cost.memory import rank_memory
 from phalanx.cost.stages import check_layout
 from phalanx.cost.step import step_seconds
 from phalanx.plan.candidates import Candidate, candidates, jobs_of
-from phalanx.plan.describe import flops_per_token
+from phalanx.plan.describe import flops_per_token, half_width_of, memory_of, times_of
+from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
@@ -41,7 +40,7 @@ class Option:
     parts: dict[str, float]
     """Seconds of the step by what they go to; `exchange` is part of `compute`."""
     memory_bytes: float
-    """Held by the fullest rank."""
+    """Held by the fullest rank; on a machine that was calibrated with what a process has beside tensors."""
     stages: dict[str, dict[str, float]]
     """Bytes by part of the first and the last stage."""
     p_oom: float
@@ -108,21 +107,21 @@ def offers(run: RunSpec, world_size: int, ordered: Iterable[Candidate]) -> Itera
 
 def in_order(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Candidate]:
     """Of some layouts those that are likely to fit, in the order of preference; not all of them can run."""
-    jobs, c = jobs_of(run, world_size, found), memory_constants()
+    jobs, c = jobs_of(run, world_size, found), memory_of(run.cluster)
     held = footprint(c, jobs)
     memory = np.broadcast_to(held.allocated, len(found))
     risk = np.broadcast_to(out_of_memory(c, jobs, held), len(found))
     fitting = np.flatnonzero(risk < LIKELY)
     if not len(fitting):
         return []
-    seconds = np.broadcast_to(step_seconds(time_constants(), jobs.take(fitting)).total, len(fitting))
+    seconds = np.broadcast_to(step_seconds(times_of(run.cluster), jobs.take(fitting)).total, len(fitting))
     fastest = fitting[rank(seconds, np.array([found[at].axes for at in fitting]), memory[fitting])]
     return [found[at] for at in fastest]
 
 
 def smallest(run: RunSpec, world_size: int, found: list[Candidate]) -> Candidate:
     """Of some layouts the one that takes least memory."""
-    memory = footprint(memory_constants(), jobs_of(run, world_size, found)).allocated
+    memory = footprint(memory_of(run.cluster), jobs_of(run, world_size, found)).allocated
     return found[int(np.argmin(np.broadcast_to(memory, len(found))))]
 
 
@@ -145,9 +144,17 @@ def counted(run: RunSpec, world_size: int, option: Option) -> Option:
     """An option with what Phalanx itself would hold, counted tensor by tensor as `phalanx memory` does, which may be
     more than the formula has for any trainer."""
     own = run.model_copy(update={"layout": option.candidate.layout()})
-    held, c = max(place.total for place in rank_memory(own, world_size).values()), memory_constants()
-    used, there = np.array([held + c.context_gib * GIB]), np.array([float(run.cluster.memory_bytes or 1)])
-    return replace(option, memory_bytes=float(held), p_oom=max(option.p_oom, float(shortage(c, used, there)[0])))
+    held = max(place.total for place in rank_memory(own, world_size).values())
+    c, measured = memory_of(run.cluster), run.cluster.measured
+    used, there = in_process(run.cluster, held), np.array([float(run.cluster.rank_memory_bytes or 1)])
+    risk = float(shortage(c, np.array([used]), there)[0])
+    return replace(option, memory_bytes=used if measured else float(held), p_oom=max(option.p_oom, risk))
+
+
+def in_process(cluster: Cluster, held_bytes: float) -> float:
+    """Bytes of memory of a rank that holds tensors of so many, with what is there whatever it trains."""
+    share = cluster.measured.memory_share if cluster.measured else 1.0
+    return share * held_bytes + memory_of(cluster).context_gib * GIB
 
 
 def evaluate(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Option]:
@@ -155,9 +162,10 @@ def evaluate(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Opti
     if not found:
         return []
     jobs, size = jobs_of(run, world_size, found), len(found)
-    time, held = step_seconds(time_constants(), jobs), footprint(memory_constants(), jobs)
-    risk = out_of_memory(memory_constants(), jobs, held)
-    spread = np.exp(log_half_width(interval_constants(), jobs))
+    c = memory_of(run.cluster)
+    time, held = step_seconds(times_of(run.cluster), jobs), footprint(c, jobs)
+    risk = out_of_memory(c, jobs, held)
+    spread = np.exp(half_width_of(run.cluster, jobs))
     tokens, flops = run.training.tokens_per_step, flops_per_token(run.model, run.training.sequence)
 
     def number(column: Column, at: int) -> float:
@@ -182,7 +190,7 @@ def evaluate(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Opti
                 stages,
                 number(risk, at),
                 speed,
-                mfu(speed, flops, float(run.cluster.peak_flops or 1), world_size),
+                mfu(speed, flops, float(jobs.peak_flops[0]), world_size),
             )
         )
     return options

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.cost.constants import time_constants
 from phalanx.cost.step import Stage, stage_seconds
 from phalanx.plan.candidates import Candidate, jobs_of
+from phalanx.plan.describe import times_of
 from phalanx.schedule.named import named
 from phalanx.schedule.simulate import Timeline, Times, simulate
 from phalanx.spec.run import RunSpec
@@ -13,7 +13,7 @@ from phalanx.spec.run import RunSpec
 def timeline(run: RunSpec, world_size: int, candidate: Candidate) -> Timeline:
     """What every rank of a pipeline does when, in seconds: compute and bubble of a step, without sends and exchanges of
     data-parallel ranks. Embedding and head are on the first and the last stage."""
-    first, middle, last = stage_seconds(time_constants(), jobs_of(run, world_size, [candidate]))
+    first, middle, last = stage_seconds(times_of(run.cluster), jobs_of(run, world_size, [candidate]))
     schedule = named(candidate.schedule, candidate.pp, candidate.micro_batches, candidate.virtual_stages)
     chunks = schedule.stages // candidate.pp
 

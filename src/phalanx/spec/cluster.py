@@ -9,11 +9,32 @@ from pydantic import Field
 from phalanx.spec.base import Spec
 
 
+class Measured(Spec):
+    """What runs on a machine showed, in place of what published runs did."""
+
+    runs: int = Field(gt=0)
+    """How many."""
+    precision: Literal["bf16", "fp32", "fp64"]
+    """In which they computed: of others it says nothing."""
+    time: dict[str, float]
+    """Constants of step times (`phalanx.cost.constants`) that differ from those of published runs."""
+    decided: list[str]
+    """Of these, the ones that the runs decide; the others stand where published runs, or guesses, put them."""
+    log_half_width: float = Field(gt=0)
+    """Of the interval that holds 80 of 100 step times, as a logarithm: as far as each run was off when the others
+    predicted it."""
+    process_bytes: int = Field(ge=0)
+    """Of a rank's memory, what is there whatever it trains."""
+    memory_share: float = Field(gt=0)
+    """Bytes of memory for each that is counted of a run's tensors."""
+
+
 class Cluster(Spec):
     """Nodes, the devices in them, and what they can do. Unknown speeds are measured or left out, never guessed."""
 
     preset: str | None = Field(None, examples=["h100"])
-    """A known machine (`phalanx info --list`) whose values the other fields override."""
+    """A known machine (`phalanx info --list`), or the file of one (`phalanx calibrate` writes it), whose values the
+    other fields override."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What computes: auto takes the GPU that is there, else the CPU."""
     nodes: int = Field(1, gt=0)
@@ -33,8 +54,10 @@ class Cluster(Spec):
     generation: int = Field(0, ge=0, le=2)
     """Of the device, and of the kernels and libraries made for it: 0 Ampere and older, 1 Hopper, 2 Blackwell, and what
     is of their age from others."""
+    cores: int | None = Field(None, gt=0, examples=[2])
+    """Of a node where CPUs compute, whose ranks share them: speeds are then those of one core."""
     memory_bytes: int | None = Field(None, gt=0, examples=[16_000_000_000])
-    """Memory of one device."""
+    """Memory of one device; where CPUs compute, of a node."""
     hbm_bytes_per_second: float | None = Field(None, gt=0, examples=[3350e9])
     """Bandwidth of one device's memory."""
     domain: int | None = Field(None, gt=0, examples=[8])
@@ -58,6 +81,19 @@ class Cluster(Spec):
     """How often a device, or what belongs to it, stops the run. By default as often as in Llama 3's 405B run."""
     restart_seconds: float = Field(600, ge=0)
     """From a failure to the first step after it."""
+    measured: Measured | None = None
+    """What runs on this machine showed: `phalanx calibrate` writes it."""
+
+    @property
+    def crowd(self) -> float:
+        """Ranks that share one core, of a node where CPUs compute: below 1 where a rank has several."""
+        return (self.nproc or 1) / self.cores if self.cores else 1.0
+
+    @property
+    def rank_memory_bytes(self) -> int | None:
+        """Memory that one rank may fill."""
+        shared = (self.nproc or 1) if self.cores else 1
+        return self.memory_bytes and self.memory_bytes // shared
 
     @property
     def ranks(self) -> int:

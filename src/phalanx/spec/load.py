@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from phalanx.spec.base import parse, suggest
 from phalanx.spec.cluster import Cluster
@@ -138,6 +138,8 @@ def resolve_preset(table: Table, kind: str, field: str) -> Table:
     name = table.get("preset")
     if name is None:
         return table
+    if kind == "machines" and str(name).endswith(".toml"):  # what it says is all there is to it: no name to keep
+        return _merge(read_toml(Path(str(name)).expanduser(), "machine file"), {**table, "preset": None})
     known = preset_names(kind)
     if name not in known:
         raise UserError(f"{field}.preset", name, "is not a known preset", suggest(str(name), known))
@@ -149,19 +151,20 @@ def preset_names(kind: str) -> list[str]:
     return sorted(file.name.removesuffix(".toml") for file in _presets(kind).iterdir() if file.name.endswith(".toml"))
 
 
-def read_toml(path: str | Path) -> Table:
+def read_toml(path: str | Path, what: Literal["run file", "machine file"] = "run file") -> Table:
     """Parse a TOML file. Raises UserError if it is not there or not TOML."""
     path = Path(path)
     if path.is_dir() or not path.exists():
         problem = "is a directory" if path.is_dir() else "no such file"
         name = path.name if path.suffix == ".toml" else "run.toml"
-        raise UserError("run file", str(path), problem, f"write one with: phalanx init {name}")
+        how = f"phalanx init {name}" if what == "run file" else f"phalanx calibrate RUN_DIR ... --out {path}"
+        raise UserError(what, str(path), problem, f"write one with: {how}")
     try:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError("run file", str(path), f"is not valid TOML: {error}", "mend that line") from None
+        raise UserError(what, str(path), f"is not valid TOML: {error}", "mend that line") from None
     except OSError as error:
-        raise UserError("run file", str(path), f"cannot be read: {error.strerror}", "check its permissions") from None
+        raise UserError(what, str(path), f"cannot be read: {error.strerror}", "check its permissions") from None
 
 
 def _presets(kind: str) -> Any:

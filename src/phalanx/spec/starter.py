@@ -17,6 +17,8 @@ ESSENTIAL = {
     "training.precision", "optimizer.name", "optimizer.learning_rate", "layout.data",
 }  # fmt: skip
 """Fields that the file sets, to their defaults; all others are there as comments."""
+MEASURED = "cluster.measured"
+"""Written by `phalanx calibrate`, never by hand: the file leaves it out."""
 MODEL = "tiny"
 WIDTH = 100
 COLUMN = 36
@@ -45,6 +47,8 @@ def _table(spec: Spec, path: str) -> Iterator[str]:
     inner: list[tuple[str, Spec | type[Spec]]] = []
     for name, field in type(spec).model_fields.items():
         table = _inner_table(field, getattr(spec, name))
+        if f"{path}{name}" == MEASURED:
+            continue
         if table is not None:
             inner.append((f"{path}{name}", table))
         else:

@@ -313,7 +313,8 @@ class Trainer:
     def _measures(self, seconds: Record, tokens: int) -> Record:
         total = sum(seconds.values())
         speed = tokens / total
-        record = {"tokens": self.tokens, "tokens_per_second": speed, "step_seconds": total, **seconds}
+        ranks = self.mesh.degrees.world_size
+        record = {"ranks": ranks, "tokens": self.tokens, "tokens_per_second": speed, "step_seconds": total, **seconds}
         waited = self.strategy.exposed.take()
         if self.device.type == "cpu" and self.strategy.computes:
             record["exposed_communication_seconds"] = waited
@@ -322,7 +323,7 @@ class Trainer:
         if self.strategy.waits is not None:
             record["pipeline_wait_seconds"] = self.strategy.waits.take()
         if self.peak_flops:
-            record["mfu"] = mfu(speed, self.flops_per_token, self.peak_flops, self.mesh.degrees.world_size)
+            record["mfu"] = mfu(speed, self.flops_per_token, self.peak_flops, ranks)
         if self.optimizers:
             record["learning_rate"] = self.optimizers[-1].param_groups[0]["lr"]
         record["peak_memory_bytes"] = peak_memory_bytes(self.device)

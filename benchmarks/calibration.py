@@ -1,0 +1,208 @@
+"""Predicted beside measured on this machine, of layouts that the planner was not calibrated on.
+
+    python -m benchmarks.calibration           # trains, prints the tables and writes docs/benchmarks/calibration.md
+
+Short runs of `phalanx train` with 2 and 4 processes, a dense model and one with experts. The first of them go to
+`phalanx calibrate`; the others are predicted, then looked at. Runs that are done are kept (--work), so that one that
+is interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from phalanx.cli.calibrate import known_machine, write
+from phalanx.plan.calibrate import Calibration, MeasuredRun, calibrate, predicted, read_measured_run
+from phalanx.spec.load import load_machine
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "calibration.md"
+STEPS = 11
+TIME_GOAL, MEMORY_GOAL = 0.10, 0.05
+GIB = 2**30
+RUN = """
+[model]
+{model}
+[training]
+steps = {steps}
+sequence = 256
+tokens_per_step = 4096
+precision = "fp32"
+[evaluation]
+tokens = 256
+[checkpoint]
+every = 0
+"""
+SHAPE = "vocab = 2048\nwidth = 256\nheads = 8\nffn = 768\ncontext = 256\ntied = false\n"
+MODELS = {
+    "dense": SHAPE + "layers = 8",
+    "experts": SHAPE + "layers = 6\n[model.moe]\nexperts = 8\ntop_k = 2\nffn = 384",
+}
+
+
+@dataclass(frozen=True)
+class Short:
+    """A run to make: model, processes, layout."""
+
+    model: str
+    ranks: int
+    layout: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.ranks}-{self.layout}".replace("=", "").replace(",", "-")
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.ranks} processes: {self.layout}"
+
+
+def _all(model: str, ranks: int, *layouts: str) -> list[Short]:
+    return [Short(model, ranks, layout) for layout in layouts]
+
+
+CALIBRATED = [
+    *_all(
+        "dense", 2, "micro_batch=4", "micro_batch=1", "data=zero1,micro_batch=4", "data=zero2,micro_batch=4",
+        "data=zero3,micro_batch=4", "tp=2,micro_batch=4", "tp=2,micro_batch=16", "cp=2,micro_batch=4",
+        "pp=2,micro_batch=2",
+    ),
+    *_all(
+        "dense", 4, "micro_batch=4", "data=zero1,micro_batch=2", "data=zero3,micro_batch=4", "tp=4,micro_batch=4",
+        "pp=4,micro_batch=2", "tp=2,pp=2,micro_batch=2",
+    ),
+    *_all("experts", 2, "ep=2,micro_batch=4", "micro_batch=4"),
+    *_all("experts", 4, "ep=4,micro_batch=4"),
+]  # fmt: skip
+HELD_OUT = [
+    *_all(
+        "dense", 2, "micro_batch=2", "micro_batch=8", "data=zero1,micro_batch=8", "data=zero2,micro_batch=8",
+        "data=zero3,micro_batch=8", "data=zero3,micro_batch=2", "tp=2,micro_batch=8", "tp=2,micro_batch=2",
+        "cp=2,micro_batch=8", "cp=2,context=ulysses,micro_batch=4", "pp=2,micro_batch=4", "pp=2,micro_batch=1",
+        "pp=2,schedule=gpipe,micro_batch=2", "pp=2,schedule=zb-h1,micro_batch=2",
+        "pp=2,schedule=interleaved,virtual_stages=2,micro_batch=2", "recompute=full,micro_batch=4",
+    ),
+    *_all(
+        "dense", 4, "micro_batch=2", "micro_batch=1", "data=zero1,micro_batch=4", "data=zero2,micro_batch=2",
+        "data=zero3,micro_batch=2", "data=hsdp,dp_shard=2,micro_batch=4", "tp=2,micro_batch=4",
+        "tp=2,data=zero1,micro_batch=8", "tp=4,micro_batch=8", "pp=2,micro_batch=2", "pp=2,data=zero1,micro_batch=4",
+        "pp=4,micro_batch=1", "cp=2,micro_batch=4", "cp=4,micro_batch=4", "tp=2,cp=2,micro_batch=4",
+        "pp=2,cp=2,micro_batch=2",
+    ),
+    *_all("experts", 2, "ep=2,micro_batch=8", "data=zero1,micro_batch=8"),
+    *_all("experts", 4, "micro_batch=4", "ep=2,micro_batch=2", "ep=2,tp=2,micro_batch=4"),
+]  # fmt: skip
+
+
+def train(short: Short, work: Path) -> MeasuredRun:
+    """Make a run, unless it is there."""
+    directory = work / short.name
+    if not (directory / "done").exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        file = work / f"{short.name}.toml"
+        file.write_text(RUN.format(model=MODELS[short.model], steps=STEPS))
+        choices = [word for choice in short.layout.split(",") for word in ("--set", f"layout.{choice}")]
+        given = ["--nproc", str(short.ranks), "--set", f"name={short.name}", "--set", f"out={work}", *choices]
+        command = [sys.executable, "-m", "phalanx", "train", str(file), *given]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+        if done.returncode:
+            raise SystemExit(f"{short}: {done.stderr[-2000:]}")
+        shutil.rmtree(directory / "checkpoints")
+        (directory / "done").touch()
+    return replace(read_measured_run(directory), name=str(short))
+
+
+def table(
+    runs: Sequence[MeasuredRun], seconds: Sequence[float], memory: Sequence[float]
+) -> tuple[str, list[float], list[float]]:
+    """Lines of a table, and the errors of time and memory."""
+    lines = [
+        "| run | step s | predicted | error % | memory GiB | predicted | error % |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    apart, off = [], []
+    for run, time, held in zip(runs, seconds, memory, strict=True):
+        apart.append(time / run.step_seconds - 1)
+        off.append(held / run.memory_bytes - 1)
+        lines.append(
+            f"| {run.name} | {run.step_seconds:.3f} | {time:.3f} | {100 * apart[-1]:+.1f} | "
+            f"{run.memory_bytes / GIB:.2f} | {held / GIB:.2f} | {100 * off[-1]:+.1f} |"
+        )
+    return "\n".join(lines), apart, off
+
+
+def within(errors: Sequence[float], goal: float) -> str:
+    """How many errors are within a goal, in words."""
+    near = sum(abs(error) <= goal for error in errors)
+    median = statistics.median(abs(error) for error in errors)
+    return f"{near} of {len(errors)} within {goal:.0%}, median {median:.1%}, worst {max(map(abs, errors)):.1%}"
+
+
+def page(fitted: list[MeasuredRun], found: Calibration, others: list[MeasuredRun]) -> str:
+    """All that was measured and predicted."""
+    seconds, widths, memory = zip(*(predicted(found.machine, run) for run in others), strict=True)
+    held_out, apart, off = table(others, seconds, memory)
+    inside = sum(
+        low <= run.step_seconds <= high
+        for run, time, width in zip(others, seconds, widths, strict=True)
+        for low, high in [(time / width, time * width)]
+    )
+    before = statistics.median(abs(b / run.step_seconds - 1) for b, run in zip(found.before, fitted, strict=True))
+    own, fitted_apart, fitted_off = table(fitted, list(found.after), list(found.memory))
+    measured = found.machine.measured
+    assert measured is not None
+    process, share = measured.process_bytes / GIB, measured.memory_share
+    return f"""# Predicted beside measured, on one machine
+
+Written by `python -m benchmarks.calibration`: {os.cpu_count()} cores, PyTorch {version("torch")}, Python
+{platform.python_version()}; medians of {STEPS - 2} steps; memory is the peak of rank 0's process.
+
+## Layouts that were not calibrated on
+
+{held_out}
+
+Step time: {within(apart, TIME_GOAL)}. Memory: {within(off, MEMORY_GOAL)} (target: at least 20 layouts within
+{TIME_GOAL:.0%} of time and {MEMORY_GOAL:.0%} of memory). {inside} of {len(others)} lie within their 80 % interval.
+
+## Layouts that were calibrated on
+
+{own}
+
+Step time: {within(fitted_apart, TIME_GOAL)}. Memory: {within(fitted_off, MEMORY_GOAL)}. Before, with a guessed CPU and
+constants of published runs on GPUs, the median error of these was {before:.0%}.
+
+Measured: {", ".join(f"{name} {measured.time.get(name, 0):.3g}" for name in measured.decided)}. A process has
+{process:.2f} GiB beside its tensors, and {share:.2f} bytes for each that is counted.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, calibrate, predict, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("runs/calibration"), help="where the runs lie")
+    parser.add_argument("--machine", help="as of phalanx calibrate")
+    given = parser.parse_args(arguments)
+    given.work.mkdir(parents=True, exist_ok=True)
+    made = []
+    for short in (*CALIBRATED, *HELD_OUT):
+        made.append(train(short, given.work))
+        print(f"{made[-1].name}: {made[-1].step_seconds:.3f} s", flush=True)
+    fitted, others = made[: len(CALIBRATED)], made[len(CALIBRATED) :]
+    found = calibrate(fitted, load_machine(given.machine) if given.machine else known_machine(None))
+    write(given.work / "machine.toml", found.machine, fitted)
+    text = page(fitted, found, others)
+    print(text)
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Constants fitted to runs on a machine: found again where runs tell them, kept where they do not."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phalanx.plan.calibrate import MeasuredRun, calibrate, predicted, read_measured_run
+from phalanx.plan.search import search
+from phalanx.spec.cluster import Measured
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import build_run, load_machine
+from phalanx.spec.run import RunSpec
+from phalanx.train.setup import to_toml
+
+TRUTH = {"gemm_0": 0.6, "hbm_0": 0.3, "link": 0.1, "overlap": 0.4, "optimizer_passes": 30.0, "step_seconds": 0.02}
+"""What the constants are on an imagined machine."""
+MACHINE = load_machine("cpu").model_copy(update={"cores": 2})
+PROCESS, SHARE = 400 * 2**20, 1.1
+
+
+def described(ranks: int, precision: str = "fp32", **layout: object) -> RunSpec:
+    model = {"vocab": 2048, "width": 256, "layers": 8, "heads": 8, "ffn": 768, "context": 256}
+    training = {"sequence": 256, "tokens_per_step": 4096, "precision": precision}
+    return build_run({"model": model, "training": training, "layout": layout, "cluster": {"nproc": ranks}})
+
+
+def imagined(ranks: int, **layout: object) -> MeasuredRun:
+    """A run as the model has it with the imagined constants."""
+    measured = Measured(
+        runs=1, precision="fp32", time=TRUTH, decided=[], log_half_width=0.1, process_bytes=PROCESS, memory_share=SHARE
+    )
+    blank = MeasuredRun(str(layout), described(ranks, **layout), ranks, 1.0, 1.0, None)
+    seconds, _, memory = predicted(MACHINE.model_copy(update={"measured": measured}), blank)
+    return replace(blank, step_seconds=seconds, memory_bytes=memory)
+
+
+SEEN = [
+    imagined(ranks, **layout)
+    for ranks, layout in (
+        (1, {"micro_batch": 4}), (2, {"micro_batch": 1}), (2, {"micro_batch": 8}),
+        (2, {"data": "zero1", "micro_batch": 4}), (2, {"data": "zero3", "micro_batch": 4}),
+        (2, {"tp": 2, "micro_batch": 4}), (2, {"tp": 2, "micro_batch": 16}),
+        (2, {"cp": 2, "micro_batch": 4}), (4, {"pp": 4, "micro_batch": 2}), (4, {"tp": 4, "micro_batch": 4}),
+        (4, {"micro_batch": 2}),
+    )
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found():
+    return calibrate(SEEN, MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, {"data": "zero2", "micro_batch": 2}), (2, {"pp": 2, "micro_batch": 2}), (4, {"tp": 2, "micro_batch": 2}),
+        (4, {"data": "zero3", "micro_batch": 2}), (4, {"pp": 2, "tp": 2, "micro_batch": 4}), (1, {"recompute": "full"}),
+    ],
+)  # fmt: skip
+def test_layouts_that_it_has_not_seen_are_predicted(found, ranks, layout):
+    other = imagined(ranks, **layout)
+    seconds, width, memory = predicted(found.machine, other)
+    assert seconds == pytest.approx(other.step_seconds, rel=0.03)
+    assert memory == pytest.approx(other.memory_bytes, rel=0.01)
+    assert 1 < width < 1.1
+
+
+def test_it_explains_what_it_has_seen_better_than_before(found):
+    truth = np.array([run.step_seconds for run in SEEN])
+    assert np.abs(found.before / truth - 1).mean() > 0.3
+    np.testing.assert_allclose(found.after, truth, rtol=0.03)
+    np.testing.assert_allclose(found.memory, [run.memory_bytes for run in SEEN], rtol=0.005)
+    assert found.machine.measured.process_bytes == pytest.approx(PROCESS, rel=0.02)
+
+
+def test_it_says_what_the_runs_decide(found):
+    measured = found.machine.measured
+    assert "link" in measured.decided
+    assert measured.time["link"] == pytest.approx(TRUTH["link"], rel=0.5)  # it began at 0.65
+    # No run has experts, an engine of DeepSpeed's, or a device of another era.
+    for name in ("route_passes", "deepspeed", "gemm_2", "flash_4"):
+        assert name not in measured.time
+        assert name not in measured.decided
+
+
+def test_no_share_is_more_than_all(found):
+    assert all(found.machine.measured.time.get(name, 0) <= 1.05 for name in ("gemm_0", "hbm_0", "link", "overlap"))
+
+
+def test_runs_at_odds_are_expected_to_stay_so():
+    one = SEEN[0]
+    apart = [replace(one, step_seconds=one.step_seconds * times) for times in (0.8, 1.0, 1.25)]
+    measured = calibrate(apart, MACHINE).machine.measured
+    assert np.exp(measured.log_half_width) > 1.15
+
+
+def test_a_calibrated_machine_is_planned_with(found):
+    run = described(4)
+    run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc": 4})})
+    best = search(run, 4).options[0]
+    seen = MeasuredRun("best", run.model_copy(update={"layout": best.candidate.layout()}), 4, 1.0, 1.0, None)
+    seconds, width, memory = predicted(found.machine, seen)
+    assert best.step_seconds == pytest.approx(seconds)
+    assert best.high_seconds == pytest.approx(seconds * width)
+    assert best.memory_bytes >= memory
+
+
+def test_it_goes_on_from_a_calibrated_machine(found):
+    again = calibrate(SEEN, found.machine)
+    np.testing.assert_allclose(again.before, found.after)
+
+
+def test_precisions_are_not_mixed():
+    other = replace(SEEN[0], run=described(1, precision="bf16"))
+    with pytest.raises(UserError, match="differs between the runs"):
+        calibrate([SEEN[0], other], MACHINE)
+
+
+def test_a_constant_that_there_is_not(found):
+    wrong = found.machine.measured.model_copy(update={"time": {"gemm_3": 1.0}})
+    run = described(2)
+    run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc": 2, "measured": wrong})})
+    with pytest.raises(UserError, match="did you mean 'gemm_"):
+        search(run, 2)
+
+
+def test_another_precision_than_it_was_calibrated_in(found):
+    run = described(2, precision="bf16")
+    run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc": 2})})
+    with pytest.raises(UserError, match=r'set training\.precision = "fp32"'):
+        search(run, 2)
+
+
+# -- run directories ----------------------------------------------------------------------------------------------
+
+
+def directory(path: Path, seconds: list[float], ranks: int = 2, **more: object) -> Path:
+    path.mkdir()
+    (path / "run.toml").write_text(to_toml(described(ranks, micro_batch=4)))
+    records = [
+        {
+            "step": step,
+            "ranks": ranks,
+            "step_seconds": each,
+            "tokens_per_second": 4096 / each,
+            "peak_memory_bytes": 7,
+            **more,
+        }
+        for step, each in enumerate(seconds, 1)
+    ]
+    lines = [*map(json.dumps, records), json.dumps({"step": len(seconds), "held_out_loss": 1.0})]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_the_first_steps_do_not_count(tmp_path):
+    read = read_measured_run(directory(tmp_path / "run", [9, 8, 1, 3, 2]))
+    assert (read.step_seconds, read.ranks, read.memory_bytes, read.run.cluster.nproc) == (2, 2, 7, 2)
+
+
+def test_only_steps_on_the_last_ranks_count(tmp_path):
+    path = directory(tmp_path / "run", [5, 5, 5, 5, 5])
+    more = directory(tmp_path / "more", [9, 8, 1, 1, 1], ranks=4)
+    (path / "metrics.jsonl").write_text((path / "metrics.jsonl").read_text() + (more / "metrics.jsonl").read_text())
+    assert read_measured_run(path).step_seconds == 1
+    assert read_measured_run(path).ranks == 4
+
+
+def test_the_peak_follows_from_mfu(tmp_path):
+    read = read_measured_run(directory(tmp_path / "run", [1, 1, 1, 1, 1], mfu=0.5))
+    again = read_measured_run(directory(tmp_path / "half", [1, 1, 1, 1, 1], mfu=0.25))
+    assert again.peak_flops == pytest.approx(2 * read.peak_flops)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda path: (path / "metrics.jsonl").unlink(), "has no metrics.jsonl"),
+        (lambda path: (path / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 1}\n'), "how many ranks"),
+        (lambda path: (path / "metrics.jsonl").write_text("{'step'}\n"), "not JSON"),
+        (lambda path: directory(path / "short", [1, 1, 1, 1]).rename(path.parent / "s"), ""),
+    ],
+)
+def test_what_is_no_run_is_refused(tmp_path, spoil, said):
+    path = directory(tmp_path / "run", [1, 1, 1, 1, 1])
+    spoil(path)
+    if not said:
+        path, said = tmp_path / "s", "3 more are needed"
+    with pytest.raises(UserError, match=said):
+        read_measured_run(path)
