@@ -1,15 +1,13 @@
 """What runs on a machine showed, as constants of its own: the planner's model, fitted to them.
 
-The constants of published runs are where the fit begins, and what it keeps to where the runs say nothing: the mode of a
-posterior in which the logarithm of each constant is normal about the published one's, and that of each step time about
-its prediction."""
+The constants of published runs are where the fit begins, and what it keeps to where the runs say nothing."""
 
 from __future__ import annotations
 
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.compute import training_flops_per_token
-from phalanx.cost.constants import TimeConstants, bounds
+from phalanx.cost.constants import time_constants
 from phalanx.cost.jobs import Jobs, columns
 from phalanx.cost.memory import rank_memory
 from phalanx.cost.step import step_seconds
 from phalanx.plan.candidates import candidate_of, jobs_of
 from phalanx.plan.describe import Numbers, half_width_of, times_of
+from phalanx.plan.posterior import Prior, decided, left_out, mode
 from phalanx.plan.search import in_process
 from phalanx.spec.cluster import Cluster, Measured
 from phalanx.spec.errors import UserError
@@ -32,10 +31,6 @@ from phalanx.spec.run import RunSpec
 WARM_UP = 2
 """Steps at the start of a run that do not count: memory is new, and data-parallel buckets are not settled."""
 LEAST_STEPS = 3
-PRIOR = 1.0
-"""Standard deviation of a constant's logarithm where only runs on other machines are known."""
-NOISE = 0.04
-"""Of a step time's logarithm about its prediction."""
 SHARE_PRIOR, MEMORY_NOISE = 0.2, 0.03
 """Of the bytes of memory for each that is counted, about 1; of the logarithm of a process's memory."""
 HALF = 1.2816
@@ -72,7 +67,7 @@ class Calibration:
     before: Array
     after: Array
     left_out: Array
-    """Each run as the others predict it (to first order)."""
+    """Each run as the others predict it."""
     memory: Array
 
 
@@ -121,7 +116,7 @@ def calibrate(runs: Sequence[MeasuredRun], machine: Cluster) -> Calibration:
     if len(precisions) > 1:
         problem, fix = "differs between the runs", "calibrate with runs of one precision"
         raise UserError("training.precision", ", ".join(sorted(precisions)), problem, fix)
-    precision = precisions.pop()
+    precision, published = precisions.pop(), asdict(time_constants())
     known = Measured(
         runs=len(runs), precision=precision, time=dict(machine.measured.time) if machine.measured else {},
         decided=[], log_half_width=1.0, process_bytes=0, memory_share=1.0,
@@ -132,22 +127,24 @@ def calibrate(runs: Sequence[MeasuredRun], machine: Cluster) -> Calibration:
     machine = machine.model_copy(update={"measured": known})
     jobs = columns([_numbers(run, machine) for run in runs])
     truth = np.array([run.step_seconds for run in runs])
-    start = times_of(machine)
-    fit = _fit(jobs, truth, start)
+    prior = Prior(times_of(machine))
+    z = mode(prior, jobs, truth)
+    constants, apart = prior.constants(z), left_out(prior, jobs, truth, z)
     process, share, memory = _memory(runs)
     measured = known.model_copy(
         update={
-            "time": {**known.time, **fit.moved},
-            "decided": fit.decided,
-            "log_half_width": HALF * float(np.sqrt(np.mean(fit.left_out**2))),
+            "time": {name: value for name, value in asdict(constants).items() if value != published[name]},
+            "decided": decided(prior, jobs, truth, z),
+            "log_half_width": HALF * float(np.sqrt(np.mean(apart**2))),
             "process_bytes": round(process),
             "memory_share": share,
         }
     )
-    after = np.broadcast_to(step_seconds(fit.constants, jobs).total, len(runs))
-    before = np.broadcast_to(step_seconds(start, jobs).total, len(runs))
+    before, after = (
+        np.broadcast_to(step_seconds(fitted, jobs).total, len(runs)) for fitted in (prior.start, constants)
+    )
     machine = machine.model_copy(update={"measured": measured})
-    return Calibration(machine, before, after, truth * np.exp(fit.left_out), memory)
+    return Calibration(machine, before, after, truth * np.exp(apart), memory)
 
 
 def _on(machine: Cluster, measured: MeasuredRun) -> Cluster:
@@ -160,76 +157,6 @@ def _numbers(measured: MeasuredRun, machine: Cluster) -> Numbers:
     run = measured.run.model_copy(update={"cluster": _on(machine, measured)})
     jobs = jobs_of(run, measured.ranks, [candidate_of(run, measured.ranks)])
     return {field.name: float(getattr(jobs, field.name)[0]) for field in fields(Jobs)}
-
-
-@dataclass(frozen=True)
-class _Fit:
-    constants: TimeConstants
-    moved: dict[str, float]
-    """Those that left where they began by more than a thousandth."""
-    decided: list[str]
-    """Those whose posterior is at most half as wide as their prior."""
-    left_out: Array
-    """Error of the logarithm of each run's step, predicted by the others."""
-
-
-def _fit(jobs: Jobs, truth: Array, start: TimeConstants, rounds: int = 60) -> _Fit:
-    """The posterior's mode by Levenberg's and Marquardt's method."""
-    names = [constant.name for constant in fields(TimeConstants)]
-    begin = np.log([getattr(start, name) for name in names])
-    highest = np.array([_highest(*bounds(constant)) for constant in fields(TimeConstants)])
-
-    count = len(truth)
-    every = jobs.take(np.tile(np.arange(count), len(names)))
-
-    def constants(z: Array) -> TimeConstants:
-        return TimeConstants(**dict(zip(names, map(float, np.exp(begin + PRIOR * z)), strict=True)))
-
-    def errors(z: Array) -> Array:
-        return np.asarray(np.log(np.broadcast_to(step_seconds(constants(z), jobs).total, count) / truth))
-
-    def slopes(z: Array, now: Array, step: float = 1e-4) -> Array:
-        """[run, constant], in one pass: as many copies of the runs as constants, in each another constant moved."""
-        moved = np.repeat(begin + PRIOR * (z + step * np.eye(len(z))), count, axis=0).T
-        columns: Any = dict(zip(names, np.exp(moved), strict=True))
-        then = np.log(step_seconds(TimeConstants(**columns), every).total).reshape(len(names), count)
-        return ((then - np.log(truth) - now) / step).T
-
-    limit = (highest - begin) / PRIOR
-    z, damping = np.zeros(len(names)), 1e-2
-    now = errors(z)
-    slope = slopes(z, now)
-    for _ in range(rounds):
-        normal = slope.T @ slope / NOISE**2 + np.eye(len(z))
-        gradient = slope.T @ now / NOISE**2 + z
-        trial = np.minimum(z - np.linalg.solve(normal + damping * np.diag(np.diag(normal)), gradient), limit)
-        then = errors(trial)
-        gain = _cost(now, z) - _cost(then, trial)
-        if gain > 0:
-            z, now, damping = trial, then, damping / 5
-            slope = slopes(z, now)
-            if gain < 1e-4:
-                break
-        else:
-            damping *= 5
-            if damping > 1e6:
-                break
-    normal = slope.T @ slope / NOISE**2 + np.eye(len(z))
-    covariance = np.linalg.inv(normal)
-    leverage = np.einsum("ij,jk,ik->i", slope, covariance, slope) / NOISE**2
-    found = constants(z)
-    moved = {name: float(f"{getattr(found, name):.4g}") for name, at in zip(names, z, strict=True) if abs(at) > 1e-3}
-    decided = [name for name, width in zip(names, np.sqrt(np.diag(covariance)), strict=True) if width < 0.5]
-    return _Fit(replace(start, **moved), moved, decided, now / np.maximum(1 - leverage, 1e-3))
-
-
-def _cost(errors: Array, z: Array) -> float:
-    return float(np.sum((errors / NOISE) ** 2) + np.sum(z**2))
-
-
-def _highest(low: float, high: float) -> float:
-    """Logarithm of the most that a constant may be on any machine: what is a share stays one."""
-    return float(np.log(high)) if high <= 1.1 else float(np.inf)
 
 
 def _memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, Array]:

@@ -1,0 +1,113 @@
+"""Constants of step times that measured steps make likely: the mode of a posterior.
+
+The logarithm of each constant is normal about where it begins, and that of each step time about its prediction. What no
+run tells stays where it began; how narrow the posterior is beside the prior says what the runs decide (Laplace's
+approximation)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.cost.constants import TimeConstants, bounds
+from phalanx.cost.jobs import Jobs
+from phalanx.cost.step import step_seconds
+
+PRIOR = 1.0
+"""Standard deviation of a constant's logarithm where only runs on other machines are known."""
+NOISE = 0.04
+"""Of a step time's logarithm about its prediction."""
+ROUNDS = 60
+SHARES = 1.1
+"""Constants whose bounds end below this are shares of something: they stay within these on any machine."""
+Array = NDArray[np.float64]
+CONSTANTS = tuple(field.name for field in fields(TimeConstants))
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Where constants begin. `z` are their distances from there, in standard deviations of their logarithms."""
+
+    start: TimeConstants
+
+    def constants(self, z: Array) -> TimeConstants:
+        """Those that are so far from where they began; what has hardly moved is as it was."""
+        moved = {
+            name: float(f"{getattr(self.start, name) * np.exp(PRIOR * at):.4g}")
+            for name, at in zip(CONSTANTS, z, strict=True)
+            if abs(at) > 1e-3
+        }
+        return replace(self.start, **moved)
+
+    @property
+    def limit(self) -> Array:
+        """The most that each z may be."""
+        highest = np.array(
+            [high if (high := bounds(field)[1]) <= SHARES else np.inf for field in fields(TimeConstants)]
+        )
+        begin = np.array([getattr(self.start, name) for name in CONSTANTS])
+        return np.asarray(np.maximum(np.log(highest / begin), 0.0) / PRIOR)
+
+    def errors(self, jobs: Jobs, truth: Array, z: Array) -> Array:
+        """Of the logarithm of each step time, [..., run] for z [..., constant]: all in one pass of numpy."""
+        count, points = len(truth), np.atleast_2d(z)
+        begin = np.log([getattr(self.start, name) for name in CONSTANTS])
+        each: Any = np.exp(np.repeat(begin + PRIOR * points, count, axis=0)).T
+        constants = TimeConstants(**dict(zip(CONSTANTS, each, strict=True)))
+        seconds = step_seconds(constants, jobs.take(np.tile(np.arange(count), len(points)))).total
+        found = np.log(np.broadcast_to(seconds, count * len(points)).reshape(len(points), count) / truth)
+        return np.asarray(found.reshape(*z.shape[:-1], count))
+
+    def slopes(self, jobs: Jobs, truth: Array, z: Array, step: float = 1e-4) -> Array:
+        """[run, constant]: how errors change with each constant."""
+        moved = self.errors(jobs, truth, z + step * np.eye(len(z)))
+        return ((moved - self.errors(jobs, truth, z)) / step).T
+
+
+def mode(prior: Prior, jobs: Jobs, truth: Array, z: Array | None = None) -> Array:
+    """The likeliest z, by Levenberg's and Marquardt's method, beginning at `z`."""
+    z, limit, damping = np.zeros(len(CONSTANTS)) if z is None else z, prior.limit, 1e-2
+    now, slope = prior.errors(jobs, truth, z), prior.slopes(jobs, truth, z)
+    for _ in range(ROUNDS):
+        precision, gradient = _precision(slope), slope.T @ now / NOISE**2 + z
+        trial = np.minimum(z - np.linalg.solve(precision + damping * np.diag(np.diag(precision)), gradient), limit)
+        then = prior.errors(jobs, truth, trial)
+        gain = _cost(now, z) - _cost(then, trial)
+        if gain <= 0:
+            damping *= 5
+            if damping > 1e6:
+                break
+            continue
+        z, now, damping = trial, then, damping / 5
+        if gain < 1e-4:
+            break
+        slope = prior.slopes(jobs, truth, z)
+    return z
+
+
+def decided(prior: Prior, jobs: Jobs, truth: Array, z: Array) -> list[str]:
+    """Constants whose posterior is at most half as wide as their prior."""
+    widths = np.sqrt(np.diag(np.linalg.inv(_precision(prior.slopes(jobs, truth, z)))))
+    return [name for name, width in zip(CONSTANTS, widths, strict=True) if width < 0.5]
+
+
+def left_out(prior: Prior, jobs: Jobs, truth: Array, z: Array) -> Array:
+    """The error of the logarithm of each step time, as the other runs predict it. `z`: the mode of all of them."""
+    found = np.zeros(len(truth))
+    for at in range(len(truth)):
+        others = np.arange(len(truth)) != at
+        without = mode(prior, jobs.take(others), truth[others], z)
+        found[at] = prior.errors(jobs.take(np.array([at])), truth[at : at + 1], without)[0]
+    return found
+
+
+def _precision(slope: Array) -> Array:
+    """The inverse of the posterior's covariance."""
+    return np.asarray(slope.T @ slope / NOISE**2 + np.eye(slope.shape[1]))
+
+
+def _cost(errors: Array, z: Array) -> float:
+    return float(np.sum((errors / NOISE) ** 2) + np.sum(z**2))
