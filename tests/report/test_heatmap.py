@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.report.heatmap import COLOURS, Heatmap, colour, html, size, svg, ticks, write
+from phalanx.report import picture
+from phalanx.report.heatmap import COLOURS, Heatmap, colour, size, svg, ticks, write
 from phalanx.spec.errors import UserError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -73,7 +73,7 @@ def test_lines_are_between_nodes_and_around() -> None:
 
 def test_titles_are_text_and_not_markup() -> None:
     assert "dp 2 &lt; tp 2 &amp; more" in svg(HEAT)
-    page = html(HEAT)
+    page = picture.page(HEAT.title, svg(HEAT))
     assert page.startswith("<!doctype html>")
     assert page.count('class="cell"') == 6
     assert "<title>dp 2 &lt; tp 2 &amp; more</title>" in page
@@ -118,13 +118,6 @@ def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.Monk
         write(HEAT, tmp_path / "heat.gif")
     with pytest.raises(UserError, match="cannot be written"):
         write(HEAT, tmp_path / "nowhere" / "heat.svg")
-    real = builtins.__import__
-
-    def without(name: str, *arguments: Any, **more: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *arguments, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[draw\]'"):
         write(HEAT, tmp_path / "heat.png")

@@ -1,4 +1,4 @@
-"""A matrix of bytes as a heat map: SVG and HTML by hand, which need nothing, and PNG by matplotlib."""
+"""A matrix of bytes as a heat map."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from html import escape
 from math import log10
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.spec.errors import UserError
+from phalanx.report import picture
+from phalanx.report.picture import INK, document
 
 COLOURS = (
     "#fde725", "#b5de2b", "#6ece58", "#35b779", "#1f9e89", "#26828e", "#31688e", "#3e4989", "#482878", "#440154",
@@ -19,7 +21,6 @@ COLOURS = (
 """Viridis from light (few bytes) to dark (many): even steps of lightness, for all kinds of colour vision (N. Smith and
 S. van der Walt, 2015; matplotlib's default)."""
 NOTHING = "#f3f3f3"
-INK = "#222222"
 PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 SIDE, LEFT, TOP, RIGHT, BOTTOM = 640.0, 70.0, 64.0, 130.0, 20.0
 """Of the square of cells and the margins, in pixels."""
@@ -70,18 +71,9 @@ def _channels(text: str) -> tuple[int, ...]:
 
 def svg(heat: Heatmap) -> str:
     """A picture that stands alone; under the mouse a cell says who sends how much. Those of no bytes are not drawn."""
-    width, height = LEFT + SIDE + RIGHT, TOP + SIDE + BOTTOM
-    marks = [*_cells(heat), *_lines(heat), *_labels(heat), *_legend(heat)]
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-            f'height="{height:g}" font-family="sans-serif" font-size="11" fill="{INK}">',
-            f'<rect class="page" width="{width:g}" height="{height:g}" fill="#ffffff"/>',
-            f'<rect class="none" x="{LEFT:g}" y="{TOP:g}" width="{SIDE:g}" height="{SIDE:g}" fill="{NOTHING}"/>',
-            *marks,
-            "</svg>\n",
-        ]
-    )
+    none = f'<rect class="none" x="{LEFT:g}" y="{TOP:g}" width="{SIDE:g}" height="{SIDE:g}" fill="{NOTHING}"/>'
+    marks = [none, *_cells(heat), *_lines(heat), *_labels(heat), *_legend(heat)]
+    return document(LEFT + SIDE + RIGHT, TOP + SIDE + BOTTOM, marks)
 
 
 def _cells(heat: Heatmap) -> Iterator[str]:
@@ -141,44 +133,20 @@ def _legend(heat: Heatmap) -> Iterator[str]:
     yield f'<text x="{x:g}" y="{TOP - 24:g}">bytes per</text><text x="{x:g}" y="{TOP - 10:g}">step (log)</text>'
 
 
-def html(heat: Heatmap) -> str:
-    """A page with the picture, as wide as its window."""
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(heat.title)}</title>\n'
-        "<style>body{margin:1em;font-family:sans-serif}svg{max-width:100%;height:auto}"
-        ".cell:hover{stroke:#d6336c;stroke-width:2}</style></head>\n"
-        f"<body>\n{svg(heat)}</body></html>\n"
-    )
-
-
 def write(heat: Heatmap, file: Path) -> None:
     """Write a picture: its format is the file's ending, .svg, .html or .png.
 
     Raises UserError for another ending, if the file cannot be written, or for .png without matplotlib.
     """
-    made = {".svg": svg, ".html": html}.get(file.suffix)
-    if made is None and file.suffix != ".png":
-        raise UserError("--out", str(file), "has an unknown ending", "use .svg, .html or .png")
-    try:
-        if made is None:
-            _draw(heat, file)
-        else:
-            file.write_text(made(heat), encoding="utf-8")
-    except OSError as error:
-        raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "check the path") from None
+    picture.write(file, "--out", heat.title, lambda: svg(heat), lambda figure: _draw(heat, figure))
 
 
-def _draw(heat: Heatmap, file: Path) -> None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.colors import LinearSegmentedColormap, LogNorm
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter
-    except ImportError:
-        fix = "pip install -e '.[draw]', or write .svg or .html"
-        raise UserError("--out", str(file), "needs matplotlib, which is not installed", fix) from None
-    figure = Figure(figsize=(8.5, 7.5), layout="constrained")
-    FigureCanvasAgg(figure)
+def _draw(heat: Heatmap, figure: Any) -> None:
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
+    from matplotlib.ticker import FuncFormatter
+
+    figure.set_size_inches(8.5, 7.5)
+    figure.set_layout_engine("constrained")
     axes, count, (least, most) = figure.subplots(), len(heat.bytes), heat.limits
     shades = LinearSegmentedColormap.from_list("bytes", COLOURS)
     sent = np.ma.masked_less_equal(heat.bytes, 0)
@@ -192,4 +160,3 @@ def _draw(heat: Heatmap, file: Path) -> None:
     axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
     figure.colorbar(cells, label="bytes per step", format=FuncFormatter(lambda number, _: size(number)))
-    figure.savefig(file, dpi=150)

@@ -1,0 +1,134 @@
+"""Pictures as files: SVG by hand and HTML around it, which need nothing, and PNG by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from html import escape
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from phalanx.spec.errors import UserError
+
+INK = "#222222"
+DOTS_PER_INCH = 100
+"""As many of a picture's units are an inch of a PNG, which is drawn finer."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A filled rectangle; under the mouse it says something."""
+
+    kind: str
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Words:
+    """A line of text, where its base line begins, has its middle, or ends."""
+
+    kind: str
+    x: float
+    y: float
+    said: str
+    anchor: Literal["start", "middle", "end"] = "start"
+    size: float = 11
+    bold: bool = False
+    fill: str = INK
+
+
+Mark = Box | Words
+
+
+def check(file: Path, option: str) -> None:
+    """Whether a picture of this name can be made: its format is the file's ending, .svg, .html or .png.
+
+    Raises UserError for another ending, or for .png without matplotlib.
+    """
+    if file.suffix not in (".svg", ".html", ".png"):
+        raise UserError(option, str(file), "has an unknown ending", "use .svg, .html or .png")
+    if file.suffix == ".png" and find_spec("matplotlib") is None:
+        fix = "pip install -e '.[draw]', or write .svg or .html"
+        raise UserError(option, str(file), "needs matplotlib, which is not installed", fix)
+
+
+def write(file: Path, option: str, title: str, svg: Callable[[], str], draw: Callable[[Any], None]) -> None:
+    """Write a picture as its file's ending says: `svg` makes its text, `draw` draws it on a figure of matplotlib.
+
+    Raises UserError as `check` does, and if the file cannot be written.
+    """
+    check(file, option)
+    try:
+        if file.suffix == ".png":
+            _png(draw, file)
+        else:
+            file.write_text(svg() if file.suffix == ".svg" else page(title, svg()), encoding="utf-8")
+    except OSError as error:
+        raise UserError(option, str(file), f"cannot be written: {error.strerror}", "check the path") from None
+
+
+def _png(draw: Callable[[Any], None], file: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    FigureCanvasAgg(figure)
+    draw(figure)
+    figure.savefig(file, dpi=1.5 * DOTS_PER_INCH)
+
+
+def document(width: float, height: float, marks: Iterable[str]) -> str:
+    """Elements of SVG as a picture that stands alone, on white."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}" font-family="sans-serif" font-size="11" fill="{INK}">'
+    )
+    white = f'<rect class="page" width="{width:g}" height="{height:g}" fill="#ffffff"/>'
+    return "\n".join([head, white, *marks, "</svg>\n"])
+
+
+def page(title: str, svg: str) -> str:
+    """A page with the picture, as wide as its window."""
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        "<style>body{margin:1em;font-family:sans-serif}svg{max-width:100%;height:auto}"
+        "rect:has(title):hover{stroke:#d6336c;stroke-width:2}</style></head>\n"
+        f"<body>\n{svg}</body></html>\n"
+    )
+
+
+def element(mark: Mark) -> str:
+    """A mark in SVG."""
+    if isinstance(mark, Words):
+        weight = ' font-weight="bold"' if mark.bold else ""
+        return (
+            f'<text class="{mark.kind}" x="{mark.x:.6g}" y="{mark.y:.6g}" text-anchor="{mark.anchor}" '
+            f'font-size="{mark.size:g}" fill="{mark.fill}"{weight}>{escape(mark.said)}</text>'
+        )
+    place = f'x="{mark.x:.6g}" y="{mark.y:.6g}" width="{mark.width:.6g}" height="{mark.height:.6g}"'
+    said = f"<title>{escape(mark.said)}</title>" if mark.said else ""
+    return f'<rect class="{mark.kind}" {place} fill="{mark.fill}">{said}</rect>'
+
+
+def draw(figure: Any, width: float, height: float, marks: Iterable[Mark]) -> None:
+    """Marks on a figure of matplotlib, which gets their size."""
+    from matplotlib.patches import Rectangle
+
+    figure.set_size_inches(width / DOTS_PER_INCH, height / DOTS_PER_INCH)
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
+    axes.set_axis_off()
+    for mark in marks:
+        if isinstance(mark, Box):
+            axes.add_patch(Rectangle((mark.x, mark.y), mark.width, mark.height, color=mark.fill, linewidth=0))
+            continue
+        axes.text(
+            mark.x, mark.y, mark.said, color=mark.fill, fontsize=mark.size * 72 / DOTS_PER_INCH, parse_math=False,
+            fontweight="bold" if mark.bold else "normal",
+            horizontalalignment={"start": "left", "middle": "center", "end": "right"}[mark.anchor],
+        )  # fmt: skip
