@@ -1,5 +1,6 @@
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from phalanx.cli.main import app
+from phalanx.cost.footprint import GIB
 from phalanx.cost.stages import check_layout
+from phalanx.plan.explain import MEANING
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from tests.plan.test_table import ROW
+from tests.report.elements import written
 
 runner = CliRunner()
 H100 = ("--machine", "h100", "--nodes", "2")
@@ -61,6 +65,37 @@ def test_it_says_where_time_and_memory_go_and_what_would_help(run):
         assert words in text
     with pytest.raises(UserError, match="--explain"):
         shown(run, *H100, "--explain", 100_000)
+
+
+def test_the_picture_has_the_figures_of_the_layout_that_is_explained(run, tmp_path):
+    layouts = known(run, *H100)["layouts"]
+    for words, at in (((), 0), (("--explain", 2), 1)):
+        file = tmp_path / "step.html"
+        text = shown(run, *H100, *words, "--picture", file)
+        picture, option = re.search(r"<svg.*</svg>", file.read_text(), re.DOTALL).group(), layouts[at]
+        assert f"{at + 1}. {option['candidate']}" in text
+        assert written(picture, "title") == [f"llama3-8b on 16 x h100, layout {at + 1}"]
+        assert written(picture, "layout") == [option["candidate"]]
+        assert written(picture, "total")[0] == f"{option['step_seconds']:.3f} s"
+        parts = option["parts"] | {"compute": option["parts"]["compute"] - option["parts"]["exchange"]}
+        seconds = [f"{parts[part]:.3f}" for part in MEANING]
+        shares = [f"{parts[part] / option['step_seconds']:.1%}" for part in MEANING]
+        figures = written(picture, "figure")
+        assert (figures[: 6 * len(parts) : 6], figures[1 : 6 * len(parts) : 6]) == (seconds, shares)
+        others = [f"{place}. {other['candidate']}" for place, other in enumerate(layouts, 1) if place != at + 1]
+        assert written(picture, "name")[1:5] == others[:4]
+        last = [f"{held / GIB:.2f}" for held in option["stages"]["last"].values()]
+        stages = len(figures[6 * len(parts) :]) // len(last)
+        assert figures[6 * len(parts) :][stages - 1 :: stages] == last
+        assert written(picture, "counted")[-1].startswith(f"{option['memory_bytes'] / GIB:.1f} GiB")
+
+
+def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
+    monkeypatch.setattr("phalanx.plan.explain.best_plan", lambda *_: pytest.fail("searched"))
+    with pytest.raises(UserError, match=r"--picture = 'step.gif'(.|\n)*\.svg, \.html or \.png"):
+        shown(run, *H100, "--picture", "step.gif")
+    with pytest.raises(UserError, match="omit --why-not"):
+        shown(run, *H100, "--picture", "step.svg", "--why-not", "tp=2")
 
 
 def test_it_says_why_not_another_layout(run):

@@ -14,14 +14,10 @@ from hypothesis import strategies as st
 from phalanx.report import picture
 from phalanx.report.heatmap import COLOURS, Heatmap, colour, size, svg, ticks, write
 from phalanx.spec.errors import UserError
+from tests.report.elements import SVG, marked
 
-SVG = "{http://www.w3.org/2000/svg}"
 SENT = np.array([[0.0, 5e9, 0.0, 1e6], [5e9, 0.0, 0.0, 0.0], [0.0, 2.5e3, 0.0, 5e9], [0.0, 0.0, 5e9, 0.0]])
 HEAT = Heatmap("dp 2 < tp 2 & more", SENT, node=2)
-
-
-def marked(text: str, name: str) -> list[ElementTree.Element]:
-    return [element for element in ElementTree.fromstring(text).iter() if element.get("class") == name]
 
 
 def lightness(text: str) -> float:

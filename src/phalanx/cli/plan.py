@@ -26,6 +26,9 @@ def plan(
     nproc: Annotated[int | None, typer.Option(help="Devices in each node; by default 8.", min=1)] = None,
     top: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
     explain: Annotated[int | None, typer.Option(help="Explain the K-th layout.", min=1, metavar="K")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw what --explain says: .svg, .html or .png.", metavar="FILE")
+    ] = None,
     tokens: Annotated[
         float | None,
         typer.Option(help="To train on, for days, energy and cost; by default the run's.", min=1),
@@ -46,7 +49,7 @@ def plan(
 
         phalanx plan run.toml --machine h100 --nodes 16
 
-        phalanx plan run.toml --machine h100 --nodes 16 --explain 1
+        phalanx plan run.toml --machine h100 --nodes 16 --explain 1 --picture step.png
 
         phalanx plan run.toml --machine h100 --nodes 16 --why-not "tp=16,pp=2,data=zero1"
 
@@ -60,6 +63,9 @@ def plan(
 
     if (run is None) == (batch is None):
         raise UserError("plan", None, "needs a run file or --batch FILE.csv, and not both", "give one of them")
+    if picture is not None:
+        explain = explain or 1
+        _check_picture(picture, {"--batch": batch, "--diff": diff, "--why-not": why_not, "--export": export})
     if batch is not None:
         _predict(batch, json_)
         return
@@ -79,7 +85,7 @@ def plan(
     elif why_not is not None:
         _why_not(described, world_size, best, why_not)
     elif explain is not None:
-        _explain(described, world_size, found, explain)
+        _explain(described, world_size, found, explain, picture)
     elif json_:
         _print_json(described, world_size, found, top, tokens)
     else:
@@ -139,12 +145,26 @@ def _show(run: RunSpec, world_size: int, found: Plan, top: int, tokens: float | 
     ranked(run, world_size, found, top, tokens)
 
 
-def _explain(run: RunSpec, world_size: int, found: Plan, at: int) -> None:
-    from phalanx.cli.plan_views import explained
+def _check_picture(file: Path, others: dict[str, object]) -> None:
+    from phalanx.report.picture import check
+    from phalanx.spec.errors import UserError
+
+    check(file, "--picture")
+    for option, value in others.items():
+        if value is not None:
+            raise UserError("--picture", str(file), f"draws what --explain says, and not {option}", f"omit {option}")
+
+
+def _explain(run: RunSpec, world_size: int, found: Plan, at: int, picture: Path | None) -> None:
+    from phalanx.cli.plan_views import breakdown, explained
     from phalanx.spec.errors import UserError
 
     if at > len(found.options):
         raise UserError("--explain", at, f"is more than the {len(found.options)} layouts found", "use a smaller number")
+    if picture is not None:
+        from phalanx.report.breakdown import write
+
+        write(breakdown(run, world_size, found, at - 1), picture)
     explained(run, world_size, found, at - 1)
 
 

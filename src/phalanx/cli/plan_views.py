@@ -16,11 +16,14 @@ from phalanx.plan.explain import MEANING, crossing, shares, what_ifs, why
 from phalanx.plan.predict import Prediction, Unpredicted
 from phalanx.plan.search import LIKELY, Option, Plan
 from phalanx.plan.simulated import timeline
+from phalanx.report.breakdown import Bar, Breakdown
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.run import RunSpec
 
 WIDTH = 150
 BILLION = 1e9
+OTHERS = 4
+"""Layouts in a picture beside the one that it explains."""
 
 
 def ranked(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> None:
@@ -101,6 +104,25 @@ def explained(run: RunSpec, world_size: int, plan: Plan, at: int) -> None:
         console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)
 
 
+def breakdown(run: RunSpec, world_size: int, plan: Plan, at: int) -> Breakdown:
+    """The same as a picture."""
+    option = plan.options[at]
+    others = [place for place in range(len(plan.options)) if place != at][:OTHERS]
+    stages = {f"{name} stage": parts for name, parts in option.stages.items()}
+    if option.candidate.pp == 1:
+        stages = {"every rank": option.stages["last"]}
+    return Breakdown(
+        f"{_where(run, world_size)}, layout {at + 1}",
+        str(option.candidate),
+        MEANING,
+        shares(option),
+        {place + 1: Bar(str(plan.options[place].candidate), shares(plan.options[place])) for place in others},
+        [Bar(name, parts) for name, parts in stages.items()],
+        option.memory_bytes,
+        float(run.cluster.rank_memory_bytes or 0),
+    )
+
+
 def _simulated(console: Console, run: RunSpec, world_size: int, option: Option) -> None:
     """The pipeline as it would run, beside what the search took for it."""
     candidate, said = option.candidate, option.parts["compute"] + option.parts["bubble"]
@@ -175,10 +197,9 @@ def facts(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | N
 
 
 def _head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:
-    name, training = run.model.preset or run.model.from_hf or "model", run.training
-    machine = run.cluster.preset or "the cluster"
+    training = run.training
     console.print(
-        f"{name} on {world_size:,} x {machine}, {training.tokens_per_step:,} tokens a step in sequences of "
+        f"{_where(run, world_size)}, {training.tokens_per_step:,} tokens a step in sequences of "
         f"{training.sequence:,}; {plan.considered:,} layouts, {plan.fitting:,} likely to fit",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
@@ -193,6 +214,12 @@ def known_by(cluster: Cluster) -> str:
         return "no run on this machine was measured (`phalanx calibrate`): its constants are those of published runs"
     decided = ", ".join(measured.decided) or "none alone"
     return f"measured by {measured.runs} runs on this machine: {decided}; assumed: every other constant"
+
+
+def _where(run: RunSpec, world_size: int) -> str:
+    """The model and the machine."""
+    name, machine = run.model.preset or run.model.from_hf or "model", run.cluster.preset or "the cluster"
+    return f"{name} on {world_size:,} x {machine}"
 
 
 def _figures(option: Option) -> list[str]:
