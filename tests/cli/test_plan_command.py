@@ -166,6 +166,14 @@ def test_it_answers_without_torch(run):
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
+def test_help_comes_before_any_large_import():
+    program = (
+        "import sys; from phalanx.cli.main import app; app(['plan', '--help'], standalone_mode=False); "
+        "sys.exit(', '.join({'pydantic', 'numpy', 'torch'} & set(sys.modules)) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
 def test_help_has_examples():
     text = runner.invoke(app, ["plan", "--help"], env={"COLUMNS": "200"}).stdout
     assert "phalanx plan --batch runs.csv --json" in text

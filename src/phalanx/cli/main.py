@@ -25,6 +25,12 @@ class Lazily(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False  # typer imports all of pydantic to learn what None is as a bool
+        return option
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             from phalanx.spec.base import suggest  # with pydantic, which a command's help does not need
