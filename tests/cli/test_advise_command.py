@@ -1,21 +1,18 @@
-import json
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from phalanx.cli.main import app
 from phalanx.cost.memory import rank_memory
 from phalanx.plan.advise import advise
 from phalanx.plan.rules import RULES
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
+from tests.cli import commands
 
-runner = CliRunner()
+shown = partial(commands.shown, "advise", width=80)
+known = partial(commands.known, "advise")
 H100 = ("--machine", "h100", "--nodes", "4")
 
 
@@ -26,22 +23,11 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def shown(*arguments: str | Path) -> str:
-    words = ["advise", *map(str, arguments)]
-    result = runner.invoke(app, words, catch_exceptions=False, env={"COLUMNS": "80", "TERM": "dumb"})
-    assert result.exit_code == 0
-    return result.stdout
-
-
-def known(*arguments: str | Path) -> dict[str, Any]:
-    return json.loads(shown(*arguments, "--json"))
-
-
 def test_rules_stand_beside_the_planners_best_by_kind(run):
     text = shown(run, *H100)
     lines = text.splitlines()
     assert lines[0].startswith("llama3-8b, 8.03B parameters, on 32 x h100: ")
-    best = json.loads(runner.invoke(app, ["plan", str(run), *H100, "--top", "1", "--json"]).stdout)["layouts"][0]
+    best = commands.known("plan", run, *H100, "--top", 1)["layouts"][0]
     assert lines[1].startswith(f"the planner's best: {best['candidate']}: {best['step_seconds']:.3f} s")
     titles = ["by size", "by bottleneck", "by schedule", "by placement"]
     assert [line for line in lines if line in titles] == titles
@@ -134,14 +120,14 @@ def test_a_run_file_may_be_called_oom(run, tmp_path, monkeypatch):
 )
 def test_mistakes_are_explained(run, tmp_path, monkeypatch, arguments, said):
     monkeypatch.chdir(tmp_path)
-    words = ["advise", *(str(run) if word == "RUN" else word for word in arguments)]
+    words = [run if word == "RUN" else word for word in arguments]
     with pytest.raises(UserError, match=said) as caught:
-        runner.invoke(app, words, catch_exceptions=False)
+        shown(*words)
     assert caught.value.fix
 
 
 def test_help_has_both_uses():
-    text = runner.invoke(app, ["advise", "--help"], env={"COLUMNS": "120"}).stdout
+    text = commands.shown("advise", "--help")
     assert "advise [oom] RUN.toml [OPTIONS]" in text
     assert "phalanx advise run.toml --machine h100 --nodes 4" in text
     assert "phalanx advise oom run.toml --machine h100 --nproc 8" in text
@@ -149,9 +135,4 @@ def test_help_has_both_uses():
 
 @pytest.mark.parametrize("words", [[], ["oom"]])
 def test_it_answers_without_torch(run, words):
-    arguments = ["advise", *words, str(run), "--machine", "h100"]
-    program = (
-        f"import sys; from phalanx.cli.main import app; app({arguments!r}, standalone_mode=False); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    assert "torch" not in commands.imported("advise", *words, run, "--machine", "h100")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from parity.trajectory import MOE, described, steps, trainer
-from typer.testing import CliRunner
 
-from phalanx.cli.main import app
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
@@ -20,7 +19,10 @@ from phalanx.train.manifest import damage, newest_intact
 from phalanx.train.metrics import open_logs, read_metrics
 from phalanx.train.progress import Progress
 from phalanx.train.setup import set_up
+from tests.cli import commands
 
+shown = partial(commands.shown, "experts")
+known = partial(commands.known, "experts")
 HALF, ALL = 4, 8
 TEXT = Path(json.__file__).parent
 
@@ -48,12 +50,6 @@ def stopped(out: Path, every: int) -> Path:
     return under_way.directory
 
 
-def said(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-    assert result.exit_code == 0
-    return result.output
-
-
 def rest(run: RunSpec) -> tuple[list[tuple[float, float]], list[list[int]]]:
     """The second half, from the checkpoint, and what each expert had to do until its end."""
     under_way = trainer(run)
@@ -68,19 +64,19 @@ def test_a_run_goes_on_with_renumbered_experts(changes: dict[str, Any], half: Pa
     """Given or balanced: the model is the same, and each expert has its tokens under its new number."""
     whole, tokens = rest(of(half.parent))
     counted = [record for record in read_metrics(half) if "expert_tokens" in record][-1]["expert_tokens"]
-    shown = json.loads(said("experts", half, "--ep", 2, "--balance", "--json"))
-    assert [row["tokens"] for row in shown["layers"]] == counted
-    assert all(1 <= row["then"] <= row["busiest_rank"] for row in shown["layers"])
-    again = json.loads(said("experts", half, "--ep", 2, "--json"))
-    assert [row["busiest_rank"] for row in again["layers"]] == [row["then"] for row in shown["layers"]]
+    found = known(half, "--ep", 2, "--balance")
+    assert [row["tokens"] for row in found["layers"]] == counted
+    assert all(1 <= row["then"] <= row["busiest_rank"] for row in found["layers"])
+    again = known(half, "--ep", 2)
+    assert [row["busiest_rank"] for row in again["layers"]] == [row["then"] for row in found["layers"]]
     given = {"0": [3, 2, 1, 0], "1": [1, 2, 3, 0]}
     (half.parent / "order.json").write_text(json.dumps(given))
-    said("experts", half, "--ep", 2, "--order", half.parent / "order.json")
+    shown(half, "--ep", 2, "--order", half.parent / "order.json")
     world_size = 4 if "layout.data" in changes else changes.get("layout.ep", 1)
     run = of(half.parent, **changes)
     for losses, then in ranks(world_size).run(rest, run) if world_size > 1 else [rest(run)]:
         assert losses == [pytest.approx(step, rel=1e-10) for step in whole]
-        for layer, row in enumerate(shown["layers"]):
+        for layer, row in enumerate(found["layers"]):
             assert then[layer] == [tokens[layer][row["order"][number]] for number in given[str(layer)]]
 
 
@@ -102,7 +98,7 @@ def test_every_row_of_an_expert_moves_and_nothing_else(half: Path) -> None:
     before = read_tensors(checkpoint)
     order = half.parent / "order.json"
     order.write_text(json.dumps({"1": [3, 1, 0, 2]}))
-    assert "step-00000004.before" in said("experts", half, "--ep", 4, "--order", order)
+    assert "step-00000004.before" in shown(half, "--ep", 4, "--order", order)
     after, kept = read_tensors(checkpoint), read_tensors(checkpoint.with_suffix(".before"))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert all(torch.equal(before[name], kept[name]) for name in before)
@@ -114,10 +110,10 @@ def test_every_row_of_an_expert_moves_and_nothing_else(half: Path) -> None:
 
 
 def test_a_table_for_people(half: Path) -> None:
-    shown = said("experts", half, "--ep", 2)
-    assert "busiest rank" in shown
-    assert "balanced" in shown
-    assert len([line for line in shown.splitlines() if "|" in line]) == 2
+    text = shown(half, "--ep", 2)
+    assert "busiest rank" in text
+    assert "balanced" in text
+    assert len([line for line in text.splitlines() if "|" in line]) == 2
     assert not list(half.glob("checkpoints/*.before"))
 
 
@@ -143,7 +139,7 @@ def test_errors_before_anything_is_written(half: Path, arguments: list[str], tex
     if text is not None:
         order.write_text(text)
     with pytest.raises(UserError, match=problem):
-        said("experts", half, *(str(order) if word == "ORDER" else word for word in arguments))
+        shown(half, *(order if word == "ORDER" else word for word in arguments))
     assert not list(half.glob("checkpoints/*.before"))
 
 
@@ -151,10 +147,10 @@ def test_runs_that_cannot_be_shown(half: Path, tmp_path: Path) -> None:
     (checkpoint,) = half.glob("checkpoints/step-*")
     (checkpoint / "manifest.json").write_text("{}")
     with pytest.raises(UserError, match="has no intact checkpoint"):
-        said("experts", half, "--ep", 2)
+        shown(half, "--ep", 2)
     dense = described(TEXT, tmp_path / "dense", {})
     set_up(dense, 1, resume=False)
     with pytest.raises(UserError, match="is of a model without experts"):
-        said("experts", tmp_path / "dense" / dense.name, "--ep", 2)
+        shown(tmp_path / "dense" / dense.name, "--ep", 2)
     with pytest.raises(UserError, match=r"run\.toml"):
-        said("experts", tmp_path / "nothing", "--ep", 2)
+        shown(tmp_path / "nothing", "--ep", 2)

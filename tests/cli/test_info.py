@@ -1,22 +1,15 @@
 import json
 import re
-import subprocess
-import sys
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
 from phalanx.cli.info import short
-from phalanx.cli.main import app
 from phalanx.spec.errors import UserError
+from tests.cli import commands
 
-runner = CliRunner()
-
-
-def shown(*arguments: str) -> str:
-    result = runner.invoke(app, ["info", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0
-    return result.stdout
+shown = partial(commands.shown, "info")
+known = partial(commands.known, "info")
 
 
 def test_it_shows_parameters_flops_and_bytes():
@@ -27,12 +20,12 @@ def test_it_shows_parameters_flops_and_bytes():
 
 
 def test_json_has_every_number():
-    known = json.loads(shown("mixtral-8x7b", "--sequence", "4096", "--json"))
-    assert known["parameters"]["total"] == 46_702_792_704
-    assert known["sequence"] == 4096
-    flops = known["flops_per_token"]
+    facts = known("mixtral-8x7b", "--sequence", 4096)
+    assert facts["parameters"]["total"] == 46_702_792_704
+    assert facts["sequence"] == 4096
+    flops = facts["flops_per_token"]
     assert flops["training_causal"] < flops["training_full"] == pytest.approx(3 * flops["forward_full"])
-    assert known["state_bytes"]["adamw"]["total"] == 16 * 46_702_792_704
+    assert facts["state_bytes"]["adamw"]["total"] == 16 * 46_702_792_704
 
 
 def test_list():
@@ -41,10 +34,10 @@ def test_list():
     assert re.search(r"h100 +989.4 +80 +3350 +450 +8 +50 +700\n", text)
     assert re.search(r"l4 +121 +24 +300 +1 +1.562 +72\n", text)
     assert max(map(len, text.splitlines())) <= 80
-    known = json.loads(shown("--list", "--json"))
-    assert known["models"]["gpt2-124m"] == {"total": 124_439_808, "active": 124_439_808}
-    assert known["machines"]["a100"]["link_bytes_per_second"] == 300e9
-    assert "watts" not in known["machines"]["tpuv5e"]
+    listed = known("--list")
+    assert listed["models"]["gpt2-124m"] == {"total": 124_439_808, "active": 124_439_808}
+    assert listed["machines"]["a100"]["link_bytes_per_second"] == 300e9
+    assert "watts" not in listed["machines"]["tpuv5e"]
 
 
 def test_a_run_file_and_a_hugging_face_config_are_models_too(tmp_path):
@@ -73,15 +66,11 @@ def test_a_run_file_and_a_hugging_face_config_are_models_too(tmp_path):
 )
 def test_mistakes_are_explained(arguments, message):
     with pytest.raises(UserError, match=message):
-        runner.invoke(app, ["info", *arguments], catch_exceptions=False)
+        shown(*arguments)
 
 
 def test_it_answers_without_torch():
-    program = (
-        "import sys; from phalanx.cli.main import app; app(['info', 'tiny'], standalone_mode=False); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    assert "torch" not in commands.imported("info", "tiny")
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,17 @@
 import re
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from phalanx.cli.main import app
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import build_run, load_run
 from phalanx.spec.starter import WIDTH, starter
+from tests.cli import commands
 
-runner = CliRunner()
+init = partial(commands.shown, "init")
 DEFAULTS = build_run({"model": {"preset": "tiny"}})
-
-
-def init(*arguments: str) -> None:
-    assert runner.invoke(app, ["init", *arguments], catch_exceptions=False).exit_code == 0
 
 
 def test_the_file_loads_and_equals_the_defaults(tmp_path):

@@ -1,18 +1,16 @@
-import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from phalanx.cli.main import app
 from phalanx.cost.memory import rank_memory
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
+from tests.cli import commands
 
-runner = CliRunner()
+shown = partial(commands.shown, "memory", width=80)
+known = partial(commands.known, "memory")
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "communication", "total")
 
 
@@ -21,16 +19,6 @@ def run(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
     path.write_text('[layout]\ndata = "zero2"\n')
     return path
-
-
-def shown(run: Path, *arguments: str) -> str:
-    result = runner.invoke(app, ["memory", str(run), *arguments], catch_exceptions=False, env={"COLUMNS": "80"})
-    assert result.exit_code == 0
-    return result.stdout
-
-
-def known(run: Path, *arguments: str) -> dict[str, Any]:
-    return json.loads(shown(run, *arguments, "--json"))
 
 
 def by_name(run: Path, *arguments: str) -> dict[str, dict[str, Any]]:
@@ -139,12 +127,8 @@ def test_choices_of_the_runs_strategy_are_left_out_of_others(run):
 
 def test_mistakes_are_explained(tmp_path):
     with pytest.raises(UserError, match="no such file"):
-        runner.invoke(app, ["memory", str(tmp_path / "none.toml")], catch_exceptions=False)
+        shown(tmp_path / "none.toml")
 
 
 def test_it_answers_without_torch(run):
-    program = (
-        f"import sys; from phalanx.cli.main import app; app(['memory', {str(run)!r}, '--ranks', '4'], "
-        "standalone_mode=False); sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    assert "torch" not in commands.imported("memory", run, "--ranks", 4)

@@ -1,14 +1,13 @@
-import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from phalanx.cli.main import app
 from phalanx.spec.layout import Layout, degrees, groups
+from tests.cli import commands
 
-runner = CliRunner()
+shown = partial(commands.shown, "mesh")
+known = partial(commands.known, "mesh")
 
 
 @pytest.fixture
@@ -18,12 +17,6 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def shown(run: Path, *arguments: str) -> str:
-    result = runner.invoke(app, ["mesh", str(run), *arguments], catch_exceptions=False, env={"COLUMNS": "120"})
-    assert result.exit_code == 0
-    return result.stdout
-
-
 def test_the_published_groups_of_16_ranks(run: Path) -> None:
     """4 stages x 2 tensor-parallel ranks x 2 copies: rank = dp x 8 + pp x 2 + tp."""
     sizes = degrees(Layout(pp=4, tp=2), 16)
@@ -31,20 +24,7 @@ def test_the_published_groups_of_16_ranks(run: Path) -> None:
     assert groups(sizes, "pp") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
     assert groups(sizes, "dp_replicate") == [(i, i + 8) for i in range(8)]
     assert degrees(Layout(pp=4, tp=4), 32).dp == 2
-    facts: dict[str, Any] = json.loads(
-        shown(
-            run,
-            "--ranks",
-            "16",
-            "--set",
-            "layout.pp=4",
-            "--set",
-            "layout.tp=2",
-            "--set",
-            "cluster.nproc=8",
-            "--json",
-        )
-    )
+    facts = known(run, "--ranks", 16, "--set", "layout.pp=4", "--set", "layout.tp=2", "--set", "cluster.nproc=8")
     inside = {axis["axis"]: {group["inside_a_node"] for group in axis["groups"]} for axis in facts["axes"]}
     assert inside == {"tp": {True}, "pp": {True}, "dp_replicate": {False}}
 

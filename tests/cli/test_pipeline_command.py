@@ -1,27 +1,18 @@
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from phalanx.cli.main import app
 from phalanx.schedule.action import Schedule, read_csv
 from phalanx.schedule.named import named
 from phalanx.spec.errors import UserError
+from tests.cli import commands
 
-runner = CliRunner()
+run = partial(commands.shown, "pipeline")
+facts = partial(commands.known, "pipeline")
 SIZES = ("--stages", "4", "--microbatches", "8")
-
-
-def run(*arguments: str, exit_code: int = 0) -> str:
-    result = runner.invoke(app, ["pipeline", *arguments], catch_exceptions=False, env={"COLUMNS": "120"})
-    assert result.exit_code == exit_code
-    return result.stdout
-
-
-def facts(*arguments: str, exit_code: int = 0):
-    return json.loads(run(*arguments, "--json", exit_code=exit_code))
 
 
 def test_it_shows_who_does_what_when():
@@ -140,7 +131,4 @@ def test_options_without_a_meaning_are_refused(arguments: tuple[str, ...], tmp_p
     file = tmp_path / "mine.csv"
     file.write_text("0F0,0B0\n1F0,1B0\n")
     with pytest.raises(UserError, match=f"{arguments[-2]} = {arguments[-1]}.*: has no meaning with"):
-        runner.invoke(
-            app, ["pipeline", "show", *(str(file) if word == "FILE" else word for word in arguments)],
-            catch_exceptions=False,
-        )  # fmt: skip
+        run("show", *(file if word == "FILE" else word for word in arguments))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner
 
-from phalanx.cli.main import app
 from phalanx.cost.traffic import run_traffic
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
+from tests.cli import commands
 
-runner = CliRunner()
+shown = partial(commands.shown, "placement")
+known = partial(commands.known, "placement")
 TOPOLOGIES = Path(__file__).parents[1] / "spec" / "topologies"
 RUN = """
 [model]
@@ -42,17 +39,6 @@ def run(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
     path.write_text(RUN)
     return path
-
-
-def shown(run: Path, *arguments: str) -> str:
-    result = runner.invoke(app, ["placement", str(run), *arguments], catch_exceptions=False, env={"COLUMNS": "120"})
-    assert result.exit_code == 0
-    return result.stdout
-
-
-def known(run: Path, *arguments: str) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(shown(run, *arguments, "--json"))
-    return facts
 
 
 def layout(**degrees: object) -> list[str]:
@@ -176,12 +162,8 @@ def test_mistakes_are_said(run: Path, tmp_path: Path) -> None:
         (["--out", "heat.gif"], "has an unknown ending"),
     ):
         with pytest.raises(UserError, match=problem):
-            runner.invoke(app, ["placement", str(run), *arguments], catch_exceptions=False)
+            shown(run, *arguments)
 
 
 def test_it_needs_no_torch(run: Path) -> None:
-    code = (
-        "import sys\nfrom phalanx.cli.main import app\n"
-        f"app(['placement', {str(run)!r}, '--ranks', '8'], standalone_mode=False)\nassert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert "torch" not in commands.imported("placement", run, "--ranks", 8)

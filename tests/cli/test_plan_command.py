@@ -3,22 +3,22 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from phalanx.cli.main import app
 from phalanx.cost.footprint import GIB
 from phalanx.cost.stages import check_layout
 from phalanx.plan.explain import MEANING
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
+from tests.cli import commands
 from tests.plan.test_table import ROW
 from tests.report.elements import written
 
-runner = CliRunner()
+shown = partial(commands.shown, "plan", width=200)
+known = partial(commands.known, "plan")
 H100 = ("--machine", "h100", "--nodes", "2")
 
 
@@ -27,17 +27,6 @@ def run(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
     path.write_text('[model]\npreset = "llama3-8b"\n[training]\nsequence = 4096\ntokens_per_step = 524288\n')
     return path
-
-
-def shown(*arguments: object) -> str:
-    words = ["plan", *map(str, arguments)]
-    result = runner.invoke(app, words, catch_exceptions=False, env={"COLUMNS": "200"})
-    assert result.exit_code == 0
-    return result.stdout
-
-
-def known(*arguments: object) -> dict[str, Any]:
-    return json.loads(shown(*arguments, "--json"))
 
 
 def test_it_ranks_layouts_that_can_run(run):
@@ -159,23 +148,15 @@ def test_mistakes_are_explained(run, tmp_path):
 
 
 def test_it_answers_without_torch(run):
-    program = (
-        f"import sys; from phalanx.cli.main import app; app(['plan', {str(run)!r}, '--machine', 'a100'], "
-        "standalone_mode=False); sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    assert commands.imported("plan", run, "--machine", "a100") == {"numpy", "pydantic"}
 
 
 def test_help_comes_before_any_large_import():
-    program = (
-        "import sys; from phalanx.cli.main import app; app(['plan', '--help'], standalone_mode=False); "
-        "sys.exit(', '.join({'pydantic', 'numpy', 'torch'} & set(sys.modules)) or 0)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    assert not commands.imported("plan", "--help")
 
 
 def test_help_has_examples():
-    text = runner.invoke(app, ["plan", "--help"], env={"COLUMNS": "200"}).stdout
+    text = shown("--help")
     assert "phalanx plan --batch runs.csv --json" in text
 
 
@@ -215,6 +196,5 @@ def test_commands_that_do_not_plan_refuse_to_guess(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(AUTO.format(text="stdlib"))
     with pytest.raises(UserError, match="the planner's to choose"):
-        runner.invoke(app, ["memory", str(path), "--ranks", "2"], catch_exceptions=False)
-    shown_config = runner.invoke(app, ["train", str(path), "--print-config"], catch_exceptions=False).stdout
-    assert "[layout]" in shown_config
+        commands.shown("memory", path, "--ranks", 2)
+    assert "[layout]" in commands.shown("train", path, "--print-config")

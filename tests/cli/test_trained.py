@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from parity.trajectory import described, trainer
-from typer.testing import CliRunner
 
 from phalanx.cli.generate import pieces
-from phalanx.cli.main import app
 from phalanx.data.tokenizer import byte_tokenizer
 from phalanx.model.generate import generate
 from phalanx.spec.errors import UserError
 from phalanx.train.progress import Progress
 from phalanx.train.setup import set_up
+from tests.cli.commands import shown
 
 SHORT = {"training.precision": "fp32", "training.steps": 12}
 
@@ -36,18 +35,12 @@ def run_directory(trained):
     return trained.directory
 
 
-def said(*arguments):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-    assert result.exit_code == 0
-    return result.output
-
-
 def test_generate_continues_the_prompt(run_directory):
-    text = said("generate", run_directory, "--prompt", "def ", "--tokens", 20)
+    text = shown("generate", run_directory, "--prompt", "def ", "--tokens", 20)
     assert text.startswith("def ")
-    assert text == said("generate", run_directory, "--prompt", "def ", "--tokens", 20, "--seed", 0)
-    assert text != said("generate", run_directory, "--prompt", "def ", "--tokens", 20, "--seed", 1)
-    assert said("generate", run_directory, "--tokens", 20, "--temperature", 0).endswith("\n")
+    assert text == shown("generate", run_directory, "--prompt", "def ", "--tokens", 20, "--seed", 0)
+    assert text != shown("generate", run_directory, "--prompt", "def ", "--tokens", 20, "--seed", 1)
+    assert shown("generate", run_directory, "--tokens", 20, "--temperature", 0).endswith("\n")
 
 
 def test_generate_speaks_with_the_trained_weights(trained):
@@ -55,8 +48,8 @@ def test_generate_speaks_with_the_trained_weights(trained):
     with torch.no_grad():
         expected = generate(trained.module, tokens, 30, temperature=0, context=trained.run.training.sequence)
     assert 256 not in expected  # the end of the text
-    shown = said("generate", trained.directory, "--prompt", "def ", "--tokens", 30, "--temperature", 0)
-    assert shown == byte_tokenizer().decode(expected.tolist()) + "\n"
+    text = shown("generate", trained.directory, "--prompt", "def ", "--tokens", 30, "--temperature", 0)
+    assert text == byte_tokenizer().decode(expected.tolist()) + "\n"
 
 
 def test_a_character_waits_for_its_last_byte():
@@ -67,7 +60,7 @@ def test_a_character_waits_for_its_last_byte():
 def test_export_gives_transformers_the_trained_weights(trained, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    assert "parameters in fp32" in said("export", trained.directory, tmp_path / "out")
+    assert "parameters in fp32" in shown("export", trained.directory, tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "out").encode("import json")])
     assert ids.tolist() == [list(b"import json")]
@@ -78,19 +71,19 @@ def test_export_gives_transformers_the_trained_weights(trained, tmp_path):
 
 
 def test_export_writes_what_hugging_face_reads(run_directory, tmp_path):
-    text = said("export", run_directory, "--to", "hf", tmp_path / "out", "--dtype", "bf16")
+    text = shown("export", run_directory, "--to", "hf", tmp_path / "out", "--dtype", "bf16")
     assert "parameters in bf16" in text
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["eos_token_id"], config["torch_dtype"]) == ("qwen3", 256, "bfloat16")
     with pytest.raises(UserError, match="not empty"):
-        said("export", run_directory, "--to", "hf", tmp_path / "out")
+        shown("export", run_directory, "--to", "hf", tmp_path / "out")
     with pytest.raises(UserError, match="not a known format"):
-        said("export", run_directory, "--to", "gguf", tmp_path / "other")
+        shown("export", run_directory, "--to", "gguf", tmp_path / "other")
 
 
 def test_a_directory_without_a_checkpoint_is_named(tmp_path):
     for command in (["generate", tmp_path], ["export", tmp_path, tmp_path / "out"]):
         with pytest.raises(UserError) as caught:
-            said(*command)
+            shown(*command)
         assert (caught.value.field, caught.value.value) == ("run directory", str(tmp_path))
         assert caught.value.fix

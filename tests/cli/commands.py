@@ -1,0 +1,34 @@
+"""Commands, run for tests."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from typer.testing import CliRunner
+
+from phalanx.cli.main import app
+
+
+def shown(*words: object, width: int = 120, exit_code: int = 0) -> str:
+    """What a command prints, run in this process; its UserError is raised."""
+    arguments, columns = [str(word) for word in words], {"COLUMNS": str(width)}
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False, env=columns)
+    assert result.exit_code == exit_code
+    return result.stdout
+
+
+def known(*words: object, exit_code: int = 0) -> Any:
+    """What it prints as JSON."""
+    return json.loads(shown(*words, "--json", exit_code=exit_code))
+
+
+def imported(*words: object) -> set[str]:
+    """What a command imports of the packages that take long, run in a process of its own."""
+    program = (
+        "import sys; from phalanx.cli.main import app; app(sys.argv[1:], standalone_mode=False); "
+        "print(*({'numpy', 'pydantic', 'torch'} & set(sys.modules)), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program, *map(str, words)]
+    done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    return set(done.stderr.splitlines()[-1].split())
