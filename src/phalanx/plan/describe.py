@@ -141,10 +141,9 @@ def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) ->
     deepspeed = deepspeed and "megatron-deepspeed" not in said
     attention = _attention(said, precision, era, sharded, deepspeed)
     modern = attention >= Attention.FLASH_2 and not named and not deepspeed
-    hidden = (sharded or era > 0 or "overlap" in said or modern) and not (
-        "not overlapped" in said or "overlap disabled" in said
-    )
-    beside = "overlap" in said and not ("overlap disabled" in said or "not overlapped" in said)
+    disabled = "not overlapped" in said or "overlap disabled" in said
+    beside = "overlap" in said and not disabled
+    hidden = beside or ((sharded or era > 0 or modern) and not disabled)
     compiled = "compile" in said or xla
     parameters, gradients, state = (4, 4, 8) if sharded else (2, 2, 12)
     if not sharded and precision != "fp16" and (era > 0 or "fp32 grad" in said):
