@@ -24,6 +24,7 @@ PUBLISHED: dict[str, Callable[[int, int], Schedule]] = {
 }
 
 
+@cache
 def named(name: str, p: int, m: int, v: int = 2) -> Schedule:
     """The published schedule of that name for p ranks and m micro-batches; v are the stages of each rank that
     "interleaved" has.
@@ -35,7 +36,6 @@ def named(name: str, p: int, m: int, v: int = 2) -> Schedule:
     return interleaved(p, m, v) if name == "interleaved" else PUBLISHED[name](p, m)
 
 
-@cache
 def schedule_of(layout: Layout, micro_batches: int) -> Schedule:
     """The schedule of a layout's pipeline.
 
