@@ -52,8 +52,9 @@ def test_it_says_where_time_and_memory_go_and_what_would_help(run):
     text = shown(run, *H100, "--explain", 1)
     for words in ("the optimizer", "activations", "why others lose", "twice the memory", "P(OOM)"):
         assert words in text
-    with pytest.raises(UserError, match="--explain"):
-        shown(run, *H100, "--explain", 100_000)
+    alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
+    with pytest.raises(UserError, match=r"--explain = 100000: is more than the \d+ layouts found"):
+        shown(run, *alone, "--explain", 100_000)
 
 
 def test_the_picture_has_the_figures_of_the_layout_that_is_explained(run, tmp_path):
@@ -106,7 +107,7 @@ def test_two_layouts_side_by_side(run):
 def test_the_best_goes_to_other_trainers_and_into_a_run_file(run, tmp_path):
     assert "--num-layers" in shown(run, *H100, "--export", "megatron", "--set", "layout.data=zero1")
     for trainer in ("nanotron", "torchtitan", "deepspeed"):
-        assert shown(run, *H100, "--export", trainer)
+        assert shown(run, *H100, "--export", trainer, "--set", "model.layers=8")
     out = tmp_path / "planned.toml"
     best = known(run, *H100, "--out", out)["layouts"][0]
     planned = load_run(out)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ ROW = {
 """Megatron's 22 B, which took 1.42 s (arXiv 2205.05198, table 5)."""
 
 
+@cache
 def one(**changes: str) -> Prediction:
     (found,) = predict_rows([{**ROW, **changes}])
     assert isinstance(found, Prediction), found
