@@ -42,7 +42,7 @@ def test_every_part_is_there_with_its_seconds_and_its_share(tmp_path):
         step = sum(parts.values())
         assert found == [f"the {part}: {value:.3f} s, {value / step:.1%}" for part, value in parts.items()]
     assert written(text, "total") == ["10.000 s", "12.750 s (+27.5%)"]
-    assert written(text, "section") == ["time of a step, s", "memory of a device, GiB"]
+    assert written(text, "section") == ["time of a step, s", "memory of a rank, GiB"]
     assert written(text, "time-label") == ["60.0%", "20.0%", "15.0%", "5.0%", "47.1%", "15.7%", "31.4%", "3.9%"]
 
 
@@ -58,7 +58,7 @@ def test_the_legend_has_what_is_too_small_to_be_seen(tmp_path):
 def test_memory_is_beside_what_the_device_has(tmp_path):
     text = svg(SHOWN, tmp_path)
     assert said(text, "memory")[:2] == ["state: 20.00 GiB, 38.1%", "activations: 30.00 GiB, 57.1%"]
-    assert written(text, "limit")[-1] == "80.0 GiB of the device"
+    assert written(text, "limit")[-1] == "80.0 GiB that the device has for a rank"
     assert written(text, "counted")[-1] == "60.0 GiB on the fullest rank, counted tensor by tensor"
     middle = {name: float(marked(text, name)[0].attrib["x"]) + 1 for name in ("limit", "counted")}
     assert middle == {"limit": LEFT + BARS, "counted": LEFT + 0.75 * BARS}

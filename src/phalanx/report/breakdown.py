@@ -1,4 +1,4 @@
-"""Where a step's time and a device's memory go, as a picture of bars, beside the layouts that lose."""
+"""Where a step's time and a rank's memory go, as a picture of bars, beside the layouts that lose."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Breakdown:
     counted_bytes: float
     """On the fullest rank, tensor by tensor: not by the formula that `bytes` are by."""
     memory_bytes: float
-    """That a device has."""
+    """That a device has for a rank."""
 
 
 def write(shown: Breakdown, file: Path) -> None:
@@ -119,14 +119,14 @@ def _time(shown: Breakdown, top: float) -> Iterator[Mark]:
 
 
 def _memory(shown: Breakdown, top: float) -> Iterator[Mark]:
-    """What the layout's stages hold, before the device's memory."""
+    """What the layout's stages hold, beside what the device has for a rank."""
     most = max(shown.memory_bytes, shown.counted_bytes, *(bar.total for bar in shown.bytes))
     scale = BARS / most
 
     def words(part: str, held: float, of: float) -> tuple[str, str]:
         return f"{held / GIB:.1f}", f"{part}: {held / GIB:.2f} GiB, {held / of:.1%}"
 
-    yield Words("section", LEFT, top, "memory of a device, GiB", size=12, bold=True)
+    yield Words("section", LEFT, top, "memory of a rank, GiB", size=12, bold=True)
     begin = top = top + 2 * LINE
     names = []
     for bar in shown.bytes:
@@ -134,7 +134,7 @@ def _memory(shown: Breakdown, top: float) -> Iterator[Mark]:
         names.append(Words("name", LEFT, top, f"{bar.name}: {bar.total / GIB:.2f} GiB by the planner's formula"))
         yield from _bar("memory", bar, top + 5, THICK, scale, words)
         top += 5 + THICK
-    yield from _line("limit", shown.memory_bytes, "of the device", scale, begin - LINE, top)
+    yield from _line("limit", shown.memory_bytes, "that the device has for a rank", scale, begin - LINE, top)
     yield from _line("counted", shown.counted_bytes, "on the fullest rank, counted tensor by tensor", scale, begin, top)
     for name in names:
         yield Box("behind", name.x, name.y - 11, len(name.said) * LETTER, 14, "#ffffff")
