@@ -1,19 +1,21 @@
 """`phalanx calibrate` on a run that was trained, and plans with what it wrote."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 from parity.trajectory import described, trainer
-from typer.testing import CliRunner
 
-from phalanx.cli.main import app
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_machine
 from phalanx.train.metrics import open_logs
 from phalanx.train.progress import Progress
 from phalanx.train.setup import set_up
+from tests.cli import commands
+from tests.cli.commands import known
 
+shown = partial(commands.shown, width=200)
 STEPS = 8
 
 
@@ -27,32 +29,24 @@ def run_directory(tmp_path_factory) -> Path:
     return directory
 
 
-def said(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(word) for word in arguments], catch_exceptions=False, env={"COLUMNS": "200"})
-    assert result.exit_code == 0
-    return result.stdout
-
-
 def test_the_next_plan_is_about_this_machine(run_directory, tmp_path):
     out = tmp_path / "here.toml"
-    text = said("calibrate", run_directory, "--out", out)
+    text = shown("calibrate", run_directory, "--out", out)
     assert "by the others" in text
     assert f"--machine {out}" in text
     machine = load_machine(str(out))
     assert (machine.device, machine.measured.runs, machine.measured.precision) == ("cpu", 1, "fp32")
-    table = said("plan", run_directory / "run.toml", "--machine", out, "--nproc", 2)
+    table = shown("plan", run_directory / "run.toml", "--machine", out, "--nproc", 2)
     assert "measured by 1 runs on this machine" in table
-    found = json.loads(said("plan", run_directory / "run.toml", "--machine", out, "--nproc", 2, "--json"))
+    found = known("plan", run_directory / "run.toml", "--machine", out, "--nproc", 2)
     assert found["measured"] == machine.measured.decided
     # The same as the preset of a run file.
-    named = json.loads(
-        said("plan", run_directory / "run.toml", "--set", f"cluster.preset={out}", "--nproc", 2, "--json")
-    )
+    named = known("plan", run_directory / "run.toml", "--set", f"cluster.preset={out}", "--nproc", 2)
     assert named["layouts"] == found["layouts"]
 
 
 def test_predicted_stands_beside_measured(run_directory, tmp_path):
-    found = json.loads(said("calibrate", run_directory, "--out", tmp_path / "here.toml", "--json"))
+    found = known("calibrate", run_directory, "--out", tmp_path / "here.toml")
     (row,) = found["runs"]
     assert row["after_seconds"] == pytest.approx(row["step_seconds"], rel=0.1)
     assert row["predicted_memory_bytes"] == pytest.approx(row["memory_bytes"], rel=0.1)
@@ -60,7 +54,7 @@ def test_predicted_stands_beside_measured(run_directory, tmp_path):
 
 
 def test_a_plan_says_that_nothing_was_measured(run_directory):
-    table = said(
+    table = shown(
         "plan", run_directory / "run.toml", "--machine", "h100", "--nproc", 2, "--set", "training.precision=bf16"
     )
     assert "no run on this machine was measured" in table
@@ -79,4 +73,4 @@ def test_mistakes_are_for_people(run_directory, tmp_path, monkeypatch, arguments
     monkeypatch.chdir(tmp_path)
     words = [word.format(run=run_directory) for word in arguments]
     with pytest.raises(UserError, match=problem):
-        CliRunner().invoke(app, words, catch_exceptions=False)
+        shown(*words)
