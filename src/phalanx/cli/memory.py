@@ -97,7 +97,7 @@ def _layout(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
 
 
 def _rows(run: RunSpec, world_size: int, own: bool) -> list[Row]:
-    data, limit = run.layout.data, run.cluster.memory_bytes
+    data, limit = run.layout.data, run.cluster.rank_memory_bytes
     try:
         held, micro_batch = rank_memory(run, world_size), cut_batch(run, world_size).micro_batch
     except UserError as error:
@@ -116,7 +116,7 @@ def facts(run: RunSpec, world_size: int, found: list[Row]) -> dict[str, Any]:
         "precision": run.training.precision,
         "optimizer": run.optimizer.name,
         "sequence": run.training.sequence,
-        "memory_bytes": run.cluster.memory_bytes,
+        "memory_bytes": run.cluster.rank_memory_bytes,
         "layouts": [
             {**asdict(row), "memory": row.memory and {**asdict(row.memory), "total": row.memory.total}} for row in found
         ],

@@ -152,7 +152,7 @@ def situation(every: Layouts) -> Situation:
         sequences=sequences,
         ranks=every.ranks,
         domain=cluster.domain or cluster.nproc or 1,
-        memory_bytes=float(cluster.memory_bytes or 0),
+        memory_bytes=float(cluster.rank_memory_bytes or 0),
         state={"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer},
         activation_bytes=held["activations"] + held["logits"],
         recomputed_bytes=again["activations"] + again["logits"],

@@ -131,7 +131,7 @@ def what_ifs(run: RunSpec, world_size: int, best: Option) -> Iterator[WhatIf]:
 
 def nearest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
     """What to change where no layout fits: by how much memory is short, and how many times the nodes would do."""
-    smallest, memory = plan.smallest, run.cluster.memory_bytes
+    smallest, memory = plan.smallest, run.cluster.rank_memory_bytes
     if smallest is None or memory is None:
         raise ValueError("something fits")
     short = smallest.memory_bytes / GIB, memory / GIB

@@ -88,7 +88,7 @@ def limit_bytes(run: RunSpec) -> float:
 
     Raises UserError where the memory is not known.
     """
-    memory = run.cluster.memory_bytes
+    memory = run.cluster.rank_memory_bytes
     if memory is None:
         fix = 'set it, or cluster.preset (`phalanx info --list` shows them), such as "h100"'
         raise UserError("cluster.memory_bytes", None, "is not known, and what fits depends on it", fix)
