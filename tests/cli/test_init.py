@@ -51,6 +51,7 @@ def test_every_commented_key_is_right():
     examples |= {"hbm_bytes_per_second", "domain", "link_bytes_per_second", "network_bytes_per_second"}
     examples |= {"watts", "price_per_hour", "matmul_flops", "matmul_flops_8bit", "multiprocessors"}
     examples |= {"cores", "price_per_kwh", "storage_bytes_per_second", "failures_per_device_hour"}
+    examples |= {"host_link_bytes_per_second", "host_bytes_per_second", "host_memory_bytes", "disk_bytes_per_second"}
     text = starter("run.toml", "schema")
     lines = text.splitlines()
     begin = lines.index("# [model.moe]")

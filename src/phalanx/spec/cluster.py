@@ -69,6 +69,15 @@ class Cluster(Spec):
     """One device's share of its node's network cards, in one direction."""
     oversubscription: float = Field(1.0, ge=1)
     """Of the fabric above the leaf switches: bandwidth of the network cards divided by what the spine carries."""
+    host_link_bytes_per_second: float | None = Field(None, gt=0, examples=[32e9])
+    """Of what joins one device with CPU memory, in one direction. By default PCIe of its generation, 16 lanes."""
+    host_bytes_per_second: float | None = Field(None, gt=0, examples=[51.2e9])
+    """One device's share of the bandwidth of its node's CPU memory. By default two channels of its generation's."""
+    host_memory_bytes: int | None = Field(None, gt=0, examples=[128_000_000_000])
+    """One device's share of its node's CPU memory, for what is offloaded. By default 256 GiB."""
+    disk_bytes_per_second: float | None = Field(None, gt=0, examples=[5e9])
+    """One device's share of its node's local disk, read and written, for `layout.offload = "nvme"`. By default one NVMe
+    drive on four lanes."""
     watts: float | None = Field(None, gt=0, examples=[700])
     """Power of one device, for energy."""
     price_per_hour: float | None = Field(None, gt=0, examples=[2.5])
