@@ -1,5 +1,7 @@
 """Memory of many layouts at once: against published figures, against the exact count, against the schedules."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from phalanx.cost.constants import memory_constants
 from phalanx.cost.footprint import GIB, footprint, in_flight, out_of_memory, used_bytes
 from phalanx.cost.jobs import Attention, Order, Recompute
-from phalanx.cost.memory import rank_states
+from phalanx.cost.memory import rank_memory, rank_states
 from phalanx.plan.candidates import candidate_of, jobs_of
 from phalanx.schedule.named import named
 from phalanx.schedule.simulate import peak_activations
@@ -76,6 +78,29 @@ def test_state_is_what_phalanx_counts(ranks, layout):
     dense = (8_030_261_248 - 2 * 128256 * 4096) / blocks
     said -= 4 * C.gathered_blocks * dense if layout.get("data") == "zero3" else 0
     assert said == pytest.approx(max(state.total for state in rank_states(run, ranks)), rel=0.06)
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(1, {"data": "zero1"}), (1, {"data": "zero2"}), (8, {"data": "zero1"}), (8, {"data": "zero2"}),
+     (8, {"data": "zero3"}), (8, {"pp": 4, "data": "zero1"}), (8, {"tp": 4, "data": "zero1"})],
+)  # fmt: skip
+def test_what_is_offloaded_is_what_phalanx_counts(ranks, layout, place):
+    """On the device as much less as there is in CPU memory and in files."""
+    directory = {"offload_directory": "/local"} if place == "nvme" else {}
+    run = build_run({
+        "model": {"preset": "llama3-8b"}, "training": {"sequence": 4096, "tokens_per_step": 4096 * 64},
+        "layout": {"micro_batch": 1, "offload": place, **directory, **layout}, "cluster": {"preset": "h100"},
+    })  # fmt: skip
+    chosen, counted = candidate_of(run, ranks), rank_memory(run, ranks).values()
+    held, kept = (
+        footprint(C, jobs_of(run, ranks, [candidate]))
+        for candidate in (chosen, replace(chosen, offload="none", offload_directory=None))
+    )
+    freed = max(kept.first.state[0] - held.first.state[0], kept.last.state[0] - held.last.state[0])
+    assert freed == pytest.approx(max(place.offloaded for place in counted), rel=0.06)
+    assert held.host[0] == pytest.approx(max(place.host for place in counted), rel=0.06)
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,10 @@ def test_fitted_constants_lie_within_their_bounds(kind):
 
 
 def test_parts_add_up():
-    table = jobs(job(), job(dp=8, zero=1, shard=8), job(tp=2, pp=2, dp=2), job("mixtral-8x7b", ep=8, dp=8))
+    table = jobs(job(), job(dp=8, zero=1, shard=8), job(tp=2, pp=2, dp=2), job("mixtral-8x7b", ep=8, dp=8),
+                 job(tp=2, dp=2, zero=3, shard=2, offload=1))  # fmt: skip
     time = step_seconds(C, table)
-    parts = [time.compute, time.bubble, time.send, time.data_parallel, time.update, time.waiting]
+    parts = [time.compute, time.bubble, time.send, time.data_parallel, time.update, time.offload, time.waiting]
     np.testing.assert_allclose(time.total, sum(parts))
     assert (time.exchange <= time.compute).all()
     assert (time.exchange[2:] > 0).all()

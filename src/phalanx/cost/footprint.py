@@ -10,6 +10,7 @@ import numpy as np
 
 from phalanx.cost.constants import MemoryConstants
 from phalanx.cost.jobs import RECOMPUTED, Attention, Column, Jobs, Order
+from phalanx.cost.offload import host_bytes, kept_bytes
 from phalanx.cost.step import blocks_of_stages
 
 GIB = 2**30
@@ -28,6 +29,8 @@ class StageMemory:
     """Of all micro-batches in flight, with what recomputation brings back."""
     logits: Column
     buffers: Column
+    host: Column
+    """In CPU memory, for what is offloaded; not in `total`."""
 
     @property
     def total(self) -> Column:
@@ -46,6 +49,11 @@ class Footprint:
     def allocated(self) -> Column:
         """Bytes of the fullest stage."""
         return np.maximum(np.maximum(self.first.total, self.second.total), self.last.total)
+
+    @property
+    def host(self) -> Column:
+        """Bytes of CPU memory for a rank of the stage that offloads most."""
+        return np.maximum(np.maximum(self.first.host, self.second.host), self.last.host)
 
 
 def footprint(c: MemoryConstants, jobs: Jobs) -> Footprint:
@@ -68,8 +76,8 @@ def footprint(c: MemoryConstants, jobs: Jobs) -> Footprint:
     def stage(
         blocks: Column, routed: Column, tables: Column | float, flying: Column, logits: Column | float
     ) -> StageMemory:
-        state = _state_bytes(c, jobs, blocks, routed, tables)
-        return StageMemory(state, flying * (blocks * kept + sent) + again, np.zeros(1) + logits, buffers)
+        state, host = _state_bytes(c, jobs, blocks, routed, tables)
+        return StageMemory(state, flying * (blocks * kept + sent) + again, np.zeros(1) + logits, buffers, host)
 
     middle = np.where(p > 2, each, 0.0)
     begin = stage(first, first - leading, tables, at_first, np.where(alone, logits, 0.0))
@@ -86,8 +94,11 @@ def used_bytes(c: MemoryConstants, held: Footprint) -> Column:
 
 
 def out_of_memory(c: MemoryConstants, jobs: Jobs, held: Footprint) -> Column:
-    """Probability that the device's memory is not enough."""
-    return shortage(c, used_bytes(c, held), jobs.memory_bytes)
+    """Probability that the device's memory is not enough, or with offload the CPU's."""
+    risk = shortage(c, used_bytes(c, held), jobs.memory_bytes)
+    if not jobs.offload.any():
+        return risk
+    return np.maximum(risk, shortage(c, np.maximum(held.host, 1.0), jobs.host_memory_bytes))
 
 
 def shortage(c: MemoryConstants, used_bytes: Column, memory_bytes: Column) -> Column:
@@ -121,22 +132,23 @@ def in_flight(jobs: Jobs) -> tuple[Column, Column, Column]:
 
 def _state_bytes(
     c: MemoryConstants, jobs: Jobs, blocks: Column, with_experts: Column, tables: Column | float
-) -> Column:
-    """Parameters, gradients and optimizer state, of which ZeRO leaves a share (arXiv 1910.02054, section 5)."""
+) -> tuple[Column, Column]:
+    """Parameters, gradients and optimizer state, of which ZeRO leaves a share (arXiv 1910.02054, section 5): on the
+    device, and in CPU memory."""
     table = jobs.vocab * jobs.width
     dense = (jobs.parameters - jobs.expert_parameters - table * (2 - jobs.tied)) / jobs.layers / jobs.tp
     routed = np.maximum(jobs.layers - jobs.dense_layers, 1)
     experts = jobs.expert_parameters / routed / jobs.ep
     apart = jobs.expert_replicas
-    whole = _kept(jobs, blocks * dense + tables * table / jobs.tp, jobs.shard)
+    shared, of_experts = blocks * dense + tables * table / jobs.tp, with_experts * experts
     gathered = np.where(jobs.zero >= 3, 4 * c.gathered_blocks * dense, 0.0)
-    return whole + _kept(jobs, with_experts * experts, apart) + gathered
+    kept = _kept(jobs, shared, jobs.shard) + _kept(jobs, of_experts, apart) + gathered
+    return kept, (shared / jobs.shard + of_experts / apart) * host_bytes(jobs)
 
 
 def _kept(jobs: Jobs, parameters: Column, ranks: Column) -> Column:
     shares = [np.where(jobs.zero >= stage, 1 / ranks, 1.0) for stage in (3, 2, 1)]
-    kinds = (jobs.parameter_bytes, jobs.gradient_bytes, jobs.state_bytes)
-    return parameters * sum(share * kind for share, kind in zip(shares, kinds, strict=True))
+    return parameters * sum(share * kind for share, kind in zip(shares, kept_bytes(jobs), strict=True))
 
 
 def _activation_bytes(c: MemoryConstants, jobs: Jobs) -> tuple[Column, Column]:

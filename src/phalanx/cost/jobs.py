@@ -57,6 +57,15 @@ class Order(IntEnum):
     GPIPE = 6
 
 
+class Offload(IntEnum):
+    """Where what a rank trains rests: on its device; in CPU memory; in files, as far as `parallel.offload` puts it
+    there."""
+
+    NONE = 0
+    CPU = 1
+    FILES = 2
+
+
 @dataclass(frozen=True)
 class Jobs:
     """Columns of equal length (or of length 1). Degrees count ranks, sizes elements, speeds are per device."""
@@ -103,6 +112,13 @@ class Jobs:
     network_bytes_per_second: Column
     oversubscription: Column
     """Network cards' bandwidth beside that of the fabric above them."""
+    host_link_bytes_per_second: Column
+    """Between a device and its node's CPU memory, in one direction."""
+    host_bytes_per_second: Column
+    """A device's share of CPU memory's bandwidth."""
+    host_memory_bytes: Column
+    """A device's share of CPU memory."""
+    disk_bytes_per_second: Column
     domain: Column
     """Devices joined by the fast links."""
     crowd: Column
@@ -140,6 +156,8 @@ class Jobs:
     """Times that gradients are sent in a step: once, or with every micro-batch."""
     state_bytes: Column
     """Per parameter, of what the optimizer keeps."""
+    offload: Column
+    """Where what it trains rests: `Offload`."""
     compiled: Column
     fused: Column
     """Whether norms and activations run in kernels written for them, rather than operation by operation."""

@@ -142,6 +142,11 @@ class RankMemory:
         """Bytes on the device."""
         return self.state + self.working
 
+    @property
+    def host(self) -> int:
+        """Bytes in CPU memory, of what is offloaded."""
+        return self.offloaded - self.in_files
+
 
 def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
     """What the fullest rank of each role holds: of "rank", with a parameter server of "server" and "worker", in a

@@ -12,6 +12,7 @@ from phalanx.cost.constants import TimeConstants
 from phalanx.cost.jobs import Column, Jobs, Order
 from phalanx.cost.kernels import gemm_seconds, passes_seconds
 from phalanx.cost.links import network_speed, ring_seconds, send_seconds
+from phalanx.cost.offload import offload_seconds, upload_seconds
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class StepTime:
     data_parallel: Column
     """Exchanges of gradients and parameters that are seen."""
     update: Column
+    """By the device."""
+    offload: Column
+    """Copies from and to where state rests, and the update there."""
     waiting: Column
     """For the slowest of many nodes."""
     exchange: Column
@@ -32,7 +36,8 @@ class StepTime:
 
     @property
     def total(self) -> Column:
-        return self.compute + self.bubble + self.send + self.data_parallel + self.update + self.waiting
+        inside = self.compute + self.bubble + self.send
+        return inside + self.data_parallel + self.update + self.offload + self.waiting
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,11 @@ def step_seconds(c: TimeConstants, jobs: Jobs) -> StepTime:
     send = _sends(c, jobs, m, v)
     seen = _data_parallel(c, jobs, middle)
     update = _update(c, jobs) + c.step_seconds
+    offload = offload_seconds(c, jobs, owned_parameters(jobs))
     waiting = (compute + bubble + send) * c.straggle * np.log2(np.maximum(jobs.ranks / jobs.pp / jobs.domain, 1))
     share = jobs.dense_layers / jobs.layers
     exchange = m * blocks_of_stages(jobs)[1] * (share * dense.exchange + (1 - share) * routed.exchange) * engine
-    return StepTime(compute, bubble, send, seen, update, waiting, exchange)
+    return StepTime(compute, bubble, send, seen, update, offload, waiting, exchange)
 
 
 def stage_seconds(c: TimeConstants, jobs: Jobs) -> tuple[Stage, Stage, Stage]:
@@ -85,11 +91,13 @@ def stage_seconds(c: TimeConstants, jobs: Jobs) -> tuple[Stage, Stage, Stage]:
 
 def _blocks(c: TimeConstants, jobs: Jobs) -> tuple[BlockTime, BlockTime]:
     dense, routed = block_seconds(c, jobs)
-    return _gathered(c, jobs, dense), _gathered(c, jobs, routed)
+    experts = jobs.expert_parameters / np.maximum(jobs.layers - jobs.dense_layers, 1) / jobs.ep / jobs.expert_replicas
+    return _gathered(c, jobs, dense, np.zeros(1)), _gathered(c, jobs, routed, experts)
 
 
-def _gathered(c: TimeConstants, jobs: Jobs, block: BlockTime) -> BlockTime:
-    """With ZeRO-3's gathers of the next block's parameters beside each pass, and its scatters of gradients.
+def _gathered(c: TimeConstants, jobs: Jobs, block: BlockTime, experts: Column) -> BlockTime:
+    """With ZeRO-3's gathers of the next block's parameters beside each pass, and its scatters of gradients. What rests
+    elsewhere is brought before it is gathered, this rank's `experts` too.
 
     DeepSpeed gathers parameter by parameter, each by one ring that leaves a node by one network card, and few of them
     ahead of their use: they hide worse than a block's gathered at once.
@@ -104,6 +112,7 @@ def _gathered(c: TimeConstants, jobs: Jobs, block: BlockTime) -> BlockTime:
         return np.where(singly, size_bytes / network_speed(c, jobs), together)
 
     gather, scatter = exchange(jobs.number_bytes * parameters), exchange(jobs.sent_bytes * parameters)
+    gather = gather + upload_seconds(jobs, parameters / ranks + experts)
     between = ring_seconds(c, jobs, jobs.sent_bytes * parameters / ranks, copies, jobs.tp * ranks, reduces=True)
     after = gather + scatter + between
     forward = np.where(singly, either(block.forward, gather, 2), either(block.forward, gather, 6))
@@ -231,9 +240,14 @@ def parameters_of_rank(jobs: Jobs) -> tuple[Column, Column]:
     return dense, jobs.expert_parameters / (jobs.ep * jobs.pp)
 
 
-def _update(c: TimeConstants, jobs: Jobs) -> Column:
-    """Seconds of the optimizer, of the gradients' norm and of setting them to zero."""
+def owned_parameters(jobs: Jobs) -> Column:
+    """Parameters that a rank of such a stage updates."""
     dense, experts = parameters_of_rank(jobs)
-    apart = jobs.expert_replicas
-    owned = np.where(jobs.zero >= 1, dense / jobs.shard + experts / apart, dense + experts)
+    return np.where(jobs.zero >= 1, dense / jobs.shard + experts / jobs.expert_replicas, dense + experts)
+
+
+def _update(c: TimeConstants, jobs: Jobs) -> Column:
+    """Seconds of the optimizer, where the device runs it, of the gradients' norm and of setting them to zero."""
+    dense, _ = parameters_of_rank(jobs)
+    owned = np.where(jobs.offload > 0, 0.0, owned_parameters(jobs))
     return passes_seconds(c, jobs, 2 * c.optimizer_passes * owned + 4 * dense)
