@@ -15,7 +15,7 @@ from phalanx.spec.run import RunSpec
 WIDTH = 150
 NOTES = (
     "GiB: what the fullest rank holds, as in `phalanx memory`; what driver and libraries of a GPU take is set aside",
-    "step: the planner's time; - where it does not know (offload, fp32, fp64, a machine without speeds)",
+    "step: the planner's time; - where it does not know (fp32, fp64, a machine without speeds)",
     "alone: as little of the change as makes the run fit, or what frees most",
 )
 

@@ -92,6 +92,8 @@ def explained(run: RunSpec, world_size: int, plan: Plan, at: int) -> None:
         held = [stage[part] / GIB for stage in option.stages.values()]
         table.add_row(part, *(f"{size:.2f}" for size in held), "█" * round(40 * max(held) * GIB / option.memory_bytes))
     console.print(table)
+    if option.host_bytes:
+        console.print(f"in CPU memory {option.host_bytes / GIB:.2f} GiB of a rank", highlight=False)
     console.print(f"P(OOM) {option.p_oom:.1%}", highlight=False)
     others = [other for other in plan.options[: at + 6] if other is not option]
     if others:

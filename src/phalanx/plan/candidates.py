@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.cost.jobs import Attention, Jobs, Order, Recompute, broadcast
+from phalanx.cost.jobs import Attention, Jobs, Offload, Order, Recompute, broadcast
 from phalanx.cost.memory import STATES, optimizer_of, strategy_bytes
 from phalanx.cost.network import Strategy
 from phalanx.cost.precision import COMPUTED
 from phalanx.plan.describe import Numbers, machine_columns, model_columns
 from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Layout, degrees
+from phalanx.spec.layout import MEANT_FOR, Layout, degrees
 from phalanx.spec.run import RunSpec, cut_batch
 from phalanx.spec.share import check_shares
 
@@ -28,6 +28,7 @@ ORDERS: dict[str, Order] = {
 }
 """Schedules that the planner knows the time of; naive and dualpipe-v never beat all of them."""
 ZERO: dict[Strategy, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
+OFFLOAD = {"none": Offload.NONE, "cpu": Offload.CPU, "nvme": Offload.FILES}
 MOST_MICRO_BATCH = 32
 MOST_CHUNKS = 8
 
@@ -50,6 +51,8 @@ class Candidate:
     recompute: str
     schedule: str
     virtual_stages: int
+    offload: str = "none"
+    offload_directory: str | None = None
 
     @property
     def axes(self) -> int:
@@ -64,23 +67,26 @@ class Candidate:
         shard = f" of {self.dp_shard}" if self.data == "hsdp" else ""
         again = [] if self.recompute == "none" else [f"recompute {self.recompute}"]
         batch = f"micro-batch {self.micro_batch} x {self.micro_batches}"
-        return ", ".join([f"{self.data}{shard} dp {self.dp}", *degrees, *pipeline, batch, *again])
+        rests = [] if self.offload == "none" else [f"offload {self.offload}"]
+        return ", ".join([f"{self.data}{shard} dp {self.dp}", *degrees, *pipeline, batch, *again, *rests])
 
     def layout(self) -> Layout:
         """As a run file has it."""
         piped = {"schedule": self.schedule, "virtual_stages": self.virtual_stages} if self.pp > 1 else {}
         shard = {"dp_shard": self.dp_shard} if self.data == "hsdp" else {}
         sequences = {"context": self.context} if self.cp > 1 else {}
+        rests = {"offload": self.offload, "offload_directory": self.offload_directory}
         return Layout.model_validate(
             {
                 "data": self.data, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep,
-                "micro_batch": self.micro_batch, "recompute": self.recompute, **piped, **shard, **sequences,
+                "micro_batch": self.micro_batch, "recompute": self.recompute,
+                **piped, **shard, **sequences, **rests,
             }
         )  # fmt: skip
 
 
 def candidates(run: RunSpec, world_size: int) -> list[Candidate]:
-    """All that the planner chooses among.
+    """All that the planner chooses among, but for what `offloaded` makes of them.
 
     Not in it: what never wins on the same ranks (parameter servers, tensor parallelism without sequence parallelism
     where the sequence divides), and ZeRO-2 and 3 in pipelines, where they keep and send what ZeRO-1 does or more.
@@ -98,6 +104,24 @@ def candidates(run: RunSpec, world_size: int) -> list[Candidate]:
         for schedule, v in _schedules(pp, m, run.model.layers, halves=not run.training.compile)
         for again in recompute
     ]
+
+
+def offloaded(run: RunSpec, candidate: Candidate) -> Iterator[Candidate]:
+    """The same layout with what ranks share, or one rank has, outside the device: in CPU memory, unless that is where
+    it computes, and in files where the run names a directory for them. One rank offloads as ZeRO-1 or 2 has it.
+
+    It takes less of the device's memory and, of the same strategy, never less time.
+    """
+    if candidate.offload != "none":
+        return
+    alone = candidate.data == "ddp" and candidate.dp * candidate.cp == 1
+    strategies: tuple[Strategy, ...] = ("zero1", "zero2") if candidate.pp == 1 else ("zero1",)
+    places: dict[str, str | None] = {"cpu": None} if run.cluster.device != "cpu" else {}
+    if run.layout.offload_directory is not None:
+        places["nvme"] = run.layout.offload_directory
+    for data in strategies if alone else (candidate.data,):
+        for place, directory in places.items() if data in MEANT_FOR["offload"] else ():
+            yield replace(candidate, data=data, offload=place, offload_directory=directory)
 
 
 def jobs_of(run: RunSpec, world_size: int, found: list[Candidate]) -> Jobs:
@@ -119,6 +143,7 @@ def candidate_of(run: RunSpec, world_size: int) -> Candidate:
     return Candidate(
         layout.data, sizes.dp, sizes.dp_shard, layout.tp, layout.pp, layout.cp, layout.context, layout.ep,
         cut.micro_batch, cut.accumulation, layout.recompute, layout.schedule, layout.virtual_stages,
+        layout.offload, layout.offload_directory,
     )  # fmt: skip
 
 
@@ -247,6 +272,7 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
         "gradient_bytes": [s.gradients for s in state],
         "state_bytes": [s.optimizer for s in state],
         "sent_bytes": [s.gradients for s in state],  # as they are kept
+        "offload": [OFFLOAD[c.offload] for c in found],
         "scatters": [c.micro_batches if c.data == "zero2" else 1 for c in found],
     }
 

@@ -17,7 +17,7 @@ from phalanx.cost.constants import (
 )
 from phalanx.cost.footprint import GIB
 from phalanx.cost.interval import log_half_width
-from phalanx.cost.jobs import Attention, Column, Jobs
+from phalanx.cost.jobs import Attention, Column, Jobs, Offload
 from phalanx.cost.parameters import parameters
 from phalanx.spec.base import require, suggest
 from phalanx.spec.cluster import Cluster
@@ -31,6 +31,17 @@ MATMUL_SHARE = (0.87, 0.80, 0.775)
 (stas00/ml-engineering, compute/accelerator: MAMF)."""
 NETWORK_BYTES_PER_SECOND = (25e9, 50e9, 50e9)
 """Of a device, by generation, where nothing is stated: 200 or 400 Gb/s, as in DGX A100, H100 and B200."""
+
+HOST_LINK_BYTES_PER_SECOND = (31.5e9, 63e9, 63e9)
+"""Between a device and CPU memory in one direction, by generation: PCIe Gen4 and Gen5, 16 lanes of 16 and 32 GT/s in
+128b/130b, as in DGX A100, H100 and B200."""
+HOST_BYTES_PER_SECOND = (51.2e9, 76.8e9, 89.6e9)
+"""A device's share of CPU memory's bandwidth: two channels of DDR4-3200, DDR5-4800 and DDR5-5600, as of the sixteen
+that the eight devices of a DGX A100, H100 and B200 share, and as in a workstation."""
+DISK_BYTES_PER_SECOND = 5e9
+"""Of an NVMe drive that is read and written: on four lanes of Gen4 data sheets name about 7 and 4 GB/s."""
+HOST_MEMORY_BYTES = 2**38
+"""A device's share of CPU memory: of the 2 TB of a DGX A100 (640 GB), H100 or B200."""
 
 
 def model_columns(spec: ModelSpec, sequence: int) -> Numbers:
@@ -95,10 +106,19 @@ def machine_columns(cluster: Cluster) -> Numbers:
         "link_bytes_per_second": (link or network) / crowd,
         "network_bytes_per_second": network,
         "oversubscription": cluster.oversubscription,
+        "host_link_bytes_per_second": cluster.host_link_bytes_per_second or HOST_LINK_BYTES_PER_SECOND[era],
+        "host_bytes_per_second": cluster.host_bytes_per_second or HOST_BYTES_PER_SECOND[era],
+        "host_memory_bytes": host_memory(cluster),
+        "disk_bytes_per_second": cluster.disk_bytes_per_second or DISK_BYTES_PER_SECOND,
         "domain": domain,
         "crowd": crowd,
         "era": era,
     }
+
+
+def host_memory(cluster: Cluster) -> float:
+    """Bytes of CPU memory for what one rank offloads."""
+    return float(cluster.host_memory_bytes or HOST_MEMORY_BYTES)
 
 
 def times_of(cluster: Cluster) -> TimeConstants:
@@ -174,6 +194,7 @@ def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) ->
         "deepspeed": float(deepspeed),
         "whole_logits": float(named),
         "postponed": float("zb-" in said),
+        "offload": Offload.CPU if "offload=true" in said else Offload.NONE,
     }
 
 

@@ -21,6 +21,7 @@ MEANING = {
     "send": "sends between stages",
     "data_parallel": "gradients and parameters, as far as nothing hides them",
     "update": "the optimizer",
+    "offload": "copies from and to where state rests, and the optimizer there",
     "waiting": "for the slowest of many nodes",
 }
 """Of the parts of a step."""

@@ -13,6 +13,7 @@ from phalanx.cost.constants import memory_constants
 from phalanx.cost.footprint import GIB
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.plan.candidates import candidate_of
+from phalanx.plan.describe import host_memory
 from phalanx.plan.remedies import REMEDIES, Remedy, with_layout
 from phalanx.plan.search import Option, evaluate, search
 from phalanx.spec.errors import UserError
@@ -30,7 +31,7 @@ class Held:
     memory: RankMemory
     fits: bool
     step_seconds: float | None
-    """None where the planner does not know: offload, other precisions than bf16, unknown machines."""
+    """None where the planner does not know: other precisions than bf16, unknown machines."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ def held(run: RunSpec) -> Held:
     Raises UserError if its layout cannot run.
     """
     memory = fullest(run)
-    return Held(memory, memory.total <= limit_bytes(run), step_seconds(run))
+    enough = memory.total <= limit_bytes(run) and memory.host <= host_memory(run.cluster)
+    return Held(memory, enough, step_seconds(run))
 
 
 def fullest(run: RunSpec) -> RankMemory:
@@ -111,8 +113,8 @@ def fullest(run: RunSpec) -> RankMemory:
 
 
 def step_seconds(run: RunSpec) -> float | None:
-    """The planner's time of a step, if it knows: it has no offload, and only bf16."""
-    if run.layout.offload != "none" or run.training.precision != "bf16":
+    """The planner's time of a step, if it knows: it has only bf16."""
+    if run.training.precision != "bf16":
         return None
     try:
         return evaluate(run, run.cluster.ranks, [candidate_of(run, run.cluster.ranks)])[0].step_seconds

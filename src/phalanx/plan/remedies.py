@@ -112,7 +112,7 @@ def _expert_ranks(run: RunSpec) -> Iterator[RunSpec]:
 
 
 def _offload(run: RunSpec) -> Iterator[RunSpec]:
-    if run.layout.offload == "none":
+    if run.layout.offload == "none" and run.cluster.device != "cpu":
         # Only what is sharded is offloaded; _with would drop the choice again.
         data = run.layout.data if run.layout.data in MEANT_FOR["offload"] else "zero1"
         yield with_layout(run, data=data, offload="cpu")

@@ -221,8 +221,8 @@ def _of(s: Situation) -> str:
 
 
 NOT_CHOSEN = (
-    "ZeRO-3 in a pipeline is not among the planner's layouts: it keeps and sends what ZeRO-1 does or more. Nor is "
-    "offload, which only saves memory: `phalanx advise oom` counts it"
+    "ZeRO-3 in a pipeline is not among the planner's layouts: it keeps and sends what ZeRO-1 does or more. Offload "
+    "is, of what does not fit without: it only saves memory"
 )
 BY_SIZE = (
     Rule("size", "fewer than 1B parameters", "data parallelism (DDP)", {"data": ("ddp",), **DATA_ONLY},

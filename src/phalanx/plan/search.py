@@ -15,8 +15,8 @@ from phalanx.cost.jobs import Column
 from phalanx.cost.memory import rank_memory
 from phalanx.cost.stages import check_layout
 from phalanx.cost.step import step_seconds
-from phalanx.plan.candidates import Candidate, candidates, jobs_of
-from phalanx.plan.describe import flops_per_token, half_width_of, memory_of, times_of
+from phalanx.plan.candidates import Candidate, candidates, jobs_of, offloaded
+from phalanx.plan.describe import flops_per_token, half_width_of, host_memory, memory_of, times_of
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
@@ -25,7 +25,7 @@ LIKELY = 0.05
 """A layout fits if the probability that memory is not enough is below this."""
 COUNTED = 1000
 """Layouts that are counted at most: beyond so many that fit by the formula and not as counted, none is looked for."""
-PARTS = ("compute", "exchange", "bubble", "send", "data_parallel", "update", "waiting")
+PARTS = ("compute", "exchange", "bubble", "send", "data_parallel", "update", "offload", "waiting")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Option:
     """Seconds of the step by what they go to; `exchange` is part of `compute`."""
     memory_bytes: float
     """Held by the fullest rank; on a machine that was calibrated with what a process has beside tensors."""
+    host_bytes: float
+    """In CPU memory, for the rank that offloads most."""
     stages: dict[str, dict[str, float]]
     """Bytes by part of the first and the last stage."""
     p_oom: float
@@ -81,7 +83,8 @@ ALIKE = 0.001
 def search(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
     """The `keep` fastest layouts that are likely to fit.
 
-    Memory of all is computed before the time of any: no bound on time is needed, and none is lost.
+    Memory of all is computed before the time of any: no bound on time is needed, and none is lost. Nothing is offloaded
+    of what fits without: that never makes a step shorter.
     Raises UserError for a cluster whose speeds are not known, and where no layout divides the ranks.
     """
     found = candidates(run, world_size)
@@ -90,19 +93,41 @@ def search(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
             "cluster.nodes x cluster.nproc", world_size, "ranks share this model and this batch in no layout",
             "use a number of ranks whose factors divide the sequences of a step and the model",
         )  # fmt: skip
+    found = widened(run, world_size, found)
     ordered = in_order(run, world_size, found)
     offered = list(islice(offers(run, world_size, ordered), keep))
     least = None if offered else evaluate(run, world_size, [smallest(run, world_size, found)])[0]
     return Plan(offered, len(found), len(ordered), least)
 
 
+def widened(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Candidate]:
+    """Layouts, and of those that are not likely to fit what offload makes of them."""
+    risk = risk_of(run, world_size, found)
+    return [*found, *(other for at in np.flatnonzero(risk >= LIKELY) for other in offloaded(run, found[at]))]
+
+
 def offers(run: RunSpec, world_size: int, ordered: Iterable[Candidate]) -> Iterator[Option]:
-    """Of layouts in order those that can run, and fit as they are counted: of the first `COUNTED`."""
+    """Of layouts in order those that can run, and fit as they are counted: of the first `COUNTED`. What offload makes
+    of those that fit by the formula only has its own place, which is later."""
+    later: list[Option] = []
     for candidate in islice(ordered, COUNTED):
-        if can_run(run, world_size, candidate):
-            option = counted(run, world_size, evaluate(run, world_size, [candidate])[0])
-            if option.p_oom < LIKELY:
-                yield option
+        if not can_run(run, world_size, candidate):
+            continue
+        option = evaluate(run, world_size, [candidate])[0]
+        while later and later[0].step_seconds < option.step_seconds:
+            yield from _likely(counted(run, world_size, later.pop(0)))
+        option = counted(run, world_size, option)
+        yield from _likely(option)
+        if option.p_oom >= LIKELY:
+            later += evaluate(run, world_size, list(offloaded(run, candidate)))
+            later.sort(key=lambda other: other.step_seconds)
+    for option in later:
+        yield from _likely(counted(run, world_size, option))
+
+
+def _likely(option: Option) -> Iterator[Option]:
+    if option.p_oom < LIKELY:
+        yield option
 
 
 def in_order(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Candidate]:
@@ -117,6 +142,12 @@ def in_order(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Cand
     seconds = np.broadcast_to(step_seconds(times_of(run.cluster), jobs.take(fitting)).total, len(fitting))
     fastest = fitting[rank(seconds, np.array([found[at].axes for at in fitting]), memory[fitting])]
     return [found[at] for at in fastest]
+
+
+def risk_of(run: RunSpec, world_size: int, found: list[Candidate]) -> Column:
+    """The probability that memory is not enough for each of some layouts."""
+    jobs, c = jobs_of(run, world_size, found), memory_of(run.cluster)
+    return np.broadcast_to(out_of_memory(c, jobs, footprint(c, jobs)), len(found))
 
 
 def smallest(run: RunSpec, world_size: int, found: list[Candidate]) -> Candidate:
@@ -144,11 +175,13 @@ def counted(run: RunSpec, world_size: int, option: Option) -> Option:
     """An option with what Phalanx itself would hold, counted tensor by tensor as `phalanx memory` does, which may be
     more than the formula has for any trainer."""
     own = run.model_copy(update={"layout": option.candidate.layout()})
-    held = max(place.total for place in rank_memory(own, world_size).values())
-    c, measured = memory_of(run.cluster), run.cluster.measured
-    used, there = in_process(run.cluster, held), np.array([float(run.cluster.rank_memory_bytes or 1)])
-    risk = float(shortage(c, np.array([used]), there)[0])
-    return replace(option, memory_bytes=used if measured else float(held), p_oom=max(option.p_oom, risk))
+    places, c, measured = rank_memory(own, world_size).values(), memory_of(run.cluster), run.cluster.measured
+    host = max(place.host for place in places)
+    held = max(place.total for place in places) + (host if run.cluster.device == "cpu" else 0)
+    used = in_process(run.cluster, held)
+    there = np.array([float(run.cluster.rank_memory_bytes or 1), host_memory(run.cluster)])
+    risk = max(option.p_oom, float(shortage(c, np.array([used, max(host, 1)]), there).max()))
+    return replace(option, memory_bytes=used if measured else float(held), host_bytes=float(host), p_oom=risk)
 
 
 def in_process(cluster: Cluster, held_bytes: float) -> float:
@@ -187,6 +220,7 @@ def evaluate(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Opti
                 seconds * number(spread, at),
                 {part: number(getattr(time, part), at) for part in PARTS},
                 number(held.allocated, at),
+                number(held.host, at),
                 stages,
                 number(risk, at),
                 speed,
