@@ -230,6 +230,19 @@ def test_choices_that_mean_nothing_then_are_dropped():
     assert "layout.compress=none" in found["pipeline"].settings
 
 
+def test_cpu_memory_is_not_freed_by_offload_to_it_and_has_an_end():
+    on_cpu = by_name(alone(make(cluster={"memory_bytes": 2 * GIB, "device": "cpu"})))["offload to CPU memory"]
+    assert on_cpu.held is None
+    assert "CPU memory is what is short" in on_cpu.problem
+    run = eight_billion(data="zero3", offload="cpu", recompute="full")
+    resting = held(run).memory.host
+    assert held(run).fits
+    assert held(run).memory.host == held(run).memory.offloaded == pytest.approx(2 * 8.03e9, rel=0.01)
+    for memory, fit in ((resting, True), (resting - 1, False)):
+        cluster = run.cluster.model_copy(update={"host_memory_bytes": memory})
+        assert held(run.model_copy(update={"cluster": cluster})).fits is fit
+
+
 def test_what_fits_needs_nothing():
     found = diagnose(make(micro_batch=1))
     assert found.now.fits

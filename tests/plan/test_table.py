@@ -56,6 +56,14 @@ def test_answers_are_not_read():
     assert predict_rows([without]) == [one()]
 
 
+def test_a_row_that_says_it_offloads_takes_longer_and_less_memory():
+    row = {"tp": "1", "dp": "8", "zero": "3", "micro_batch": "1", "global_batch": "8", "schedule": "FSDP"}
+    kept, said, away = (one(**row, facts=facts) for facts in ("", "offload=False", "flash; offload=True"))
+    assert kept == said
+    assert away.step_time_s > kept.step_time_s
+    assert kept.memory_gib - away.memory_gib == pytest.approx(16 * 22e9 / 8 / 2**30, rel=0.03)
+
+
 def test_a_degree_that_does_not_fit_is_corrected_and_named():
     assert one(tp="4", dp="3", global_batch="8").assumed == ["dp = 2, which the other degrees leave"]
 

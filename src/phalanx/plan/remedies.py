@@ -158,7 +158,8 @@ REMEDIES = (
            _shared("tp", within_domain=True), NO_DEGREE),
     Remedy("context parallelism", "exchanges in every attention", SEQUENCES, _shared_sequences, NO_DEGREE),
     Remedy("pipeline", "stages wait for one another", HYBRIDS, _shared("pp"), NO_DEGREE),
-    Remedy("offload to CPU memory", "state crosses PCIe every step", OFFLOAD, _offload),
+    Remedy("offload to CPU memory", "state crosses PCIe every step", OFFLOAD, _offload,
+           "done already, or CPU memory is what is short"),
     Remedy("SGD", "may converge slower; new learning rates", FIGURE, _sgd),
     Remedy("more devices", "their price", GUIDE, _more_devices, "no more devices can share a step's sequences"),
 )  # fmt: skip
