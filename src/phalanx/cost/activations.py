@@ -170,15 +170,16 @@ def peak_in_flight(
 ) -> int:
     """The most that a rank of a pipeline has of activations at one time, in bytes, where each of its stages keeps so
     much of a micro-batch from the forward to the backward pass, and so much between that pass's halves."""
+    sizes = {stage: (of.total, of.peak) for stage, of in kept.items()}
     held = peak = 0
     for stage, kind, _ in schedule.actions(rank):
-        of = kept[stage]
+        total, at_peak = sizes[stage]
         if kind == "F":
-            held += of.total
+            held += total
             peak = max(peak, held)
         elif kind == "W":
             held -= halves[stage]
         else:
-            peak = max(peak, held - of.total + of.peak)
-            held += (halves[stage] if kind == "I" else 0) - of.total
+            peak = max(peak, held - total + at_peak)
+            held += (halves[stage] if kind == "I" else 0) - total
     return peak

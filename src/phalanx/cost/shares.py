@@ -74,7 +74,7 @@ def _names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:
         part, layer, *_ = name.split(".")
         return rank_of[layer] if part == "blocks" else ends[part]
 
-    return [
-        ([name for name in names if owner(name) == rank], run.model.tied and rank == last != first)
-        for rank in range(run.layout.pp)
-    ]
+    of_rank: list[list[str]] = [[] for _ in range(run.layout.pp)]
+    for name in names:
+        of_rank[owner(name)].append(name)
+    return [(mine, run.model.tied and rank == last != first) for rank, mine in enumerate(of_rank)]
