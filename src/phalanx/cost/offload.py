@@ -4,7 +4,7 @@ As Phalanx's strategies do it. ZeRO-1 and 2 (`parallel.zero`) copy gradients dow
 them up, one after the other: nothing else goes on meanwhile, but for the gather of the piece before. ZeRO-3 (FSDP2's
 CPUOffloadPolicy) copies a block's parameters up before each gather, ahead of their use, and the first micro-batch's
 gradients down beside the backward pass; those of later ones wait to be added. Muon's products, which a CPU makes
-slowly, are not in it."""
+slowly, are not in it. The shares and the speed that stand here as constants are usual ones, not measured."""
 
 from __future__ import annotations
 
