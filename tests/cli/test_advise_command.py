@@ -117,7 +117,7 @@ def test_a_run_file_may_be_called_oom(run, tmp_path, monkeypatch):
         (["oom", "RUN"], r"cluster\.memory_bytes: is not known"),
         (["oom", "RUN", "--machine", "h100", "--set", "layout.pp=3"], "does not divide the ranks"),
         (["oom", "RUN", "--machine", "h100", "--set", "layout=auto"], "is the planner's to choose"),
-        (["RUN", "--machine", "l4", "--set", "model.preset=llama3-70b"], "advise oom"),
+        (["RUN", "--machine", "l4", "--set", "model.preset=llama3-405b"], "advise oom"),
     ],
 )
 def test_mistakes_are_explained(run, tmp_path, monkeypatch, arguments, said):

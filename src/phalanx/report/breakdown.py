@@ -13,7 +13,7 @@ from phalanx.report.picture import INK, Box, Mark, Words
 
 COLOURS = {
     "compute": "#0072b2", "exchange": "#e69f00", "bubble": "#b8b8b8", "send": "#56b4e9", "data_parallel": "#d55e00",
-    "update": "#009e73", "waiting": "#cc79a7",
+    "update": "#009e73", "offload": "#f0e442", "waiting": "#cc79a7",
     "state": "#332288", "activations": "#44aa99", "logits": "#ddcc77", "buffers": "#cc6677",
 }  # fmt: skip
 """Of each part in every picture. Of time: the palette of M. Okabe and K. Ito (2008); of memory: P. Tol's muted one
