@@ -128,6 +128,19 @@ def test_sharing_more_and_recomputing_more_never_takes_more(tp, pp, dp, zero, mi
     assert all(size <= whole * (1 + 1e-9) for size in smaller)
 
 
+def test_what_comes_and_goes_between_others_is_not_wholly_used_again():
+    piped = {"tp": 8, "pp": 4}
+    rows = [gpt(48, 6144, 64, **choices) for choices in (
+        {**piped, "micro_batches": 16}, {**piped, "micro_batches": 4}, {"tp": 8, "micro_batches": 16},
+    )]  # fmt: skip
+    held = footprint(C, jobs(*rows))
+    assert held.first.mixed[0] > 0
+    assert (held.first.mixed[1:] == 0).all()
+    assert (held.last.mixed == 0).all()
+    used = used_bytes(C, held)
+    assert used[0] > used[1]
+
+
 def test_the_probability_of_running_out_grows_with_what_is_used():
     table = jobs(*(job(dp=8, micro_batch=size) for size in (1, 2, 4, 8, 16)))
     held = footprint(C, table)

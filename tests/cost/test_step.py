@@ -99,3 +99,21 @@ def test_sharing_products_beyond_the_fast_links_shows():
 def test_gradients_hide_behind_the_backward_pass_only_where_they_may():
     hidden, shown = step_seconds(C, jobs(job(dp=64, overlap=1), job(dp=64, overlap=0))).data_parallel
     assert hidden < shown / 2
+
+
+def test_parameters_gathered_after_the_update_show_unless_they_run_ahead():
+    row = job(dp=64, zero=1, shard=64)
+    ahead, after = step_seconds(C, jobs({**row, "gathers_ahead": 1}, {**row, "gathers_ahead": 0})).data_parallel
+    assert after > ahead
+
+
+def test_ranks_that_part_a_message_send_it_faster():
+    row = job(tp=8, pp=4, sequence_parallel=0)
+    parted, whole = step_seconds(C, jobs({**row, "parted_sends": 1}, {**row, "parted_sends": 0})).send
+    assert parted < whole
+
+
+def test_gathered_logits_slow_the_last_stage():
+    row = job(tp=8)
+    whole, shared = step_seconds(C, jobs({**row, "whole_logits": 1}, {**row, "whole_logits": 0})).compute
+    assert whole > shared

@@ -203,6 +203,9 @@ def test_habits_of_trainers():
     named = habits("1f1b; attention kernel=torch", "bf16", 0, 1)
     assert (named["attention"], named["fused"], named["whole_logits"]) == (Attention.SEPARATE, 0, 1)
     assert habits("comm overlap disabled", "bf16", 2, 1)["overlap"] == 0
+    nanotron = habits("1f1b; nanotron", "bf16", 1, 1)
+    assert (nanotron["parted_sends"], nanotron["gathers_ahead"]) == (0, 0)
+    assert (megatron["parted_sends"], megatron["gathers_ahead"]) == (1, 1)
     assert habits("1f1b (DeepSpeed)", "fp16", 0, 1)["deepspeed"] == 1
     assert habits("1f1b; Megatron-DeepSpeed", "fp16", 0, 1)["deepspeed"] == 0
 

@@ -149,6 +149,8 @@ class MemoryConstants:
     """Of four tensors of the residual stream: what comes and goes within a block."""
     workspace_gib: float = between(0.1, 2)
     """Libraries' and collectives' buffers."""
+    scattered: float = between(0.05, 1)
+    """Of one micro-batch's activations, what cannot be used again while others' are kept around it."""
     fragmentation: float = between(1, 1.3)
     """Reserved, for what comes and goes."""
     context_gib: float = between(0.3, 4)

@@ -27,6 +27,8 @@ class StageMemory:
     state: Column
     activations: Column
     """Of all micro-batches in flight, with what recomputation brings back."""
+    mixed: Column
+    """Of these, one micro-batch's, where others' are kept while its own come and go."""
     logits: Column
     buffers: Column
     host: Column
@@ -77,7 +79,9 @@ def footprint(c: MemoryConstants, jobs: Jobs) -> Footprint:
         blocks: Column, routed: Column, tables: Column | float, flying: Column, logits: Column | float
     ) -> StageMemory:
         state, host = _state_bytes(c, jobs, blocks, routed, tables)
-        return StageMemory(state, flying * (blocks * kept + sent) + again, np.zeros(1) + logits, buffers, host)
+        mixed = np.where((flying > 1) & (flying < jobs.micro_batches), blocks * kept, 0.0)
+        flown = flying * (blocks * kept + sent) + again
+        return StageMemory(state, flown, mixed, np.zeros(1) + logits, buffers, host)
 
     middle = np.where(p > 2, each, 0.0)
     begin = stage(first, first - leading, tables, at_first, np.where(alone, logits, 0.0))
@@ -87,9 +91,14 @@ def footprint(c: MemoryConstants, jobs: Jobs) -> Footprint:
 
 def used_bytes(c: MemoryConstants, held: Footprint) -> Column:
     """Of a device's memory on the fullest stage, with what the allocator reserves beside what comes and goes (model
-    state stays where it is), and what it does not see."""
-    stages = (held.first, held.second, held.last)
-    first, second, last = (s.state + c.fragmentation * (s.total - s.state) for s in stages)
+    state stays where it is), and what it does not see.
+
+    In a pipeline one micro-batch's backward pass frees memory between what others keep, in pieces that the next one's
+    forward pass cannot wholly use."""
+    first, second, last = (
+        stage.state + c.fragmentation * (stage.total - stage.state) + c.scattered * stage.mixed
+        for stage in (held.first, held.second, held.last)
+    )
     return np.maximum(np.maximum(first, second), last) + c.context_gib * GIB
 
 
@@ -152,7 +161,9 @@ def _kept(jobs: Jobs, parameters: Column, ranks: Column) -> Column:
 
 
 def _activation_bytes(c: MemoryConstants, jobs: Jobs) -> tuple[Column, Column]:
-    """Bytes that a block keeps for the backward pass, and those of the block that is computed again."""
+    """Bytes that a block keeps for the backward pass, and those of the block that is computed again. Values are a view
+    of what one product makes with queries and keys: where these are rotated, as in models with gated MLPs, all of its
+    output stays beside them."""
     tokens, tp = jobs.tokens, jobs.tp
     parted = np.where(jobs.sequence_parallel > 0, tp, 1.0)
     gated, fused = jobs.matrices > 2, (jobs.fused > 0) | (jobs.compiled > 0)
@@ -160,6 +171,7 @@ def _activation_bytes(c: MemoryConstants, jobs: Jobs) -> tuple[Column, Column]:
     queries, values = jobs.heads * jobs.head_dim, jobs.kv_heads * (jobs.head_dim + jobs.value_dim)
     wide = np.where(gated, c.wide_gated_bytes, c.wide_bytes) + np.where(separate, c.norm_bytes, 0.0)
     attention = 2 * (queries + values + jobs.heads * jobs.value_dim)
+    attention = attention + np.where(gated, 2 * (queries + jobs.kv_heads * jobs.head_dim), 0.0)
     inner = np.where(separate, c.gated_separate_bytes, np.where(jobs.era > 0, c.gated_bytes, GATED_BYTES))
     mlp = np.where(gated, inner, c.plain_bytes) * jobs.ffn / tp
     experts = (jobs.top_k * (inner * jobs.expert_ffn + 4 * jobs.width) + inner * jobs.shared_ffn) / tp

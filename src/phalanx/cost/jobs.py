@@ -163,6 +163,8 @@ class Jobs:
     """Whether norms and activations run in kernels written for them, rather than operation by operation."""
     overlap: Column
     """Whether data-parallel exchanges run beside the backward pass."""
+    gathers_ahead: Column
+    """Whether what ZeRO-1 and 2 gather after the update runs beside the next step's forward pass."""
     overlap_tp: Column
     """Whether tensor-parallel exchanges run beside products."""
     beside_weights: Column
@@ -177,6 +179,8 @@ class Jobs:
     """Of a block's outputs, those that tensor-parallel ranks sum: 2, or 1 where attention and MLP run side by side."""
     deepspeed: Column
     """Whether DeepSpeed's engines run it."""
+    parted_sends: Column
+    """Whether tensor-parallel ranks each send a part of what all of them have to the next stage."""
     whole_logits: Column
     """Whether every tensor-parallel rank has the logits of the whole vocabulary."""
     postponed: Column

@@ -71,7 +71,7 @@ def step_seconds(c: TimeConstants, jobs: Jobs) -> StepTime:
     slowest = np.maximum(slowest, np.where(p > 2, middle.both, 0.0))
     once = last.both + np.where(p > 1, first.both, 0.0) + np.maximum(p - 2, 0) * middle.both
     bubble = _bubble(jobs, once - slowest, middle)
-    engine = np.where(jobs.deepspeed > 0, c.deepspeed, 1.0)
+    engine = np.where((jobs.deepspeed > 0) & (jobs.pp > 1), c.deepspeed, 1.0)
     compute = m * slowest * engine
     compute, bubble = _on_shared_cores(jobs, compute, bubble, m * once / p * engine)
     send = _sends(c, jobs, m, v)
@@ -130,7 +130,7 @@ def _stages(c: TimeConstants, jobs: Jobs, dense: BlockTime, routed: BlockTime) -
     tokens = jobs.tokens
     columns = jobs.vocab / jobs.tp
     head = gemm_seconds(c, jobs, tokens, columns, jobs.width, linear=False)
-    loss = passes_seconds(c, jobs, jobs.number_bytes * tokens * columns * c.head_passes)
+    loss = _loss(c, jobs, tokens)
     embedding = passes_seconds(c, jobs, jobs.number_bytes * 6 * tokens * jobs.width)
     first, each, last = blocks_of_stages(jobs)
     only_dense = jobs.dense_layers == jobs.layers
@@ -149,6 +149,14 @@ def _stages(c: TimeConstants, jobs: Jobs, dense: BlockTime, routed: BlockTime) -
     begin = Stage(begin.forward + embedding / 2, begin.backward + embedding / 2, begin.weight)
     end = Stage(end.forward + head + 0.4 * loss + alone, end.backward + 2 * head + 0.6 * loss + alone, end.weight)
     return begin, middle, end
+
+
+def _loss(c: TimeConstants, jobs: Jobs, tokens: Column) -> Column:
+    """Of both passes: over a rank's share of the logits, or over all of them where ranks gather the vocabulary."""
+    whole = (jobs.whole_logits > 0) & (jobs.tp > 1)
+    logits = jobs.number_bytes * tokens * jobs.vocab
+    gather = np.where(whole, ring_seconds(c, jobs, logits, jobs.tp, 1.0), 0.0)
+    return gather + passes_seconds(c, jobs, np.where(whole, logits, logits / jobs.tp) * c.head_passes)
 
 
 def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
@@ -194,11 +202,12 @@ def _on_shared_cores(jobs: Jobs, slowest: Column, bubble: Column, mean: Column) 
 
 def _sends(c: TimeConstants, jobs: Jobs, m: Column, v: Column) -> Column:
     """Seconds that stages wait for one another's messages: a forward and a backward one for every micro-batch and every
-    chunk. Tensor-parallel ranks share a message where they share its tokens, and where chunks are interleaved
-    (arXiv 2104.04473, section 4.1): there each chunk waits for its message unless sends were made to run ahead, as does
-    DeepSpeed's engine (deepspeed/runtime/pipe/p2p.py: blocking sends)."""
+    chunk. Tensor-parallel ranks share a message where they share its tokens, and in Megatron-LM and DeepSpeed's engine
+    always (arXiv 2104.04473, section 4.1; deepspeed/runtime/pipe/engine.py: is_pipe_partitioned). Each interleaved
+    chunk waits for its message unless sends were made to run ahead, as does DeepSpeed's engine
+    (deepspeed/runtime/pipe/p2p.py: blocking sends)."""
     tokens = jobs.tokens
-    parted = (jobs.sequence_parallel > 0) | (jobs.order == Order.INTERLEAVED)
+    parted = (jobs.sequence_parallel > 0) | (jobs.order == Order.INTERLEAVED) | (jobs.parted_sends > 0)
     one = send_seconds(c, jobs, jobs.number_bytes * tokens * jobs.width / np.where(parted, jobs.tp, 1.0))
     interleaved = jobs.order == Order.INTERLEAVED
     waits = (jobs.deepspeed > 0) | (interleaved & (jobs.era == 0) & (jobs.overlap_tp == 0))
@@ -208,7 +217,8 @@ def _sends(c: TimeConstants, jobs: Jobs, m: Column, v: Column) -> Column:
 
 
 def _data_parallel(c: TimeConstants, jobs: Jobs, stage: Stage) -> Column:
-    """Seconds of gradients' and parameters' exchanges that the last micro-batch's passes do not hide."""
+    """Seconds of gradients' and parameters' exchanges that passes do not hide. Parameters are gathered after the
+    update: where they hide, it is in the next step's forward pass."""
     dense, experts = parameters_of_rank(jobs)
     ranks = jobs.dp * jobs.cp
     bucket = np.where(jobs.overlap > 0, c.bucket_bytes / 2, np.inf)
@@ -223,9 +233,10 @@ def _data_parallel(c: TimeConstants, jobs: Jobs, stage: Stage) -> Column:
     all_of_it = np.where(sharded & whole, scatter, reduce) + np.where(sharded, gather, 0.0)
     all_of_it = all_of_it + np.where(jobs.experts > 0, of_experts, 0.0)
     all_of_it = np.where(jobs.zero >= 3, 0.0, all_of_it)
+    afterwards = np.where(sharded & (jobs.gathers_ahead == 0), gather, 0.0)
     room = np.where(jobs.overlap > 0, c.overlap * (stage.backward + stage.forward / 2), 0.0)
     earlier = (jobs.scatters - 1) * _shown(c, scatter, room)
-    return _shown(c, all_of_it, room) + earlier
+    return _shown(c, all_of_it - afterwards, room) + afterwards + earlier
 
 
 def _shown(c: TimeConstants, exchange: Column, room: Column) -> Column:

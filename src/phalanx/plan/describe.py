@@ -154,7 +154,9 @@ def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) ->
     These are facts of software, not fitted: Megatron-LM and DeepSpeed of fp16 times do not overlap data-parallel
     exchanges and fuse softmax; bf16 brought Flash Attention; from Hopper on, Megatron-Core overlaps, keeps fp32
     gradients, and fuses norms; FSDP gathers beside compute; XLA compiles. Trainers that name their attention kernel
-    run RMSNorm by operations unless they name its kernel too, and gather the logits (arXiv 2311.05610's).
+    run RMSNorm by operations unless they name its kernel too, and gather the logits (arXiv 2311.05610's). These and
+    nanotron do not part what tensor-parallel ranks send to the next stage. DeepSpeed's ZeRO-1 and 2 and nanotron's
+    wait for the parameters that they gather; Megatron-Core's need not (overlap_param_gather).
     """
     said = text.lower()
     sharded, named, deepspeed = zero >= 3 or "fsdp" in said, "attention kernel=" in said, "deepspeed" in said
@@ -182,6 +184,7 @@ def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) ->
         "compiled": float(compiled),
         "fused": float("rms kernel" in said or not (sharded or named or compiled or "nanotron" in said)),
         "overlap": float(hidden),
+        "gathers_ahead": float(not (deepspeed or "nanotron" in said)),
         "overlap_tp": float((beside and "tp" in said) or ("comm overlap" in said and beside) or "async" in said),
         "beside_weights": float(not (named or deepspeed or "nanotron" in said)),
         "overlap_ep": float(
@@ -192,6 +195,7 @@ def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) ->
         "relayed": float("deepep" in said or "hybridep" in said),
         "exchanges": 1 if "parallel transformer block" in said or "parallel layers" in said else 2,
         "deepspeed": float(deepspeed),
+        "parted_sends": float(not (named or "nanotron" in said)),
         "whole_logits": float(named),
         "postponed": float("zb-" in said),
         "offload": Offload.CPU if "offload=true" in said else Offload.NONE,

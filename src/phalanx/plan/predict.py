@@ -71,12 +71,9 @@ def predict(jobs: Sequence[Job], time: TimeConstants | None = None) -> Iterator[
         return
     time = time or time_constants()
     every = columns([choice for job in jobs for choice in job.choices])
-    table = every.take(np.array(choices_made(jobs, every, time, memory_constants())))
-    seconds = step_seconds(time, table).total
-    held = footprint(memory_constants(), table)
-    memory, risk = held.allocated, out_of_memory(memory_constants(), table, held)
-    width = log_half_width(interval_constants(), table)
-    for at, job in enumerate(jobs):
+    seconds, memory, risk = _costs(every, time, memory_constants())
+    width = log_half_width(interval_constants(), every)
+    for job, at in zip(jobs, _best_choices(jobs, seconds, memory, risk), strict=True):
         spread = float(np.exp(width[at] * job.width))
         speed = job.flops_per_step / float(seconds[at])
         yield Prediction(
@@ -94,15 +91,21 @@ def predict(jobs: Sequence[Job], time: TimeConstants | None = None) -> Iterator[
 
 def choices_made(jobs: Sequence[Job], every: Jobs, time: TimeConstants, memory: MemoryConstants) -> list[int]:
     """Where in the columns of all jobs' choices each job's best one is."""
-    seconds = step_seconds(time, every).total
-    held = footprint(memory, every)
-    allocated, risk = held.allocated, out_of_memory(memory, every, held)
-    found, first = [], 0
+    return list(_best_choices(jobs, *_costs(every, time, memory)))
+
+
+def _costs(jobs: Jobs, time: TimeConstants, memory: MemoryConstants) -> tuple[Column, Column, Column]:
+    """Seconds of a step, bytes of the fullest rank, and the probability that they are too many."""
+    held = footprint(memory, jobs)
+    return step_seconds(time, jobs).total, held.allocated, out_of_memory(memory, jobs, held)
+
+
+def _best_choices(jobs: Sequence[Job], seconds: Column, memory: Column, risk: Column) -> Iterator[int]:
+    first = 0
     for job in jobs:
         mine = slice(first, first + len(job.choices))
-        found.append(first + best_choice(seconds[mine], allocated[mine], risk[mine]))
+        yield first + best_choice(seconds[mine], memory[mine], risk[mine])
         first = mine.stop
-    return found
 
 
 def best_choice(seconds: Column, memory: Column, risk: Column) -> int:
