@@ -108,7 +108,7 @@ def _combine(
 
     ring, ring_back = _context_parallel(c, jobs, tokens, core)
     between = _tensor_parallel(c, jobs, tokens)
-    hidden = np.where(jobs.beside_weights > 0, (1 - c.leak) * np.minimum(between, weights), 0.0)
+    hidden = np.where((jobs.beside_weights > 0) & (jobs.on_cores == 0), (1 - c.leak) * np.minimum(between, weights), 0.0)
     ahead, back = between + sent + ring, between - hidden + sent + ring_back
 
     flash = jobs.attention >= Attention.FLASH_1
@@ -142,6 +142,7 @@ def _context_parallel(c: TimeConstants, jobs: Jobs, tokens: Column, core: Column
     (DeepSpeed-Ulysses, arXiv 2309.14509), which nothing hides."""
     keys = jobs.number_bytes * tokens * jobs.kv_heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
     queries = jobs.number_bytes * tokens * jobs.heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
-    ring = np.maximum(ring_seconds(c, jobs, keys * jobs.cp, jobs.cp, jobs.tp) - 0.8 * core, 0.0)
+    hidden = np.where(jobs.on_cores > 0, 0.0, 0.8 * core)
+    ring = np.maximum(ring_seconds(c, jobs, keys * jobs.cp, jobs.cp, jobs.tp) - hidden, 0.0)
     swap = ring_seconds(c, jobs, keys + queries, jobs.cp, jobs.tp, calls=2.0)
     return np.where(jobs.ulysses > 0, swap, ring), np.where(jobs.ulysses > 0, swap, 2 * ring)

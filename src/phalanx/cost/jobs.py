@@ -123,6 +123,8 @@ class Jobs:
     """Devices joined by the fast links."""
     crowd: Column
     """Ranks that share one core, of which each has a part of its speed; 1 where each has a device of its own."""
+    on_cores: Column
+    """Whether exchanges take the cores that compute, as on CPUs: nothing hides behind anything."""
     era: Column
     """Generation of device and of the software that runs on it: 0 Ampere and older, 1 Hopper, 2 Blackwell."""
     # The layout.

@@ -115,8 +115,10 @@ def _gathered(c: TimeConstants, jobs: Jobs, block: BlockTime, experts: Column) -
     gather = gather + upload_seconds(jobs, parameters / ranks + experts)
     between = ring_seconds(c, jobs, jobs.sent_bytes * parameters / ranks, copies, jobs.tp * ranks, reduces=True)
     after = gather + scatter + between
-    forward = np.where(singly, either(block.forward, gather, 2), either(block.forward, gather, 6))
-    backward = np.where(singly, either(block.backward, after, 2), either(block.backward, after, 6))
+    forward, backward = (
+        np.where(jobs.on_cores > 0, pass_ + sent, np.where(singly, either(pass_, sent, 2), either(pass_, sent, 6)))
+        for pass_, sent in ((block.forward, gather), (block.backward, after))
+    )
     return BlockTime(
         np.where(sharded, forward, block.forward),
         np.where(sharded, backward, block.backward),
@@ -194,10 +196,10 @@ def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
 
 def _on_shared_cores(jobs: Jobs, slowest: Column, bubble: Column, mean: Column) -> tuple[Column, Column]:
     """Compute and bubble where ranks share cores: one that waits leaves its core to the others, so that a step takes
-    what all stages compute, or, where that is longer, the way through the schedule at a whole core's speed."""
-    alone = jobs.crowd <= 1
-    compute = np.where(alone, slowest, mean)
-    return compute, np.where(alone, bubble, np.maximum((slowest + bubble) / jobs.crowd - mean, 0.0))
+    what all stages compute, or, if that is longer, the way through the schedule at a whole core's speed."""
+    alone = (jobs.crowd <= 1) | (jobs.pp == 1)
+    through = (slowest + bubble) / jobs.crowd
+    return np.where(alone, slowest, mean), np.where(alone, bubble, either(mean, through) - mean)
 
 
 def _sends(c: TimeConstants, jobs: Jobs, m: Column, v: Column) -> Column:
@@ -234,7 +236,7 @@ def _data_parallel(c: TimeConstants, jobs: Jobs, stage: Stage) -> Column:
     all_of_it = all_of_it + np.where(jobs.experts > 0, of_experts, 0.0)
     all_of_it = np.where(jobs.zero >= 3, 0.0, all_of_it)
     afterwards = np.where(sharded & (jobs.gathers_ahead == 0), gather, 0.0)
-    room = np.where(jobs.overlap > 0, c.overlap * (stage.backward + stage.forward / 2), 0.0)
+    room = np.where((jobs.overlap > 0) & (jobs.on_cores == 0), c.overlap * (stage.backward + stage.forward / 2), 0.0)
     earlier = (jobs.scatters - 1) * _shown(c, scatter, room)
     return _shown(c, all_of_it - afterwards, room) + afterwards + earlier
 

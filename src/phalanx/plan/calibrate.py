@@ -123,7 +123,8 @@ def calibrate(runs: Sequence[MeasuredRun], machine: Cluster) -> Calibration:
     )  # fmt: skip
     peaks = [run.peak_flops * _on(machine, run).crowd for run in runs if run.peak_flops]
     if peaks and machine.cores:
-        machine = machine.model_copy(update={"peak_flops": max(peaks), "matmul_flops": max(peaks)})
+        peak = statistics.median(peaks)
+        machine = machine.model_copy(update={"peak_flops": peak, "matmul_flops": peak})
     machine = machine.model_copy(update={"measured": known})
     jobs = columns([_numbers(run, machine) for run in runs])
     truth = np.array([run.step_seconds for run in runs])

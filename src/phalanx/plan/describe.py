@@ -112,6 +112,7 @@ def machine_columns(cluster: Cluster) -> Numbers:
         "disk_bytes_per_second": cluster.disk_bytes_per_second or DISK_BYTES_PER_SECOND,
         "domain": domain,
         "crowd": crowd,
+        "on_cores": float(cluster.device == "cpu"),
         "era": era,
     }
 
