@@ -38,11 +38,14 @@ def calibrate(
 
         phalanx calibrate runs/* --machine h100 --out our-h100.toml
     """
+    from rich.console import Console
+
     from phalanx.plan.calibrate import calibrate as fit
     from phalanx.plan.calibrate import read_measured_run
 
     measured = [read_measured_run(directory) for directory in runs]
-    found = fit(measured, known_machine(machine))
+    with Console(stderr=True).status(f"constants of {len(runs)} runs, with each left out in turn"):
+        found = fit(measured, known_machine(machine))
     write(out, found.machine, measured)
     if json_:
         import json

@@ -108,7 +108,9 @@ def _combine(
 
     ring, ring_back = _context_parallel(c, jobs, tokens, core)
     between = _tensor_parallel(c, jobs, tokens)
-    hidden = np.where((jobs.beside_weights > 0) & (jobs.on_cores == 0), (1 - c.leak) * np.minimum(between, weights), 0.0)
+    hidden = np.where(
+        (jobs.beside_weights > 0) & (jobs.on_cores == 0), (1 - c.leak) * np.minimum(between, weights), 0.0
+    )
     ahead, back = between + sent + ring, between - hidden + sent + ring_back
 
     flash = jobs.attention >= Attention.FLASH_1

@@ -76,7 +76,10 @@ def mode(prior: Prior, jobs: Jobs, truth: Array, z: Array | None = None) -> Arra
     now, slope = prior.errors(jobs, truth, z), prior.slopes(jobs, truth, z)
     for _ in range(ROUNDS):
         precision, gradient = _precision(slope), slope.T @ now / NOISE**2 + z
-        trial = np.minimum(z - np.linalg.solve(precision + damping * np.diag(np.diag(precision)), gradient), limit)
+        free = np.flatnonzero((z < limit) | (gradient > 0))  # the others would leave what they may be
+        damped = (precision + damping * np.diag(np.diag(precision)))[np.ix_(free, free)]
+        trial = z.copy()
+        trial[free] = np.minimum(z[free] - np.linalg.solve(damped, gradient[free]), limit[free])
         then = prior.errors(jobs, truth, trial)
         gain = _cost(now, z) - _cost(then, trial)
         if gain <= 0:
