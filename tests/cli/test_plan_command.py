@@ -216,7 +216,8 @@ def test_commands_that_do_not_plan_refuse_to_guess(tmp_path):
         (("--out", "nowhere/run.toml"), "nowhere/run.toml.*cannot be written"),
         (("--explain", 1, "--why-not", "tp=8"), "--explain --why-not: cannot be shown at once"),
         (("--explain", 1, "--json"), "is not what --explain prints"),
-        (("--diff", "tp=8", "tp=4", "--out", "run.toml"), "has no layout to write"),
+        (("--diff", "tp=8", "tp=4", "--out", "other.toml"), "has no layout to write"),
+        (("--out", "run.toml"), "is the run file itself"),
     ],
 )
 def test_options_that_do_not_go_together(run, monkeypatch, options, problem):

@@ -9,6 +9,9 @@ import typer
 
 from phalanx.cli.options import Json
 
+WIDE = 0.4
+"""Half of an interval, as a logarithm, beyond which a calibration says little."""
+
 if TYPE_CHECKING:
     from phalanx.plan.calibrate import Calibration, MeasuredRun
     from phalanx.spec.cluster import Cluster
@@ -39,6 +42,11 @@ def calibrate(
         phalanx calibrate runs/* --machine h100 --out our-h100.toml
     """
     from rich.console import Console
+
+    from phalanx.spec.errors import UserError
+
+    if out.suffix != ".toml":
+        raise UserError("--out", str(out), "does not end in .toml, as --machine wants it", "name a .toml file")
 
     from phalanx.plan.calibrate import calibrate as fit
     from phalanx.plan.calibrate import read_measured_run
@@ -128,10 +136,13 @@ def show(runs: list[MeasuredRun], found: Calibration, out: Path) -> None:
     console.print()
     decided = [f"{name} {measured.time.get(name, getattr(published, name)):.4g}" for name in measured.decided]
     lines = [
+        "before, now: the plan's error with the constants before, and now; by the others: fitted without that run",
         f"measured now: {', '.join(decided) or 'nothing, the runs are too few or too much alike'}",
         "all others are as on published machines, or between these and the runs",
         f"80 % of steps are expected within {100 * (exp(measured.log_half_width) - 1):.0f} % of a prediction",
         f"wrote {out}: phalanx plan RUN.toml --machine {out}",
     ]
+    if measured.log_half_width > WIDE:
+        lines.insert(-1, "that is too wide to choose by: add runs, longer ones, while nothing else uses the machine")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)

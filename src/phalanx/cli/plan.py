@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,7 +50,7 @@ def plan(
 
         phalanx plan run.toml --machine h100 --nodes 16
 
-        phalanx plan run.toml --machine h100 --nodes 16 --explain 1 --picture step.png
+        phalanx plan run.toml --machine h100 --nodes 16 --explain 1 --picture step.svg
 
         phalanx plan run.toml --machine h100 --nodes 16 --why-not "tp=16,pp=2,data=zero1"
 
@@ -69,6 +70,8 @@ def plan(
         raise UserError(" ".join(asked), None, "cannot be shown at once", "give one of them")
     if json_ and asked:
         raise UserError("--json", None, f"is not what {asked[0]} prints", f"leave {asked[0]} out: JSON has every part")
+    if out is not None and run is not None and out.resolve() == run.resolve():
+        raise UserError("--out", str(out), "is the run file itself", "name another file")
     if out is not None and (diff or batch):
         raise UserError("--out", str(out), "has no layout to write", "leave --diff and --batch out")
     if picture is not None:
@@ -91,6 +94,7 @@ def plan(
             out.write_text(to_toml(described.model_copy(update={"layout": best.candidate.layout()})))
         except OSError as error:
             raise UserError("--out", str(out), f"cannot be written: {error.strerror}", "name another file") from None
+        print(f"wrote {out}: phalanx train {out}", file=sys.stderr)
     if export is not None:
         _export(described, world_size, found, export)
     elif why_not is not None:
@@ -196,8 +200,6 @@ def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
 
 def _export(run: RunSpec, world_size: int, found: Plan, trainer: str) -> None:
     """The fastest layout that a trainer can express."""
-    import sys
-
     from phalanx.plan.export import export
     from phalanx.spec.errors import UserError
 

@@ -41,6 +41,7 @@ def ranked(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | 
     console.print()
     limit = f"P(OOM) below {LIKELY:.0%}"
     console.print(f"*: no layout above it in this table takes less memory. All shown have {limit}.", style="dim")
+    console.print("Steps within 0.1 % of each other count as alike: the simpler layout comes first.", style="dim")
     console.print("exposed: communication that nothing hides. --explain K says where time and memory go.", style="dim")
     console.print()
     for line in _training(run, training(run, world_size, plan.options[0], tokens)):

@@ -28,6 +28,10 @@ def train(
         int | None,
         typer.Option(help="Ranks on this machine; by default one per GPU, or one.", parser=_ranks, metavar="N"),
     ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help='For layout = "auto": a known machine, or a file by `phalanx calibrate`.', metavar="NAME"),
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a field, e.g. training.steps=200.", metavar="KEY=VALUE")
     ] = None,
@@ -58,22 +62,24 @@ def train(
 
         phalanx train run.toml --nproc 2 --measure-memory
 
+        phalanx train automatic.toml --nproc 2 --machine here.toml
+
         torchrun --nproc-per-node 8 -m phalanx.train run.toml
     """
-    described = _load(run, set_ or [])
+    described = _load(run, set_ or [], machine)
     if print_config:
         print(_config(described, nproc))
         return
     raise typer.Exit(_run(described, nproc, resume, measure_memory))
 
 
-def _load(path: Path, overrides: list[str]) -> RunSpec:
+def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
     if not path.is_dir():
-        return load_run(path, overrides)
+        return load_run(path, overrides, machine=machine)
     if not (path / "run.toml").is_file():
         raise UserError("run directory", str(path), "has no run.toml", "give a run file")
     place = path.resolve()  # it may have been moved since it was made
-    return load_run(path / "run.toml", [*overrides, f"out='{place.parent}'", f"name={place.name}"])
+    return load_run(path / "run.toml", [*overrides, f"out='{place.parent}'", f"name={place.name}"], machine=machine)
 
 
 def _config(run: RunSpec, nproc: int | None) -> str:
@@ -133,6 +139,7 @@ def _planned(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
     described = run.model_copy(update={"automatic": False, "cluster": cluster})
     plan = best_plan(described, cluster.ranks)
     best = plan.options[0].candidate
-    print(f"layout: {best} (of {plan.considered:,})", file=sys.stderr)
+    seconds = f"{plan.options[0].step_seconds:.3f} s a step predicted"
+    print(f"layout: {best} (of {plan.considered:,}; {seconds})", file=sys.stderr)
     chosen = described.model_copy(update={"layout": best.layout()})
     return chosen, json.dumps(facts(chosen, cluster.ranks, plan, top=10, tokens=None), indent=2)
