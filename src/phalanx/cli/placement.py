@@ -19,8 +19,9 @@ from phalanx.plan.placement import LINKS, Site, by_link, findings, nic_loads, re
 from phalanx.report.heatmap import Heatmap, size, write
 from phalanx.spec.layout import AXES, SPLIT_AXES, degrees
 from phalanx.spec.load import load_run
+from phalanx.spec.node import NodeTopology
 from phalanx.spec.run import RunSpec
-from phalanx.spec.topology import NodeTopology, cluster_fields, read_topology
+from phalanx.spec.topology import cluster_fields, read_topology
 
 USUAL_DEVICES = 8
 """Of a node, where nothing is said."""
