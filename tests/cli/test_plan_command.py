@@ -3,6 +3,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from functools import partial
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import pytest
 
 from phalanx.cost.footprint import GIB
 from phalanx.cost.stages import check_layout
-from phalanx.plan.explain import MEANING
+from phalanx.plan.explain import MEANING, parse_layout
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_run
+from phalanx.spec.load import build_run, load_run
 from tests.cli import commands
 from tests.plan.test_table import ROW
 from tests.report.elements import written
@@ -193,9 +194,36 @@ def test_a_run_file_leaves_the_layout_to_the_planner(tmp_path):
     assert not trained.automatic
 
 
+def test_auto_plans_for_all_ranks_of_all_nodes(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(AUTO.format(text="stdlib") + "nodes = 2\n")
+    for nproc in (2, 4):
+        text = commands.shown("train", path, "--print-config", "--nproc", nproc)
+        check_layout(build_run(tomllib.loads(text)), 2 * nproc)
+
+
 def test_commands_that_do_not_plan_refuse_to_guess(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(AUTO.format(text="stdlib"))
     with pytest.raises(UserError, match="the planner's to choose"):
         commands.shown("memory", path, "--ranks", 2)
     assert "[layout]" in commands.shown("train", path, "--print-config")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--out", "nowhere/run.toml"), "nowhere/run.toml.*cannot be written"),
+        (("--explain", 1, "--why-not", "tp=8"), "--explain --why-not: cannot be shown at once"),
+        (("--explain", 1, "--json"), "is not what --explain prints"),
+        (("--diff", "tp=8", "tp=4", "--out", "run.toml"), "has no layout to write"),
+    ],
+)
+def test_options_that_do_not_go_together(run, monkeypatch, options, problem):
+    monkeypatch.chdir(run.parent)
+    with pytest.raises(UserError, match=problem):
+        shown(run, *H100, *options)
+
+
+def test_a_layout_with_a_choice_that_is_no_number(run):
+    assert parse_layout("data=zero3, reshard=false, bucket_mb=10.5").reshard is False

@@ -170,6 +170,14 @@ def test_only_steps_on_the_last_ranks_count(tmp_path):
     assert read_measured_run(path).ranks == 4
 
 
+def test_only_steps_since_the_last_start_count(tmp_path):
+    path = directory(tmp_path / "run", [5, 5, 5, 5, 5], began_after=0)
+    old = (path / "metrics.jsonl").read_text().replace('"ranks": 2, ', "")  # of before ranks were written down
+    more = directory(tmp_path / "more", [9, 8, 1, 1, 1], began_after=5)
+    (path / "metrics.jsonl").write_text(old + (more / "metrics.jsonl").read_text())
+    assert read_measured_run(path).step_seconds == 1
+
+
 def test_the_peak_follows_from_mfu(tmp_path):
     read = read_measured_run(directory(tmp_path / "run", [1, 1, 1, 1, 1], mfu=0.5))
     again = read_measured_run(directory(tmp_path / "half", [1, 1, 1, 1, 1], mfu=0.25))

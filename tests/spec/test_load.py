@@ -2,8 +2,9 @@ import pytest
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import check_meaning
-from phalanx.spec.load import build_run, load_model, load_run, preset_names
+from phalanx.spec.load import build_run, load_machine, load_model, load_run, preset_names
 from phalanx.spec.run import cut_batch
+from phalanx.train.setup import to_toml
 
 
 def run_file(tmp_path, text):
@@ -151,6 +152,30 @@ def test_a_machine_may_be_a_file(tmp_path):
     cluster = build_run({"cluster": {"preset": str(file), "nproc": 8, "peak_flops": 2e9}}).cluster
     assert (cluster.preset, cluster.cores, cluster.peak_flops) == (None, 4, 2e9)
     assert (cluster.crowd, cluster.rank_memory_bytes) == (2, 1000)
+
+
+def test_a_machine_file_keeps_the_name_of_what_it_changes(tmp_path):
+    file = tmp_path / "ours.toml"
+    file.write_text('preset = "h100"\nnetwork_bytes_per_second = 25e9\n')
+    cluster = build_run({"cluster": {"preset": str(file)}}).cluster
+    assert (cluster.preset, cluster.network_bytes_per_second) == ("h100", 25e9)
+    assert cluster.peak_flops == load_machine("h100").peak_flops
+
+
+@pytest.mark.parametrize("first", ["a100", "cpu"])
+def test_another_machine_takes_the_place_of_the_one_that_a_run_resolved(tmp_path, first):
+    run = build_run({"cluster": {"preset": first, "nodes": 3, "price_per_hour": 2.0, "network_bytes_per_second": 9e9}})
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(run))
+    assert load_run(file, environment={}) == run
+    cluster = load_run(file, environment={}, machine="h100").cluster
+    assert cluster == load_machine("h100").model_copy(update={"nodes": 3, "price_per_hour": 2.0})
+
+
+def test_what_a_run_file_says_of_an_unnamed_machine_stays(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[cluster]\nnetwork_bytes_per_second = 9e9\n")
+    assert load_run(file, environment={}, machine="h100").cluster.network_bytes_per_second == 9e9
 
 
 def test_a_preset_may_be_changed_inside_its_experts():

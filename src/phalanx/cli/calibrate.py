@@ -64,7 +64,7 @@ def known_machine(name: str | None) -> Cluster:
     if name is not None:
         return load_machine(name)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return load_machine("cpu").model_copy(update={"cores": os.cpu_count(), "memory_bytes": memory, "preset": None})
+    return load_machine("cpu").model_copy(update={"cores": os.cpu_count(), "memory_bytes": memory})
 
 
 def write(file: Path, machine: Cluster, runs: list[MeasuredRun]) -> None:
@@ -72,11 +72,11 @@ def write(file: Path, machine: Cluster, runs: list[MeasuredRun]) -> None:
     import tomli_w
 
     from phalanx.spec.errors import UserError
+    from phalanx.spec.load import cluster_table
 
     head = f"# By phalanx calibrate, from {', '.join(run.name for run in runs)}.\n"
-    table = machine.model_dump(mode="json", exclude_none=True, exclude_defaults=True, exclude={"preset", "nproc"})
     try:
-        file.write_text(head + tomli_w.dumps(table))
+        file.write_text(head + tomli_w.dumps(cluster_table(machine)))
     except OSError as error:
         raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
 
@@ -103,6 +103,8 @@ def facts(runs: list[MeasuredRun], found: Calibration) -> dict[str, Any]:
 
 def show(runs: list[MeasuredRun], found: Calibration, out: Path) -> None:
     """Predicted beside measured, and what the runs decide."""
+    from math import exp
+
     from rich.console import Console
     from rich.table import Table
 
@@ -128,7 +130,7 @@ def show(runs: list[MeasuredRun], found: Calibration, out: Path) -> None:
     lines = [
         f"measured now: {', '.join(decided) or 'nothing, the runs are too few or too much alike'}",
         "all others are as on published machines, or between these and the runs",
-        f"80 % of steps are expected within {100 * (2.718281828**measured.log_half_width - 1):.0f} % of a prediction",
+        f"80 % of steps are expected within {100 * (exp(measured.log_half_width) - 1):.0f} % of a prediction",
         f"wrote {out}: phalanx plan RUN.toml --machine {out}",
     ]
     for line in lines:

@@ -63,6 +63,14 @@ def plan(
 
     if (run is None) == (batch is None):
         raise UserError("plan", None, "needs a run file or --batch FILE.csv, and not both", "give one of them")
+    views = {"--explain": explain, "--why-not": why_not, "--diff": diff, "--export": export}
+    asked = [option for option, value in views.items() if value is not None]
+    if len(asked) > 1:
+        raise UserError(" ".join(asked), None, "cannot be shown at once", "give one of them")
+    if json_ and asked:
+        raise UserError("--json", None, f"is not what {asked[0]} prints", f"leave {asked[0]} out: JSON has every part")
+    if out is not None and (diff or batch):
+        raise UserError("--out", str(out), "has no layout to write", "leave --diff and --batch out")
     if picture is not None:
         explain = explain or 1
         _check_picture(picture, {"--batch": batch, "--diff": diff, "--why-not": why_not, "--export": export})
@@ -79,7 +87,10 @@ def plan(
     if out is not None:
         from phalanx.train.setup import to_toml
 
-        out.write_text(to_toml(described.model_copy(update={"layout": best.candidate.layout()})))
+        try:
+            out.write_text(to_toml(described.model_copy(update={"layout": best.candidate.layout()})))
+        except OSError as error:
+            raise UserError("--out", str(out), f"cannot be written: {error.strerror}", "name another file") from None
     if export is not None:
         _export(described, world_size, found, export)
     elif why_not is not None:
@@ -98,7 +109,7 @@ def on_machines(
     """The run on the machines that the options name, and its ranks."""
     from phalanx.spec.load import load_run
 
-    described = load_run(run, [*([f"cluster.preset={machine}"] if machine else []), *overrides])
+    described = load_run(run, overrides, machine=machine)
     cluster = described.cluster
     changes = {"nodes": nodes or cluster.nodes, "nproc": nproc or cluster.nproc or USUAL_DEVICES}
     cluster = cluster.model_copy(update=changes)

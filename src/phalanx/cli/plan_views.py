@@ -84,7 +84,7 @@ def explained(run: RunSpec, world_size: int, plan: Plan, at: int) -> None:
         share = seconds / option.step_seconds
         table.add_row(MEANING[part], f"{seconds:.3f}", f"{share:.1%}", "█" * round(40 * share))
     console.print(table)
-    if option.candidate.pp > 1:
+    if option.candidate.pp > 1 and run.cluster.crowd <= 1:  # the simulation gives each rank a core
         _simulated(console, run, world_size, option)
     console.print()
     table = _table("memory, GiB", *option.stages, "")

@@ -119,7 +119,8 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, measure: bool) -> int:
 
 
 def _planned(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
-    """The run with the layout that the planner puts first, and what it says of the first ten."""
+    """The run with the layout that the planner puts first on so many ranks a node, and what it says of the first
+    ten."""
     import json
 
     from phalanx.cli.plan_views import facts
@@ -128,9 +129,10 @@ def _planned(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
     if ranks is None:
         fix = "set cluster.nproc, or give --nproc"
         raise UserError("layout", "auto", "needs to know how many ranks there are", fix)
-    described = run.model_copy(update={"automatic": False})
-    plan = best_plan(described, ranks)
+    cluster = run.cluster.model_copy(update={"nproc": ranks})
+    described = run.model_copy(update={"automatic": False, "cluster": cluster})
+    plan = best_plan(described, cluster.ranks)
     best = plan.options[0].candidate
     print(f"layout: {best} (of {plan.considered:,})", file=sys.stderr)
     chosen = described.model_copy(update={"layout": best.layout()})
-    return chosen, json.dumps(facts(chosen, ranks, plan, top=10, tokens=None), indent=2)
+    return chosen, json.dumps(facts(chosen, cluster.ranks, plan, top=10, tokens=None), indent=2)

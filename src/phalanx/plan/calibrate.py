@@ -22,7 +22,6 @@ from phalanx.cost.step import step_seconds
 from phalanx.plan.candidates import candidate_of, jobs_of
 from phalanx.plan.describe import Numbers, half_width_of, times_of
 from phalanx.plan.posterior import Prior, decided, left_out, mode
-from phalanx.plan.search import in_process
 from phalanx.spec.cluster import Cluster, Measured
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
@@ -72,7 +71,7 @@ class Calibration:
 
 
 def read_measured_run(directory: Path) -> MeasuredRun:
-    """A run directory's last stretch of steps on the same ranks.
+    """The steps of a run directory since it was last started.
 
     Raises UserError for what is no run directory, or too few steps.
     """
@@ -85,7 +84,7 @@ def read_measured_run(directory: Path) -> MeasuredRun:
         raise UserError("run directory", str(directory), "does not say how many ranks it had", "run it anew")
     last: list[dict[str, Any]] = []
     for record in reversed(records):
-        if record["ranks"] != ranks:
+        if (record.get("ranks"), record.get("began_after")) != (ranks, records[-1].get("began_after")):
             break
         last.append(record)
     settled = last[::-1][WARM_UP:]
@@ -173,7 +172,11 @@ def _memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, Array]:
 
 def predicted(machine: Cluster, measured: MeasuredRun) -> tuple[float, float, float]:
     """Of a run on a calibrated machine: seconds of a step, what they are multiplied and divided by at the ends of the
-    80 % interval, and bytes of rank 0's process."""
+    80 % interval, and bytes that rank 0 holds."""
     jobs = columns([_numbers(measured, machine)])
     width = float(np.exp(half_width_of(machine, jobs)[0]))
-    return float(step_seconds(times_of(machine), jobs).total[0]), width, in_process(machine, measured.held_bytes)
+    known = machine.measured
+    if known is None:
+        raise ValueError("the machine is not calibrated")
+    memory = known.memory_share * measured.held_bytes + known.process_bytes
+    return float(step_seconds(times_of(machine), jobs).total[0]), width, memory

@@ -136,10 +136,13 @@ def times_of(cluster: Cluster) -> TimeConstants:
 
 
 def memory_of(cluster: Cluster) -> MemoryConstants:
-    """Constants of memory, likewise: where runs were measured, a process was, and nothing is beside it."""
+    """Constants of memory, likewise. On a CPU a whole process was measured, and nothing is beside it; on a GPU what was
+    allocated, beside which driver and allocator take what they do elsewhere."""
     if cluster.measured is None:
         return memory_constants()
     process, share = cluster.measured.process_bytes / GIB, cluster.measured.memory_share
+    if cluster.device != "cpu":
+        return replace(memory_constants(), workspace_gib=process)
     return replace(memory_constants(), context_gib=process, workspace_gib=0.0, fragmentation=share)
 
 

@@ -12,6 +12,7 @@ from phalanx.plan.search import Option, Plan, counted, evaluate, search
 from phalanx.spec.base import parse
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
+from phalanx.spec.load import toml_value
 from phalanx.spec.run import RunSpec
 
 MEANING = {
@@ -83,7 +84,7 @@ def parse_layout(text: str) -> Layout:
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
             raise UserError("layout", item, "is not KEY=VALUE", 'write it like "tp=4,pp=8,data=zero1"')
-        table[key] = int(value) if value.lstrip("-").isdigit() else value
+        table[key] = toml_value(value)
     return parse(Layout, table, "layout")
 
 

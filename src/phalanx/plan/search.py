@@ -186,8 +186,11 @@ def counted(run: RunSpec, world_size: int, option: Option) -> Option:
 
 def in_process(cluster: Cluster, held_bytes: float) -> float:
     """Bytes of memory of a rank that holds tensors of so many, with what is there whatever it trains."""
-    share = cluster.measured.memory_share if cluster.measured else 1.0
-    return share * held_bytes + memory_of(cluster).context_gib * GIB
+    measured, context = cluster.measured, memory_of(cluster).context_gib * GIB
+    if measured is None:
+        return held_bytes + context
+    beside = 0.0 if cluster.device == "cpu" else context  # of a CPU's process everything was measured
+    return measured.memory_share * held_bytes + measured.process_bytes + beside
 
 
 def evaluate(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Option]:

@@ -19,16 +19,29 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import OptimizerSpec, RunSpec
 
 ENVIRONMENT_PREFIX = "PHALANX_"
+OF_THE_JOB = (
+    "nodes", "nproc", "price_per_hour", "price_per_kwh", "storage_bytes_per_second", "failures_per_device_hour",
+    "restart_seconds",
+)  # fmt: skip
+"""Of a cluster, what says nothing of the machine that it is made of."""
 Table = dict[str, Any]
 
 
-def load_run(path: str | Path, overrides: Sequence[str] = (), environment: Mapping[str, str] = os.environ) -> RunSpec:
+def load_run(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
+    machine: str | None = None,
+) -> RunSpec:
     """Read a run file; `overrides` are the --set arguments, such as "training.steps=200". A value that is left out
-    ("layout.dp_shard=") is the default.
+    ("layout.dp_shard=") is the default. Another `machine` takes the place of the one that the file names.
 
     Raises UserError that names the field, its value and the fix.
     """
     table = read_toml(path)
+    if machine is not None and isinstance(cluster := table.get("cluster", {}), dict):
+        kept = [field for field in cluster if "preset" not in cluster or field in OF_THE_JOB]
+        table["cluster"] = {**{field: cluster[field] for field in kept}, "preset": machine}
     written = dict(layout) if isinstance(layout := table.get("layout", {}), dict) else {}
     from_environment = {}
     for name, text in sorted(environment.items()):
@@ -119,6 +132,14 @@ def load_machine(name: str) -> Cluster:
     return parse(Cluster, resolve_preset({"preset": name}, "machines", "cluster"), "cluster")
 
 
+def cluster_table(cluster: Cluster) -> Table:
+    """What makes this cluster of its preset, or of the defaults."""
+    usual = load_machine(cluster.preset) if cluster.preset else Cluster()
+    same = usual.model_dump(mode="json")
+    table = {key: value for key, value in cluster.model_dump(mode="json").items() if value != same[key]}
+    return {**({"preset": cluster.preset} if cluster.preset else {}), **table}
+
+
 def resolve_model(table: Table) -> Table:
     """Lay a model table over the preset or the Hugging Face config that it names."""
     if not ({"preset", "from_hf"} & set(table)) and "width" not in table:
@@ -138,8 +159,9 @@ def resolve_preset(table: Table, kind: str, field: str) -> Table:
     name = table.get("preset")
     if name is None:
         return table
-    if kind == "machines" and str(name).endswith(".toml"):  # what it says is all there is to it: no name to keep
-        return _merge(read_toml(Path(str(name)).expanduser(), "machine file"), {**table, "preset": None})
+    if kind == "machines" and str(name).endswith(".toml"):  # whose own preset is the machine's name
+        described = resolve_preset(read_toml(Path(str(name)).expanduser(), "machine file"), kind, field)
+        return _merge(described, {key: value for key, value in table.items() if key != "preset"})
     known = preset_names(kind)
     if name not in known:
         raise UserError(f"{field}.preset", name, "is not a known preset", suggest(str(name), known))
@@ -195,12 +217,12 @@ def _assign(table: Table, path: list[str], text: str, origin: str) -> None:
         if not isinstance(table, dict):
             raise UserError(origin, text, f"{part} is a value, not a table", "check the dotted path")
     if text:
-        table[path[-1]] = _value(text)
+        table[path[-1]] = toml_value(text)
     else:
         table.pop(path[-1], None)
 
 
-def _value(text: str) -> Any:
+def toml_value(text: str) -> Any:
     """A TOML value; what is none is taken as text, so that --set name=trial needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -27,7 +27,7 @@ from phalanx.data.prepare import Prepared, prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.spec.errors import UserError
 from phalanx.spec.installed import refuse_unsupported
-from phalanx.spec.load import load_run
+from phalanx.spec.load import cluster_table, load_run
 from phalanx.spec.run import RunSpec, cut_batch
 from phalanx.spec.tokenizer import BYTES_VOCAB
 from phalanx.train.manifest import check_manifest, checkpoints, read_manifest
@@ -205,5 +205,7 @@ def absolute(run: RunSpec) -> RunSpec:
 
 
 def to_toml(run: RunSpec) -> str:
-    """A run as a TOML file that loads into the same run."""
-    return tomli_w.dumps(run.model_dump(mode="json", exclude_none=True))
+    """A run as a TOML file that loads into the same run. Of a machine with a name only what differs from its preset is
+    written, so that another may take its place."""
+    table = run.model_dump(mode="json", exclude_none=True)
+    return tomli_w.dumps({**table, "cluster": cluster_table(run.cluster)})

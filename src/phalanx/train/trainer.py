@@ -80,6 +80,8 @@ class Trainer:
         self.rescaling = Rescaling(self.cut.learning_rate, self.cut.learning_rate, 0, 0)
         self.step = 0
         """Optimizer updates done."""
+        self.began_after = 0
+        """The step after which this start of the run went on."""
         self.tokens = 0
         """Target tokens learned from, over all ranks."""
         self.skipped = 0
@@ -301,6 +303,7 @@ class Trainer:
         if self.moe_layers and "expert_tokens" in manifest:
             self.loads.copy_(torch.tensor(manifest["expert_tokens"]))
         self.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]
+        self.began_after = self.step
         rescaling = Rescaling(**manifest["rescaling"])
         if rescaling.after != self.cut.learning_rate:  # the ranks are others
             warmup = self.run.optimizer.warmup_steps
@@ -314,7 +317,8 @@ class Trainer:
         total = sum(seconds.values())
         speed = tokens / total
         ranks = self.mesh.degrees.world_size
-        record = {"ranks": ranks, "tokens": self.tokens, "tokens_per_second": speed, "step_seconds": total, **seconds}
+        started = {"ranks": ranks, "began_after": self.began_after}
+        record = {**started, "tokens": self.tokens, "tokens_per_second": speed, "step_seconds": total, **seconds}
         waited = self.strategy.exposed.take()
         if self.device.type == "cpu" and self.strategy.computes:
             record["exposed_communication_seconds"] = waited

@@ -90,9 +90,10 @@ def _set_up_once(run: RunSpec, resume: bool) -> Path:
 def device_peak(run: RunSpec, device: torch.device) -> float | None:
     """Peak FLOP/s of one rank: as the run file says, of the GPU's preset, or measured on a CPU; None if unknown."""
     bf16 = run.training.precision == "bf16"
-    if run.cluster.peak_flops and (bf16 or not run.cluster.preset):
+    on_cpu = device.type == "cpu"
+    if run.cluster.peak_flops and (not run.cluster.preset or (bf16 and not on_cpu)):
         return run.cluster.peak_flops
-    if device.type == "cpu":
+    if on_cpu:
         return peak_flops(device, COMPUTE[run.training.precision])
     words = torch.cuda.get_device_name(device).upper().replace("-", " ").split()
     known = [name for name in preset_names("machines") if name.upper() in words]
