@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.cli.options import Json, Overrides, Ranks, RunFile
+from phalanx.cli.plan import USUAL_DEVICES
 from phalanx.plan.matrix import Matrix, matrices, merge
 from phalanx.plan.placement import LINKS, Site, by_link, findings, nic_loads, relayed, site_of
 from phalanx.report.heatmap import Heatmap, size, write
@@ -23,8 +24,6 @@ from phalanx.spec.node import NodeTopology
 from phalanx.spec.run import RunSpec
 from phalanx.spec.topology import cluster_fields, read_topology
 
-USUAL_DEVICES = 8
-"""Of a node, where nothing is said."""
 MOST_CELLS = 128
 """Rows of a picture: of more ranks it shows nodes, of more nodes several at once."""
 NODES_SHOWN = 4
