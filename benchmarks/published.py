@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from phalanx.plan.describe import is_low
 from phalanx.plan.table import Job, Row, job_of, read_rows
 from phalanx.spec.errors import UserError
@@ -80,6 +82,11 @@ def known_rows(path: Path) -> list[Known]:
             )
         )
     return found
+
+
+def met(reached: bool | np.bool) -> str:
+    """Beside a figure and its target."""
+    return "met" if reached else "no"
 
 
 def step_time_rows(known: list[Known]) -> list[Known]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner import held_rows, interval_lines, memory_lines, step_time_table
+from benchmarks.planner import head, held_rows, interval_lines, memory_lines, search_speed, step_time_table
 from benchmarks.planner_choice import sweeps
 from benchmarks.published import Known, known_rows, step_time_rows
 from phalanx.plan.predict import Prediction, predict_rows
@@ -56,14 +56,15 @@ def test_errors_are_those_of_the_table(known):
     assert len(held) == len(sweep())
     lines = list(step_time_table(held, {"vtm": 12.0}))
     assert any(line.startswith("| vtm | 6 | 9.1 | -9.1 | 9 | 12.0 |") for line in lines)
-    assert any(line.startswith("\nOver 6 rows 9.1 %") for line in lines)
+    assert any(line.startswith("\nOver 6 rows 9.1 % (target 8): no") for line in lines)
+    assert any(line.startswith("| vtm | 6 | 9.1 | -9.1 | 9 | - |") for line in step_time_table(held, {}))
     inside = [row.truth <= row.predicted.step_time_high_s for row in held]
     assert next(interval_lines(held)).startswith(f"{sum(inside) / 6:.1%} of 6 rows")
 
 
 def test_a_ranking_that_is_right_has_rank_correlation_one(known):
     line = list(sweeps(known))[-1]
-    assert line == "| vtm | 1 | 0 | 0.0 % | 0.0 % | 1.00 |"
+    assert line == "| vtm | 1 | 0 | 0.0 %, met | 0.0 %, met | 1.00, met |"
 
 
 def test_a_choice_that_failed_is_told(known):
@@ -71,8 +72,21 @@ def test_a_choice_that_failed_is_told(known):
     best = min(range(len(rows)), key=lambda at: float(rows[at]["step_time_s"]))
     failed = Known(rows[best], known[best].job, None, None, out_of_memory=True)
     line = list(sweeps([*known[:best], failed, *known[best + 1 :]]))[-1]
-    assert line.startswith("| vtm | 1 | 1 | - | - |")
+    assert line.startswith("| vtm | 1 | 1 | -, no | -, no |")
 
 
 def test_memory_is_held_against_what_was_published(known):
     assert any(line.startswith("| vtm | 6 | 0.0 | ") for line in memory_lines(known))
+    assert any(line.startswith("| vtm | 6 | 0.0 | +0.0 | met |") for line in memory_lines(known))
+
+
+def test_speed_is_held_against_its_targets():
+    said = search_speed(64_192, 3.47, 5.0)
+    assert said == "64,192 layouts in 3.47 s (target 5): met, 18,499 a second (target 20,000): no"
+    assert search_speed(40_000, 1.0, None) == "40,000 layouts in 1.00 s, 40,000 a second (target 20,000): met"
+
+
+def test_the_report_says_what_was_given():
+    whole, quick = (head(Path("runs.csv"), leave_out)[2] for leave_out in (True, False))
+    assert "planner runs.csv --left-out`" in whole
+    assert "planner runs.csv`" in quick

@@ -133,6 +133,7 @@ def test_help_has_both_uses():
     assert "advise [oom] RUN.toml [OPTIONS]" in text
     assert "phalanx advise run.toml --machine h100 --nodes 4" in text
     assert "phalanx advise oom run.toml --machine h100 --nproc 8" in text
+    assert "or a file that phalanx calibrate wrote" in re.sub(r"[\s│]+", " ", text)
 
 
 @pytest.mark.parametrize("words", [[], ["oom"]])

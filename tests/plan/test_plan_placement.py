@@ -20,8 +20,9 @@ from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import degrees
 from phalanx.spec.load import build_run
+from phalanx.spec.node import NodeTopology
 from phalanx.spec.run import RunSpec
-from phalanx.spec.topology import NodeTopology, parse_topology, read_topology
+from phalanx.spec.topology import parse_topology, read_topology
 
 TOPOLOGIES = Path(__file__).parents[1] / "spec" / "topologies"
 DENSE = {"vocab": 96, "width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 64, "context": 32}

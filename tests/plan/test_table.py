@@ -14,7 +14,7 @@ from phalanx.plan.describe import habits
 from phalanx.plan.predict import Prediction, Unpredicted, predict_rows
 from phalanx.plan.table import job_of, read_rows
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_model, preset_names
+from phalanx.spec.load import load_machine, load_model, preset_names
 
 ROW = {
     "id": "row-1", "model": "gpt-22b", "params_b": "22", "layers": "48", "hidden": "6144", "heads": "64",
@@ -84,7 +84,8 @@ def test_what_a_row_leaves_open_is_named_and_chosen():
         ({"layers": ""}, "layers: is needed"),
         ({"layers": "many"}, "layers = 'many': is not a number"),
         ({"gpus": "-8"}, "gpus = '-8': must be above 0"),
-        ({"gpu_type": "A1000"}, "gpu_type = 'A1000': is not a known device"),
+        ({"gpu_type": "A1000"}, "gpu_type = 'A1000': is not a known device;  fix: did you mean 'a100'?"),
+        ({"gpu_type": "V100"}, "did you mean 'v100-16gb' or 'v100-32gb'?"),
         ({"global_batch": ""}, "global_batch: is needed"),
         ({"kv_heads": "7"}, "kv_heads"),
     ],
@@ -135,6 +136,8 @@ def test_devices_by_the_names_that_tables_use():
         ("H200-141GB-SXM", 141),
         ("H100-96GB-HBM2e(500W)", 96),
         ("V100-32GB", 32),
+        ("V100-SXM2-32GB", 32),
+        ("NVIDIA H100 80GB HBM3", 80),
     ):
         choice = job_of({**ROW, "gpu_type": name}).choices[0]
         assert choice["memory_bytes"] == pytest.approx(memory * 2**30, rel=0.01)
@@ -142,6 +145,31 @@ def test_devices_by_the_names_that_tables_use():
         assert job_of({**ROW, "gpu_type": preset.upper()}).choices[0]["peak_flops"] > 0
     with pytest.raises(UserError, match="known device"):
         job_of({**ROW, "gpu_type": ""})
+
+
+@pytest.mark.parametrize(("name", "preset"), [("H100-80GB-PCIe", "h100-pcie"), ("A100-80GB-PCIe", "a100-pcie")])
+def test_cards_are_not_taken_for_modules(name, preset):
+    """They are slower, and joined in pairs where a row states no links."""
+    unstated = {**ROW, "gpu_type": name, "intra_bw": ""}
+    choice, machine = job_of(unstated).choices[0], load_machine(preset)
+    assert (choice["hbm_bytes_per_second"], choice["domain"]) == (machine.hbm_bytes_per_second, 2)
+    assert job_of({**unstated, "intra_bw": "300"}).choices[0]["domain"] == 8
+    assert job_of({**unstated, "gpu_type": "A100-40GB-PCIe"}).assumed == ["links of a100-40gb"]
+
+
+def test_devices_without_fast_links_stay_so():
+    row = {**ROW, "gpu_type": "L40S", "intra_bw": "", "tp": "1", "dp": "8", "zero": "3", "global_batch": "32"}
+    (alone,) = job_of(row).choices
+    assert (alone["domain"], alone["shard"]) == (1, 8)
+    sixteen = {**row, "gpus": "16", "dp": "16", "global_batch": "64", "schedule": "HSDP"}
+    assert job_of(sixteen).choices[0]["shard"] == 8  # a node's
+    assert isinstance(predict_rows([row])[0], Prediction)
+
+
+def test_half_a_card_is_a_device_where_rocm_counts():
+    whole, half = (job_of({**ROW, "gpu_type": name}) for name in ("MI250X", "MI250X-GCD"))
+    assert whole.choices == half.choices
+    assert (whole.assumed, half.assumed) == (["gpus are GCDs, of which an MI250X has two"], [])
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "gpt3-175b", "mixtral-8x7b"])

@@ -161,11 +161,11 @@ def test_links_between_gpus_to_a_switch_and_to_a_cpu():
     assert (node.links[0], node.nvlinks) == (("X", "NV6"), (6, 6))
 
 
-def test_rails_and_planes():
+def test_rails():
     """The attributes that NVIDIA/nccl src/graph/xml.cc writes where a network plugin knows them."""
-    nets = "".join(f'<net name="n{i}" speed="400000" rail="{i}" plane="0"/>' for i in range(2)) + '<net name="n2"/>'
+    nets = "".join(f'<net name="n{i}" speed="400000" rail="{i}"/>' for i in range(2)) + '<net name="n2"/>'
     node = parse_topology(f"<system><cpu>{gpu('a', 0)}<pci busid='b'><nic>{nets}</nic></pci></cpu></system>")
-    assert (node.rails, node.planes) == ((0, 1, None), (0, 0, None))
+    assert node.rails == (0, 1, None)
 
 
 LAUGHS = '<?xml version="1.0"?>\n<!DOCTYPE system [<!ENTITY a "ha">]>\n<system>&a;</system>'

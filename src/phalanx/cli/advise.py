@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from phalanx.cli.options import Json, Overrides
+from phalanx.cli.options import Json, Machine, Overrides
 
 OOM = "oom"
 
@@ -26,7 +26,7 @@ def advise(
     first: Annotated[str, typer.Argument(help="A run file; after `oom`, one that runs out of memory.",
                                          metavar="[oom] RUN.toml")],
     second: Annotated[str | None, typer.Argument(hidden=True, metavar="RUN.toml")] = None,
-    machine: Annotated[str | None, typer.Option(help="A known machine: `phalanx info --list`.", metavar="NAME")] = None,
+    machine: Machine = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes; by default cluster.nodes.", min=1)] = None,
     nproc: Annotated[int | None, typer.Option(help="Devices in each node; by default 8.", min=1)] = None,
     set_: Overrides = None,

@@ -11,6 +11,12 @@ RunFile = Annotated[Path, typer.Argument(help="A run file.", metavar="RUN.toml")
 Ranks = Annotated[
     int | None, typer.Option(help="Ranks of the run; by default cluster.nproc x cluster.nodes.", min=1, metavar="N")
 ]
+Machine = Annotated[
+    str | None,
+    typer.Option(
+        help="A known machine (`phalanx info --list`), or a file that `phalanx calibrate` wrote.", metavar="NAME|FILE"
+    ),
+]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Override a field, e.g. training.sequence=4096.", metavar="K=V")
 ]

@@ -14,16 +14,16 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.cli.options import Json, Overrides, Ranks, RunFile
+from phalanx.cli.plan import USUAL_DEVICES
 from phalanx.plan.matrix import Matrix, matrices, merge
 from phalanx.plan.placement import LINKS, Site, by_link, findings, nic_loads, relayed, site_of
 from phalanx.report.heatmap import Heatmap, size, write
 from phalanx.spec.layout import AXES, SPLIT_AXES, degrees
 from phalanx.spec.load import load_run
+from phalanx.spec.node import NodeTopology
 from phalanx.spec.run import RunSpec
-from phalanx.spec.topology import NodeTopology, cluster_fields, read_topology
+from phalanx.spec.topology import cluster_fields, read_topology
 
-USUAL_DEVICES = 8
-"""Of a node, where nothing is said."""
 MOST_CELLS = 128
 """Rows of a picture: of more ranks it shows nodes, of more nodes several at once."""
 NODES_SHOWN = 4

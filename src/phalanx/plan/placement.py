@@ -17,7 +17,8 @@ from phalanx.plan.matrix import Matrix, Ranks, Sizes, merge
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Degrees, expert_groups, groups
-from phalanx.spec.topology import NODE_GPUS, NodeTopology
+from phalanx.spec.node import NodeTopology
+from phalanx.spec.topology import NODE_GPUS
 
 LINKS = {
     "fast": "fast links",

@@ -12,13 +12,13 @@ from typing import Literal
 from phalanx.cost.checkpointing import best_checkpoints
 from phalanx.cost.footprint import GIB
 from phalanx.plan.candidates import Candidate
+from phalanx.spec.layout import SHARDED
 
 SIZES = "pos2001/ml-training-architecture, decision guide"
 PIPELINES, HYBRIDS = "jesamkim part 3, decision guide", "jesamkim part 4, decision guide"
 MEMORY, RECOMPUTE = "Jae's Tech Blog part 06", "Jae's Tech Blog part 13"
 STAGES, ORDER, LONG = "Jae's Tech Blog part 14", "Jae's Tech Blog part 20", "Jae's Tech Blog part 10"
 NOTES = "notes on a network engineer's book, week 3"
-SHARDED = ("zero1", "zero2", "zero3", "hsdp")
 Kind = Literal["size", "bottleneck", "schedule", "placement"]
 
 

@@ -15,7 +15,7 @@ from phalanx.cost.jobs import Attention, Order, Recompute
 from phalanx.cost.memory import PUBLISHED_MIXED_PRECISION_ADAM
 from phalanx.cost.parameters import parameters
 from phalanx.plan.describe import Numbers, flops_per_token, habits, is_low, machine_columns, model_columns
-from phalanx.spec.base import divisors, parse, require
+from phalanx.spec.base import divisors, parse, require, suggest
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_machine, preset_names
@@ -114,13 +114,13 @@ def job_of(row: Row) -> Job:
     experts = spec.moe.experts if spec.moe else 1
     require(experts % ep == 0, "ep", ep, f"does not divide the {experts} experts", "correct one of them")
     text = f"{row.get('schedule', '')}; {row.get('facts', '')}"
-    chip = row.get("gpu_type", "")
+    chip, node = row.get("gpu_type", ""), _count(row, "gpus_per_node", 8)
     fixed: Numbers = {
         **shape,
         **machine_columns(cluster),
         **habits(text, precision, cluster.generation, zero, xla=chip.startswith("TPU")),
         "ranks": ranks, "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero,
-        "shard": _shard(text, zero, dp * cp, cluster.domain or 8),
+        "shard": _shard(text, zero, dp * cp, max(cluster.domain or 1, node)),
         "trimmed": float("1 layer fewer" in text or (pp > 1 and spec.layers % pp > 0)),
     }  # fmt: skip
     choices, open_ones = _choices(row, fixed, spec.layers, batch)
@@ -215,12 +215,13 @@ def _shard(text: str, zero: int, ranks: float, domain: int) -> float:
 
 def _machine(row: Row) -> tuple[Cluster, list[str]]:
     """The machine of a row, and what was assumed of it."""
-    chip = row.get("gpu_type", "")
-    cluster = load_machine(_preset(chip))
-    assumed: list[str] = []
+    preset, assumed = _preset(row.get("gpu_type", ""))
+    cluster = load_machine(preset)
     changes: dict[str, float] = {}
     node = _count(row, "gpus_per_node", 8)
-    joined = cluster.domain or 1
+    joined = cluster.domain or node
+    if joined < 8 and not row.get("intra_bw"):  # single devices and pairs stay so, unless a row states its links
+        node = min(joined, node)
     changes["domain"] = joined if joined > 8 else node
     for column, field in (("intra_bw", "link_bytes_per_second"), ("inter_bw", "network_bytes_per_second")):
         if row.get(column):
@@ -230,14 +231,21 @@ def _machine(row: Row) -> tuple[Cluster, list[str]]:
     return cluster.model_copy(update=changes), assumed
 
 
-def _preset(chip: str) -> str:
-    """The preset that a device's name means: A100-80GB-SXM is a100."""
-    name = re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
-    known = sorted(preset_names("machines"), key=len, reverse=True)
-    for preset in known:
-        if name == preset or name.startswith(f"{preset}-"):
-            return preset
-    raise UserError("gpu_type", chip, "is not a known device", f"use one of {', '.join(sorted(known))}")
+def _preset(chip: str) -> tuple[str, list[str]]:
+    """The preset that a device's name means, and what that assumes: the one with most of the name's words, in whatever
+    order. A100-80GB-PCIe is a100-pcie, V100-SXM2-32GB v100-32gb, and an MI250X one of its halves, as ROCm counts."""
+    words = re.findall(r"[a-z0-9]+", chip.lower())
+    halved = ["gcd"] if "mi250x" in words and "gcd" not in words else []
+    known = preset_names("machines")
+    meant = [preset for preset in known if {*preset.split("-")} <= {*words, *halved}]
+    if not meant:
+        fix = suggest("-".join(words), known, "`phalanx info --list` shows those that are")
+        raise UserError("gpu_type", chip, "is not a known device", fix)
+    preset = max(meant, key=lambda name: name.count("-"))
+    assumed = ["gpus are GCDs, of which an MI250X has two"] if halved else []
+    if "pcie" in words and (load_machine(preset).domain or 0) > 2:
+        assumed.append(f"links of {preset}")
+    return preset, assumed
 
 
 def _model(row: Row, sequence: int) -> tuple[ModelSpec, Numbers]:
