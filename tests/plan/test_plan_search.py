@@ -1,5 +1,8 @@
 """The search against brute force, and what it may offer."""
 
+from dataclasses import replace
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +14,7 @@ from phalanx.cost.stages import check_layout
 from phalanx.plan.candidates import candidate_of, candidates, jobs_of, offloaded
 from phalanx.plan.search import ALIKE, LIKELY, counted, evaluate, search
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
 from phalanx.spec.load import build_run
 from phalanx.spec.run import RunSpec
 
@@ -31,7 +35,9 @@ def run(model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, s
 def test_it_never_loses_the_best(model, ranks, sequences, memory):
     """Against every layout, of which some are evaluated by themselves too: columns do not mix."""
     described = run(model, sequence=1024, sequences=sequences, cluster={"memory_bytes": memory * 2**30})
-    pairs = [(kept, other) for kept in candidates(described, ranks) for other in (kept, *offloaded(described, kept))]
+    ways = get_args(Layout.model_fields["recompute"].annotation)
+    again = {replace(kept, recompute=way): None for kept in candidates(described, ranks) for way in ways}
+    pairs = [(kept, other) for kept in again for other in (kept, *offloaded(described, kept))]
     plain, every = (list(side) for side in zip(*pairs, strict=True))
     found = search(described, ranks, keep=3)
     assert len(set(plain)) <= found.considered <= len(every)
@@ -100,6 +106,12 @@ def test_what_fits_one_small_device_only_with_offload_is_offered_with_it():
     assert in_files
     assert {option.candidate.offload for option in in_files} == {"nvme"}
     assert in_files[0].candidate.layout().offload_directory == "/local"
+
+
+def test_attention_alone_is_computed_again_where_memory_is_tight():
+    """Of 8 billion parameters with long sequences in 40 GiB: less than whole blocks costs less time."""
+    best = search(run(sequence=8192, sequences=16, cluster={"memory_bytes": 40 * 2**30}), 8, keep=1).options[0]
+    assert best.candidate.recompute == "selective"
 
 
 def test_options_are_in_order_and_the_front_falls():

@@ -29,6 +29,8 @@ ORDERS: dict[str, Order] = {
 """Schedules that the planner knows the time of; naive and dualpipe-v never beat all of them."""
 ZERO: dict[Strategy, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
 OFFLOAD = {"none": Offload.NONE, "cpu": Offload.CPU, "nvme": Offload.FILES}
+RECOMPUTE = {"none": Recompute.NONE, "selective": Recompute.ATTENTION, "full": Recompute.FULL}
+"""Even where flash kernels keep no scores, selective drops what attention's projections keep."""
 MOST_MICRO_BATCH = 32
 MOST_CHUNKS = 8
 
@@ -94,15 +96,13 @@ def candidates(run: RunSpec, world_size: int) -> list[Candidate]:
     """
     check_precision(run)
     domain = run.cluster.domain or run.cluster.nproc or 1
-    # Flash kernels keep no scores that recomputing attention alone could drop.
-    recompute = ("none", "full")
     return [
         Candidate(data, dp, shard, tp, pp, cp, context, ep, micro_batch, m, again, schedule, v)
         for tp, pp, cp, context, ep, dp in _degrees(run, world_size)
         for data, shard in _sharing(dp, tp, pp, cp, domain)
         for micro_batch, m in _cuts(run, dp)
         for schedule, v in _schedules(pp, m, run.model.layers, halves=not run.training.compile)
-        for again in recompute
+        for again in RECOMPUTE
     ]
 
 
@@ -257,7 +257,6 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
     states = STATES[optimizer_of(run.optimizer)]
     each = {data: strategy_bytes(data, run.training.precision, 1, 1, states) for data in ZERO}
     state = [each[c.data] for c in found]
-    again = {"none": Recompute.NONE, "selective": Recompute.ATTENTION, "full": Recompute.FULL}
     return {
         **{name: [float(getattr(c, name)) for c in found] for name in ("dp", "tp", "pp", "cp", "ep")},
         "micro_batch": [c.micro_batch for c in found],
@@ -267,7 +266,7 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
         "ulysses": [float(c.cp > 1 and c.context == "ulysses") for c in found],
         "zero": [ZERO[c.data] for c in found],
         "shard": [1 if c.data == "ddp" else c.dp_shard * c.cp for c in found],
-        "recompute": [again[c.recompute] for c in found],
+        "recompute": [RECOMPUTE[c.recompute] for c in found],
         "sequence_parallel": [float(c.tp > 1) for c in found],
         "order": [ORDERS[c.schedule] if c.pp > 1 else Order.NONE for c in found],
         "parameter_bytes": [s.parameters for s in state],
