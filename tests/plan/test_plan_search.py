@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from phalanx.cost.compute import mfu, training_flops_per_token
 from phalanx.cost.jobs import Attention
 from phalanx.cost.memory import rank_memory
 from phalanx.cost.stages import check_layout
@@ -127,6 +128,13 @@ def test_options_are_in_order_and_the_front_falls():
         assert option.p_oom < LIKELY
         parts = {part: seconds for part, seconds in option.parts.items() if part != "exchange"}
         assert sum(parts.values()) == pytest.approx(option.step_seconds)
+
+
+def test_mfu_is_that_of_the_trainers_metrics():
+    described = run()
+    option = evaluate(described, 8, [candidate_of(described, 8)])[0]
+    flops = training_flops_per_token(described.model, 4096)
+    assert option.mfu == pytest.approx(mfu(option.tokens_per_second, flops, described.cluster.peak_flops, 8))
 
 
 def test_more_memory_and_more_devices_never_hurt():

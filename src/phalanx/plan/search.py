@@ -9,14 +9,14 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cost.compute import mfu
+from phalanx.cost.compute import mfu, training_flops_per_token
 from phalanx.cost.footprint import GIB, footprint, out_of_memory, shortage
 from phalanx.cost.jobs import Column
 from phalanx.cost.memory import rank_memory
 from phalanx.cost.stages import check_layout
 from phalanx.cost.step import step_seconds
 from phalanx.plan.candidates import Candidate, candidates, jobs_of, offloaded
-from phalanx.plan.describe import flops_per_token, half_width_of, host_memory, memory_of, times_of
+from phalanx.plan.describe import half_width_of, host_memory, memory_of, times_of
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
@@ -48,6 +48,8 @@ class Option:
     p_oom: float
     tokens_per_second: float
     mfu: float
+    """As the trainer's metrics have it: attention's causal half of the pairs counts. Tables of published rows count all
+    pairs (`describe.flops_per_token`), as most publications do."""
 
     @property
     def exposed(self) -> float:
@@ -199,7 +201,7 @@ def evaluate(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Opti
     time, held = step_seconds(times_of(run.cluster), jobs), footprint(c, jobs)
     risk = out_of_memory(c, jobs, held)
     spread = np.exp(half_width_of(run.cluster, jobs))
-    tokens, flops = run.training.tokens_per_step, flops_per_token(run.model, run.training.sequence)
+    tokens, flops = run.training.tokens_per_step, training_flops_per_token(run.model, run.training.sequence)
 
     def number(column: Column, at: int) -> float:
         return float(np.broadcast_to(column, size)[at])
