@@ -136,9 +136,11 @@ def times_of(cluster: Cluster) -> TimeConstants:
 
 
 def memory_of(cluster: Cluster) -> MemoryConstants:
-    """Constants of memory, likewise: where runs were measured, a process was, and nothing is beside it."""
+    """Constants of memory, likewise: where runs were measured, a process was, and nothing is beside it. CPUs have no
+    driver's context."""
     if cluster.measured is None:
-        return memory_constants()
+        c = memory_constants()
+        return replace(c, context_gib=0.0) if cluster.device == "cpu" else c
     process, share = cluster.measured.process_bytes / GIB, cluster.measured.memory_share
     return replace(memory_constants(), context_gib=process, workspace_gib=0.0, fragmentation=share)
 
