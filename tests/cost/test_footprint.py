@@ -103,6 +103,36 @@ def test_what_is_offloaded_is_what_phalanx_counts(ranks, layout, place):
     assert held.host[0] == pytest.approx(max(place.host for place in counted), rel=0.06)
 
 
+def test_wider_numbers_take_more():
+    """What comes and goes as many times more; logits, of which the loss makes fp32 ones, only in fp64."""
+    rows = (gpt(36, 4096, 32, dp=64, zero=3, shard=64, number_bytes=size) for size in (2, 4, 8))
+    held = footprint(C, jobs(*rows)).first
+    np.testing.assert_allclose(held.logits / held.logits[0], [1, 1, 2])
+    working = held.buffers - C.workspace_gib * GIB
+    np.testing.assert_allclose(working / working[0], [1, 2, 4])
+    gathered = np.diff(held.state)
+    assert gathered[1] == pytest.approx(2 * gathered[0])
+    assert gathered[0] == pytest.approx(4 * C.gathered_blocks * 12 * 4096**2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
+def test_what_is_offloaded_is_as_wide_as_it_is_trained(data, precision):
+    """On a machine that was calibrated so."""
+    measured = {
+        "runs": 1, "precision": precision, "time": {}, "decided": [], "log_half_width": 0.1, "process_bytes": 0,
+        "memory_share": 1.0,
+    }  # fmt: skip
+    run = build_run({
+        "model": {"preset": "llama3-8b"}, "layout": {"micro_batch": 1, "offload": "cpu", "data": data},
+        "training": {"sequence": 4096, "tokens_per_step": 4096 * 64, "precision": precision},
+        "cluster": {"preset": "h100", "measured": measured},
+    })  # fmt: skip
+    held = footprint(C, jobs_of(run, 8, [candidate_of(run, 8)]))
+    counted = max(place.host for place in rank_memory(run, 8).values())
+    assert held.host[0] == pytest.approx(counted, rel=0.06)
+
+
 @pytest.mark.parametrize(
     ("name", "order", "v"),
     [("1f1b", Order.ONE_F_ONE_B, 1), ("gpipe", Order.GPIPE, 1), ("interleaved", Order.INTERLEAVED, 2),

@@ -1,16 +1,22 @@
 """The search against brute force, and what it may offer."""
 
+from dataclasses import replace
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from phalanx.cost.compute import mfu, training_flops_per_token
 from phalanx.cost.jobs import Attention
 from phalanx.cost.memory import rank_memory
 from phalanx.cost.stages import check_layout
 from phalanx.plan.candidates import candidate_of, candidates, jobs_of, offloaded
+from phalanx.plan.oom import held
 from phalanx.plan.search import ALIKE, LIKELY, counted, evaluate, search
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
 from phalanx.spec.load import build_run
 from phalanx.spec.run import RunSpec
 
@@ -31,7 +37,9 @@ def run(model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, s
 def test_it_never_loses_the_best(model, ranks, sequences, memory):
     """Against every layout, of which some are evaluated by themselves too: columns do not mix."""
     described = run(model, sequence=1024, sequences=sequences, cluster={"memory_bytes": memory * 2**30})
-    pairs = [(kept, other) for kept in candidates(described, ranks) for other in (kept, *offloaded(described, kept))]
+    ways = get_args(Layout.model_fields["recompute"].annotation)
+    again = {replace(kept, recompute=way): None for kept in candidates(described, ranks) for way in ways}
+    pairs = [(kept, other) for kept in again for other in (kept, *offloaded(described, kept))]
     plain, every = (list(side) for side in zip(*pairs, strict=True))
     found = search(described, ranks, keep=3)
     assert len(set(plain)) <= found.considered <= len(every)
@@ -90,9 +98,9 @@ def test_what_fits_one_small_device_only_with_offload_is_offered_with_it():
         assert option.parts["offload"] > 0
         own = described.model_copy(update={"layout": option.candidate.layout()})
         check_layout(own, 1)
-        (held,) = rank_memory(own, 1).values()
-        assert option.memory_bytes == held.total < 80 * 2**30
-        assert option.host_bytes == held.offloaded > 0
+        (place,) = rank_memory(own, 1).values()
+        assert option.memory_bytes == place.total < 80 * 2**30
+        assert option.host_bytes == place.offloaded > 0
     scarce = described.cluster.model_copy(update={"host_memory_bytes": 64 * 2**30})
     assert search(described.model_copy(update={"cluster": scarce}), 1).options == []
     files = build_run({"layout": {"data": "zero1", "offload": "nvme", "offload_directory": "/local"}}).layout
@@ -100,6 +108,12 @@ def test_what_fits_one_small_device_only_with_offload_is_offered_with_it():
     assert in_files
     assert {option.candidate.offload for option in in_files} == {"nvme"}
     assert in_files[0].candidate.layout().offload_directory == "/local"
+
+
+def test_attention_alone_is_computed_again_where_memory_is_tight():
+    """Of 8 billion parameters with long sequences in 40 GiB: less than whole blocks costs less time."""
+    best = search(run(sequence=8192, sequences=16, cluster={"memory_bytes": 40 * 2**30}), 8, keep=1).options[0]
+    assert best.candidate.recompute == "selective"
 
 
 def test_options_are_in_order_and_the_front_falls():
@@ -114,6 +128,13 @@ def test_options_are_in_order_and_the_front_falls():
         assert option.p_oom < LIKELY
         parts = {part: seconds for part, seconds in option.parts.items() if part != "exchange"}
         assert sum(parts.values()) == pytest.approx(option.step_seconds)
+
+
+def test_mfu_is_that_of_the_trainers_metrics():
+    described = run()
+    option = evaluate(described, 8, [candidate_of(described, 8)])[0]
+    flops = training_flops_per_token(described.model, 4096)
+    assert option.mfu == pytest.approx(mfu(option.tokens_per_second, flops, described.cluster.peak_flops, 8))
 
 
 def test_more_memory_and_more_devices_never_hurt():
@@ -151,11 +172,43 @@ def test_columns_are_those_of_the_layout():
     assert jobs.micro_batch * jobs.micro_batches * 4 == 64
 
 
+@pytest.mark.parametrize(
+    ("field", "layout"),
+    [
+        ("sequence_parallel", {"tp": 2, "sequence_parallel": False}),
+        ("heads", {"tp": 2, "heads": "gathered"}),
+        ("compress", {"compress": "powersgd"}),
+        ("reshard", {"data": "zero3", "reshard": False}),
+        ("wrap", {"data": "zero3", "wrap": "model"}),
+        ("data", {"data": "zero3", "pp": 2}),
+        ("data", {"data": "hsdp", "dp_shard": 2, "pp": 2}),
+    ],
+)
+def test_what_the_planner_does_not_know_is_refused_by_name(field, layout):
+    described = run("olmoe-1b-7b", layout=layout)
+    with pytest.raises(UserError, match=rf"layout\.{field}.*not what the planner predicts"):
+        candidate_of(described, 8)
+    assert held(described).step_seconds is None, "`advise oom` tells what it can"
+
+
+def test_what_no_prediction_depends_on_is_taken():
+    ddp = {"bucket_mb": 5.0, "first_bucket_mb": 1.0, "unused_parameters": True, "micro_batch": 1}
+    assert candidate_of(run(layout=ddp), 8).data == "ddp"
+    assert candidate_of(run(layout={"data": "zero3", "prefetch": 3}), 8).data == "zero3"
+
+
+def test_a_strategy_is_predicted_as_it_runs():
+    """ZeRO-2 keeps whole gradients in a pipeline, and FSDP with nobody to share with is a replica."""
+    assert candidate_of(run(layout={"data": "zero2", "pp": 2}), 8).data == "zero1"
+    assert candidate_of(run(layout={"data": "hsdp", "dp_shard": 1}), 8).data == "ddp"
+    assert candidate_of(run(layout={"data": "zero3"}), 1).data == "ddp"
+
+
 def test_what_is_offered_fits_as_phalanx_counts_it():
     described = run("qwen3-30b-a3b", sequences=1024, cluster={"nodes": 8})
     for option in search(described, 64, keep=4).options:
-        held = rank_memory(described.model_copy(update={"layout": option.candidate.layout()}), 64)
-        assert option.memory_bytes == max(place.total for place in held.values()) < 80 * 2**30
+        places = rank_memory(described.model_copy(update={"layout": option.candidate.layout()}), 64).values()
+        assert option.memory_bytes == max(place.total for place in places) < 80 * 2**30
 
 
 def test_ranks_that_share_sequences_exchange_tokens_for_heads_where_there_are_enough():

@@ -14,8 +14,10 @@ from phalanx.spec.run import RunSpec
 
 WIDTH = 150
 NOTES = (
-    "GiB: what the fullest rank holds, as in `phalanx memory`; what driver and libraries of a GPU take is set aside",
-    "step: the planner's time; - where it does not know (fp32, fp64, a machine without speeds)",
+    "GiB: what the fullest rank holds, as in `phalanx memory`; what driver and libraries take is set aside, and what "
+    "predictions of memory are usually off by",
+    "step: the planner's time; - where it does not know (machines without speeds or not calibrated in this precision, "
+    "some choices)",
     "alone: as little of the change as makes the run fit, or what frees most",
 )
 

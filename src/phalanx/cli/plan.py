@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.cli.options import Json, Overrides
+from phalanx.cli.options import Json, Machine, Overrides
 
 if TYPE_CHECKING:
     from phalanx.plan.search import Option, Plan
@@ -22,7 +22,7 @@ SEARCHED_FOR_EXPORT = 100
 
 def plan(
     run: Annotated[Path | None, typer.Argument(help="A run file.", metavar="[RUN.toml]")] = None,
-    machine: Annotated[str | None, typer.Option(help="A known machine: `phalanx info --list`.", metavar="NAME")] = None,
+    machine: Machine = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes; by default cluster.nodes.", min=1)] = None,
     nproc: Annotated[int | None, typer.Option(help="Devices in each node; by default 8.", min=1)] = None,
     top: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,

@@ -11,6 +11,7 @@ import numpy as np
 from phalanx.cost.constants import MemoryConstants
 from phalanx.cost.jobs import RECOMPUTED, Attention, Column, Jobs, Order
 from phalanx.cost.offload import host_bytes, kept_bytes
+from phalanx.cost.precision import KEPT, row_bytes
 from phalanx.cost.step import blocks_of_stages
 
 GIB = 2**30
@@ -67,7 +68,7 @@ def footprint(c: MemoryConstants, jobs: Jobs) -> Footprint:
     kept, again = _activation_bytes(c, jobs)
     tokens = jobs.tokens
     logits = _logit_bytes(c, jobs, tokens)
-    buffers = 8 * c.working * tokens * jobs.width + c.workspace_gib * GIB
+    buffers = 4 * jobs.number_bytes * c.working * tokens * jobs.width + c.workspace_gib * GIB
     at_first, at_second, at_last = in_flight(jobs)
     tables = np.where(alone, 2 - jobs.tied, 1.0)
     engine = (jobs.deepspeed > 0) & (jobs.zero < 3)
@@ -150,7 +151,7 @@ def _state_bytes(
     experts = jobs.expert_parameters / routed / jobs.ep
     apart = jobs.expert_replicas
     shared, of_experts = blocks * dense + tables * table / jobs.tp, with_experts * experts
-    gathered = np.where(jobs.zero >= 3, 4 * c.gathered_blocks * dense, 0.0)
+    gathered = np.where(jobs.zero >= 3, 2 * jobs.number_bytes * c.gathered_blocks * dense, 0.0)
     kept = _kept(jobs, shared, jobs.shard) + _kept(jobs, of_experts, apart) + gathered
     return kept, (shared / jobs.shard + of_experts / apart) * host_bytes(jobs)
 
@@ -193,7 +194,8 @@ def _activation_bytes(c: MemoryConstants, jobs: Jobs) -> tuple[Column, Column]:
 
 
 def _logit_bytes(c: MemoryConstants, jobs: Jobs, tokens: Column) -> Column:
+    """Most of them the loss's own, which is in fp32 where products are in 16 bits."""
     fused = (jobs.era > 0) & ((jobs.fused > 0) | (jobs.compiled > 0))
-    each = np.where(fused, c.logit_fused_bytes, c.logit_bytes)
+    each = np.where(fused, c.logit_fused_bytes, c.logit_bytes) * row_bytes(jobs.number_bytes) / KEPT["bf16"]
     gathered = np.where((jobs.whole_logits > 0) & (jobs.tp > 1), c.logit_gathered, 1.0)
     return tokens * jobs.vocab / np.where(jobs.whole_logits > 0, 1.0, jobs.tp) * each * gathered

@@ -13,9 +13,8 @@ import numpy as np
 from phalanx.cost.constants import TimeConstants
 from phalanx.cost.jobs import Column, Jobs, Offload
 from phalanx.cost.kernels import passes_seconds
+from phalanx.cost.precision import row_bytes
 
-ROW_BYTES = 4
-"""Of a number that is trained, in fp32."""
 LINK = 0.8
 """Of PCIe's bandwidth, what copies from and to pinned memory reach: 25 of Gen4's 31.5 GB/s."""
 STAGED_BYTES_PER_SECOND = 10e9
@@ -40,7 +39,7 @@ def host_bytes(jobs: Jobs) -> Column:
     """Bytes of CPU memory for each parameter of which a rank trains its share. Of ZeRO-3 only optimizer state is in
     files, of the others all."""
     gradients = np.where(jobs.zero >= 2, jobs.gradient_bytes, 0.0)
-    beside_files = np.where(jobs.zero >= 3, gradients + ROW_BYTES, 0.0)
+    beside_files = np.where(jobs.zero >= 3, gradients + row_bytes(jobs.number_bytes), 0.0)
     kinds = [jobs.offload == Offload.CPU, jobs.offload == Offload.FILES]
     held: Column = np.select(kinds, [gradients + _trained(jobs), beside_files], 0.0)
     return held
@@ -77,11 +76,11 @@ def _host_passes(jobs: Jobs) -> Column:
     """Bytes of CPU memory read and written per parameter in a step: gradients added to those before, their norm, their
     scaling and casting; the step itself, which reads and writes rows and state and reads the gradients (PyTorch's
     fused); and rows cast for the model."""
-    g, sharded = jobs.gradient_bytes, jobs.zero >= 3
+    g, row, sharded = jobs.gradient_bytes, row_bytes(jobs.number_bytes), jobs.zero >= 3
     added = np.where(jobs.zero >= 2, 3 * g * (jobs.micro_batches - 1), 0.0)
-    prepared = np.select([sharded, jobs.zero >= 2], [3 * g, 4 * g + ROW_BYTES], g + ROW_BYTES)
-    cast = np.where(sharded, 0.0, ROW_BYTES + jobs.parameter_bytes)
-    passes: Column = added + prepared + 2 * _trained(jobs) + ROW_BYTES + cast
+    prepared = np.select([sharded, jobs.zero >= 2], [3 * g, 4 * g + row], g + row)
+    cast = np.where(sharded, 0.0, row + jobs.parameter_bytes)
+    passes: Column = added + prepared + 2 * _trained(jobs) + row + cast
     return passes
 
 
@@ -90,14 +89,16 @@ def _disk_bytes(jobs: Jobs) -> Column:
     more to be gathered; of ZeRO-2 also gradients, read and written at every micro-batch (as measured:
     docs/benchmarks/offload.md). Of ZeRO-3 the optimizer's state."""
     gradients = np.where(jobs.zero >= 2, 2 * jobs.gradient_bytes * jobs.micro_batches, 0.0)
-    return np.where(jobs.zero >= 3, 2 * jobs.state_bytes, 2 * _trained(jobs) + ROW_BYTES + gradients)
+    rows = 2 * _trained(jobs) + row_bytes(jobs.number_bytes) + gradients
+    return np.where(jobs.zero >= 3, 2 * jobs.state_bytes, rows)
 
 
 def _trained(jobs: Jobs) -> Column:
     """Bytes of rows and optimizer state per parameter. Without offload the rows are the model's own, unless that
     computes in fewer bytes."""
-    apart = (jobs.zero < 3) & (jobs.parameter_bytes < ROW_BYTES)
-    return jobs.state_bytes + np.where(apart, 0.0, ROW_BYTES)
+    row = row_bytes(jobs.number_bytes)
+    apart = (jobs.zero < 3) & (jobs.parameter_bytes < row)
+    return jobs.state_bytes + np.where(apart, 0.0, row)
 
 
 def _pinned(jobs: Jobs) -> Column:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+
+from phalanx.cost.jobs import Column
+
 Precision = Literal["bf16", "fp32", "fp64"]
 
 COMPUTED: dict[Precision, int] = {"bf16": 2, "fp32": 4, "fp64": 8}
@@ -11,3 +15,8 @@ COMPUTED: dict[Precision, int] = {"bf16": 2, "fp32": 4, "fp64": 8}
 KEPT: dict[Precision, int] = {"bf16": 4, "fp32": 4, "fp64": 8}
 """What an optimizer trains, its gradients, and its state. bf16 is too coarse for them: its copies that the products
 read are made when needed."""
+
+
+def row_bytes(number_bytes: Column) -> Column:
+    """`KEPT`, of many jobs by what they compute with: fp32, unless that is wider. Losses are as exact."""
+    return np.maximum(number_bytes, KEPT["bf16"])

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from phalanx.cost.jobs import Attention, Jobs, Offload, Order, Recompute, broadcast
-from phalanx.cost.memory import STATES, optimizer_of, strategy_bytes
+from phalanx.cost.memory import STATES, optimizer_of, runs_as, strategy_bytes
 from phalanx.cost.network import Strategy
 from phalanx.cost.precision import COMPUTED
 from phalanx.plan.describe import Numbers, machine_columns, model_columns
 from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import MEANT_FOR, Layout, degrees
+from phalanx.spec.layout import MEANT_FOR, SHARDED, Layout, degrees
 from phalanx.spec.run import RunSpec, cut_batch
 from phalanx.spec.share import check_shares
 
@@ -29,6 +30,14 @@ ORDERS: dict[str, Order] = {
 """Schedules that the planner knows the time of; naive and dualpipe-v never beat all of them."""
 ZERO: dict[Strategy, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
 OFFLOAD = {"none": Offload.NONE, "cpu": Offload.CPU, "nvme": Offload.FILES}
+RECOMPUTE = {"none": Recompute.NONE, "selective": Recompute.ATTENTION, "full": Recompute.FULL}
+"""Even where flash kernels keep no scores, selective drops what attention's projections keep."""
+FREE = {
+    "data", "dp_shard", "micro_batch", "bucket_mb", "first_bucket_mb", "compress_rank", "static_graph",
+    "unused_parameters", "prefetch", "servers", "staleness",
+}  # fmt: skip
+"""Choices of a layout that a candidate has otherwise, or that nothing predicted depends on."""
+UNKNOWN = "is not what the planner predicts"
 MOST_MICRO_BATCH = 32
 MOST_CHUNKS = 8
 
@@ -94,15 +103,13 @@ def candidates(run: RunSpec, world_size: int) -> list[Candidate]:
     """
     check_precision(run)
     domain = run.cluster.domain or run.cluster.nproc or 1
-    # Flash kernels keep no scores that recomputing attention alone could drop.
-    recompute = ("none", "full")
     return [
         Candidate(data, dp, shard, tp, pp, cp, context, ep, micro_batch, m, again, schedule, v)
         for tp, pp, cp, context, ep, dp in _degrees(run, world_size)
         for data, shard in _sharing(dp, tp, pp, cp, domain)
         for micro_batch, m in _cuts(run, dp)
         for schedule, v in _schedules(pp, m, run.model.layers, halves=not run.training.compile)
-        for again in recompute
+        for again in RECOMPUTE
     ]
 
 
@@ -131,7 +138,7 @@ def jobs_of(run: RunSpec, world_size: int, found: list[Candidate]) -> Jobs:
 
 
 def candidate_of(run: RunSpec, world_size: int) -> Candidate:
-    """The run's own layout.
+    """The run's own layout, by the strategy that it comes to.
 
     Raises UserError if it cannot run so, or for what the planner does not know.
     """
@@ -139,12 +146,25 @@ def candidate_of(run: RunSpec, world_size: int) -> Candidate:
     layout, sizes, cut = run.layout, degrees(run.layout, world_size), cut_batch(run, world_size)
     known = layout.data in ZERO and layout.schedule_file is None and layout.schedule in ORDERS
     value = layout.data if layout.data not in ZERO else layout.schedule_file or layout.schedule
-    require(known, "layout", value, "is not what the planner predicts", f"use one of {', '.join((*ZERO, *ORDERS))}")
-    return Candidate(
-        layout.data, sizes.dp, sizes.dp_shard, layout.tp, layout.pp, layout.cp, layout.context, layout.ep,
+    require(known, "layout", value, UNKNOWN, f"use one of {', '.join((*ZERO, *ORDERS))}")
+    data = runs_as(layout, sizes.as_data(sharded=layout.data in SHARDED).dp_shard)
+    whole = layout.pp == 1 or ZERO[data] < 3
+    require(whole, "layout.data", data, f"in a pipeline {UNKNOWN}", 'use layout.data = "zero1", or layout.pp = 1')
+    found = Candidate(
+        data, sizes.dp, sizes.dp_shard, layout.tp, layout.pp, layout.cp, layout.context, layout.ep,
         cut.micro_batch, cut.accumulation, layout.recompute, layout.schedule, layout.virtual_stages,
         layout.offload, layout.offload_directory,
     )  # fmt: skip
+    check_carried(layout, found)
+    return found
+
+
+def check_carried(layout: Layout, candidate: Candidate) -> None:
+    """Raise UserError for a choice that costs or saves something and that a candidate does not have."""
+    planned = candidate.layout()
+    for field in sorted(Layout.model_fields.keys() - FREE):
+        value, only = getattr(layout, field), getattr(planned, field)
+        require(value == only, f"layout.{field}", value, UNKNOWN, f"it knows {json.dumps(only)} only: use that")
 
 
 def check_precision(run: RunSpec) -> None:
@@ -153,7 +173,7 @@ def check_precision(run: RunSpec) -> None:
     precision, measured = run.training.precision, run.cluster.measured
     known = measured.precision if measured else "bf16"
     require(
-        precision == known, "training.precision", precision, "is not what the planner predicts here",
+        precision == known, "training.precision", precision, f"{UNKNOWN} here",
         f'set training.precision = "{known}", or calibrate with runs in {precision} (`phalanx calibrate`)',
     )  # fmt: skip
 
@@ -257,7 +277,6 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
     states = STATES[optimizer_of(run.optimizer)]
     each = {data: strategy_bytes(data, run.training.precision, 1, 1, states) for data in ZERO}
     state = [each[c.data] for c in found]
-    again = {"none": Recompute.NONE, "selective": Recompute.ATTENTION, "full": Recompute.FULL}
     return {
         **{name: [float(getattr(c, name)) for c in found] for name in ("dp", "tp", "pp", "cp", "ep")},
         "micro_batch": [c.micro_batch for c in found],
@@ -267,7 +286,7 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
         "ulysses": [float(c.cp > 1 and c.context == "ulysses") for c in found],
         "zero": [ZERO[c.data] for c in found],
         "shard": [1 if c.data == "ddp" else c.dp_shard * c.cp for c in found],
-        "recompute": [again[c.recompute] for c in found],
+        "recompute": [RECOMPUTE[c.recompute] for c in found],
         "sequence_parallel": [float(c.tp > 1) for c in found],
         "order": [ORDERS[c.schedule] if c.pp > 1 else Order.NONE for c in found],
         "parameter_bytes": [s.parameters for s in state],

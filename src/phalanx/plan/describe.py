@@ -136,10 +136,11 @@ def times_of(cluster: Cluster) -> TimeConstants:
 
 
 def memory_of(cluster: Cluster) -> MemoryConstants:
-    """Constants of memory, likewise. On a CPU a whole process was measured, and nothing is beside it; on a GPU what was
-    allocated, beside which driver and allocator take what they do elsewhere."""
+    """Constants of memory, likewise. On a CPU, which has no driver's context, a whole process was measured, and nothing
+    is beside it; on a GPU what was allocated, beside which driver and allocator take what they do elsewhere."""
     if cluster.measured is None:
-        return memory_constants()
+        c = memory_constants()
+        return replace(c, context_gib=0.0) if cluster.device == "cpu" else c
     process, share = cluster.measured.process_bytes / GIB, cluster.measured.memory_share
     if cluster.device != "cpu":
         return replace(memory_constants(), workspace_gib=process)

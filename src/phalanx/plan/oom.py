@@ -1,7 +1,7 @@
 """Out of memory: what each remedy frees and costs on its own, and one after the other until a run fits.
 
 Memory is what Phalanx itself would hold (`cost.memory.rank_memory`) on the fullest rank, not the planner's footprint of
-any trainer. Times are the planner's."""
+any trainer; what of it fits is what the planner takes to fit. Times are the planner's."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from phalanx.cost.constants import memory_constants
-from phalanx.cost.footprint import GIB
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.plan.candidates import candidate_of
-from phalanx.plan.describe import host_memory
 from phalanx.plan.remedies import REMEDIES, Remedy, with_layout
-from phalanx.plan.search import Option, evaluate, search
+from phalanx.plan.search import LIKELY, Option, evaluate, held_and_host, held_risk, room, search
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec, cut_batch
 
@@ -31,7 +28,8 @@ class Held:
     memory: RankMemory
     fits: bool
     step_seconds: float | None
-    """None where the planner does not know: other precisions than bf16, unknown machines."""
+    """None where the planner does not know: machines without speeds, precisions that they were not calibrated in,
+    choices that it does not predict."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +83,15 @@ def diagnose(run: RunSpec) -> Diagnosis:
 
 
 def limit_bytes(run: RunSpec) -> float:
-    """Memory of a device that a run may fill: on GPUs without what driver and libraries take.
+    """What a run's tensors may take on a device, so that its memory is likely to be enough: not what driver and
+    libraries, or on a calibrated machine a process, have beside them.
 
     Raises UserError where the memory is not known.
     """
-    memory = run.cluster.rank_memory_bytes
-    if memory is None:
+    if run.cluster.rank_memory_bytes is None:
         fix = 'set it, or cluster.preset (`phalanx info --list` shows them), such as "h100"'
         raise UserError("cluster.memory_bytes", None, "is not known, and what fits depends on it", fix)
-    return memory - (memory_constants().context_gib * GIB if run.cluster.device == "cuda" else 0)
+    return room(run.cluster)
 
 
 def held(run: RunSpec) -> Held:
@@ -101,21 +99,20 @@ def held(run: RunSpec) -> Held:
 
     Raises UserError if its layout cannot run.
     """
-    memory = fullest(run)
-    enough = memory.total <= limit_bytes(run) and memory.host <= host_memory(run.cluster)
-    return Held(memory, enough, step_seconds(run))
+    places = computing(run)
+    limit_bytes(run)
+    risk = held_risk(run.cluster, *held_and_host(run.cluster, places))
+    return Held(max(places, key=lambda place: place.total), risk < LIKELY, step_seconds(run))
 
 
-def fullest(run: RunSpec) -> RankMemory:
-    """What the rank that holds most does; servers are in CPU memory."""
+def computing(run: RunSpec) -> list[RankMemory]:
+    """What each kind of rank holds that is no server: these are in CPU memory."""
     roles = rank_memory(run, run.cluster.ranks)
-    return max((found for role, found in roles.items() if role != "server"), key=lambda found: found.total)
+    return [found for role, found in roles.items() if role != "server"]
 
 
 def step_seconds(run: RunSpec) -> float | None:
-    """The planner's time of a step, if it knows: it has only bf16."""
-    if run.training.precision != "bf16":
-        return None
+    """The planner's time of a step, if it knows."""
     try:
         return evaluate(run, run.cluster.ranks, [candidate_of(run, run.cluster.ranks)])[0].step_seconds
     except UserError:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import exp
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cost.compute import mfu
+from phalanx.cost.compute import mfu, training_flops_per_token
 from phalanx.cost.footprint import GIB, footprint, out_of_memory, shortage
 from phalanx.cost.jobs import Column
-from phalanx.cost.memory import rank_memory
+from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.cost.stages import check_layout
 from phalanx.cost.step import step_seconds
 from phalanx.plan.candidates import Candidate, candidates, jobs_of, offloaded
-from phalanx.plan.describe import flops_per_token, half_width_of, host_memory, memory_of, times_of
+from phalanx.plan.describe import half_width_of, host_memory, memory_of, times_of
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
@@ -48,6 +50,8 @@ class Option:
     p_oom: float
     tokens_per_second: float
     mfu: float
+    """As the trainer's metrics have it: attention's causal half of the pairs counts. Tables of published rows count all
+    pairs (`describe.flops_per_token`), as most publications do."""
 
     @property
     def exposed(self) -> float:
@@ -175,13 +179,30 @@ def counted(run: RunSpec, world_size: int, option: Option) -> Option:
     """An option with what Phalanx itself would hold, counted tensor by tensor as `phalanx memory` does, which may be
     more than the formula has for any trainer."""
     own = run.model_copy(update={"layout": option.candidate.layout()})
-    places, c, measured = rank_memory(own, world_size).values(), memory_of(run.cluster), run.cluster.measured
+    held, host = held_and_host(run.cluster, rank_memory(own, world_size).values())
+    used = in_process(run.cluster, held) if run.cluster.measured else held
+    risk = max(option.p_oom, held_risk(run.cluster, held, host))
+    return replace(option, memory_bytes=used, host_bytes=host, p_oom=risk)
+
+
+def held_and_host(cluster: Cluster, places: Collection[RankMemory]) -> tuple[float, float]:
+    """The most bytes that a rank has on its device, and in CPU memory of what it offloads; on a CPU both are there."""
     host = max(place.host for place in places)
-    held = max(place.total for place in places) + (host if run.cluster.device == "cpu" else 0)
-    used = in_process(run.cluster, held)
-    there = np.array([float(run.cluster.rank_memory_bytes or 1), host_memory(run.cluster)])
-    risk = max(option.p_oom, float(shortage(c, np.array([used, max(host, 1)]), there).max()))
-    return replace(option, memory_bytes=used if measured else float(held), host_bytes=float(host), p_oom=risk)
+    return float(max(place.total for place in places) + (host if cluster.device == "cpu" else 0)), float(host)
+
+
+def held_risk(cluster: Cluster, held_bytes: float, host_bytes: float) -> float:
+    """The probability that memory is not enough for a rank that holds tensors of so many bytes."""
+    used = np.array([in_process(cluster, held_bytes), max(host_bytes, 1)])
+    there = np.array([float(cluster.rank_memory_bytes or 1), host_memory(cluster)])
+    return float(shortage(memory_of(cluster), used, there).max())
+
+
+def room(cluster: Cluster) -> float:
+    """Bytes of tensors that a rank may hold on its device so that memory is likely to be enough."""
+    c = memory_of(cluster)
+    likely = float(cluster.rank_memory_bytes or 0) * exp(c.spread * NormalDist().inv_cdf(LIKELY))
+    return max(0.0, likely - in_process(cluster, 0)) / share_of(cluster)
 
 
 def in_process(cluster: Cluster, held_bytes: float) -> float:
@@ -190,7 +211,12 @@ def in_process(cluster: Cluster, held_bytes: float) -> float:
     if measured is None:
         return held_bytes + context
     beside = 0.0 if cluster.device == "cpu" else context  # of a CPU's process everything was measured
-    return measured.memory_share * held_bytes + measured.process_bytes + beside
+    return share_of(cluster) * held_bytes + measured.process_bytes + beside
+
+
+def share_of(cluster: Cluster) -> float:
+    """Bytes of memory for each that is counted of tensors."""
+    return cluster.measured.memory_share if cluster.measured else 1.0
 
 
 def evaluate(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Option]:
@@ -202,7 +228,7 @@ def evaluate(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Opti
     time, held = step_seconds(times_of(run.cluster), jobs), footprint(c, jobs)
     risk = out_of_memory(c, jobs, held)
     spread = np.exp(half_width_of(run.cluster, jobs))
-    tokens, flops = run.training.tokens_per_step, flops_per_token(run.model, run.training.sequence)
+    tokens, flops = run.training.tokens_per_step, training_flops_per_token(run.model, run.training.sequence)
 
     def number(column: Column, at: int) -> float:
         return float(np.broadcast_to(column, size)[at])
