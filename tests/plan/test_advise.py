@@ -209,7 +209,7 @@ def test_a_rule_whose_layouts_do_not_fit_says_what_is_too_much():
     assert advice.option.p_oom >= LIKELY
     assert advice.more_bytes == advice.option.memory_bytes - advised.best.memory_bytes > 0
     assert "state 15.0" in advice.reason, "weights in bf16: the rest is offloaded"
-    assert "a device has 24.0" in advice.reason
+    assert "GiB of 24.0 of device memory" in advice.reason
 
 
 def test_a_rule_that_no_layout_can_obey_says_so():

@@ -13,6 +13,7 @@ from phalanx.cost.jobs import Attention
 from phalanx.cost.memory import rank_memory
 from phalanx.cost.stages import check_layout
 from phalanx.plan.candidates import candidate_of, candidates, jobs_of, offloaded
+from phalanx.plan.explain import best_plan
 from phalanx.plan.oom import held
 from phalanx.plan.search import ALIKE, LIKELY, counted, evaluate, search
 from phalanx.spec.errors import UserError
@@ -59,7 +60,9 @@ def test_it_never_loses_the_best(model, ranks, sequences, memory):
     else:
         assert found.options == []
         assert found.smallest is not None
-        assert found.smallest.memory_bytes == min(option.memory_bytes for option in options)
+        assert found.smallest.p_oom >= LIKELY
+        by_formula = options[every.index(found.smallest.candidate)]
+        assert by_formula.p_oom == min(option.p_oom for option in options)
 
 
 @pytest.mark.parametrize(("model", "ranks"), [("llama3-8b", 8), ("olmoe-1b-7b", 8), ("gpt2-124m", 12)])
@@ -157,6 +160,17 @@ def test_where_nothing_fits_the_smallest_is_told():
     assert (found.options, found.fitting) == ([], 0)
     assert found.smallest is not None
     assert found.smallest.memory_bytes > 3 * 2**30
+
+
+def test_where_cpu_memory_is_short_that_is_told():
+    """What offload leaves on the device is the least of all, and no help where CPU memory has no room for the rest."""
+    scarce = {"nproc": 1, "memory_bytes": 40 * 2**30, "host_memory_bytes": 60 * 2**30}
+    described = run(sequences=8, cluster=scarce)
+    with pytest.raises(UserError, match=r"takes [\d.]+ GiB of 60\.0 of CPU memory \(P\(OOM\) 100%\)"):
+        best_plan(described, 1)
+    least = search(described, 1).smallest
+    assert least.host_bytes > 60 * 2**30
+    assert least == counted(described, 1, least)
 
 
 def test_a_cluster_without_speeds_is_refused():

@@ -105,10 +105,15 @@ def used_bytes(c: MemoryConstants, held: Footprint) -> Column:
 
 def out_of_memory(c: MemoryConstants, jobs: Jobs, held: Footprint) -> Column:
     """Probability that the device's memory is not enough, or with offload the CPU's."""
-    risk = shortage(c, used_bytes(c, held), jobs.memory_bytes)
+    return shortage(c, fullness(c, jobs, held), np.ones(1))
+
+
+def fullness(c: MemoryConstants, jobs: Jobs, held: Footprint) -> Column:
+    """How many times the device's memory is used, or with offload the CPU's, whichever is fuller."""
+    device: Column = used_bytes(c, held) / jobs.memory_bytes
     if not jobs.offload.any():
-        return risk
-    return np.maximum(risk, shortage(c, np.maximum(held.host, 1.0), jobs.host_memory_bytes))
+        return device
+    return np.maximum(device, np.maximum(held.host, 1.0) / jobs.host_memory_bytes)
 
 
 def shortage(c: MemoryConstants, used_bytes: Column, memory_bytes: Column) -> Column:

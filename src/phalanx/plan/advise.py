@@ -12,7 +12,7 @@ from phalanx.cost.memory import model_state_bytes, optimizer_of, state_bytes
 from phalanx.cost.parameters import parameters
 from phalanx.cost.shapes import elements, parameter_shapes
 from phalanx.plan.candidates import Candidate, candidate_of, candidates
-from phalanx.plan.explain import nearest_fit, why
+from phalanx.plan.explain import fullest, nearest_fit, why
 from phalanx.plan.rules import RULES, Rule, Situation
 from phalanx.plan.search import LIKELY, Option, can_run, evaluate, in_order, offers, search, smallest, widened
 from phalanx.spec.errors import UserError
@@ -130,8 +130,8 @@ def _impossible(every: Layouts, best: Option, here: Situation, rule: Rule, becau
     held = sorted(_fullest(least).items(), key=lambda part: -part[1])
     parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in held)
     reason = (
-        f"the smallest such layout takes {least.memory_bytes / GIB:.1f} GiB ({parts}), a device has "
-        f"{here.memory_bytes / GIB:.1f}, not all of it free: P(OOM) {least.p_oom:.0%}, and {LIKELY:.0%} is too much"
+        f"the smallest such layout takes {fullest(every.run.cluster, least)}, and {LIKELY:.0%} is too much; on the "
+        f"device {parts}"
     )
     return Advice(rule, because, "does not fit", least, 0.0, least.memory_bytes - best.memory_bytes, reason)
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from phalanx.cost.footprint import GIB
 from phalanx.cost.stages import check_layout
 from phalanx.plan.candidates import Candidate, candidate_of
-from phalanx.plan.search import Option, Plan, counted, evaluate, search
+from phalanx.plan.describe import host_memory
+from phalanx.plan.search import Option, Plan, counted, evaluate, in_process, search
 from phalanx.spec.base import parse
+from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import toml_value
@@ -133,11 +135,9 @@ def what_ifs(run: RunSpec, world_size: int, best: Option) -> Iterator[WhatIf]:
 
 def nearest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
     """What to change where no layout fits: by how much memory is short, and how many times the nodes would do."""
-    smallest, memory = plan.smallest, run.cluster.rank_memory_bytes
-    if smallest is None or memory is None:
+    if plan.smallest is None:
         raise ValueError("something fits")
-    short = smallest.memory_bytes / GIB, memory / GIB
-    said = f"the smallest, {smallest.candidate}, takes {short[0]:.1f} GiB of {short[1]:.1f}"
+    said = f"the smallest, {plan.smallest.candidate}, takes {fullest(run.cluster, plan.smallest)}"
     sequences = run.training.tokens_per_step // run.training.sequence
     for times in (2, 4, 8, 16, 32, 64):
         ranks = times * world_size
@@ -149,6 +149,15 @@ def nearest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
         if found:
             return f"{said}; on {times} times as many devices ({ranks}) it fits: {found[0].candidate}"
     return f"{said}; more devices with {sequences} sequences a step do not help: shorten training.sequence"
+
+
+def fullest(cluster: Cluster, option: Option) -> str:
+    """What a layout takes of the memory that it fills most: the device's, with driver and libraries, or the CPU's."""
+    used = option.memory_bytes if cluster.measured else in_process(cluster, option.memory_bytes)
+    device = used / GIB, (cluster.rank_memory_bytes or 1) / GIB, "device"
+    host = option.host_bytes / GIB, host_memory(cluster) / GIB, "CPU"
+    taken, there, kind = max(device, host, key=lambda memory: memory[0] / memory[1])
+    return f"{taken:.1f} GiB of {there:.1f} of {kind} memory (P(OOM) {option.p_oom:.0%})"
 
 
 def _seconds(value: float, signed: bool = False) -> str:

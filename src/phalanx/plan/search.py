@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.compute import mfu, training_flops_per_token
-from phalanx.cost.footprint import GIB, footprint, out_of_memory, shortage
+from phalanx.cost.footprint import GIB, footprint, fullness, out_of_memory, shortage
 from phalanx.cost.jobs import Column
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.cost.stages import check_layout
@@ -68,7 +68,7 @@ class Plan:
     considered: int
     fitting: int
     smallest: Option | None
-    """The one that takes least memory, where none fits."""
+    """The one that is nearest to fitting, where none does."""
 
     @property
     def front(self) -> list[Option]:
@@ -100,7 +100,7 @@ def search(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
     found = widened(run, world_size, found)
     ordered = in_order(run, world_size, found)
     offered = list(islice(offers(run, world_size, ordered), keep))
-    least = None if offered else evaluate(run, world_size, [smallest(run, world_size, found)])[0]
+    least = None if offered else nearest(run, world_size, found)
     return Plan(offered, len(found), len(ordered), least)
 
 
@@ -155,9 +155,15 @@ def risk_of(run: RunSpec, world_size: int, found: list[Candidate]) -> Column:
 
 
 def smallest(run: RunSpec, world_size: int, found: list[Candidate]) -> Candidate:
-    """Of some layouts the one that takes least memory."""
-    memory = footprint(memory_of(run.cluster), jobs_of(run, world_size, found)).allocated
-    return found[int(np.argmin(np.broadcast_to(memory, len(found))))]
+    """Of some layouts the one that most likely fits: that least fills the device's memory and the CPU's."""
+    jobs, c = jobs_of(run, world_size, found), memory_of(run.cluster)
+    return found[int(np.argmin(np.broadcast_to(fullness(c, jobs, footprint(c, jobs)), len(found))))]
+
+
+def nearest(run: RunSpec, world_size: int, found: list[Candidate]) -> Option:
+    """What the smallest of some layouts takes, as it is counted if it can run."""
+    option = evaluate(run, world_size, [smallest(run, world_size, found)])[0]
+    return counted(run, world_size, option) if can_run(run, world_size, option.candidate) else option
 
 
 def rank(seconds: Column, axes: NDArray[np.int64], memory: Column) -> NDArray[np.int64]:
