@@ -21,9 +21,16 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from phalanx.cli.calibrate import known_machine, write
 from phalanx.cost.footprint import GIB
-from phalanx.plan.calibrate import Calibration, MeasuredRun, calibrate, predicted, read_measured_run
+from phalanx.plan.calibrate import (
+    Calibration,
+    MeasuredRun,
+    calibrate,
+    predicted,
+    read_measured_run,
+    this_cpu,
+    write_machine,
+)
 from phalanx.plan.describe import times_of
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.load import load_machine
@@ -218,8 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made.append(train(short, given.work))
         print(f"{made[-1].name}: {made[-1].step_seconds:.3f} s", flush=True)
     fitted, others = made[: len(CALIBRATED)], made[len(CALIBRATED) :]
-    found = calibrate(fitted, load_machine(given.machine) if given.machine else known_machine(None))
-    write(given.work / "machine.toml", found.machine, fitted)
+    found = calibrate(fitted, load_machine(given.machine) if given.machine else this_cpu())
+    write_machine(given.work / "machine.toml", found.machine, fitted)
     text = page(fitted, found, others)
     print(text)
     PAGE.write_text(text)

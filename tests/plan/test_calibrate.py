@@ -200,3 +200,9 @@ def test_what_is_no_run_is_refused(tmp_path, spoil, said):
         path, said = tmp_path / "s", "3 more are needed"
     with pytest.raises(UserError, match=said):
         read_measured_run(path)
+
+
+def test_a_run_in_a_layout_that_the_planner_does_not_know_is_named():
+    served = MeasuredRun("served", described(3, data="parameter_server"), 3, 1.0, 1.0, None)
+    with pytest.raises(UserError, match="served: layout"):
+        calibrate([SEEN[0], served], MACHINE)

@@ -14,7 +14,6 @@ WIDE = 0.4
 
 if TYPE_CHECKING:
     from phalanx.plan.calibrate import Calibration, MeasuredRun
-    from phalanx.spec.cluster import Cluster
 
 
 def calibrate(
@@ -49,44 +48,21 @@ def calibrate(
         raise UserError("--out", str(out), "does not end in .toml, as --machine wants it", "name a .toml file")
 
     from phalanx.plan.calibrate import calibrate as fit
-    from phalanx.plan.calibrate import read_measured_run
+    from phalanx.plan.calibrate import read_measured_run, this_cpu, write_machine
+    from phalanx.spec.load import load_machine
 
     measured = [read_measured_run(directory) for directory in runs]
+    if machine is None and any(run.run.cluster.device == "cuda" for run in measured):
+        raise UserError("--machine", None, "is needed for runs on GPUs", "name theirs, such as --machine h100")
     with Console(stderr=True).status(f"constants of {len(runs)} runs, with each left out in turn"):
-        found = fit(measured, known_machine(machine))
-    write(out, found.machine, measured)
+        found = fit(measured, load_machine(machine) if machine else this_cpu())
+    write_machine(out, found.machine, measured)
     if json_:
         import json
 
         print(json.dumps(facts(measured, found), indent=2))
     else:
         show(measured, found, out)
-
-
-def known_machine(name: str | None) -> Cluster:
-    """A preset, a file, or this machine's CPU."""
-    import os
-
-    from phalanx.spec.load import load_machine
-
-    if name is not None:
-        return load_machine(name)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return load_machine("cpu").model_copy(update={"cores": os.cpu_count(), "memory_bytes": memory})
-
-
-def write(file: Path, machine: Cluster, runs: list[MeasuredRun]) -> None:
-    """The machine as a file that `--machine` and `cluster.preset` take."""
-    import tomli_w
-
-    from phalanx.spec.errors import UserError
-    from phalanx.spec.load import cluster_table
-
-    head = f"# By phalanx calibrate, from {', '.join(run.name for run in runs)}.\n"
-    try:
-        file.write_text(head + tomli_w.dumps(cluster_table(machine)))
-    except OSError as error:
-        raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
 
 
 def facts(runs: list[MeasuredRun], found: Calibration) -> dict[str, Any]:

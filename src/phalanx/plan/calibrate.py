@@ -5,6 +5,7 @@ The constants of published runs are where the fit begins, and what it keeps to w
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 from numpy.typing import NDArray
 
 from phalanx.cost.compute import training_flops_per_token
@@ -24,7 +26,7 @@ from phalanx.plan.describe import Numbers, half_width_of, times_of
 from phalanx.plan.posterior import Prior, decided, left_out, mode
 from phalanx.spec.cluster import Cluster, Measured
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_run
+from phalanx.spec.load import cluster_table, load_machine, load_run
 from phalanx.spec.run import RunSpec
 
 WARM_UP = 2
@@ -147,6 +149,25 @@ def calibrate(runs: Sequence[MeasuredRun], machine: Cluster) -> Calibration:
     return Calibration(machine, before, after, truth * np.exp(apart), memory)
 
 
+def this_cpu() -> Cluster:
+    """What is known of the CPU that this process runs on: how many cores it may use, and their memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return load_machine("cpu").model_copy(update={"cores": cores, "memory_bytes": memory})
+
+
+def write_machine(file: Path, machine: Cluster, runs: Sequence[MeasuredRun]) -> None:
+    """A machine as a file that `--machine` and `cluster.preset` take.
+
+    Raises UserError where it cannot be written.
+    """
+    head = f"# By phalanx calibrate, from {', '.join(run.name for run in runs)}.\n"
+    try:
+        file.write_text(head + tomli_w.dumps(cluster_table(machine)))
+    except OSError as error:
+        raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
+
+
 def _on(machine: Cluster, measured: MeasuredRun) -> Cluster:
     own = measured.run.cluster
     return machine.model_copy(update={"nodes": own.nodes, "nproc": own.nproc})
@@ -155,7 +176,10 @@ def _on(machine: Cluster, measured: MeasuredRun) -> Cluster:
 def _numbers(measured: MeasuredRun, machine: Cluster) -> Numbers:
     """The columns of a run on a machine."""
     run = measured.run.model_copy(update={"cluster": _on(machine, measured)})
-    jobs = jobs_of(run, measured.ranks, [candidate_of(run, measured.ranks)])
+    try:
+        jobs = jobs_of(run, measured.ranks, [candidate_of(run, measured.ranks)])
+    except UserError as error:
+        raise UserError(f"{measured.name}: {error.field}", error.value, error.problem, error.fix) from None
     return {field.name: float(getattr(jobs, field.name)[0]) for field in fields(Jobs)}
 
 
