@@ -268,12 +268,13 @@ def test_a_gpu_keeps_some_memory_to_itself():
 
 
 def calibrated(held_bytes: float) -> RunSpec:
-    """In fp32, on a machine where a process has 4 GiB and tensors take a tenth more than they count."""
+    """In fp32, on a machine where a process has 4 GiB beside the driver, and tensors take a tenth more than counted."""
     measured = {
         "runs": 3, "precision": "fp32", "time": {}, "decided": [], "log_half_width": 0.1, "process_bytes": 4 * GIB,
         "memory_share": 1.1,
     }  # fmt: skip
-    memory = round((1.1 * held_bytes + 4 * GIB) / SURE)
+    beside = (4 + memory_constants().context_gib) * GIB
+    memory = round((1.1 * held_bytes + beside) / SURE)
     return make(cluster={"memory_bytes": memory, "measured": measured}, training={"precision": "fp32"}, micro_batch=2)
 
 
