@@ -135,6 +135,6 @@ def test_ranks_die_with_their_parent(sent):
         server.settimeout(60)
         child, _ = server.accept()
         parent.send_signal(sent)
-        parent.wait(20)
-        child.settimeout(20)
+        parent.wait(60)
+        child.settimeout(60)
         assert child.recv(1) == b""
