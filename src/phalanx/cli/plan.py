@@ -60,20 +60,8 @@ def plan(
 
         phalanx plan --batch runs.csv --json
     """
-    from phalanx.spec.errors import UserError
-
-    if (run is None) == (batch is None):
-        raise UserError("plan", None, "needs a run file or --batch FILE.csv, and not both", "give one of them")
     views = {"--explain": explain, "--why-not": why_not, "--diff": diff, "--export": export}
-    asked = [option for option, value in views.items() if value is not None]
-    if len(asked) > 1:
-        raise UserError(" ".join(asked), None, "cannot be shown at once", "give one of them")
-    if json_ and asked:
-        raise UserError("--json", None, f"is not what {asked[0]} prints", f"leave {asked[0]} out: JSON has every part")
-    if out is not None and run is not None and out.resolve() == run.resolve():
-        raise UserError("--out", str(out), "is the run file itself", "name another file")
-    if out is not None and (diff or batch):
-        raise UserError("--out", str(out), "has no layout to write", "leave --diff and --batch out")
+    _check_options(run, batch, [option for option, value in views.items() if value is not None], json_, out)
     if picture is not None:
         explain = explain or 1
         _check_picture(picture, {"--batch": batch, "--diff": diff, "--why-not": why_not, "--export": export})
@@ -88,13 +76,7 @@ def plan(
     found = _search(described, world_size, max(top, explain or 1, SEARCHED_FOR_EXPORT if export else 1))
     best = found.options[0]
     if out is not None:
-        from phalanx.train.setup import to_toml
-
-        try:
-            out.write_text(to_toml(described.model_copy(update={"layout": best.candidate.layout()})))
-        except OSError as error:
-            raise UserError("--out", str(out), f"cannot be written: {error.strerror}", "name another file") from None
-        print(f"wrote {out}: phalanx train {out}", file=sys.stderr)
+        _write(described, best, out)
     if export is not None:
         _export(described, world_size, found, export)
     elif why_not is not None:
@@ -105,6 +87,34 @@ def plan(
         _print_json(described, world_size, found, top, tokens)
     else:
         _show(described, world_size, found, top, tokens)
+
+
+def _check_options(run: Path | None, batch: Path | None, views: list[str], as_json: bool, out: Path | None) -> None:
+    """Raise UserError for options that do not go together; `views` are those that ask for something but the table."""
+    from phalanx.spec.errors import UserError
+
+    if (run is None) == (batch is None):
+        raise UserError("plan", None, "needs a run file or --batch FILE.csv, and not both", "give one of them")
+    if len(views) > 1:
+        raise UserError(" ".join(views), None, "cannot be shown at once", "give one of them")
+    if as_json and views:
+        raise UserError("--json", None, f"is not what {views[0]} prints", f"leave {views[0]} out: JSON has every part")
+    if out is not None and run is not None and out.resolve() == run.resolve():
+        raise UserError("--out", str(out), "is the run file itself", "name another file")
+    if out is not None and ("--diff" in views or batch):
+        raise UserError("--out", str(out), "has no layout to write", "leave --diff and --batch out")
+
+
+def _write(run: RunSpec, option: Option, file: Path) -> None:
+    """The run with a layout, to train."""
+    from phalanx.spec.errors import UserError
+    from phalanx.train.setup import to_toml
+
+    try:
+        file.write_text(to_toml(run.model_copy(update={"layout": option.candidate.layout()})))
+    except OSError as error:
+        raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
+    print(f"wrote {file}: phalanx train {file}", file=sys.stderr)
 
 
 def on_machines(
