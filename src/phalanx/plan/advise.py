@@ -14,7 +14,7 @@ from phalanx.cost.shapes import elements, parameter_shapes
 from phalanx.plan.candidates import Candidate, candidate_of, candidates
 from phalanx.plan.explain import fullest, nearest_fit, why
 from phalanx.plan.rules import RULES, Rule, Situation
-from phalanx.plan.search import LIKELY, Option, can_run, evaluate, in_order, offers, search, smallest, widened
+from phalanx.plan.search import LIKELY, Option, can_run, evaluate, offers, search, smallest, widened
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
@@ -63,8 +63,8 @@ def advise(run: RunSpec, world_size: int) -> Advised:
     Raises UserError for a cluster whose speeds are not known, and where no layout fits.
     """
     found = candidates(run, world_size)
-    found = widened(run, world_size, found) if found else []
-    every = Layouts(run, world_size, found, in_order(run, world_size, found) if found else [])
+    found, ordered = widened(run, world_size, found) if found else ([], [])
+    every = Layouts(run, world_size, found, ordered)
     best = every.first(lambda _: True)
     if best is None:
         plan = search(run, world_size, keep=1)

@@ -97,17 +97,18 @@ def search(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
             "cluster.nodes x cluster.nproc", world_size, "ranks share this model and this batch in no layout",
             "use a number of ranks whose factors divide the sequences of a step and the model",
         )  # fmt: skip
-    found = widened(run, world_size, found)
-    ordered = in_order(run, world_size, found)
+    found, ordered = widened(run, world_size, found)
     offered = list(islice(offers(run, world_size, ordered), keep))
     least = None if offered else nearest(run, world_size, found)
     return Plan(offered, len(found), len(ordered), least)
 
 
-def widened(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Candidate]:
-    """Layouts, and of those that are not likely to fit what offload makes of them."""
+def widened(run: RunSpec, world_size: int, found: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """Layouts with what offload makes of those that are not likely to fit; and which of all these are, in order."""
     risk = risk_of(run, world_size, found)
-    return [*found, *(other for at in np.flatnonzero(risk >= LIKELY) for other in offloaded(run, found[at]))]
+    more = [other for at in np.flatnonzero(risk >= LIKELY) for other in offloaded(run, found[at])]
+    fitting = [found[at] for at in np.flatnonzero(risk < LIKELY)]
+    return [*found, *more], in_order(run, world_size, [*fitting, *more])
 
 
 def offers(run: RunSpec, world_size: int, ordered: Iterable[Candidate]) -> Iterator[Option]:
@@ -136,6 +137,8 @@ def _likely(option: Option) -> Iterator[Option]:
 
 def in_order(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Candidate]:
     """Of some layouts those that are likely to fit, in the order of preference; not all of them can run."""
+    if not found:
+        return []
     jobs, c = jobs_of(run, world_size, found), memory_of(run.cluster)
     held = footprint(c, jobs)
     memory = np.broadcast_to(held.allocated, len(found))
