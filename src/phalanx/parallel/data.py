@@ -58,7 +58,7 @@ class DataParallel(Strategy):
     ) -> None:
         """`apart` are parameters whose gradients these ranks do not sum."""
         super().__init__(module, group)
-        self.loss_scale, self.apart = float(group.size()), apart
+        self.loss_scale, self.apart, self.unused = float(group.size()), apart, layout.unused_parameters
         # The routers' buffers are kept equal by summing their loads; DDP need not broadcast them at every forward pass.
         ignored = [name for name, _ in module.named_buffers()]
         ignored += [name for name, _ in module.named_parameters() if name.replace(WRAPPER, "") in apart]
@@ -106,6 +106,11 @@ class DataParallel(Strategy):
         apart = [gradient for name, gradient in self.gradients().items() if name in self.apart]
         scale(apart, torch.tensor(1 / self.loss_scale, dtype=torch.float64))
         super().sum_terms()
+
+    def drop_gradients(self) -> None:
+        """Set them to zero where they lie, in the buckets that DDP keeps: dropped, the micro-batches before the last
+        would make a second set of them. A part that a step may leave unused must have none."""
+        self.module.zero_grad(set_to_none=self.unused)
 
     def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         """As everywhere, and what PowerSGD did not send yet."""
