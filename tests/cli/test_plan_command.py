@@ -51,7 +51,7 @@ def test_a_price_gives_a_cost(run):
 
 def test_it_says_where_time_and_memory_go_and_what_would_help(run):
     text = shown(run, *H100, "--explain", 1)
-    for words in ("the optimizer", "activations", "why others lose", "twice the memory", "P(OOM)"):
+    for words in ("the optimizer", "activations", "why others lose", "twice the memory", "P(OOM)", "HFU"):
         assert words in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
     with pytest.raises(UserError, match=r"--explain = 100000: is more than the \d+ layouts found"):
@@ -124,7 +124,8 @@ def test_it_predicts_a_table(tmp_path):
         table.writeheader()
         table.writerows([ROW, {**ROW, "id": "row-2", "layers": ""}])
     first, second = (json.loads(line) for line in shown("--batch", path, "--json").splitlines())
-    keys = {"id", "step_time_s", "step_time_low_s", "step_time_high_s", "memory_gib", "p_oom", "tflops_per_gpu", "mfu"}
+    spans = {"step_time_s", "step_time_low_s", "step_time_high_s"}
+    keys = spans | {"id", "memory_gib", "p_oom", "tflops_per_gpu", "mfu", "hfu"}
     assert keys <= set(first)
     assert second["id"] == "row-2"
     assert "layers" in second["reason"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.compute import mfu, training_flops_per_token
+from phalanx.cost.compute import forward_flops, mfu, training_flops_per_token
 from phalanx.cost.jobs import Attention
 from phalanx.cost.memory import rank_memory
 from phalanx.cost.stages import check_layout
@@ -138,6 +138,18 @@ def test_mfu_is_that_of_the_trainers_metrics():
     option = evaluate(described, 8, [candidate_of(described, 8)])[0]
     flops = training_flops_per_token(described.model, 4096)
     assert option.mfu == pytest.approx(mfu(option.tokens_per_second, flops, described.cluster.peak_flops, 8))
+
+
+def test_hfu_has_what_is_computed_again():
+    described = run()
+    alike = candidate_of(described, 8)
+    kinds = [replace(alike, recompute=again) for again in ("none", "selective", "full")]
+    none, selective, full = evaluate(described, 8, kinds)
+    parts = forward_flops(described.model, 4096)
+    forward = parts.blocks + parts.head
+    assert none.hfu == none.mfu
+    assert selective.hfu / selective.mfu == pytest.approx(1 + (parts.projections + parts.core) / (3 * forward))
+    assert full.hfu / full.mfu == pytest.approx(1 + parts.blocks / (3 * forward))
 
 
 def test_more_memory_and_more_devices_never_hurt():

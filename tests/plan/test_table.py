@@ -42,6 +42,18 @@ def test_a_published_run():
     assert found.tflops_per_gpu == pytest.approx(found.mfu / 100 * 312)
 
 
+@pytest.mark.parametrize(
+    ("changes", "again"),
+    [({"recompute": "none"}, 0.0), ({"recompute": "full"}, 0.328), ({"recompute": "selective"}, 0.0173),
+     ({"recompute": "selective", "facts": "flash attention"}, 0.0)],
+)  # fmt: skip
+def test_hfu_has_what_a_row_computes_again(changes, again):
+    """Of a forward pass of blocks, 24 h^2 + 4 h s for each token and layer, with the head's 2 h V / L of three times as
+    much (arXiv 2205.05198, appendix A): h = 6144, s = 2048, V = 51200, L = 48."""
+    found = one(**changes)
+    assert found.hfu / found.mfu - 1 == pytest.approx(again, rel=0.01, abs=1e-9)
+
+
 def test_answers_are_not_read():
     answers = {
         "step_time_s": "99",

@@ -11,9 +11,9 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cost.compute import mfu, training_flops_per_token
+from phalanx.cost.compute import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.footprint import GIB, footprint, fullness, out_of_memory, shortage
-from phalanx.cost.jobs import Column
+from phalanx.cost.jobs import OWN_RECOMPUTE, Column
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.cost.stages import check_layout
 from phalanx.cost.step import step_seconds
@@ -52,6 +52,8 @@ class Option:
     mfu: float
     """As the trainer's metrics have it: attention's causal half of the pairs counts. Tables of published rows count all
     pairs (`describe.flops_per_token`), as most publications do."""
+    hfu: float
+    """With what recomputation does once more."""
 
     @property
     def exposed(self) -> float:
@@ -237,7 +239,9 @@ def evaluate(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Opti
     time, held = step_seconds(times_of(run.cluster), jobs), footprint(c, jobs)
     risk = out_of_memory(c, jobs, held)
     spread = np.exp(half_width_of(run.cluster, jobs))
-    tokens, flops = run.training.tokens_per_step, training_flops_per_token(run.model, run.training.sequence)
+    tokens, sequence = run.training.tokens_per_step, run.training.sequence
+    flops, peak = training_flops_per_token(run.model, sequence), float(jobs.peak_flops[0])
+    again = {name: recomputed_flops_per_token(run.model, sequence, kind) for name, kind in OWN_RECOMPUTE.items()}
 
     def number(column: Column, at: int) -> float:
         return float(np.broadcast_to(column, size)[at])
@@ -262,7 +266,8 @@ def evaluate(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Opti
                 stages,
                 number(risk, at),
                 speed,
-                mfu(speed, flops, float(jobs.peak_flops[0]), world_size),
+                mfu(speed, flops, peak, world_size),
+                mfu(speed, flops + again[candidate.recompute], peak, world_size),
             )
         )
     return options

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.cost.compute import recomputed_flops_per_token
 from phalanx.cost.jobs import Attention, Order, Recompute
 from phalanx.cost.memory import PUBLISHED_MIXED_PRECISION_ADAM
 from phalanx.cost.parameters import parameters
@@ -71,6 +72,8 @@ class Job:
     name: str
     choices: list[Numbers]
     assumed: list[str]
+    recomputed_flops: list[float]
+    """Of a step, by each of `choices`, beside `flops_per_step`."""
     flops_per_step: float
     peak_flops: float
     """Of all devices, at the precision of training."""
@@ -124,9 +127,11 @@ def job_of(row: Row) -> Job:
         "trimmed": float("1 layer fewer" in text or (pp > 1 and spec.layers % pp > 0)),
     }  # fmt: skip
     choices, open_ones = _choices(row, fixed, spec.layers, batch)
-    flops = flops_per_token(spec, sequence) * sequence * batch
+    tokens = sequence * batch
+    again = [tokens * _recomputed_flops(spec, sequence, choice) for choice in choices]
+    flops = flops_per_token(spec, sequence) * tokens
     peak = fixed["peak_flops"] * (2 if is_low(precision) else 1)
-    return Job(row.get("id", ""), choices, assumed + open_ones, flops, peak * ranks, ranks)
+    return Job(row.get("id", ""), choices, assumed + open_ones, again, flops, peak * ranks, ranks)
 
 
 def state_memory(row: Row) -> float | None:
@@ -175,6 +180,13 @@ def _choices(row: Row, fixed: Numbers, layers: int, batch: int) -> tuple[list[Nu
                     "sequence_parallel": float(shares if parallel else modern),
                 })  # fmt: skip
     return found, assumed
+
+
+def _recomputed_flops(spec: ModelSpec, sequence: int, choice: Numbers) -> float:
+    """On a token, counted as `flops_per_token` counts."""
+    flash, sharded = choice["attention"] >= Attention.FLASH_1, choice["zero"] >= 3
+    again = Recompute(int(choice["recompute"]))
+    return recomputed_flops_per_token(spec, sequence, again, flash=flash, sharded=sharded, causal=False)
 
 
 def _order(schedule: str, pp: int, virtual: int) -> Order:
