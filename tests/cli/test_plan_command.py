@@ -1,5 +1,7 @@
 import csv
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -155,6 +157,27 @@ def test_mistakes_are_explained(run, tmp_path):
 
 def test_it_answers_without_torch(run):
     assert commands.imported("plan", run, "--machine", "a100") == {"numpy", "pydantic"}
+
+
+def test_a_bar_on_a_terminal_and_nowhere_else(run):
+    command = [sys.executable, "-m", "phalanx", "plan", str(run), *map(str, H100), "--json"]
+    quiet = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert quiet.stderr == ""
+    ours, its = pty.openpty()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=its, text=True) as process:
+        os.close(its)
+        drawn = b"".join(iter(partial(written_to, ours), b"")).decode()
+        assert process.stdout.read() == quiet.stdout
+    assert re.search(r"evaluating layouts.* [\d,]+/[\d,]+|counting what the fastest hold.* \d+/10", drawn)
+    assert len(json.loads(quiet.stdout)["layouts"]) == 10
+
+
+def written_to(terminal: int) -> bytes:
+    """What a program wrote to it since it was last asked; nothing when the program has ended."""
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # so Linux says that the other end was closed
+        return b""
 
 
 def test_help_comes_before_any_large_import():

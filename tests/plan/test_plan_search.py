@@ -133,6 +133,17 @@ def test_options_are_in_order_and_the_front_falls():
         assert sum(parts.values()) == pytest.approx(option.step_seconds)
 
 
+def test_a_search_says_how_far_it_is():
+    told: list[tuple[str, int, int]] = []
+    found = search(run(), 16, 5, lambda *what: told.append(what))
+    stages = {what: [(done, total) for name, done, total in told if name == what] for what, _, _ in told}
+    evaluating, counting = stages.values()
+    assert evaluating[0][0] == 0
+    assert evaluating[-1] == (found.considered, found.considered)
+    assert counting == [(done, 5) for done in range(6)]
+    assert found == search(run(), 16, 5)
+
+
 def test_mfu_is_that_of_the_trainers_metrics():
     described = run()
     option = evaluate(described, 8, [candidate_of(described, 8)])[0]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx.cli.options import Json, Machine, Overrides
+from phalanx.cli.searching import searching
 
 if TYPE_CHECKING:
     from phalanx.plan.search import Option, Plan
@@ -131,12 +132,10 @@ def on_machines(
 
 
 def _search(run: RunSpec, world_size: int, keep: int) -> Plan:
-    from rich.console import Console
-
     from phalanx.plan.explain import best_plan
 
-    with Console(stderr=True).status(f"layouts of {world_size:,} devices"):
-        return best_plan(run, world_size, keep)
+    with searching(world_size) as report:
+        return best_plan(run, world_size, keep, report)
 
 
 def _predict(file: Path, as_json: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import exp
@@ -86,7 +86,11 @@ ALIKE = 0.001
 """Steps that differ by less are equally long: the simpler layout is preferred, then the smaller one."""
 
 
-def search(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
+Report = Callable[[str, int, int], None]
+"""Told during a search what is being done, how much of it is, and of how much."""
+
+
+def search(run: RunSpec, world_size: int, keep: int = 20, report: Report = lambda *_: None) -> Plan:
     """The `keep` fastest layouts that are likely to fit.
 
     Memory of all is computed before the time of any: no bound on time is needed, and none is lost. Nothing is offloaded
@@ -99,8 +103,14 @@ def search(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
             "cluster.nodes x cluster.nproc", world_size, "ranks share this model and this batch in no layout",
             "use a number of ranks whose factors divide the sequences of a step and the model",
         )  # fmt: skip
+    report("evaluating layouts", 0, len(found))
     found, ordered = widened(run, world_size, found)
-    offered = list(islice(offers(run, world_size, ordered), keep))
+    report("evaluating layouts", len(found), len(found))
+    report("counting what the fastest hold", 0, keep)
+    offered: list[Option] = []
+    for option in islice(offers(run, world_size, ordered), keep):
+        offered.append(option)
+        report("counting what the fastest hold", len(offered), keep)
     least = None if offered else nearest(run, world_size, found)
     return Plan(offered, len(found), len(ordered), least)
 
