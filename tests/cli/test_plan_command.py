@@ -107,6 +107,27 @@ def test_two_layouts_side_by_side(run):
     assert "B: zero3 dp 16" in text
 
 
+def test_layouts_side_by_side_by_their_numbers(run):
+    first, _, third = (option["candidate"] for option in known(run, *H100, "--top", 3)["layouts"])
+    text = shown(run, *H100, "--diff", 3, 1)
+    assert f"layout 3: {third}" in text
+    assert f"layout 1: {first}" in text
+    text = shown(run, *H100, "--diff", "data=ddp,tp=16,micro_batch=1", 3)
+    assert "A: ddp dp 1, tp 16" in text
+    assert f"layout 3: {third}" in text
+    alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
+    with pytest.raises(UserError, match=r"--diff = 100000: is more than the \d+ layouts found"):
+        shown(run, *alone, "--diff", 1, 100_000)
+
+
+def test_what_is_no_layout_is_said_before_any_search(run, monkeypatch):
+    monkeypatch.setattr("phalanx.plan.explain.best_plan", lambda *_: pytest.fail("searched"))
+    mistakes = {(1, "tp=3"): r"layout\.tp = 3", (1, "third"): "is not KEY=VALUE", (0, 1): "begin with 1"}
+    for words, problem in mistakes.items():
+        with pytest.raises(UserError, match=problem):
+            shown(run, *H100, "--diff", *words)
+
+
 def test_the_best_goes_to_other_trainers_and_into_a_run_file(run, tmp_path):
     assert "--num-layers" in shown(run, *H100, "--export", "megatron", "--set", "layout.data=zero1")
     for trainer in ("nanotron", "torchtitan", "deepspeed"):

@@ -36,7 +36,9 @@ def plan(
         typer.Option(help="To train on, for days, energy and cost; by default the run's.", min=1),
     ] = None,
     why_not: Annotated[str | None, typer.Option(help="A layout to hold against the best.", metavar="LAYOUT")] = None,
-    diff: Annotated[tuple[str, str] | None, typer.Option(help="Two layouts side by side.", metavar="A B")] = None,
+    diff: Annotated[
+        tuple[str, str] | None, typer.Option(help="Two side by side: layouts, or numbers of the table.", metavar="A B")
+    ] = None,
     export: Annotated[
         str | None, typer.Option(help="The best for megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")
     ] = None,
@@ -54,6 +56,8 @@ def plan(
         phalanx plan run.toml --machine h100 --nodes 16 --explain 1 --picture step.svg
 
         phalanx plan run.toml --machine h100 --nodes 16 --why-not "tp=16,pp=2,data=zero1"
+
+        phalanx plan run.toml --machine h100 --nodes 16 --diff 1 "tp=8,data=zero3"
 
         phalanx plan run.toml --machine h100 --nodes 2048 --tokens 15e12 --set cluster.storage_bytes_per_second=1e12
 
@@ -181,15 +185,21 @@ def _check_picture(file: Path, others: dict[str, object]) -> None:
 
 def _explain(run: RunSpec, world_size: int, found: Plan, at: int, picture: Path | None) -> None:
     from phalanx.cli.plan_views import breakdown, explained
-    from phalanx.spec.errors import UserError
 
-    if at > len(found.options):
-        raise UserError("--explain", at, f"is more than the {len(found.options)} layouts found", "use a smaller number")
+    _check_number("--explain", at, found.options)
     if picture is not None:
         from phalanx.report.breakdown import write
 
         write(breakdown(run, world_size, found, at - 1), picture)
     explained(run, world_size, found, at - 1)
+
+
+def _check_number(option: str, at: int, found: list[Option]) -> None:
+    """Raise UserError for a layout that a table does not have."""
+    from phalanx.spec.errors import UserError
+
+    if at > len(found):
+        raise UserError(option, at, f"is more than the {len(found)} layouts found", "use a smaller number")
 
 
 def _why_not(run: RunSpec, world_size: int, best: Option, text: str) -> None:
@@ -200,11 +210,20 @@ def _why_not(run: RunSpec, world_size: int, best: Option, text: str) -> None:
 
 
 def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
+    """Each by its number in the table, if it is one, else as it is written."""
     from phalanx.cli.plan_views import compared
     from phalanx.plan.explain import option_of, parse_layout
+    from phalanx.spec.errors import UserError
 
-    first, second = (option_of(run, world_size, parse_layout(text)) for text in texts)
-    compared(run, first, second, ("A", "B"))
+    numbers = [int(text) for text in texts if text.isdecimal()]
+    if 0 in numbers:
+        raise UserError("--diff", 0, "is no layout of the table", "its numbers begin with 1")
+    written = {text: option_of(run, world_size, parse_layout(text)) for text in texts if not text.isdecimal()}
+    ranked = _search(run, world_size, max(numbers)).options if numbers else []
+    _check_number("--diff", max(numbers, default=0), ranked)
+    first, second = (written[text] if text in written else ranked[int(text) - 1] for text in texts)
+    names = [f"layout {text}" if text.isdecimal() else name for text, name in zip(texts, "AB", strict=True)]
+    compared(run, first, second, (names[0], names[1]))
 
 
 def _export(run: RunSpec, world_size: int, found: Plan, trainer: str) -> None:
