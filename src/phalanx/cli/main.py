@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from phalanx import __version__
+from phalanx.cli.usage import in_our_words
 from phalanx.spec.errors import UserError
 
 COMMANDS = (
@@ -30,6 +31,14 @@ class Lazily(TyperGroup):
         if option is not None:
             option.default = False  # typer imports all of pydantic to learn what None is as a bool
         return option
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        with in_our_words():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        with in_our_words():
+            return super().invoke(ctx)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
