@@ -91,14 +91,27 @@ def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
         shown(run, *H100, "--picture", "step.svg", "--why-not", "tp=2")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--export", "megatrom"), r"--export = 'megatrom': is not known\s+fix: use one of megatron, torchtitan, deep"),
+        (("--why-not", "tp=3"), r"layout\.tp = 3"),
+        (("--why-not", "tp:3"), "is not KEY=VALUE"),
+        (("--out", "."), "cannot be written: it is a directory"),
+        (("--out", "nowhere/run.toml"), "cannot be written: there is no directory nowhere"),
+        (("--picture", "nowhere/step.svg"), "--picture = .*cannot be written: there is no directory nowhere"),
+    ],
+)
+def test_what_cannot_be_is_said_before_any_search(run, monkeypatch, words, said):
+    monkeypatch.setattr("phalanx.plan.explain.best_plan", lambda *_: pytest.fail("searched"))
+    with pytest.raises(UserError, match=said):
+        shown(run, *H100, *words)
+
+
 def test_it_says_why_not_another_layout(run):
     text = shown(run, *H100, "--why-not", "tp=16,data=ddp,micro_batch=1")
     assert "tp = 16 leaves the domain of 8 devices with fast links" in text
     assert "+" in text.splitlines()[-1]
-    with pytest.raises(UserError, match=r"layout\.tp = 3"):
-        shown(run, *H100, "--why-not", "tp=3")
-    with pytest.raises(UserError, match="is not KEY=VALUE"):
-        shown(run, *H100, "--why-not", "tp:3")
 
 
 def test_two_layouts_side_by_side(run):
@@ -168,12 +181,12 @@ def test_a_model_that_fits_nowhere_says_what_would(run):
 def test_mistakes_are_explained(run, tmp_path):
     with pytest.raises(UserError, match="a run file or --batch"):
         shown()
+    with pytest.raises(UserError, match="--why-not: needs a run file, and --batch has none"):
+        shown("--batch", tmp_path / "runs.csv", "--why-not", "tp=2")
     with pytest.raises(UserError, match="did you mean 'h100'"):
         shown(run, "--machine", "h1000")
     with pytest.raises(UserError, match=r"cluster\.peak_flops: is not known"):
         shown(run)
-    with pytest.raises(UserError, match="megatron"):
-        shown(run, *H100, "--export", "megatrom")
 
 
 def test_it_answers_without_torch(run):
@@ -261,7 +274,6 @@ def test_commands_that_do_not_plan_refuse_to_guess(tmp_path):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (("--out", "nowhere/run.toml"), "nowhere/run.toml.*cannot be written"),
         (("--explain", 1, "--why-not", "tp=8"), "--explain --why-not: cannot be shown at once"),
         (("--explain", 1, "--json"), "is not what --explain prints"),
         (("--diff", "tp=8", "tp=4", "--out", "other.toml"), "has no layout to write"),

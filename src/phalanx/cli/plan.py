@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -70,6 +71,11 @@ def plan(
     if picture is not None:
         explain = explain or 1
         _check_picture(picture, {"--batch": batch, "--diff": diff, "--why-not": why_not, "--export": export})
+    if export is not None:
+        _check_trainer(export)
+    for option, file in {"--out": out, "--picture": picture}.items():
+        if file is not None:
+            _check_writable(option, file)
     if batch is not None:
         _predict(batch, json_)
         return
@@ -78,14 +84,15 @@ def plan(
     if diff is not None:
         _show_diff(described, world_size, diff)
         return
+    yours = _yours(described, world_size, why_not) if why_not is not None else None
     found = _search(described, world_size, max(top, explain or 1, SEARCHED_FOR_EXPORT if export else 1))
     best = found.options[0]
     if out is not None:
         _write(described, best, out)
     if export is not None:
         _export(described, world_size, found, export)
-    elif why_not is not None:
-        _why_not(described, world_size, best, why_not)
+    elif yours is not None:
+        _why_not(described, yours, best)
     elif explain is not None:
         _explain(described, world_size, found, explain, picture)
     elif json_:
@@ -102,12 +109,35 @@ def _check_options(run: Path | None, batch: Path | None, views: list[str], as_js
         raise UserError("plan", None, "needs a run file or --batch FILE.csv, and not both", "give one of them")
     if len(views) > 1:
         raise UserError(" ".join(views), None, "cannot be shown at once", "give one of them")
+    if batch is not None and views:
+        raise UserError(views[0], None, "needs a run file, and --batch has none", f"leave {views[0]} or --batch out")
     if as_json and views:
         raise UserError("--json", None, f"is not what {views[0]} prints", f"leave {views[0]} out: JSON has every part")
     if out is not None and run is not None and out.resolve() == run.resolve():
         raise UserError("--out", str(out), "is the run file itself", "name another file")
     if out is not None and ("--diff" in views or batch):
         raise UserError("--out", str(out), "has no layout to write", "leave --diff and --batch out")
+
+
+def _check_trainer(name: str) -> None:
+    from phalanx.plan.export import check_trainer
+
+    check_trainer(name, "--export")
+
+
+def _check_writable(option: str, file: Path) -> None:
+    """Raise UserError for a file that will not be written, before the search that it is to hold."""
+    from phalanx.spec.errors import UserError
+
+    problem = ""
+    if file.is_dir():
+        problem = "it is a directory"
+    elif not file.parent.is_dir():
+        problem = f"there is no directory {file.parent}"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        problem = "permission denied"
+    if problem:
+        raise UserError(option, str(file), f"cannot be written: {problem}", "name another file")
 
 
 def _write(run: RunSpec, option: Option, file: Path) -> None:
@@ -202,23 +232,28 @@ def _check_number(option: str, at: int, found: list[Option]) -> None:
         raise UserError(option, at, f"is more than the {len(found)} layouts found", "use a smaller number")
 
 
-def _why_not(run: RunSpec, world_size: int, best: Option, text: str) -> None:
-    from phalanx.cli.plan_views import compared
+def _yours(run: RunSpec, world_size: int, text: str) -> Option:
+    """What a layout takes that the user wrote: one that cannot be is said before any search."""
     from phalanx.plan.explain import option_of, parse_layout
 
-    compared(run, option_of(run, world_size, parse_layout(text)), best, ("yours", "best"))
+    return option_of(run, world_size, parse_layout(text))
+
+
+def _why_not(run: RunSpec, yours: Option, best: Option) -> None:
+    from phalanx.cli.plan_views import compared
+
+    compared(run, yours, best, ("yours", "best"))
 
 
 def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
     """Each by its number in the table, if it is one, else as it is written."""
     from phalanx.cli.plan_views import compared
-    from phalanx.plan.explain import option_of, parse_layout
     from phalanx.spec.errors import UserError
 
     numbers = [int(text) for text in texts if text.isdecimal()]
     if 0 in numbers:
         raise UserError("--diff", 0, "is no layout of the table", "its numbers begin with 1")
-    written = {text: option_of(run, world_size, parse_layout(text)) for text in texts if not text.isdecimal()}
+    written = {text: _yours(run, world_size, text) for text in texts if not text.isdecimal()}
     ranked = _search(run, world_size, max(numbers)).options if numbers else []
     _check_number("--diff", max(numbers, default=0), ranked)
     first, second = (written[text] if text in written else ranked[int(text) - 1] for text in texts)
