@@ -177,7 +177,7 @@ def _predict(file: Path, as_json: bool) -> None:
     from dataclasses import asdict
 
     from phalanx.plan.predict import predict_rows
-    from phalanx.plan.table import read_rows
+    from phalanx.plan.rows import read_rows
 
     found = predict_rows(read_rows(file))
     if as_json:

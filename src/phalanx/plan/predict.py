@@ -19,7 +19,8 @@ from phalanx.cost.footprint import GIB, footprint, out_of_memory
 from phalanx.cost.interval import log_half_width
 from phalanx.cost.jobs import Column, Jobs, columns
 from phalanx.cost.step import step_seconds
-from phalanx.plan.table import Job, Row, job_of, state_memory
+from phalanx.plan.rows import Row
+from phalanx.plan.table import Job, job_of, state_memory
 from phalanx.spec.errors import UserError
 
 

@@ -4,11 +4,8 @@ Only input columns are read (those up to `schedule`, and `facts`)."""
 
 from __future__ import annotations
 
-import csv
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from phalanx.cost.compute import recomputed_flops_per_token
@@ -16,13 +13,13 @@ from phalanx.cost.jobs import Attention, Order, Recompute
 from phalanx.cost.memory import PUBLISHED_MIXED_PRECISION_ADAM
 from phalanx.cost.parameters import parameters
 from phalanx.plan.describe import Numbers, flops_per_token, habits, is_low, machine_columns, model_columns
+from phalanx.plan.rows import Row
 from phalanx.spec.base import divisors, parse, require, suggest
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_machine, preset_names
 from phalanx.spec.model import ModelSpec
 
-Row = Mapping[str, str]
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Those that a trainer would try."""
 MOST = 1e12
@@ -83,19 +80,6 @@ class Job:
     def width(self) -> float:
         """Times as wide, on a logarithmic scale, as the interval of a row that states everything."""
         return ASSUMED_IS_WIDER if self.assumed else 1.0
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a CSV file by column.
-
-    Raises UserError for a file that cannot be read.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            found = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError("--batch", str(path), f"cannot be read: {error}", "give a CSV file with a header") from None
-    return [{column: text or "" for column, text in row.items() if column} for row in found]
 
 
 def job_of(row: Row) -> Job:
