@@ -1,10 +1,12 @@
 """Mistakes in a command line, in one form whoever finds them."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
+from phalanx.cli.main import COMMANDS, summary
 from phalanx.spec.errors import UserError
 from tests.cli import commands
 
@@ -36,6 +38,20 @@ def test_it_is_said_on_stderr_with_exit_code_2():
     done = subprocess.run([sys.executable, "-m", "phalanx", "plan", "--top", "few"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("phalanx: --top = 'few': must be a whole number\n  fix: ")
+
+
+def test_the_list_of_commands_comes_before_any_large_import():
+    assert not commands.imported("--help")
+
+
+def test_the_list_says_of_each_command_what_its_own_help_begins_with():
+    listed = commands.shown("--help", width=400)
+    for name in COMMANDS:
+        begins = summary(name).partition("\n\n")[0].replace("\n", " ").replace("`", "")
+        assert begins
+        assert re.search(rf"{name} +{re.escape(begins)}", listed), name
+        own = re.sub(r"[\s│]+", " ", commands.shown(name, "--help", width=400))
+        assert begins in own, name
 
 
 def test_a_command_without_words_shows_its_help():
