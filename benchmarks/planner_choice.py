@@ -18,8 +18,9 @@ from phalanx.cost.jobs import Order, columns
 from phalanx.cost.step import step_seconds
 from phalanx.plan.describe import Numbers
 from phalanx.plan.predict import predict
+from phalanx.plan.rows import read_rows
 from phalanx.plan.search import LIKELY
-from phalanx.plan.table import job_of, read_rows
+from phalanx.plan.table import job_of
 
 Sweeps = NDArray[np.float64]
 SWEPT = ("hage", "vtm", "tr11")

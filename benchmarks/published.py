@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.plan.describe import is_low
-from phalanx.plan.table import Job, Row, job_of, read_rows
+from phalanx.plan.rows import Row, read_rows
+from phalanx.plan.table import Job, job_of
 from phalanx.spec.errors import UserError
 
 

@@ -68,14 +68,16 @@ def test_out_of_memory_shows_changes_steps_and_settings(run):
     assert re.fullmatch(
         r"llama3-8b on 8 x h100: the fullest rank holds 208\.7 GiB of 7\d\.\d that it may: does not fit", lines[0]
     )
-    assert lines.index("each change alone, in the order to try them") < lines.index(
-        "one after the other, until it fits"
-    )
+    order = "each change alone, cheapest first: those that make it fit, then those that help but do not suffice"
+    assert lines.index(order) < lines.index("one after the other, until it fits")
+    assert lines[lines.index(order) + 2].startswith("tensor parallelism")
     assert "not smaller micro-batch: a micro-batch is one sequence" in text
-    assert "Of these enough: recompute blocks; ZeRO-1" in text
-    assert "It fits with  --set layout.data=zero1 --set layout.micro_batch=1 --set layout.recompute=full" in text
+    assert "It fits with  --set layout.tp=4 --set layout.micro_batch=1" in text
     assert "The planner's best of all layouts on these devices: " in text
     assert "…" not in text
+    without_times = shown("oom", run, "--machine", "h100", "--set", "training.precision=fp32")
+    assert "Of these enough: recompute blocks; ZeRO-2" in without_times
+    assert "--set layout.data=zero2 --set layout.micro_batch=1 --set layout.recompute=full" in without_times
 
 
 def test_its_settings_given_back_fit(run):

@@ -1,5 +1,7 @@
 import csv
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -51,7 +53,7 @@ def test_a_price_gives_a_cost(run):
 
 def test_it_says_where_time_and_memory_go_and_what_would_help(run):
     text = shown(run, *H100, "--explain", 1)
-    for words in ("the optimizer", "activations", "why others lose", "twice the memory", "P(OOM)"):
+    for words in ("the optimizer", "activations", "why others lose", "twice the memory", "P(OOM)", "HFU"):
         assert words in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
     with pytest.raises(UserError, match=r"--explain = 100000: is more than the \d+ layouts found"):
@@ -89,20 +91,54 @@ def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
         shown(run, *H100, "--picture", "step.svg", "--why-not", "tp=2")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--export", "megatrom"), r"--export = 'megatrom': is not known\s+fix: use one of megatron, torchtitan, deep"),
+        (("--why-not", "tp=3"), r"layout\.tp = 3"),
+        (("--why-not", "tp:3"), "is not KEY=VALUE"),
+        (("--out", "."), "cannot be written: it is a directory"),
+        (("--out", "nowhere/run.toml"), "cannot be written: there is no directory nowhere"),
+        (("--picture", "nowhere/step.svg"), "--picture = .*cannot be written: there is no directory nowhere"),
+    ],
+)
+def test_what_cannot_be_is_said_before_any_search(run, monkeypatch, words, said):
+    monkeypatch.setattr("phalanx.plan.explain.best_plan", lambda *_: pytest.fail("searched"))
+    with pytest.raises(UserError, match=said):
+        shown(run, *H100, *words)
+
+
 def test_it_says_why_not_another_layout(run):
     text = shown(run, *H100, "--why-not", "tp=16,data=ddp,micro_batch=1")
     assert "tp = 16 leaves the domain of 8 devices with fast links" in text
     assert "+" in text.splitlines()[-1]
-    with pytest.raises(UserError, match=r"layout\.tp = 3"):
-        shown(run, *H100, "--why-not", "tp=3")
-    with pytest.raises(UserError, match="is not KEY=VALUE"):
-        shown(run, *H100, "--why-not", "tp:3")
 
 
 def test_two_layouts_side_by_side(run):
     text = shown(run, *H100, "--diff", "data=zero1,micro_batch=1", "data=zero3,micro_batch=1")
     assert "A: zero1 dp 16" in text
     assert "B: zero3 dp 16" in text
+
+
+def test_layouts_side_by_side_by_their_numbers(run):
+    first, _, third = (option["candidate"] for option in known(run, *H100, "--top", 3)["layouts"])
+    text = shown(run, *H100, "--diff", 3, 1)
+    assert f"layout 3: {third}" in text
+    assert f"layout 1: {first}" in text
+    text = shown(run, *H100, "--diff", "data=ddp,tp=16,micro_batch=1", 3)
+    assert "A: ddp dp 1, tp 16" in text
+    assert f"layout 3: {third}" in text
+    alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
+    with pytest.raises(UserError, match=r"--diff = 100000: is more than the \d+ layouts found"):
+        shown(run, *alone, "--diff", 1, 100_000)
+
+
+def test_what_is_no_layout_is_said_before_any_search(run, monkeypatch):
+    monkeypatch.setattr("phalanx.plan.explain.best_plan", lambda *_: pytest.fail("searched"))
+    mistakes = {(1, "tp=3"): r"layout\.tp = 3", (1, "third"): "is not KEY=VALUE", (0, 1): "begin with 1"}
+    for words, problem in mistakes.items():
+        with pytest.raises(UserError, match=problem):
+            shown(run, *H100, "--diff", *words)
 
 
 def test_the_best_goes_to_other_trainers_and_into_a_run_file(run, tmp_path):
@@ -124,7 +160,8 @@ def test_it_predicts_a_table(tmp_path):
         table.writeheader()
         table.writerows([ROW, {**ROW, "id": "row-2", "layers": ""}])
     first, second = (json.loads(line) for line in shown("--batch", path, "--json").splitlines())
-    keys = {"id", "step_time_s", "step_time_low_s", "step_time_high_s", "memory_gib", "p_oom", "tflops_per_gpu", "mfu"}
+    spans = {"step_time_s", "step_time_low_s", "step_time_high_s"}
+    keys = spans | {"id", "memory_gib", "p_oom", "tflops_per_gpu", "mfu", "hfu"}
     assert keys <= set(first)
     assert second["id"] == "row-2"
     assert "layers" in second["reason"]
@@ -144,16 +181,37 @@ def test_a_model_that_fits_nowhere_says_what_would(run):
 def test_mistakes_are_explained(run, tmp_path):
     with pytest.raises(UserError, match="a run file or --batch"):
         shown()
+    with pytest.raises(UserError, match="--why-not: needs a run file, and --batch has none"):
+        shown("--batch", tmp_path / "runs.csv", "--why-not", "tp=2")
     with pytest.raises(UserError, match="did you mean 'h100'"):
         shown(run, "--machine", "h1000")
     with pytest.raises(UserError, match=r"cluster\.peak_flops: is not known"):
         shown(run)
-    with pytest.raises(UserError, match="megatron"):
-        shown(run, *H100, "--export", "megatrom")
 
 
 def test_it_answers_without_torch(run):
     assert commands.imported("plan", run, "--machine", "a100") == {"numpy", "pydantic"}
+
+
+def test_a_bar_on_a_terminal_and_nowhere_else(run):
+    command = [sys.executable, "-m", "phalanx", "plan", str(run), *map(str, H100), "--json"]
+    quiet = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert quiet.stderr == ""
+    ours, its = pty.openpty()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=its, text=True) as process:
+        os.close(its)
+        drawn = b"".join(iter(partial(written_to, ours), b"")).decode()
+        assert process.stdout.read() == quiet.stdout
+    assert re.search(r"evaluating layouts.* [\d,]+/[\d,]+|counting what the fastest hold.* \d+/10", drawn)
+    assert len(json.loads(quiet.stdout)["layouts"]) == 10
+
+
+def written_to(terminal: int) -> bytes:
+    """What a program wrote to it since it was last asked; nothing when the program has ended."""
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # so Linux says that the other end was closed
+        return b""
 
 
 def test_help_comes_before_any_large_import():
@@ -216,7 +274,6 @@ def test_commands_that_do_not_plan_refuse_to_guess(tmp_path):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (("--out", "nowhere/run.toml"), "nowhere/run.toml.*cannot be written"),
         (("--explain", 1, "--why-not", "tp=8"), "--explain --why-not: cannot be shown at once"),
         (("--explain", 1, "--json"), "is not what --explain prints"),
         (("--diff", "tp=8", "tp=4", "--out", "other.toml"), "has no layout to write"),

@@ -1,6 +1,14 @@
 import pytest
 
-from phalanx.cost.compute import forward_flops_per_token, mfu, training_flops_per_token
+from phalanx.cost.compute import (
+    EVERY_OTHER_PRODUCT,
+    forward_flops,
+    forward_flops_per_token,
+    mfu,
+    recomputed_flops_per_token,
+    training_flops_per_token,
+)
+from phalanx.cost.jobs import Recompute
 from phalanx.cost.parameters import parameters
 from phalanx.spec.load import load_model
 from phalanx.spec.model import ModelSpec
@@ -39,3 +47,36 @@ def test_experts_cost_what_a_token_uses():
 
 def test_mfu_of_a_perfect_run_is_one():
     assert mfu(tokens_per_second=200, flops_per_token=1e9, peak_flops=1e11, ranks=2) == 1.0
+
+
+def test_the_forward_pass_by_part():
+    parts, matmul = forward_flops(TINY, 512, causal=False), 2 * parameters(TINY).matmul
+    assert parts.projections == 2 * 6 * 4 * 256 * 256
+    assert parts.core == 4 * 6 * 256 * 512
+    assert parts.mlp == 2 * 6 * 3 * 256 * 768
+    assert parts.head == 2 * 2048 * 256
+    assert parts.projections + parts.mlp + parts.head == matmul
+
+
+def test_what_is_computed_again():
+    """Megatron-LM's paper on recomputation (arXiv 2205.05198, appendix A): full recomputation makes 72 BLsh^2 (1 + ...)
+    of a step into 96 of hardware: a forward pass of the blocks more."""
+    parts = forward_flops(SMALL, 512)
+    for recompute, flash, sharded, flops in (
+        (Recompute.NONE, True, True, 0.0),
+        (Recompute.FULL, True, False, parts.projections + parts.core + parts.mlp),
+        (Recompute.ATTENTION, True, False, parts.projections + parts.core),
+        (Recompute.SELECTIVE, True, False, 0.0),
+        (Recompute.SELECTIVE, False, False, parts.core),
+        (Recompute.OPERATIONS, True, False, 0.0),
+        (Recompute.OPERATIONS, True, True, EVERY_OTHER_PRODUCT * (parts.projections + parts.mlp)),
+    ):
+        assert recomputed_flops_per_token(SMALL, 512, recompute, flash=flash, sharded=sharded) == flops
+    whole = training_flops_per_token(SMALL, 512) + recomputed_flops_per_token(SMALL, 512, Recompute.FULL)
+    assert (whole - 3 * parts.head) / (training_flops_per_token(SMALL, 512) - 3 * parts.head) == pytest.approx(96 / 72)
+
+
+def test_every_other_product_is_about_that_of_llama():
+    spec = load_model("llama3-8b")
+    q, kv, mlp = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.ffn
+    assert pytest.approx((kv + q + mlp) / (2 * q + 2 * kv + 3 * mlp), abs=0.02) == EVERY_OTHER_PRODUCT

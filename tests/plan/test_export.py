@@ -266,6 +266,21 @@ def test_unequal_shares_are_refused(trainer: Trainer) -> None:
         export(make(training={"tokens_per_step": 67 * 1024}, micro_batch=2), WORLD, trainer)
 
 
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_what_nobody_chose_is_said_to_be_a_default(trainer: Trainer) -> None:
+    layout = {"data": "zero1"} if trainer != "torchtitan" else {"data": "zero2"}
+    table = {"model": QWEN | {"qk_norm": "none", "head_dim": 32}, "layout": {"micro_batch": 1, **layout}}
+    batch = {"sequence": 1024, "tokens_per_step": 65_536}
+    left = export(build_run({**table, "training": batch}), WORLD, trainer)
+    said = "optimizer.learning_rate = 0.003 and training.steps = 1000: defaults of Phalanx, not tuned for this model"
+    assert any(note.startswith(said) for note in left.notes)
+    assert trainer == "deepspeed" or f"# {said}" in left.text
+    half = export(build_run({**table, "training": {**batch, "steps": 9}}), WORLD, trainer)
+    assert any(note.startswith("optimizer.learning_rate = 0.003: a default of Phalanx") for note in half.notes)
+    chosen = {**table, "training": {**batch, "steps": 9}, "optimizer": {"learning_rate": 0.003}}
+    assert not any("default" in note for note in export(build_run(chosen), WORLD, trainer).notes)
+
+
 def test_an_unknown_trainer_is_refused() -> None:
     with pytest.raises(UserError, match="is not known"):
         export(make(), WORLD, "accelerate")  # type: ignore[arg-type]

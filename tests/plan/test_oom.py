@@ -13,7 +13,7 @@ from phalanx.cost.constants import memory_constants
 from phalanx.cost.memory import model_state_bytes, rank_memory
 from phalanx.cost.parameters import parameters
 from phalanx.plan.explain import option_of
-from phalanx.plan.oom import Effect, alone, diagnose, enough, fits, held, limit_bytes, settings, stepwise
+from phalanx.plan.oom import Effect, alone, diagnose, enough, fits, held, limit_bytes, settings, slower, stepwise
 from phalanx.plan.remedies import REMEDIES
 from phalanx.plan.search import LIKELY
 from phalanx.spec.errors import UserError
@@ -128,6 +128,39 @@ def test_what_is_needed_cannot_be_left_out(run):
     assert fits(needed)
     for effect in needed:
         assert not fits(stepwise(run, [other.remedy for other in needed if other is not effect]))
+
+
+def test_the_cheapest_that_fits_comes_first(run):
+    """By what they cost in time, those that make it fit before the others, and what costs more than time last."""
+    found = diagnose(run)
+    assert found.now.step_seconds
+    groups = [0 if fits([effect]) else 1 if effect.freed_bytes > 0 else 2 for effect in found.alone]
+    assert groups == sorted(groups)
+    for group in set(groups):
+        mine = [effect for effect, other in zip(found.alone, groups, strict=True) if other == group]
+        assert [effect.remedy.last for effect in mine] == sorted(effect.remedy.last for effect in mine)
+        costs = [slower(effect, found.now) for effect in mine if not effect.remedy.last]
+        assert costs == sorted(costs)
+    assert {effect.remedy.name for effect in found.alone if effect.remedy.last} == {"SGD", "more devices"}
+
+
+def test_no_change_that_fits_alone_is_cheaper_than_what_is_advised(run):
+    found = diagnose(run)
+    advised = found.needed[-1]
+    for effect in found.alone:
+        if fits([effect]) and not effect.remedy.last:
+            assert slower(advised, found.now) <= slower(effect, found.now)
+    assert slower(advised, found.now) <= slower(enough(run, stepwise(run))[-1], found.now)
+
+
+def test_without_times_the_order_is_the_published_one():
+    found = diagnose(small(7, training={"precision": "fp32"}))
+    assert found.now.step_seconds is None
+    order = [remedy.name for remedy in REMEDIES]
+    for suffices in (True, False):
+        names = [effect.remedy.name for effect in found.alone if effect.held and fits([effect]) == suffices]
+        assert names == sorted(names, key=order.index)
+    assert found.steps == stepwise(small(7, training={"precision": "fp32"}))
 
 
 def test_the_order_is_that_of_the_guides_text():

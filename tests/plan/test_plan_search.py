@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.compute import mfu, training_flops_per_token
+from phalanx.cost.compute import forward_flops, mfu, training_flops_per_token
 from phalanx.cost.jobs import Attention
 from phalanx.cost.memory import rank_memory
 from phalanx.cost.stages import check_layout
@@ -133,11 +133,34 @@ def test_options_are_in_order_and_the_front_falls():
         assert sum(parts.values()) == pytest.approx(option.step_seconds)
 
 
+def test_a_search_says_how_far_it_is():
+    told: list[tuple[str, int, int]] = []
+    found = search(run(), 16, 5, lambda *what: told.append(what))
+    stages = {what: [(done, total) for name, done, total in told if name == what] for what, _, _ in told}
+    evaluating, counting = stages.values()
+    assert evaluating[0][0] == 0
+    assert evaluating[-1] == (found.considered, found.considered)
+    assert counting == [(done, 5) for done in range(6)]
+    assert found == search(run(), 16, 5)
+
+
 def test_mfu_is_that_of_the_trainers_metrics():
     described = run()
     option = evaluate(described, 8, [candidate_of(described, 8)])[0]
     flops = training_flops_per_token(described.model, 4096)
     assert option.mfu == pytest.approx(mfu(option.tokens_per_second, flops, described.cluster.peak_flops, 8))
+
+
+def test_hfu_has_what_is_computed_again():
+    described = run()
+    alike = candidate_of(described, 8)
+    kinds = [replace(alike, recompute=again) for again in ("none", "selective", "full")]
+    none, selective, full = evaluate(described, 8, kinds)
+    parts = forward_flops(described.model, 4096)
+    forward = parts.blocks + parts.head
+    assert none.hfu == none.mfu
+    assert selective.hfu / selective.mfu == pytest.approx(1 + (parts.projections + parts.core) / (3 * forward))
+    assert full.hfu / full.mfu == pytest.approx(1 + parts.blocks / (3 * forward))
 
 
 def test_more_memory_and_more_devices_never_hurt():

@@ -12,7 +12,8 @@ from phalanx.cost.jobs import Attention, Order, Recompute
 from phalanx.cost.parameters import parameters
 from phalanx.plan.describe import habits
 from phalanx.plan.predict import Prediction, Unpredicted, predict_rows
-from phalanx.plan.table import job_of, read_rows
+from phalanx.plan.rows import NEEDED, OPTIONAL, read_rows
+from phalanx.plan.table import job_of
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_machine, load_model, preset_names
 
@@ -40,6 +41,18 @@ def test_a_published_run():
     assert found.assumed == []
     assert found.p_oom < 0.01
     assert found.tflops_per_gpu == pytest.approx(found.mfu / 100 * 312)
+
+
+@pytest.mark.parametrize(
+    ("changes", "again"),
+    [({"recompute": "none"}, 0.0), ({"recompute": "full"}, 0.328), ({"recompute": "selective"}, 0.0173),
+     ({"recompute": "selective", "facts": "flash attention"}, 0.0)],
+)  # fmt: skip
+def test_hfu_has_what_a_row_computes_again(changes, again):
+    """Of a forward pass of blocks, 24 h^2 + 4 h s for each token and layer, with the head's 2 h V / L of three times as
+    much (arXiv 2205.05198, appendix A): h = 6144, s = 2048, V = 51200, L = 48."""
+    found = one(**changes)
+    assert found.hfu / found.mfu - 1 == pytest.approx(again, rel=0.01, abs=1e-9)
 
 
 def test_answers_are_not_read():
@@ -123,11 +136,31 @@ def test_no_row_stops_the_others(column, text, other):
 def test_files_that_are_no_tables(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         read_rows(tmp_path / "none.csv")
-    (tmp_path / "short.csv").write_text("\ufeffid,layers,gpus\na,2\nb,2,8,9\n", encoding="utf-8")
-    assert read_rows(tmp_path / "short.csv") == [
-        {"id": "a", "layers": "2", "gpus": ""}, {"id": "b", "layers": "2", "gpus": "8"},
-    ]  # fmt: skip
-    assert all(isinstance(row, Unpredicted) for row in predict_rows(read_rows(tmp_path / "short.csv")))
+    path = tmp_path / "table.csv"
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match=f"--batch = .*table.csv': is empty\n  fix: .*needed are {NEEDED[0]}, "):
+        read_rows(path)
+    path.write_text('[model]\npreset = "llama3-8b"\n')
+    with pytest.raises(UserError, match=f"lacks the columns {', '.join(NEEDED)}\n  fix: .*also read are id, model, "):
+        read_rows(path)
+    path.write_text(",".join(column for column in ROW if column not in ("tp", "gpu_type")))
+    with pytest.raises(UserError, match="lacks the columns gpu_type, tp\n"):
+        read_rows(path)
+
+
+def test_rows_that_are_too_short_or_too_long(tmp_path):
+    path = tmp_path / "short.csv"
+    path.write_text("\ufeff" + ",".join(NEEDED) + ",id\n" + "2\n" + "1," * len(NEEDED) + "b,9\n", encoding="utf-8")
+    empty = dict.fromkeys(NEEDED, "")
+    assert read_rows(path) == [{**empty, "layers": "2", "id": ""}, {**dict.fromkeys(NEEDED, "1"), "id": "b"}]
+    assert all(isinstance(row, Unpredicted) for row in predict_rows(read_rows(path)))
+
+
+def test_the_columns_that_are_needed_are_and_no_others():
+    assert {*NEEDED, *OPTIONAL} == {*ROW, "experts", "topk", "ep"}
+    for column in ROW:
+        (found,) = predict_rows([{name: text for name, text in ROW.items() if name != column}])
+        assert isinstance(found, Unpredicted) == (column in NEEDED), column
 
 
 def test_devices_by_the_names_that_tables_use():

@@ -17,7 +17,7 @@ import torch
 from parity.trajectory import MOE, described, steps, trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from phalanx.cost.compute import training_flops_per_token
+from phalanx.cost.compute import forward_flops, training_flops_per_token
 from phalanx.data.loader import prefetch
 from phalanx.testing import ranks
 from phalanx.train.metrics import open_logs, read_metrics
@@ -65,7 +65,8 @@ def test_training_stops_with_the_reason_after_bad_steps_in_a_row(text: Path, tmp
 
 
 def test_a_run_writes_its_metrics(text: Path, tmp_path: Path) -> None:
-    run = described(text, tmp_path, {"training.steps": 6, "evaluation": {"every": 3}, "model": MOE})
+    changes = {"training.steps": 6, "evaluation": {"every": 3}, "model": MOE, "layout.recompute": "full"}
+    run = described(text, tmp_path, changes)
     set_up(run, 1, resume=False)
     under_way = trainer(run)
     under_way.peak_flops = 1e9
@@ -80,11 +81,13 @@ def test_a_run_writes_its_metrics(text: Path, tmp_path: Path) -> None:
     assert records[-1] == evaluation
     parts = ("data_seconds", "forward_backward_seconds", "optimizer_seconds")
     flops = training_flops_per_token(run.model, run.training.sequence)
+    again = forward_flops(run.model, run.training.sequence).blocks
     for record in trained:
         assert record["step_seconds"] == pytest.approx(sum(record[part] for part in parts))
         assert record["tokens"] == record["step"] * 256
         assert record["tokens_per_second"] == pytest.approx(256 / record["step_seconds"])
         assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 1e9)
+        assert record["hfu"] == pytest.approx(record["tokens_per_second"] * (flops + again) / 1e9)
         assert record["peak_memory_bytes"] > 1e6
         assert record["exposed_communication_seconds"] == 0.0
         assert 1 <= record["hot_expert_share"] <= 4

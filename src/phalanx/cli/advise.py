@@ -34,8 +34,8 @@ def advise(
 ) -> None:  # fmt: skip
     """Show which published rules of thumb apply to a run, and whether the planner agrees: no GPU, no torch, seconds.
 
-    With `oom`, show what frees memory in the run's own layout, in the order to try it, what each change costs, and
-    which make the run fit.
+    With `oom`, show what frees memory in the run's own layout, cheapest first, what each change costs, and which make
+    the run fit.
 
     Examples:
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from phalanx import __version__
+from phalanx.cli.usage import in_our_words
 from phalanx.spec.errors import UserError
 
 COMMANDS = (
@@ -31,11 +34,31 @@ class Lazily(TyperGroup):
             option.default = False  # typer imports all of pydantic to learn what None is as a bool
         return option
 
+    listing = False
+    """Whether commands are asked for only to say in a line what each does."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.listing = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.listing = False
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        with in_our_words():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        with in_our_words():
+            return super().invoke(ctx)
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             from phalanx.spec.base import suggest  # with pydantic, which a command's help does not need
 
             raise UserError("command", cmd_name, "is not known", suggest(cmd_name, list(COMMANDS)))
+        if self.listing:
+            return TyperCommand(cmd_name, help=summary(cmd_name))
         file = import_module(f"phalanx.cli.{cmd_name}")
         own = getattr(file, "app", None)
         if own is None:
@@ -44,6 +67,20 @@ class Lazily(TyperGroup):
         command = typer.main.get_command(own)
         command.name = cmd_name
         return command
+
+
+def summary(name: str) -> str:
+    """A command's help, read from its file: that of its function, or of its `app`. To import all of these files takes
+    several times as long as all else that lists them."""
+    tree = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return ast.get_docstring(node) or ""
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "app" and isinstance(node.value, ast.Call):
+            for word in node.value.keywords:
+                if word.arg == "help":
+                    return str(ast.literal_eval(word.value))
+    return ""
 
 
 app = typer.Typer(

@@ -26,7 +26,8 @@ def show(run: RunSpec, found: Diagnosis) -> None:
     """What the run holds, what each remedy frees alone, the steps until it fits, and which of them it needs."""
     console = Console(width=max(Console().width, WIDTH))
     _head(console, run, found)
-    console.print("\neach change alone, in the order to try them", style="bold")
+    order = "" if found.now.fits else ": those that make it fit, then those that help but do not suffice"
+    console.print(f"\neach change alone, cheapest first{order}", style="bold")
     table = _table("change", "frees GiB", "of that", "GiB then", "step s", "", "--set", "costs")
     for effect in found.alone:
         if effect.held is not None:

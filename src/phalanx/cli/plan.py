@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx.cli.options import Json, Machine, Overrides
+from phalanx.cli.searching import searching
 
 if TYPE_CHECKING:
     from phalanx.plan.search import Option, Plan
@@ -35,7 +37,9 @@ def plan(
         typer.Option(help="To train on, for days, energy and cost; by default the run's.", min=1),
     ] = None,
     why_not: Annotated[str | None, typer.Option(help="A layout to hold against the best.", metavar="LAYOUT")] = None,
-    diff: Annotated[tuple[str, str] | None, typer.Option(help="Two layouts side by side.", metavar="A B")] = None,
+    diff: Annotated[
+        tuple[str, str] | None, typer.Option(help="Two side by side: layouts, or numbers of the table.", metavar="A B")
+    ] = None,
     export: Annotated[
         str | None, typer.Option(help="The best for megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")
     ] = None,
@@ -54,6 +58,8 @@ def plan(
 
         phalanx plan run.toml --machine h100 --nodes 16 --why-not "tp=16,pp=2,data=zero1"
 
+        phalanx plan run.toml --machine h100 --nodes 16 --diff 1 "tp=8,data=zero3"
+
         phalanx plan run.toml --machine h100 --nodes 2048 --tokens 15e12 --set cluster.storage_bytes_per_second=1e12
 
         phalanx plan run.toml --machine a100 --nodes 8 --export megatron
@@ -65,6 +71,11 @@ def plan(
     if picture is not None:
         explain = explain or 1
         _check_picture(picture, {"--batch": batch, "--diff": diff, "--why-not": why_not, "--export": export})
+    if export is not None:
+        _check_trainer(export)
+    for option, file in {"--out": out, "--picture": picture}.items():
+        if file is not None:
+            _check_writable(option, file)
     if batch is not None:
         _predict(batch, json_)
         return
@@ -73,14 +84,15 @@ def plan(
     if diff is not None:
         _show_diff(described, world_size, diff)
         return
+    yours = _yours(described, world_size, why_not) if why_not is not None else None
     found = _search(described, world_size, max(top, explain or 1, SEARCHED_FOR_EXPORT if export else 1))
     best = found.options[0]
     if out is not None:
         _write(described, best, out)
     if export is not None:
         _export(described, world_size, found, export)
-    elif why_not is not None:
-        _why_not(described, world_size, best, why_not)
+    elif yours is not None:
+        _why_not(described, yours, best)
     elif explain is not None:
         _explain(described, world_size, found, explain, picture)
     elif json_:
@@ -97,12 +109,35 @@ def _check_options(run: Path | None, batch: Path | None, views: list[str], as_js
         raise UserError("plan", None, "needs a run file or --batch FILE.csv, and not both", "give one of them")
     if len(views) > 1:
         raise UserError(" ".join(views), None, "cannot be shown at once", "give one of them")
+    if batch is not None and views:
+        raise UserError(views[0], None, "needs a run file, and --batch has none", f"leave {views[0]} or --batch out")
     if as_json and views:
         raise UserError("--json", None, f"is not what {views[0]} prints", f"leave {views[0]} out: JSON has every part")
     if out is not None and run is not None and out.resolve() == run.resolve():
         raise UserError("--out", str(out), "is the run file itself", "name another file")
     if out is not None and ("--diff" in views or batch):
         raise UserError("--out", str(out), "has no layout to write", "leave --diff and --batch out")
+
+
+def _check_trainer(name: str) -> None:
+    from phalanx.plan.export import check_trainer
+
+    check_trainer(name, "--export")
+
+
+def _check_writable(option: str, file: Path) -> None:
+    """Raise UserError for a file that will not be written, before the search that it is to hold."""
+    from phalanx.spec.errors import UserError
+
+    problem = ""
+    if file.is_dir():
+        problem = "it is a directory"
+    elif not file.parent.is_dir():
+        problem = f"there is no directory {file.parent}"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        problem = "permission denied"
+    if problem:
+        raise UserError(option, str(file), f"cannot be written: {problem}", "name another file")
 
 
 def _write(run: RunSpec, option: Option, file: Path) -> None:
@@ -131,12 +166,10 @@ def on_machines(
 
 
 def _search(run: RunSpec, world_size: int, keep: int) -> Plan:
-    from rich.console import Console
-
     from phalanx.plan.explain import best_plan
 
-    with Console(stderr=True).status(f"layouts of {world_size:,} devices"):
-        return best_plan(run, world_size, keep)
+    with searching(world_size) as report:
+        return best_plan(run, world_size, keep, report)
 
 
 def _predict(file: Path, as_json: bool) -> None:
@@ -144,7 +177,7 @@ def _predict(file: Path, as_json: bool) -> None:
     from dataclasses import asdict
 
     from phalanx.plan.predict import predict_rows
-    from phalanx.plan.table import read_rows
+    from phalanx.plan.rows import read_rows
 
     found = predict_rows(read_rows(file))
     if as_json:
@@ -182,10 +215,8 @@ def _check_picture(file: Path, others: dict[str, object]) -> None:
 
 def _explain(run: RunSpec, world_size: int, found: Plan, at: int, picture: Path | None) -> None:
     from phalanx.cli.plan_views import breakdown, explained
-    from phalanx.spec.errors import UserError
 
-    if at > len(found.options):
-        raise UserError("--explain", at, f"is more than the {len(found.options)} layouts found", "use a smaller number")
+    _check_number("--explain", at, found.options)
     if picture is not None:
         from phalanx.report.breakdown import write
 
@@ -193,19 +224,41 @@ def _explain(run: RunSpec, world_size: int, found: Plan, at: int, picture: Path 
     explained(run, world_size, found, at - 1)
 
 
-def _why_not(run: RunSpec, world_size: int, best: Option, text: str) -> None:
-    from phalanx.cli.plan_views import compared
+def _check_number(option: str, at: int, found: list[Option]) -> None:
+    """Raise UserError for a layout that a table does not have."""
+    from phalanx.spec.errors import UserError
+
+    if at > len(found):
+        raise UserError(option, at, f"is more than the {len(found)} layouts found", "use a smaller number")
+
+
+def _yours(run: RunSpec, world_size: int, text: str) -> Option:
+    """What a layout takes that the user wrote: one that cannot be is said before any search."""
     from phalanx.plan.explain import option_of, parse_layout
 
-    compared(run, option_of(run, world_size, parse_layout(text)), best, ("yours", "best"))
+    return option_of(run, world_size, parse_layout(text))
+
+
+def _why_not(run: RunSpec, yours: Option, best: Option) -> None:
+    from phalanx.cli.plan_views import compared
+
+    compared(run, yours, best, ("yours", "best"))
 
 
 def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
+    """Each by its number in the table, if it is one, else as it is written."""
     from phalanx.cli.plan_views import compared
-    from phalanx.plan.explain import option_of, parse_layout
+    from phalanx.spec.errors import UserError
 
-    first, second = (option_of(run, world_size, parse_layout(text)) for text in texts)
-    compared(run, first, second, ("A", "B"))
+    numbers = [int(text) for text in texts if text.isdecimal()]
+    if 0 in numbers:
+        raise UserError("--diff", 0, "is no layout of the table", "its numbers begin with 1")
+    written = {text: _yours(run, world_size, text) for text in texts if not text.isdecimal()}
+    ranked = _search(run, world_size, max(numbers)).options if numbers else []
+    _check_number("--diff", max(numbers, default=0), ranked)
+    first, second = (written[text] if text in written else ranked[int(text) - 1] for text in texts)
+    names = [f"layout {text}" if text.isdecimal() else name for text, name in zip(texts, "AB", strict=True)]
+    compared(run, first, second, (names[0], names[1]))
 
 
 def _export(run: RunSpec, world_size: int, found: Plan, trainer: str) -> None:

@@ -74,8 +74,10 @@ def explained(run: RunSpec, world_size: int, plan: Plan, at: int) -> None:
     _head(console, run, world_size, plan)
     console.print(f"{at + 1}. {option.candidate}", style="bold", highlight=False)
     console.print(
-        f"step {option.step_seconds:.3f} s, 80 % between {option.low_seconds:.3f} and {option.high_seconds:.3f}",
+        f"step {option.step_seconds:.3f} s, 80 % between {option.low_seconds:.3f} and {option.high_seconds:.3f}; "
+        f"MFU {option.mfu:.1%}, HFU {option.hfu:.1%} (with what is computed again)",
         highlight=False,
+        soft_wrap=True,
     )
     for note in crossing(run, option.candidate):
         console.print(note, style="yellow", highlight=False)

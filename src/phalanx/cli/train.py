@@ -130,6 +130,7 @@ def _planned(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
     import json
 
     from phalanx.cli.plan_views import facts
+    from phalanx.cli.searching import searching
     from phalanx.plan.explain import best_plan
 
     if ranks is None:
@@ -137,7 +138,8 @@ def _planned(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
         raise UserError("layout", "auto", "needs to know how many ranks there are", fix)
     cluster = run.cluster.model_copy(update={"nproc": ranks})
     described = run.model_copy(update={"automatic": False, "cluster": cluster})
-    plan = best_plan(described, cluster.ranks)
+    with searching(cluster.ranks) as report:
+        plan = best_plan(described, cluster.ranks, report=report)
     best = plan.options[0].candidate
     seconds = f"{plan.options[0].step_seconds:.3f} s a step predicted"
     print(f"layout: {best} (of {plan.considered:,}; {seconds})", file=sys.stderr)

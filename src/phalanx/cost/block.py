@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.cost.compute import EVERY_OTHER_PRODUCT
 from phalanx.cost.constants import TimeConstants
 from phalanx.cost.jobs import RECOMPUTED, Attention, Column, Jobs, Recompute
 from phalanx.cost.kernels import attention_seconds, by_era, linear_seconds, passes_seconds
@@ -114,7 +115,8 @@ def _combine(
     ahead, back = between + sent + ring, between - hidden + sent + ring_back
 
     flash = jobs.attention >= Attention.FLASH_1
-    partly = np.where(jobs.zero >= 3, 0.35 * (attention.forward + rest.forward), 0.0) + passes
+    products = EVERY_OTHER_PRODUCT * (attention.forward + rest.forward)
+    partly = np.where(jobs.zero >= 3, products, 0.0) + passes
     again = np.select(
         [jobs.recompute == kind for kind in RECOMPUTED],
         [forward + ahead, np.where(flash, 0.0, core), partly, attention.forward + core],

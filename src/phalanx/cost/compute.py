@@ -2,31 +2,86 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
+from phalanx.cost.jobs import Recompute
 from phalanx.cost.parameters import parameters
+from phalanx.cost.shapes import elements, parameter_shapes
 from phalanx.spec.model import ModelSpec
 
+EVERY_OTHER_PRODUCT = 0.35
+"""Of the FLOPs of a block's linear products, those of every second one, which torchtitan's selective recomputation does
+again: the keys', the output's and one of the MLP's (0.37 in Llama 3 8B, less where keys have fewer heads)."""
 
-def training_flops_per_token(spec: ModelSpec, sequence: int, causal: bool = True) -> float:
-    """FLOPs to train on one token: forward and backward, nothing computed twice.
 
-    6 per matrix-product parameter (Kaplan et al., arXiv 2001.08361, section 2.1: 2 forward, 4 backward), plus
-    attention's two products with the other tokens, 12 L H head_dim T (PaLM, arXiv 2204.02311, appendix B).
-    PaLM counts every pair of tokens; `causal` counts the lower triangle only, half of them.
+@dataclass(frozen=True)
+class ForwardFlops:
+    """FLOPs of the forward pass on one token, by what they compute."""
+
+    projections: float
+    """Attention's: queries, keys, values and output."""
+    core: float
+    """Attention's two products of tokens with each other."""
+    mlp: float
+    """MLPs, the experts that a token uses, and routers."""
+    head: float
+
+    @property
+    def blocks(self) -> float:
+        """All but the head."""
+        return self.projections + self.core + self.mlp
+
+
+@lru_cache
+def forward_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> ForwardFlops:
+    """FLOPs of the forward pass on one token.
+
+    2 per matrix-product parameter (Kaplan et al., arXiv 2001.08361, section 2.1), and attention's two products with the
+    other tokens, 4 L H head_dim T (PaLM, arXiv 2204.02311, appendix B). PaLM counts every pair of tokens; `causal`
+    counts the lower triangle only, half of them.
     """
-    pairs = 0.5 if causal else 1.0
-    attention = 12 * spec.layers * spec.heads * spec.head_dim * sequence * pairs
-    return 6 * parameters(spec).matmul + attention
+    attention = sum(elements(s) for name, s in parameter_shapes(spec).items() if ".attention." in name and len(s) > 1)
+    projections, head = 2.0 * attention, 2.0 * spec.vocab * spec.width
+    core = 4 * spec.layers * spec.heads * spec.head_dim * sequence * (0.5 if causal else 1.0)
+    return ForwardFlops(projections, core, 2 * parameters(spec).matmul - projections - head, head)
 
 
 def forward_flops_per_token(spec: ModelSpec, sequence: int, causal: bool = True) -> float:
     """FLOPs of the forward pass on one token: a third of training's."""
-    return training_flops_per_token(spec, sequence, causal) / 3
+    parts = forward_flops(spec, sequence, causal)
+    return parts.blocks + parts.head
+
+
+def training_flops_per_token(spec: ModelSpec, sequence: int, causal: bool = True) -> float:
+    """FLOPs to train on one token: forward, and twice as many backward (Kaplan et al.), nothing computed twice."""
+    return 3 * forward_flops_per_token(spec, sequence, causal)
+
+
+def recomputed_flops_per_token(
+    spec: ModelSpec, sequence: int, recompute: Recompute, *, flash: bool = True, sharded: bool = False,
+    causal: bool = True,
+) -> float:  # fmt: skip
+    """FLOPs that the backward pass does once more on one token: what the planner's times have too (`cost.block`).
+
+    Of attention's core alone (arXiv 2205.05198, section 5) none where `flash` kernels keep no scores; of operations'
+    only products, which trainers on FSDP do again (`sharded`). What kernels do again inside themselves, such as flash
+    attention's scores, is nowhere counted.
+    """
+    parts = forward_flops(spec, sequence, causal)
+    return {
+        Recompute.NONE: 0.0,
+        Recompute.SELECTIVE: 0.0 if flash else parts.core,
+        Recompute.OPERATIONS: EVERY_OTHER_PRODUCT * (parts.projections + parts.mlp) if sharded else 0.0,
+        Recompute.FULL: parts.blocks,
+        Recompute.ATTENTION: parts.projections + parts.core,
+    }[recompute]
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_flops: float, ranks: int) -> float:
     """Model FLOPs utilization (PaLM, arXiv 2204.02311, section 4.1): useful FLOP/s over all ranks' peak.
 
     `tokens_per_second` is that of the whole run, `peak_flops` one rank's peak in FLOP/s. Recomputation is not
-    useful work and does not count.
+    useful work and does not count. With it in `flops_per_token` the same is HFU, hardware FLOPs utilization.
     """
     return tokens_per_second * flops_per_token / (peak_flops * ranks)

@@ -43,6 +43,9 @@ class Recompute(IntEnum):
 
 RECOMPUTED = (Recompute.FULL, Recompute.SELECTIVE, Recompute.OPERATIONS, Recompute.ATTENTION)
 """Those that compute something again."""
+OWN_RECOMPUTE = {"none": Recompute.NONE, "selective": Recompute.ATTENTION, "full": Recompute.FULL}
+"""What `layout.recompute` means: even where flash kernels keep no scores, selective drops what attention's projections
+keep."""
 
 
 class Order(IntEnum):

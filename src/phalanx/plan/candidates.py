@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.cost.jobs import Attention, Jobs, Offload, Order, Recompute, broadcast
+from phalanx.cost.jobs import OWN_RECOMPUTE, Attention, Jobs, Offload, Order, broadcast
 from phalanx.cost.memory import STATES, optimizer_of, runs_as, strategy_bytes
 from phalanx.cost.network import Strategy
 from phalanx.cost.precision import COMPUTED
@@ -30,8 +30,6 @@ ORDERS: dict[str, Order] = {
 """Schedules that the planner knows the time of; naive and dualpipe-v never beat all of them."""
 ZERO: dict[Strategy, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
 OFFLOAD = {"none": Offload.NONE, "cpu": Offload.CPU, "nvme": Offload.FILES}
-RECOMPUTE = {"none": Recompute.NONE, "selective": Recompute.ATTENTION, "full": Recompute.FULL}
-"""Even where flash kernels keep no scores, selective drops what attention's projections keep."""
 FREE = {
     "data", "dp_shard", "micro_batch", "bucket_mb", "first_bucket_mb", "compress_rank", "static_graph",
     "unused_parameters", "prefetch", "servers", "staleness",
@@ -109,7 +107,7 @@ def candidates(run: RunSpec, world_size: int) -> list[Candidate]:
         for data, shard in _sharing(dp, tp, pp, cp, domain)
         for micro_batch, m in _cuts(run, dp)
         for schedule, v in _schedules(pp, m, run.model.layers, halves=not run.training.compile)
-        for again in RECOMPUTE
+        for again in OWN_RECOMPUTE
     ]
 
 
@@ -286,7 +284,7 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
         "ulysses": [float(c.cp > 1 and c.context == "ulysses") for c in found],
         "zero": [ZERO[c.data] for c in found],
         "shard": [1 if c.data == "ddp" else c.dp_shard * c.cp for c in found],
-        "recompute": [RECOMPUTE[c.recompute] for c in found],
+        "recompute": [OWN_RECOMPUTE[c.recompute] for c in found],
         "sequence_parallel": [float(c.tp > 1) for c in found],
         "order": [ORDERS[c.schedule] if c.pp > 1 else Order.NONE for c in found],
         "parameter_bytes": [s.parameters for s in state],

@@ -9,7 +9,7 @@ from phalanx.cost.footprint import GIB
 from phalanx.cost.stages import check_layout
 from phalanx.plan.candidates import Candidate, candidate_of
 from phalanx.plan.describe import host_memory
-from phalanx.plan.search import Option, Plan, counted, evaluate, in_process, search
+from phalanx.plan.search import Option, Plan, Report, counted, evaluate, in_process, search
 from phalanx.spec.base import parse
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
@@ -30,12 +30,12 @@ MEANING = {
 """Of the parts of a step."""
 
 
-def best_plan(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
+def best_plan(run: RunSpec, world_size: int, keep: int = 20, report: Report = lambda *_: None) -> Plan:
     """What a search finds.
 
     Raises UserError where nothing fits, with what would.
     """
-    plan = search(run, world_size, keep)
+    plan = search(run, world_size, keep, report)
     if not plan.options:
         fix = nearest_fit(run, world_size, plan)
         raise UserError("layout", None, f"no layout of {plan.considered:,} fits", fix)

@@ -28,9 +28,14 @@ def export(run: RunSpec, world_size: int, trainer: Trainer) -> Exported:
 
     Raises UserError for a layout that cannot run, and for what that trainer cannot express.
     """
-    require(trainer in WRITERS, "trainer", trainer, "is not known", f"use one of {', '.join(WRITERS)}")
+    check_trainer(trainer)
     check_layout(run, world_size)
     return WRITERS[trainer](_job(run, world_size, trainer))
+
+
+def check_trainer(name: str, field: str = "trainer") -> None:
+    """Raise UserError for a trainer whose words are not known."""
+    require(name in WRITERS, field, name, "is not known", f"use one of {', '.join(WRITERS)}")
 
 
 def _job(run: RunSpec, world_size: int, trainer: Trainer) -> Job:

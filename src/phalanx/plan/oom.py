@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.plan.candidates import candidate_of
@@ -60,6 +61,7 @@ class Diagnosis:
     limit_bytes: float
     micro_batch: int
     alone: list[Effect]
+    """Cheapest first: those that make it fit, then those that help but do not suffice."""
     steps: list[Effect]
     """One after the other; empty where the run fits."""
     needed: list[Effect]
@@ -73,13 +75,14 @@ def diagnose(run: RunSpec) -> Diagnosis:
 
     Raises UserError if its layout cannot run, or where the memory of its devices is not known.
     """
-    made = stepwise(run)
+    now, effects = held(run), alone(run)
+    made, needed = cheapest_steps(run, now, effects)
     try:
         best = next(iter(search(run, run.cluster.ranks, keep=1).options), None)
     except UserError:
         best = None
     micro_batch = cut_batch(run, run.cluster.ranks).micro_batch
-    return Diagnosis(held(run), limit_bytes(run), micro_batch, alone(run), made, enough(run, made), best)
+    return Diagnosis(now, limit_bytes(run), micro_batch, cheapest_first(effects, now), made, needed, best)
 
 
 def limit_bytes(run: RunSpec) -> float:
@@ -128,6 +131,40 @@ def alone(run: RunSpec) -> list[Effect]:
     """Every remedy on its own: as little of it as fits, or else what frees most."""
     run = pinned(run)
     return [best_of(remedy, run, run, held(run)) for remedy in REMEDIES]
+
+
+def slower(effect: Effect, now: Held) -> float:
+    """The share by which a step takes longer than now; infinite where the planner does not know."""
+    after = effect.held.step_seconds if effect.held else None
+    return after / now.step_seconds - 1 if after and now.step_seconds else inf
+
+
+def cheapest_first(effects: Sequence[Effect], now: Held) -> list[Effect]:
+    """Those that make a run fit, by the step time that they cost; then likewise those that help but do not suffice;
+    then those that free nothing. In each part those that cost something else too are last; the order stays as it was
+    where times are not known."""
+
+    def key(effect: Effect) -> tuple[int, bool, float]:
+        fits_alone = effect.held is not None and effect.held.fits
+        return 0 if fits_alone else 1 if effect.freed_bytes > 0 else 2, effect.remedy.last, slower(effect, now)
+
+    return sorted(effects, key=key)
+
+
+def cheapest_steps(run: RunSpec, now: Held, effects: Sequence[Effect]) -> tuple[list[Effect], list[Effect]]:
+    """Remedies one after the other until a run fits, and which of them it needs: of several orders the one that leaves
+    the fastest run, if it can be with what costs time only. Tried are that of what each costs alone, the published one,
+    and each that makes it fit alone: this is no search, which is the planner's."""
+    by_cost = sorted(effects, key=lambda effect: (effect.remedy.last, slower(effect, now)))
+    orders = [tuple(effect.remedy for effect in by_cost), REMEDIES]
+    orders += [(effect.remedy,) for effect in effects if fits([effect])]
+    paths = [(made, enough(run, made)) for made in (stepwise(run, order) for order in dict.fromkeys(orders))]
+
+    def key(path: tuple[list[Effect], list[Effect]]) -> tuple[bool, bool, float]:
+        needed = path[1]
+        return not fits(needed), any(effect.remedy.last for effect in needed), slower(needed[-1], now) if needed else 0
+
+    return min(paths, key=key)
 
 
 def stepwise(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> list[Effect]:

@@ -19,7 +19,8 @@ from phalanx.cost.footprint import GIB, footprint, out_of_memory
 from phalanx.cost.interval import log_half_width
 from phalanx.cost.jobs import Column, Jobs, columns
 from phalanx.cost.step import step_seconds
-from phalanx.plan.table import Job, Row, job_of, state_memory
+from phalanx.plan.rows import Row
+from phalanx.plan.table import Job, job_of, state_memory
 from phalanx.spec.errors import UserError
 
 
@@ -38,6 +39,8 @@ class Prediction:
     """Model FLOPs: what recomputation does is not counted."""
     mfu: float
     """Percent of the peak at the precision of training."""
+    hfu: float
+    """The same with what recomputation does."""
     assumed: list[str]
     """What the row leaves open, and the planner chose as a trainer would."""
 
@@ -73,6 +76,7 @@ def predict(jobs: Sequence[Job], time: TimeConstants | None = None) -> Iterator[
     every = columns([choice for job in jobs for choice in job.choices])
     seconds, memory, risk = _costs(every, time, memory_constants())
     width = log_half_width(interval_constants(), every)
+    again = [flops for job in jobs for flops in job.recomputed_flops]
     for job, at in zip(jobs, _best_choices(jobs, seconds, memory, risk), strict=True):
         spread = float(np.exp(width[at] * job.width))
         speed = job.flops_per_step / float(seconds[at])
@@ -85,6 +89,7 @@ def predict(jobs: Sequence[Job], time: TimeConstants | None = None) -> Iterator[
             p_oom=float(risk[at]),
             tflops_per_gpu=speed / job.ranks / 1e12,
             mfu=100 * speed / job.peak_flops,
+            hfu=100 * (speed + again[at] / float(seconds[at])) / job.peak_flops,
             assumed=job.assumed,
         )
 

@@ -1,9 +1,10 @@
 """What to change when memory runs out, as data: each change, what it costs, who says so.
 
-The order is that of the text of jesamkim's guide (part 1): a smaller batch and accumulation, recomputation, mixed
-precision, then several devices for one model; its figure differs, and names another optimizer second. ZeRO comes before
-the other ways to share a model, whose early use is the pitfall of Jae's part 06; offload after them; and another
-optimizer, which alone changes what is learned, next to last."""
+The order is a published one, for where times are not known (`plan.oom` goes by these where they are): that of the text
+of jesamkim's guide (part 1), a smaller batch and accumulation, recomputation, mixed precision, then several devices for
+one model; its figure differs, and names another optimizer second. ZeRO comes before the other ways to share a model,
+whose early use is the pitfall of Jae's part 06; offload after them; and another optimizer, which alone changes what is
+learned, next to last."""
 
 from __future__ import annotations
 
@@ -37,6 +38,8 @@ class Remedy:
     """Runs that have more and more of it."""
     none: str = "done already"
     """Why there is nothing to change, where it gives no run."""
+    last: bool = False
+    """Whether it costs what no step time shows, so that it is tried after those that only cost time."""
 
 
 def with_layout(run: RunSpec, **changes: Any) -> RunSpec:
@@ -160,7 +163,8 @@ REMEDIES = (
     Remedy("pipeline", "stages wait for one another", HYBRIDS, _shared("pp"), NO_DEGREE),
     Remedy("offload to CPU memory", "state crosses PCIe every step", OFFLOAD, _offload,
            "done already, or CPU memory is what is short"),
-    Remedy("SGD", "may converge slower; new learning rates", FIGURE, _sgd),
-    Remedy("more devices", "their price", GUIDE, _more_devices, "no more devices can share a step's sequences"),
+    Remedy("SGD", "may converge slower; new learning rates", FIGURE, _sgd, last=True),
+    Remedy("more devices", "their price", GUIDE, _more_devices, "no more devices can share a step's sequences",
+           last=True),
 )  # fmt: skip
 """In the order to try them. Tensor parallelism comes with sequence parallelism."""

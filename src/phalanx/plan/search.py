@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import exp
@@ -11,9 +11,9 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cost.compute import mfu, training_flops_per_token
+from phalanx.cost.compute import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.footprint import GIB, footprint, fullness, out_of_memory, shortage
-from phalanx.cost.jobs import Column
+from phalanx.cost.jobs import OWN_RECOMPUTE, Column
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.cost.stages import check_layout
 from phalanx.cost.step import step_seconds
@@ -52,6 +52,8 @@ class Option:
     mfu: float
     """As the trainer's metrics have it: attention's causal half of the pairs counts. Tables of published rows count all
     pairs (`describe.flops_per_token`), as most publications do."""
+    hfu: float
+    """With what recomputation does once more."""
 
     @property
     def exposed(self) -> float:
@@ -84,7 +86,11 @@ ALIKE = 0.001
 """Steps that differ by less are equally long: the simpler layout is preferred, then the smaller one."""
 
 
-def search(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
+Report = Callable[[str, int, int], None]
+"""Told during a search what is being done, how much of it is, and of how much."""
+
+
+def search(run: RunSpec, world_size: int, keep: int = 20, report: Report = lambda *_: None) -> Plan:
     """The `keep` fastest layouts that are likely to fit.
 
     Memory of all is computed before the time of any: no bound on time is needed, and none is lost. Nothing is offloaded
@@ -97,8 +103,14 @@ def search(run: RunSpec, world_size: int, keep: int = 20) -> Plan:
             "cluster.nodes x cluster.nproc", world_size, "ranks share this model and this batch in no layout",
             "use a number of ranks whose factors divide the sequences of a step and the model",
         )  # fmt: skip
+    report("evaluating layouts", 0, len(found))
     found, ordered = widened(run, world_size, found)
-    offered = list(islice(offers(run, world_size, ordered), keep))
+    report("evaluating layouts", len(found), len(found))
+    report("counting what the fastest hold", 0, keep)
+    offered: list[Option] = []
+    for option in islice(offers(run, world_size, ordered), keep):
+        offered.append(option)
+        report("counting what the fastest hold", len(offered), keep)
     least = None if offered else nearest(run, world_size, found)
     return Plan(offered, len(found), len(ordered), least)
 
@@ -237,7 +249,9 @@ def evaluate(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Opti
     time, held = step_seconds(times_of(run.cluster), jobs), footprint(c, jobs)
     risk = out_of_memory(c, jobs, held)
     spread = np.exp(half_width_of(run.cluster, jobs))
-    tokens, flops = run.training.tokens_per_step, training_flops_per_token(run.model, run.training.sequence)
+    tokens, sequence = run.training.tokens_per_step, run.training.sequence
+    flops, peak = training_flops_per_token(run.model, sequence), float(jobs.peak_flops[0])
+    again = {name: recomputed_flops_per_token(run.model, sequence, kind) for name, kind in OWN_RECOMPUTE.items()}
 
     def number(column: Column, at: int) -> float:
         return float(np.broadcast_to(column, size)[at])
@@ -262,7 +276,8 @@ def evaluate(run: RunSpec, world_size: int, found: list[Candidate]) -> list[Opti
                 stages,
                 number(risk, at),
                 speed,
-                mfu(speed, flops, float(jobs.peak_flops[0]), world_size),
+                mfu(speed, flops, peak, world_size),
+                mfu(speed, flops + again[candidate.recompute], peak, world_size),
             )
         )
     return options

@@ -4,24 +4,22 @@ Only input columns are read (those up to `schedule`, and `facts`)."""
 
 from __future__ import annotations
 
-import csv
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from phalanx.cost.compute import recomputed_flops_per_token
 from phalanx.cost.jobs import Attention, Order, Recompute
 from phalanx.cost.memory import PUBLISHED_MIXED_PRECISION_ADAM
 from phalanx.cost.parameters import parameters
 from phalanx.plan.describe import Numbers, flops_per_token, habits, is_low, machine_columns, model_columns
+from phalanx.plan.rows import Row
 from phalanx.spec.base import divisors, parse, require, suggest
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_machine, preset_names
 from phalanx.spec.model import ModelSpec
 
-Row = Mapping[str, str]
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Those that a trainer would try."""
 MOST = 1e12
@@ -71,6 +69,8 @@ class Job:
     name: str
     choices: list[Numbers]
     assumed: list[str]
+    recomputed_flops: list[float]
+    """Of a step, by each of `choices`, beside `flops_per_step`."""
     flops_per_step: float
     peak_flops: float
     """Of all devices, at the precision of training."""
@@ -80,19 +80,6 @@ class Job:
     def width(self) -> float:
         """Times as wide, on a logarithmic scale, as the interval of a row that states everything."""
         return ASSUMED_IS_WIDER if self.assumed else 1.0
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a CSV file by column.
-
-    Raises UserError for a file that cannot be read.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            found = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError("--batch", str(path), f"cannot be read: {error}", "give a CSV file with a header") from None
-    return [{column: text or "" for column, text in row.items() if column} for row in found]
 
 
 def job_of(row: Row) -> Job:
@@ -124,9 +111,11 @@ def job_of(row: Row) -> Job:
         "trimmed": float("1 layer fewer" in text or (pp > 1 and spec.layers % pp > 0)),
     }  # fmt: skip
     choices, open_ones = _choices(row, fixed, spec.layers, batch)
-    flops = flops_per_token(spec, sequence) * sequence * batch
+    tokens = sequence * batch
+    again = [tokens * _recomputed_flops(spec, sequence, choice) for choice in choices]
+    flops = flops_per_token(spec, sequence) * tokens
     peak = fixed["peak_flops"] * (2 if is_low(precision) else 1)
-    return Job(row.get("id", ""), choices, assumed + open_ones, flops, peak * ranks, ranks)
+    return Job(row.get("id", ""), choices, assumed + open_ones, again, flops, peak * ranks, ranks)
 
 
 def state_memory(row: Row) -> float | None:
@@ -175,6 +164,13 @@ def _choices(row: Row, fixed: Numbers, layers: int, batch: int) -> tuple[list[Nu
                     "sequence_parallel": float(shares if parallel else modern),
                 })  # fmt: skip
     return found, assumed
+
+
+def _recomputed_flops(spec: ModelSpec, sequence: int, choice: Numbers) -> float:
+    """On a token, counted as `flops_per_token` counts."""
+    flash, sharded = choice["attention"] >= Attention.FLASH_1, choice["zero"] >= 3
+    again = Recompute(int(choice["recompute"]))
+    return recomputed_flops_per_token(spec, sequence, again, flash=flash, sharded=sharded, causal=False)
 
 
 def _order(schedule: str, pp: int, virtual: int) -> Order:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.cost.compute import mfu, training_flops_per_token
+from phalanx.cost.compute import mfu, recomputed_flops_per_token, training_flops_per_token
+from phalanx.cost.jobs import OWN_RECOMPUTE
 from phalanx.cost.stages import stage_layers
 from phalanx.data.loader import IGNORED, Batch, evaluation_batches, prefetch
 from phalanx.measure.memory import peak_memory_bytes
@@ -77,6 +78,8 @@ class Trainer:
         self.loader = corpus.loader(run, self.cut.sequences, self.mesh.dp_rank, self.cut.dp)
         self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
         self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
+        again = OWN_RECOMPUTE[run.layout.recompute]
+        self.recomputed_flops = recomputed_flops_per_token(run.model, run.training.sequence, again)
         self.rescaling = Rescaling(self.cut.learning_rate, self.cut.learning_rate, 0, 0)
         self.step = 0
         """Optimizer updates done."""
@@ -328,6 +331,7 @@ class Trainer:
             record["pipeline_wait_seconds"] = self.strategy.waits.take()
         if self.peak_flops:
             record["mfu"] = mfu(speed, self.flops_per_token, self.peak_flops, ranks)
+            record["hfu"] = mfu(speed, self.flops_per_token + self.recomputed_flops, self.peak_flops, ranks)
         if self.optimizers:
             record["learning_rate"] = self.optimizers[-1].param_groups[0]["lr"]
         record["peak_memory_bytes"] = peak_memory_bytes(self.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, left_out, refuse
+from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, refuse, usual_notes
 
 Table = dict[str, object]
 
@@ -38,7 +38,7 @@ def deepspeed(job: Job) -> Exported:
         "optimizer": _optimizer(job),
         "scheduler": _scheduler(job),
     }
-    notes = [*_notes(job), *left_out(job, "deepspeed")]
+    notes = [*_notes(job), *usual_notes(job, "deepspeed")]
     return Exported(json.dumps(table, indent=2) + "\n", notes, "deepspeed.json")
 
 

@@ -92,6 +92,10 @@ OWN_WAYS = (
 """Choices that change no result, and that each trainer has its own ways of making."""
 
 
+CHOSEN = ("optimizer.learning_rate", "training.steps")
+"""What every training is to choose for itself, and is written for a trainer whether or not the run file has it."""
+
+
 def refuse(job: Job, trainer: Trainer, gaps: Sequence[Gap]) -> None:
     """Raise UserError for the first value that this trainer cannot express."""
     for gap in (*EVERYWHERE, *gaps):
@@ -106,9 +110,10 @@ def cannot(trainer: Trainer, field: str, value: object, fix: str, why: str = "")
     return UserError(field, shown, f"cannot be written for {NAMES[trainer]}" + (f": {why}" if why else ""), fix)
 
 
-def left_out(job: Job, trainer: Trainer, *expressed: str) -> list[str]:
-    """Notes on what no trainer is told, and on choices left to its own ways, but for those that it is told."""
-    notes = [f"Data and tokenizer are not in here: give {NAMES[trainer]} yours."]
+def usual_notes(job: Job, trainer: Trainer, *expressed: str) -> list[str]:
+    """Notes on what no trainer is told, on what nobody chose, and on choices left to its own ways, but for those that
+    it is told."""
+    notes = [f"Data and tokenizer are not in here: give {NAMES[trainer]} yours.", *_unchosen(job.run)]
     if job.run.data.mask_documents:
         notes.append("Documents packed into one sequence are not hidden from each other (data.mask_documents = true).")
     for field in OWN_WAYS:
@@ -116,6 +121,18 @@ def left_out(job: Job, trainer: Trainer, *expressed: str) -> list[str]:
         if value != default and field not in expressed:
             notes.append(f"{field} = {value} is left out: {NAMES[trainer]} has its own ways.")
     return notes
+
+
+def _unchosen(run: RunSpec) -> list[str]:
+    """A note on what a run file leaves to our defaults, which are those of a small model, and every model needs its
+    own: trainers have none of these, or others for other models."""
+    values = []
+    for path in CHOSEN:
+        table, _, field = path.partition(".")
+        if field not in getattr(run, table).model_fields_set:
+            values.append(f"{path} = {getattr(getattr(run, table), field)}")
+    said = "a default of Phalanx" if len(values) == 1 else "defaults of Phalanx"
+    return [f"{' and '.join(values)}: {said}, not tuned for this model; set what you want."] if values else []
 
 
 def need_kv_heads(job: Job, trainer: Trainer) -> None:

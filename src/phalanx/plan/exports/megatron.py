@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shlex
 
-from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, commented, left_out, need_kv_heads, refuse
+from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, commented, need_kv_heads, refuse, usual_notes
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import MoESpec
 
@@ -35,7 +35,7 @@ def megatron(job: Job) -> Exported:
         raise cannot("megatron", "training.sequence", run.training.sequence, fix, f"with layout.cp = {job.sizes.cp}")
     moe = _experts(job, run.model.moe) if run.model.moe else {}
     flags = _model(job) | _rope(job) | moe | _parallel(job) | _data_parallel(job) | _batch(job) | _optimizer(job)
-    notes = left_out(job, "megatron")
+    notes = usual_notes(job, "megatron")
     if job.sizes.pp > 1 and job.sizes.dp > 1 and not flags["use-tp-pp-dp-mapping"]:
         notes.append("Ranks with different data are nearer to each other there than those of a pipeline.")
     if run.model.vocab % layout.tp:

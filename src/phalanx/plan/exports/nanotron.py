@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, commented, left_out, need_kv_heads, refuse
+from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, commented, need_kv_heads, refuse, usual_notes
 
 Table = dict[str, object]
 
@@ -54,7 +54,7 @@ def nanotron(job: Job) -> Exported:
             {"name": "all", "start_training_step": 1, "data": {"dataset": None, "seed": run.training.seed}}
         ],
     }
-    notes = left_out(job, "nanotron", "layout.bucket_mb")
+    notes = usual_notes(job, "nanotron", "layout.bucket_mb")
     notes.append("dataset: null trains on made-up tokens. Vectors decay as matrices do.")
     if job.sizes.pp > 1:
         layers = "/".join(str(len(stage)) for stage in job.stages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tomli_w
 
-from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, commented, left_out, need_kv_heads, refuse
+from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, commented, need_kv_heads, refuse, usual_notes
 from phalanx.schedule.named import any_schedule_of
 
 Table = dict[str, object]
@@ -56,7 +56,7 @@ def torchtitan(job: Job) -> Exported:
         "optimizer": _optimizer(job),
         "lr_scheduler": _lr_scheduler(job),
     }
-    notes = [*_notes(job), *left_out(job, "torchtitan", "training.compile", "layout.reshard")]
+    notes = [*_notes(job), *usual_notes(job, "torchtitan", "training.compile", "layout.reshard")]
     return Exported(commented(notes, tomli_w.dumps(tables)), notes, "torchtitan.toml")
 
 

@@ -1,0 +1,25 @@
+"""What a person sees while layouts are searched."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phalanx.plan.search import Report
+
+
+@contextmanager
+def searching(devices: int) -> Iterator[Report]:
+    """A bar on a terminal that vanishes when the search ends: layouts evaluated, then how many of the fastest that are
+    asked for were found to run and fit. Nothing where stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task(f"layouts of {devices:,} devices", total=None)
+        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)

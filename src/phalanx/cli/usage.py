@@ -1,0 +1,71 @@
+"""Mistakes in a command line that typer itself finds, in the form of our own errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+from phalanx.spec.errors import UserError
+
+UsageError: Any = typer.BadParameter.__base__
+"""Click's, or that of the click which newer typers carry inside."""
+
+
+@contextmanager
+def in_our_words() -> Iterator[None]:
+    """Raise UserError for what typer refuses: an unknown option, a missing argument, a value of another type."""
+    try:
+        yield
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # which is the help, and no mistake
+            raise
+        raise explained(error) from None
+
+
+def explained(error: Any) -> UserError:
+    """A usage error as one of ours: which option or argument, its value, what is wrong, what to do."""
+    command = error.ctx.command_path if error.ctx else "phalanx"
+    see = f"`{command} --help` shows what it takes" if error.ctx else "--help shows what it takes"
+    if hasattr(error, "possibilities"):
+        names = [name for each in error.ctx.command.params for name in each.opts if name.startswith("-")]
+        return _unknown("option", error.option_name, names)
+    if hasattr(error, "option_name"):
+        return UserError(error.option_name, None, _problem(error.message, f"Option {error.option_name!r}"), see)
+    if getattr(error, "param", None) is not None:
+        name = _name(error.param)
+        if type(error).__name__ == "MissingParameter":
+            return UserError(name, None, "is missing", f"write: {error.ctx.get_usage().partition(' ')[2].strip()}")
+        return UserError(name, _value(error), _problem(error.message), see)
+    asked, known = error.message.partition("'")[2].partition("'")[0], getattr(error.ctx.command, "commands", None)
+    if known and asked:
+        return _unknown("command", asked, list(known))
+    return UserError(command, None, _problem(error.message), see)
+
+
+def _unknown(kind: str, asked: str, known: list[str]) -> UserError:
+    from phalanx.spec.base import suggest  # with pydantic, which a command's help does not need
+
+    return UserError(kind, asked, "is not known", suggest(asked, known))
+
+
+def _name(parameter: Any) -> str:
+    """As help has it: --explain, RUN.toml."""
+    if parameter.param_type_name == "option":
+        return str(max(parameter.opts, key=len))
+    return re.sub(r"^\[(.*)\]$", r"\1", parameter.metavar or parameter.name)
+
+
+def _value(error: Any) -> object:
+    """What was given, where typer says; else it is in the message."""
+    return error.__cause__.errors()[0]["input"] if hasattr(error.__cause__, "errors") else None
+
+
+def _problem(message: str, subject: str = "") -> str:
+    """A message without its subject and its capital, in the words that errors in run files have."""
+    said = message.removeprefix(subject).strip().rstrip(".").partition(", unable to parse")[0]
+    said = said[0].lower() + said[1:]
+    return said.replace("input should be", "must be").replace("a valid integer", "a whole number")

@@ -1,0 +1,43 @@
+"""The file of a table of runs: its columns, and its rows as text."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from phalanx.spec.errors import UserError
+
+Row = Mapping[str, str]
+NEEDED = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "gpu_type", "tp", "pp", "global_batch")
+"""Columns without which no row can be predicted."""
+OPTIONAL = (
+    "id", "model", "params_b", "kv_heads", "experts", "topk", "gpus_per_node", "intra_bw", "inter_bw", "vpp", "dp",
+    "cp", "ep", "zero", "micro_batch", "recompute", "seq_parallel", "precision", "schedule", "facts",
+)  # fmt: skip
+"""Columns that are read where they are there; all others are not."""
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a CSV file by column.
+
+    Raises UserError for a file that cannot be read, or that lacks columns.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            table = csv.DictReader(file)
+            _check_header(path, table.fieldnames or ())
+            found = list(table)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError("--batch", str(path), f"cannot be read: {error}", "give a CSV file with a header") from None
+    return [{column: text or "" for column, text in row.items() if column} for row in found]
+
+
+def _check_header(path: Path, names: Sequence[str]) -> None:
+    known = f"needed are {', '.join(NEEDED)}; also read are {', '.join(OPTIONAL)}"
+    fix = f"give a CSV file whose first line names its columns, with commas between them: {known}"
+    if not names:
+        raise UserError("--batch", str(path), "is empty", fix)
+    missing = [column for column in NEEDED if column not in names]
+    if missing:
+        raise UserError("--batch", str(path), f"lacks the columns {', '.join(missing)}", fix)
