@@ -266,7 +266,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("text")
     for source in sorted(Path(json.__file__).parent.glob("*.py")):
-        for part, lines in enumerate(source.read_text().split("\n\n")[:60]):
+        for part, lines in enumerate(source.read_text().split("\n\n")[:16]):
             (folder / f"{source.stem}{part}.py").write_text(lines)
     return folder
 
