@@ -387,11 +387,11 @@ def test_the_first_bucket_may_be_small() -> None:
 def test_the_example_runs(data: str) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(
-        [sys.executable, *torchrun, str(EXAMPLE), data, "--steps", "24"],
+        [sys.executable, *torchrun, str(EXAMPLE), data, "--steps", "16"],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     losses = [float(loss) for loss in re.findall(r"training loss ([\d.]+)", ended.stdout)]
-    assert len(losses) == 3, ended.stdout
-    assert losses[2] < 0.7 * losses[0], ended.stdout
+    assert len(losses) == 2, ended.stdout
+    assert losses[1] < 0.7 * losses[0], ended.stdout
     assert ended.stdout.count("test accuracy") == 1, ended.stdout

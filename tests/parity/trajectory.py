@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,14 @@ GPT2: Table = {"qk_norm": "none", "positions": "learned", "norm": "layernorm", "
 STEPS = 20
 
 
+@cache
+def prepared_text() -> str:
+    """Where the runs of this process keep their tokens: text is prepared once for all that read the same files."""
+    folder = tempfile.mkdtemp(prefix="phalanx-parity-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def described(text: Path, out: Path, changes: Table) -> RunSpec:
     """A small run over the Python files of a directory, with some values changed ("section.key": value). The first by
     name is held out: a share would be drawn by path, and be another in every folder."""
@@ -39,7 +51,7 @@ def described(text: Path, out: Path, changes: Table) -> RunSpec:
         "name": "parity",
         "out": str(out),
         "model": DENSE,
-        "data": {"train": train, "held_out": [held_out], "tokenizer": "bytes", "cache": str(out / "cache")},
+        "data": {"train": train, "held_out": [held_out], "tokenizer": "bytes", "cache": prepared_text()},
         "training": {"steps": STEPS, "sequence": 32, "tokens_per_step": 8 * 32, "precision": "fp64"},
         "optimizer": {"warmup_steps": 3, "learning_rate": 0.01},
         "evaluation": {"tokens": 512},

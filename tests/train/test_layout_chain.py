@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from phalanx.data.prepare import prepare
 from phalanx.model.hf import export_hf, hf_weights
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
@@ -71,8 +72,7 @@ def test_one_run_through_four_layouts(tmp_path: Path) -> None:
 
     model = {key.removeprefix("model."): tensor for key, tensor in kept.items() if key.startswith("model.")}
     folder = tmp_path / "hf"
-    tokenizer = next(tmp_path.rglob("tokenizer*.json"))
-    export_hf(run.model, model, folder, tokenizer, 0, "fp32")
+    export_hf(run.model, model, folder, Path(prepare(run.data).tokenizer), 0, "fp32")
     read = hf_weights(folder)
     for key, tensor in model.items():
         assert torch.equal(read(key, tensor.shape), tensor.float()), key
