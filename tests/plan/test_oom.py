@@ -35,13 +35,13 @@ def make(
 
 
 C = memory_constants()
-SURE = exp(-1.644854 * C.spread)
+SURE = exp(-0.8416212336 * C.spread)
 """Of memory, what may be filled so that it is likely to be enough."""
 
 
 def small(gib: float, **more: Any) -> RunSpec:
     """A run on devices where it may hold so much: of theirs a GPU's libraries take their part, and some is margin."""
-    return make(cluster={"memory_bytes": ceil((gib + C.context_gib) * GIB / SURE)}, **more)
+    return make(cluster={"memory_bytes": ceil((C.fragmentation * gib + C.context_gib) * GIB / SURE)}, **more)
 
 
 def eight_billion(**layout: Any) -> RunSpec:
@@ -294,8 +294,8 @@ def test_a_gpu_keeps_some_memory_to_itself():
     on_gpu, on_cpu = (
         make(cluster={"preset": None, "device": device, "memory_bytes": 10**10}) for device in ("cuda", "cpu")
     )
-    assert limit_bytes(on_cpu) == pytest.approx(SURE * 10**10)
-    assert limit_bytes(on_gpu) == pytest.approx(SURE * 10**10 - C.context_gib * GIB)
+    assert C.fragmentation * limit_bytes(on_cpu) == pytest.approx(SURE * 10**10)
+    assert C.fragmentation * limit_bytes(on_gpu) == pytest.approx(SURE * 10**10 - C.context_gib * GIB)
     with pytest.raises(UserError, match=r"cluster\.memory_bytes"):
         limit_bytes(make(cluster={"preset": None}))
 

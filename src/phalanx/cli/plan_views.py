@@ -14,7 +14,7 @@ from phalanx.cost.footprint import GIB
 from phalanx.plan.beyond import Training, training
 from phalanx.plan.explain import MEANING, crossing, shares, what_ifs, why
 from phalanx.plan.predict import Prediction, Unpredicted
-from phalanx.plan.search import LIKELY, Option, Plan
+from phalanx.plan.search import LIKELY, SURE, Option, Plan
 from phalanx.plan.simulated import timeline
 from phalanx.report.breakdown import Bar, Breakdown
 from phalanx.spec.cluster import Cluster
@@ -40,12 +40,23 @@ def ranked(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | 
     console.print(table)
     console.print()
     limit = f"P(OOM) below {LIKELY:.0%}"
+    if (first := plan.options[0]).p_oom >= SURE:
+        console.print(_surer(plan, first), style="yellow", highlight=False, soft_wrap=True)
     console.print(f"*: no layout above it in this table takes less memory. All shown have {limit}.", style="dim")
     console.print("Steps within 0.1 % of each other count as alike: the simpler layout comes first.", style="dim")
     console.print("exposed: communication that nothing hides. --explain K says where time and memory go.", style="dim")
     console.print()
     for line in _training(run, training(run, world_size, plan.options[0], tokens)):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _surer(plan: Plan, first: Option) -> str:
+    """That the fastest layout may not fit, and what to take instead."""
+    said, sure = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%}).", plan.sure
+    if sure is None:
+        return f"{said} None shown is below {SURE:.0%}."
+    number, slower = plan.options.index(sure) + 1, sure.step_seconds / first.step_seconds - 1
+    return f"{said} The fastest below {SURE:.0%} is {number}, with steps {slower:.1%} longer: {sure.candidate}"
 
 
 def _training(run: RunSpec, whole: Training) -> list[str]:

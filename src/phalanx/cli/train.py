@@ -125,8 +125,8 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, measure: bool) -> int:
 
 
 def _planned(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
-    """The run with the layout that the planner puts first on so many ranks a node, and what it says of the first
-    ten."""
+    """The run with the fastest layout whose memory is almost surely enough on so many ranks a node, or if none is the
+    one with least risk, and what the planner says of the first ten."""
     import json
 
     from phalanx.cli.plan_views import facts
@@ -140,8 +140,8 @@ def _planned(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
     described = run.model_copy(update={"automatic": False, "cluster": cluster})
     with searching(cluster.ranks) as report:
         plan = best_plan(described, cluster.ranks, report=report)
-    best = plan.options[0].candidate
-    seconds = f"{plan.options[0].step_seconds:.3f} s a step predicted"
-    print(f"layout: {best} (of {plan.considered:,}; {seconds})", file=sys.stderr)
-    chosen = described.model_copy(update={"layout": best.layout()})
+    best = plan.sure or min(plan.options, key=lambda option: option.p_oom)
+    seconds = f"{best.step_seconds:.3f} s a step predicted"
+    print(f"layout: {best.candidate} (of {plan.considered:,}; {seconds})", file=sys.stderr)
+    chosen = described.model_copy(update={"layout": best.candidate.layout()})
     return chosen, json.dumps(facts(chosen, cluster.ranks, plan, top=10, tokens=None), indent=2)

@@ -18,7 +18,7 @@ k of them per token; q and kv are the widths of all query and of all key/value h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.cost.kept import Pass, attention, experts, head, inputs, mlp, mlp_gradients, norm, put_off, put_off_head
@@ -67,8 +67,17 @@ class ActivationBytes:
     @property
     def peak(self) -> int:
         """The most at one time: when the backward pass begins, or while something is computed again."""
-        in_blocks = max(self.total, self.recomputed) + self.mlp_gradients
-        return max(self.total + self.loss_gradients, in_blocks)
+        return max(self.at_loss, self.in_blocks())
+
+    @property
+    def at_loss(self) -> int:
+        """When the backward pass begins, with the loss."""
+        return self.total + self.loss_gradients
+
+    def in_blocks(self, done: float = 0.0) -> int:
+        """Inside a block of the backward pass of which a share is done: what those after it kept is free."""
+        kept, again = (1 - done) * self.total, self.recomputed - done * self.checkpoints
+        return round(max(kept, again)) + self.mlp_gradients
 
 
 @dataclass(frozen=True)
@@ -165,21 +174,23 @@ def put_off_bytes(
     return sum(put_off(spec, layer, run) for layer in stage.layers) + (put_off_head(spec, run) if stage.last else 0)
 
 
-def peak_in_flight(
+def in_flight(
     schedule: Schedule, rank: int, kept: Mapping[int, ActivationBytes], halves: Mapping[int, int]
-) -> int:
-    """The most that a rank of a pipeline has of activations at one time, in bytes, where each of its stages keeps so
-    much of a micro-batch from the forward to the backward pass, and so much between that pass's halves."""
+) -> Iterator[tuple[int, bool]]:
+    """The most that a rank of a pipeline has of activations at each of its passes, in bytes, and whether gradients of
+    its parameters are there by then. Each of its stages keeps so much of a micro-batch from the forward to the backward
+    pass, and so much between that pass's halves."""
     sizes = {stage: (of.total, of.peak) for stage, of in kept.items()}
-    held = peak = 0
+    held, trained = 0, False
     for stage, kind, _ in schedule.actions(rank):
         total, at_peak = sizes[stage]
         if kind == "F":
             held += total
-            peak = max(peak, held)
+            yield held, trained
         elif kind == "W":
+            trained = True
             held -= halves[stage]
         else:
-            peak = max(peak, held - total + at_peak)
+            yield held - total + at_peak, trained
+            trained = trained or kind == "B"
             held += (halves[stage] if kind == "I" else 0) - total
-    return peak

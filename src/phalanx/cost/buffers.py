@@ -1,11 +1,12 @@
-"""What ranks need for a moment to send and receive: an upper bound, for each strategy, of what it holds at one time.
+"""What ranks need for a moment to send and receive: for each strategy an upper bound of what it holds, and when.
 
 Symbols: N ranks that share one copy. A reduce-scatter sends a whole buffer of N parts, and an N-th comes of it; on a
 CPU, where gloo has none, a second whole buffer receives what all ranks send (`parallel.collectives`)."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from phalanx.cost.network import Strategy
 from phalanx.cost.precision import COMPUTED, KEPT, Precision
@@ -18,27 +19,38 @@ from phalanx.spec.run import RunSpec
 MIB = 2**20
 
 
-def communication_bytes(shapes: Shapes, run: RunSpec, strategy: Strategy, sizes: Degrees, accumulation: int) -> int:
-    """Of a rank that computes, under the strategy that its layout comes to. A parameter server's worker has none: what
-    it sends and receives are its gradients and parameters, or on a GPU in CPU memory."""
+@dataclass(frozen=True)
+class Sending:
+    """Buffers at a moment of a step's last micro-batch."""
+
+    done: float
+    """Share of its backward pass, from 0 when that begins to 1 at its end and at the update."""
+    bytes: int
+
+
+def sendings(shapes: Shapes, run: RunSpec, strategy: Strategy, sizes: Degrees, accumulation: int) -> list[Sending]:
+    """The moments at which a rank that computes may hold most, under the strategy that its layout comes to. A parameter
+    server's worker has none: what it sends and receives are its gradients and parameters, or on a GPU in CPU memory."""
     layout, precision, on_gpu = run.layout, run.training.precision, run.cluster.device == "cuda"
     wholes = 1 if on_gpu else 2
     match strategy:
         case "ddp" if layout.pp > 1:  # at the step's end all buckets are on their way
-            return KEPT[precision] * _whole(list(shapes.values())) if sizes.dp > 1 else 0
+            return [Sending(1.0, KEPT[precision] * _whole(list(shapes.values())))] if sizes.dp > 1 else []
         case "ddp":
-            return ddp_buffers(shapes, layout, KEPT[precision]) if sizes.dp > 1 else 0
+            return [Sending(0.0, ddp_buffers(shapes, layout, KEPT[precision]))] if sizes.dp > 1 else []
         case "zero1" | "zero2":
             whole_gradients = strategy == "zero1"
-            return zero_buffers(shapes, layout, sizes.dp_shard, COMPUTED[precision], whole_gradients, wholes)
+            found = zero_buffers(shapes, layout, sizes.dp_shard, COMPUTED[precision], whole_gradients, wholes)
+            return [replace(each, done=1.0) for each in found] if layout.pp > 1 else found
         case "zero3" | "hsdp":
             deferred = not on_gpu and sizes.dp_replicate == 1
             summed_twice = deferred and accumulation > 1 and layout.offload == "none"
             if layout.pp > 1:  # parameters stay gathered for the step
                 layout = layout.model_copy(update={"reshard": False})
-            return fsdp_buffers(shapes, layout, sizes.dp_shard, precision, wholes, summed_twice)
+            found = fsdp_buffers(shapes, layout, sizes.dp_shard, precision, wholes, summed_twice)
+            return [replace(each, done=0.0) for each in found] if layout.pp > 1 else found
         case "parameter_server":
-            return 0
+            return []
 
 
 def exchange_bytes(run: RunSpec, batch: int, place: int) -> int:
@@ -84,26 +96,31 @@ def ddp_buffers(shapes: Shapes, layout: Layout, number: int) -> int:
             return number * sum(map(elements, shapes.values())) + largest
 
 
-def zero_buffers(shapes: Shapes, layout: Layout, ranks: int, number: int, whole_gradients: bool, wholes: int) -> int:
-    """Of ZeRO-1 (`whole_gradients`) or ZeRO-2, the larger of two: a bucket's reduce-scatter, beside which ZeRO-2 keeps
-    the gradients of the next bucket until they are all there; or the gathers of a bucket and of the one before it, each
-    of an N-th and the whole. Buckets are as `parallel.zero` cuts them, with padded rows; those of offload may be
-    smaller."""
+def zero_buffers(
+    shapes: Shapes, layout: Layout, ranks: int, number: int, whole_gradients: bool, wholes: int
+) -> list[Sending]:
+    """Of ZeRO-1 (`whole_gradients`) or ZeRO-2, each bucket's reduce-scatter when its gradients are there, beside which
+    ZeRO-2 keeps those of the next bucket until they are all there; and after the update the gathers of a bucket and of
+    the one before it, each of an N-th and the whole. Buckets are as `parallel.zero` cuts them, with padded rows; those
+    of offload may be smaller."""
     if ranks == 1:
-        return 0
+        return []
     cut = buckets(shapes, layout.bucket_mb * MIB / number)
     owned = [sum(owned_elements(shape, ranks) for shape in bucket) for bucket in cut]
     filling = [0 if whole_gradients else _whole(bucket) for bucket in [*cut[1:], []]]
-    reduced = max(part * (wholes * ranks + 1) + more for part, more in zip(owned, filling, strict=True))
+    done = [size / sum(owned) for size in accumulate(owned)]
+    reduced = [part * (wholes * ranks + 1) + more for part, more in zip(owned, filling, strict=True)]
     gathered = max(before + part for before, part in pairwise([0, *owned])) * (ranks + 1)
-    return number * max(reduced, gathered)
+    at = [*zip(done, reduced, strict=True), (1.0, gathered)]
+    return [Sending(share, number * size) for share, size in at]
 
 
 def fsdp_buffers(
     shapes: Shapes, layout: Layout, ranks: int, precision: Precision, wholes: int, summed_twice: bool
-) -> int:
-    """Of ZeRO-3, the larger of two moments: when a block's gradients are there, or at the backward pass's end those of
-    the root unit, which is all that is in no block and stays gathered until then.
+) -> list[Sending]:
+    """Of ZeRO-3: what is gathered when the backward pass begins; when the first block's gradients are there, and the
+    last one's; and at the backward pass's end those of the root unit, which is all that is in no block and stays
+    gathered until then.
 
     Beside the root, `prefetch` blocks ahead and the block that computes are gathered (without `reshard` all), and when
     its gradients are copied to be sent, as much as is sent takes its place; those of the block before are then under
@@ -125,7 +142,10 @@ def fsdp_buffers(
     gathered = root + (ahead * block if layout.reshard else sum(blocks))
     in_blocks = computed * (gathered + early + block) + kept * block + reducing(block)
     at_the_end = max((computed + kept) * root + reducing(block), reducing(root))
-    return max(in_blocks, at_the_end) + (KEPT[precision] * (root + sum(blocks)) if summed_twice else 0)
+    sums = KEPT[precision] * (root + sum(blocks)) if summed_twice else 0
+    first = 1 / max(1, len(blocks))
+    at = (0.0, computed * gathered), (first, in_blocks), (1.0, max(in_blocks, at_the_end))
+    return [Sending(done, round(size + sums * done)) for done, size in at]
 
 
 def server_buffers(owned_bytes: int, workers: int, staleness: int | None) -> int:

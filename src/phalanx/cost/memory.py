@@ -3,17 +3,17 @@
 Exact, tested against the strategies to the byte: parameters, gradients and optimizer state of the fullest rank, split
 by rows with the remainder (not counted: buffers, and AdamW's step, 4 bytes a tensor). Estimates: activations, as
 `cost.activations` says of them, in a pipeline of all micro-batches in flight, and communication buffers
-(`cost.buffers`). Each part is the most of it at any
-time and these times differ, so that their total is rather more than a rank needs. Not in it: a gradient that is added
-to another, what an optimizer's step needs when activations are gone, the allocator's gaps, libraries, the process."""
+(`cost.buffers`). Each part is the most of it at any time, and these times differ: the total is the most at one time.
+Not in it: a gradient that is added to another, the allocator's gaps, libraries, the process."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.cost.activations import activation_bytes, peak_in_flight, put_off_bytes, stages_of
-from phalanx.cost.buffers import communication_bytes, exchange_bytes, server_buffers
+from phalanx.cost.activations import ActivationBytes, Stage, activation_bytes, in_flight, put_off_bytes, stages_of
+from phalanx.cost.buffers import Sending, exchange_bytes, sendings, server_buffers
 from phalanx.cost.network import Strategy
 from phalanx.cost.parameters import ParameterCount
 from phalanx.cost.precision import COMPUTED, KEPT, Precision
@@ -126,6 +126,8 @@ class RankMemory:
     """Resting in CPU memory or files; not in `total`."""
     in_files: int = 0
     """Of what is offloaded."""
+    apart: int = 0
+    """What the most of all parts add up to beyond the most of all of them together."""
 
     @property
     def state(self) -> int:
@@ -139,8 +141,8 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Bytes on the device."""
-        return self.state + self.working
+        """Bytes on the device, the most at one time."""
+        return self.state + self.working - self.apart
 
     @property
     def host(self) -> int:
@@ -187,18 +189,63 @@ def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
     layout, sizes = run.layout, degrees(run.layout, world_size)
     data, cut = sizes.as_data(sharded=layout.data in SHARDED), cut_batch(run, world_size)
     strategy = runs_as(layout, data.dp_shard)
-    activations = _activations(run, cut, strategy)
+    # DDP's buckets are there all the time; else gradients are dropped when they were used.
+    stays = cut.accumulation > 1 or (strategy == "ddp" and data.dp > 1 and not layout.unused_parameters)
     found = []
     for place, rank in enumerate(rank_shapes(run, world_size)):
         state, offloaded, in_files = _rests(run, rank, strategy)
-        communication = communication_bytes(rank.dense, run, strategy, data, cut.accumulation)
+        sent = sendings(rank.dense, run, strategy, data, cut.accumulation)
         if rank.apart:
             same = replace(data, dp_replicate=1, dp_shard=rank.apart_shards)
-            communication += communication_bytes(rank.apart, run, strategy, same, cut.accumulation)
-        communication += exchange_bytes(run, cut.micro_batch, place)
-        held = state.parameters, state.gradients, state.optimizer
-        found.append(RankMemory(*held, activations[place], communication, offloaded, in_files))
+            sent = _beside(sent, sendings(rank.apart, run, strategy, same, cut.accumulation))
+        exchange = exchange_bytes(run, cut.micro_batch, place)
+        if layout.pp == 1:
+            activations = _activations(run, cut, strategy)
+            most, moments = activations.peak, _moments(state, stays, activations, exchange, sent)
+        else:
+            passes = list(_in_flight(run, cut, strategy, place))
+            most, moments = max(size for size, _ in passes), _moments_in_flight(state, passes, exchange, sent)
+        parts = RankMemory(
+            state.parameters, state.gradients, state.optimizer, most,
+            exchange + max((each.bytes for each in sent), default=0), offloaded, in_files,
+        )  # fmt: skip
+        found.append(replace(parts, apart=max(0, parts.total - max(moments))))
     return found
+
+
+def _beside(sent: list[Sending], others: list[Sending]) -> list[Sending]:
+    """Each moment of two with the most of the other."""
+    most, more = (max((each.bytes for each in of), default=0) for of in (sent, others))
+    return [replace(each, bytes=each.bytes + more) for each in sent] + [
+        replace(each, bytes=each.bytes + most) for each in others
+    ]
+
+
+def _moments(
+    state: StateBytes, stays: bool, activations: ActivationBytes, exchange: int, sent: list[Sending]
+) -> Iterator[int]:
+    """Bytes when the backward pass begins, at every moment of sending, and when it ends. Gradients come as activations
+    go, or are there from the beginning."""
+    always, gradients = state.parameters + state.optimizer, state.gradients
+    gathered = max((each.bytes for each in sent if each.done == 0), default=0)
+    begin = max(activations.at_loss, activations.in_blocks() + exchange)
+    yield always + (gradients if stays else 0) + begin + gathered
+    for each in sent:
+        there = gradients if stays else round(each.done * gradients)
+        yield always + there + activations.in_blocks(each.done) + exchange + each.bytes
+    yield always + gradients + activations.in_blocks(1.0) + exchange
+
+
+def _moments_in_flight(
+    state: StateBytes, passes: list[tuple[int, bool]], exchange: int, sent: list[Sending]
+) -> Iterator[int]:
+    """The same of a pipeline, of each of a rank's passes and at the step's end."""
+    always = state.parameters + state.optimizer
+    gathered = max((each.bytes for each in sent if each.done == 0), default=0)
+    for size, trained in passes:
+        yield always + (state.gradients if trained else 0) + size + exchange + gathered
+    for each in sent:
+        yield always + state.gradients + each.bytes
 
 
 def in_files_bytes(run: RunSpec, world_size: int) -> int:
@@ -221,17 +268,21 @@ def _rests(run: RunSpec, rank: Held, strategy: Strategy) -> tuple[StateBytes, in
     return kept, offloaded, in_files if layout.offload == "nvme" else 0
 
 
-def _activations(run: RunSpec, cut: Cut, strategy: Strategy) -> list[int]:
-    """The most that a rank at each place of the pipeline has of activations."""
-    layout, masked, autocast = run.layout, run.data.mask_documents, strategy in ("ddp", "parameter_server")
-    sizes = run.model, cut.micro_batch, run.training.sequence, run.training.precision, layout, autocast
-    if layout.pp == 1:
-        return [activation_bytes(*sizes, masked).peak]
-    schedule = schedule_of(layout, cut.accumulation)
-    stages = stages_of(stage_layers(run), schedule)
-    kept = {index: activation_bytes(*sizes, masked, stage) for index, stage in enumerate(stages)}
-    halves = {index: put_off_bytes(*sizes, stage) for index, stage in enumerate(stages)}
-    return [peak_in_flight(schedule, rank, kept, halves) for rank in range(layout.pp)]
+def _activations(run: RunSpec, cut: Cut, strategy: Strategy, stage: Stage | None = None) -> ActivationBytes:
+    """Of a micro-batch, in a pipeline on one of its stages."""
+    autocast = strategy in ("ddp", "parameter_server")
+    sizes = run.model, cut.micro_batch, run.training.sequence, run.training.precision, run.layout, autocast
+    return activation_bytes(*sizes, run.data.mask_documents, stage)
+
+
+def _in_flight(run: RunSpec, cut: Cut, strategy: Strategy, place: int) -> Iterator[tuple[int, bool]]:
+    """What a rank at a place of the pipeline has of activations at each of its passes, and whether of gradients."""
+    schedule = schedule_of(run.layout, cut.accumulation)
+    autocast = strategy in ("ddp", "parameter_server")
+    sizes = run.model, cut.micro_batch, run.training.sequence, run.training.precision, run.layout, autocast
+    stages = dict(enumerate(stages_of(stage_layers(run), schedule)))
+    kept = {index: _activations(run, cut, strategy, stage) for index, stage in stages.items()}
+    return in_flight(schedule, place, kept, {index: put_off_bytes(*sizes, stage) for index, stage in stages.items()})
 
 
 def _server(run: RunSpec, world_size: int) -> RankMemory:

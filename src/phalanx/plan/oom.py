@@ -43,14 +43,11 @@ class Effect:
     settings: tuple[str, ...]
     """What changed, as `--set` takes it."""
     freed: Mapping[str, int]
-    """Bytes by part; negative where more is held."""
+    """Bytes by part, each at its most; negative where more is held."""
+    freed_bytes: int
+    """Of the most at one time, on the fullest rank."""
     held: Held | None
     problem: str = ""
-
-    @property
-    def freed_bytes(self) -> int:
-        """On the fullest rank."""
-        return sum(self.freed.values())
 
 
 @dataclass(frozen=True)
@@ -213,10 +210,11 @@ def best_of(remedy: Remedy, run: RunSpec, since: RunSpec, before: Held) -> Effec
             problem = str(error).partition("\n")[0]
             continue
         freed = {part: getattr(before.memory, part) - getattr(after.memory, part) for part in PARTS}
-        tried.append(Effect(remedy, changed, settings(since, changed), freed, after))
+        total = before.memory.total - after.memory.total
+        tried.append(Effect(remedy, changed, settings(since, changed), freed, total, after))
         if after.fits:
             return tried[-1]
-    return max(tried, key=lambda effect: effect.freed_bytes, default=Effect(remedy, None, (), {}, None, problem))
+    return max(tried, key=lambda effect: effect.freed_bytes, default=Effect(remedy, None, (), {}, 0, None, problem))
 
 
 def settings(before: RunSpec, after: RunSpec) -> tuple[str, ...]:

@@ -37,9 +37,12 @@ PARTS = (*STATE, "activations", "communication")
 WORKING = (*STATE, "working")
 """Ranks that share a model send each other activations: what came counts as communication when it is measured, and so
 only both together say something."""
+TOTAL = "total"
+"""The most at one time, which is less than the most of each part: these come at different times."""
 NOTE = (
-    "bytes of the fullest rank; of communication at most so much is predicted; sent: around a ring, of the operations "
-    "asked for (on gloo a reduce-scatter is made of an all-to-all and a sum)"
+    "bytes of the fullest rank, parts at the most of each, total at one time; of communication at most so much is "
+    "predicted; sent: around a ring, of the operations asked for (on gloo a reduce-scatter is made of an all-to-all "
+    "and a sum)"
 )
 
 
@@ -154,6 +157,8 @@ def beside(run: RunSpec, world_size: int, measured: list[dict[str, Any]]) -> lis
             when = "held_bytes" if part in STATE else "peak_bytes"
             got = max(rank[when].get(part, 0) for rank in ranks)
             rows.append({"role": role, "what": part, "predicted": getattr(predicted, part), "measured": got})
+        whole = max(rank["peak_bytes"]["total"] for rank in ranks)
+        rows.append({"role": role, "what": TOTAL, "predicted": predicted.total, "measured": whole})
         # PowerSGD sends from callbacks of other threads, where nothing is recorded.
         sent = {} if run.layout.compress == "powersgd" else by_operation(traffic.get(role, []))
         for operation, size in sent.items():
@@ -195,7 +200,7 @@ def as_text(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'':8} {'':14} {'predicted':>14} {'measured':>14}  measured / predicted"]
     for row in rows:
         share = f"{row['measured'] / row['predicted']:.3f}" if row["predicted"] else ""
-        kind = "held" if row["what"] in (*PARTS, *WORKING) else "got" if row["what"] == "recv" else "sent"
+        kind = "held" if row["what"] in (*PARTS, *WORKING, TOTAL) else "got" if row["what"] == "recv" else "sent"
         what = f"{row['role']:8} {kind:4} {row['what']:14}"
         lines.append(f"{what} {row['predicted']:>14,} {row['measured']:>14,}  {share}")
     return "\n".join([*lines, NOTE])
