@@ -334,6 +334,7 @@ NEAR += [Row("hsdp-2x2", 4, {"layout.data": "hsdp", "layout.dp_shard": 2}, accum
 NEAR += [Row("zero2", 2, {"layout.data": "zero2"}, accumulation=2)]
 NEAR += [pipeline("1f1b", 2, 2), pipeline("zb-h1", 2, 4, layout__data="zero1")]
 NEAR += [pipeline("1f1b", 2, 4, layout__data="zero3")]
+NEAR += [pipeline("zb-h1", 2, 4, layout__data="zero3", training__tokens_per_step=4 * 32)]
 NEAR += [tensor(2, 2), tensor(2, 4, layout__data="zero1", **APART), tensor(2, 4, layout__data="zero3")]
 NEAR += [context(2, 2), context(2, 2, **ULYSSES), context(2, 4, layout__data="zero3")]
 NEAR += [expert(2, 2), expert(2, 4, layout__tp=2, layout__data="zero3")]
@@ -353,6 +354,20 @@ def test_bf16_is_near_one_process(row: Row, model: str, text: Path, length: dict
     run, expected = described(text, tmp_path, changes), reference(text, model, changes)
     result = ranks(row.ranks).run(proof, run)[0]
     assert [loss for loss, _ in result] == pytest.approx([loss for loss, _ in expected], rel=0.02)
+
+
+@pytest.mark.parametrize(("sequences", "offload"), [(2, "none"), (4, "cpu"), (8, "none")])
+def test_halves_of_backward_passes_add_up_as_whole_ones_do_in_bf16(
+    sequences: int, offload: str, text: Path, length: dict[str, Any], tmp_path: Path
+) -> None:
+    """Over micro-batches in fp32, to the last bit, also where all second halves come after the last first half."""
+    changes = {"layout.data": "zero3", "layout.offload": offload, "training.tokens_per_step": sequences * 32}
+    changes |= {"model": MODELS["deep-moe"], "training.precision": "bf16", **length}
+    whole, halves = (
+        described(text, tmp_path / schedule, {**changes, **pipeline(schedule, 2, 4).changes})
+        for schedule in ("1f1b", "zb-h1")
+    )
+    assert ranks(4).run(proof, halves) == ranks(4).run(proof, whole)
 
 
 def test_a_schedule_from_a_file_equals_one_process(text: Path, length: dict[str, Any], tmp_path: Path) -> None:

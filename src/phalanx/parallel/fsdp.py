@@ -121,6 +121,11 @@ class FullySharded(Strategy):
         self.root.set_reshard_after_backward(now)
         self.root.set_is_last_backward(now)
 
+    def end_weights(self) -> None:
+        """FSDP2 adds a pass's gradients up, in the dtype in which it reduces them, when the pass ends. What tells it so
+        hangs on the units' inputs and outputs, which this pass did not reach."""
+        self.root._get_fsdp_state()._root_post_backward_final_callback()
+
     def collect(self) -> None:
         """What FSDP2 does when a backward pass ends, once for all of a pipeline's step (as PyTorch's own pipelining
         does it, `_PipelineStageBase.perform_reduce_grad`)."""

@@ -197,6 +197,7 @@ class Pipeline(Strategy):
                 links.send(Action(stage, "F", index), of.out.detach())
         elif kind == "W":
             finish_weights(under_way.put_off.pop(key))
+            self.inner.end_weights()
         else:
             of = held.pop(key)
             if kind == "I":

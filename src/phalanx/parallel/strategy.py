@@ -101,6 +101,9 @@ class Strategy:
         """The loss of a micro-batch that nothing is learned from; 0 on a rank without the last stage."""
         return losses(self.model, micro)[0]
 
+    def end_weights(self) -> None:
+        """After a backward pass that reached weights alone, as the second half of one does."""
+
     def collect(self) -> None:
         """After a step's backward passes, of which none was said to be the last: bring the gradients to who trains."""
 
