@@ -28,6 +28,7 @@ NOTES = (
     "exact: parameters, gradients, optimizer state (of the fullest rank)",
     "estimated: activations of one micro-batch (in a pipeline of those in flight) at their peak, and an upper bound of "
     "communication buffers; not counted: allocator, libraries",
+    "total: the most at one time, less than the parts together, whose peaks come at different times",
 )
 
 

@@ -24,6 +24,7 @@ from phalanx.cost.step import step_seconds
 from phalanx.plan.candidates import candidate_of, jobs_of
 from phalanx.plan.describe import Numbers, half_width_of, times_of
 from phalanx.plan.posterior import Prior, decided, left_out, mode
+from phalanx.plan.search import held_and_host
 from phalanx.spec.cluster import Cluster, Measured
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import cluster_table, load_machine, load_run
@@ -52,11 +53,14 @@ class MeasuredRun:
     """The most that the process of rank 0 held."""
     peak_flops: float | None
     """Of a rank, as it was measured or known when the run began."""
+    tensor_bytes: float | None = None
+    """The most that tensors of rank 0 held at one time, where the run measured that (`--measure-memory`)."""
 
     @property
-    def held_bytes(self) -> int:
+    def held_bytes(self) -> float:
         """Counted of its tensors, on rank 0."""
-        return next(iter(rank_memory(self.run, self.ranks).values())).total
+        first = next(iter(rank_memory(self.run, self.ranks).values()))
+        return held_and_host(self.run.cluster, [first])[0]
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ def read_measured_run(directory: Path) -> MeasuredRun:
         if (record.get("ranks"), record.get("began_after")) != (ranks, records[-1].get("began_after")):
             break
         last.append(record)
-    settled = last[::-1][WARM_UP:]
+    measured = _measured_step(directory)
+    settled = [record for record in last[::-1][WARM_UP:] if record["step"] != measured.get("step")]
     if len(settled) < LEAST_STEPS:
         problem = f"has {len(last)} steps; the first {WARM_UP} do not count, and {LEAST_STEPS} more are needed"
         raise UserError("run directory", str(directory), problem, "raise training.steps")
@@ -98,14 +103,21 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     mfu, flops = settled[-1].get("mfu"), training_flops_per_token(run.model, run.training.sequence)
     peak = settled[-1]["tokens_per_second"] * flops / ranks / mfu if mfu else None
     seconds = statistics.median(record["step_seconds"] for record in settled)
-    return MeasuredRun(directory.name, run, ranks, seconds, settled[-1]["peak_memory_bytes"], peak)
+    tensors = measured.get("peak_bytes", {}).get("total")
+    return MeasuredRun(directory.name, run, ranks, seconds, settled[-1]["peak_memory_bytes"], peak, tensors)
+
+
+def _measured_step(directory: Path) -> dict[str, Any]:
+    """What rank 0 measured from inside, in one step that took longer for it; empty where none did."""
+    file = directory / "measured" / "rank-00000.json"
+    return _record(file, file.read_text()) if file.is_file() else {}
 
 
 def _record(file: Path, line: str) -> dict[str, Any]:
     try:
         return dict(json.loads(line))
     except (ValueError, TypeError):
-        raise UserError("run directory", str(file), f"has a line that is not JSON: {line[:40]}", "mend it") from None
+        raise UserError("run directory", str(file), f"is not JSON: {line[:40]}", "mend it") from None
 
 
 def calibrate(runs: Sequence[MeasuredRun], machine: Cluster) -> Calibration:
