@@ -18,7 +18,7 @@ from phalanx.train.setup import to_toml
 TRUTH = {"gemm_0": 0.6, "hbm_0": 0.3, "link": 0.1, "overlap": 0.4, "optimizer_passes": 30.0, "step_seconds": 0.02}
 """What the constants are on an imagined machine."""
 MACHINE = load_machine("cpu").model_copy(update={"cores": 2})
-PROCESS, SHARE = 400 * 2**20, 1.1
+PROCESS, SHARE, BUFFERS = 400 * 2**20, 1.1, 0.7
 
 
 def described(ranks: int, precision: str = "fp32", **layout: object) -> RunSpec:
@@ -30,8 +30,9 @@ def described(ranks: int, precision: str = "fp32", **layout: object) -> RunSpec:
 def imagined(ranks: int, **layout: object) -> MeasuredRun:
     """A run as the model has it with the imagined constants."""
     measured = Measured(
-        runs=1, precision="fp32", time=TRUTH, decided=[], log_half_width=0.1, process_bytes=PROCESS, memory_share=SHARE
-    )
+        runs=1, precision="fp32", time=TRUTH, decided=[], log_half_width=0.1, process_bytes=PROCESS,
+        memory_share=SHARE, buffer_share=BUFFERS,
+    )  # fmt: skip
     blank = MeasuredRun(str(layout), described(ranks, **layout), ranks, 1.0, 1.0, None)
     seconds, _, memory = predicted(MACHINE.model_copy(update={"measured": measured}), blank)
     return replace(blank, step_seconds=seconds, memory_bytes=memory)
@@ -75,6 +76,7 @@ def test_it_explains_what_it_has_seen_better_than_before(found):
     np.testing.assert_allclose(found.after, truth, rtol=0.03)
     np.testing.assert_allclose(found.memory, [run.memory_bytes for run in SEEN], rtol=0.005)
     assert found.machine.measured.process_bytes == pytest.approx(PROCESS, rel=0.02)
+    assert found.machine.measured.buffer_share == pytest.approx(BUFFERS, rel=0.1)
 
 
 def test_it_says_what_the_runs_decide(found):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from phalanx.cost.compute import training_flops_per_token
 from phalanx.cost.constants import time_constants
 from phalanx.cost.jobs import Jobs, columns
-from phalanx.cost.memory import rank_memory
+from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.cost.step import step_seconds
 from phalanx.plan.candidates import candidate_of, jobs_of
 from phalanx.plan.describe import Numbers, half_width_of, times_of
@@ -33,8 +33,9 @@ from phalanx.spec.run import RunSpec
 WARM_UP = 2
 """Steps at the start of a run that do not count: memory is new, and data-parallel buckets are not settled."""
 LEAST_STEPS = 3
-SHARE_PRIOR, MEMORY_NOISE = 0.2, 0.03
-"""Of the bytes of memory for each that is counted, about 1; of the logarithm of a process's memory."""
+SHARE_PRIOR, BUFFER_PRIOR, MEMORY_NOISE = 0.2, 2.0, 0.03
+"""Of the bytes of memory for each that is counted, about 1, and for each of buffers more, about 0; of the logarithm of
+a process's memory."""
 HALF = 1.2816
 """Standard deviations of a normal distribution on each side of the middle 80 %."""
 Array = NDArray[np.float64]
@@ -57,10 +58,14 @@ class MeasuredRun:
     """The most that tensors of rank 0 held at one time, where the run measured that (`--measure-memory`)."""
 
     @property
-    def held_bytes(self) -> float:
+    def memory(self) -> RankMemory:
         """Counted of its tensors, on rank 0."""
-        first = next(iter(rank_memory(self.run, self.ranks).values()))
-        return held_and_host(self.run.cluster, [first])[0]
+        return next(iter(rank_memory(self.run, self.ranks).values()))
+
+    @property
+    def held_bytes(self) -> float:
+        """The most of these at one time, with what it offloads on a CPU."""
+        return held_and_host(self.run.cluster.model_copy(update={"measured": None}), [self.memory])[0]
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ def calibrate(runs: Sequence[MeasuredRun], machine: Cluster) -> Calibration:
     prior = Prior(times_of(machine))
     z = mode(prior, jobs, truth)
     constants, apart = prior.constants(z), left_out(prior, jobs, truth, z)
-    process, share, memory = _memory(runs)
+    process, share, buffers, memory = _memory(runs)
     measured = known.model_copy(
         update={
             "time": {name: value for name, value in asdict(constants).items() if value != published[name]},
@@ -152,6 +157,7 @@ def calibrate(runs: Sequence[MeasuredRun], machine: Cluster) -> Calibration:
             "log_half_width": HALF * float(np.sqrt(np.mean(apart**2))),
             "process_bytes": round(process),
             "memory_share": share,
+            "buffer_share": buffers,
         }
     )
     before, after = (
@@ -195,15 +201,20 @@ def _numbers(measured: MeasuredRun, machine: Cluster) -> Numbers:
     return {field.name: float(getattr(jobs, field.name)[0]) for field in fields(Jobs)}
 
 
-def _memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, Array]:
-    """Bytes of a process that trains nothing, bytes of memory for each counted one, and what they predict."""
+def _memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, float, Array]:
+    """Bytes of a process that trains nothing, bytes of memory for each counted one, how many more each byte of buffers
+    counts, and what they predict. None is below 0: the least is taken out, and the others explain the memory alone."""
     held, peak = np.array([run.held_bytes for run in runs], float), np.array([run.memory_bytes for run in runs])
-    rows = np.vstack([np.stack([1 / peak, held / peak], axis=1) / MEMORY_NOISE, [[0, 1 / SHARE_PRIOR]]])
-    wanted = np.append(np.ones(len(runs)) / MEMORY_NOISE, 1 / SHARE_PRIOR)
-    process, share = np.linalg.lstsq(rows, wanted, rcond=None)[0]
-    if process < 0:  # nothing but tensors: then these alone are to explain it
-        process, share = 0.0, float(np.sum(held / peak) / np.sum((held / peak) ** 2))
-    return float(process), float(share), process + share * held
+    buffers = np.array([run.memory.communication for run in runs], float)
+    columns = np.stack([np.ones(len(runs)), held, buffers], axis=1)
+    priors = np.diag([0.0, 1 / SHARE_PRIOR, 1 / BUFFER_PRIOR])
+    rows = np.vstack([columns / peak[:, None] / MEMORY_NOISE, priors])
+    wanted = np.concatenate([np.ones(len(runs)) / MEMORY_NOISE, priors @ [0.0, 1.0, 0.0]])
+    kept = [0, 1, 2]
+    while (found := np.linalg.lstsq(rows[:, kept], wanted, rcond=None)[0]).min() < 0:
+        del kept[int(found.argmin())]
+    process, share, more = (float(found[kept.index(at)]) if at in kept else 0.0 for at in range(3))
+    return process, share, more / share, columns[:, kept] @ found
 
 
 def predicted(machine: Cluster, measured: MeasuredRun) -> tuple[float, float, float]:
@@ -214,5 +225,6 @@ def predicted(machine: Cluster, measured: MeasuredRun) -> tuple[float, float, fl
     known = machine.measured
     if known is None:
         raise ValueError("the machine is not calibrated")
-    memory = known.memory_share * measured.held_bytes + known.process_bytes
+    more = known.buffer_share * measured.memory.communication
+    memory = known.memory_share * (measured.held_bytes + more) + known.process_bytes
     return float(step_seconds(times_of(machine), jobs).total[0]), width, memory

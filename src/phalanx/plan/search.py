@@ -215,9 +215,11 @@ def counted(run: RunSpec, world_size: int, option: Option) -> Option:
 
 
 def held_and_host(cluster: Cluster, places: Collection[RankMemory]) -> tuple[float, float]:
-    """The most bytes that a rank has on its device, and in CPU memory of what it offloads; on a CPU both are there."""
-    host = max(place.host for place in places)
-    return float(max(place.total for place in places) + (host if cluster.device == "cpu" else 0)), float(host)
+    """The most bytes that a rank has on its device, and in CPU memory of what it offloads; on a CPU both are there.
+    Runs on a machine may have shown that buffers of communication take more than they are counted."""
+    host, more = max(place.host for place in places), cluster.measured.buffer_share if cluster.measured else 0.0
+    device = max(place.total + more * place.communication for place in places)
+    return float(device + (host if cluster.device == "cpu" else 0)), float(host)
 
 
 def held_risk(cluster: Cluster, held_bytes: float, host_bytes: float) -> float:

@@ -27,6 +27,8 @@ class Measured(Spec):
     """Of a rank's memory, what is there whatever it trains."""
     memory_share: float = Field(gt=0)
     """Bytes of memory for each that is counted of a run's tensors."""
+    buffer_share: float = Field(0.0, ge=0)
+    """Of each byte of buffers of communication, how many more count as a tensor's: what libraries hold beside them."""
 
 
 class Cluster(Spec):
