@@ -5,6 +5,7 @@ import pty
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -189,6 +190,23 @@ def test_mistakes_are_explained(run, tmp_path):
         shown(run)
 
 
+def test_a_first_layout_that_may_not_fit_is_not_what_is_written(tmp_path):
+    run, written = tmp_path / "run.toml", tmp_path / "written.toml"
+    run.write_text(
+        '[model]\npreset = "llama3-8b"\n[training]\nsequence = 8192\ntokens_per_step = 4194304\n', encoding="utf-8"
+    )
+    said = " ".join(shown(run, "--machine", "h100", "--nodes", 8, "--top", 1, "--out", written).split())
+    facts = json.loads(shown(run, "--machine", "h100", "--nodes", 8, "--json"))
+    first, *others = facts["layouts"]
+    sure = next(layout for layout in others if layout["p_oom"] < 0.05)
+    assert 0.05 <= first["p_oom"] < 0.2
+    assert f"Layout 1 may not fit (P(OOM) {first['p_oom']:.0%})" in said
+    assert sure["candidate"] in said
+    assert facts["taken"] == sure["candidate"]
+    taken = load_run(written, environment={}).layout.model_dump(exclude_defaults=True)
+    assert sure["layout"].items() <= taken.items()
+
+
 def test_it_answers_without_torch(run):
     assert commands.imported("plan", run, "--machine", "a100") == {"numpy", "pydantic"}
 
@@ -198,11 +216,14 @@ def test_a_bar_on_a_terminal_and_nowhere_else(run):
     quiet = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert quiet.stderr == ""
     ours, its = pty.openpty()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=its, text=True) as process:
-        os.close(its)
-        drawn = b"".join(iter(partial(written_to, ours), b"")).decode()
-        assert process.stdout.read() == quiet.stdout
-    assert re.search(r"evaluating layouts.* [\d,]+/[\d,]+|counting what the fastest hold.* \d+/10", drawn)
+    with tempfile.TemporaryFile("w+") as answer:  # a pipe would be full before the bar is read
+        with subprocess.Popen(command, stdout=answer, stderr=its, text=True):
+            os.close(its)
+            drawn = b"".join(iter(partial(written_to, ours), b"")).decode()
+        answer.seek(0)
+        assert answer.read() == quiet.stdout
+    assert re.search(r"evaluating layouts.* [\d,]+/[\d,]+", drawn)
+    assert re.search(r"counting what the fastest hold.* \d+/10", drawn)
     assert len(json.loads(quiet.stdout)["layouts"]) == 10
 
 

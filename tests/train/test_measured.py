@@ -170,7 +170,11 @@ PROPORTIONED = {"vocab": 1024, "width": 128, "layers": 6, "heads": 4, "ffn": 384
 AT_ONE_TIME: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (1, {"layout.recompute": "full"}),
+    (1, {"layout.recompute": "selective"}),
+    *[(1, {"layout.recompute": "full", "optimizer.name": name}) for name in ("muon", "sgd")],
     *[(n, {"layout.data": data}) for n in (2, 4) for data in ("ddp", "zero1", "zero2", "zero3")],
+    (2, {"layout.data": "parameter_server"}),
+    (4, {"layout.pp": 2, "layout.data": "zero3"}),
     (4, {"layout.data": "hsdp", "layout.dp_shard": 2}),
     *[(2, {"layout.pp": 2, "layout.schedule": schedule}) for schedule in ("gpipe", "1f1b", "zb-h1")],
     (4, {"layout.pp": 2, "layout.data": "zero1"}),
@@ -188,7 +192,7 @@ def test_the_most_at_one_time_is_within_5_percent(
     """Gradients come while activations go, and buffers are there at their own times: all together are much less than
     the most of each."""
     shared = changes.get("layout.pp", 1) * changes.get("layout.tp", 1) * changes.get("layout.cp", 1)
-    sequences = 2 * micro_batches * world_size // shared * (2 if "layout.pp" in changes else 1)
+    sequences = 2 * micro_batches * world_size // shared
     numbers = {"training.precision": "fp32", "training.sequence": 256, "training.tokens_per_step": sequences * 256}
     numbers |= {"layout.micro_batch": 2, "data.mask_documents": False, "model": PROPORTIONED}
     run = described(text, tmp_path, {**numbers, **changes})

@@ -19,6 +19,7 @@ NOTES = (
     "step: the planner's time; - where it does not know (machines without speeds or not calibrated in this precision, "
     "some choices)",
     "alone: as little of the change as makes the run fit, or what frees most",
+    "parts are at the most of each, which comes at different times: all at one time are less; fits: P(OOM) below 5%",
 )
 
 
@@ -28,7 +29,7 @@ def show(run: RunSpec, found: Diagnosis) -> None:
     _head(console, run, found)
     order = "" if found.now.fits else ": those that make it fit, then those that help but do not suffice"
     console.print(f"\neach change alone, cheapest first{order}", style="bold")
-    table = _table("change", "frees GiB", "of that", "GiB then", "step s", "", "--set", "costs")
+    table = _table("change", "frees GiB", "most in", "GiB then", "step s", "", "--set", "costs")
     for effect in found.alone:
         if effect.held is not None:
             _row(table, effect, found.now, " ".join(effect.settings), effect.remedy.costs)
@@ -66,7 +67,7 @@ def _head(console: Console, run: RunSpec, found: Diagnosis) -> None:
 def _steps(console: Console, found: Diagnosis) -> None:
     console.print("\none after the other, until it fits", style="bold")
     if found.steps:
-        table, before = _table("change", "frees GiB", "of that", "GiB then", "step s", ""), found.now
+        table, before = _table("change", "frees GiB", "most in", "GiB then", "step s", ""), found.now
         for effect in found.steps:
             before = _step(table, effect, before)
         console.print(table)
@@ -116,7 +117,7 @@ def _row(table: Table, effect: Effect, before: Held, *more: str) -> None:
 
 
 def _table(*headers: str) -> Table:
-    left = ("change", "--set", "of that", "", "costs")
+    left = ("change", "--set", "most in", "", "costs")
     columns = [
         Column(header, justify="left" if header in left else "right", no_wrap=header not in ("--set", "costs"))
         for header in headers

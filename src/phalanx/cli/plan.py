@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 USUAL_DEVICES = 8
 """Of a node, where nothing is said."""
+SEARCHED = 10
+"""Layouts that are looked for at least: among them may be a surer one than the first."""
 SEARCHED_FOR_EXPORT = 100
 """Layouts among which one is looked for that a trainer can express."""
 
@@ -41,7 +43,7 @@ def plan(
         tuple[str, str] | None, typer.Option(help="Two side by side: layouts, or numbers of the table.", metavar="A B")
     ] = None,
     export: Annotated[
-        str | None, typer.Option(help="The best for megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")
+        str | None, typer.Option(help="The layout for megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the run with the best layout.", metavar="FILE")] = None,
     batch: Annotated[Path | None, typer.Option(help="Predict each row of a table.", metavar="FILE.csv")] = None,
@@ -85,10 +87,10 @@ def plan(
         _show_diff(described, world_size, diff)
         return
     yours = _yours(described, world_size, why_not) if why_not is not None else None
-    found = _search(described, world_size, max(top, explain or 1, SEARCHED_FOR_EXPORT if export else 1))
+    found = _search(described, world_size, max(top, explain or 1, SEARCHED_FOR_EXPORT if export else SEARCHED))
     best = found.options[0]
     if out is not None:
-        _write(described, best, out)
+        _write(described, found.taken, out)
     if export is not None:
         _export(described, world_size, found, export)
     elif yours is not None:
@@ -149,7 +151,7 @@ def _write(run: RunSpec, option: Option, file: Path) -> None:
         file.write_text(to_toml(run.model_copy(update={"layout": option.candidate.layout()})))
     except OSError as error:
         raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
-    print(f"wrote {file}: phalanx train {file}", file=sys.stderr)
+    print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}): phalanx train {file}", file=sys.stderr)
 
 
 def on_machines(
@@ -262,12 +264,13 @@ def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
 
 
 def _export(run: RunSpec, world_size: int, found: Plan, trainer: str) -> None:
-    """The fastest layout that a trainer can express."""
+    """The fastest layout that a trainer can express, of those whose memory is almost surely enough if it can one."""
     from phalanx.plan.export import export
+    from phalanx.plan.search import SURE
     from phalanx.spec.errors import UserError
 
     refused: UserError | None = None
-    for number, option in enumerate(found.options, 1):
+    for number, option in sorted(enumerate(found.options, 1), key=lambda numbered: numbered[1].p_oom >= SURE):
         try:
             made: Any = export(
                 run.model_copy(update={"layout": option.candidate.layout()}),
@@ -278,7 +281,8 @@ def _export(run: RunSpec, world_size: int, found: Plan, trainer: str) -> None:
             refused = refused or error
             continue
         print(made.text)
-        print(f"layout {number} of `phalanx plan`: {option.candidate}", file=sys.stderr)
+        risk = f"{option.candidate}, P(OOM) {option.p_oom:.1%}"
+        print(f"layout {number} of `phalanx plan`: {risk}", file=sys.stderr)
         for note in made.notes:
             print(f"note: {note}", file=sys.stderr)
         return

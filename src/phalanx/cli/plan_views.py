@@ -171,8 +171,9 @@ def compared(run: RunSpec, first: Option, second: Option, names: tuple[str, str]
     table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
     console.print(table)
     console.print()
-    if first.p_oom >= LIKELY:
-        console.print(f"{names[0]} is not likely to fit", style="yellow", highlight=False)
+    for name, option in zip(names, (first, second), strict=True):
+        if option.p_oom >= LIKELY:
+            console.print(f"{name} is not likely to fit", style="yellow", highlight=False)
     console.print(why(run, first, second), highlight=False, soft_wrap=True)
 
 
@@ -208,6 +209,7 @@ def facts(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | N
             }
             for option in plan.options[:top]
         ],
+        "taken": str(plan.taken.candidate),
         "training": asdict(training(run, world_size, plan.options[0], tokens)),
     }
 

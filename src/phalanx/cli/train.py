@@ -140,7 +140,7 @@ def _planned(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
     described = run.model_copy(update={"automatic": False, "cluster": cluster})
     with searching(cluster.ranks) as report:
         plan = best_plan(described, cluster.ranks, report=report)
-    best = plan.sure or min(plan.options, key=lambda option: option.p_oom)
+    best = plan.taken
     seconds = f"{best.step_seconds:.3f} s a step predicted"
     print(f"layout: {best.candidate} (of {plan.considered:,}; {seconds})", file=sys.stderr)
     chosen = described.model_copy(update={"layout": best.candidate.layout()})

@@ -30,7 +30,7 @@ def explained(error: Any) -> UserError:
     """A usage error as one of ours: which option or argument, its value, what is wrong, what to do."""
     command = error.ctx.command_path if error.ctx else "phalanx"
     see = f"`{command} --help` shows what it takes" if error.ctx else "--help shows what it takes"
-    if hasattr(error, "possibilities"):
+    if hasattr(error, "possibilities") and hasattr(error, "option_name"):
         names = [name for each in error.ctx.command.params for name in each.opts if name.startswith("-")]
         return _unknown("option", error.option_name, names)
     if hasattr(error, "option_name"):

@@ -57,6 +57,8 @@ class ActivationBytes:
     """Not kept: the most on its way through the last MLP or experts in the backward pass, and the stream's gradient."""
     recomputed: int = 0
     """The most kept while a block or attention is computed again in the backward pass; 0 where none is."""
+    recomputed_first: int = 0
+    """The same of the first block, which is the last to be computed again."""
 
     @property
     def total(self) -> int:
@@ -76,8 +78,8 @@ class ActivationBytes:
 
     def in_blocks(self, done: float = 0.0) -> int:
         """Inside a block of the backward pass of which a share is done: what those after it kept is free."""
-        kept, again = (1 - done) * self.total, self.recomputed - done * self.checkpoints
-        return round(max(kept, again)) + self.mlp_gradients
+        again = self.recomputed + done * (self.recomputed_first - self.recomputed)
+        return round(max((1 - done) * self.total, again)) + self.mlp_gradients
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,11 @@ def activation_bytes(
         each = 2 * run.wide if run.tp == 1 else run.wide + (run.number if run.number < run.wide else 0)
         loss_gradients = run.tokens * run.share(spec.vocab) * each
     return ActivationBytes(
-        **kept, loss_gradients=loss_gradients, mlp_gradients=flowing, recomputed=max(alive, default=0)
+        **kept,
+        loss_gradients=loss_gradients,
+        mlp_gradients=flowing,
+        recomputed=max(alive, default=0),
+        recomputed_first=alive[0] if alive else 0,
     )
 
 
@@ -189,8 +195,11 @@ def in_flight(
             yield held, trained
         elif kind == "W":
             trained = True
+            yield held, trained
             held -= halves[stage]
         else:
             yield held - total + at_peak, trained
-            trained = trained or kind == "B"
             held += (halves[stage] if kind == "I" else 0) - total
+            if kind == "B":
+                trained = True
+                yield held + kept[stage].in_blocks(1.0), trained

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import ceil
 
 from phalanx.cost.network import Strategy
 from phalanx.cost.precision import COMPUTED, KEPT, Precision
@@ -37,7 +38,8 @@ def sendings(shapes: Shapes, run: RunSpec, strategy: Strategy, sizes: Degrees, a
         case "ddp" if layout.pp > 1:  # at the step's end all buckets are on their way
             return [Sending(1.0, KEPT[precision] * _whole(list(shapes.values())))] if sizes.dp > 1 else []
         case "ddp":
-            return [Sending(0.0, ddp_buffers(shapes, layout, KEPT[precision]))] if sizes.dp > 1 else []
+            size = ddp_buffers(shapes, layout, KEPT[precision])
+            return [Sending(done, size) for done in (0.0, 1.0)] if sizes.dp > 1 else []
         case "zero1" | "zero2":
             whole_gradients = strategy == "zero1"
             found = zero_buffers(shapes, layout, sizes.dp_shard, COMPUTED[precision], whole_gradients, wholes)
@@ -48,7 +50,7 @@ def sendings(shapes: Shapes, run: RunSpec, strategy: Strategy, sizes: Degrees, a
             if layout.pp > 1:  # parameters stay gathered for the step
                 layout = layout.model_copy(update={"reshard": False})
             found = fsdp_buffers(shapes, layout, sizes.dp_shard, precision, wholes, summed_twice)
-            return [replace(each, done=0.0) for each in found] if layout.pp > 1 else found
+            return [replace(each, done=ceil(each.done)) for each in found] if layout.pp > 1 else found
         case "parameter_server":
             return []
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.cost.activations import ActivationBytes, Stage, activation_bytes, in_flight, put_off_bytes, stages_of
-from phalanx.cost.buffers import Sending, exchange_bytes, sendings, server_buffers
+from phalanx.cost.buffers import exchange_bytes, sendings, server_buffers
+from phalanx.cost.moments import Kept, beside, moments, moments_in_flight, update_bytes
 from phalanx.cost.network import Strategy
 from phalanx.cost.parameters import ParameterCount
 from phalanx.cost.precision import COMPUTED, KEPT, Precision
@@ -126,8 +127,9 @@ class RankMemory:
     """Resting in CPU memory or files; not in `total`."""
     in_files: int = 0
     """Of what is offloaded."""
-    apart: int = 0
-    """What the most of all parts add up to beyond the most of all of them together."""
+    never_together: int = 0
+    """What the most of all parts add up to beyond the most of all of them at one time; below 0 where that is at the
+    update, whose own needs are in no part."""
 
     @property
     def state(self) -> int:
@@ -142,7 +144,7 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Bytes on the device, the most at one time."""
-        return self.state + self.working - self.apart
+        return self.state + self.working - self.never_together
 
     @property
     def host(self) -> int:
@@ -189,63 +191,41 @@ def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
     layout, sizes = run.layout, degrees(run.layout, world_size)
     data, cut = sizes.as_data(sharded=layout.data in SHARDED), cut_batch(run, world_size)
     strategy = runs_as(layout, data.dp_shard)
-    # DDP's buckets are there all the time; else gradients are dropped when they were used.
-    stays = cut.accumulation > 1 or (strategy == "ddp" and data.dp > 1 and not layout.unused_parameters)
     found = []
     for place, rank in enumerate(rank_shapes(run, world_size)):
         state, offloaded, in_files = _rests(run, rank, strategy)
         sent = sendings(rank.dense, run, strategy, data, cut.accumulation)
         if rank.apart:
             same = replace(data, dp_replicate=1, dp_shard=rank.apart_shards)
-            sent = _beside(sent, sendings(rank.apart, run, strategy, same, cut.accumulation))
+            sent = beside(sent, sendings(rank.apart, run, strategy, same, cut.accumulation))
         exchange = exchange_bytes(run, cut.micro_batch, place)
+        kept = _kept(run, rank, strategy, state, cut.accumulation, alone=data.dp == 1)
         if layout.pp == 1:
             activations = _activations(run, cut, strategy)
-            most, moments = activations.peak, _moments(state, stays, activations, exchange, sent)
+            most, at = activations.peak, moments(kept, activations, exchange, sent)
         else:
             passes = list(_in_flight(run, cut, strategy, place))
-            most, moments = max(size for size, _ in passes), _moments_in_flight(state, passes, exchange, sent)
+            most, at = max(size for size, _ in passes), moments_in_flight(kept, passes, exchange, sent)
         parts = RankMemory(
             state.parameters, state.gradients, state.optimizer, most,
             exchange + max((each.bytes for each in sent), default=0), offloaded, in_files,
         )  # fmt: skip
-        found.append(replace(parts, apart=max(0, parts.total - max(moments))))
+        found.append(replace(parts, never_together=parts.total - max(at)))
     return found
 
 
-def _beside(sent: list[Sending], others: list[Sending]) -> list[Sending]:
-    """Each moment of two with the most of the other."""
-    most, more = (max((each.bytes for each in of), default=0) for of in (sent, others))
-    return [replace(each, bytes=each.bytes + more) for each in sent] + [
-        replace(each, bytes=each.bytes + most) for each in others
-    ]
-
-
-def _moments(
-    state: StateBytes, stays: bool, activations: ActivationBytes, exchange: int, sent: list[Sending]
-) -> Iterator[int]:
-    """Bytes when the backward pass begins, at every moment of sending, and when it ends. Gradients come as activations
-    go, or are there from the beginning."""
-    always, gradients = state.parameters + state.optimizer, state.gradients
-    gathered = max((each.bytes for each in sent if each.done == 0), default=0)
-    begin = max(activations.at_loss, activations.in_blocks() + exchange)
-    yield always + (gradients if stays else 0) + begin + gathered
-    for each in sent:
-        there = gradients if stays else round(each.done * gradients)
-        yield always + there + activations.in_blocks(each.done) + exchange + each.bytes
-    yield always + gradients + activations.in_blocks(1.0) + exchange
-
-
-def _moments_in_flight(
-    state: StateBytes, passes: list[tuple[int, bool]], exchange: int, sent: list[Sending]
-) -> Iterator[int]:
-    """The same of a pipeline, of each of a rank's passes and at the step's end."""
-    always = state.parameters + state.optimizer
-    gathered = max((each.bytes for each in sent if each.done == 0), default=0)
-    for size, trained in passes:
-        yield always + (state.gradients if trained else 0) + size + exchange + gathered
-    for each in sent:
-        yield always + state.gradients + each.bytes
+def _kept(run: RunSpec, rank: Held, strategy: Strategy, state: StateBytes, accumulation: int, alone: bool) -> Kept:
+    """What of a rank's state is there when. DDP's buckets are there all the time, and a parameter server's worker adds
+    up in place; others drop gradients when they were used. What DDP drops for parts that a step leaves unused, the
+    micro-batches before the last make anew outside its buckets. In a pipeline ZeRO-3 adds up whole gradients."""
+    layout, gradients = run.layout, state.gradients
+    buckets = strategy == "ddp" and not alone and layout.pp == 1
+    sets = max(buckets, accumulation > 1) + (buckets and layout.unused_parameters and accumulation > 1)
+    summed = gradients
+    if strategy in ("zero3", "hsdp") and layout.pp > 1:
+        summed = KEPT[run.training.precision] * sum(map(elements, [*rank.dense.values(), *rank.apart.values()]))
+    before = gradients if strategy == "parameter_server" else sets * gradients
+    return Kept(state.parameters + state.optimizer, gradients, before, summed, update_bytes(run, rank, strategy))
 
 
 def in_files_bytes(run: RunSpec, world_size: int) -> int:

@@ -13,7 +13,7 @@ from math import inf
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.plan.candidates import candidate_of
 from phalanx.plan.remedies import REMEDIES, Remedy, with_layout
-from phalanx.plan.search import LIKELY, Option, evaluate, held_and_host, held_risk, room, search
+from phalanx.plan.search import SURE, Option, evaluate, held_and_host, held_risk, room, search
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec, cut_batch
 
@@ -102,7 +102,7 @@ def held(run: RunSpec) -> Held:
     places = computing(run)
     limit_bytes(run)
     risk = held_risk(run.cluster, *held_and_host(run.cluster, places))
-    return Held(max(places, key=lambda place: place.total), risk < LIKELY, step_seconds(run))
+    return Held(max(places, key=lambda place: place.total), risk < SURE, step_seconds(run))
 
 
 def computing(run: RunSpec) -> list[RankMemory]:
@@ -157,11 +157,22 @@ def cheapest_steps(run: RunSpec, now: Held, effects: Sequence[Effect]) -> tuple[
     orders += [(effect.remedy,) for effect in effects if fits([effect])]
     paths = [(made, enough(run, made)) for made in (stepwise(run, order) for order in dict.fromkeys(orders))]
 
-    def key(path: tuple[list[Effect], list[Effect]]) -> tuple[bool, bool, float]:
+    def key(path: tuple[list[Effect], list[Effect]]) -> tuple[bool, float, bool, float]:
         needed = path[1]
-        return not fits(needed), any(effect.remedy.last for effect in needed), slower(needed[-1], now) if needed else 0
+        short = 0 if fits(needed) else least(needed)
+        return (
+            not fits(needed),
+            short,
+            any(effect.remedy.last for effect in needed),
+            slower(needed[-1], now) if needed else 0,
+        )
 
     return min(paths, key=key)
+
+
+def least(made: list[Effect]) -> float:
+    """Bytes that a run still holds after remedies that are not enough."""
+    return made[-1].held.memory.total if made and made[-1].held else inf
 
 
 def stepwise(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> list[Effect]:

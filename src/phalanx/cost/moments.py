@@ -1,0 +1,88 @@
+"""Bytes at the moments of a step at which a rank may hold most: parts of memory have their peaks at different times.
+
+Gradients come while activations go, buffers of communication are there when they are used, and what the update needs
+when activations are gone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from phalanx.cost.activations import ActivationBytes
+from phalanx.cost.buffers import Sending
+from phalanx.cost.network import Strategy
+from phalanx.cost.precision import KEPT
+from phalanx.cost.shapes import Shape, muon_trains, owned_elements
+from phalanx.cost.shares import Held
+from phalanx.spec.run import RunSpec
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that stay while activations and buffers come and go."""
+
+    always: int
+    """Parameters and optimizer state."""
+    gradients: int
+    """Of a step, at its end."""
+    before: int
+    """Of gradients, what is there before the backward pass of a step's last micro-batch, and until the end."""
+    summed: int
+    """Of gradients, what micro-batches of a pipeline add up in, before the step's end."""
+    update: int
+    """What the optimizer needs beside its state."""
+
+
+def beside(sent: list[Sending], others: list[Sending]) -> list[Sending]:
+    """Each moment of two with the most of the other."""
+    most, more = (max((each.bytes for each in of), default=0) for of in (sent, others))
+    mine = [replace(each, bytes=each.bytes + more) for each in sent]
+    return mine + [replace(each, bytes=each.bytes + most) for each in others]
+
+
+def moments(kept: Kept, activations: ActivationBytes, exchange: int, sent: list[Sending]) -> Iterator[int]:
+    """When the backward pass begins, at every moment of sending, when it ends, and at the update. `exchange` is what
+    ranks that share a model have on its way inside blocks."""
+    begin = max(activations.at_loss, activations.in_blocks() + exchange)
+    yield kept.always + kept.before + begin + _gathered(sent)
+    for each in sent:
+        there = max(kept.before, round(each.done * kept.gradients))
+        yield kept.always + there + activations.in_blocks(each.done) + exchange + each.bytes
+    last = max(kept.before, kept.gradients)
+    yield kept.always + last + activations.in_blocks(1.0) + exchange
+    yield kept.always + last + kept.update
+
+
+def moments_in_flight(
+    kept: Kept, passes: Iterable[tuple[int, bool]], exchange: int, sent: list[Sending]
+) -> Iterator[int]:
+    """The same of a pipeline, of each of a rank's passes (`activations.in_flight`) and at the step's end."""
+    for size, trained in passes:
+        yield kept.always + (kept.summed if trained else 0) + size + exchange + _gathered(sent)
+    for each in sent:
+        yield kept.always + kept.summed + each.bytes
+    yield kept.always + kept.gradients + kept.update
+
+
+def update_bytes(run: RunSpec, rank: Held, strategy: Strategy) -> int:
+    """What an optimizer needs while it steps: SGD with decay a copy of the gradients; Muon of the largest group of
+    matrices of one shape the momenta that it makes, and about five copies in what it computes in (`train.muon`). Fused
+    AdamW needs nothing."""
+    if strategy == "parameter_server" or run.optimizer.name == "adamw":
+        return 0
+    kept, owned = KEPT[run.training.precision], dict[str, int]()
+    for shapes, shards in ((rank.dense, rank.shards), (rank.apart, rank.apart_shards)):
+        ranks = 1 if strategy == "ddp" else shards
+        owned |= {name: owned_elements(shape, ranks) for name, shape in shapes.items()}
+    if run.optimizer.name == "sgd":
+        return kept * sum(owned.values()) if run.optimizer.weight_decay else 0
+    groups = Counter[Shape]()
+    for name, shape in {**rank.dense, **rank.apart}.items():
+        groups[shape] += owned[name] if muon_trains(name, shape) else 0
+    computed = 8 if run.training.precision == "fp64" else 2
+    return (kept + 5 * computed) * max(groups.values(), default=0)
+
+
+def _gathered(sent: list[Sending]) -> int:
+    return max((each.bytes for each in sent if each.done == 0), default=0)
