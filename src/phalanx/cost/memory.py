@@ -8,7 +8,6 @@ Not in it: a gradient that is added to another, the allocator's gaps, libraries,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -191,6 +190,7 @@ def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
     layout, sizes = run.layout, degrees(run.layout, world_size)
     data, cut = sizes.as_data(sharded=layout.data in SHARDED), cut_batch(run, world_size)
     strategy = runs_as(layout, data.dp_shard)
+    passes = _in_flight(run, cut, strategy) if layout.pp > 1 else []
     found = []
     for place, rank in enumerate(rank_shapes(run, world_size)):
         state, offloaded, in_files = _rests(run, rank, strategy)
@@ -204,8 +204,8 @@ def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
             activations = _activations(run, cut, strategy)
             most, at = activations.peak, moments(kept, activations, exchange, sent)
         else:
-            passes = list(_in_flight(run, cut, strategy, place))
-            most, at = max(size for size, _ in passes), moments_in_flight(kept, passes, exchange, sent)
+            most = max(size for size, _ in passes[place])
+            at = moments_in_flight(kept, passes[place], exchange, sent)
         parts = RankMemory(
             state.parameters, state.gradients, state.optimizer, most,
             exchange + max((each.bytes for each in sent), default=0), offloaded, in_files,
@@ -255,14 +255,15 @@ def _activations(run: RunSpec, cut: Cut, strategy: Strategy, stage: Stage | None
     return activation_bytes(*sizes, run.data.mask_documents, stage)
 
 
-def _in_flight(run: RunSpec, cut: Cut, strategy: Strategy, place: int) -> Iterator[tuple[int, bool]]:
-    """What a rank at a place of the pipeline has of activations at each of its passes, and whether of gradients."""
+def _in_flight(run: RunSpec, cut: Cut, strategy: Strategy) -> list[list[tuple[int, bool]]]:
+    """What a rank at each place of the pipeline has of activations at each of its passes, and whether of gradients."""
     schedule = schedule_of(run.layout, cut.accumulation)
     autocast = strategy in ("ddp", "parameter_server")
     sizes = run.model, cut.micro_batch, run.training.sequence, run.training.precision, run.layout, autocast
     stages = dict(enumerate(stages_of(stage_layers(run), schedule)))
     kept = {index: _activations(run, cut, strategy, stage) for index, stage in stages.items()}
-    return in_flight(schedule, place, kept, {index: put_off_bytes(*sizes, stage) for index, stage in stages.items()})
+    halves = {index: put_off_bytes(*sizes, stage) for index, stage in stages.items()}
+    return [list(in_flight(schedule, place, kept, halves)) for place in range(run.layout.pp)]
 
 
 def _server(run: RunSpec, world_size: int) -> RankMemory:
