@@ -17,7 +17,7 @@ def job(model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, *
         **degrees,
         "ranks": ranks, "virtual": 1, "zero": 0, "shard": 1, "micro_batch": 1, "micro_batches": 8,
         "recompute": Recompute.NONE, "sequence_parallel": float(degrees["tp"] > 1), "order": order,
-        "attention": Attention.FLASH_3, "trimmed": 0,
+        "attention": Attention.FLASH_3, "trimmed": 0, "data_outermost": 0,
     }  # fmt: skip
     return {**usual, **choices}
 

@@ -47,6 +47,21 @@ def test_small_messages_take_latency_that_grows_with_the_ring():
     assert float(ring_seconds(C, table, size, ranks(1024), 1.0, reduces=True)[0]) < many
 
 
+def test_where_data_parallel_ranks_are_outermost_a_stage_has_a_part_of_a_node():
+    """Of a node's 8 ranks, 2 are of one of 4 stages: experts meet over nodes, and two cards serve a group."""
+    row = job(dp=16, pp=4, ep=8)
+    near, far = jobs(row), jobs({**row, "data_outermost": 1.0})
+    assert near.stage_domain == 8
+    assert far.stage_domain == 2
+    assert all_to_all_seconds(C, near, GIB) == pytest.approx(7 / 8 * GIB / link_speed(C, near), rel=0.01)
+    assert all_to_all_seconds(C, far, 100 * GIB) == pytest.approx(6 / 8 * 100 * GIB / network_speed(C, far), rel=0.01)
+    slower = ring_seconds(C, far, 1000 * GIB, ranks(16), 1.0) / ring_seconds(C, near, 1000 * GIB, ranks(16), 1.0)
+    assert slower == pytest.approx(
+        min(8 * network_speed(C, near), link_speed(C, near)) / network_speed(C, far) / 2, 1e-3
+    )
+    assert send_seconds(C, jobs(job(dp=16, pp=8, data_outermost=1.0)), GIB) < send_seconds(C, near, GIB)
+
+
 def test_relayed_tokens_cross_once():
     row = job("mixtral-8x7b", ep=64, dp=64, top_k=8)
     plain, relayed = all_to_all_seconds(C, jobs(row, {**row, "relayed": 1.0}), 100 * GIB)

@@ -12,8 +12,8 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Degrees, Layout, degrees, expert_groups, groups
 from phalanx.testing import ranks
 
-# A layout, the ranks, the degrees (dp_replicate, dp_shard, pp, cp, tp), and the share of the data of each rank.
-TABLE: list[tuple[dict[str, Any], int, tuple[int, int, int, int, int], list[int]]] = [
+# A layout, the ranks, the degrees (dp_replicate, dp_shard, pp, cp, tp, and more), and the data that each rank reads.
+TABLE: list[tuple[dict[str, Any], int, tuple[int, ...], list[int]]] = [
     ({}, 1, (1, 1, 1, 1, 1), [0]),
     ({}, 4, (4, 1, 1, 1, 1), [0, 1, 2, 3]),
     ({"data": "parameter_server"}, 3, (2, 1, 1, 1, 1, 1), [1, 0, 1]),
@@ -27,6 +27,8 @@ TABLE: list[tuple[dict[str, Any], int, tuple[int, int, int, int, int], list[int]
     ({"pp": 2}, 4, (2, 1, 2, 1, 1), [0, 0, 1, 1]),
     ({"pp": 2, "tp": 2}, 8, (2, 1, 2, 1, 2), [0, 0, 0, 0, 1, 1, 1, 1]),
     ({"pp": 2, "cp": 2, "tp": 2}, 8, (1, 1, 2, 2, 2), [0] * 8),
+    ({"pp": 2, "outermost": "pipeline"}, 4, (2, 1, 2, 1, 1, 0, 1, True), [0, 1, 0, 1]),
+    ({"pp": 2, "tp": 2, "outermost": "pipeline"}, 8, (2, 1, 2, 1, 2, 0, 1, True), [0, 0, 1, 1, 0, 0, 1, 1]),
     ({"data": "hsdp", "dp_shard": 2, "tp": 2}, 8, (2, 2, 1, 1, 2), [0, 0, 1, 1, 2, 2, 3, 3]),
 ]
 
@@ -66,9 +68,10 @@ def test_one_rank_has_no_mesh() -> None:
 
 
 def test_experts_are_among_the_ranks_of_a_stage() -> None:
-    """Neighbours first; with a pipeline a group leaps over the other stages."""
+    """Neighbours first; with a pipeline a group leaps over the other stages, unless these are outermost."""
     assert expert_groups(degrees(Layout(ep=4, tp=2), 8)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert expert_groups(degrees(Layout(pp=2, ep=4, tp=2), 8)) == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert expert_groups(degrees(Layout(pp=2, ep=4, tp=2, outermost="pipeline"), 8)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert expert_groups(degrees(Layout(), 8)) == []
 
 
@@ -88,6 +91,8 @@ def made_groups(layout: Layout) -> dict[str, list[int]]:
     [
         {"pp": 2, "tp": 2, "ep": 2},
         {"pp": 2, "cp": 2, "ep": 4, "data": "zero3"},
+        {"pp": 2, "cp": 2, "ep": 2, "outermost": "pipeline"},
+        {"pp": 2, "tp": 2, "ep": 4, "outermost": "pipeline", "data": "zero1"},
         {"cp": 2, "tp": 2, "ep": 4, "data": "zero1"},
         {"ep": 2, "data": "hsdp", "dp_shard": 4},
         {"ep": 2, "tp": 2, "data": "hsdp", "dp_shard": 2},

@@ -58,6 +58,8 @@ def draw(dice: random.Random) -> tuple[int, str, int, Table]:
         layout["layout.bucket_mb"] = dice.choice([0.01, 25.0])
     layout["layout.micro_batch"] = dice.choice([1, 1, 1, 2] if pp > 1 else [1, 2, 4])
     layout["optimizer.name"] = dice.choice(["adamw", "adamw", "sgd", "muon"])
+    if pp > 1:
+        layout["layout.outermost"] = dice.choice(["data", "data", "pipeline"])
     layout["training.tokens_per_step"] = dice.choice([SEQUENCES, SEQUENCES, SEQUENCES - 1]) * 32
     return world_size, model, dice.choice([4, 8] if pp > 1 else [2, 4]), layout
 

@@ -219,6 +219,13 @@ ROWS += [
     expert(2, 8, ("deep-moe",), layout__pp=2, layout__tp=2, layout__schedule="zb-v", layout__data="zero1"),
     expert(4, 8, ("deep-moe",), layout__pp=2, layout__cp=2, layout__schedule="dualpipe-v", layout__data="zero3"),
 ]
+OUTERMOST = {"layout__outermost": "pipeline"}
+ROWS += [
+    pipeline("zb-v", 2, 4, layout__data="zero1", **OUTERMOST),
+    expert(2, 4, ("deep-moe",), layout__pp=2, layout__data="zero3", **OUTERMOST),
+    expert(4, 8, ("deep-moe",), layout__pp=2, layout__cp=2, layout__data="zero1", **OUTERMOST),
+    tensor(2, 8, ("deep-tied",), layout__pp=2, layout__data="hsdp", layout__dp_shard=1, **OUTERMOST),
+]
 CPU = {"layout__offload": "cpu"}
 ROWS += [
     tensor(2, world_size, layout__data=data, **CPU) for world_size, data in ((2, "zero1"), (4, "zero2"), (4, "zero3"))

@@ -342,10 +342,14 @@ def test_a_pipeline_of_torchtitan_has_all_micro_batches_of_a_step_at_once() -> N
     ("layout", "nearer"), [({"tp": 2}, True), ({"cp": 2}, False), ({"ep": 4}, False), ({"tp": 2, "ep": 2}, True)]
 )
 def test_pipeline_neighbours_are_nearer_where_megatron_can(layout: Table, nearer: bool) -> None:
-    run = make(EXPERTS if "ep" in layout else SMALL, pp=2, data="zero1", **layout)
+    model = EXPERTS if "ep" in layout else SMALL
+    run = make(model, pp=2, data="zero1", **layout)
     exported = export(run, WORLD, "megatron")
     assert ("use-tp-pp-dp-mapping" in flags(exported)) == nearer
     assert any("nearer to each other there" in note for note in exported.notes) != nearer
+    outside = export(make(model, pp=2, data="zero1", outermost="pipeline", **layout), WORLD, "megatron")
+    assert "use-tp-pp-dp-mapping" not in flags(outside)
+    assert not any("nearer to each other there" in note for note in outside.notes)
 
 
 def test_even_virtual_stages_are_a_number() -> None:

@@ -101,6 +101,7 @@ LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (8, {"data": "hsdp", "dp_shard": 4, "ep": 2}, MOE),
     (8, {"tp": 2, "ep": 4, "data": "zero1"}, MOE),
     (8, {"pp": 2, "ep": 2, "data": "zero2"}, MOE),
+    (8, {"pp": 2, "ep": 2, "data": "zero2", "outermost": "pipeline"}, MOE),
     (8, {"cp": 4, "context": "ulysses"}, {**DENSE, "kv_heads": 4}),
     (6, {"pp": 3, "schedule": "1f1b"}, {**DENSE, "tied": True, "layers": 6}),
     (8, {"pp": 4, "schedule": "zb-v"}, {**DENSE, "tied": True, "layers": 8}),
@@ -121,7 +122,7 @@ def test_the_matrix_has_all_that_is_counted(
     whole = merge(world_size, list(matrices(run, world_size, nproc).values()))
     sent = np.bincount(whole.source, whole.bytes, world_size)
     for rank in range(world_size):
-        place = rank // (sizes.cp * sizes.tp) % sizes.pp
+        place = sizes.place(rank)["pp"]
         rows = counted["rank" if sizes.pp == 1 else f"pp{place}"]
         assert sent[rank] == pytest.approx(sum(row.bytes for row in rows if row.operation != "recv"), rel=1e-12)
     assert (whole.source != whole.target).all()
@@ -301,6 +302,9 @@ def test_products_belong_inside_a_fast_domain() -> None:
         "2 of 2 tp groups leave a fast domain (2 devices), the first: ranks 0 1 2 3; make layout.tp a divisor of 2"
     )
     assert "note ep" in said({"ep": 4}, 4, 2, MOE)
+    spread = said({"pp": 4, "ep": 2}, 8, 4, MOE)["note ep"]
+    assert spread.endswith('make layout.ep a divisor of 4 with layout.outermost = "pipeline"')
+    assert "good ep" in said({"pp": 4, "ep": 2, "outermost": "pipeline"}, 8, 4, MOE)
 
 
 def test_stages_belong_on_one_rail() -> None:
@@ -310,6 +314,8 @@ def test_stages_belong_on_one_rail() -> None:
         "4 of 4 pairs of pipeline neighbours on different nodes are on different rails; make tp x cp a multiple of 4"
     )
     assert not [key for key in said({"pp": 2, "tp": 2}, 4, 4) if key.endswith("pp")]
+    apart = said({"pp": 2, "tp": 2, "outermost": "pipeline"}, 12, 4)["bad pp"]
+    assert apart.endswith("make dp x tp x cp a multiple of 4, or dp x tp x cp x pp a divisor of it")
 
 
 def test_nodes_that_are_not_full_and_a_thin_spine() -> None:

@@ -13,7 +13,7 @@ from phalanx.cost.jobs import Attention
 from phalanx.cost.memory import rank_memory
 from phalanx.cost.stages import check_layout
 from phalanx.plan.candidates import candidate_of, candidates, jobs_of, offloaded
-from phalanx.plan.explain import best_plan
+from phalanx.plan.explain import best_plan, option_of
 from phalanx.plan.oom import held
 from phalanx.plan.search import ALIKE, LIKELY, counted, evaluate, search
 from phalanx.spec.errors import UserError
@@ -175,6 +175,18 @@ def test_a_large_model_is_shared_inside_the_fast_links():
     best = search(run("llama3-405b", sequence=8192, sequences=512, cluster={"nodes": 128}), 1024, keep=5).options[0]
     assert 1 < best.candidate.tp <= 8
     assert best.candidate.pp > 1
+
+
+def test_what_leaves_a_node_is_chosen_by_what_is_sent():
+    """Experts of one stage share nodes, as the time that is predicted has it; in one node nothing leaves it."""
+    described = run("mixtral-8x7b", sequences=256, cluster={"nodes": 8})
+    piped = [option for option in search(described, 64, keep=20).options if option.candidate.pp > 1]
+    best = next(option for option in piped if option.candidate.ep == 8)
+    assert {option.candidate.outermost for option in piped} == {"pipeline"}
+    other = best.candidate.layout().model_copy(update={"outermost": "data"})
+    assert option_of(described, 64, other).step_seconds > 1.05 * best.step_seconds
+    alone = [c for c in candidates(run("mixtral-8x7b"), 8) if c.pp > 1]
+    assert {c.outermost for c in alone} == {"data"}
 
 
 def test_where_nothing_fits_the_smallest_is_told():

@@ -18,7 +18,7 @@ from phalanx.cli.plan import USUAL_DEVICES
 from phalanx.plan.matrix import Matrix, matrices, merge
 from phalanx.plan.placement import LINKS, Site, by_link, findings, nic_loads, relayed, site_of
 from phalanx.report.heatmap import Heatmap, size, write
-from phalanx.spec.layout import AXES, SPLIT_AXES, degrees
+from phalanx.spec.layout import SPLIT_AXES, degrees
 from phalanx.spec.load import load_run
 from phalanx.spec.node import NodeTopology
 from phalanx.spec.run import RunSpec
@@ -114,13 +114,13 @@ def facts_of(
 def seats(run: RunSpec, world_size: int, nproc: int) -> list[str]:
     """Of every node, which places of each axis its ranks have: "dp_shard 0, pp 0-1, tp 0-3"."""
     sizes = degrees(run.layout, world_size)
-    shape = [getattr(sizes, axis) for axis in AXES]
+    shape = [getattr(sizes, axis) for axis in sizes.axes]
     found = []
     for first in range(0, world_size, nproc):
         mine = np.arange(max(first, sizes.servers), min(first + nproc, world_size)) - sizes.servers
         serving = max(0, min(first + nproc, sizes.servers) - first)
         said = [f"{serving} server{'s' if serving > 1 else ''}"] if serving else []
-        for axis, places in zip(AXES, np.unravel_index(mine, shape), strict=True):
+        for axis, places in zip(sizes.axes, np.unravel_index(mine, shape), strict=True):
             if getattr(sizes, axis) > 1 and len(mine):
                 low, high = places.min(), places.max()
                 said.append(f"{axis} {low}" + (f"-{high}" if high > low else ""))

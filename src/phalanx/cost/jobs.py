@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,6 +193,8 @@ class Jobs:
     """Whether the optimizer's checks of all gradients are made after the step, and it is taken back if they fail."""
     trimmed: Column
     """Whether the first and the last stage have a block less, for embedding and head."""
+    data_outermost: Column
+    """Whether data-parallel ranks are furthest apart, and not a pipeline's stages."""
 
     @property
     def count(self) -> int:
@@ -207,6 +210,12 @@ class Jobs:
     def expert_replicas(self) -> Column:
         """Ranks of a stage that hold the same experts: their gradients are exchanged among these."""
         return np.maximum(self.dp * self.cp * self.tp / self.ep, 1)
+
+    @cached_property
+    def stage_domain(self) -> Column:
+        """Of a stage's ranks, those that share a domain: all in it, or what a pipeline's other stages leave of it."""
+        shared = np.minimum(self.tp * self.cp, self.domain)
+        return np.where(self.data_outermost > 0, np.maximum(self.domain / self.pp, shared), self.domain)
 
     def take(self, chosen: NDArray[np.int64] | NDArray[np.bool_]) -> Jobs:
         """Some of them, by index or by mask."""

@@ -28,16 +28,16 @@ def ring_seconds(
     reduces: bool = False,
     calls: Column | float = 1.0,
 ) -> Column:
-    """Seconds of `calls` collectives of `size_bytes` in all over `ranks` that are `stride` apart: all-gathers or
-    reduce-scatters, or with `reduces` all-reduces.
+    """Seconds of `calls` collectives of `size_bytes` in all over `ranks` of a stage that are `stride` apart:
+    all-gathers or reduce-scatters, or with `reduces` all-reduces.
 
     Each rank sends (N-1)/N of the bytes, twice in an all-reduce (nccl-tests, doc/PERFORMANCE.md). Where a group leaves
     its domain, the network cards of its members in a node serve it together. Every step of a ring waits for the one
     before it; all-reduces go by trees between nodes (NCCL, src/graph/tuning.cc).
     """
-    inside = np.clip(jobs.domain / stride, 1, ranks)
+    inside = np.clip(jobs.stage_domain / stride, 1, ranks)
     nodes = ranks / inside
-    leaves = ranks * stride > jobs.domain
+    leaves = ranks * stride > jobs.stage_domain
     speed = np.where(leaves, np.minimum(link_speed(c, jobs), inside * network_speed(c, jobs)), link_speed(c, jobs))
     if reduces:
         steps = 2 * c.network_hop_seconds * np.log2(np.maximum(nodes, 1)) + c.hop_seconds * np.minimum(inside - 1, 7)
@@ -56,7 +56,7 @@ def all_to_all_seconds(c: TimeConstants, jobs: Jobs, size_bytes: Column) -> Colu
     experts are there: of n nodes, k experts drawn at random are on n (1 - (1 - 1/n)^k).
     """
     ranks = jobs.ep
-    inside = np.clip(jobs.domain, 1, ranks)
+    inside = np.clip(jobs.stage_domain, 1, ranks)
     nodes, top_k = ranks / inside, np.maximum(jobs.top_k, 1)
     distinct = np.minimum(nodes * (1 - (1 - 1 / nodes) ** top_k) / top_k, 1.0)
     far = size_bytes * (ranks - inside) / ranks * np.where(jobs.relayed > 0, distinct, 1.0) / network_speed(c, jobs)
@@ -67,7 +67,7 @@ def all_to_all_seconds(c: TimeConstants, jobs: Jobs, size_bytes: Column) -> Colu
 
 def send_seconds(c: TimeConstants, jobs: Jobs, size_bytes: Column) -> Column:
     """Seconds of one message to the next stage, which is in another node unless all stages share a domain."""
-    apart = jobs.tp * jobs.cp * jobs.dp
+    apart = jobs.tp * jobs.cp * np.where(jobs.data_outermost > 0, 1, jobs.dp)
     leaves = (apart * jobs.pp > jobs.domain) & (2 * apart >= jobs.domain)
     near = c.link_seconds + size_bytes / link_speed(c, jobs)
     return np.where(leaves, c.network_seconds + size_bytes / network_speed(c, jobs), near)

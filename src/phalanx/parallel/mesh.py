@@ -14,8 +14,8 @@ from phalanx.spec.layout import AXES, SHARDED, Degrees, Layout, degrees
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes outermost first: dp_replicate, dp_shard, pp, tp; those of one rank are left out of `devices`. Ranks that
-    share sequences stand among the data-parallel ones: to whoever sums gradients they are such."""
+    """Axes dp_replicate, dp_shard, pp, tp; those of one rank are left out of `devices`. Ranks that share sequences
+    stand among the data-parallel ones: to whoever sums gradients they are such."""
 
     degrees: Degrees
     rank: int
@@ -35,13 +35,13 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """Which share of the data this rank reads, from 0 to degrees.dp - 1; a server reads none, but is given one."""
-        inner = self.degrees.pp * self.degrees.cp * self.degrees.tp
-        return (self.rank - self.degrees.servers) // inner % self.degrees.dp
+        place = self.degrees.place(self.rank)
+        return place["dp_replicate"] * self.degrees.dp_shard + place["dp_shard"]
 
     @property
     def pp_rank(self) -> int:
         """Where in the pipeline this rank is."""
-        return self.rank // (self.degrees.cp * self.degrees.tp) % self.degrees.pp
+        return self.degrees.place(self.rank)["pp"]
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
@@ -107,7 +107,8 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
     if world_size == 1 or sizes.servers:  # what servers and their workers send has no axes
         return Mesh(sizes, dist.get_rank() if world_size > 1 else 0, None, data)
     # dp_replicate, dp_shard, pp, cp, tp, and then cp beside the data-parallel axis that it belongs to
-    ranks = torch.arange(world_size).view([getattr(sizes, axis) for axis in AXES])
+    ranks = torch.arange(world_size).view([getattr(sizes, axis) for axis in sizes.axes])
+    ranks = ranks.permute([sizes.axes.index(axis) for axis in AXES])
     beside = ranks.permute(0, 1, 3, 2, 4) if layout.data in SHARDED else ranks.permute(0, 3, 1, 2, 4)
     present = {axis: size for axis in AXES if (size := getattr(data, axis)) > 1}
     arranged = beside.reshape(list(present.values()))

@@ -15,7 +15,7 @@ from phalanx.cost.precision import COMPUTED
 from phalanx.plan.describe import Numbers, machine_columns, model_columns
 from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import MEANT_FOR, SHARDED, Layout, degrees
+from phalanx.spec.layout import MEANT_FOR, SHARDED, Layout, Outermost, degrees
 from phalanx.spec.run import RunSpec, cut_batch
 from phalanx.spec.share import check_shares
 
@@ -58,6 +58,7 @@ class Candidate:
     recompute: str
     schedule: str
     virtual_stages: int
+    outermost: Outermost = "data"
     offload: str = "none"
     offload_directory: str | None = None
 
@@ -70,7 +71,8 @@ class Candidate:
         degrees = [f"{axis} {getattr(self, axis)}" for axis in ("tp", "cp", "ep") if getattr(self, axis) > 1]
         degrees = [f"{degree} {self.context}" if degree.startswith("cp") else degree for degree in degrees]
         chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
-        pipeline = [f"pp {self.pp} {self.schedule}{chunks}"] if self.pp > 1 else []
+        outside = " outermost" if self.outermost == "pipeline" else ""
+        pipeline = [f"pp {self.pp}{outside} {self.schedule}{chunks}"] if self.pp > 1 else []
         shard = f" of {self.dp_shard}" if self.data == "hsdp" else ""
         again = [] if self.recompute == "none" else [f"recompute {self.recompute}"]
         batch = f"micro-batch {self.micro_batch} x {self.micro_batches}"
@@ -79,7 +81,7 @@ class Candidate:
 
     def layout(self) -> Layout:
         """As a run file has it."""
-        piped = {"schedule": self.schedule, "virtual_stages": self.virtual_stages} if self.pp > 1 else {}
+        piped = {name: getattr(self, name) for name in ("schedule", "virtual_stages", "outermost") if self.pp > 1}
         shard = {"dp_shard": self.dp_shard} if self.data == "hsdp" else {}
         sequences = {"context": self.context} if self.cp > 1 else {}
         rests = {"offload": self.offload, "offload_directory": self.offload_directory}
@@ -102,8 +104,9 @@ def candidates(run: RunSpec, world_size: int) -> list[Candidate]:
     check_precision(run)
     domain = run.cluster.domain or run.cluster.nproc or 1
     return [
-        Candidate(data, dp, shard, tp, pp, cp, context, ep, micro_batch, m, again, schedule, v)
+        Candidate(data, dp, shard, tp, pp, cp, context, ep, micro_batch, m, again, schedule, v, outside)
         for tp, pp, cp, context, ep, dp in _degrees(run, world_size)
+        for outside in (_outermost(dp, tp, pp, cp, domain),)
         for data, shard in _sharing(dp, tp, pp, cp, domain)
         for micro_batch, m in _cuts(run, dp)
         for schedule, v in _schedules(pp, m, run.model.layers, halves=not run.training.compile)
@@ -151,7 +154,7 @@ def candidate_of(run: RunSpec, world_size: int) -> Candidate:
     found = Candidate(
         data, sizes.dp, sizes.dp_shard, layout.tp, layout.pp, layout.cp, layout.context, layout.ep,
         cut.micro_batch, cut.accumulation, layout.recompute, layout.schedule, layout.virtual_stages,
-        layout.offload, layout.offload_directory,
+        layout.outermost, layout.offload, layout.offload_directory,
     )  # fmt: skip
     check_carried(layout, found)
     return found
@@ -218,6 +221,12 @@ def _sharing(dp: int, tp: int, pp: int, cp: int, domain: int) -> Iterator[tuple[
         near = domain // (tp * cp)
         if 1 < near < dp and dp % near == 0:
             yield "hsdp", near
+
+
+def _outermost(dp: int, tp: int, pp: int, cp: int, domain: int) -> Outermost:
+    """Stages, where ranks leave domains that more than one of a stage could share: data-parallel ranks and experts send
+    much more than stages do, and those of a domain send it together."""
+    return "pipeline" if dp > 1 and pp > 1 and dp * pp * tp * cp > domain > tp * cp else "data"
 
 
 def _cuts(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
@@ -291,6 +300,7 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
         "gradient_bytes": [s.gradients for s in state],
         "state_bytes": [s.optimizer for s in state],
         "sent_bytes": [s.gradients for s in state],  # as they are kept
+        "data_outermost": [float(c.outermost == "data") for c in found],
         "offload": [OFFLOAD[c.offload] for c in found],
         "scatters": [c.micro_batches if c.data == "zero2" else 1 for c in found],
     }

@@ -161,7 +161,8 @@ def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) ->
     gradients, and fuses norms; FSDP gathers beside compute; XLA compiles. Trainers that name their attention kernel
     run RMSNorm by operations unless they name its kernel too, and gather the logits (arXiv 2311.05610's). These and
     nanotron do not part what tensor-parallel ranks send to the next stage. DeepSpeed's ZeRO-1 and 2 and nanotron's
-    wait for the parameters that they gather; Megatron-Core's need not (overlap_param_gather).
+    wait for the parameters that they gather; Megatron-Core's need not (overlap_param_gather). All have pipelines
+    outermost.
     """
     said = text.lower()
     sharded, named, deepspeed = zero >= 3 or "fsdp" in said, "attention kernel=" in said, "deepspeed" in said
@@ -203,6 +204,7 @@ def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) ->
         "parted_sends": float(not (named or "nanotron" in said)),
         "whole_logits": float(named),
         "postponed": float("zb-" in said),
+        "data_outermost": 0,
         "offload": Offload.CPU if "offload=true" in said else Offload.NONE,
     }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.cost.footprint import GIB
 from phalanx.cost.stages import check_layout
-from phalanx.plan.candidates import Candidate, candidate_of
+from phalanx.plan.candidates import Candidate, candidate_of, jobs_of
 from phalanx.plan.describe import host_memory
 from phalanx.plan.search import Option, Plan, Report, counted, evaluate, in_process, search
 from phalanx.spec.base import parse
@@ -71,7 +71,8 @@ def crossing(run: RunSpec, candidate: Candidate) -> list[str]:
     found = []
     if candidate.tp > domain:
         found.append(f"tp = {candidate.tp} leaves the domain of {domain} devices with fast links")
-    if candidate.ep > 1 and candidate.ep * candidate.tp > domain:
+    world_size = candidate.dp * candidate.tp * candidate.pp * candidate.cp
+    if 1 < candidate.ep > jobs_of(run, world_size, [candidate]).stage_domain[0]:
         found.append(f"the exchange of ep = {candidate.ep} leaves the domain of {domain}")
     return found
 

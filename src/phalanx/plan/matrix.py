@@ -15,7 +15,7 @@ from phalanx.cost.network import Among, Operation, Traffic
 from phalanx.cost.shapes import parameter_shapes
 from phalanx.cost.traffic import grouped_traffic, server_loads
 from phalanx.schedule.named import schedule_of
-from phalanx.spec.layout import Degrees, degrees, expert_groups, groups
+from phalanx.spec.layout import Degrees, degrees, expert_groups, groups, stage_groups
 from phalanx.spec.run import RunSpec, cut_batch
 from phalanx.spec.share import kv_copies
 
@@ -78,13 +78,14 @@ def matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Matrix]:
     if sizes.servers:
         return {"servers": merge(world_size, list(_served(run, sizes, rows["worker"])))}
     found: dict[str, list[Matrix]] = {}
-    members = cache(partial(members_of, run, sizes))
+    members, stages = cache(partial(members_of, run, sizes)), stage_groups(sizes)
     for place, role in enumerate(rows):
         for row in _alike(rows[role]):
             if row.among in ("pp", "ends"):
                 sent = _to_stages(run, members("pp"), place, row)
             else:
-                sent = _spread(_at_place(members(row.among), sizes, place), row, island)
+                among = members(row.among)
+                sent = _spread(among[np.isin(among[:, 0], stages[place])], row, island)
             found.setdefault(AXIS[row.among], []).append(Matrix(world_size, *sent))
     return {axis: merge(world_size, found[axis]) for axis in ("tp", "cp", "ep", "pp", "dp") if axis in found}
 
@@ -96,12 +97,6 @@ def _alike(rows: list[Traffic]) -> list[Traffic]:
         ways = ("all_reduce" if row.operation in RINGS else row.operation), row.among
         total[ways] = total.get(ways, 0.0) + row.bytes
     return [Traffic(operation, size, "", among) for (operation, among), size in total.items()]
-
-
-def _at_place(members: Ranks, sizes: Degrees, place: int) -> Ranks:
-    """The groups at a place of the pipeline."""
-    found: Ranks = members[members[:, 0] // (sizes.cp * sizes.tp) % sizes.pp == place]
-    return found
 
 
 Sent = tuple[Ranks, Ranks, Sizes]
@@ -130,8 +125,7 @@ def members_of(run: RunSpec, sizes: Degrees, among: Among) -> Ranks:
             return np.array(groups(sizes, "dp_replicate"))
         case "same_experts" | "expert_replicas":
             copies = sizes.dp_replicate if hybrid else 1
-            stages = np.array(groups(sizes, "dp_replicate", "dp_shard", "cp", "tp"))
-            apart = stages.reshape(sizes.pp, copies, -1, sizes.ep)
+            apart = np.array(stage_groups(sizes)).reshape(sizes.pp, copies, -1, sizes.ep)
             kept = 2 if among == "same_experts" else 1
             return np.moveaxis(apart, kept, -1).reshape(-1, apart.shape[kept])
         case "copies":

@@ -186,10 +186,11 @@ def _in_domains(sizes: Degrees, site: Site) -> Iterator[Finding]:
     """Ranks that talk in every layer belong inside a fast domain: those of a product must be, others should."""
     domain = int(np.bincount(site.domain_of(np.arange(site.island))).max())
     where = f"a fast domain ({domain} device{'s' if domain > 1 else ''})"
+    outside = ' with layout.outermost = "pipeline"' if sizes.pp > 1 and not sizes.pipeline_outermost else ""
     for axis, found, fix in (
         ("tp", groups(sizes, "tp"), f"make layout.tp a divisor of {domain}"),
         ("cp", groups(sizes, "cp"), f"make layout.tp x layout.cp a divisor of {domain}"),
-        ("ep", expert_groups(sizes), f"make layout.ep a divisor of {domain}" if sizes.pp == 1 else ""),
+        ("ep", expert_groups(sizes), f"make layout.ep a divisor of {domain}{outside}"),
     ):
         if not found or len(found[0]) == 1:
             continue
@@ -205,9 +206,10 @@ def _in_domains(sizes: Degrees, site: Site) -> Iterator[Finding]:
 
 def _on_rails(sizes: Degrees, parts: dict[str, Matrix], site: Site) -> Iterator[Finding]:
     """Between nodes stages and data-parallel ranks should find their counterparts on the same rail."""
+    stage, copy = ("dp x tp x cp", "tp x cp") if sizes.pipeline_outermost else ("tp x cp", "tp x cp x pp")
     for axis, who, fix in (
-        ("pp", "pipeline neighbours", "make tp x cp a multiple of {0}, or tp x cp x pp a divisor of it"),
-        ("dp", "data-parallel neighbours", "make tp x cp x pp a multiple or a divisor of {0}"),
+        ("pp", "pipeline neighbours", f"make {stage} a multiple of {{0}}, or {stage} x pp a divisor of it"),
+        ("dp", "data-parallel neighbours", f"make {copy} a multiple or a divisor of {{0}}"),
     ):
         if axis not in parts:
             continue

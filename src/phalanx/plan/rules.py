@@ -204,7 +204,8 @@ def _many(s: Situation) -> str:
 
 
 def _outermost(s: Situation) -> str:
-    return "ranks are laid out so: data, pipeline, context, tensor, from outside to inside" if s.ranks > 1 else ""
+    said = 'so are ranks laid out, unless layout.outermost = "pipeline", which lets a node\'s ranks exchange together'
+    return said if s.ranks > 1 else ""
 
 
 def _several(s: Situation) -> str:

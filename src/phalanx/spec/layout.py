@@ -13,6 +13,7 @@ from phalanx.spec.base import Spec, divisors
 from phalanx.spec.errors import UserError
 
 ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+Outermost = Literal["data", "pipeline"]
 IN_PIPELINES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 NOT_YET = "is described, but does not run yet"
 SHARDED = ("zero1", "zero2", "zero3", "hsdp")
@@ -33,7 +34,7 @@ MEANT_FOR = {
 }
 """Choices that mean something only with these values of `data`."""
 NEEDS_AXIS = {
-    **dict.fromkeys(("schedule", "schedule_file", "virtual_stages"), "pp"),
+    **dict.fromkeys(("outermost", "schedule", "schedule_file", "virtual_stages"), "pp"),
     **dict.fromkeys(("sequence_parallel", "heads"), "tp"),
     "context": "cp",
 }
@@ -62,6 +63,10 @@ class Layout(Spec):
     """Tensor-parallel degree."""
     pp: int = Field(1, gt=0)
     """Pipeline stages in sequence."""
+    outermost: Outermost = "data"
+    """Which ranks are furthest apart: those with different data, which meet once per step (data), so that a pipeline's
+    are neighbours; or a pipeline's stages, which send little (pipeline), so that a stage's are, and with them its
+    experts."""
     sequence_parallel: bool = True
     """Whether tensor-parallel ranks share the tokens between pairs of products: less memory, as much traffic."""
     heads: Literal["split", "gathered"] = "split"
@@ -117,8 +122,8 @@ class Layout(Spec):
 
 @dataclass(frozen=True)
 class Degrees:
-    """The size of every mesh axis; their product is the world size. Outermost first: data-parallel ranks, which meet
-    once per step, may be far apart, pipeline neighbours less so, and tensor-parallel ranks sit next to each other."""
+    """The size of every mesh axis; their product is the world size. Tensor-parallel ranks, which meet in every layer,
+    sit next to each other; data-parallel ranks, which meet once per step, or pipelines, may be far apart."""
 
     dp_replicate: int
     """Copies of the model (its shards together count as one)."""
@@ -134,6 +139,20 @@ class Degrees:
     """Ranks that own parameters and compute nothing; they come first."""
     ep: int = 1
     """Of the ranks of a stage, those that have different experts; no axis of its own."""
+    pipeline_outermost: bool = False
+    """Whether a pipeline's stages are furthest apart, and not data-parallel ranks."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Outermost first."""
+        return ("pp", "dp_replicate", "dp_shard", "cp", "tp") if self.pipeline_outermost else AXES
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Where a rank is on every axis; a server is at none, but is given one."""
+        found, outside = {}, rank - self.servers
+        for axis in reversed(self.axes):
+            outside, found[axis] = divmod(outside, getattr(self, axis))
+        return found
 
     @property
     def dp(self) -> int:
@@ -189,11 +208,12 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
         problem = f"does not divide the {share_experts // copies} ranks that share a copy of a stage's experts"
         raise UserError("layout.ep", layout.ep, problem, f"use one of {allowed}")
     shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data, dp)
-    return Degrees(dp // shard, shard, layout.pp, layout.cp, layout.tp, servers, layout.ep)
+    outside = layout.outermost == "pipeline"
+    return Degrees(dp // shard, shard, layout.pp, layout.cp, layout.tp, servers, layout.ep, outside)
 
 
 AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
-"""Outermost first."""
+"""Outermost first, unless pipelines are."""
 SPLIT_AXES = ("pp", "tp", "cp", "ep")
 """Degrees of ranks that share a model or a sequence."""
 
@@ -205,20 +225,26 @@ def is_shared(layout: Layout) -> bool:
 
 def groups(sizes: Degrees, *axes: str) -> list[tuple[int, ...]]:
     """The ranks of every group over these axes: those that differ in nothing else. Servers are in none."""
-    shape = [getattr(sizes, axis) for axis in AXES]
+    shape = [getattr(sizes, axis) for axis in sizes.axes]
     found: dict[tuple[int, ...], list[int]] = {}
     for index, place in enumerate(product(*map(range, shape))):
-        others = tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in axes)
+        others = tuple(at for axis, at in zip(sizes.axes, place, strict=True) if axis not in axes)
         found.setdefault(others, []).append(sizes.servers + index)
     return [tuple(ranks) for ranks in found.values()]
+
+
+def stage_groups(sizes: Degrees) -> list[tuple[int, ...]]:
+    """The ranks at every place of the pipeline."""
+    return groups(sizes, "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def expert_groups(sizes: Degrees) -> list[tuple[int, ...]]:
     """The ranks of every group that have different experts: neighbours among those of a stage."""
     if sizes.ep == 1:
         return []
-    stages = groups(sizes, "dp_replicate", "dp_shard", "cp", "tp")
-    return [ranks[first : first + sizes.ep] for ranks in stages for first in range(0, len(ranks), sizes.ep)]
+    return [
+        ranks[first : first + sizes.ep] for ranks in stage_groups(sizes) for first in range(0, len(ranks), sizes.ep)
+    ]
 
 
 def spread(sizes: Mapping[str, int], servers: int) -> dict[str, int]:

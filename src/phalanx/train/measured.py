@@ -24,7 +24,7 @@ from phalanx.measure.memory import MemoryMeter
 from phalanx.parallel.collectives import ASKED_FOR
 from phalanx.parallel.data import POWERSGD_FROM_STEP
 from phalanx.parallel.strategy import Reduced
-from phalanx.spec.layout import Layout, degrees, is_shared
+from phalanx.spec.layout import Layout, degrees, is_shared, stage_groups
 from phalanx.spec.run import RunSpec
 from phalanx.train.metrics import Record
 from phalanx.train.trainer import Trainer
@@ -179,7 +179,7 @@ def ranks_of(role: str, layout: Layout, world_size: int) -> list[int]:
             return list(range(sizes.servers, world_size))
         case _:
             place = int(role.removeprefix("pp"))
-            return [rank for rank in range(world_size) if rank // (sizes.cp * sizes.tp) % sizes.pp == place]
+            return list(stage_groups(sizes)[place])
 
 
 def by_operation(traffic: list[Traffic]) -> dict[str, float]:

@@ -120,6 +120,9 @@ def usual_notes(job: Job, trainer: Trainer, *expressed: str) -> list[str]:
         value, default = _value_and_default(job.run, field)
         if value != default and field not in expressed:
             notes.append(f"{field} = {value} is left out: {NAMES[trainer]} has its own ways.")
+    together = job.sizes.pp > 1 and job.sizes.dp > 1 and job.run.layout.outermost == "data"
+    if together and "layout.outermost" not in expressed:
+        notes.append("Ranks with different data are nearer to each other there than those of a pipeline.")
     return notes
 
 

@@ -35,9 +35,7 @@ def megatron(job: Job) -> Exported:
         raise cannot("megatron", "training.sequence", run.training.sequence, fix, f"with layout.cp = {job.sizes.cp}")
     moe = _experts(job, run.model.moe) if run.model.moe else {}
     flags = _model(job) | _rope(job) | moe | _parallel(job) | _data_parallel(job) | _batch(job) | _optimizer(job)
-    notes = usual_notes(job, "megatron")
-    if job.sizes.pp > 1 and job.sizes.dp > 1 and not flags["use-tp-pp-dp-mapping"]:
-        notes.append("Ranks with different data are nearer to each other there than those of a pipeline.")
+    notes = usual_notes(job, "megatron", *["layout.outermost"] * bool(flags["use-tp-pp-dp-mapping"]))
     if run.model.vocab % layout.tp:
         notes.append(f"The embedding is padded to a multiple of {layout.tp} rows.")
     if run.model.moe and run.model.moe.capacity_factor:
@@ -166,7 +164,7 @@ def _parallel(job: Job) -> Flags:
     even = len({len(layers) for layers in job.stages}) == 1
     cut = "|".join("t" * len(layers) for layers in job.stages)
     # core/parallel_state.py: otherwise data-parallel ranks of experts and of the rest must be equally many.
-    pipelines_inside = (sizes.ep if sizes.ep > 1 else sizes.tp) == sizes.tp * sizes.cp
+    inside = layout.outermost == "data" and (sizes.ep if sizes.ep > 1 else sizes.tp) == sizes.tp * sizes.cp
     recompute: dict[str, Flags] = {
         "none": {},
         "selective": {"recompute-granularity": "selective", "recompute-modules": "core_attn"},
@@ -180,7 +178,7 @@ def _parallel(job: Job) -> Flags:
         "pipeline-model-parallel-layout": None if even else f"E{cut}L",
         "context-parallel-size": sizes.cp,
         "cp-comm-type": {"ring": "p2p", "ulysses": "a2a"}[layout.context] if sizes.cp > 1 else None,
-        "use-tp-pp-dp-mapping": sizes.pp > 1 and sizes.dp > 1 and pipelines_inside,
+        "use-tp-pp-dp-mapping": sizes.pp > 1 and sizes.dp > 1 and inside,
         **recompute[layout.recompute],
     }
 
