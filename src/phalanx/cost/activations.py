@@ -18,7 +18,7 @@ k of them per token; q and kv are the widths of all query and of all key/value h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.cost.kept import Pass, attention, experts, head, inputs, mlp, mlp_gradients, norm, put_off, put_off_head
@@ -59,6 +59,8 @@ class ActivationBytes:
     """The most kept while a block or attention is computed again in the backward pass; 0 where none is."""
     recomputed_first: int = 0
     """The same of the first block, which is the last to be computed again."""
+    put_off: int = 0
+    """What a stage keeps of a micro-batch between the halves of its backward pass."""
 
     @property
     def total(self) -> int:
@@ -137,8 +139,8 @@ def activation_bytes(
     if not stage.last:
         kept += Counter(borders=stream)
     alive: list[int] = []
+    attended = attention(spec, run)
     for layer in stage.layers:
-        attended = attention(spec, run)
         mixed = experts(spec, spec.moe, run) if spec.moe and spec.is_moe(layer) else mlp(spec, run)
         if layout.recompute == "full":
             kept += again
@@ -152,10 +154,12 @@ def activation_bytes(
             kept += normed + mixed
         else:
             kept += normed + attended + normed + mixed
-    if stage.halved:  # and what later layers, and the head, have put off
-        later = [put_off(spec, layer, run) for layer in stage.layers[1:]]
-        later += [put_off_head(spec, run)] if stage.last else []
-        alive = [size + sum(later[index:]) for index, size in enumerate(alive)]
+    halves: list[int] = []
+    if stage.halved:
+        halves = [put_off(spec, layer, run) for layer in stage.layers]
+        halves += [put_off_head(spec, run)] if stage.last else []
+        # What later layers, and the head, have put off.
+        alive = [size + sum(halves[index + 1 :]) for index, size in enumerate(alive)]
     flowing, loss_gradients = mlp_gradients(spec, stage.layers[-1], run, stage.halved), 0
     if stage.last:
         kept += normed + head(spec, run)
@@ -169,37 +173,33 @@ def activation_bytes(
         mlp_gradients=flowing,
         recomputed=max(alive, default=0),
         recomputed_first=alive[0] if alive else 0,
+        put_off=sum(halves),
     )
 
 
-def put_off_bytes(
-    spec: ModelSpec, batch: int, sequence: int, precision: Precision, layout: Layout, autocast: bool, stage: Stage
-) -> int:
-    """What a stage keeps of a micro-batch between the halves of its backward pass."""
-    run = Pass(batch, sequence, precision, layout, autocast and precision == "bf16", masked=False)
-    return sum(put_off(spec, layer, run) for layer in stage.layers) + (put_off_head(spec, run) if stage.last else 0)
+@dataclass(frozen=True)
+class InFlight:
+    """The most that a rank of a pipeline has of activations, in bytes."""
+
+    before: int
+    """Until it has gradients of its parameters."""
+    trained: int
+    """From then on."""
 
 
-def in_flight(
-    schedule: Schedule, rank: int, kept: Mapping[int, ActivationBytes], halves: Mapping[int, int]
-) -> Iterator[tuple[int, bool]]:
-    """The most that a rank of a pipeline has of activations at each of its passes, in bytes, and whether gradients of
-    its parameters are there by then. Each of its stages keeps so much of a micro-batch from the forward to the backward
-    pass, and so much between that pass's halves."""
-    sizes = {stage: (of.total, of.peak) for stage, of in kept.items()}
-    held, trained = 0, False
+def in_flight(schedule: Schedule, rank: int, kept: Sequence[ActivationBytes]) -> InFlight:
+    """Of activations that every stage keeps of a micro-batch from the forward to the backward pass, and between that
+    pass's halves."""
+    sizes = [(of.total, of.peak, of.put_off, of.in_blocks(1.0)) for of in kept]
+    held, trained, most = 0, False, [0, 0]
     for stage, kind, _ in schedule.actions(rank):
-        total, at_peak = sizes[stage]
+        total, peak, put_off, at_end = sizes[stage]
         if kind == "F":
             held += total
-            yield held, trained
-        elif kind == "W":
-            trained = True
-            yield held, trained
-            held -= halves[stage]
-        else:
-            yield held - total + at_peak, trained
-            held += (halves[stage] if kind == "I" else 0) - total
-            if kind == "B":
-                trained = True
-                yield held + kept[stage].in_blocks(1.0), trained
+        elif kind != "W":
+            most[trained] = max(most[trained], held - total + peak)
+            held += (put_off if kind == "I" else 0) - total
+        trained = trained or kind in ("B", "W")
+        most[trained] = max(most[trained], held + (at_end if kind == "B" else 0))
+        held -= put_off if kind == "W" else 0
+    return InFlight(*most)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.cost.activations import ActivationBytes, Stage, activation_bytes, in_flight, put_off_bytes, stages_of
+from phalanx.cost.activations import ActivationBytes, InFlight, Stage, activation_bytes, in_flight, stages_of
 from phalanx.cost.buffers import exchange_bytes, sendings, server_buffers
 from phalanx.cost.moments import Kept, beside, moments, moments_in_flight, update_bytes
 from phalanx.cost.network import Strategy
@@ -204,7 +204,7 @@ def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
             activations = _activations(run, cut, strategy)
             most, at = activations.peak, moments(kept, activations, exchange, sent)
         else:
-            most = max(size for size, _ in passes[place])
+            most = max(passes[place].before, passes[place].trained)
             at = moments_in_flight(kept, passes[place], exchange, sent)
         parts = RankMemory(
             state.parameters, state.gradients, state.optimizer, most,
@@ -255,15 +255,16 @@ def _activations(run: RunSpec, cut: Cut, strategy: Strategy, stage: Stage | None
     return activation_bytes(*sizes, run.data.mask_documents, stage)
 
 
-def _in_flight(run: RunSpec, cut: Cut, strategy: Strategy) -> list[list[tuple[int, bool]]]:
-    """What a rank at each place of the pipeline has of activations at each of its passes, and whether of gradients."""
-    schedule = schedule_of(run.layout, cut.accumulation)
-    autocast = strategy in ("ddp", "parameter_server")
-    sizes = run.model, cut.micro_batch, run.training.sequence, run.training.precision, run.layout, autocast
-    stages = dict(enumerate(stages_of(stage_layers(run), schedule)))
-    kept = {index: _activations(run, cut, strategy, stage) for index, stage in stages.items()}
-    halves = {index: put_off_bytes(*sizes, stage) for index, stage in stages.items()}
-    return [list(in_flight(schedule, place, kept, halves)) for place in range(run.layout.pp)]
+def _in_flight(run: RunSpec, cut: Cut, strategy: Strategy) -> list[InFlight]:
+    """What a rank at each place of the pipeline has of activations."""
+    schedule, kept = schedule_of(run.layout, cut.accumulation), dict[object, ActivationBytes]()
+    of_stages = []
+    for stage in stages_of(stage_layers(run), schedule):
+        alike = tuple(map(run.model.is_moe, stage.layers)), stage.first, stage.last
+        if alike not in kept:
+            kept[alike] = _activations(run, cut, strategy, stage)
+        of_stages.append(kept[alike])
+    return [in_flight(schedule, place, of_stages) for place in range(run.layout.pp)]
 
 
 def _server(run: RunSpec, world_size: int) -> RankMemory:

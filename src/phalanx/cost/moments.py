@@ -6,10 +6,10 @@ when activations are gone."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from phalanx.cost.activations import ActivationBytes
+from phalanx.cost.activations import ActivationBytes, InFlight
 from phalanx.cost.buffers import Sending
 from phalanx.cost.network import Strategy
 from phalanx.cost.precision import KEPT
@@ -54,12 +54,11 @@ def moments(kept: Kept, activations: ActivationBytes, exchange: int, sent: list[
     yield kept.always + last + kept.update
 
 
-def moments_in_flight(
-    kept: Kept, passes: Iterable[tuple[int, bool]], exchange: int, sent: list[Sending]
-) -> Iterator[int]:
-    """The same of a pipeline, of each of a rank's passes (`activations.in_flight`) and at the step's end."""
-    for size, trained in passes:
-        yield kept.always + (kept.summed if trained else 0) + size + exchange + _gathered(sent)
+def moments_in_flight(kept: Kept, passes: InFlight, exchange: int, sent: list[Sending]) -> Iterator[int]:
+    """The same of a pipeline, of a rank's passes without and with gradients, and at the step's end."""
+    working = exchange + _gathered(sent)
+    yield kept.always + passes.before + working
+    yield kept.always + kept.summed + passes.trained + working
     for each in sent:
         yield kept.always + kept.summed + each.bytes
     yield kept.always + kept.gradients + kept.update
