@@ -125,17 +125,8 @@ def train(short: Short, work: Path) -> MeasuredRun:
         shutil.rmtree(directory, ignore_errors=True)
         file = work / f"{short.name}.toml"
         file.write_text(RUN.format(model=MODELS[short.model], steps=STEPS))
-        choices = [word for choice in short.layout.split(",") for word in ("--set", f"layout.{choice}")]
-        given = [
-            "--measure-memory",
-            "--nproc",
-            str(short.ranks),
-            "--set",
-            f"name={short.name}",
-            "--set",
-            f"out={work}",
-            *choices,
-        ]
+        chosen = [f"name={short.name}", f"out={work}", *(f"layout.{choice}" for choice in short.layout.split(","))]
+        given = ["--measure-memory", "--nproc", str(short.ranks), *(f"--set={choice}" for choice in chosen)]
         command = [sys.executable, "-m", "phalanx", "train", str(file), *given]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)

@@ -126,10 +126,11 @@ def test_a_function_that_cannot_be_imported_is_refused():
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_die_with_their_parent(sent):
-    imports = f"from phalanx.testing import ranks; from {__name__} import connect_and_hang"
+    imports = f"import signal; from phalanx.testing import ranks; from {__name__} import connect_and_hang"
+    heard = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # which a shell's background job is deaf to
     with socket.create_server(("127.0.0.1", 0)) as server:
         parent = subprocess.Popen(
-            [sys.executable, "-c", f"{imports}; ranks(1).run(connect_and_hang, {server.getsockname()[1]})"],
+            [sys.executable, "-c", f"{imports}; {heard}; ranks(1).run(connect_and_hang, {server.getsockname()[1]})"],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         server.settimeout(60)
