@@ -16,7 +16,7 @@ from phalanx.cost.constants import memory_constants, time_constants
 from phalanx.cost.footprint import footprint, out_of_memory
 from phalanx.cost.jobs import Order, columns
 from phalanx.cost.step import step_seconds
-from phalanx.plan.describe import Numbers
+from phalanx.plan.describe import Numbers, stage_columns
 from phalanx.plan.predict import predict
 from phalanx.plan.rows import read_rows
 from phalanx.plan.search import LIKELY
@@ -123,5 +123,5 @@ def _grid(own: Numbers, ranks: float, batch: float) -> Iterator[Numbers]:
         yield {
             **own, "tp": tp, "pp": pp, "dp": dp, "micro_batch": micro_batch, "micro_batches": batch / dp / micro_batch,
             "zero": zero, "shard": dp if zero else 1, "order": Order.ONE_F_ONE_B if pp > 1 else Order.NONE,
-            "sequence_parallel": float(tp > 1), "trimmed": float(pp > 1 and own["layers"] % pp > 0),
+            "sequence_parallel": float(tp > 1), **stage_columns(own["layers"], pp),
         }  # fmt: skip

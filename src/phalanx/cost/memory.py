@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.cost.activations import ActivationBytes, InFlight, Stage, activation_bytes, in_flight, stages_of
-from phalanx.cost.buffers import exchange_bytes, sendings, server_buffers
+from phalanx.cost.buffers import Sending, exchange_bytes, sendings, server_buffers
 from phalanx.cost.moments import Kept, beside, moments, moments_in_flight, update_bytes
 from phalanx.cost.network import Strategy
 from phalanx.cost.parameters import ParameterCount
@@ -21,7 +21,7 @@ from phalanx.cost.shapes import Shape, Shapes, elements, muon_trains, owned_elem
 from phalanx.cost.shares import Held, rank_shapes
 from phalanx.cost.stages import check_layout, stage_layers
 from phalanx.schedule.named import schedule_of
-from phalanx.spec.layout import SHARDED, Layout, degrees, spread
+from phalanx.spec.layout import SHARDED, Degrees, Layout, degrees, spread
 from phalanx.spec.run import Cut, OptimizerSpec, RunSpec, cut_batch
 
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
@@ -191,13 +191,13 @@ def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
     data, cut = sizes.as_data(sharded=layout.data in SHARDED), cut_batch(run, world_size)
     strategy = runs_as(layout, data.dp_shard)
     passes = _in_flight(run, cut, strategy) if layout.pp > 1 else []
+    alike: dict[object, tuple[tuple[StateBytes, int, int], list[Sending]]] = {}
     found = []
     for place, rank in enumerate(rank_shapes(run, world_size)):
-        state, offloaded, in_files = _rests(run, rank, strategy)
-        sent = sendings(rank.dense, run, strategy, data, cut.accumulation)
-        if rank.apart:
-            same = replace(data, dp_replicate=1, dp_shard=rank.apart_shards)
-            sent = beside(sent, sendings(rank.apart, run, strategy, same, cut.accumulation))
+        kinds = rank.kinds
+        if kinds not in alike:
+            alike[kinds] = _rests(run, rank, strategy), _sendings(run, rank, strategy, data, cut.accumulation)
+        (state, offloaded, in_files), sent = alike[kinds]
         exchange = exchange_bytes(run, cut.micro_batch, place)
         kept = _kept(run, rank, strategy, state, cut.accumulation, alone=data.dp == 1)
         if layout.pp == 1:
@@ -212,6 +212,15 @@ def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
         )  # fmt: skip
         found.append(replace(parts, never_together=parts.total - max(at)))
     return found
+
+
+def _sendings(run: RunSpec, rank: Held, strategy: Strategy, data: Degrees, accumulation: int) -> list[Sending]:
+    """Of a rank's tensors, those of experts with ranks of their own."""
+    sent = sendings(rank.dense, run, strategy, data, accumulation)
+    if not rank.apart:
+        return sent
+    same = replace(data, dp_replicate=1, dp_shard=rank.apart_shards)
+    return beside(sent, sendings(rank.apart, run, strategy, same, accumulation))
 
 
 def _kept(run: RunSpec, rank: Held, strategy: Strategy, state: StateBytes, accumulation: int, alone: bool) -> Kept:

@@ -6,6 +6,7 @@ heads together."""
 from __future__ import annotations
 
 import math
+from functools import cache
 
 from phalanx.spec.model import ModelSpec, MoESpec
 
@@ -24,6 +25,13 @@ def parameter_shapes(spec: ModelSpec) -> Shapes:
         **_named(norm=_norm(spec)),
         **({} if spec.tied else _named(head=_linear(V, D))),
     }
+
+
+@cache
+def in_any_block(name: str) -> str:
+    """A parameter's name without its block's number: "blocks.3.mlp.up.weight" is "blocks.mlp.up.weight"."""
+    part, _, rest = name.partition(".")
+    return f"{part}.{rest.partition('.')[2]}" if part == "blocks" else name
 
 
 def elements(shape: Shape) -> int:

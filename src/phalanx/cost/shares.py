@@ -4,13 +4,14 @@ parallelism may split them further."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 
-from phalanx.cost.shapes import Shape, Shapes, parameter_shapes
+from phalanx.cost.shapes import Shape, Shapes, in_any_block, parameter_shapes
 from phalanx.cost.stages import stage_layers
 from phalanx.schedule.named import any_schedule_of
-from phalanx.spec.layout import SHARDED, degrees
+from phalanx.spec.layout import SHARDED, Layout, degrees
 from phalanx.spec.run import RunSpec
-from phalanx.spec.share import tensor_share
+from phalanx.spec.share import Share, tensor_share
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Held:
     copied: Shape | None = None
     """Of a tied embedding, which another rank trains."""
 
+    @property
+    def kinds(self) -> tuple[object, ...]:
+        """The same for ranks of one model and layout that differ in nothing but the blocks' numbers."""
+        return tuple(map(in_any_block, self.dense)), tuple(map(in_any_block, self.apart)), self.copied
+
 
 def rank_shapes(run: RunSpec, world_size: int) -> list[Held]:
     """Of the rank with the largest shares at each place of the pipeline (one, without a pipeline).
@@ -39,8 +45,11 @@ def rank_shapes(run: RunSpec, world_size: int) -> list[Held]:
     data = sizes.as_data(sharded=layout.data in SHARDED)
     copies = sizes.dp_replicate if layout.data == "hsdp" else 1
     same = sizes.dp * sizes.cp * sizes.tp // sizes.ep // copies
-    shapes = {name: _share(run, name, shape) for name, shape in parameter_shapes(spec).items()}
-    apart = {name for name in shapes if tensor_share(spec, layout, name).among == "ep"}
+    whole = parameter_shapes(spec)
+    share_of = cache(partial(tensor_share, spec, layout))
+    shares = {name: share_of(in_any_block(name)) for name in whole}
+    shapes = {name: _share(layout, share, whole[name]) for name, share in shares.items()}
+    apart = {name for name, share in shares.items() if share.among == "ep"}
     return [
         Held(
             {name: shapes[name] for name in names if name not in apart}, data.dp_shard,
@@ -51,10 +60,8 @@ def rank_shapes(run: RunSpec, world_size: int) -> list[Held]:
     ]  # fmt: skip
 
 
-def _share(run: RunSpec, name: str, shape: Shape) -> Shape:
+def _share(layout: Layout, share: Share, shape: Shape) -> Shape:
     """Of the first of the ranks that share a tensor: none has more."""
-    layout = run.layout
-    share = tensor_share(run.model, layout, name)
     if share.axis is None:
         return shape
     parts = (layout.tp if share.among == "tp" else layout.ep) // share.copies
@@ -66,7 +73,7 @@ def _names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:
     if run.layout.pp == 1:
         return [(names, False)]
     schedule, layers = any_schedule_of(run.layout), stage_layers(run)
-    first, last = schedule.rank_of[0], schedule.rank_of[schedule.stages - 1]
+    first, last = schedule.ends
     ends = {"embedding": first, "positions": first, "norm": last, "head": last}
     rank_of = {str(layer): schedule.rank_of[stage] for stage, mine in enumerate(layers) for layer in mine}
 

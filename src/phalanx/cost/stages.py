@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -59,8 +60,8 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
             f'gives ranks different numbers of micro-batches, which "{name}" does not take',
             "make it a multiple of micro-batch x data-parallel ranks x training.sequence",
         )  # fmt: skip
-    apart = schedule.rank_of[0] != schedule.rank_of[schedule.stages - 1]
-    if run.model.tied and apart and layout.data in ("zero3", "hsdp"):
+    first, last = schedule.ends
+    if run.model.tied and first != last and layout.data in ("zero3", "hsdp"):
         raise UserError(
             "model.tied", True, f'with layout.data = "{layout.data}" embedding and head must be on one rank',
             'use layout.schedule = "zb-v" or "dualpipe-v", which have both there, or layout.data = "zero1"',
@@ -83,6 +84,17 @@ def stage_layers(run: RunSpec) -> list[range]:
     except UserError as error:
         problem = f"makes {stages} stages, which {error.problem}"
         raise UserError("layout.pp", run.layout.pp, problem, error.fix) from None
+
+
+def blocks_of_ranks(run: RunSpec) -> list[int]:
+    """How many blocks each rank of a run's pipeline has, on all of its stages.
+
+    Raises UserError if there are more stages than layers.
+    """
+    found, rank_of = [0] * run.layout.pp, any_schedule_of(run.layout).rank_of
+    for stage, layers in enumerate(stage_layers(run)):
+        found[rank_of[stage]] += len(layers)
+    return found
 
 
 @lru_cache  # the planner asks for the same cuts many times
@@ -134,25 +146,34 @@ def cut_stages(costs: Sequence[float], stages: int) -> list[int]:
     blocks[0] += first
     blocks[-1] += last
     before = [0.0, *accumulate(blocks)]
+    limit = _least_limit(before, stages)
+    # reach[end]: the cut of the first `end` blocks into the stages so far whose squares add up to least, and its ends.
+    reach: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for later in reversed(range(stages)):
+        following: dict[int, tuple[float, list[int]]] = {}
+        for begin, (so_far, ends) in reach.items():
+            for end in range(begin + 1, layers - later + 1):
+                cost = before[end] - before[begin]
+                if cost > limit:
+                    break
+                if so_far + cost**2 < following.get(end, (inf, []))[0]:
+                    following[end] = so_far + cost**2, [*ends, end]
+        reach = following
+    return [end - begin for begin, end in pairwise([0, *reach[layers][1]])]
 
-    def best(limit: float, power: int) -> tuple[float, list[int]]:
-        """The least sum of the stages' costs to a power (0: only the largest counts), none of them above the limit."""
-        # reach[end]: the best cut of the first `end` blocks into the stages so far, and its ends.
-        reach: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-        for stage in range(stages):
-            later = stages - 1 - stage
-            following: dict[int, tuple[float, list[int]]] = {}
-            for begin, (so_far, ends) in reach.items():
-                for end in range(begin + 1, layers - later + 1):
-                    cost = before[end] - before[begin]
-                    if cost > limit:
-                        break
-                    total = so_far + cost**power if power else max(so_far, cost)
-                    if total < following.get(end, (inf, []))[0]:
-                        following[end] = total, [*ends, end]
-            reach = following
-        return reach[layers]
 
-    slowest, _ = best(inf, 0)
-    _, ends = best(slowest * (1 + 1e-12), 2)
-    return [end - begin for begin, end in pairwise([0, *ends])]
+def _least_limit(before: Sequence[float], stages: int) -> float:
+    """The least that the costliest of so many stages can cost, of blocks whose costs add up to `before` each; a little
+    more, for sums that are rounded."""
+    last = len(before) - 1
+
+    def enough(limit: float) -> bool:
+        """Whether no stage costs more, each having as many blocks as it can."""
+        end = 0
+        for _ in range(stages):
+            end = bisect_right(before, before[end] + limit) - 1
+        return end == last
+
+    sums = {before[end] - before[begin] for begin in range(last) for end in range(begin + 1, last + 1)}
+    limits = sorted(size * (1 + 1e-12) for size in sums)
+    return limits[bisect_left(limits, True, key=enough)]

@@ -3,9 +3,10 @@ exchanges as far as the backward pass does not hide them, and the update."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.cost.block import BlockTime, block_seconds, either
 from phalanx.cost.constants import TimeConstants
@@ -52,41 +53,55 @@ class Stage:
     def both(self) -> Column:
         return self.forward + self.backward
 
+    def __add__(self, other: Stage) -> Stage:
+        return Stage(self.forward + other.forward, self.backward + other.backward, self.weight + other.weight)
 
-def blocks_of_stages(jobs: Jobs) -> tuple[Column, Column, Column]:
-    """Blocks of the first stage, of one between, and of the last. Where they do not divide, or embedding and head take
-    a block's place, the first and the last have fewer."""
-    L, p = jobs.layers, jobs.pp
-    trimmed = (jobs.trimmed > 0) & (p > 1)
-    each = np.where(trimmed, (L + 2) / p, L / p)
-    return np.where(trimmed, each - 1, each), each, np.where(trimmed, each - 1, each)
+    def __sub__(self, other: Stage) -> Stage:
+        return self + other.times(-1.0)
+
+    def times(self, count: Column | float) -> Stage:
+        """So many of it, one after another."""
+        return Stage(count * self.forward, count * self.backward, count * self.weight)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What stages are made of."""
+
+    embedding: Stage
+    dense: Stage
+    """A block with an MLP."""
+    routed: Stage
+    """A block with experts."""
+    head: Stage
+    """With the loss."""
 
 
 def step_seconds(c: TimeConstants, jobs: Jobs) -> StepTime:
     """Seconds of a step by its parts."""
     dense, routed = _blocks(c, jobs)
-    first, middle, last = _stages(c, jobs, dense, routed)
+    parts = _parts(c, jobs, dense, routed)
+    slowest, middle = _stages(jobs, parts)
+    once = parts.dense.times(jobs.dense_layers) + parts.routed.times(jobs.layers - jobs.dense_layers)
+    once = once + parts.embedding + parts.head
     p, m, v = jobs.pp, jobs.micro_batches, np.maximum(jobs.virtual, 1)
-    slowest = np.maximum(last.both, np.where(p > 1, first.both, 0.0))
-    slowest = np.maximum(slowest, np.where(p > 2, middle.both, 0.0))
-    once = last.both + np.where(p > 1, first.both, 0.0) + np.maximum(p - 2, 0) * middle.both
-    bubble = _bubble(jobs, once - slowest, middle)
+    bubble = _bubble(jobs, once - slowest)
     engine = np.where((jobs.deepspeed > 0) & (jobs.pp > 1), c.deepspeed, 1.0)
-    compute = m * slowest * engine
-    compute, bubble = _on_shared_cores(jobs, compute, bubble, m * once / p * engine)
+    compute = m * slowest.both * engine
+    compute, bubble = _on_shared_cores(jobs, compute, bubble, m * once.both / p * engine)
     send = _sends(c, jobs, m, v)
     seen = _data_parallel(c, jobs, middle)
     update = _update(c, jobs) + c.step_seconds
     offload = offload_seconds(c, jobs, owned_parameters(jobs))
     waiting = (compute + bubble + send) * c.straggle * np.log2(np.maximum(jobs.ranks / jobs.pp / jobs.domain, 1))
     share = jobs.dense_layers / jobs.layers
-    exchange = m * blocks_of_stages(jobs)[1] * (share * dense.exchange + (1 - share) * routed.exchange) * engine
+    exchange = m * jobs.middle_blocks * (share * dense.exchange + (1 - share) * routed.exchange) * engine
     return StepTime(compute, bubble, send, seen, update, offload, waiting, exchange)
 
 
-def stage_seconds(c: TimeConstants, jobs: Jobs) -> tuple[Stage, Stage, Stage]:
-    """Of the first stage, of one between, and of the last."""
-    return _stages(c, jobs, *_blocks(c, jobs))
+def part_seconds(c: TimeConstants, jobs: Jobs) -> Parts:
+    """Seconds of a micro-batch in each part of the model."""
+    return _parts(c, jobs, *_blocks(c, jobs))
 
 
 def _blocks(c: TimeConstants, jobs: Jobs) -> tuple[BlockTime, BlockTime]:
@@ -127,30 +142,42 @@ def _gathered(c: TimeConstants, jobs: Jobs, block: BlockTime, experts: Column) -
     )
 
 
-def _stages(c: TimeConstants, jobs: Jobs, dense: BlockTime, routed: BlockTime) -> tuple[Stage, Stage, Stage]:
-    """The first stage with the embedding, one between, the last with the head; leading layers are dense."""
+def _parts(c: TimeConstants, jobs: Jobs, dense: BlockTime, routed: BlockTime) -> Parts:
     tokens = jobs.tokens
-    columns = jobs.vocab / jobs.tp
-    head = gemm_seconds(c, jobs, tokens, columns, jobs.width, linear=False)
+    head = gemm_seconds(c, jobs, tokens, jobs.vocab / jobs.tp, jobs.width, linear=False)
     loss = _loss(c, jobs, tokens)
     embedding = passes_seconds(c, jobs, jobs.number_bytes * 6 * tokens * jobs.width)
-    first, each, last = blocks_of_stages(jobs)
+    none = np.zeros(1)
+    return Parts(
+        Stage(embedding / 2, embedding / 2, none),
+        Stage(dense.forward, dense.backward, dense.weight),
+        Stage(routed.forward, routed.backward, routed.weight),
+        Stage(head + 0.4 * loss, 2 * head + 0.6 * loss, none),
+    )
+
+
+def _stages(jobs: Jobs, parts: Parts) -> tuple[Stage, Stage]:
+    """The slowest stage, and one between the first, with the embedding, and the last, with the head; leading layers
+    are dense. Where the pipeline is a V, one rank has both ends."""
+    first, each, last = jobs.first_blocks, jobs.middle_blocks, jobs.last_blocks
     only_dense = jobs.dense_layers == jobs.layers
-    leading = np.where(only_dense, first, np.minimum(jobs.dense_layers, first))
-    between = np.where(only_dense, each, 0.0)
-    final = np.where(only_dense, last, np.where(jobs.pp == 1, jobs.dense_layers, 0.0))
+    together = (jobs.pp == 1) | (jobs.order == Order.ZB_V)
 
     def stage(with_mlp: Column, blocks: Column) -> Stage:
-        rest = blocks - with_mlp
-        forward = with_mlp * dense.forward + rest * routed.forward
-        backward = with_mlp * dense.backward + rest * routed.backward
-        return Stage(forward, backward, with_mlp * dense.weight + rest * routed.weight)
+        return parts.dense.times(with_mlp) + parts.routed.times(blocks - with_mlp)
 
-    begin, middle, end = stage(leading, first), stage(between, each), stage(final, last)
-    alone = np.where(jobs.pp == 1, embedding / 2, 0.0)
-    begin = Stage(begin.forward + embedding / 2, begin.backward + embedding / 2, begin.weight)
-    end = Stage(end.forward + head + 0.4 * loss + alone, end.backward + 2 * head + 0.6 * loss + alone, end.weight)
-    return begin, middle, end
+    begin = stage(np.where(only_dense, first, np.minimum(jobs.dense_layers, first)), first) + parts.embedding
+    middle = stage(np.where(only_dense, each, 0.0), each)
+    end = stage(np.where(only_dense, last, np.where(jobs.pp == 1, jobs.dense_layers, 0.0)), last) + parts.head
+    end = end + parts.embedding.times(np.where(together, 1.0, 0.0))
+    slowest = _slower(end, begin, ~together)
+    return _slower(slowest, middle, jobs.pp > np.where(together, 1, 2)), middle
+
+
+def _slower(one: Stage, other: Stage, there: NDArray[np.bool_]) -> Stage:
+    """Of two stages the one that takes longer, if the other is there."""
+    chosen = there & (other.both > one.both)
+    return Stage(*(np.where(chosen, getattr(other, f.name), getattr(one, f.name)) for f in fields(Stage)))
 
 
 def _loss(c: TimeConstants, jobs: Jobs, tokens: Column) -> Column:
@@ -161,7 +188,7 @@ def _loss(c: TimeConstants, jobs: Jobs, tokens: Column) -> Column:
     return gather + passes_seconds(c, jobs, np.where(whole, logits, logits / jobs.tp) * c.head_passes)
 
 
-def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
+def _bubble(jobs: Jobs, others: Stage) -> Column:
     """Idle seconds of the slowest stage: `others` is one micro-batch's way through all other stages.
 
     1F1B and GPipe wait for it once; interleaved for a v-th of it (arXiv 2104.04473, section 2.2); split backward
@@ -170,10 +197,9 @@ def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
     are postponed, the next step begins in the ramp of the last one, and ZB-H2's 2p - 1 forward passes at the start
     fill what is left of it but (p-1) (B - F), where gradients of weights do not.
     """
-    p, v = jobs.pp, np.maximum(jobs.virtual, 1)
-    F, W = stage.forward, stage.weight
-    B = stage.backward - W
-    late = jobs.postponed > 0
+    v, late = np.maximum(jobs.virtual, 1), jobs.postponed > 0
+    F, W = others.forward, others.weight
+    B = others.backward - W
     idle: Column = np.select(
         [
             jobs.order == Order.NONE,
@@ -183,13 +209,13 @@ def _bubble(jobs: Jobs, others: Column, stage: Stage) -> Column:
             jobs.order == Order.ZB_V,
         ],
         [
-            0.0 * others,
-            others / v,
-            (p - 1) * np.maximum(F + B - W, 0.0),
-            (p - 1) * np.where(late, np.clip(B - F, 0.0, np.maximum(F + B - 2 * W, 0.0)), np.maximum(F, F + B - 2 * W)),
-            (p - 1) * np.where(late, np.maximum(B - F, 0.0), np.maximum(F, B)) / 2,
+            0.0 * others.both,
+            others.both / v,
+            np.maximum(F + B - W, 0.0),
+            np.where(late, np.clip(B - F, 0.0, np.maximum(F + B - 2 * W, 0.0)), np.maximum(F, F + B - 2 * W)),
+            np.where(late, np.maximum(B - F, 0.0), np.maximum(F, B)) / 2,
         ],
-        others,
+        others.both,
     )
     return idle
 

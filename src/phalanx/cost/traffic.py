@@ -111,7 +111,8 @@ def _shared(run: RunSpec, world_size: int) -> list[list[Traffic]]:
         return [_times(cut.accumulation, stage_traffic(spec, of, Stage(range(spec.layers), True, True)))]
     schedule = schedule_of(layout, cut.accumulation)
     stages, message = stages_of(stage_layers(run), schedule), of.here * spec.width * of.stream
-    tied = spec.tied and schedule.rank_of[0] != schedule.rank_of[schedule.stages - 1]
+    first, last = schedule.ends
+    tied = spec.tied and first != last
     found = []
     for place in range(layout.pp):
         mine = schedule.stages_of(place)

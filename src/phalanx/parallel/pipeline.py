@@ -267,7 +267,7 @@ class Pipeline(Strategy):
     def _tie(self, gradients: bool = False) -> None:
         """Where embedding and head are one, on two ranks: the first trains it, and sends its weights to the last after
         every update; before that it adds the last's gradients to its own."""
-        first, last = self.forward_only.rank_of[0], self.forward_only.rank_of[self.stages.last]
+        first, last = self.forward_only.ends
         if not self.stages.spec.tied or first == last or self.rank not in (first, last):
             return
         with self.exposed.waiting():

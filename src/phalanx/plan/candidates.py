@@ -12,7 +12,9 @@ from phalanx.cost.jobs import OWN_RECOMPUTE, Attention, Jobs, Offload, Order, br
 from phalanx.cost.memory import STATES, optimizer_of, runs_as, strategy_bytes
 from phalanx.cost.network import Strategy
 from phalanx.cost.precision import COMPUTED
+from phalanx.cost.stages import blocks_of_ranks
 from phalanx.plan.describe import Numbers, machine_columns, model_columns
+from phalanx.schedule.named import any_schedule_of
 from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import MEANT_FOR, SHARDED, Layout, Outermost, degrees
@@ -275,7 +277,6 @@ def _common(run: RunSpec) -> Numbers:
         "parted_sends": 0,
         "whole_logits": 0,
         "postponed": 0,
-        "trimmed": 0,
     }
 
 
@@ -284,6 +285,9 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
     states = STATES[optimizer_of(run.optimizer)]
     each = {data: strategy_bytes(data, run.training.precision, 1, 1, states) for data in ZERO}
     state = [each[c.data] for c in found]
+    pipelines = {(c.pp, c.schedule, c.virtual_stages): c for c in found}
+    cut = {pipeline: _cut(run, c) for pipeline, c in pipelines.items()}
+    blocks = [cut[c.pp, c.schedule, c.virtual_stages] for c in found]
     return {
         **{name: [float(getattr(c, name)) for c in found] for name in ("dp", "tp", "pp", "cp", "ep")},
         "micro_batch": [c.micro_batch for c in found],
@@ -300,10 +304,23 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
         "gradient_bytes": [s.gradients for s in state],
         "state_bytes": [s.optimizer for s in state],
         "sent_bytes": [s.gradients for s in state],  # as they are kept
+        "first_blocks": [first for first, _, _ in blocks],
+        "middle_blocks": [middle for _, middle, _ in blocks],
+        "last_blocks": [last for _, _, last in blocks],
         "data_outermost": [float(c.outermost == "data") for c in found],
         "offload": [OFFLOAD[c.offload] for c in found],
         "scatters": [c.micro_batches if c.data == "zero2" else 1 for c in found],
     }
+
+
+def _cut(run: RunSpec, candidate: Candidate) -> tuple[float, float, float]:
+    """Blocks of the first rank of a pipeline, of the one between that has most, and of the rank with the head."""
+    if candidate.pp == 1:
+        return (run.model.layers,) * 3
+    own = run.model_copy(update={"layout": candidate.layout()})
+    blocks, (first, last) = blocks_of_ranks(own), any_schedule_of(own.layout).ends
+    between = [count for rank, count in enumerate(blocks) if rank not in (first, last)]
+    return blocks[first], max(between or blocks), blocks[last]
 
 
 def _attention(run: RunSpec, candidate: Candidate) -> Attention:

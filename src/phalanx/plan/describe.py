@@ -117,6 +117,14 @@ def machine_columns(cluster: Cluster) -> Numbers:
     }
 
 
+def stage_columns(layers: float, pp: float, trimmed: bool = False) -> Numbers:
+    """Blocks of a pipeline's first rank, of one between, and of its last, as trainers cut it. Where they do not divide,
+    or embedding and head are said to take a block's place (`trimmed`), the first and the last have fewer."""
+    fewer = float(pp > 1 and (trimmed or layers % pp > 0))
+    each = (layers + 2 * fewer) / pp
+    return {"first_blocks": each - fewer, "middle_blocks": each, "last_blocks": each - fewer}
+
+
 def host_memory(cluster: Cluster) -> float:
     """Bytes of CPU memory for what one rank offloads."""
     return float(cluster.host_memory_bytes or HOST_MEMORY_BYTES)

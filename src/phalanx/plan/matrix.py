@@ -174,8 +174,7 @@ def _to_stages(run: RunSpec, pipelines: Ranks, place: int, row: Traffic) -> Sent
     """To the ranks of other stages that have the same part of them: as many messages as the schedule sends there."""
     schedule = schedule_of(run.layout, cut_batch(run, pipelines.size).accumulation)
     if row.among == "ends":
-        ends = {schedule.rank_of[0], schedule.rank_of[schedule.stages - 1]}
-        messages = Counter(ends - {place})
+        messages = Counter(set(schedule.ends) - {place})
     else:
         messages = Counter(to for _, to in schedule.messages(place) if to != place)
     counts = messages.values()

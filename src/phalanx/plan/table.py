@@ -12,7 +12,15 @@ from phalanx.cost.compute import recomputed_flops_per_token
 from phalanx.cost.jobs import Attention, Order, Recompute
 from phalanx.cost.memory import PUBLISHED_MIXED_PRECISION_ADAM
 from phalanx.cost.parameters import parameters
-from phalanx.plan.describe import Numbers, flops_per_token, habits, is_low, machine_columns, model_columns
+from phalanx.plan.describe import (
+    Numbers,
+    flops_per_token,
+    habits,
+    is_low,
+    machine_columns,
+    model_columns,
+    stage_columns,
+)
 from phalanx.plan.rows import Row
 from phalanx.spec.base import divisors, parse, require, suggest
 from phalanx.spec.cluster import Cluster
@@ -108,7 +116,7 @@ def job_of(row: Row) -> Job:
         **habits(text, precision, cluster.generation, zero, xla=chip.startswith("TPU")),
         "ranks": ranks, "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero,
         "shard": _shard(text, zero, dp * cp, max(cluster.domain or 1, node)),
-        "trimmed": float("1 layer fewer" in text or (pp > 1 and spec.layers % pp > 0)),
+        **stage_columns(spec.layers, pp, trimmed="1 layer fewer" in text),
     }  # fmt: skip
     choices, open_ones = _choices(row, fixed, spec.layers, batch)
     tokens = sequence * batch

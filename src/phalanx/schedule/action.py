@@ -72,7 +72,11 @@ class Schedule:
 
     def actions(self, rank: int) -> Iterator[Action]:
         """What a rank computes, in order."""
-        return (action for step in self.orders[rank] for action in actions(step))
+        return iter(self._actions[rank])
+
+    @cached_property
+    def _actions(self) -> tuple[tuple[Action, ...], ...]:
+        return tuple(tuple(action for step in order for action in actions(step)) for order in self.orders)
 
     @cached_property
     def rank_of(self) -> dict[int, int]:
@@ -82,6 +86,11 @@ class Schedule:
             for action in self.actions(rank):
                 found.setdefault(action.stage, rank)
         return dict(sorted(found.items()))
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The ranks of the first and of the last stage."""
+        return self.rank_of[0], self.rank_of[self.stages - 1]
 
     @property
     def ranks(self) -> int:
