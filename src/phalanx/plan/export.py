@@ -26,11 +26,27 @@ WRITERS: dict[Trainer, Callable[[Job], Exported]] = {
 def export(run: RunSpec, world_size: int, trainer: Trainer) -> Exported:
     """What `trainer` needs to train the run's model, with its batch and layout, on so many ranks.
 
-    Raises UserError for a layout that cannot run, and for what that trainer cannot express.
+    Raises UserError for a layout that cannot run, and for what that trainer cannot express, with those that can.
     """
     check_trainer(trainer)
     check_layout(run, world_size)
-    return WRITERS[trainer](_job(run, world_size, trainer))
+    job = _job(run, world_size, trainer)
+    try:
+        return WRITERS[trainer](job)
+    except UserError as error:
+        able = ", ".join(NAMES[other] for other in WRITERS if expresses(job, other)) or "none of the four"
+        raise UserError(
+            error.field, error.value, error.problem, f"{error.fix}; as it is the run goes to {able}"
+        ) from None
+
+
+def expresses(job: Job, trainer: Trainer) -> bool:
+    """Whether a trainer has all that a run asks for."""
+    try:
+        WRITERS[trainer](job)
+    except UserError:
+        return False
+    return True
 
 
 def check_trainer(name: str, field: str = "trainer") -> None:
