@@ -96,6 +96,10 @@ def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
     ("words", "said"),
     [
         (("--export", "megatrom"), r"--export = 'megatrom': is not known\s+fix: use one of megatron, torchtitan, deep"),
+        (
+            ("--export", "nanotron", "--set", "model.preset=mixtral-8x7b"),
+            "model.moe: cannot be(.|\n)*the run goes to Megatron-LM, torchtitan, DeepSpeed$",
+        ),
         (("--why-not", "tp=3"), r"layout\.tp = 3"),
         (("--why-not", "tp:3"), "is not KEY=VALUE"),
         (("--out", "."), "cannot be written: it is a directory"),
@@ -104,7 +108,7 @@ def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
     ],
 )
 def test_what_cannot_be_is_said_before_any_search(run, monkeypatch, words, said):
-    monkeypatch.setattr("phalanx.plan.explain.best_plan", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr("phalanx.plan.search.candidates", lambda *_: pytest.fail("searched"))
     with pytest.raises(UserError, match=said):
         shown(run, *H100, *words)
 
@@ -146,6 +150,10 @@ def test_the_best_goes_to_other_trainers_and_into_a_run_file(run, tmp_path):
     assert "--num-layers" in shown(run, *H100, "--export", "megatron", "--set", "layout.data=zero1")
     for trainer in ("nanotron", "torchtitan", "deepspeed"):
         assert shown(run, *H100, "--export", trainer, "--set", "model.layers=8")
+    experts = ("--machine", "h100", "--nodes", 8, "--set", "model.preset=mixtral-8x7b")
+    assert json.loads(shown(run, *experts, "--export", "deepspeed"))["zero_optimization"]["stage"] == 1
+    with pytest.raises(UserError, match=r"takes no layout of this run that fits; of the fastest, layout\.\w+ cannot"):
+        shown(run, "--machine", "a100", "--nproc", 1, "--export", "nanotron")
     out = tmp_path / "planned.toml"
     best = known(run, *H100, "--out", out)["layouts"][0]
     planned = load_run(out)

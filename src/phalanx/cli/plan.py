@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,8 +20,6 @@ USUAL_DEVICES = 8
 """Of a node, where nothing is said."""
 SEARCHED = 10
 """Layouts that are looked for at least: among them may be a surer one than the first."""
-SEARCHED_FOR_EXPORT = 100
-"""Layouts among which one is looked for that a trainer can express."""
 
 
 def plan(
@@ -83,16 +81,18 @@ def plan(
         return
     assert run is not None
     described, world_size = on_machines(run, machine, nodes, nproc, set_ or [])
+    if export is not None:
+        _check_run(described, export)
     if diff is not None:
         _show_diff(described, world_size, diff)
         return
     yours = _yours(described, world_size, why_not) if why_not is not None else None
-    found = _search(described, world_size, max(top, explain or 1, SEARCHED_FOR_EXPORT if export else SEARCHED))
+    found = _search(described, world_size, max(top, explain or 1, SEARCHED), export)
     best = found.options[0]
     if out is not None:
         _write(described, found.taken, out)
     if export is not None:
-        _export(described, world_size, found, export)
+        _export(described, world_size, found.taken, export)
     elif yours is not None:
         _why_not(described, yours, best)
     elif explain is not None:
@@ -125,6 +125,12 @@ def _check_trainer(name: str) -> None:
     from phalanx.plan.export import check_trainer
 
     check_trainer(name, "--export")
+
+
+def _check_run(run: RunSpec, trainer: str) -> None:
+    from phalanx.plan.export import check_run
+
+    check_run(run, trainer)  # type: ignore[arg-type]
 
 
 def _check_writable(option: str, file: Path) -> None:
@@ -167,10 +173,14 @@ def on_machines(
     return described.model_copy(update={"cluster": cluster, "automatic": False}), cluster.ranks
 
 
-def _search(run: RunSpec, world_size: int, keep: int) -> Plan:
+def _search(run: RunSpec, world_size: int, keep: int, trainer: str | None = None) -> Plan:
+    """The fastest layouts; for another trainer, of those that it can express if it can any."""
     from phalanx.plan.explain import best_plan
+    from phalanx.plan.export import exportable
 
     with searching(world_size) as report:
+        if trainer is not None:
+            return exportable(run, world_size, trainer, keep, report)  # type: ignore[arg-type]
         return best_plan(run, world_size, keep, report)
 
 
@@ -263,28 +273,17 @@ def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
     compared(run, first, second, (names[0], names[1]))
 
 
-def _export(run: RunSpec, world_size: int, found: Plan, trainer: str) -> None:
-    """The fastest layout that a trainer can express, of those whose memory is almost surely enough if it can one."""
+def _export(run: RunSpec, world_size: int, option: Option, trainer: str) -> None:
     from phalanx.plan.export import export
-    from phalanx.plan.search import SURE
     from phalanx.spec.errors import UserError
 
-    refused: UserError | None = None
-    for number, option in sorted(enumerate(found.options, 1), key=lambda numbered: numbered[1].p_oom >= SURE):
-        try:
-            made: Any = export(
-                run.model_copy(update={"layout": option.candidate.layout()}),
-                world_size,
-                trainer,  # type: ignore[arg-type]
-            )
-        except UserError as error:
-            refused = refused or error
-            continue
-        print(made.text)
-        risk = f"{option.candidate}, P(OOM) {option.p_oom:.1%}"
-        print(f"layout {number} of `phalanx plan`: {risk}", file=sys.stderr)
-        for note in made.notes:
-            print(f"note: {note}", file=sys.stderr)
-        return
-    assert refused is not None
-    raise refused
+    own = run.model_copy(update={"layout": option.candidate.layout()})
+    try:
+        made = export(own, world_size, trainer)  # type: ignore[arg-type]
+    except UserError as error:
+        problem = f"takes no layout of this run that fits; of the fastest, {error.field} {error.problem}"
+        raise UserError("--export", trainer, problem, error.fix) from None
+    print(made.text)
+    print(f"{option.candidate}: {option.step_seconds:.3f} s a step, P(OOM) {option.p_oom:.1%}", file=sys.stderr)
+    for note in made.notes:
+        print(f"note: {note}", file=sys.stderr)
