@@ -190,8 +190,9 @@ def test_a_model_that_fits_nowhere_says_what_would(run):
 def test_mistakes_are_explained(run, tmp_path):
     with pytest.raises(UserError, match="a run file or --batch"):
         shown()
-    with pytest.raises(UserError, match="--why-not: needs a run file, and --batch has none"):
-        shown("--batch", tmp_path / "runs.csv", "--why-not", "tp=2")
+    others = ("--machine", "h100", "--set", "layout.tp=2", "--top", 10, "--why-not", "tp=2")
+    with pytest.raises(UserError, match=r"'none\.csv': does not go with --machine, --top, --why-not, --set\n"):
+        shown("--batch", "none.csv", "--json", *others)
     with pytest.raises(UserError, match="did you mean 'h100'"):
         shown(run, "--machine", "h1000")
     with pytest.raises(UserError, match=r"cluster\.peak_flops: is not known"):

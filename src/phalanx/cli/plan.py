@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from phalanx.plan.search import Option, Plan
     from phalanx.spec.run import RunSpec
 
+VIEWS = ("--explain", "--why-not", "--diff", "--export")
+"""Options that ask for something but the table."""
 USUAL_DEVICES = 8
 """Of a node, where nothing is said."""
 SEARCHED = 10
@@ -23,6 +25,7 @@ SEARCHED = 10
 
 
 def plan(
+    context: typer.Context,
     run: Annotated[Path | None, typer.Argument(help="A run file.", metavar="[RUN.toml]")] = None,
     machine: Machine = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes; by default cluster.nodes.", min=1)] = None,
@@ -66,11 +69,10 @@ def plan(
 
         phalanx plan --batch runs.csv --json
     """
-    views = {"--explain": explain, "--why-not": why_not, "--diff": diff, "--export": export}
-    _check_options(run, batch, [option for option, value in views.items() if value is not None], json_, out)
+    _check_options(run, batch, out, _given(context))
     if picture is not None:
         explain = explain or 1
-        _check_picture(picture, {"--batch": batch, "--diff": diff, "--why-not": why_not, "--export": export})
+        _check_picture(picture, {"--diff": diff, "--why-not": why_not, "--export": export})
     if export is not None:
         _check_trainer(export)
     for option, file in {"--out": out, "--picture": picture}.items():
@@ -103,22 +105,36 @@ def plan(
         _show(described, world_size, found, top, tokens)
 
 
-def _check_options(run: Path | None, batch: Path | None, views: list[str], as_json: bool, out: Path | None) -> None:
-    """Raise UserError for options that do not go together; `views` are those that ask for something but the table."""
+def _given(context: typer.Context) -> list[str]:
+    """The options of a command line, as help has them."""
+    options = [parameter for parameter in context.command.params if parameter.param_type_name == "option"]
+    sources = [context.get_parameter_source(option.name or "") for option in options]
+    return [
+        max(option.opts, key=len)
+        for option, source in zip(options, sources, strict=True)
+        if source and source.name == "COMMANDLINE"
+    ]
+
+
+def _check_options(run: Path | None, batch: Path | None, out: Path | None, given: list[str]) -> None:
+    """Raise UserError for options that do not go together."""
     from phalanx.spec.errors import UserError
 
+    views = [option for option in given if option in VIEWS]
+    others = ", ".join(option for option in given if option not in ("--batch", "--json"))
     if (run is None) == (batch is None):
         raise UserError("plan", None, "needs a run file or --batch FILE.csv, and not both", "give one of them")
     if len(views) > 1:
         raise UserError(" ".join(views), None, "cannot be shown at once", "give one of them")
-    if batch is not None and views:
-        raise UserError(views[0], None, "needs a run file, and --batch has none", f"leave {views[0]} or --batch out")
-    if as_json and views:
+    if batch is not None and others:
+        fix = "leave them out: each row of the table names its own machine, ranks, layout and batch"
+        raise UserError("--batch", str(batch), f"does not go with {others}", fix)
+    if "--json" in given and views:
         raise UserError("--json", None, f"is not what {views[0]} prints", f"leave {views[0]} out: JSON has every part")
     if out is not None and run is not None and out.resolve() == run.resolve():
         raise UserError("--out", str(out), "is the run file itself", "name another file")
-    if out is not None and ("--diff" in views or batch):
-        raise UserError("--out", str(out), "has no layout to write", "leave --diff and --batch out")
+    if out is not None and "--diff" in views:
+        raise UserError("--out", str(out), "has no layout to write", "leave --diff out")
 
 
 def _check_trainer(name: str) -> None:
