@@ -57,8 +57,10 @@ def test_it_says_where_time_and_memory_go_and_what_would_help(run):
     for words in ("the optimizer", "activations", "why others lose", "twice the memory", "P(OOM)", "HFU"):
         assert words in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
-    with pytest.raises(UserError, match=r"--explain = 100000: is more than the \d+ layouts found"):
-        shown(run, *alone, "--explain", 100_000)
+    with pytest.raises(
+        UserError, match=r"--explain = 500: is no layout of the table\s+fix: use a number from 1 to \d+$"
+    ):
+        shown(run, *alone, "--explain", 500)
 
 
 def test_the_picture_has_the_figures_of_the_layout_that_is_explained(run, tmp_path):
@@ -134,16 +136,22 @@ def test_layouts_side_by_side_by_their_numbers(run):
     assert "A: ddp dp 1, tp 16" in text
     assert f"layout 3: {third}" in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
-    with pytest.raises(UserError, match=r"--diff = 100000: is more than the \d+ layouts found"):
-        shown(run, *alone, "--diff", 1, 100_000)
+    with pytest.raises(UserError, match=r"--diff = 500: is no layout of the table\s+fix: use a number from 1 to \d+$"):
+        shown(run, *alone, "--diff", 1, 500)
 
 
 def test_what_is_no_layout_is_said_before_any_search(run, monkeypatch):
     monkeypatch.setattr("phalanx.plan.explain.best_plan", lambda *_: pytest.fail("searched"))
-    mistakes = {(1, "tp=3"): r"layout\.tp = 3", (1, "third"): "is not KEY=VALUE", (0, 1): "begin with 1"}
+    mistakes = {
+        ("--diff", 1, "tp=3"): r"layout\.tp = 3",
+        ("--diff", 1, "third"): "is not KEY=VALUE",
+        ("--diff", 0, 1): "--diff = 0: is no layout of the table",
+        ("--diff", 1, 99_999): "--diff = 99999: is no layout of the table",
+        ("--explain", 99_999): r"--explain = 99999: is no layout of the table\s+fix: use a number from 1 to 1,000",
+    }
     for words, problem in mistakes.items():
         with pytest.raises(UserError, match=problem):
-            shown(run, *H100, "--diff", *words)
+            shown(run, *H100, *words)
 
 
 def test_the_best_goes_to_other_trainers_and_into_a_run_file(run, tmp_path):

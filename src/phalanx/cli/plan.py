@@ -73,6 +73,8 @@ def plan(
     if picture is not None:
         explain = explain or 1
         _check_picture(picture, {"--diff": diff, "--why-not": why_not, "--export": export})
+    if explain is not None:
+        _check_number("--explain", explain)
     if export is not None:
         _check_trainer(export)
     for option, file in {"--out": out, "--picture": picture}.items():
@@ -252,12 +254,14 @@ def _explain(run: RunSpec, world_size: int, found: Plan, at: int, picture: Path 
     explained(run, world_size, found, at - 1)
 
 
-def _check_number(option: str, at: int, found: list[Option]) -> None:
-    """Raise UserError for a layout that a table does not have."""
+def _check_number(option: str, number: int, found: list[Option] | None = None) -> None:
+    """Raise UserError for a number that the table does not have; before a search, that no table has."""
+    from phalanx.plan.search import COUNTED
     from phalanx.spec.errors import UserError
 
-    if at > len(found):
-        raise UserError(option, at, f"is more than the {len(found)} layouts found", "use a smaller number")
+    last = COUNTED if found is None else len(found)
+    if not 1 <= number <= last:
+        raise UserError(option, number, "is no layout of the table", f"use a number from 1 to {last:,}")
 
 
 def _yours(run: RunSpec, world_size: int, text: str) -> Option:
@@ -276,14 +280,14 @@ def _why_not(run: RunSpec, yours: Option, best: Option) -> None:
 def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
     """Each by its number in the table, if it is one, else as it is written."""
     from phalanx.cli.plan_views import compared
-    from phalanx.spec.errors import UserError
 
     numbers = [int(text) for text in texts if text.isdecimal()]
-    if 0 in numbers:
-        raise UserError("--diff", 0, "is no layout of the table", "its numbers begin with 1")
+    for number in numbers:
+        _check_number("--diff", number)
     written = {text: _yours(run, world_size, text) for text in texts if not text.isdecimal()}
     ranked = _search(run, world_size, max(numbers)).options if numbers else []
-    _check_number("--diff", max(numbers, default=0), ranked)
+    for number in numbers:
+        _check_number("--diff", number, ranked)
     first, second = (written[text] if text in written else ranked[int(text) - 1] for text in texts)
     names = [f"layout {text}" if text.isdecimal() else name for text, name in zip(texts, "AB", strict=True)]
     compared(run, first, second, (names[0], names[1]))
