@@ -122,9 +122,19 @@ def test_it_says_why_not_another_layout(run):
 
 
 def test_two_layouts_side_by_side(run):
-    text = shown(run, *H100, "--diff", "data=zero1,micro_batch=1", "data=zero3,micro_batch=1")
-    assert "A: zero1 dp 16" in text
+    two = ("data=zero1,tp=2,micro_batch=1", "data=zero3,micro_batch=1")
+    text = shown(run, *H100, "--diff", *two)
+    assert "A: zero1 dp 8" in text
     assert "B: zero3 dp 16" in text
+    said = text.splitlines()[-1]
+    share, longer = re.match(r"A takes ([\d.]+)% longer than B, \+(\d+) ms: ", said).groups()
+    mine, its, apart = re.search(r"^step +([\d.]+) s +([\d.]+) s +\+([\d.]+) s", text, re.MULTILINE).groups()
+    assert float(share) == pytest.approx(100 * (float(mine) / float(its) - 1), abs=0.1)
+    assert float(apart) == int(longer) / 1e3
+    parts = [int(size) for size in re.findall(r"([+-]\d+) ms", said)][1:]
+    assert sum(parts) == pytest.approx(int(longer), abs=len(parts))
+    assert shown(run, *H100, "--diff", *reversed(two)).splitlines()[-1] == said.translate({65: 66, 66: 65})
+    assert shown(run, *H100, "--diff", two[0], two[0]).splitlines()[-1] == "A and B are equally fast"
 
 
 def test_layouts_side_by_side_by_their_numbers(run):

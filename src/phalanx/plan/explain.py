@@ -9,7 +9,7 @@ from phalanx.cost.footprint import GIB
 from phalanx.cost.stages import check_layout
 from phalanx.plan.candidates import Candidate, candidate_of, jobs_of
 from phalanx.plan.describe import host_memory
-from phalanx.plan.search import Option, Plan, Report, counted, evaluate, in_process, search
+from phalanx.plan.search import ALIKE, Option, Plan, Report, counted, evaluate, in_process, search
 from phalanx.spec.base import parse
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
@@ -50,10 +50,20 @@ def shares(option: Option) -> dict[str, float]:
 
 
 def differences(option: Option, best: Option, least: float = 0.005) -> list[str]:
-    """What a layout spends more on, or less, than the best one: parts of at least `least` of its step."""
+    """What a layout spends more on, or less, than the best one: parts of at least `least` of its step, then what others
+    add up to unless the two are alike."""
     mine, its = shares(option), shares(best)
-    found = [(mine[part] - its[part], part) for part in mine if abs(mine[part] - its[part]) > least * best.step_seconds]
-    return [f"{_seconds(more, signed=True)} {MEANING[part]}" for more, part in sorted(found, reverse=True)]
+    apart = [(mine[part] - its[part], meaning) for part, meaning in MEANING.items()]
+    found = sorted((part for part in apart if abs(part[0]) > least * best.step_seconds), reverse=True)
+    rest = option.step_seconds - best.step_seconds - sum(more for more, _ in found)
+    if _seconds(abs(rest)) != _seconds(0) and (found or not alike(option, best)):
+        found.append((rest, "all else"))
+    return [f"{_seconds(more, signed=True)} {meaning}" for more, meaning in found]
+
+
+def alike(option: Option, best: Option) -> bool:
+    """Whether a layout is as fast as the best one, as the search ranks them."""
+    return abs(option.step_seconds / best.step_seconds - 1) < ALIKE
 
 
 def why(run: RunSpec, option: Option, best: Option) -> str:
