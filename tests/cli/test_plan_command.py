@@ -86,6 +86,14 @@ def test_the_picture_has_the_figures_of_the_layout_that_is_explained(run, tmp_pa
         assert written(picture, "counted")[-1].startswith(f"{option['memory_bytes'] / GIB:.1f} GiB")
 
 
+def test_files_that_were_written_are_named(run, tmp_path):
+    picture, planned = tmp_path / "step.svg", tmp_path / "planned.toml"
+    said = commands.noted("plan", run, *H100, "--picture", picture, "--out", planned)
+    for file in (picture, planned):
+        assert file.exists()
+        assert f"wrote {file}" in said
+
+
 def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
     monkeypatch.setattr("phalanx.plan.explain.best_plan", lambda *_: pytest.fail("searched"))
     with pytest.raises(UserError, match=r"--picture = 'step.gif'(.|\n)*\.svg, \.html or \.png"):

@@ -251,6 +251,7 @@ def _explain(run: RunSpec, world_size: int, found: Plan, at: int, picture: Path 
         from phalanx.report.breakdown import write
 
         write(breakdown(run, world_size, found, at - 1), picture)
+        print(f"wrote {picture}", file=sys.stderr)
     explained(run, world_size, found, at - 1)
 
 
