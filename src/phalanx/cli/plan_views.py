@@ -15,7 +15,7 @@ from phalanx.plan.beyond import Training, training
 from phalanx.plan.explain import MEANING, alike, crossing, shares, what_ifs, why
 from phalanx.plan.predict import Prediction, Unpredicted
 from phalanx.plan.search import LIKELY, SURE, Option, Plan
-from phalanx.plan.simulated import timeline
+from phalanx.plan.simulated import show_command, timeline
 from phalanx.report.breakdown import Bar, Breakdown
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.run import RunSpec
@@ -144,10 +144,11 @@ def _simulated(console: Console, run: RunSpec, world_size: int, option: Option) 
     candidate, said = option.candidate, option.parts["compute"] + option.parts["bubble"]
     seconds = float(timeline(run, world_size, candidate).makespan)
     line = f"its schedule, simulated action by action: {seconds:.3f} s of compute and bubble, {said:.3f} s above"
-    drawn = (
-        f"phalanx pipeline show {candidate.schedule} --stages {candidate.pp} --microbatches {candidate.micro_batches}"
+    console.print(line, style="dim", highlight=False, soft_wrap=True)
+    drawn = show_command(run, world_size, candidate)
+    console.print(
+        f"to see it, with all ranks as slow as the slowest: {drawn}", style="dim", highlight=False, soft_wrap=True
     )
-    console.print(f"{line}; to see it: {drawn}", style="dim", highlight=False, soft_wrap=True)
 
 
 def compared(run: RunSpec, first: Option, second: Option, names: tuple[str, str]) -> None:

@@ -29,5 +29,16 @@ def timeline(run: RunSpec, world_size: int, candidate: Candidate) -> Timeline:
     return simulate(schedule, Times(forward, [b - w for b, w in zip(backward, weight, strict=True)], weight))
 
 
+def show_command(run: RunSpec, world_size: int, candidate: Candidate) -> str:
+    """The `phalanx pipeline show` that draws the schedule, with every rank as slow as the slowest."""
+    stages = stage_seconds(times_of(run.cluster), jobs_of(run, world_size, [candidate]))
+    slowest = max(stages, key=lambda stage: _of(stage, "both"))
+    forward, backward, weight = (_of(slowest, part) for part in ("forward", "backward", "weight"))
+    times = ",".join(f"{seconds:.4g}" for seconds in (forward, backward - weight, weight))
+    virtual = f" --virtual-stages {candidate.virtual_stages}" if candidate.schedule == "interleaved" else ""
+    sizes = f"--stages {candidate.pp} --microbatches {candidate.micro_batches}{virtual}"
+    return f"phalanx pipeline show {candidate.schedule} {sizes} --times {times}"
+
+
 def _of(stage: Stage, part: str) -> float:
     return float(getattr(stage, part)[0])
