@@ -3,8 +3,8 @@
 The order is a published one, for where times are not known (`plan.oom` goes by these where they are): that of the text
 of jesamkim's guide (part 1), a smaller batch and accumulation, recomputation, mixed precision, then several devices for
 one model; its figure differs, and names another optimizer second. ZeRO comes before the other ways to share a model,
-whose early use is the pitfall of Jae's part 06; offload after them; and another optimizer, which alone changes what is
-learned, next to last."""
+whose early use is the pitfall of Jae's part 06; offload after them; and another optimizer next to last. What changes
+numbers (mixed precision, too) or the bill is tried after all that only costs time."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ REMEDIES = (
     Remedy("recompute attention", "attention's forward pass once more", GUIDE, _recompute("selective")),
     Remedy("recompute blocks", f"a forward pass more: about {recompute_overhead():+.0%} compute", GUIDE,
            _recompute("full")),
-    Remedy("bf16", "less exact", GUIDE, _half),
+    Remedy("bf16", "less exact", GUIDE, _half, last=True),
     Remedy("ZeRO-1", "optimizer state shared: no more traffic", STAGES, _zero(1), NOBODY),
     Remedy("ZeRO-2", "gradients sent for every micro-batch", STAGES, _zero(2), NOBODY),
     Remedy("ZeRO-3", "parameters gathered for every pass", STAGES, _zero(3), NOBODY),
