@@ -242,6 +242,11 @@ def held_risk(cluster: Cluster, held_bytes: float, host_bytes: float) -> float:
     return float(shortage(memory_of(cluster), used, there).max())
 
 
+def surely_fits(cluster: Cluster, places: Collection[RankMemory]) -> bool:
+    """Whether memory is almost surely enough for ranks that hold so much: what is said to fit."""
+    return held_risk(cluster, *held_and_host(cluster, places)) < SURE
+
+
 def room(cluster: Cluster) -> float:
     """Bytes of tensors that a rank may hold on its device so that memory is almost surely enough."""
     c = memory_of(cluster)
