@@ -98,8 +98,9 @@ def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
     monkeypatch.setattr("phalanx.plan.explain.best_plan", lambda *_: pytest.fail("searched"))
     with pytest.raises(UserError, match=r"--picture = 'step.gif'(.|\n)*\.svg, \.html or \.png"):
         shown(run, *H100, "--picture", "step.gif")
-    with pytest.raises(UserError, match="omit --why-not"):
-        shown(run, *H100, "--picture", "step.svg", "--why-not", "tp=2")
+    for other in (("--why-not", "tp=2"), ("--json",)):
+        with pytest.raises(UserError, match=f"omit {other[0]}"):
+            shown(run, *H100, "--picture", "step.svg", *other)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.cli.options import Json, Machine, Overrides
+from phalanx.cli.plan_checks import check_export, check_number, check_options, check_picture, check_writable, given
 from phalanx.cli.searching import searching
 
 if TYPE_CHECKING:
     from phalanx.plan.search import Option, Plan
     from phalanx.spec.run import RunSpec
 
-VIEWS = ("--explain", "--why-not", "--diff", "--export")
-"""Options that ask for something but the table."""
 USUAL_DEVICES = 8
 """Of a node, where nothing is said."""
 SEARCHED = 10
@@ -69,32 +67,28 @@ def plan(
 
         phalanx plan --batch runs.csv --json
     """
-    _check_options(run, batch, out, _given(context))
+    check_options(run, batch, out, given(context))
     if picture is not None:
         explain = explain or 1
-        _check_picture(picture, {"--diff": diff, "--why-not": why_not, "--export": export})
+        check_picture(picture, {"--diff": diff, "--why-not": why_not, "--export": export, "--json": json_ or None})
     if explain is not None:
-        _check_number("--explain", explain)
-    if export is not None:
-        _check_trainer(export)
+        check_number("--explain", explain)
     for option, file in {"--out": out, "--picture": picture}.items():
         if file is not None:
-            _check_writable(option, file)
+            check_writable(option, file)
     if batch is not None:
         _predict(batch, json_)
         return
     assert run is not None
     described, world_size = on_machines(run, machine, nodes, nproc, set_ or [])
     if export is not None:
-        _check_run(described, export)
+        check_export(described, export)
     if diff is not None:
         _show_diff(described, world_size, diff)
         return
     yours = _yours(described, world_size, why_not) if why_not is not None else None
     found = _search(described, world_size, max(top, explain or 1, SEARCHED), export)
     best = found.options[0]
-    if out is not None:
-        _write(described, found.taken, out)
     if export is not None:
         _export(described, world_size, found.taken, export)
     elif yours is not None:
@@ -105,65 +99,8 @@ def plan(
         _print_json(described, world_size, found, top, tokens)
     else:
         _show(described, world_size, found, top, tokens)
-
-
-def _given(context: typer.Context) -> list[str]:
-    """The options of a command line, as help has them."""
-    options = [parameter for parameter in context.command.params if parameter.param_type_name == "option"]
-    sources = [context.get_parameter_source(option.name or "") for option in options]
-    return [
-        max(option.opts, key=len)
-        for option, source in zip(options, sources, strict=True)
-        if source and source.name == "COMMANDLINE"
-    ]
-
-
-def _check_options(run: Path | None, batch: Path | None, out: Path | None, given: list[str]) -> None:
-    """Raise UserError for options that do not go together."""
-    from phalanx.spec.errors import UserError
-
-    views = [option for option in given if option in VIEWS]
-    others = ", ".join(option for option in given if option not in ("--batch", "--json"))
-    if (run is None) == (batch is None):
-        raise UserError("plan", None, "needs a run file or --batch FILE.csv, and not both", "give one of them")
-    if len(views) > 1:
-        raise UserError(" ".join(views), None, "cannot be shown at once", "give one of them")
-    if batch is not None and others:
-        fix = "leave them out: each row of the table names its own machine, ranks, layout and batch"
-        raise UserError("--batch", str(batch), f"does not go with {others}", fix)
-    if "--json" in given and views:
-        raise UserError("--json", None, f"is not what {views[0]} prints", f"leave {views[0]} out: JSON has every part")
-    if out is not None and run is not None and out.resolve() == run.resolve():
-        raise UserError("--out", str(out), "is the run file itself", "name another file")
-    if out is not None and "--diff" in views:
-        raise UserError("--out", str(out), "has no layout to write", "leave --diff out")
-
-
-def _check_trainer(name: str) -> None:
-    from phalanx.plan.export import check_trainer
-
-    check_trainer(name, "--export")
-
-
-def _check_run(run: RunSpec, trainer: str) -> None:
-    from phalanx.plan.export import check_run
-
-    check_run(run, trainer)  # type: ignore[arg-type]
-
-
-def _check_writable(option: str, file: Path) -> None:
-    """Raise UserError for a file that will not be written, before the search that it is to hold."""
-    from phalanx.spec.errors import UserError
-
-    problem = ""
-    if file.is_dir():
-        problem = "it is a directory"
-    elif not file.parent.is_dir():
-        problem = f"there is no directory {file.parent}"
-    elif not os.access(file if file.exists() else file.parent, os.W_OK):
-        problem = "permission denied"
-    if problem:
-        raise UserError(option, str(file), f"cannot be written: {problem}", "name another file")
+    if out is not None:
+        _write(described, found.taken, out)
 
 
 def _write(run: RunSpec, option: Option, file: Path) -> None:
@@ -233,36 +170,16 @@ def _show(run: RunSpec, world_size: int, found: Plan, top: int, tokens: float | 
     ranked(run, world_size, found, top, tokens)
 
 
-def _check_picture(file: Path, others: dict[str, object]) -> None:
-    from phalanx.report.picture import check
-    from phalanx.spec.errors import UserError
-
-    check(file, "--picture")
-    for option, value in others.items():
-        if value is not None:
-            raise UserError("--picture", str(file), f"draws what --explain says, and not {option}", f"omit {option}")
-
-
 def _explain(run: RunSpec, world_size: int, found: Plan, at: int, picture: Path | None) -> None:
     from phalanx.cli.plan_views import breakdown, explained
 
-    _check_number("--explain", at, found.options)
+    check_number("--explain", at, found.options)
     if picture is not None:
         from phalanx.report.breakdown import write
 
         write(breakdown(run, world_size, found, at - 1), picture)
         print(f"wrote {picture}", file=sys.stderr)
     explained(run, world_size, found, at - 1)
-
-
-def _check_number(option: str, number: int, found: list[Option] | None = None) -> None:
-    """Raise UserError for a number that the table does not have; before a search, that no table has."""
-    from phalanx.plan.search import COUNTED
-    from phalanx.spec.errors import UserError
-
-    last = COUNTED if found is None else len(found)
-    if not 1 <= number <= last:
-        raise UserError(option, number, "is no layout of the table", f"use a number from 1 to {last:,}")
 
 
 def _yours(run: RunSpec, world_size: int, text: str) -> Option:
@@ -284,11 +201,11 @@ def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
 
     numbers = [int(text) for text in texts if text.isdecimal()]
     for number in numbers:
-        _check_number("--diff", number)
+        check_number("--diff", number)
     written = {text: _yours(run, world_size, text) for text in texts if not text.isdecimal()}
     ranked = _search(run, world_size, max(numbers)).options if numbers else []
     for number in numbers:
-        _check_number("--diff", number, ranked)
+        check_number("--diff", number, ranked)
     first, second = (written[text] if text in written else ranked[int(text) - 1] for text in texts)
     names = [f"layout {text}" if text.isdecimal() else name for text, name in zip(texts, "AB", strict=True)]
     compared(run, first, second, (names[0], names[1]))
