@@ -144,6 +144,11 @@ def test_two_layouts_side_by_side(run):
     assert sum(parts) == pytest.approx(int(longer), abs=len(parts))
     assert shown(run, *H100, "--diff", *reversed(two)).splitlines()[-1] == said.translate({65: 66, 66: 65})
     assert shown(run, *H100, "--diff", two[0], two[0]).splitlines()[-1] == "A and B are equally fast"
+    short = ("--machine", "h100", "--nproc", 1, "--set", "model.preset=tiny", "--set", "training.tokens_per_step=8192")
+    two = ("micro_batch=2", "micro_batch=2,recompute=selective")
+    assert re.match(
+        r"B takes [\d.]+% longer than A, \+\d+ µs: \+\d+ µs", shown(run, *short, "--diff", *two).splitlines()[-1]
+    )
 
 
 def test_layouts_side_by_side_by_their_numbers(run):

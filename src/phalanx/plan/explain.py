@@ -51,14 +51,15 @@ def shares(option: Option) -> dict[str, float]:
 
 def differences(option: Option, best: Option, least: float = 0.005) -> list[str]:
     """What a layout spends more on, or less, than the best one: parts of at least `least` of its step, then what others
-    add up to unless the two are alike."""
+    add up to, if that is a hundredth of all or more."""
     mine, its = shares(option), shares(best)
     apart = [(mine[part] - its[part], meaning) for part, meaning in MEANING.items()]
     found = sorted((part for part in apart if abs(part[0]) > least * best.step_seconds), reverse=True)
-    rest = option.step_seconds - best.step_seconds - sum(more for more, _ in found)
-    if _seconds(abs(rest)) != _seconds(0) and (found or not alike(option, best)):
-        found.append((rest, "all else"))
-    return [f"{_seconds(more, signed=True)} {meaning}" for more, meaning in found]
+    more = option.step_seconds - best.step_seconds
+    rest = more - sum(part for part, _ in found)
+    if abs(rest) > 0.01 * abs(more) and (found or not alike(option, best)):
+        found.append((rest, "all else" if found else "in small parts"))
+    return [f"{_seconds(part, signed=True)} {meaning}" for part, meaning in found]
 
 
 def alike(option: Option, best: Option) -> bool:
@@ -174,4 +175,6 @@ def fullest(cluster: Cluster, option: Option) -> str:
 def _seconds(value: float, signed: bool = False) -> str:
     sign = "+" if signed and value >= 0 else "-" if value < 0 else ""
     size = abs(value)
-    return f"{sign}{size:.2f} s" if size >= 1 else f"{sign}{size * 1e3:.0f} ms"
+    if size >= 1:
+        return f"{sign}{size:.2f} s"
+    return f"{sign}{size * 1e3:.0f} ms" if size >= 1e-3 else f"{sign}{size * 1e6:.0f} µs"
