@@ -12,10 +12,19 @@ from phalanx.cli.main import app
 
 def shown(*words: object, width: int = 120, exit_code: int = 0) -> str:
     """What a command prints, run in this process; its UserError is raised."""
+    return _invoked(words, width, exit_code).stdout
+
+
+def noted(*words: object) -> str:
+    """What it prints on stderr, beside its answer."""
+    return _invoked(words, 120, 0).stderr
+
+
+def _invoked(words: tuple[object, ...], width: int, exit_code: int) -> Any:
     arguments, columns = [str(word) for word in words], {"COLUMNS": str(width)}
     result = CliRunner().invoke(app, arguments, catch_exceptions=False, env=columns)
     assert result.exit_code == exit_code
-    return result.stdout
+    return result
 
 
 def known(*words: object, exit_code: int = 0) -> Any:

@@ -53,6 +53,14 @@ def test_predicted_stands_beside_measured(run_directory, tmp_path):
     assert found["machine"]["measured"]["runs"] == 1
 
 
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_a_calibration_that_says_little_says_so(run_directory, tmp_path, monkeypatch, words):
+    said = "predicts too widely to choose by: add runs"
+    for least, wide in ((0.0, True), (100.0, False)):
+        monkeypatch.setattr("phalanx.cli.calibrate.WIDE", least)
+        assert (said in commands.noted("calibrate", run_directory, "--out", tmp_path / "here.toml", *words)) is wide
+
+
 def test_a_plan_says_that_nothing_was_measured(run_directory):
     table = shown(
         "plan", run_directory / "run.toml", "--machine", "h100", "--nproc", 2, "--set", "training.precision=bf16"

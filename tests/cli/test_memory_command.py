@@ -1,9 +1,11 @@
 from functools import partial
+from math import ceil, exp
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from phalanx.cost.constants import memory_constants
 from phalanx.cost.memory import rank_memory
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
@@ -103,13 +105,33 @@ def test_a_pipeline_has_a_row_for_each_of_its_places(run):
 
 
 def test_what_does_not_fit_is_marked_but_servers_are_in_cpu_memory(run):
-    assert by_name(run, "--ranks", "4")["ddp rank"]["fits"] is None
-    small = ["--ranks", "4", "--set", "cluster.memory_bytes=300000000"]
+    rows = by_name(run, "--ranks", "4")
+    assert rows["ddp rank"]["fits"] is None
+    total = rows["hsdp rank"]["memory"]["total"]
+    small = ["--ranks", "4", "--set", f"cluster.memory_bytes={ceil(just_enough(total))}"]
     rows = by_name(run, *small)
-    assert (rows["ddp rank"]["fits"], rows["zero3 rank"]["fits"]) == (False, True)
+    assert (rows["ddp rank"]["fits"], rows["hsdp rank"]["fits"]) == (False, True)
     assert rows["parameter_server server"]["fits"] is None
-    marked = [line for line in shown(run, *small).splitlines() if "does not fit" in line]
+    marked = [line for line in shown(run, *small).splitlines() if line.endswith("does not fit")]
     assert [line.split()[0] for line in marked] == ["ddp", "parameter_server"]
+
+
+def just_enough(held_bytes: int, on_gpu: bool = True) -> float:
+    """Memory of a device on which so many bytes of tensors almost surely fit."""
+    c = memory_constants()
+    return (held_bytes + on_gpu * c.context_gib * 2**30) / exp(-1.645 * c.spread)
+
+
+@pytest.mark.parametrize("machine", ["h100", "cpu"])
+def test_what_fits_is_what_advise_oom_says_to_fit(run, machine):
+    """Two ranks, which on a CPU share its memory."""
+    there = ["--machine", machine, *(["--set", "cluster.cores=2"] if machine == "cpu" else [])]
+    held = by_name(run, *there, "--ranks", "2")["zero2 rank"]["memory"]["total"]
+    enough = just_enough(held) if machine == "h100" else 2 * just_enough(held, on_gpu=False)
+    for factor, fits in ((1.001, True), (0.98, False)):
+        memory = ["--set", f"cluster.memory_bytes={round(factor * enough)}"]
+        assert by_name(run, *there, *memory, "--ranks", "2")["zero2 rank"]["fits"] is fits
+        assert commands.known("advise", "oom", run, *there, *memory, "--nproc", "2")["now"]["fits"] is fits
 
 
 def test_what_is_offloaded_has_a_column(run):

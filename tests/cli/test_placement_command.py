@@ -115,7 +115,8 @@ def test_pictures_of_ranks_and_of_nodes(run: Path, tmp_path: Path) -> None:
     """4 ranks: both pairs that share products, both ways, and both rails. 256 ranks are drawn as 32 nodes,
     256 nodes in pairs."""
     file = tmp_path / "heat.svg"
-    shown(run, "--ranks", "4", "--nproc", "2", *layout(tp=2), "--out", str(file))
+    said = commands.noted("placement", run, "--ranks", "4", "--nproc", "2", *layout(tp=2), "--out", file)
+    assert said == f"wrote {file}\n"
     cells = [mark for mark in ElementTree.parse(file).iter() if mark.get("class") == "cell"]
     assert len(cells) == 8
     facts = known(run, "--ranks", "256", *layout(tp=4), "--out", str(file))

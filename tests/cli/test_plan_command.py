@@ -57,8 +57,10 @@ def test_it_says_where_time_and_memory_go_and_what_would_help(run):
     for words in ("the optimizer", "activations", "why others lose", "twice the memory", "P(OOM)", "HFU"):
         assert words in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
-    with pytest.raises(UserError, match=r"--explain = 100000: is more than the \d+ layouts found"):
-        shown(run, *alone, "--explain", 100_000)
+    with pytest.raises(
+        UserError, match=r"--explain = 500: is no layout of the table\s+fix: use a number from 1 to \d+$"
+    ):
+        shown(run, *alone, "--explain", 500)
 
 
 def test_the_picture_has_the_figures_of_the_layout_that_is_explained(run, tmp_path):
@@ -84,18 +86,31 @@ def test_the_picture_has_the_figures_of_the_layout_that_is_explained(run, tmp_pa
         assert written(picture, "counted")[-1].startswith(f"{option['memory_bytes'] / GIB:.1f} GiB")
 
 
+def test_files_that_were_written_are_named(run, tmp_path):
+    picture, planned = tmp_path / "step.svg", tmp_path / "planned.toml"
+    said = commands.noted("plan", run, *H100, "--picture", picture, "--out", planned)
+    for file in (picture, planned):
+        assert file.exists()
+        assert f"wrote {file}" in said
+
+
 def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
     monkeypatch.setattr("phalanx.plan.explain.best_plan", lambda *_: pytest.fail("searched"))
     with pytest.raises(UserError, match=r"--picture = 'step.gif'(.|\n)*\.svg, \.html or \.png"):
         shown(run, *H100, "--picture", "step.gif")
-    with pytest.raises(UserError, match="omit --why-not"):
-        shown(run, *H100, "--picture", "step.svg", "--why-not", "tp=2")
+    for other in (("--why-not", "tp=2"), ("--json",)):
+        with pytest.raises(UserError, match=f"omit {other[0]}"):
+            shown(run, *H100, "--picture", "step.svg", *other)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--export", "megatrom"), r"--export = 'megatrom': is not known\s+fix: use one of megatron, torchtitan, deep"),
+        (
+            ("--export", "nanotron", "--set", "model.preset=mixtral-8x7b"),
+            "model.moe: cannot be(.|\n)*the run goes to Megatron-LM, torchtitan, DeepSpeed$",
+        ),
         (("--why-not", "tp=3"), r"layout\.tp = 3"),
         (("--why-not", "tp:3"), "is not KEY=VALUE"),
         (("--out", "."), "cannot be written: it is a directory"),
@@ -104,7 +119,7 @@ def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
     ],
 )
 def test_what_cannot_be_is_said_before_any_search(run, monkeypatch, words, said):
-    monkeypatch.setattr("phalanx.plan.explain.best_plan", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr("phalanx.plan.search.candidates", lambda *_: pytest.fail("searched"))
     with pytest.raises(UserError, match=said):
         shown(run, *H100, *words)
 
@@ -116,9 +131,24 @@ def test_it_says_why_not_another_layout(run):
 
 
 def test_two_layouts_side_by_side(run):
-    text = shown(run, *H100, "--diff", "data=zero1,micro_batch=1", "data=zero3,micro_batch=1")
-    assert "A: zero1 dp 16" in text
+    two = ("data=zero1,tp=2,micro_batch=1", "data=zero3,micro_batch=1")
+    text = shown(run, *H100, "--diff", *two)
+    assert "A: zero1 dp 8" in text
     assert "B: zero3 dp 16" in text
+    said = text.splitlines()[-1]
+    share, longer = re.match(r"A takes ([\d.]+)% longer than B, \+(\d+) ms: ", said).groups()
+    mine, its, apart = re.search(r"^step +([\d.]+) s +([\d.]+) s +\+([\d.]+) s", text, re.MULTILINE).groups()
+    assert float(share) == pytest.approx(100 * (float(mine) / float(its) - 1), abs=0.1)
+    assert float(apart) == int(longer) / 1e3
+    parts = [int(size) for size in re.findall(r"([+-]\d+) ms", said)][1:]
+    assert sum(parts) == pytest.approx(int(longer), abs=len(parts))
+    assert shown(run, *H100, "--diff", *reversed(two)).splitlines()[-1] == said.translate({65: 66, 66: 65})
+    assert shown(run, *H100, "--diff", two[0], two[0]).splitlines()[-1] == "A and B are equally fast"
+    short = ("--machine", "h100", "--nproc", 1, "--set", "model.preset=tiny", "--set", "training.tokens_per_step=8192")
+    two = ("micro_batch=2", "micro_batch=2,recompute=selective")
+    assert re.match(
+        r"B takes [\d.]+% longer than A, \+\d+ µs: \+\d+ µs", shown(run, *short, "--diff", *two).splitlines()[-1]
+    )
 
 
 def test_layouts_side_by_side_by_their_numbers(run):
@@ -130,22 +160,32 @@ def test_layouts_side_by_side_by_their_numbers(run):
     assert "A: ddp dp 1, tp 16" in text
     assert f"layout 3: {third}" in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
-    with pytest.raises(UserError, match=r"--diff = 100000: is more than the \d+ layouts found"):
-        shown(run, *alone, "--diff", 1, 100_000)
+    with pytest.raises(UserError, match=r"--diff = 500: is no layout of the table\s+fix: use a number from 1 to \d+$"):
+        shown(run, *alone, "--diff", 1, 500)
 
 
 def test_what_is_no_layout_is_said_before_any_search(run, monkeypatch):
     monkeypatch.setattr("phalanx.plan.explain.best_plan", lambda *_: pytest.fail("searched"))
-    mistakes = {(1, "tp=3"): r"layout\.tp = 3", (1, "third"): "is not KEY=VALUE", (0, 1): "begin with 1"}
+    mistakes = {
+        ("--diff", 1, "tp=3"): r"layout\.tp = 3",
+        ("--diff", 1, "third"): "is not KEY=VALUE",
+        ("--diff", 0, 1): "--diff = 0: is no layout of the table",
+        ("--diff", 1, 99_999): "--diff = 99999: is no layout of the table",
+        ("--explain", 99_999): r"--explain = 99999: is no layout of the table\s+fix: use a number from 1 to 1,000",
+    }
     for words, problem in mistakes.items():
         with pytest.raises(UserError, match=problem):
-            shown(run, *H100, "--diff", *words)
+            shown(run, *H100, *words)
 
 
 def test_the_best_goes_to_other_trainers_and_into_a_run_file(run, tmp_path):
     assert "--num-layers" in shown(run, *H100, "--export", "megatron", "--set", "layout.data=zero1")
     for trainer in ("nanotron", "torchtitan", "deepspeed"):
         assert shown(run, *H100, "--export", trainer, "--set", "model.layers=8")
+    experts = ("--machine", "h100", "--nodes", 8, "--set", "model.preset=mixtral-8x7b")
+    assert json.loads(shown(run, *experts, "--export", "deepspeed"))["zero_optimization"]["stage"] == 1
+    with pytest.raises(UserError, match=r"takes no layout of this run that fits; of the fastest, layout\.\w+ cannot"):
+        shown(run, "--machine", "a100", "--nproc", 1, "--export", "nanotron")
     out = tmp_path / "planned.toml"
     best = known(run, *H100, "--out", out)["layouts"][0]
     planned = load_run(out)
@@ -182,8 +222,9 @@ def test_a_model_that_fits_nowhere_says_what_would(run):
 def test_mistakes_are_explained(run, tmp_path):
     with pytest.raises(UserError, match="a run file or --batch"):
         shown()
-    with pytest.raises(UserError, match="--why-not: needs a run file, and --batch has none"):
-        shown("--batch", tmp_path / "runs.csv", "--why-not", "tp=2")
+    others = ("--machine", "h100", "--set", "layout.tp=2", "--top", 10, "--why-not", "tp=2")
+    with pytest.raises(UserError, match=r"'none\.csv': does not go with --machine, --top, --why-not, --set\n"):
+        shown("--batch", "none.csv", "--json", *others)
     with pytest.raises(UserError, match="did you mean 'h100'"):
         shown(run, "--machine", "h1000")
     with pytest.raises(UserError, match=r"cluster\.peak_flops: is not known"):

@@ -17,7 +17,7 @@ import yaml
 
 from phalanx.cost.stages import stage_layers
 from phalanx.plan.export import export
-from phalanx.plan.exports.exported import Exported, Trainer
+from phalanx.plan.exports.exported import NAMES, Exported, Trainer
 from phalanx.schedule.action import to_csv
 from phalanx.schedule.named import named
 from phalanx.spec.errors import UserError
@@ -215,49 +215,56 @@ def test_only_names_of_the_trainer_are_written(trainer: Trainer, run: RunSpec) -
 
 NO = {"data": "zero1", "micro_batch": 1}
 REFUSED: list[tuple[Trainer, RunSpec, str, str]] = [
-    *((trainer, make(data="parameter_server", tp=1), "layout.data", "none of the four") for trainer in TRAINERS),
-    *(
-        (trainer, make(training={"precision": "fp64"}), "training.precision", "none of the four")
-        for trainer in TRAINERS
-    ),
+    *((trainer, make(data="parameter_server", tp=1), "layout.data", "zero1") for trainer in TRAINERS),
+    *((trainer, make(training={"precision": "fp64"}), "training.precision", "bf16") for trainer in TRAINERS),
     *((trainer, make(optimizer={"name": "muon"}), "optimizer.name", "adamw") for trainer in TRAINERS),
-    *((trainer, make(compress="powersgd"), "layout.compress", "none of the four") for trainer in TRAINERS),
-    ("megatron", make(pp=4, schedule="zb-v", **NO), "layout.schedule", "torchtitan"),
-    ("megatron", make(pp=4, schedule="gpipe", **NO), "layout.schedule", "torchtitan"),
-    ("megatron", make(pp=2, data="zero3"), "layout.data", "torchtitan"),
-    ("megatron", make(data="zero3", offload="cpu"), "layout.offload", "DeepSpeed"),
-    ("megatron", make(data="zero1", **OFFLOADED), "layout.offload", "DeepSpeed"),
+    *((trainer, make(compress="powersgd"), "layout.compress", "remove it") for trainer in TRAINERS),
+    ("megatron", make(pp=4, schedule="zb-v", **NO), "layout.schedule", "1f1b"),
+    ("megatron", make(pp=4, schedule="gpipe", **NO), "layout.schedule", "1f1b"),
+    ("megatron", make(pp=2, data="zero3"), "layout.data", "zero1"),
+    ("megatron", make(data="zero3", offload="cpu"), "layout.offload", "zero1"),
+    ("megatron", make(data="zero1", **OFFLOADED), "layout.offload", "cpu"),
     ("megatron", make({**SMALL, "rope": {"theta": 1e4 + 0.5}}), "model.rope.theta", "round"),
     ("megatron", make(SMALL, tp=8), "layout.tp", "divisor"),
     ("megatron", make({**EXPERTS, "moe": {**EXPERTS["moe"], "top_k": 1}}), "model.moe.normalize_top_k", "false"),
-    ("torchtitan", make(data="zero1"), "layout.data", "other three"),
-    ("torchtitan", make(data="ddp", cp=2), "layout.data", "Megatron-LM"),
+    ("torchtitan", make(data="zero1"), "layout.data", "zero2"),
+    ("torchtitan", make(data="ddp", cp=2), "layout.data", "zero2"),
     ("torchtitan", make(pp=4, schedule="zb-h1", data="zero3", micro_batch=1), "layout.schedule", "schedule_file"),
-    ("torchtitan", make(cp=2, context="ulysses", data="zero3"), "layout.context", "DeepSpeed"),
-    ("torchtitan", make(GPT2), "model.norm", "Megatron-LM"),
+    ("torchtitan", make(cp=2, context="ulysses", data="zero3"), "layout.context", "ring"),
+    ("torchtitan", make(GPT2), "model.norm", "another model"),
     ("torchtitan", make(tp=16, training={"precision": "bf16"}), "layout.tp", "divisor"),
-    ("torchtitan", make(tp=8, pp=2, data="zero3"), "training.precision", "Megatron-LM"),
-    ("torchtitan", make(recompute="selective"), "layout.recompute", "Megatron-LM"),
-    ("deepspeed", make(pp=2, data="zero3"), "layout.data", "torchtitan"),
-    ("deepspeed", make(tp=2), "layout.sequence_parallel", "Megatron-LM"),
+    ("torchtitan", make(tp=8, pp=2, data="zero3"), "training.precision", "more ranks"),
+    ("torchtitan", make(recompute="selective"), "layout.recompute", "full"),
+    ("deepspeed", make(pp=2, data="zero3"), "layout.data", "zero1"),
+    ("deepspeed", make(tp=2), "layout.sequence_parallel", "false"),
     ("deepspeed", make(cp=2), "layout.context", "ulysses"),
-    ("deepspeed", make(pp=4, schedule="dualpipe-v", **NO), "layout.schedule", "torchtitan"),
+    ("deepspeed", make(pp=4, schedule="dualpipe-v", **NO), "layout.schedule", "1f1b"),
     ("deepspeed", make(data="zero1", **OFFLOADED), "layout.offload", "zero3"),
-    ("nanotron", make(data="hsdp", dp_shard=4), "layout.data", "torchtitan"),
-    ("nanotron", make(cp=2), "layout.cp", "torchtitan"),
-    ("nanotron", make(EXPERTS, ep=2), "model.moe", "Megatron-LM"),
-    ("nanotron", make(QWEN), "model.qk_norm", "torchtitan"),
+    ("nanotron", make(data="hsdp", dp_shard=4), "layout.data", "ddp"),
+    ("nanotron", make(cp=2), "layout.cp", "1"),
+    ("nanotron", make(EXPERTS, ep=2, data="zero3"), "model.moe", "another model"),
+    ("nanotron", make({**SMALL, "qk_norm": "head"}), "model.qk_norm", "another model"),
     ("nanotron", make({**SMALL, "head_dim": 64}), "model.head_dim", "32"),
-    ("nanotron", make(data="zero1", offload="cpu"), "layout.offload", "DeepSpeed"),
+    ("nanotron", make(data="zero1", offload="cpu"), "layout.offload", "remove it"),
 ]
 
 
 @pytest.mark.parametrize(("trainer", "run", "field", "fix"), REFUSED)
 def test_what_a_trainer_lacks_is_refused(trainer: Trainer, run: RunSpec, field: str, fix: str) -> None:
+    world_size = WORLD + (run.layout.data == "parameter_server")
     with pytest.raises(UserError) as error:
-        export(run, WORLD + (run.layout.data == "parameter_server"), trainer)
+        export(run, world_size, trainer)
     assert error.value.field == field
-    assert fix in error.value.fix
+    change, others = error.value.fix.split("; as it is the run goes to ")
+    assert fix in change
+    named = [other for other in TRAINERS if NAMES[other] in others]
+    assert others == (", ".join(NAMES[other] for other in named) or "none of the four")
+    for other in TRAINERS:
+        if other in named:
+            assert export(run, world_size, other).text
+        else:
+            with pytest.raises(UserError):
+                export(run, world_size, other)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

@@ -133,6 +133,14 @@ def test_options_are_in_order_and_the_front_falls():
         assert sum(parts.values()) == pytest.approx(option.step_seconds)
 
 
+def test_what_is_wanted_is_found_wherever_it_ranks():
+    tight = run(sequences=16, cluster={"memory_bytes": 38 * 2**30})
+    every = search(tight, 4, keep=100).options
+    pipelines = [option for option in every if option.candidate.pp == 4]
+    assert every.index(pipelines[0]) > 3
+    assert search(tight, 4, 3, wanted=lambda candidate: candidate.pp == 4).options == pipelines[:3]
+
+
 def test_a_search_says_how_far_it_is():
     told: list[tuple[str, int, int]] = []
     found = search(run(), 16, 5, lambda *what: told.append(what))

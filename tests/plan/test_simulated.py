@@ -5,7 +5,8 @@ import pytest
 
 from phalanx.plan.candidates import candidates
 from phalanx.plan.search import evaluate
-from phalanx.plan.simulated import timeline
+from phalanx.plan.simulated import show_command, timeline
+from tests.cli.commands import known
 from tests.plan.test_plan_search import run
 
 
@@ -28,3 +29,15 @@ def test_closed_forms_are_what_the_schedule_takes(model, schedule):
     assert ratios[filled].max() < 1.06
     assert ratios.max() < 1.13
     assert np.abs(ratios - 1).mean() < 0.035
+
+
+@pytest.mark.parametrize(("schedule", "virtual_stages"), [("1f1b", 1), ("interleaved", 4), ("zb-v", 1)])
+def test_the_command_that_draws_a_schedule_gives_that_very_one(schedule, virtual_stages):
+    described = run(sequence=2048, sequences=64)
+    own = (4, schedule, virtual_stages)
+    candidate = next(c for c in candidates(described, 16) if (c.pp, c.schedule, c.virtual_stages) == own)
+    shown = known(*show_command(described, 16, candidate).split()[1:])
+    stages = 4 * {"zb-v": 2}.get(schedule, virtual_stages)
+    assert (shown["schedule"], shown["stages"], shown["micro_batches"]) == (schedule, stages, candidate.micro_batches)
+    simulated = float(timeline(described, 16, candidate).makespan)
+    assert simulated < shown["makespan"] < 1.05 * simulated

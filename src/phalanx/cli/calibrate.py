@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,6 +64,9 @@ def calibrate(
         print(json.dumps(facts(measured, found), indent=2))
     else:
         show(measured, found, out)
+    if found.machine.measured is not None and found.machine.measured.log_half_width > WIDE:
+        fix = "add runs, longer ones, while nothing else uses the machine"
+        print(f"{out} predicts too widely to choose by: {fix}", file=sys.stderr)
 
 
 def facts(runs: list[MeasuredRun], found: Calibration) -> dict[str, Any]:
@@ -118,7 +122,5 @@ def show(runs: list[MeasuredRun], found: Calibration, out: Path) -> None:
         f"80 % of steps are expected within {100 * (exp(measured.log_half_width) - 1):.0f} % of a prediction",
         f"wrote {out}: phalanx plan RUN.toml --machine {out}",
     ]
-    if measured.log_half_width > WIDE:
-        lines.insert(-1, "that is too wide to choose by: add runs, longer ones, while nothing else uses the machine")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)

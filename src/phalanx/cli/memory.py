@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from phalanx.cli.info import describe, short
-from phalanx.cli.options import Json, Overrides, Ranks, RunFile
+from phalanx.cli.options import Json, Machine, Overrides, Ranks, RunFile
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.cost.network import Strategy
 from phalanx.cost.stages import refuse_automatic
+from phalanx.plan.search import SURE, surely_fits
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import MEANT_FOR, SPLIT_AXES, Layout
@@ -29,6 +30,7 @@ NOTES = (
     "estimated: activations of one micro-batch (in a pipeline of those in flight) at their peak, and an upper bound of "
     "communication buffers; not counted: allocator, libraries",
     "total: the most at one time, less than the parts together, whose peaks come at different times",
+    f"does not fit: P(OOM) {SURE:.0%} or more, with what driver and libraries take, as in `phalanx advise oom`",
 )
 
 
@@ -48,22 +50,26 @@ class Row:
     """Of hsdp, where the run file does not say."""
 
 
-def memory(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json = False) -> None:
+def memory(
+    run: RunFile, ranks: Ranks = None, machine: Machine = None, set_: Overrides = None, json_: Json = False
+) -> None:
     """Show the bytes that each rank holds under each strategy: before anything runs, and without torch.
 
     Examples:
 
         phalanx memory run.toml --ranks 8
 
-        phalanx memory run.toml --ranks 64 --set model.preset=llama3-8b --set cluster.preset=h100
+        phalanx memory run.toml --ranks 64 --machine h100 --set model.preset=llama3-8b
 
         phalanx memory run.toml --ranks 8 --set layout.recompute=full --json
     """
-    described = load_run(run, set_ or [])
+    described = load_run(run, set_ or [], machine=machine)
     refuse_automatic(described)
     world_size, why = (ranks, "--ranks") if ranks else (described.cluster.ranks, "cluster.nproc x cluster.nodes")
     if ranks is None and described.cluster.nproc is None:
         why = "one per node, since cluster.nproc is not set; see --ranks"
+    each = -(-world_size // described.cluster.nodes)  # where CPUs compute, these share a node's memory
+    described = described.model_copy(update={"cluster": described.cluster.model_copy(update={"nproc": each})})
     found = rows(described, world_size)
     if json_:
         print(json.dumps(facts(described, world_size, found), indent=2))
@@ -98,13 +104,14 @@ def _layout(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
 
 
 def _rows(run: RunSpec, world_size: int, own: bool) -> list[Row]:
-    data, limit = run.layout.data, run.cluster.rank_memory_bytes
+    data, cluster = run.layout.data, run.cluster
     try:
         held, micro_batch = rank_memory(run, world_size), cut_batch(run, world_size).micro_batch
     except UserError as error:
         return [Row(data, own, problem=str(error).partition("\n")[0])]
+    known = {role: cluster.rank_memory_bytes is not None and role != "server" for role in held}
     return [
-        Row(data, own, role, micro_batch, found, found.total <= limit if limit and role != "server" else None)
+        Row(data, own, role, micro_batch, found, surely_fits(cluster, [found]) if known[role] else None)
         for role, found in held.items()
     ]
 

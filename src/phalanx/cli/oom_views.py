@@ -10,6 +10,7 @@ from rich.table import Column, Table
 
 from phalanx.cost.footprint import GIB
 from phalanx.plan.oom import Diagnosis, Effect, Held, fits
+from phalanx.plan.search import SURE
 from phalanx.spec.run import RunSpec
 
 WIDTH = 150
@@ -19,7 +20,8 @@ NOTES = (
     "step: the planner's time; - where it does not know (machines without speeds or not calibrated in this precision, "
     "some choices)",
     "alone: as little of the change as makes the run fit, or what frees most",
-    "parts are at the most of each, which comes at different times: all at one time are less; fits: P(OOM) below 5%",
+    "parts are at the most of each, which comes at different times: all at one time are less; fits: P(OOM) below "
+    f"{SURE:.0%}",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,6 +75,7 @@ def placement(
     facts = facts_of(described, world_size, parts, site, node) | {"pxn": pxn, "sent": _sent(heat)}
     if out is not None:
         write(heat, out)
+        print(f"wrote {out}", file=sys.stderr)
     if json_:
         print(json.dumps(facts, indent=2))
     else:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from phalanx.cli.options import Json, Machine, Overrides
+from phalanx.cli.plan_checks import check_export, check_number, check_options, check_picture, check_writable, given
 from phalanx.cli.searching import searching
 
 if TYPE_CHECKING:
@@ -20,11 +20,10 @@ USUAL_DEVICES = 8
 """Of a node, where nothing is said."""
 SEARCHED = 10
 """Layouts that are looked for at least: among them may be a surer one than the first."""
-SEARCHED_FOR_EXPORT = 100
-"""Layouts among which one is looked for that a trainer can express."""
 
 
 def plan(
+    context: typer.Context,
     run: Annotated[Path | None, typer.Argument(help="A run file.", metavar="[RUN.toml]")] = None,
     machine: Machine = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes; by default cluster.nodes.", min=1)] = None,
@@ -68,31 +67,30 @@ def plan(
 
         phalanx plan --batch runs.csv --json
     """
-    views = {"--explain": explain, "--why-not": why_not, "--diff": diff, "--export": export}
-    _check_options(run, batch, [option for option, value in views.items() if value is not None], json_, out)
+    check_options(run, batch, out, given(context))
     if picture is not None:
         explain = explain or 1
-        _check_picture(picture, {"--batch": batch, "--diff": diff, "--why-not": why_not, "--export": export})
-    if export is not None:
-        _check_trainer(export)
+        check_picture(picture, {"--diff": diff, "--why-not": why_not, "--export": export, "--json": json_ or None})
+    if explain is not None:
+        check_number("--explain", explain)
     for option, file in {"--out": out, "--picture": picture}.items():
         if file is not None:
-            _check_writable(option, file)
+            check_writable(option, file)
     if batch is not None:
         _predict(batch, json_)
         return
     assert run is not None
     described, world_size = on_machines(run, machine, nodes, nproc, set_ or [])
+    if export is not None:
+        check_export(described, export)
     if diff is not None:
         _show_diff(described, world_size, diff)
         return
     yours = _yours(described, world_size, why_not) if why_not is not None else None
-    found = _search(described, world_size, max(top, explain or 1, SEARCHED_FOR_EXPORT if export else SEARCHED))
+    found = _search(described, world_size, max(top, explain or 1, SEARCHED), export)
     best = found.options[0]
-    if out is not None:
-        _write(described, found.taken, out)
     if export is not None:
-        _export(described, world_size, found, export)
+        _export(described, world_size, found.taken, export)
     elif yours is not None:
         _why_not(described, yours, best)
     elif explain is not None:
@@ -101,45 +99,8 @@ def plan(
         _print_json(described, world_size, found, top, tokens)
     else:
         _show(described, world_size, found, top, tokens)
-
-
-def _check_options(run: Path | None, batch: Path | None, views: list[str], as_json: bool, out: Path | None) -> None:
-    """Raise UserError for options that do not go together; `views` are those that ask for something but the table."""
-    from phalanx.spec.errors import UserError
-
-    if (run is None) == (batch is None):
-        raise UserError("plan", None, "needs a run file or --batch FILE.csv, and not both", "give one of them")
-    if len(views) > 1:
-        raise UserError(" ".join(views), None, "cannot be shown at once", "give one of them")
-    if batch is not None and views:
-        raise UserError(views[0], None, "needs a run file, and --batch has none", f"leave {views[0]} or --batch out")
-    if as_json and views:
-        raise UserError("--json", None, f"is not what {views[0]} prints", f"leave {views[0]} out: JSON has every part")
-    if out is not None and run is not None and out.resolve() == run.resolve():
-        raise UserError("--out", str(out), "is the run file itself", "name another file")
-    if out is not None and ("--diff" in views or batch):
-        raise UserError("--out", str(out), "has no layout to write", "leave --diff and --batch out")
-
-
-def _check_trainer(name: str) -> None:
-    from phalanx.plan.export import check_trainer
-
-    check_trainer(name, "--export")
-
-
-def _check_writable(option: str, file: Path) -> None:
-    """Raise UserError for a file that will not be written, before the search that it is to hold."""
-    from phalanx.spec.errors import UserError
-
-    problem = ""
-    if file.is_dir():
-        problem = "it is a directory"
-    elif not file.parent.is_dir():
-        problem = f"there is no directory {file.parent}"
-    elif not os.access(file if file.exists() else file.parent, os.W_OK):
-        problem = "permission denied"
-    if problem:
-        raise UserError(option, str(file), f"cannot be written: {problem}", "name another file")
+    if out is not None:
+        _write(described, found.taken, out)
 
 
 def _write(run: RunSpec, option: Option, file: Path) -> None:
@@ -167,10 +128,14 @@ def on_machines(
     return described.model_copy(update={"cluster": cluster, "automatic": False}), cluster.ranks
 
 
-def _search(run: RunSpec, world_size: int, keep: int) -> Plan:
+def _search(run: RunSpec, world_size: int, keep: int, trainer: str | None = None) -> Plan:
+    """The fastest layouts; for another trainer, of those that it can express if it can any."""
     from phalanx.plan.explain import best_plan
+    from phalanx.plan.export import exportable
 
     with searching(world_size) as report:
+        if trainer is not None:
+            return exportable(run, world_size, trainer, keep, report)  # type: ignore[arg-type]
         return best_plan(run, world_size, keep, report)
 
 
@@ -205,33 +170,16 @@ def _show(run: RunSpec, world_size: int, found: Plan, top: int, tokens: float | 
     ranked(run, world_size, found, top, tokens)
 
 
-def _check_picture(file: Path, others: dict[str, object]) -> None:
-    from phalanx.report.picture import check
-    from phalanx.spec.errors import UserError
-
-    check(file, "--picture")
-    for option, value in others.items():
-        if value is not None:
-            raise UserError("--picture", str(file), f"draws what --explain says, and not {option}", f"omit {option}")
-
-
 def _explain(run: RunSpec, world_size: int, found: Plan, at: int, picture: Path | None) -> None:
     from phalanx.cli.plan_views import breakdown, explained
 
-    _check_number("--explain", at, found.options)
+    check_number("--explain", at, found.options)
     if picture is not None:
         from phalanx.report.breakdown import write
 
         write(breakdown(run, world_size, found, at - 1), picture)
+        print(f"wrote {picture}", file=sys.stderr)
     explained(run, world_size, found, at - 1)
-
-
-def _check_number(option: str, at: int, found: list[Option]) -> None:
-    """Raise UserError for a layout that a table does not have."""
-    from phalanx.spec.errors import UserError
-
-    if at > len(found):
-        raise UserError(option, at, f"is more than the {len(found)} layouts found", "use a smaller number")
 
 
 def _yours(run: RunSpec, world_size: int, text: str) -> Option:
@@ -250,41 +198,30 @@ def _why_not(run: RunSpec, yours: Option, best: Option) -> None:
 def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
     """Each by its number in the table, if it is one, else as it is written."""
     from phalanx.cli.plan_views import compared
-    from phalanx.spec.errors import UserError
 
     numbers = [int(text) for text in texts if text.isdecimal()]
-    if 0 in numbers:
-        raise UserError("--diff", 0, "is no layout of the table", "its numbers begin with 1")
+    for number in numbers:
+        check_number("--diff", number)
     written = {text: _yours(run, world_size, text) for text in texts if not text.isdecimal()}
     ranked = _search(run, world_size, max(numbers)).options if numbers else []
-    _check_number("--diff", max(numbers, default=0), ranked)
+    for number in numbers:
+        check_number("--diff", number, ranked)
     first, second = (written[text] if text in written else ranked[int(text) - 1] for text in texts)
     names = [f"layout {text}" if text.isdecimal() else name for text, name in zip(texts, "AB", strict=True)]
     compared(run, first, second, (names[0], names[1]))
 
 
-def _export(run: RunSpec, world_size: int, found: Plan, trainer: str) -> None:
-    """The fastest layout that a trainer can express, of those whose memory is almost surely enough if it can one."""
+def _export(run: RunSpec, world_size: int, option: Option, trainer: str) -> None:
     from phalanx.plan.export import export
-    from phalanx.plan.search import SURE
     from phalanx.spec.errors import UserError
 
-    refused: UserError | None = None
-    for number, option in sorted(enumerate(found.options, 1), key=lambda numbered: numbered[1].p_oom >= SURE):
-        try:
-            made: Any = export(
-                run.model_copy(update={"layout": option.candidate.layout()}),
-                world_size,
-                trainer,  # type: ignore[arg-type]
-            )
-        except UserError as error:
-            refused = refused or error
-            continue
-        print(made.text)
-        risk = f"{option.candidate}, P(OOM) {option.p_oom:.1%}"
-        print(f"layout {number} of `phalanx plan`: {risk}", file=sys.stderr)
-        for note in made.notes:
-            print(f"note: {note}", file=sys.stderr)
-        return
-    assert refused is not None
-    raise refused
+    own = run.model_copy(update={"layout": option.candidate.layout()})
+    try:
+        made = export(own, world_size, trainer)  # type: ignore[arg-type]
+    except UserError as error:
+        problem = f"takes no layout of this run that fits; of the fastest, {error.field} {error.problem}"
+        raise UserError("--export", trainer, problem, error.fix) from None
+    print(made.text)
+    print(f"{option.candidate}: {option.step_seconds:.3f} s a step, P(OOM) {option.p_oom:.1%}", file=sys.stderr)
+    for note in made.notes:
+        print(f"note: {note}", file=sys.stderr)

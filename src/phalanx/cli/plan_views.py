@@ -12,10 +12,10 @@ from rich.table import Column, Table
 from phalanx.cost.energy import energy_kwh, rental_cost
 from phalanx.cost.footprint import GIB
 from phalanx.plan.beyond import Training, training
-from phalanx.plan.explain import MEANING, crossing, shares, what_ifs, why
+from phalanx.plan.explain import MEANING, alike, crossing, shares, what_ifs, why
 from phalanx.plan.predict import Prediction, Unpredicted
 from phalanx.plan.search import LIKELY, SURE, Option, Plan
-from phalanx.plan.simulated import timeline
+from phalanx.plan.simulated import show_command, timeline
 from phalanx.report.breakdown import Bar, Breakdown
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.run import RunSpec
@@ -144,10 +144,11 @@ def _simulated(console: Console, run: RunSpec, world_size: int, option: Option) 
     candidate, said = option.candidate, option.parts["compute"] + option.parts["bubble"]
     seconds = float(timeline(run, world_size, candidate).makespan)
     line = f"its schedule, simulated action by action: {seconds:.3f} s of compute and bubble, {said:.3f} s above"
-    drawn = (
-        f"phalanx pipeline show {candidate.schedule} --stages {candidate.pp} --microbatches {candidate.micro_batches}"
+    console.print(line, style="dim", highlight=False, soft_wrap=True)
+    drawn = show_command(run, world_size, candidate)
+    console.print(
+        f"to see it, with all ranks as slow as the slowest: {drawn}", style="dim", highlight=False, soft_wrap=True
     )
-    console.print(f"{line}; to see it: {drawn}", style="dim", highlight=False, soft_wrap=True)
 
 
 def compared(run: RunSpec, first: Option, second: Option, names: tuple[str, str]) -> None:
@@ -156,25 +157,28 @@ def compared(run: RunSpec, first: Option, second: Option, names: tuple[str, str]
     for name, option in zip(names, (first, second), strict=True):
         console.print(f"{name}: {option.candidate}", style="bold", highlight=False)
     console.print()
-    table = _table("", *names, "difference")
-    mine, its = shares(first), shares(second)
-    for part, meaning in MEANING.items():
-        table.add_row(meaning, f"{mine[part]:.3f} s", f"{its[part]:.3f} s", f"{mine[part] - its[part]:+.3f} s")
-    table.add_row(
-        "step",
-        f"{first.step_seconds:.3f} s",
-        f"{second.step_seconds:.3f} s",
-        f"{first.step_seconds - second.step_seconds:+.3f} s",
+    (slow, slower), (fast, faster) = sorted(
+        zip(names, (first, second), strict=True), key=lambda named: -named[1].step_seconds
     )
+    sign = 1 if slower is first else -1
+    table = _table("", *names, f"{slow} - {fast}")
+    mine, its = (shares(option) | {"step": option.step_seconds} for option in (first, second))
+    for part, meaning in (MEANING | {"step": "step"}).items():
+        apart = sign * (mine[part] - its[part])
+        table.add_row(meaning, f"{mine[part]:.3f} s", f"{its[part]:.3f} s", f"{apart:+.3f} s")
     held = first.memory_bytes / GIB, second.memory_bytes / GIB
-    table.add_row("memory", f"{held[0]:.1f} GiB", f"{held[1]:.1f} GiB", f"{held[0] - held[1]:+.1f} GiB")
+    table.add_row("memory", f"{held[0]:.1f} GiB", f"{held[1]:.1f} GiB", f"{sign * (held[0] - held[1]):+.1f} GiB")
     table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
     console.print(table)
     console.print()
     for name, option in zip(names, (first, second), strict=True):
         if option.p_oom >= LIKELY:
             console.print(f"{name} is not likely to fit", style="yellow", highlight=False)
-    console.print(why(run, first, second), highlight=False, soft_wrap=True)
+    said = f"{slow} and {fast} are equally fast"
+    if not alike(slower, faster):
+        longer = slower.step_seconds / faster.step_seconds - 1
+        said = f"{slow} takes {longer:.1%} longer than {fast}, {why(run, slower, faster)}"
+    console.print(said, highlight=False, soft_wrap=True)
 
 
 def predictions(found: Sequence[Prediction | Unpredicted]) -> None:

@@ -9,7 +9,7 @@ from phalanx.cost.footprint import GIB
 from phalanx.cost.stages import check_layout
 from phalanx.plan.candidates import Candidate, candidate_of, jobs_of
 from phalanx.plan.describe import host_memory
-from phalanx.plan.search import Option, Plan, Report, counted, evaluate, in_process, search
+from phalanx.plan.search import ALIKE, Option, Plan, Report, counted, evaluate, in_process, search
 from phalanx.spec.base import parse
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
@@ -50,10 +50,21 @@ def shares(option: Option) -> dict[str, float]:
 
 
 def differences(option: Option, best: Option, least: float = 0.005) -> list[str]:
-    """What a layout spends more on, or less, than the best one: parts of at least `least` of its step."""
+    """What a layout spends more on, or less, than the best one: parts of at least `least` of its step, then what others
+    add up to, if that is a hundredth of all or more."""
     mine, its = shares(option), shares(best)
-    found = [(mine[part] - its[part], part) for part in mine if abs(mine[part] - its[part]) > least * best.step_seconds]
-    return [f"{_seconds(more, signed=True)} {MEANING[part]}" for more, part in sorted(found, reverse=True)]
+    apart = [(mine[part] - its[part], meaning) for part, meaning in MEANING.items()]
+    found = sorted((part for part in apart if abs(part[0]) > least * best.step_seconds), reverse=True)
+    more = option.step_seconds - best.step_seconds
+    rest = more - sum(part for part, _ in found)
+    if abs(rest) > 0.01 * abs(more) and (found or not alike(option, best)):
+        found.append((rest, "all else" if found else "in small parts"))
+    return [f"{_seconds(part, signed=True)} {meaning}" for part, meaning in found]
+
+
+def alike(option: Option, best: Option) -> bool:
+    """Whether a layout is as fast as the best one, as the search ranks them."""
+    return abs(option.step_seconds / best.step_seconds - 1) < ALIKE
 
 
 def why(run: RunSpec, option: Option, best: Option) -> str:
@@ -164,4 +175,6 @@ def fullest(cluster: Cluster, option: Option) -> str:
 def _seconds(value: float, signed: bool = False) -> str:
     sign = "+" if signed and value >= 0 else "-" if value < 0 else ""
     size = abs(value)
-    return f"{sign}{size:.2f} s" if size >= 1 else f"{sign}{size * 1e3:.0f} ms"
+    if size >= 1:
+        return f"{sign}{size:.2f} s"
+    return f"{sign}{size * 1e3:.0f} ms" if size >= 1e-3 else f"{sign}{size * 1e6:.0f} µs"

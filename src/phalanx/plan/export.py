@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phalanx.cost.stages import check_layout, stage_layers
+from phalanx.plan.candidates import Candidate
+from phalanx.plan.explain import best_plan
 from phalanx.plan.exports.deepspeed import deepspeed
 from phalanx.plan.exports.exported import NAMES, Exported, Job, Trainer
 from phalanx.plan.exports.megatron import megatron
 from phalanx.plan.exports.nanotron import nanotron
 from phalanx.plan.exports.torchtitan import torchtitan
+from phalanx.plan.search import Plan, Report, search
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import degrees
+from phalanx.spec.layout import Layout, degrees
 from phalanx.spec.run import RunSpec, cut_batch
 
 WRITERS: dict[Trainer, Callable[[Job], Exported]] = {
@@ -26,11 +29,49 @@ WRITERS: dict[Trainer, Callable[[Job], Exported]] = {
 def export(run: RunSpec, world_size: int, trainer: Trainer) -> Exported:
     """What `trainer` needs to train the run's model, with its batch and layout, on so many ranks.
 
-    Raises UserError for a layout that cannot run, and for what that trainer cannot express.
+    Raises UserError for a layout that cannot run, and for what that trainer cannot express, with those that can.
     """
     check_trainer(trainer)
     check_layout(run, world_size)
-    return WRITERS[trainer](_job(run, world_size, trainer))
+    job = _job(run, world_size, trainer)
+    try:
+        return WRITERS[trainer](job)
+    except UserError as error:
+        able = ", ".join(NAMES[other] for other in WRITERS if _expresses(job, other)) or "none of the four"
+        raise UserError(
+            error.field, error.value, error.problem, f"{error.fix}; as it is the run goes to {able}"
+        ) from None
+
+
+def check_run(run: RunSpec, trainer: Trainer) -> None:
+    """Raise UserError for what a trainer cannot express of a run in any layout: what it cannot in the plainest."""
+    export(run.model_copy(update={"layout": Layout(micro_batch=1)}), 1, trainer)
+
+
+def exportable(run: RunSpec, world_size: int, trainer: Trainer, keep: int, report: Report = lambda *_: None) -> Plan:
+    """The `keep` fastest layouts that a trainer can express; the fastest of all where it can express none.
+
+    Raises UserError where nothing fits.
+    """
+
+    def expressed(candidate: Candidate) -> bool:
+        own = run.model_copy(update={"layout": candidate.layout()})
+        try:
+            return _expresses(_job(own, world_size, trainer), trainer)
+        except UserError:
+            return False
+
+    plan = search(run, world_size, keep, report, expressed)
+    return plan if plan.options else best_plan(run, world_size, 1, report)
+
+
+def _expresses(job: Job, trainer: Trainer) -> bool:
+    """Whether a trainer has all that a run asks for."""
+    try:
+        WRITERS[trainer](job)
+    except UserError:
+        return False
+    return True
 
 
 def check_trainer(name: str, field: str = "trainer") -> None:

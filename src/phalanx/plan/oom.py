@@ -13,7 +13,7 @@ from math import inf
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.plan.candidates import candidate_of
 from phalanx.plan.remedies import REMEDIES, Remedy, with_layout
-from phalanx.plan.search import SURE, Option, evaluate, held_and_host, held_risk, room, search
+from phalanx.plan.search import Option, evaluate, room, search, surely_fits
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec, cut_batch
 
@@ -101,8 +101,8 @@ def held(run: RunSpec) -> Held:
     """
     places = computing(run)
     limit_bytes(run)
-    risk = held_risk(run.cluster, *held_and_host(run.cluster, places))
-    return Held(max(places, key=lambda place: place.total), risk < SURE, step_seconds(run))
+    fits = surely_fits(run.cluster, places)
+    return Held(max(places, key=lambda place: place.total), fits, step_seconds(run))
 
 
 def computing(run: RunSpec) -> list[RankMemory]:

@@ -23,6 +23,10 @@ from phalanx.plan.rows import Row
 from phalanx.plan.table import Job, job_of, state_memory
 from phalanx.spec.errors import UserError
 
+EVEN = 0.5
+"""A choice that a row leaves open is taken to fit if it more likely does than not: somebody ran the row, and what they
+ran need not have the margin of what is offered (`search.LIKELY`)."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -115,5 +119,5 @@ def _best_choices(jobs: Sequence[Job], seconds: Column, memory: Column, risk: Co
 
 def best_choice(seconds: Column, memory: Column, risk: Column) -> int:
     """The fastest that is likely to fit, or the smallest."""
-    fits: NDArray[np.bool_] = risk < 0.5
+    fits: NDArray[np.bool_] = risk < EVEN
     return int(np.argmin(np.where(fits, seconds, np.inf)) if fits.any() else np.argmin(memory))

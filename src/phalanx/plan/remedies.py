@@ -3,8 +3,8 @@
 The order is a published one, for where times are not known (`plan.oom` goes by these where they are): that of the text
 of jesamkim's guide (part 1), a smaller batch and accumulation, recomputation, mixed precision, then several devices for
 one model; its figure differs, and names another optimizer second. ZeRO comes before the other ways to share a model,
-whose early use is the pitfall of Jae's part 06; offload after them; and another optimizer, which alone changes what is
-learned, next to last."""
+whose early use is the pitfall of Jae's part 06; offload after them; and another optimizer next to last. What changes
+numbers (mixed precision, too) or the bill is tried after all that only costs time."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def _half(run: RunSpec) -> Iterator[RunSpec]:
 
 def _zero(stage: int) -> Callable[[RunSpec], Iterator[RunSpec]]:
     def changes(run: RunSpec) -> Iterator[RunSpec]:
-        if run.cluster.ranks > 1 and ZERO.get(run.layout.data, 0) < stage:
+        shares = run.cluster.ranks > 1 or (run.layout.offload != "none" and stage < 3)
+        if shares and ZERO.get(run.layout.data, 0) < stage:
             yield with_layout(run, data=f"zero{stage}")
 
     return changes
@@ -116,9 +117,10 @@ def _expert_ranks(run: RunSpec) -> Iterator[RunSpec]:
 
 def _offload(run: RunSpec) -> Iterator[RunSpec]:
     if run.layout.offload == "none" and run.cluster.device != "cpu":
-        # Only what is sharded is offloaded; _with would drop the choice again.
-        data = run.layout.data if run.layout.data in MEANT_FOR["offload"] else "zero1"
-        yield with_layout(run, data=data, offload="cpu")
+        # Only what is sharded is offloaded; with_layout would drop the choice again.
+        alone = ("zero1", "zero2") if run.cluster.ranks == 1 else ("zero1",)
+        kinds = (run.layout.data,) if run.layout.data in MEANT_FOR["offload"] else alone
+        yield from (with_layout(run, data=data, offload="cpu") for data in kinds)
 
 
 def _sgd(run: RunSpec) -> Iterator[RunSpec]:
@@ -144,6 +146,7 @@ def _more_devices(run: RunSpec) -> Iterator[RunSpec]:
         times *= 2
 
 
+NOBODY = "done already, or a lone device has nobody to share with"
 NO_DEGREE = "no larger degree divides the devices"
 REMEDIES = (
     Remedy("smaller micro-batch", "more accumulation of smaller products", GUIDE, _smaller_batches,
@@ -151,10 +154,10 @@ REMEDIES = (
     Remedy("recompute attention", "attention's forward pass once more", GUIDE, _recompute("selective")),
     Remedy("recompute blocks", f"a forward pass more: about {recompute_overhead():+.0%} compute", GUIDE,
            _recompute("full")),
-    Remedy("bf16", "less exact", GUIDE, _half),
-    Remedy("ZeRO-1", "optimizer state shared: no more traffic", STAGES, _zero(1)),
-    Remedy("ZeRO-2", "gradients sent for every micro-batch", STAGES, _zero(2)),
-    Remedy("ZeRO-3", "parameters gathered for every pass", STAGES, _zero(3)),
+    Remedy("bf16", "less exact", GUIDE, _half, last=True),
+    Remedy("ZeRO-1", "optimizer state shared: no more traffic", STAGES, _zero(1), NOBODY),
+    Remedy("ZeRO-2", "gradients sent for every micro-batch", STAGES, _zero(2), NOBODY),
+    Remedy("ZeRO-3", "parameters gathered for every pass", STAGES, _zero(3), NOBODY),
     Remedy("expert parallelism", "four all-to-alls per block", HYBRIDS, _expert_ranks,
            "the model has no experts, or no larger degree divides the devices"),
     Remedy("tensor parallelism", "exchanges in every block: fast links only", MEMORY,

@@ -104,8 +104,14 @@ Report = Callable[[str, int, int], None]
 """Told during a search what is being done, how much of it is, and of how much."""
 
 
-def search(run: RunSpec, world_size: int, keep: int = 20, report: Report = lambda *_: None) -> Plan:
-    """The `keep` fastest layouts that are likely to fit.
+def search(
+    run: RunSpec,
+    world_size: int,
+    keep: int = 20,
+    report: Report = lambda *_: None,
+    wanted: Callable[[Candidate], bool] = lambda _: True,
+) -> Plan:
+    """The `keep` fastest layouts that are wanted and likely to fit.
 
     Memory of all is computed before the time of any: no bound on time is needed, and none is lost. Nothing is offloaded
     of what fits without: that never makes a step shorter.
@@ -122,7 +128,8 @@ def search(run: RunSpec, world_size: int, keep: int = 20, report: Report = lambd
     report("evaluating layouts", len(found), len(found))
     report("counting what the fastest hold", 0, keep)
     offered: list[Option] = []
-    for option in islice(offers(run, world_size, ordered), keep):
+    offering = offers(run, world_size, filter(wanted, ordered))  # with what offload makes of some
+    for option in islice((option for option in offering if wanted(option.candidate)), keep):
         offered.append(option)
         report("counting what the fastest hold", len(offered), keep)
     least = None if offered else nearest(run, world_size, found)
@@ -233,6 +240,11 @@ def held_risk(cluster: Cluster, held_bytes: float, host_bytes: float) -> float:
     used = np.array([in_process(cluster, held_bytes), max(host_bytes, 1)])
     there = np.array([float(cluster.rank_memory_bytes or 1), host_memory(cluster)])
     return float(shortage(memory_of(cluster), used, there).max())
+
+
+def surely_fits(cluster: Cluster, places: Collection[RankMemory]) -> bool:
+    """Whether memory is almost surely enough for ranks that hold so much: what is said to fit."""
+    return held_risk(cluster, *held_and_host(cluster, places)) < SURE
 
 
 def room(cluster: Cluster) -> float:

@@ -10,12 +10,10 @@ from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, refuse, us
 Table = dict[str, object]
 
 GAPS = (
-    Gap("layout.schedule", ("naive", "gpipe", "zb-h1", "zb-h2"), 'use "1f1b", or torchtitan'),
-    Gap("layout.schedule", ("interleaved",), 'use "1f1b", or Megatron-LM or torchtitan'),
-    Gap("layout.schedule", ("zb-v", "dualpipe-v"), 'use "1f1b", or torchtitan'),
-    Gap("layout.schedule_file", (), "remove it, or use torchtitan"),
-    Gap("optimizer.name", ("sgd",), 'use "adamw", or Megatron-LM'),
-    Gap("optimizer.decay", ("wsd",), 'use "cosine", or any of the other three'),
+    Gap("layout.schedule", (), 'use "1f1b"'),
+    Gap("layout.schedule_file", (), "remove it"),
+    Gap("optimizer.name", ("sgd",), 'use "adamw"'),
+    Gap("optimizer.decay", ("wsd",), 'use "cosine"'),
 )
 STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
 
@@ -47,22 +45,21 @@ def _check(job: Job) -> None:
     stage = STAGES[layout.data]
     if sizes.pp > 1 and stage > 1:
         why = "its pipelines go with stages 0 and 1 of ZeRO"
-        raise cannot("deepspeed", "layout.data", layout.data, 'use "ddp" or "zero1", or torchtitan', why)
+        raise cannot("deepspeed", "layout.data", layout.data, 'use "ddp" or "zero1"', why)
     if sizes.tp > 1 and stage > 2:
         why = "its tensor parallelism (AutoTP) goes with stages up to 2 of ZeRO"
-        raise cannot("deepspeed", "layout.data", layout.data, 'use "zero2", or Megatron-LM or torchtitan', why)
+        raise cannot("deepspeed", "layout.data", layout.data, 'use "zero2"', why)
     if sizes.tp > 1 and sizes.pp > 1:
         why = "AutoTP takes no pipelines"
-        raise cannot("deepspeed", "layout.tp", sizes.tp, "use layout.pp = 1, or Megatron-LM or torchtitan", why)
+        raise cannot("deepspeed", "layout.tp", sizes.tp, "use layout.pp = 1", why)
     if sizes.tp > 1 and layout.sequence_parallel:
         why = "AutoTP does not share the tokens"
-        raise cannot("deepspeed", "layout.sequence_parallel", True, "set it to false, or use Megatron-LM", why)
+        raise cannot("deepspeed", "layout.sequence_parallel", True, "set it to false", why)
     if sizes.cp > 1 and layout.context == "ring":
-        fix = 'use "ulysses", or Megatron-LM or torchtitan'
-        raise cannot("deepspeed", "layout.context", "ring", fix, "it exchanges tokens for heads")
+        raise cannot("deepspeed", "layout.context", "ring", 'use "ulysses"', "it exchanges tokens for heads")
     if job.run.model.moe and stage > 2:
         why = "its experts go with stages up to 2 of ZeRO"
-        raise cannot("deepspeed", "layout.data", layout.data, 'use "zero2", or Megatron-LM or torchtitan', why)
+        raise cannot("deepspeed", "layout.data", layout.data, 'use "zero2"', why)
     if layout.offload == "nvme" and stage < 3:
         why = "its files go with stage 3 of ZeRO"
         raise cannot("deepspeed", "layout.offload", "nvme", 'use "cpu", or layout.data = "zero3"', why)

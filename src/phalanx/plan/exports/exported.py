@@ -69,22 +69,22 @@ class Job:
 
 @dataclass(frozen=True)
 class Gap:
-    """Values of a field that a trainer cannot express, and what can be done instead."""
+    """Values of a field that a trainer cannot express, and what it can instead."""
 
     field: str
     values: tuple[object, ...]
     """None of them: any but the default."""
-    fix: str
+    fix: str = "use another model"
 
 
-NOWHERE = "none of the four has it"
 EVERYWHERE = (
-    Gap("layout.data", ("parameter_server",), f'{NOWHERE}: use layout.data = "zero1" or another'),
-    Gap("layout.heads", ("gathered",), f"{NOWHERE}: use a tensor-parallel degree that divides the heads"),
-    Gap("layout.compress", ("powersgd",), f"{NOWHERE}: remove it"),
-    Gap("training.precision", ("fp64",), f'{NOWHERE}: use "bf16" or "fp32"'),
-    Gap("optimizer.name", ("muon",), f'{NOWHERE} with the same updates: use "adamw"'),
+    Gap("layout.data", ("parameter_server",), 'use "zero1" or another'),
+    Gap("layout.heads", ("gathered",), "use a tensor-parallel degree that divides the heads"),
+    Gap("layout.compress", ("powersgd",), "remove it"),
+    Gap("training.precision", ("fp64",), 'use "bf16" or "fp32"'),
+    Gap("optimizer.name", ("muon",), 'use "adamw": no other Muon has the same updates'),
 )
+"""What none of the four can express."""
 OWN_WAYS = (
     "layout.bucket_mb", "layout.first_bucket_mb", "layout.static_graph", "layout.unused_parameters", "layout.wrap",
     "layout.prefetch", "layout.reshard", "training.compile",
@@ -97,8 +97,9 @@ CHOSEN = ("optimizer.learning_rate", "training.steps")
 
 
 def refuse(job: Job, trainer: Trainer, gaps: Sequence[Gap]) -> None:
-    """Raise UserError for the first value that this trainer cannot express."""
-    for gap in (*EVERYWHERE, *gaps):
+    """Raise UserError for the first value that this trainer cannot express; the layout's are last, since another
+    layout may do without them."""
+    for gap in sorted((*EVERYWHERE, *gaps), key=lambda gap: gap.field.startswith("layout.")):
         value, default = _value_and_default(job.run, gap.field)
         if value in gap.values if gap.values else value != default:
             raise cannot(trainer, gap.field, value, gap.fix)
@@ -142,8 +143,8 @@ def need_kv_heads(job: Job, trainer: Trainer) -> None:
     """Raise UserError where tensor-parallel ranks would have copies of key/value heads."""
     heads, tp = job.run.model.kv_heads, job.sizes.tp
     if heads % tp:
-        why = f"it does not divide model.kv_heads ({heads}), and only DeepSpeed leaves that to the model"
-        raise cannot(trainer, "layout.tp", tp, "lower it to a divisor of the key/value heads", why)
+        fix = "lower it to a divisor of the key/value heads"
+        raise cannot(trainer, "layout.tp", tp, fix, f"it does not divide model.kv_heads ({heads})")
 
 
 def commented(notes: Sequence[str], text: str) -> str:

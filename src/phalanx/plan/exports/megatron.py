@@ -13,12 +13,11 @@ Flags = dict[str, object]
 """Flags by name, without the dashes; True for those that take no value, and those with None are left out."""
 
 GAPS = (
-    Gap("layout.schedule", ("zb-v", "dualpipe-v", "gpipe"), 'use "1f1b" or "interleaved", or torchtitan'),
-    Gap("layout.schedule", ("naive", "zb-h1", "zb-h2"), 'use "1f1b" or "interleaved", or torchtitan with a CSV file'),
-    Gap("layout.schedule_file", (), "remove it, or use torchtitan"),
-    Gap("layout.offload", ("nvme",), 'use "cpu" with layout.data = "zero1", or DeepSpeed'),
-    Gap("model.qk_norm", ("full",), "none of the four has it: use another model"),
-    Gap("model.rope.scaling", ("yarn",), "none of the four has it: use another model"),
+    Gap("layout.schedule", ("naive", "gpipe", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "interleaved"'),
+    Gap("layout.schedule_file", (), "remove it"),
+    Gap("layout.offload", ("nvme",), 'use "cpu" with layout.data = "zero1"'),
+    Gap("model.qk_norm", ("full",)),
+    Gap("model.rope.scaling", ("yarn",)),
 )
 SHARDED_BY_FSDP = {"zero2": "optim_grads", "zero3": "optim_grads_params", "hsdp": "optim_grads_params"}
 LLAMA3_ROPE = (1.0, 4.0, 8192)
@@ -187,7 +186,7 @@ def _data_parallel(job: Job) -> Flags:
     layout, sizes = job.run.layout, job.sizes
     if layout.offload == "cpu" and layout.data != "zero1":
         why = "it offloads optimizer state, and that of its distributed optimizer"
-        raise cannot("megatron", "layout.offload", "cpu", 'use layout.data = "zero1", or DeepSpeed', why)
+        raise cannot("megatron", "layout.offload", "cpu", 'use layout.data = "zero1"', why)
     if layout.data not in SHARDED_BY_FSDP:
         return {
             "use-distributed-optimizer": layout.data == "zero1",
@@ -198,7 +197,7 @@ def _data_parallel(job: Job) -> Flags:
         }
     if sizes.pp > 1:
         why = "its FSDP is documented with tensor, context and expert parallelism, not with pipelines"
-        raise cannot("megatron", "layout.data", layout.data, 'use "ddp" or "zero1", or torchtitan', why)
+        raise cannot("megatron", "layout.data", layout.data, 'use "ddp" or "zero1"', why)
     return {
         "use-megatron-fsdp": True,
         "data-parallel-sharding-strategy": SHARDED_BY_FSDP[layout.data],

@@ -10,38 +10,34 @@ from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, commented,
 
 Table = dict[str, object]
 
-NO_SUCH_MODEL = "use Megatron-LM"
 GAPS = (
-    Gap("layout.data", ("zero2", "zero3", "hsdp"), 'use "ddp" or "zero1", or torchtitan or DeepSpeed'),
-    Gap("layout.cp", (), "use layout.cp = 1, or Megatron-LM or torchtitan"),
-    Gap("layout.schedule", ("interleaved",), 'use "1f1b" or "gpipe", or Megatron-LM or torchtitan'),
-    Gap("layout.schedule", ("naive", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "gpipe", or torchtitan'),
-    Gap("layout.schedule_file", (), "remove it, or use torchtitan"),
-    Gap("layout.offload", (), "remove it, or use DeepSpeed"),
-    Gap("layout.compress", ("bf16",), "remove it, or use Megatron-LM or DeepSpeed"),
-    Gap("layout.recompute", ("selective",), 'use "none" or "full", or Megatron-LM'),
-    Gap("training.precision", ("fp32",), 'use "bf16", or any of the other three'),
-    Gap("optimizer.name", ("sgd",), 'use "adamw", or Megatron-LM'),
-    Gap("model.norm", ("layernorm",), NO_SUCH_MODEL),
-    Gap("model.activation", ("gelu", "gelu_tanh"), NO_SUCH_MODEL),
-    Gap("model.positions", ("learned",), NO_SUCH_MODEL),
-    Gap("model.qk_norm", ("head",), "use Megatron-LM or torchtitan"),
-    Gap("model.qk_norm", ("full",), "none of the four has it: use another model"),
-    Gap("model.rope.scaling", ("linear", "llama3"), NO_SUCH_MODEL),
-    Gap("model.rope.scaling", ("yarn",), "none of the four has it: use another model"),
+    Gap("layout.data", ("zero2", "zero3", "hsdp"), 'use "ddp" or "zero1"'),
+    Gap("layout.cp", (), "use layout.cp = 1"),
+    Gap("layout.schedule", ("naive", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "gpipe"'),
+    Gap("layout.schedule_file", (), "remove it"),
+    Gap("layout.offload", (), "remove it"),
+    Gap("layout.compress", ("bf16",), "remove it"),
+    Gap("layout.recompute", ("selective",), 'use "none" or "full"'),
+    Gap("training.precision", ("fp32",), 'use "bf16"'),
+    Gap("optimizer.name", ("sgd",), 'use "adamw"'),
+    Gap("model.norm", ("layernorm",)),
+    Gap("model.activation", ("gelu", "gelu_tanh")),
+    Gap("model.positions", ("learned",)),
+    Gap("model.qk_norm", ("head", "full")),
+    Gap("model.rope.scaling", ("linear", "llama3", "yarn")),
 )
 
 
 def nanotron(job: Job) -> Exported:
     """Raises UserError for what nanotron cannot express."""
     run = job.run
+    if run.model.moe:
+        raise cannot("nanotron", "model.moe", None, "use another model", "its Llama has no experts")
+    if run.model.head_dim * run.model.heads != run.model.width:
+        fix = f"use {run.model.width // run.model.heads}"
+        raise cannot("nanotron", "model.head_dim", run.model.head_dim, fix, "its heads share the width")
     refuse(job, "nanotron", GAPS)
     need_kv_heads(job, "nanotron")
-    if run.model.moe:
-        raise cannot("nanotron", "model.moe", None, "use Megatron-LM or torchtitan", "its Llama has no experts")
-    if run.model.head_dim * run.model.heads != run.model.width:
-        fix = f"use {run.model.width // run.model.heads}, or Megatron-LM or torchtitan"
-        raise cannot("nanotron", "model.head_dim", run.model.head_dim, fix, "its heads share the width")
     tables: Table = {
         "general": {"project": "phalanx", "run": run.name, "seed": run.training.seed},
         "parallelism": _parallelism(job),

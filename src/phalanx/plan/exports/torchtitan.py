@@ -11,25 +11,22 @@ from phalanx.schedule.named import any_schedule_of
 Table = dict[str, object]
 
 IN_A_FILE = "write it with `phalanx pipeline show NAME --out FILE` and set layout.schedule_file"
-NO_SUCH_MODEL = "use Megatron-LM"
 GAPS = (
-    Gap("layout.data", ("zero1",), 'use "zero2", or any of the other three'),
+    Gap("layout.data", ("zero1",), 'use "zero2"'),
     Gap("layout.schedule", ("naive", "zb-h1", "zb-h2"), IN_A_FILE),
-    Gap("layout.context", ("ulysses",), 'use "ring", or Megatron-LM or DeepSpeed'),
-    Gap("layout.compress", ("bf16",), "remove it, or use Megatron-LM or DeepSpeed"),
-    Gap(
-        "layout.recompute", ("selective",), 'use "none" or "full", or Megatron-LM: its own "selective" keeps attention'
-    ),
-    Gap("layout.offload", ("nvme",), 'use "cpu", or DeepSpeed'),
-    Gap("optimizer.name", ("sgd",), 'use "adamw", or Megatron-LM'),
-    Gap("model.norm", ("layernorm",), NO_SUCH_MODEL),
-    Gap("model.activation", ("gelu", "gelu_tanh"), NO_SUCH_MODEL),
-    Gap("model.positions", ("learned",), NO_SUCH_MODEL),
-    Gap("model.qk_norm", ("full",), "none of the four has it: use another model"),
-    Gap("model.rope.scaling", ("linear", "llama3"), "use Megatron-LM, or a flavor of torchtitan's own llama3"),
-    Gap("model.rope.scaling", ("yarn",), "none of the four has it: use another model"),
-    Gap("model.moe.first_dense", (), NO_SUCH_MODEL),
-    Gap("model.moe.capacity_factor", (), NO_SUCH_MODEL),
+    Gap("layout.context", ("ulysses",), 'use "ring"'),
+    Gap("layout.compress", ("bf16",), "remove it"),
+    Gap("layout.recompute", ("selective",), 'use "none" or "full": its own "selective" keeps attention'),
+    Gap("layout.offload", ("nvme",), 'use "cpu"'),
+    Gap("optimizer.name", ("sgd",), 'use "adamw"'),
+    Gap("model.norm", ("layernorm",)),
+    Gap("model.activation", ("gelu", "gelu_tanh")),
+    Gap("model.positions", ("learned",)),
+    Gap("model.qk_norm", ("full",)),
+    Gap("model.rope.scaling", ("linear", "llama3"), "use a flavor of torchtitan's own llama3"),
+    Gap("model.rope.scaling", ("yarn",)),
+    Gap("model.moe.first_dense", ()),
+    Gap("model.moe.capacity_factor", (), "remove it"),
 )
 SCHEDULES = {
     "1f1b": "1F1B",
@@ -66,20 +63,20 @@ def _check(job: Job) -> None:
         fix = f"use a multiple of {2 * sizes.cp * sizes.tp}"
         raise cannot("torchtitan", "training.sequence", training.sequence, fix, "it needs one of 2 x cp x tp")
     if training.precision == "bf16" and sizes.dp_shard * sizes.cp == 1 < sizes.tp * sizes.pp:
-        why, fix = "its mixed precision is FSDP's", 'use layout.data = "zero3" on more ranks, or Megatron-LM'
+        why, fix = "its mixed precision is FSDP's", 'use layout.data = "zero3" on more ranks'
         raise cannot("torchtitan", "training.precision", "bf16", fix, why)
     if layout.data == "ddp" and sizes.dp > 1 and sizes.pp * sizes.cp * sizes.tp > 1:
         why = "its DDP goes with no other parallelism"
-        raise cannot("torchtitan", "layout.data", "ddp", 'use "zero2" or "zero3", or Megatron-LM', why)
+        raise cannot("torchtitan", "layout.data", "ddp", 'use "zero2" or "zero3"', why)
     if sizes.tp > 1 and not layout.sequence_parallel:
-        raise cannot("torchtitan", "layout.sequence_parallel", False, "set it to true, or use Megatron-LM")
+        raise cannot("torchtitan", "layout.sequence_parallel", False, "set it to true")
     if sizes.ep > 1 and sizes.ep % (sizes.cp * sizes.tp):
         whole = sizes.cp * sizes.tp
         why = f"it shares experts between all {whole} context- and tensor-parallel ranks"
-        raise cannot("torchtitan", "layout.ep", sizes.ep, f"use a multiple of {whole}, or Megatron-LM", why)
+        raise cannot("torchtitan", "layout.ep", sizes.ep, f"use a multiple of {whole}", why)
     if sizes.pp > 1 and job.run.model.tied:
         why = "its pipelines have no tied embeddings"
-        raise cannot("torchtitan", "model.tied", True, "set it to false, or use Megatron-LM", why)
+        raise cannot("torchtitan", "model.tied", True, "set it to false", why)
     rank_of = any_schedule_of(layout).rank_of if layout.schedule_file else {}
     if layout.schedule_file and any(rank_of[stage] != stage % layout.pp for stage in range(len(rank_of))):
         why = "from a file it takes only schedules whose stage s is of rank s mod pp"
