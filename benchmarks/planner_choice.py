@@ -17,9 +17,9 @@ from phalanx.cost.footprint import footprint, out_of_memory
 from phalanx.cost.jobs import Order, columns
 from phalanx.cost.step import step_seconds
 from phalanx.plan.describe import Numbers, stage_columns
+from phalanx.plan.fits import LIKELY
 from phalanx.plan.predict import predict
 from phalanx.plan.rows import read_rows
-from phalanx.plan.search import LIKELY
 from phalanx.plan.table import job_of
 
 Sweeps = NDArray[np.float64]

@@ -10,8 +10,9 @@ import pytest
 from phalanx.cost.checkpointing import best_checkpoints, held_layers, recompute_overhead
 from phalanx.plan.advise import ALIKE, Advice, Advised, advise
 from phalanx.plan.candidates import candidates
+from phalanx.plan.fits import LIKELY
 from phalanx.plan.rules import BY_SIZE, RULES, Degree, Rule, Situation
-from phalanx.plan.search import LIKELY, evaluate, in_order, offers, search
+from phalanx.plan.search import evaluate, in_order, offers, search
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import build_run
 from phalanx.spec.run import RunSpec

@@ -13,9 +13,9 @@ from phalanx.cost.constants import memory_constants
 from phalanx.cost.memory import model_state_bytes, rank_memory
 from phalanx.cost.parameters import parameters
 from phalanx.plan.explain import option_of
+from phalanx.plan.fits import SURE as RISK
 from phalanx.plan.oom import Effect, alone, diagnose, enough, fits, held, limit_bytes, settings, slower, stepwise
 from phalanx.plan.remedies import REMEDIES
-from phalanx.plan.search import SURE as RISK
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import build_run, load_run

@@ -14,8 +14,9 @@ from phalanx.cost.memory import rank_memory
 from phalanx.cost.stages import check_layout
 from phalanx.plan.candidates import candidate_of, candidates, jobs_of, offloaded
 from phalanx.plan.explain import best_plan, option_of
+from phalanx.plan.fits import LIKELY
 from phalanx.plan.oom import held
-from phalanx.plan.search import ALIKE, LIKELY, counted, evaluate, search
+from phalanx.plan.search import ALIKE, counted, evaluate, search
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import build_run

@@ -14,7 +14,7 @@ from phalanx.cli.options import Json, Machine, Overrides, Ranks, RunFile
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.cost.network import Strategy
 from phalanx.cost.stages import refuse_automatic
-from phalanx.plan.search import SURE, surely_fits
+from phalanx.plan.fits import SURE, surely_fits
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import MEANT_FOR, SPLIT_AXES, Layout

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from phalanx.cost.footprint import GIB
+from phalanx.plan.fits import SURE
 from phalanx.plan.oom import Diagnosis, Effect, Held, fits
-from phalanx.plan.search import SURE
 from phalanx.spec.run import RunSpec
 
 WIDTH = 150

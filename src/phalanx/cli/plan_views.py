@@ -13,8 +13,9 @@ from phalanx.cost.energy import energy_kwh, rental_cost
 from phalanx.cost.footprint import GIB
 from phalanx.plan.beyond import Training, training
 from phalanx.plan.explain import MEANING, alike, crossing, shares, what_ifs, why
+from phalanx.plan.fits import LIKELY, SURE
 from phalanx.plan.predict import Prediction, Unpredicted
-from phalanx.plan.search import LIKELY, SURE, Option, Plan
+from phalanx.plan.search import Option, Plan
 from phalanx.plan.simulated import show_command, timeline
 from phalanx.report.breakdown import Bar, Breakdown
 from phalanx.spec.cluster import Cluster

@@ -13,8 +13,9 @@ from phalanx.cost.parameters import parameters
 from phalanx.cost.shapes import elements, parameter_shapes
 from phalanx.plan.candidates import Candidate, candidate_of, candidates
 from phalanx.plan.explain import fullest, nearest_fit, why
+from phalanx.plan.fits import LIKELY
 from phalanx.plan.rules import RULES, Rule, Situation
-from phalanx.plan.search import LIKELY, Option, can_run, evaluate, offers, search, smallest, widened
+from phalanx.plan.search import Option, can_run, evaluate, offers, search, smallest, widened
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec

@@ -23,8 +23,8 @@ from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.cost.step import step_seconds
 from phalanx.plan.candidates import candidate_of, jobs_of
 from phalanx.plan.describe import Numbers, half_width_of, times_of
+from phalanx.plan.fits import held_and_host
 from phalanx.plan.posterior import Prior, decided, left_out, mode
-from phalanx.plan.search import held_and_host
 from phalanx.spec.cluster import Cluster, Measured
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import cluster_table, load_machine, load_run

@@ -9,7 +9,8 @@ from phalanx.cost.footprint import GIB
 from phalanx.cost.stages import check_layout
 from phalanx.plan.candidates import Candidate, candidate_of, jobs_of
 from phalanx.plan.describe import host_memory
-from phalanx.plan.search import ALIKE, Option, Plan, Report, counted, evaluate, in_process, search
+from phalanx.plan.fits import in_process
+from phalanx.plan.search import ALIKE, Option, Plan, Report, counted, evaluate, search
 from phalanx.spec.base import parse
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError

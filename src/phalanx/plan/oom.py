@@ -12,8 +12,9 @@ from math import inf
 
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.plan.candidates import candidate_of
+from phalanx.plan.fits import room, surely_fits
 from phalanx.plan.remedies import REMEDIES, Remedy, with_layout
-from phalanx.plan.search import Option, evaluate, room, search, surely_fits
+from phalanx.plan.search import Option, evaluate, search
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec, cut_batch
 
