@@ -120,8 +120,9 @@ def _grid(own: Numbers, ranks: float, batch: float) -> Iterator[Numbers]:
         dp = ranks / tp / pp
         if dp < 1 or batch % (dp * micro_batch) or batch < dp * micro_batch or own["layers"] < pp:
             continue
-        yield {
+        choice = {
             **own, "tp": tp, "pp": pp, "dp": dp, "micro_batch": micro_batch, "micro_batches": batch / dp / micro_batch,
             "zero": zero, "shard": dp if zero else 1, "order": Order.ONE_F_ONE_B if pp > 1 else Order.NONE,
-            "sequence_parallel": float(tp > 1), **stage_columns(own["layers"], pp),
+            "sequence_parallel": float(tp > 1),
         }  # fmt: skip
+        yield choice | stage_columns(choice)

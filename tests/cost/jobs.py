@@ -17,10 +17,10 @@ def job(model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, *
         **degrees,
         "ranks": ranks, "virtual": 1, "zero": 0, "shard": 1, "micro_batch": 1, "micro_batches": 8,
         "recompute": Recompute.NONE, "sequence_parallel": float(degrees["tp"] > 1), "order": order,
-        "attention": Attention.FLASH_3, "data_outermost": 0,
-        **stage_columns(choices.get("layers", load_model(model).layers), degrees["pp"]),
+        "attention": Attention.FLASH_3,
     }  # fmt: skip
-    return {**usual, **choices}
+    chosen = {**usual, **choices}
+    return chosen | stage_columns(chosen)
 
 
 def jobs(*rows: dict[str, float]) -> Jobs:

@@ -50,7 +50,7 @@ def test_small_messages_take_latency_that_grows_with_the_ring():
 def test_where_data_parallel_ranks_are_outermost_a_stage_has_a_part_of_a_node():
     """Of a node's 8 ranks, 2 are of one of 4 stages: experts meet over nodes, and two cards serve a group."""
     row = job(dp=16, pp=4, ep=8)
-    near, far = jobs(row), jobs({**row, "data_outermost": 1.0})
+    near, far = jobs(row), jobs({**row, "pipeline_outermost": 0.0})
     assert near.stage_domain == 8
     assert far.stage_domain == 2
     assert all_to_all_seconds(C, near, GIB) == pytest.approx(7 / 8 * GIB / link_speed(C, near), rel=0.01)
@@ -59,7 +59,7 @@ def test_where_data_parallel_ranks_are_outermost_a_stage_has_a_part_of_a_node():
     assert slower == pytest.approx(
         min(8 * network_speed(C, near), link_speed(C, near)) / network_speed(C, far) / 2, 1e-3
     )
-    assert send_seconds(C, jobs(job(dp=16, pp=8, data_outermost=1.0)), GIB) < send_seconds(C, near, GIB)
+    assert send_seconds(C, jobs(job(dp=16, pp=8, pipeline_outermost=0.0)), GIB) < send_seconds(C, near, GIB)
 
 
 def test_relayed_tokens_cross_once():

@@ -186,6 +186,21 @@ def test_a_large_model_is_shared_inside_the_fast_links():
     assert best.candidate.pp > 1
 
 
+@pytest.mark.parametrize(
+    ("model", "layout", "least"),
+    [
+        ("llama3-8b", {"pp": 2, "schedule": "zb-v", "recompute": "full"}, 0.75),  # one rank has both ends
+        ("llama3-8b", {"pp": 4, "schedule": "1f1b", "data": "zero1"}, 0.85),
+        ("mixtral-8x7b", {"tp": 8, "pp": 2, "data": "zero1"}, 0.85),  # experts are cut as MLPs are
+        ("mixtral-8x7b", {"tp": 2, "ep": 8, "pp": 2, "data": "zero1"}, 0.7),  # the fullest owns a whole expert's state
+    ],
+)
+def test_the_formula_of_memory_is_near_what_is_counted(model, layout, least):
+    described = run(model, sequences=64, cluster={"nodes": 4}, layout={**layout, "micro_batch": 1})
+    (option,) = evaluate(described, 32, [candidate_of(described, 32)])
+    assert least < option.memory_bytes / counted(described, 32, option).memory_bytes < 1.15
+
+
 def test_what_leaves_a_node_is_chosen_by_what_is_sent():
     """Experts of one stage share nodes, as the time that is predicted has it; in one node nothing leaves it."""
     described = run("mixtral-8x7b", sequences=256, cluster={"nodes": 8})

@@ -31,6 +31,20 @@ def test_closed_forms_are_what_the_schedule_takes(model, schedule):
     assert np.abs(ratios - 1).mean() < 0.035
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("leading", [1, 6])
+def test_leading_blocks_without_experts_are_where_they_are(leading, schedule):
+    described = run("olmoe-1b-7b", sequence=2048, sequences=64)
+    moe = described.model.moe.model_copy(update={"first_dense": leading})
+    described = described.model_copy(update={"model": described.model.model_copy(update={"moe": moe})})
+    of_it = [c for c in candidates(described, 16) if c.schedule == schedule and c.pp in (4, 8) and c.micro_batches > 8]
+    chosen = of_it[:: len(of_it) // 12]
+    for candidate, option in zip(chosen, evaluate(described, 16, chosen), strict=True):
+        said = option.parts["compute"] + option.parts["bubble"]
+        simulated = float(timeline(described, 16, candidate).makespan)
+        assert 0.93 * simulated < said < 1.13 * simulated, str(candidate)
+
+
 @pytest.mark.parametrize(("schedule", "virtual_stages"), [("1f1b", 1), ("interleaved", 4), ("zb-v", 1)])
 def test_the_command_that_draws_a_schedule_gives_that_very_one(schedule, virtual_stages):
     described = run(sequence=2048, sequences=64)

@@ -150,6 +150,7 @@ def _sent(heat: Heatmap) -> dict[str, Any]:
 def _name(run: RunSpec, world_size: int) -> str:
     layout = run.layout
     axes = [f"{axis} {getattr(layout, axis)}" for axis in SPLIT_AXES if getattr(layout, axis) > 1]
+    axes = [f"{axis} outermost" if axis.startswith("pp") and layout.outermost == "pipeline" else axis for axis in axes]
     kind = f"{layout.data} dp {degrees(layout, world_size).dp}"
     return f"{run.model.preset or run.model.from_hf or 'model'}, {', '.join([kind, *axes])}"
 

@@ -112,7 +112,9 @@ def _write(run: RunSpec, option: Option, file: Path) -> None:
         file.write_text(to_toml(run.model_copy(update={"layout": option.candidate.layout()})))
     except OSError as error:
         raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
-    print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}): phalanx train {file}", file=sys.stderr)
+    nodes, each = run.cluster.nodes, run.cluster.nproc
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {each} ... -m phalanx.train" if nodes > 1 else "phalanx train"
+    print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}): {start} {file}", file=sys.stderr)
 
 
 def on_machines(

@@ -57,7 +57,8 @@ def _surer(plan: Plan, first: Option) -> str:
     if sure is None:
         return f"{said} None shown is below {SURE:.0%}."
     number, slower = plan.options.index(sure) + 1, sure.step_seconds / first.step_seconds - 1
-    return f"{said} The fastest below {SURE:.0%} is {number}, with steps {slower:.1%} longer: {sure.candidate}"
+    longer = "equally fast" if alike(sure, first) else f"with steps {slower:.1%} longer"
+    return f"{said} The fastest below {SURE:.0%} is {number}, {longer}: {sure.candidate}"
 
 
 def _training(run: RunSpec, whole: Training) -> list[str]:
@@ -115,8 +116,8 @@ def explained(run: RunSpec, world_size: int, plan: Plan, at: int) -> None:
         console.print("\nwhy others lose", style="bold")
         for other in others:
             console.print(f"  {other.candidate}\n    {why(run, other, option)}", highlight=False, soft_wrap=True)
-    console.print("\nwhat if", style="bold")
-    for idea in what_ifs(run, world_size, option):
+    console.print("\nwhat if, beside layout 1", style="bold")
+    for idea in what_ifs(run, world_size, plan.options[0]):
         then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "nothing fits"
         console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)
 
@@ -208,6 +209,7 @@ def facts(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | N
         "layouts": [
             {
                 **asdict(option),
+                "parts": shares(option),
                 "layout": option.candidate.layout().model_dump(exclude_defaults=True),
                 "candidate": str(option.candidate),
                 "on_front": option in plan.front,

@@ -60,20 +60,17 @@ class Footprint:
 
 def footprint(c: MemoryConstants, jobs: Jobs) -> Footprint:
     """Bytes of the first, the second and the last stage. DeepSpeed's pipeline engine keeps what a stage sends beside
-    what its blocks keep, for all micro-batches in flight (deepspeed/runtime/pipe/engine.py: pipe_buffers); leading
-    blocks have dense MLPs."""
-    first, each, last = jobs.first_blocks, jobs.middle_blocks, jobs.last_blocks
-    p, alone = jobs.pp, jobs.pp == 1
+    what its blocks keep, for all micro-batches in flight (deepspeed/runtime/pipe/engine.py: pipe_buffers)."""
+    alone, together = jobs.pp == 1, jobs.ends_together
     kept, again = _activation_bytes(c, jobs)
     tokens = jobs.tokens
     logits = _logit_bytes(c, jobs, tokens)
     buffers = 4 * jobs.number_bytes * c.working * tokens * jobs.width + c.workspace_gib * GIB
     at_first, at_second, at_last = in_flight(jobs)
-    tables = np.where(alone, 2 - jobs.tied, 1.0)
+    tables = np.where(together, 2 - jobs.tied, 1.0)
     engine = (jobs.deepspeed > 0) & (jobs.zero < 3)
     buffers = buffers + np.where(engine & (jobs.zero > 0), 2 * jobs.sent_bytes * DEEPSPEED_BUCKET, 0.0)
     sent = np.where(engine & ~alone, jobs.number_bytes * tokens * jobs.width, 0.0)
-    leading = np.minimum(jobs.dense_layers, first)
 
     def stage(
         blocks: Column, routed: Column, tables: Column | float, flying: Column, logits: Column | float
@@ -83,10 +80,10 @@ def footprint(c: MemoryConstants, jobs: Jobs) -> Footprint:
         flown = flying * (blocks * kept + sent) + again
         return StageMemory(state, flown, mixed, np.zeros(1) + logits, buffers, host)
 
-    middle = np.where(p > 2, each, 0.0)
-    begin = stage(first, first - leading, tables, at_first, np.where(alone, logits, 0.0))
-    second = stage(middle, middle, 0.0, at_second, 0.0)
-    return Footprint(begin, second, stage(last, np.where(alone, last - leading, last), tables, at_last, logits))
+    between = jobs.pp > np.where(together, 1, 2)
+    begin = stage(jobs.first_blocks, jobs.first_routed, tables, at_first, np.where(together, logits, 0.0))
+    second = stage(np.where(between, jobs.middle_blocks, 0.0), jobs.middle_routed, 0.0, at_second, 0.0)
+    return Footprint(begin, second, stage(jobs.last_blocks, jobs.last_routed, tables, at_last, logits))
 
 
 def used_bytes(c: MemoryConstants, held: Footprint) -> Column:
@@ -152,7 +149,7 @@ def _state_bytes(
     table = jobs.vocab * jobs.width
     dense = (jobs.parameters - jobs.expert_parameters - table * (2 - jobs.tied)) / jobs.layers / jobs.tp
     routed = np.maximum(jobs.layers - jobs.dense_layers, 1)
-    experts = jobs.expert_parameters / routed / jobs.ep
+    experts = jobs.expert_parameters / routed / jobs.expert_shards
     apart = jobs.expert_replicas
     shared, of_experts = blocks * dense + tables * table / jobs.tp, with_experts * experts
     gathered = np.where(jobs.zero >= 3, 2 * jobs.number_bytes * c.gathered_blocks * dense, 0.0)

@@ -194,11 +194,15 @@ class Jobs:
     first_blocks: Column
     """Of the first rank of a pipeline; without one all."""
     middle_blocks: Column
-    """Of the rank between that has most."""
+    """Of the rank between whose blocks cost most."""
     last_blocks: Column
     """Of the last, or of the one that has the head."""
-    data_outermost: Column
-    """Whether data-parallel ranks are furthest apart, and not a pipeline's stages."""
+    first_routed: Column
+    """Of `first_blocks`, those with experts."""
+    middle_routed: Column
+    last_routed: Column
+    pipeline_outermost: Column
+    """Whether a pipeline's stages are furthest apart, and not data-parallel ranks."""
 
     @property
     def count(self) -> int:
@@ -212,14 +216,26 @@ class Jobs:
 
     @property
     def expert_replicas(self) -> Column:
-        """Ranks of a stage that hold the same experts: their gradients are exchanged among these."""
-        return np.maximum(self.dp * self.cp * self.tp / self.ep, 1)
+        """Ranks of a stage that hold the same of experts: their gradients are exchanged among these."""
+        return np.maximum(self.dp * self.cp * self.tp / self.expert_shards, 1)
+
+    @property
+    def expert_shards(self) -> Column:
+        """Ranks that each hold a part of a block's experts: whole ones, or without expert parallelism a part of each,
+        cut as tensor parallelism cuts MLPs."""
+        return np.where(self.ep > 1, self.ep, self.tp)
 
     @cached_property
     def stage_domain(self) -> Column:
         """Of a stage's ranks, those that share a domain: all in it, or what a pipeline's other stages leave of it."""
         shared = np.minimum(self.tp * self.cp, self.domain)
-        return np.where(self.data_outermost > 0, np.maximum(self.domain / self.pp, shared), self.domain)
+        return np.where(self.pipeline_outermost > 0, self.domain, np.maximum(self.domain / self.pp, shared))
+
+    @property
+    def ends_together(self) -> NDArray[np.bool_]:
+        """Whether one rank has both embedding and head: without a pipeline, and where it is a V."""
+        together: NDArray[np.bool_] = (self.pp == 1) | (self.order == Order.ZB_V)
+        return together
 
     def take(self, chosen: NDArray[np.int64] | NDArray[np.bool_]) -> Jobs:
         """Some of them, by index or by mask."""

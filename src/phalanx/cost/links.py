@@ -67,7 +67,7 @@ def all_to_all_seconds(c: TimeConstants, jobs: Jobs, size_bytes: Column) -> Colu
 
 def send_seconds(c: TimeConstants, jobs: Jobs, size_bytes: Column) -> Column:
     """Seconds of one message to the next stage, which is in another node unless all stages share a domain."""
-    apart = jobs.tp * jobs.cp * np.where(jobs.data_outermost > 0, 1, jobs.dp)
+    apart = jobs.tp * jobs.cp * np.where(jobs.pipeline_outermost > 0, jobs.dp, 1)
     leaves = (apart * jobs.pp > jobs.domain) & (2 * apart >= jobs.domain)
     near = c.link_seconds + size_bytes / link_speed(c, jobs)
     return np.where(leaves, c.network_seconds + size_bytes / network_speed(c, jobs), near)

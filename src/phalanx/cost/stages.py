@@ -86,14 +86,15 @@ def stage_layers(run: RunSpec) -> list[range]:
         raise UserError("layout.pp", run.layout.pp, problem, error.fix) from None
 
 
-def blocks_of_ranks(run: RunSpec) -> list[int]:
-    """How many blocks each rank of a run's pipeline has, on all of its stages.
+def rank_layers(run: RunSpec) -> list[list[int]]:
+    """The layers of each rank of a run's pipeline, on all of its stages.
 
     Raises UserError if there are more stages than layers.
     """
-    found, rank_of = [0] * run.layout.pp, any_schedule_of(run.layout).rank_of
+    found: list[list[int]] = [[] for _ in range(run.layout.pp)]
+    rank_of = any_schedule_of(run.layout).rank_of
     for stage, layers in enumerate(stage_layers(run)):
-        found[rank_of[stage]] += len(layers)
+        found[rank_of[stage]] += layers
     return found
 
 

@@ -93,7 +93,7 @@ def step_seconds(c: TimeConstants, jobs: Jobs) -> StepTime:
     seen = _data_parallel(c, jobs, middle)
     update = _update(c, jobs) + c.step_seconds
     offload = offload_seconds(c, jobs, owned_parameters(jobs))
-    waiting = (compute + bubble + send) * c.straggle * np.log2(np.maximum(jobs.ranks / jobs.pp / jobs.domain, 1))
+    waiting = (compute + bubble + send) * c.straggle * np.log2(np.maximum(jobs.ranks / jobs.pp / jobs.stage_domain, 1))
     share = jobs.dense_layers / jobs.layers
     exchange = m * jobs.middle_blocks * (share * dense.exchange + (1 - share) * routed.exchange) * engine
     return StepTime(compute, bubble, send, seen, update, offload, waiting, exchange)
@@ -106,7 +106,8 @@ def part_seconds(c: TimeConstants, jobs: Jobs) -> Parts:
 
 def _blocks(c: TimeConstants, jobs: Jobs) -> tuple[BlockTime, BlockTime]:
     dense, routed = block_seconds(c, jobs)
-    experts = jobs.expert_parameters / np.maximum(jobs.layers - jobs.dense_layers, 1) / jobs.ep / jobs.expert_replicas
+    experts = jobs.expert_parameters / np.maximum(jobs.layers - jobs.dense_layers, 1) / jobs.expert_shards
+    experts = experts / jobs.expert_replicas
     return _gathered(c, jobs, dense, np.zeros(1)), _gathered(c, jobs, routed, experts)
 
 
@@ -157,19 +158,15 @@ def _parts(c: TimeConstants, jobs: Jobs, dense: BlockTime, routed: BlockTime) ->
 
 
 def _stages(jobs: Jobs, parts: Parts) -> tuple[Stage, Stage]:
-    """The slowest stage, and one between the first, with the embedding, and the last, with the head; leading layers
-    are dense. Where the pipeline is a V, one rank has both ends."""
-    first, each, last = jobs.first_blocks, jobs.middle_blocks, jobs.last_blocks
-    only_dense = jobs.dense_layers == jobs.layers
-    together = (jobs.pp == 1) | (jobs.order == Order.ZB_V)
+    """The slowest rank, and one between the first, with the embedding, and the last, with the head."""
 
-    def stage(with_mlp: Column, blocks: Column) -> Stage:
-        return parts.dense.times(with_mlp) + parts.routed.times(blocks - with_mlp)
+    def stage(blocks: Column, routed: Column) -> Stage:
+        return parts.dense.times(blocks - routed) + parts.routed.times(routed)
 
-    begin = stage(np.where(only_dense, first, np.minimum(jobs.dense_layers, first)), first) + parts.embedding
-    middle = stage(np.where(only_dense, each, 0.0), each)
-    end = stage(np.where(only_dense, last, np.where(jobs.pp == 1, jobs.dense_layers, 0.0)), last) + parts.head
-    end = end + parts.embedding.times(np.where(together, 1.0, 0.0))
+    together = jobs.ends_together
+    begin = stage(jobs.first_blocks, jobs.first_routed) + parts.embedding
+    middle = stage(jobs.middle_blocks, jobs.middle_routed)
+    end = stage(jobs.last_blocks, jobs.last_routed) + parts.head + parts.embedding.times(np.where(together, 1.0, 0.0))
     slowest = _slower(end, begin, ~together)
     return _slower(slowest, middle, jobs.pp > np.where(together, 1, 2)), middle
 
@@ -189,13 +186,14 @@ def _loss(c: TimeConstants, jobs: Jobs, tokens: Column) -> Column:
 
 
 def _bubble(jobs: Jobs, others: Stage) -> Column:
-    """Idle seconds of the slowest stage: `others` is one micro-batch's way through all other stages.
+    """Idle seconds of the slowest stage: `others` is one micro-batch's way through all other stages; F, B and W are of
+    all of them.
 
     1F1B and GPipe wait for it once; interleaved for a v-th of it (arXiv 2104.04473, section 2.2); split backward
     passes fill it with gradients of weights (arXiv 2401.10241, section 2.3, and 2405.15362): of ZB-H1 are left
-    (p-1) (F + B - W), of ZB-H2 (p-1) max(F, F + B - 2W), of ZB-V (p-1) max(F, B) / 2. Where the optimizer's checks
-    are postponed, the next step begins in the ramp of the last one, and ZB-H2's 2p - 1 forward passes at the start
-    fill what is left of it but (p-1) (B - F), where gradients of weights do not.
+    F + B - W, of ZB-H2 max(F, F + B - 2W), of ZB-V max(F, B) / 2. Where the optimizer's checks are postponed, the next
+    step begins in the ramp of the last one, and ZB-H2's 2p - 1 forward passes at the start fill what is left of it but
+    B - F, where gradients of weights do not.
     """
     v, late = np.maximum(jobs.virtual, 1), jobs.postponed > 0
     F, W = others.forward, others.weight
@@ -257,7 +255,7 @@ def _data_parallel(c: TimeConstants, jobs: Jobs, stage: Stage) -> Column:
     gather = ring_seconds(c, jobs, jobs.number_bytes * dense, jobs.shard, jobs.tp, calls=calls)
     apart = jobs.expert_replicas
     both = (jobs.sent_bytes + jobs.number_bytes) * experts
-    of_experts = ring_seconds(c, jobs, both, apart, jobs.ep, calls=expert_calls)
+    of_experts = ring_seconds(c, jobs, both, apart, jobs.expert_shards, calls=expert_calls)
     all_of_it = np.where(sharded & whole, scatter, reduce) + np.where(sharded, gather, 0.0)
     all_of_it = all_of_it + np.where(jobs.experts > 0, of_experts, 0.0)
     all_of_it = np.where(jobs.zero >= 3, 0.0, all_of_it)
@@ -276,7 +274,7 @@ def _shown(c: TimeConstants, exchange: Column, room: Column) -> Column:
 def parameters_of_rank(jobs: Jobs) -> tuple[Column, Column]:
     """Parameters of a stage between the ends that all data-parallel ranks share, and those of its experts."""
     dense = (jobs.parameters - jobs.expert_parameters) / (jobs.tp * jobs.pp)
-    return dense, jobs.expert_parameters / (jobs.ep * jobs.pp)
+    return dense, jobs.expert_parameters / (jobs.expert_shards * jobs.pp)
 
 
 def owned_parameters(jobs: Jobs) -> Column:

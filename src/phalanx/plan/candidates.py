@@ -12,7 +12,7 @@ from phalanx.cost.jobs import OWN_RECOMPUTE, Attention, Jobs, Offload, Order, br
 from phalanx.cost.memory import STATES, optimizer_of, runs_as, strategy_bytes
 from phalanx.cost.network import Strategy
 from phalanx.cost.precision import COMPUTED
-from phalanx.cost.stages import blocks_of_ranks
+from phalanx.cost.stages import part_flops, rank_layers
 from phalanx.plan.describe import Numbers, machine_columns, model_columns
 from phalanx.schedule.named import any_schedule_of
 from phalanx.spec.base import divisors, require
@@ -40,6 +40,7 @@ FREE = {
 UNKNOWN = "is not what the planner predicts"
 MOST_MICRO_BATCH = 32
 MOST_CHUNKS = 8
+PLACES = ("first", "middle", "last")
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def candidates(run: RunSpec, world_size: int) -> list[Candidate]:
     return [
         Candidate(data, dp, shard, tp, pp, cp, context, ep, micro_batch, m, again, schedule, v, outside)
         for tp, pp, cp, context, ep, dp in _degrees(run, world_size)
-        for outside in (_outermost(dp, tp, pp, cp, domain),)
+        for outside in (outermost(dp, tp, pp, cp, domain),)
         for data, shard in _sharing(dp, tp, pp, cp, domain)
         for micro_batch, m in _cuts(run, dp)
         for schedule, v in _schedules(pp, m, run.model.layers, halves=not run.training.compile)
@@ -225,7 +226,7 @@ def _sharing(dp: int, tp: int, pp: int, cp: int, domain: int) -> Iterator[tuple[
             yield "hsdp", near
 
 
-def _outermost(dp: int, tp: int, pp: int, cp: int, domain: int) -> Outermost:
+def outermost(dp: int, tp: int, pp: int, cp: int, domain: int) -> Outermost:
     """Stages, where ranks leave domains that more than one of a stage could share: data-parallel ranks and experts send
     much more than stages do, and those of a domain send it together."""
     return "pipeline" if dp > 1 and pp > 1 and dp * pp * tp * cp > domain > tp * cp else "data"
@@ -286,8 +287,8 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
     each = {data: strategy_bytes(data, run.training.precision, 1, 1, states) for data in ZERO}
     state = [each[c.data] for c in found]
     pipelines = {(c.pp, c.schedule, c.virtual_stages): c for c in found}
-    cut = {pipeline: _cut(run, c) for pipeline, c in pipelines.items()}
-    blocks = [cut[c.pp, c.schedule, c.virtual_stages] for c in found]
+    cuts = {pipeline: _cut(run, c) for pipeline, c in pipelines.items()}
+    blocks = [cuts[c.pp, c.schedule, c.virtual_stages] for c in found]
     return {
         **{name: [float(getattr(c, name)) for c in found] for name in ("dp", "tp", "pp", "cp", "ep")},
         "micro_batch": [c.micro_batch for c in found],
@@ -304,23 +305,26 @@ def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
         "gradient_bytes": [s.gradients for s in state],
         "state_bytes": [s.optimizer for s in state],
         "sent_bytes": [s.gradients for s in state],  # as they are kept
-        "first_blocks": [first for first, _, _ in blocks],
-        "middle_blocks": [middle for _, middle, _ in blocks],
-        "last_blocks": [last for _, _, last in blocks],
-        "data_outermost": [float(c.outermost == "data") for c in found],
+        **{f"{place}_blocks": [len(cut[at]) for cut in blocks] for at, place in enumerate(PLACES)},
+        **{f"{place}_routed": [sum(cut[at]) for cut in blocks] for at, place in enumerate(PLACES)},
+        "pipeline_outermost": [float(c.outermost == "pipeline") for c in found],
         "offload": [OFFLOAD[c.offload] for c in found],
         "scatters": [c.micro_batches if c.data == "zero2" else 1 for c in found],
     }
 
 
-def _cut(run: RunSpec, candidate: Candidate) -> tuple[float, float, float]:
-    """Blocks of the first rank of a pipeline, of the one between that has most, and of the rank with the head."""
-    if candidate.pp == 1:
-        return (run.model.layers,) * 3
+def _cut(run: RunSpec, candidate: Candidate) -> tuple[list[bool], list[bool], list[bool]]:
+    """Whether blocks have experts, of all of the first rank of a pipeline, of the one between whose blocks cost most,
+    and of the rank with the head."""
     own = run.model_copy(update={"layout": candidate.layout()})
-    blocks, (first, last) = blocks_of_ranks(own), any_schedule_of(own.layout).ends
-    between = [count for rank, count in enumerate(blocks) if rank not in (first, last)]
-    return blocks[first], max(between or blocks), blocks[last]
+    ranks, (first, last) = rank_layers(own), any_schedule_of(own.layout).ends
+    costs = part_flops(run.model, run.training.sequence)[1:-1]
+    between = [layers for rank, layers in enumerate(ranks) if rank not in (first, last)]
+    middle = max(between or ranks, key=lambda layers: sum(costs[layer] for layer in layers))
+    begin, slowest, end = (
+        [run.model.is_moe(layer) for layer in layers] for layers in (ranks[first], middle, ranks[last])
+    )
+    return begin, slowest, end
 
 
 def _attention(run: RunSpec, candidate: Candidate) -> Attention:

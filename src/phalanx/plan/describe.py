@@ -17,7 +17,7 @@ from phalanx.cost.constants import (
 )
 from phalanx.cost.footprint import GIB
 from phalanx.cost.interval import log_half_width
-from phalanx.cost.jobs import Attention, Column, Jobs, Offload
+from phalanx.cost.jobs import Attention, Column, Jobs, Offload, Order
 from phalanx.cost.parameters import parameters
 from phalanx.spec.base import require, suggest
 from phalanx.spec.cluster import Cluster
@@ -117,12 +117,24 @@ def machine_columns(cluster: Cluster) -> Numbers:
     }
 
 
-def stage_columns(layers: float, pp: float, trimmed: bool = False) -> Numbers:
+def stage_columns(job: Numbers, trimmed: bool = False) -> Numbers:
     """Blocks of a pipeline's first rank, of one between, and of its last, as trainers cut it. Where they do not divide,
-    or embedding and head are said to take a block's place (`trimmed`), the first and the last have fewer."""
+    or embedding and head are said to take a block's place (`trimmed`), the first and the last stage have fewer, which
+    in a V are one rank's. Leading layers have no experts."""
+    layers, dense, pp, together = job["layers"], job["dense_layers"], job["pp"], job["order"] == Order.ZB_V
     fewer = float(pp > 1 and (trimmed or layers % pp > 0))
     each = (layers + 2 * fewer) / pp
-    return {"first_blocks": each - fewer, "middle_blocks": each, "last_blocks": each - fewer}
+    ends = each - (1 + together) * fewer
+    leading = max(ends - dense, 0.0)
+    routed = 0.0 if dense == layers else 1.0
+    return {
+        "first_blocks": ends,
+        "middle_blocks": each,
+        "last_blocks": ends,
+        "first_routed": routed * leading,
+        "middle_routed": routed * each,
+        "last_routed": routed * (leading if together or pp == 1 else ends),
+    }
 
 
 def host_memory(cluster: Cluster) -> float:
@@ -212,7 +224,7 @@ def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) ->
         "parted_sends": float(not (named or "nanotron" in said)),
         "whole_logits": float(named),
         "postponed": float("zb-" in said),
-        "data_outermost": 0,
+        "pipeline_outermost": 1,
         "offload": Offload.CPU if "offload=true" in said else Offload.NONE,
     }
 

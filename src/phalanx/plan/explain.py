@@ -84,7 +84,7 @@ def crossing(run: RunSpec, candidate: Candidate) -> list[str]:
     if candidate.tp > domain:
         found.append(f"tp = {candidate.tp} leaves the domain of {domain} devices with fast links")
     world_size = candidate.dp * candidate.tp * candidate.pp * candidate.cp
-    if 1 < candidate.ep > jobs_of(run, world_size, [candidate]).stage_domain[0]:
+    if candidate.ep > max(1.0, jobs_of(run, world_size, [candidate]).stage_domain[0]):
         found.append(f"the exchange of ep = {candidate.ep} leaves the domain of {domain}")
     return found
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.cost.checkpointing import recompute_overhead
-from phalanx.plan.candidates import ZERO
+from phalanx.plan.candidates import ZERO, outermost
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import MEANT_FOR, NOT_IN_PIPELINES, Layout
@@ -93,6 +93,15 @@ def _shared(axis: str, within_domain: bool = False) -> Callable[[RunSpec], Itera
     return changes
 
 
+def _pipelines(run: RunSpec) -> Iterator[RunSpec]:
+    """Their stages where the planner has them."""
+    domain = run.cluster.domain or run.cluster.nproc or 1
+    for changed in _shared("pp")(run):
+        tp, pp, cp = changed.layout.tp, changed.layout.pp, changed.layout.cp
+        dp = run.cluster.ranks // (tp * pp * cp)
+        yield with_layout(changed, outermost=outermost(dp, tp, pp, cp, domain))
+
+
 def _shared_sequences(run: RunSpec) -> Iterator[RunSpec]:
     """As the run has it, or as the planner does: on a GPU tokens for heads where there are enough, else a ring."""
     usual = ("ring",) if run.cluster.device == "cpu" else ("ulysses", "ring")
@@ -163,7 +172,7 @@ REMEDIES = (
     Remedy("tensor parallelism", "exchanges in every block: fast links only", MEMORY,
            _shared("tp", within_domain=True), NO_DEGREE),
     Remedy("context parallelism", "exchanges in every attention", SEQUENCES, _shared_sequences, NO_DEGREE),
-    Remedy("pipeline", "stages wait for one another", HYBRIDS, _shared("pp"), NO_DEGREE),
+    Remedy("pipeline", "stages wait for one another", HYBRIDS, _pipelines, NO_DEGREE),
     Remedy("offload to CPU memory", "state crosses PCIe every step", OFFLOAD, _offload,
            "done already, or CPU memory is what is short"),
     Remedy("SGD", "may converge slower; new learning rates", FIGURE, _sgd, last=True),

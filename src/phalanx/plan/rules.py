@@ -204,7 +204,7 @@ def _many(s: Situation) -> str:
 
 
 def _outermost(s: Situation) -> str:
-    said = 'so are ranks laid out, unless layout.outermost = "pipeline", which lets a node\'s ranks exchange together'
+    said = "the default of layout.outermost; with pipelines there the ranks of a node send to others together"
     return said if s.ranks > 1 else ""
 
 

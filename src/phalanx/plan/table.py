@@ -116,9 +116,9 @@ def job_of(row: Row) -> Job:
         **habits(text, precision, cluster.generation, zero, xla=chip.startswith("TPU")),
         "ranks": ranks, "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero,
         "shard": _shard(text, zero, dp * cp, max(cluster.domain or 1, node)),
-        **stage_columns(spec.layers, pp, trimmed="1 layer fewer" in text),
     }  # fmt: skip
     choices, open_ones = _choices(row, fixed, spec.layers, batch)
+    choices = [choice | stage_columns(choice, trimmed="1 layer fewer" in text) for choice in choices]
     tokens = sequence * batch
     again = [tokens * _recomputed_flops(spec, sequence, choice) for choice in choices]
     flops = flops_per_token(spec, sequence) * tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from phalanx.schedule.action import Schedule, read_csv
@@ -24,7 +24,7 @@ PUBLISHED: dict[str, Callable[[int, int], Schedule]] = {
 }
 
 
-@cache
+@lru_cache(256)
 def named(name: str, p: int, m: int, v: int = 2) -> Schedule:
     """The published schedule of that name for p ranks and m micro-batches; v are the stages of each rank that
     "interleaved" has.

@@ -213,7 +213,7 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
 
 
 AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
-"""Outermost first, unless pipelines are."""
+"""By default from outside to inside (`Degrees.axes`)."""
 SPLIT_AXES = ("pp", "tp", "cp", "ep")
 """Degrees of ranks that share a model or a sequence."""
 
