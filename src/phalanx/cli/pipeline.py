@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -263,11 +264,11 @@ def _evenly(layers: int, stages: int) -> list[int]:
     return [end - begin for begin, end in pairwise(ends)]
 
 
-def _imbalance(costs: list[float]) -> float:
+def _imbalance(costs: Sequence[float]) -> float:
     return max(costs) * len(costs) / sum(costs)
 
 
-def _explain(facts: dict[str, Any], costs: list[float]) -> None:
+def _explain(facts: dict[str, Any], costs: Sequence[float]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in ("stage", "layers", "GFLOP per token", "beside the mean"):
         table.add_column(column, justify="left" if column == "layers" else "right")

@@ -108,7 +108,8 @@ def ranges(counts: Sequence[int]) -> list[range]:
     return [range(begin, end) for begin, end in pairwise([0, *accumulate(counts)])]
 
 
-def part_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> list[float]:
+@lru_cache  # likewise
+def part_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> tuple[float, ...]:
     """FLOPs to train on one token, of the embedding, of each block, and of the last norm with the head: their sum is
     `training_flops_per_token` and, for the rows of the embedding that are read and whose gradients are added, 2 D."""
     attention = 12 * spec.heads * spec.head_dim * sequence * (0.5 if causal else 1.0)
@@ -119,7 +120,7 @@ def part_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> list[floa
             layer, _, tensor = rest.partition(".")
             used = spec.moe.top_k / spec.moe.experts if spec.moe and ".experts." in f".{tensor}" else 1.0
             blocks[int(layer)] += 6 * elements(shape) * used
-    return [2.0 * spec.width, *blocks, 6.0 * spec.vocab * spec.width]
+    return 2.0 * spec.width, *blocks, 6.0 * spec.vocab * spec.width
 
 
 def stage_costs(costs: Sequence[float], layers: Sequence[int]) -> list[float]:
