@@ -80,9 +80,8 @@ def footprint(c: MemoryConstants, jobs: Jobs) -> Footprint:
         flown = flying * (blocks * kept + sent) + again
         return StageMemory(state, flown, mixed, np.zeros(1) + logits, buffers, host)
 
-    between = jobs.pp > np.where(together, 1, 2)
     begin = stage(jobs.first_blocks, jobs.first_routed, tables, at_first, np.where(together, logits, 0.0))
-    second = stage(np.where(between, jobs.middle_blocks, 0.0), jobs.middle_routed, 0.0, at_second, 0.0)
+    second = stage(np.where(jobs.has_between, jobs.middle_blocks, 0.0), jobs.middle_routed, 0.0, at_second, 0.0)
     return Footprint(begin, second, stage(jobs.last_blocks, jobs.last_routed, tables, at_last, logits))
 
 

@@ -237,6 +237,12 @@ class Jobs:
         together: NDArray[np.bool_] = (self.pp == 1) | (self.order == Order.ZB_V)
         return together
 
+    @property
+    def has_between(self) -> NDArray[np.bool_]:
+        """Whether a pipeline has ranks with neither embedding nor head."""
+        between: NDArray[np.bool_] = self.pp > np.where(self.ends_together, 1, 2)
+        return between
+
     def take(self, chosen: NDArray[np.int64] | NDArray[np.bool_]) -> Jobs:
         """Some of them, by index or by mask."""
         size = self.count

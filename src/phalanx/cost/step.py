@@ -168,7 +168,7 @@ def _stages(jobs: Jobs, parts: Parts) -> tuple[Stage, Stage]:
     middle = stage(jobs.middle_blocks, jobs.middle_routed)
     end = stage(jobs.last_blocks, jobs.last_routed) + parts.head + parts.embedding.times(np.where(together, 1.0, 0.0))
     slowest = _slower(end, begin, ~together)
-    return _slower(slowest, middle, jobs.pp > np.where(together, 1, 2)), middle
+    return _slower(slowest, middle, jobs.has_between), middle
 
 
 def _slower(one: Stage, other: Stage, there: NDArray[np.bool_]) -> Stage:

@@ -153,7 +153,7 @@ def situation(every: Layouts) -> Situation:
         experts=model.moe is not None,
         sequences=sequences,
         ranks=every.ranks,
-        domain=cluster.domain or cluster.nproc or 1,
+        domain=cluster.fast_domain,
         memory_bytes=float(cluster.rank_memory_bytes or 0),
         state={"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer},
         activation_bytes=held["activations"] + held["logits"],

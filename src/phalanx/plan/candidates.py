@@ -105,7 +105,7 @@ def candidates(run: RunSpec, world_size: int) -> list[Candidate]:
     Raises UserError for an arithmetic other than bf16.
     """
     check_precision(run)
-    domain = run.cluster.domain or run.cluster.nproc or 1
+    domain = run.cluster.fast_domain
     return [
         Candidate(data, dp, shard, tp, pp, cp, context, ep, micro_batch, m, again, schedule, v, outside)
         for tp, pp, cp, context, ep, dp in _degrees(run, world_size)

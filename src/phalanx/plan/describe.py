@@ -91,7 +91,7 @@ def machine_columns(cluster: Cluster) -> Numbers:
             raise UserError(f"cluster.{field}", None, "is not known, and a plan needs it", fix)
     peak, era, crowd = float(cluster.peak_flops or 0), cluster.generation, cluster.crowd
     matmul = cluster.matmul_flops or MATMUL_SHARE[era] * peak
-    domain = cluster.domain or cluster.nproc or 1
+    domain = cluster.fast_domain
     link = cluster.link_bytes_per_second
     require(domain == 1 or link is not None, "cluster.link_bytes_per_second", link,
             f"is not known for a domain of {domain} devices", "set it, or cluster.domain = 1")  # fmt: skip

@@ -79,7 +79,7 @@ def why(run: RunSpec, option: Option, best: Option) -> str:
 
 def crossing(run: RunSpec, candidate: Candidate) -> list[str]:
     """What of a layout leaves the domain of fast links."""
-    domain = run.cluster.domain or run.cluster.nproc or 1
+    domain = run.cluster.fast_domain
     found = []
     if candidate.tp > domain:
         found.append(f"tp = {candidate.tp} leaves the domain of {domain} devices with fast links")

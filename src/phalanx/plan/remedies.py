@@ -87,7 +87,7 @@ def _shared(axis: str, within_domain: bool = False) -> Callable[[RunSpec], Itera
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
         ranks, now = run.cluster.ranks, getattr(run.layout, axis)
-        most = (run.cluster.domain or run.cluster.nproc or 1) if within_domain else ranks
+        most = run.cluster.fast_domain if within_domain else ranks
         yield from (with_layout(run, **{axis: degree}) for degree in divisors(ranks) if now < degree <= most)
 
     return changes
@@ -95,11 +95,10 @@ def _shared(axis: str, within_domain: bool = False) -> Callable[[RunSpec], Itera
 
 def _pipelines(run: RunSpec) -> Iterator[RunSpec]:
     """Their stages where the planner has them."""
-    domain = run.cluster.domain or run.cluster.nproc or 1
     for changed in _shared("pp")(run):
         tp, pp, cp = changed.layout.tp, changed.layout.pp, changed.layout.cp
         dp = run.cluster.ranks // (tp * pp * cp)
-        yield with_layout(changed, outermost=outermost(dp, tp, pp, cp, domain))
+        yield with_layout(changed, outermost=outermost(dp, tp, pp, cp, run.cluster.fast_domain))
 
 
 def _shared_sequences(run: RunSpec) -> Iterator[RunSpec]:

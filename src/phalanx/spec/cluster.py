@@ -107,6 +107,11 @@ class Cluster(Spec):
         return self.memory_bytes and self.memory_bytes // shared
 
     @property
+    def fast_domain(self) -> int:
+        """Devices that fast links join: those of a node, where nothing else is said."""
+        return self.domain or self.nproc or 1
+
+    @property
     def ranks(self) -> int:
         """Ranks of all nodes, of which each has one where `nproc` is not set."""
         return (self.nproc or 1) * self.nodes
