@@ -5,10 +5,12 @@ Shapes: B batch, T tokens, N = B x T, D width, E experts, k experts per token, F
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from phalanx.model.mlp import SwiGLU
 from phalanx.spec.model import ModelSpec, MoESpec
@@ -73,13 +75,21 @@ class Router(nn.Module):
 
 def within_capacity(moe: MoESpec, chosen_BTk: Tensor) -> Tensor:
     """Which choices find a place: of each expert the first `capacity_factor` x T k / E of every sequence."""
-    assert moe.capacity_factor is not None
     chosen = chosen_BTk.flatten(1)
-    capacity = math.ceil(moe.capacity_factor * chosen.shape[1] / moe.experts)
     by_expert, order = chosen.sort(dim=1, stable=True)
     first = torch.searchsorted(by_expert, torch.arange(moe.experts, device=chosen.device).repeat(len(chosen), 1))
     place = torch.arange(chosen.shape[1], device=chosen.device) - first.gather(1, by_expert)
-    return torch.empty_like(chosen, dtype=torch.bool).scatter_(1, order, place < capacity).view_as(chosen_BTk)
+    return (
+        torch.empty_like(chosen, dtype=torch.bool)
+        .scatter_(1, order, place < capacity(moe, chosen.shape[1]))
+        .view_as(chosen_BTk)
+    )
+
+
+def capacity(moe: MoESpec, choices: int) -> int:
+    """Places of an expert for the choices of a sequence (Switch Transformer, arXiv 2101.03961, eq. 3)."""
+    assert moe.capacity_factor is not None
+    return math.ceil(moe.capacity_factor * choices / moe.experts)
 
 
 def balance_loss(moe: MoESpec, share_BTE: Tensor, load_BE: Tensor) -> Tensor:
@@ -138,7 +148,7 @@ def _grouped(x: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _looped(x: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    sizes = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).tolist()
+    sizes = on_host(torch.diff(ends_E, prepend=ends_E.new_zeros(1)), len(x))
     return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(sizes), weight_EOI, strict=True)])
 
 
@@ -161,21 +171,31 @@ class MoE(nn.Module):
 
     def mix(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
         """What the chosen experts make of each token, weighted and summed."""
-        rows, order, counts_E = sorted_by_expert(x_BTD, chosen_BTk, self.router.moe.experts)
+        rows, order, counts_E = sorted_by_expert(x_BTD, chosen_BTk, self.router.moe)
         y = self.experts(rows, counts_E.cumsum(0))
         return combined(y, order, weights_BTk).view_as(x_BTD)
 
 
-def sorted_by_expert(x_BTD: Tensor, chosen_BTk: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def sorted_by_expert(x_BTD: Tensor, chosen_BTk: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor, Tensor]:
     """A row for each choice of each token, those of the first expert first; which choice each row is; and how many each
     expert has, [E]."""
-    order = chosen_BTk.flatten().argsort(stable=True)
-    counts_E = torch.bincount(chosen_BTk.flatten(), minlength=experts)
-    rows = order
-    if len(counts_E) > experts:  # dropped choices stand last
-        counts_E = counts_E[:experts]
-        rows = order[: int(counts_E.sum())]
+    chosen = chosen_BTk.flatten()
+    order = chosen.argsort(stable=True)
+    counts = chosen.new_zeros(moe.experts + 1).scatter_add_(0, chosen, chosen.new_ones(1).expand(len(chosen)))
+    counts_E, rows = counts[:-1], order
+    if moe.capacity_factor is not None:  # dropped choices stand last
+        most = len(chosen_BTk) * moe.experts * capacity(moe, len(chosen) // len(chosen_BTk))
+        rows = order[: on_host(counts_E.sum(0, keepdim=True), min(most, len(chosen)))[0]]
     return x_BTD.flatten(0, 1)[rows // chosen_BTk.shape[-1]], order, counts_E
+
+
+def on_host(counts: Tensor, total: int) -> list[int]:
+    """The numbers in a vector, which add up to `total` where experts are balanced. In a step that is traced without
+    numbers (`phalanx.verify`) they are: its vectors have none."""
+    if isinstance(counts, FakeTensor):
+        each, more = divmod(total, len(counts))
+        return [each + (place < more) for place in range(len(counts))]
+    return cast(list[int], counts.tolist())
 
 
 def combined(y: Tensor, order: Tensor, weights_BTk: Tensor) -> Tensor:

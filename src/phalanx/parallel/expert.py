@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.model.moe import Experts, MoE, combined, sorted_by_expert
+from phalanx.model.moe import Experts, MoE, combined, on_host, sorted_by_expert
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.exposed import ExposedTime
 from phalanx.parallel.strategy import named_modules, named_parameters
@@ -61,15 +61,15 @@ def split_experts(model: Transformer, ranks: ExpertRanks) -> None:
 def _forward(moe: MoE, ranks: ExpertRanks, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """See MoE.forward."""
     weights, chosen, auxiliary = moe.router(x_BTD)
-    rows, order, counts_E = sorted_by_expert(x_BTD, chosen, moe.router.moe.experts)
+    rows, order, counts_E = sorted_by_expert(x_BTD, chosen, moe.router.moe)
     if torch.is_autocast_enabled(rows.device.type):
         rows = rows.to(torch.get_autocast_dtype(rows.device.type))
     # How many rows each rank sends to each expert of each other.
     theirs = torch.empty_like(counts_E)
     ranks.wait(dist.all_to_all_single(theirs, counts_E, group=ranks.group, async_op=True))
-    sent = counts_E.view(ranks.size, -1).sum(1).tolist()
+    sent = on_host(counts_E.view(ranks.size, -1).sum(1), len(rows))
     by_source = theirs.view(ranks.size, -1)
-    came = by_source.sum(1).tolist()
+    came = on_host(by_source.sum(1), len(rows))
 
     under_way = UnderWay(ranks, sent, came)
     coming = _Depart.apply(rows, under_way)
@@ -77,7 +77,7 @@ def _forward(moe: MoE, ranks: ExpertRanks, x_BTD: Tensor) -> tuple[Tensor, Tenso
     arrived = cast(Tensor, _Arrive.apply(coming, under_way))
 
     local = torch.arange(by_source.shape[1], device=rows.device).repeat(ranks.size)
-    by_expert = local.repeat_interleave(theirs).argsort(stable=True)
+    by_expert = local.repeat_interleave(theirs, output_size=sum(came)).argsort(stable=True)
     y = moe.experts(arrived[by_expert], by_source.sum(0).cumsum(0))
     y = cast(Tensor, _Return.apply(y[by_expert.argsort()], ranks, came, sent))
     out = combined(y, order, weights).view_as(x_BTD)

@@ -59,11 +59,13 @@ def parameter_server(module: nn.Module, layout: Layout, device: torch.device) ->
     workers = list(range(layout.servers, dist.get_world_size()))
     shapes = {name: parameter.shape for name, parameter in named_parameters(module)}
     owner = spread({name: shape.numel() for name, shape in shapes.items()}, layout.servers)
+    # Servers are in CPU memory, whatever the workers compute on; a dry run has no other backend than its own.
+    backend = "fake" if dist.get_backend() == "fake" else "gloo"
     roles = Roles(
         servers, workers,
         owned=[{name: shape for name, shape in shapes.items() if owner[name] == server} for server in servers],
-        groups=[dist.new_group([server, *workers], backend="gloo") for server in servers],
-        between_servers=dist.new_group(servers, backend="gloo"),
+        groups=[dist.new_group([server, *workers], backend=backend) for server in servers],
+        between_servers=dist.new_group(servers, backend=backend),
         staleness=layout.staleness,
     )  # fmt: skip
     return Server(module, roles) if dist.get_rank() in servers else Worker(module, roles, device)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.moe import Experts, grouped_runs
+from phalanx.model.moe import Experts, grouped_runs, on_host
 from phalanx.model.transformer import Transformer
 
 WeightGradient = tuple[Tensor, Callable[[], Tensor]]
@@ -132,5 +132,5 @@ def _outer(grad_NO: Tensor, x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) ->
     """Of each expert, its rows of the gradient times its rows of the input: [E, O, I]."""
     if grouped_runs(x_NI, weight_EOI):
         return F.grouped_mm(grad_NO.T, x_NI, offs=ends_E.to(torch.int32))
-    sizes = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).tolist()
+    sizes = on_host(torch.diff(ends_E, prepend=ends_E.new_zeros(1)), len(x_NI))
     return torch.stack([g.T @ x for g, x in zip(grad_NO.split(sizes), x_NI.split(sizes), strict=True)])

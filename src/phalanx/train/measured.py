@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,12 +20,14 @@ from phalanx.cost.network import Traffic
 from phalanx.cost.traffic import run_traffic
 from phalanx.data.loader import Batch
 from phalanx.measure.collectives import CollectiveRecorder
+from phalanx.measure.flops import FlopMeter
 from phalanx.measure.memory import MemoryMeter
 from phalanx.parallel.collectives import ASKED_FOR
 from phalanx.parallel.data import POWERSGD_FROM_STEP
 from phalanx.parallel.strategy import Reduced
 from phalanx.spec.layout import Layout, degrees, is_shared, stage_groups
 from phalanx.spec.run import RunSpec
+from phalanx.train.learner import Learner
 from phalanx.train.metrics import Record
 from phalanx.train.trainer import Trainer
 
@@ -44,6 +46,8 @@ NOTE = (
     "predicted; sent: around a ring, of the operations asked for (on gloo a reduce-scatter is made of an all-to-all "
     "and a sum)"
 )
+
+Outcome = TypeVar("Outcome")
 
 
 class Measuring:
@@ -67,30 +71,38 @@ def measured_number(run: RunSpec) -> int:
 
 
 def measured_step(trainer: Trainer, batches: Iterator[Batch]) -> tuple[Record, dict[str, Any]]:
-    """A step like any other, but slower, and what was measured in it: of memory, what was held between the backward
-    pass and the update, the peak of each part, and that of all together."""
-    strategy, held = trainer.strategy, Counter[str]()
-    meter = MemoryMeter(lambda: strategy.held(trainer.optimizers), strategy.elastic())
-    recorder = CollectiveRecorder(ASKED_FOR.get)
+    """A step like any other, but slower, and what was measured in it."""
+    record, measured = observed(trainer, lambda: trainer.train_step(batches))
+    return record, {"step": record["step"], **measured}
+
+
+def observed(learner: Learner, step: Callable[[], Outcome]) -> tuple[Outcome, dict[str, Any]]:
+    """A step's outcome, and what it held, sent and computed: of memory, what was held between the backward pass and the
+    update, the peak of each part, and that of all together; FLOPs of forward and backward passes."""
+    strategy, held, flops = learner.strategy, Counter[str](), 0
+    memory = MemoryMeter(lambda: strategy.held(learner.optimizers), strategy.elastic())
+    recorder, products = CollectiveRecorder(ASKED_FOR.get), FlopMeter()
 
     def reduce(sums: Tensor, clip_norm: float = 0.0) -> Reduced:
+        nonlocal flops
+        flops = products.flops
         reduced = type(strategy).reduce(strategy, sums, clip_norm)
-        meter.look()
-        held.update(meter.held)
+        memory.look()
+        held.update(memory.held)
         return reduced
 
     strategy.reduce = reduce  # type: ignore[method-assign]
     waits = strategy.exposed.spans = []
     try:
-        with meter.gradients_of(trainer.module.parameters()), meter, recorder:
-            record = trainer.train_step(batches)
+        with memory.gradients_of(learner.module.parameters()), memory, recorder, products:
+            outcome = step()
     finally:
         del strategy.reduce
         strategy.exposed.spans = None
-    return record, {
-        "step": record["step"],
+    return outcome, {
         "held_bytes": dict(held),
-        "peak_bytes": {**meter.peaks, "working": meter.peak_working, "total": meter.peak_total},
+        "peak_bytes": {**memory.peaks, "working": memory.peak_working, "total": memory.peak_total},
+        "flops": flops,
         "collectives": summed(recorder, waits),
     }
 

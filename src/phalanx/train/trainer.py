@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,16 @@ from torch import Tensor
 
 from phalanx.cost.compute import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.jobs import OWN_RECOMPUTE
-from phalanx.cost.stages import stage_layers
 from phalanx.data.loader import IGNORED, Batch, evaluation_batches, prefetch
 from phalanx.measure.memory import peak_memory_bytes
-from phalanx.model.moe import Router
-from phalanx.model.weights import initial_weight
-from phalanx.parallel.apply import apply_layout, computing
-from phalanx.parallel.context import places
 from phalanx.parallel.mesh import build_mesh
-from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint import Checkpointer, load_state, newest_checkpoint, restore_random_state, state_tensors
 from phalanx.train.corpus import Corpus
+from phalanx.train.learner import Learner, Micro
 from phalanx.train.manifest import check_manifest, read_manifest
 from phalanx.train.metrics import Log, Record
-from phalanx.train.optimizer import Rescaling, build_optimizers, learning_rate_ratio, set_learning_rate
+from phalanx.train.optimizer import Rescaling, learning_rate_ratio
 from phalanx.train.progress import Progress
 
 
@@ -37,18 +32,8 @@ class DivergenceError(RuntimeError):
     """Training cannot go on: the gradient was not finite too many times in a row."""
 
 
-@dataclass(frozen=True)
-class Micro:
-    """One forward pass of this rank: its tokens and targets of each row, and where in the row each token's document
-    starts, [B, T] of the whole row (None: one a row)."""
-
-    tokens: Tensor
-    targets: Tensor
-    starts: Tensor | None
-
-
-class Trainer:
-    """A run under way on this rank: the model under its layout, optimizers, data, and the count of steps.
+class Trainer(Learner):
+    """A run under way on this rank: what learns, its data, and the count of steps.
 
     torch.distributed must be initialised where there are several ranks.
     """
@@ -57,24 +42,12 @@ class Trainer:
         self, run: RunSpec, corpus: Corpus, directory: Path, device: torch.device, peak_flops: float | None = None
     ) -> None:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.run, self.corpus, self.directory, self.device, self.peak_flops = run, corpus, directory, device, peak_flops
-        self.mesh = build_mesh(run.layout, world_size, device.type)
-        self.cut = cut_batch(run, world_size)
-        weights = corpus.weights or partial(initial_weight, run.model, seed=run.training.seed)
-        self.strategy = apply_layout(
-            run.model, run.layout, self.mesh, device, weights, run.training.precision, run.training.compile,
-            stage_layers(run) if run.layout.pp > 1 else (),
-        )  # fmt: skip
-        self.module = self.strategy.module
-        self.moe_layers = [layer for layer in range(run.model.layers) if run.model.moe and run.model.is_moe(layer)]
-        routers = {name: part for name, part in self.module.named_modules() if isinstance(part, Router)}
-        self.routers = {self.moe_layers.index(int(name.split(".")[1])): router for name, router in routers.items()}
-        """This rank's, by their place among the layers with experts."""
+        super().__init__(run, build_mesh(run.layout, world_size, device.type), device, corpus.weights)
+        self.corpus, self.directory, self.peak_flops = corpus, directory, peak_flops
         experts = run.model.moe.experts if run.model.moe else 0
         self.loads = torch.zeros(2, len(self.moe_layers), experts, dtype=torch.float64, device=device)
         """How often each expert of these layers was chosen, on all ranks: since the last evaluation, and between that
         and the one before."""
-        self.optimizers = build_optimizers(run.optimizer, self.strategy.trained, self.strategy.part)
         self.loader = corpus.loader(run, self.cut.sequences, self.mesh.dp_rank, self.cut.dp)
         self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
         self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
@@ -149,7 +122,8 @@ class Trainer:
         clock = Stopwatch(self.device)
         micros = self._micros(next(batches)) if self.strategy.computes else []
         clock.mark("data_seconds")
-        reduced = self.strategy.reduce(self._forward_backward(micros), self.run.optimizer.clip_norm)
+        told = float(self.asked_to_stop), 0 if self.strategy.computes else self.stop_after or 0
+        reduced = self.reduce(self.forward_backward(micros, told))
         tokens, loss, auxiliary, asked, announced, *_ = reduced.sums.tolist()
         clock.mark("forward_backward_seconds")
         record = {"step": self.step + 1 - reduced.behind, "loss": loss / tokens, "grad_norm": float(reduced.norm)}
@@ -161,7 +135,7 @@ class Trainer:
             self.loads[0] += loads / self.strategy.counted
             hottest = self._balance(loads, finite)
             record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": hottest}
-        self._update(finite)
+        self._step(finite)
         clock.mark("optimizer_seconds")
         self.step, self.tokens = self.step + 1, self.tokens + int(tokens)
         self._hear_of_stop(record["step"], bool(asked), int(announced))
@@ -182,43 +156,19 @@ class Trainer:
         elif asked:
             self.stop_after = step + 1 + staleness
 
-    def _forward_backward(self, micros: list[Micro]) -> Tensor:
-        """Gradients of the summed loss of this rank's rows. Returns what to sum over ranks: target tokens, loss,
-        auxiliary loss, whether to stop, after which step (from a server), choices dropped, and each router's load."""
-        sums = torch.zeros(6, dtype=torch.float64, device=self.device)
-        sums[3] = float(self.asked_to_stop)
-        sums[4] = 0 if self.strategy.computes else self.stop_after or 0
-        for micro, (loss, auxiliary) in zip(micros, self.strategy.run(micros, self._losses), strict=True):
-            tokens = (micro.targets != IGNORED).sum() * self.strategy.has_loss
-            sums[:3] += torch.stack([tokens.double(), loss.double(), auxiliary.double()])
-        loads = torch.zeros_like(self.loads[0])
-        for place, router in self.routers.items():
-            loads[place] = router.load
-            sums[5] += router.dropped
-        return torch.cat([sums, loads.flatten()])
-
-    def _losses(self, model: Callable[..., tuple[Tensor, Tensor]], micro: Micro) -> tuple[Tensor, Tensor]:
-        """The loss and the auxiliary loss, summed over tokens. The logits, the largest tensor of all, end here."""
-        with computing(self.strategy, self.run.training.precision, self.device):
-            logits, auxiliary = model(micro.tokens, micro.starts)
-        return self.strategy.cross_entropy(logits, micro.targets, IGNORED), auxiliary
-
-    def _update(self, finite: bool) -> None:
-        """Step, or skip a gradient that is not finite."""
+    def _step(self, finite: bool) -> None:
+        """Update, or skip a gradient that is not finite."""
         if finite:
             ratio = learning_rate_ratio(self.run.optimizer, self.step, self.run.training.steps)
-            set_learning_rate(self.optimizers, ratio * self.rescaling.at(self.step))
-            self.strategy.update(self.optimizers)
+            self.update(ratio * self.rescaling.at(self.step))
         else:
             self.skipped += 1
             self.strategy.drop_gradients()
 
     def _micros(self, batch: Batch) -> list[Micro]:
         """This rank's rows of a step as micro-batches on the device."""
-        micros, context, layout = [], self.mesh.context, self.run.layout
-        mine: Any = slice(None)
-        if context is not None:
-            mine = places(batch.tokens.shape[1], layout.cp, context.get_local_rank(), layout.context).numpy()
+        mine = self.places(batch.tokens.shape[1])
+        micros = []
         for first in range(0, len(batch.tokens), self.cut.micro_batch):
             rows = slice(first, first + self.cut.micro_batch)
             starts = None if batch.starts is None or not batch.starts[rows].any() else batch.starts[rows]
@@ -255,7 +205,7 @@ class Trainer:
         self.module.eval()
         for held_out in batches if self.strategy.computes else ():
             for micro in self._micros(held_out):
-                summed = self.strategy.measure(micro, self._losses)
+                summed = self.strategy.measure(micro, self.losses)
                 known = micro.targets[(micro.targets != IGNORED) & self.strategy.has_loss]
                 sums += torch.stack([summed.double(), known.new_tensor(len(known)), sizes[known].sum()])
         self.module.train()

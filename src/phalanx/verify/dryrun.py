@@ -1,0 +1,106 @@
+"""The very program that `train` runs, on a rank of any world, with no hardware: the same layout applied to the same
+model, and a step of it, on PyTorch's fake process group and tensors without numbers.
+
+Experts are balanced: every rank has equally many tokens for each of the others. Ranks are traced as CPU ranks, so that a
+reduce-scatter is the all-to-all and the sum that it is on gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from phalanx.cost.stages import check_layout
+from phalanx.data.loader import share
+from phalanx.parallel.mesh import build_mesh
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+from phalanx.train.learner import Learner, Micro
+from phalanx.train.measured import measured_number, observed
+from phalanx.verify.numberless import numberless
+
+CPU = torch.device("cpu")
+Traced = dict[str, Any]
+"""What a rank's step holds, sends and computes (see `train.measured.observed`), and what tracing it took."""
+
+
+def check_traceable(run: RunSpec, world_size: int) -> None:
+    """Raise UserError for a run that cannot be traced, or cannot be run at all."""
+    check_layout(run, world_size)
+    if run.layout.staleness is not None:
+        raise UserError(
+            "layout.staleness", run.layout.staleness, "lets ranks send when they like, so no two steps are alike",
+            "remove it: what a synchronous server sends is the same in every step",
+        )  # fmt: skip
+
+
+def dry_run(run: RunSpec, world_size: int, ranks: Sequence[int], at_once: int = 2) -> Iterator[Traced]:
+    """Each of these ranks, traced in a process of its own, in their order.
+
+    Raises UserError before any is started.
+    """
+    check_traceable(run, world_size)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # torch is imported once
+    # PyTorch remembers meshes and shapes of the process group before: none is used twice.
+    with ProcessPoolExecutor(min(at_once, len(ranks)), context, max_tasks_per_child=1) as pool:
+        yield from pool.map(partial(trace, run, world_size), ranks)
+
+
+def trace(run: RunSpec, world_size: int, rank: int) -> Traced:
+    """A step of one rank, in this process, which must not have a process group."""
+    begun = time.perf_counter()
+    torch.set_num_threads(1)
+    if world_size > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        mesh = build_mesh(run.layout, world_size, CPU.type)
+        with numberless():
+            learner = Learner(run, mesh, CPU, _nothing)
+            for _ in range(1, measured_number(run)):
+                _step(learner)
+            _, traced = observed(learner, partial(_step, learner))
+    finally:
+        if world_size > 1:
+            dist.destroy_process_group()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    took = {"seconds": time.perf_counter() - begun, "process_bytes": peak}
+    for row in traced["collectives"]:
+        del row["seconds"], row["exposed_seconds"]
+    return {"rank": rank, **traced, "tracing": took}
+
+
+def _nothing(_: str, shape: torch.Size) -> Tensor:
+    return torch.empty(shape)
+
+
+def _step(learner: Learner) -> None:
+    """As `Trainer.train_step`, but that nobody looks at what came out."""
+    micros = _micros(learner) if learner.strategy.computes else []
+    learner.reduce(learner.forward_backward(micros))
+    learner.update(1.0)
+
+
+def _micros(learner: Learner) -> list[Micro]:
+    """As many rows as this rank has of a step, each of one document, or of several where these are masked."""
+    run, cut = learner.run, learner.cut
+    rows, sequence = len(share(cut.sequences, learner.mesh.dp_rank, cut.dp)), run.training.sequence
+    mine = len(np.arange(sequence)[learner.places(sequence)])
+    counts = [end - begin for begin, end in pairwise([*range(0, rows, cut.micro_batch), rows])]
+    masked = run.data.mask_documents
+    return [Micro(_ids(n, mine), _ids(n, mine), _ids(n, sequence) if masked else None) for n in counts]
+
+
+def _ids(rows: int, tokens: int) -> Tensor:
+    return torch.empty(rows, tokens).long()

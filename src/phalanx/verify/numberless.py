@@ -1,0 +1,84 @@
+"""Tensors that have a shape, a dtype and bytes, but no numbers: a program runs on them at any size.
+
+PyTorch's fake tensors, with what a whole training step under any layout needs beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from math import prod
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+WHOLE_NUMBERS = (torch.int32, torch.int64, torch.bool)
+SMALL = 2**20
+"""Elements of a tensor that keeps its numbers, at most."""
+
+
+@contextmanager
+def numberless() -> Iterator[None]:
+    """Inside, tensors are made without numbers."""
+    with ExitStack() as stack:
+        # DTensor finds out shapes on tensors as large as the whole: with a mode of its own nobody counts their bytes.
+        stack.enter_context(mock.patch("torch.distributed.tensor._sharding_prop.detect_fake_mode", return_value=None))
+        stack.enter_context(Numberless(allow_non_fake_inputs=True))
+        yield
+
+
+class Numberless(FakeTensorMode):
+    """Fake tensors, but for two kinds: those on the meta device, which have no numbers as it is; and small ones of
+    whole numbers which depend on no others, such as the ranks of a mesh, or the order of DDP's buckets."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _stays_real(func, args, kwargs):
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped(*args[:3])
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        return _with_result(args, out) if func.namespace == "c10d" else out
+
+
+def _stays_real(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return False
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "meta":
+        return True
+    dtypes = [kwargs["dtype"]] if kwargs.get("dtype") is not None else [tensor.dtype for tensor in tensors]
+    if not tensors:
+        if func._overloadpacket is torch.ops.aten.arange:
+            return all(isinstance(argument, int) and argument <= SMALL for argument in args)
+        shape = args[0] if args and isinstance(args[0], list | tuple) else ()
+        return any(dtype in WHOLE_NUMBERS for dtype in dtypes) and prod(shape) <= SMALL
+    if all(tensor.is_meta for tensor in tensors):
+        return device is None
+    together = func.namespace == "aten" and len(tensors) > 1
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)) if together else tensors[0].shape
+    known = all(dtype in WHOLE_NUMBERS for dtype in [*dtypes, *(tensor.dtype for tensor in tensors)])
+    return known and prod(shape) <= SMALL
+
+
+def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """PyTorch tells the shape of grouped products only in bf16. Rows by group times a matrix of each, or columns by
+    group times rows by group."""
+    return a.new_empty(a.shape[0], b.shape[2]) if b.ndim == 3 else a.new_empty(len(ends), a.shape[0], b.shape[1])
+
+
+def _with_result(args: Any, out: Any) -> Any:
+    """What a collective gave, its work one that knows the tensors: the fake group's has none, and DDP asks for them."""
+    if not any(isinstance(leaf, torch.ScriptObject) for leaf in tree_leaves(out)):
+        return out
+    alone = isinstance(out, torch.ScriptObject)
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result([leaf for leaf in tree_leaves(args if alone else out) if isinstance(leaf, Tensor)])
+    work = dist.Work.boxed(_create_work_from_future(future))
+    return work if alone else (*out[:-1], work)
