@@ -5,6 +5,7 @@ CPU, where gloo has none, a second whole buffer receives what all ranks send (`p
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil
@@ -157,27 +158,38 @@ def server_buffers(owned_bytes: int, workers: int, staleness: int | None) -> int
 
 
 def buckets(shapes: Shapes, limit: float) -> list[list[Shape]]:
-    """Parameters sent at once, the last of the model first: a bucket is full when it has `limit` numbers or more."""
-    cut: list[list[Shape]] = []
+    """Parameters sent at once (see `bucket_names`)."""
+    return [[shapes[name] for name in bucket] for bucket in bucket_names(shapes, limit)]
+
+
+def bucket_names(shapes: Shapes, limit: float, apart: Container[str] = ()) -> list[list[str]]:
+    """Parameters sent at once, the last of the model first: a bucket is full when it has `limit` numbers or more, or
+    when the next parameter goes to other ranks, as those `apart` do."""
+    cut: list[list[str]] = []
     size = 0
-    for shape in reversed(shapes.values()):
-        if not cut or size >= limit:
+    for name in reversed(shapes):
+        if not cut or size >= limit or (name in apart) != (cut[-1][0] in apart):
             cut.append([])
             size = 0
-        cut[-1].append(shape)
-        size += elements(shape)
+        cut[-1].append(name)
+        size += elements(shapes[name])
     return cut
 
 
 def units(shapes: Shapes, layout: Layout, ranks: int) -> list[int]:
     """Numbers that a rank owns, with padding, of what FSDP gathers at once: the root, then every wrapped part."""
-    # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks are whole.
-    depth = {"model": 0, "block": 2, "sublayer": 2 if layout.recompute == "full" else 3}[layout.wrap]
     owned = {"": 0}
     for name, shape in shapes.items():
-        unit = ".".join(name.split(".")[:depth]) if name.startswith("blocks.") else ""
+        unit = unit_of(name, layout)
         owned[unit] = owned.get(unit, 0) + owned_elements(shape, ranks)
     return list(owned.values())
+
+
+def unit_of(name: str, layout: Layout) -> str:
+    """The wrapped part that a parameter is gathered with; "" for the root."""
+    # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks are whole.
+    depth = {"model": 0, "block": 2, "sublayer": 2 if layout.recompute == "full" else 3}[layout.wrap]
+    return ".".join(name.split(".")[:depth]) if name.startswith("blocks.") else ""
 
 
 def _whole(bucket: list[Shape]) -> int:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.cost.jobs import Recompute
+from phalanx.cost.jobs import OWN_RECOMPUTE, Recompute
 from phalanx.cost.parameters import parameters
 from phalanx.cost.shapes import elements, parameter_shapes
+from phalanx.cost.stages import part_flops, rank_layers
+from phalanx.schedule.named import any_schedule_of
+from phalanx.spec.layout import degrees
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import RunSpec, cut_batch
 
 EVERY_OTHER_PRODUCT = 0.35
 """Of the FLOPs of a block's linear products, those of every second one, which torchtitan's selective recomputation does
@@ -76,6 +80,23 @@ def recomputed_flops_per_token(
         Recompute.FULL: parts.blocks,
         Recompute.ATTENTION: parts.projections + parts.core,
     }[recompute]
+
+
+def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
+    """FLOPs of a rank's forward and backward passes in one update, with what it computes again; experts balanced. What
+    ranks repeat for each other (routers without sequence parallelism, key/value heads) is not counted."""
+    sizes, cut, spec = degrees(run.layout, world_size), cut_batch(run, world_size), run.model
+    if rank < sizes.servers:
+        return 0.0
+    at, sequence = sizes.place(rank), run.training.sequence
+    each, more = divmod(cut.sequences, cut.dp)
+    rows = each + (at["dp_replicate"] * sizes.dp_shard + at["dp_shard"] < more)
+    _, *blocks, head = part_flops(spec, sequence)
+    again = recomputed_flops_per_token(spec, sequence, OWN_RECOMPUTE[run.layout.recompute]) / spec.layers
+    layers = rank_layers(run)[at["pp"]] if sizes.pp > 1 else range(spec.layers)
+    has_head = sizes.pp == 1 or any_schedule_of(run.layout).ends[1] == at["pp"]
+    per_token = sum(blocks[layer] + again for layer in layers) + head * has_head
+    return rows * sequence / (sizes.cp * sizes.tp) * per_token
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_flops: float, ranks: int) -> float:

@@ -42,7 +42,8 @@ def stage_traffic(spec: ModelSpec, run: Pass, stage: Stage) -> Sent:
         sent += _leave(run, stream) + _enter(run, stream)
     if stage.last:
         sent += _enter(run, x) + _enter(run, x) + _leave(run, x)
-        sent += _collective("all_reduce", 3 * run.tokens * run.wide, run.tp, NUMBERS, "tp")
+        sent += _collective("all_reduce", run.tokens * run.wide, run.tp, NUMBERS, "tp")
+        sent += _collective("all_reduce", 2 * run.tokens * run.wide, run.tp, NUMBERS, "tp")
     return [row for row in sent if row.bytes]
 
 
@@ -62,7 +63,7 @@ def _attention(spec: ModelSpec, run: Pass) -> Part:
         forward = forward + _collective("all_gather", both, run.tp, PRODUCTS, "tp")
         backward = backward + _collective("reduce_scatter", both, run.tp, PRODUCTS, "tp")
     elif spec.qk_norm == "full":
-        norms = _collective("all_reduce", 2 * run.tokens * run.wide, run.tp, NUMBERS, "tp")
+        norms = 2 * _collective("all_reduce", run.tokens * run.wide, run.tp, NUMBERS, "tp")
         forward, backward = forward + norms, backward + norms
     there, back = _ring(spec, run) if run.layout.context == "ring" else _ulysses(spec, run)
     return Part(forward + there, forward + there, backward + back)
@@ -73,16 +74,18 @@ def _ring(spec: ModelSpec, run: Pass) -> tuple[Sent, Sent]:
     (arXiv 2310.01889)."""
     cp, numbers = run.layout.cp, 2 * run.tokens * run.share(spec.kv_heads) * spec.head_dim
     values, gradients = (cp - 1) * numbers * run.number, (cp * numbers * run.wide if cp > 1 else 0)
-    return [Traffic("send", values, CONTEXT, "cp")], [Traffic("send", values + gradients, CONTEXT, "cp")]
+    forward = Traffic("send", values, CONTEXT, "cp", calls=cp - 1)
+    return [forward], [Traffic("send", values + gradients, CONTEXT, "cp", calls=2 * cp - 1)]
 
 
 def _ulysses(spec: ModelSpec, run: Pass) -> tuple[Sent, Sent]:
     """Queries, keys and values are exchanged, and what comes of them; backward the same (arXiv 2309.14509). Ranks that
     are more than key/value heads get copies of these."""
     cp, heads = run.layout.cp, run.share(spec.heads)
-    all_heads = 2 * heads + 2 * max(run.share(spec.kv_heads), cp)
-    exchanged = _collective("all_to_all", run.tokens * spec.head_dim * all_heads * run.number, cp, CONTEXT, "cp")
-    return exchanged, exchanged
+    per_head, kv = run.tokens * spec.head_dim * run.number, max(run.share(spec.kv_heads), cp)
+    there = _collective("all_to_all", per_head * (heads + 2 * kv), cp, CONTEXT, "cp")
+    back = _collective("all_to_all", per_head * heads, cp, CONTEXT, "cp")
+    return there + back, there + back
 
 
 def _experts(spec: ModelSpec, moe: MoESpec, run: Pass) -> Part:
@@ -94,14 +97,14 @@ def _experts(spec: ModelSpec, moe: MoESpec, run: Pass) -> Part:
     forward = forward + _collective("all_reduce", counts, layout.cp, NUMBERS, "cp")
     last: Sent = []
     if layout.ep > 1:
-        rows = 2 * moe.top_k * run.here * spec.width * run.number
+        rows = moe.top_k * run.here * spec.width * run.number
         forward = forward + _collective("all_to_all", moe.experts * INDEX, layout.ep, NUMBERS, "ep")
-        forward = forward + _collective("all_to_all", rows, layout.ep, EXPERTS, "ep")
-        backward = _collective("all_to_all", rows, layout.ep, EXPERTS, "ep")
+        backward = 2 * _collective("all_to_all", rows, layout.ep, EXPERTS, "ep")
+        forward = forward + backward
     else:
         weights, chosen = run.tokens * moe.top_k * run.wide, run.tokens * moe.top_k * INDEX
-        forward = forward + _enter(run, x + weights + chosen)
-        last, backward = _leave(run, x), _leave(run, x + weights) + _enter(run, x)
+        forward = forward + _enter(run, x) + _enter(run, weights) + _enter(run, chosen)
+        last, backward = _leave(run, x), _leave(run, x) + _leave(run, weights) + _enter(run, x)
     if not moe.shared_experts:  # nothing behind the sum is kept, so it is not computed again
         return Part(forward + last, forward, backward)
     shared = _pair(spec, run)

@@ -10,11 +10,13 @@ from typing import Literal
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 Operation = Collective | Literal["send", "recv"]
 Among = Literal[
-    "data", "replicas", "same_experts", "expert_replicas", "tp", "copies", "cp", "ep", "pp", "ends", "servers"
-]
+    "data", "replicas", "same_experts", "expert_replicas", "tp", "copies", "parts", "cp", "ep", "pp", "ends", "losses",
+    "servers",
+]  # fmt: skip
 """Who exchanges something. data: ranks that share a copy of what is not an expert (ddp: that each have one), replicas:
 those with the same part of other copies, and the same of experts that are apart; tp, cp, ep, pp: the axes, copies:
-tensor-parallel neighbours with the same key/value heads, ends: the first and the last stage; servers and workers."""
+tensor-parallel neighbours with the same key/value heads, parts: those with different ones; ends: the first and the last
+stage, losses: all whose losses are parts of one sum; servers and workers."""
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"]
 
 
@@ -136,6 +138,7 @@ class Traffic:
     why: str
     among: Among = "data"
     """The ranks that it goes to."""
+    calls: int = 1
 
 
 def update_traffic(
@@ -161,7 +164,7 @@ def update_traffic(
     """
 
     def exchange(operation: Collective, size_bytes: float, times: int, why: str) -> Traffic:
-        return Traffic(operation, times * sent_bytes(operation, size_bytes, ranks), why)
+        return Traffic(operation, times * sent_bytes(operation, size_bytes, ranks), why, calls=times)
 
     match strategy:
         case "ddp":

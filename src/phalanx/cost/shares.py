@@ -11,7 +11,7 @@ from phalanx.cost.stages import stage_layers
 from phalanx.schedule.named import any_schedule_of
 from phalanx.spec.layout import SHARDED, Layout, degrees
 from phalanx.spec.run import RunSpec
-from phalanx.spec.share import Share, tensor_share
+from phalanx.spec.share import Share, rows_of, tensor_share
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,16 @@ class Held:
     """Experts, where ranks have different ones."""
     apart_shards: int
     """Ranks that have rows of these."""
+    names: tuple[str, ...]
+    """Of all of them, in the model's order."""
     copied: Shape | None = None
     """Of a tied embedding, which another rank trains."""
+
+    @property
+    def all(self) -> Shapes:
+        """Dense ones and those apart, in a model's order."""
+        shapes = self.dense | self.apart
+        return {name: shapes[name] for name in self.names}
 
     @property
     def kinds(self) -> tuple[object, ...]:
@@ -35,8 +43,9 @@ class Held:
         return tuple(map(in_any_block, self.dense)), tuple(map(in_any_block, self.apart)), self.copied
 
 
-def rank_shapes(run: RunSpec, world_size: int) -> list[Held]:
-    """Of the rank with the largest shares at each place of the pipeline (one, without a pipeline).
+def rank_shapes(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[Held]:
+    """Of a rank at each place of the pipeline (one, without a pipeline): by default of the one with the largest shares,
+    else of the one that has this place among those that share products.
 
     Raises UserError if the ranks cannot be divided so.
     """
@@ -48,24 +57,25 @@ def rank_shapes(run: RunSpec, world_size: int) -> list[Held]:
     whole = parameter_shapes(spec)
     share_of = cache(partial(tensor_share, spec, layout))
     shares = {name: share_of(in_any_block(name)) for name in whole}
-    shapes = {name: _share(layout, share, whole[name]) for name, share in shares.items()}
+    shapes = {name: _share(layout, share, whole[name], tp_rank) for name, share in shares.items()}
     apart = {name for name, share in shares.items() if share.among == "ep"}
+    apart_shards = same if layout.data in SHARDED else 1
     return [
         Held(
             {name: shapes[name] for name in names if name not in apart}, data.dp_shard,
-            {name: shapes[name] for name in names if name in apart}, same if layout.data in SHARDED else 1,
-            shapes["embedding.weight"] if copied else None,
+            {name: shapes[name] for name in names if name in apart}, apart_shards,
+            tuple(names), shapes["embedding.weight"] if copied else None,
         )
         for names, copied in _names(run, list(shapes))
     ]  # fmt: skip
 
 
-def _share(layout: Layout, share: Share, shape: Shape) -> Shape:
-    """Of the first of the ranks that share a tensor: none has more."""
+def _share(layout: Layout, share: Share, shape: Shape, tp_rank: int) -> Shape:
+    """Of one of the ranks that share a tensor; of those that share experts all have as many."""
     if share.axis is None:
         return shape
-    parts = (layout.tp if share.among == "tp" else layout.ep) // share.copies
-    return tuple(-(-size // parts) if axis == share.axis else size for axis, size in enumerate(shape))
+    parts, place = (layout.tp // share.copies, tp_rank // share.copies) if share.among == "tp" else (layout.ep, 0)
+    return tuple(rows_of(place, size, parts) if axis == share.axis else size for axis, size in enumerate(shape))
 
 
 def _names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:

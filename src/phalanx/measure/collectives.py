@@ -4,9 +4,12 @@ this rank stood still for."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -68,11 +71,14 @@ class Collective:
             return self.size_bytes if self.operation == "send" else 0
         return sent_bytes(cast(network.Collective, self.operation), self.size_bytes, self.ranks)
 
-    def exposed(self, waits: Iterable[tuple[float, float]]) -> float:
-        """The seconds of it in which the rank waited."""
-        if self.ended is None:
-            return 0.0
-        return sum(max(0.0, min(self.ended, after) - max(self.begun, before)) for before, after in waits)
+    def exposed(self, waits: Sequence[tuple[float, float]]) -> float:
+        """The seconds of it in which the rank waited, where `waits` are in the order of time."""
+        total = 0.0
+        for before, after in islice(waits, bisect_right(waits, self.begun, key=itemgetter(1)), None):
+            if self.ended is None or before >= self.ended:
+                break
+            total += min(self.ended, after) - max(self.begun, before)
+        return total
 
 
 class CollectiveRecorder(TorchDispatchMode):

@@ -81,21 +81,23 @@ class MemoryMeter(TorchDispatchMode):
     def _note(self, tensor: Tensor, part: str, moves: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if tensor.is_meta or key in self._elastic_keys:
-            return
         before = self.part_of.get(key)
+        if before == part or key in self._elastic_keys:
+            return
         if before is None:
+            if tensor.is_meta:
+                return
             self.part_of[key], self.bytes_of[key] = part, storage.nbytes()
             self.held[part] += storage.nbytes()
             # Not of this meter: it would live, with all it knows, as long as the storage.
             weakref.finalize(storage, _freed, self.part_of, self.bytes_of, self.held, key)
-        elif moves and before != part and (before == "activations" or part != "communication"):
+        elif moves and (before == "activations" or part != "communication"):
             self.part_of[key] = part
             self.held[before] -= self.bytes_of[key]
             self.held[part] += self.bytes_of[key]
 
     def _measure(self) -> None:
-        elastic = sum(storage.nbytes() for storage in self.elastic)
+        elastic = sum(map(torch.UntypedStorage.nbytes, self.elastic))
         self.held["communication"] += elastic - self._elastic_bytes
         self._elastic_bytes = elastic
         for part, held in self.held.items():
@@ -124,7 +126,8 @@ class MemoryMeter(TorchDispatchMode):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Not to_local(), which autograd notes, at a hundred times the price.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _freed(part_of: dict[int, str], bytes_of: dict[int, int], held: Counter[str], key: int) -> None:

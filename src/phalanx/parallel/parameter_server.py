@@ -117,9 +117,10 @@ class Worker(Strategy):
                 work.wait()
         for gradients in self.sums:
             gradients.zero_()
-        version, norm = int(self._newest[0]), self._newest[1]
+        # Who waits for every update has just had this step's.
+        version = self.done if self.roles.staleness is None else int(self._newest[0])
         heard = self._newest[2:].to(sums.device) if version else sums  # of no update yet: its own, for want of better
-        return Reduced(norm, heard, behind=self.done - version)
+        return Reduced(self._newest[1], heard, behind=self.done - version)
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The servers'."""
@@ -214,9 +215,9 @@ class Server(Strategy):
         for worker in self.roles.workers:
             message, gradients = self._receive(worker, len(sums) + 1)
             total += message[:-1]
-            oldest = min(oldest, int(message[-1]))
             self.sum.copy_(gradients) if worker == self.roles.workers[0] else self.sum.add_(gradients)
             if self.roles.staleness is not None:
+                oldest = min(oldest, int(message[-1]))
                 self._post(worker, message, gradients, ahead=1 + self.roles.staleness)
         square = global_norm([self.sum]).double().square()
         with self.exposed.waiting():

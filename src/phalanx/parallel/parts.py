@@ -10,11 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from phalanx.spec.share import rows_of
+
 
 def rows_of_ranks(total: int, ranks: int) -> list[int]:
-    """Rows of each rank as Shard(0) splits them: the first as many as it takes, the last maybe fewer or none."""
-    each = -(-total // ranks)
-    return [max(0, min(each, total - rank * each)) for rank in range(ranks)]
+    """Rows of each rank as Shard(0) splits them."""
+    return [rows_of(rank, total, ranks) for rank in range(ranks)]
 
 
 def local(tensor: Tensor) -> Tensor:

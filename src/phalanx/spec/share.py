@@ -80,6 +80,12 @@ def kv_copies(spec: ModelSpec, tp: int) -> int:
     return max(1, tp // spec.kv_heads)
 
 
+def rows_of(rank: int, rows: int, ranks: int) -> int:
+    """Those of a rank where `ranks` share them: the first have as many as it takes, the last maybe fewer or none."""
+    each = -(-rows // ranks)
+    return max(0, min(each, rows - rank * each))
+
+
 def check_shares(run: RunSpec, world_size: int) -> None:
     """Raise UserError for a model whose heads, widths, vocabulary, experts or tokens cannot be divided between ranks
     that share it."""

@@ -1,16 +1,18 @@
 """The very program that `train` runs, on a rank of any world, with no hardware: the same layout applied to the same
 model, and a step of it, on PyTorch's fake process group and tensors without numbers.
 
-Experts are balanced: every rank has equally many tokens for each of the others. Ranks are traced as CPU ranks, so that a
+Experts are balanced: every rank has equally many tokens for each of the others. Ranks are traced as CPU ranks: a
 reduce-scatter is the all-to-all and the sum that it is on gloo."""
 
 from __future__ import annotations
 
 import multiprocessing
 import resource
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,13 +25,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.cost.stages import check_layout
 from phalanx.data.loader import share
+from phalanx.parallel.data import DataParallel
 from phalanx.parallel.mesh import build_mesh
+from phalanx.schedule.named import any_schedule_of, schedule_of
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.train.learner import Learner, Micro
 from phalanx.train.measured import measured_number, observed
 from phalanx.verify.numberless import numberless
 
+_ALL = sys.maxsize
 CPU = torch.device("cpu")
 Traced = dict[str, Any]
 """What a rank's step holds, sends and computes (see `train.measured.observed`), and what tracing it took."""
@@ -68,8 +73,8 @@ def trace(run: RunSpec, world_size: int, rank: int) -> Traced:
         mesh = build_mesh(run.layout, world_size, CPU.type)
         with numberless():
             learner = Learner(run, mesh, CPU, _nothing)
-            for _ in range(1, measured_number(run)):
-                _step(learner)
+            for _ in range(_steps_before(learner)):
+                _step(learner, _fewest(run))
             _, traced = observed(learner, partial(_step, learner))
     finally:
         if world_size > 1:
@@ -85,9 +90,25 @@ def _nothing(_: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape)
 
 
-def _step(learner: Learner) -> None:
+def _steps_before(learner: Learner) -> int:
+    """The first step makes what optimizers keep; DDP settles its buckets in the second."""
+    return measured_number(learner.run) - 1 if isinstance(learner.strategy, DataParallel) else 1
+
+
+def _fewest(run: RunSpec) -> int:
+    """Micro-batches that do for a step before the one that counts."""
+    if run.layout.pp == 1:
+        return 1
+    for count in range(1, 2 * any_schedule_of(run.layout).stages):
+        with suppress(UserError):
+            schedule_of(run.layout, count)
+            return count
+    return _ALL
+
+
+def _step(learner: Learner, micro_batches: int = _ALL) -> None:
     """As `Trainer.train_step`, but that nobody looks at what came out."""
-    micros = _micros(learner) if learner.strategy.computes else []
+    micros = _micros(learner)[:micro_batches] if learner.strategy.computes else []
     learner.reduce(learner.forward_backward(micros))
     learner.update(1.0)
 

@@ -47,9 +47,12 @@ class Numberless(FakeTensorMode):
 
 
 def _stays_real(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        return False
+    tensors = []
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, FakeTensor):
+            return False
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "meta":
         return True
@@ -61,10 +64,11 @@ def _stays_real(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         return any(dtype in WHOLE_NUMBERS for dtype in dtypes) and prod(shape) <= SMALL
     if all(tensor.is_meta for tensor in tensors):
         return device is None
-    together = func.namespace == "aten" and len(tensors) > 1
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)) if together else tensors[0].shape
+    # What comes of several is at most as large as all pairs of their elements, but where it is written into the first.
+    sizes = [tensor.numel() for tensor in tensors]
+    largest = sizes[0] if func._schema.is_mutable else prod(sizes)
     known = all(dtype in WHOLE_NUMBERS for dtype in [*dtypes, *(tensor.dtype for tensor in tensors)])
-    return known and prod(shape) <= SMALL
+    return known and largest <= SMALL
 
 
 def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:

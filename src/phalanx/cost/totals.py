@@ -1,0 +1,54 @@
+"""The little that ranks tell each other in every step beside tensors: how many tokens, what loss, what norm."""
+
+from __future__ import annotations
+
+from phalanx.cost.network import Among, Traffic, sent_bytes
+from phalanx.cost.precision import COMPUTED
+from phalanx.cost.shares import Held, rank_shapes
+from phalanx.schedule.named import any_schedule_of
+from phalanx.spec.layout import SHARDED, degrees
+from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.share import tensor_share
+
+SUMS = 6
+"""Numbers that ranks sum in a step (`train.learner`), and beside them the load of each expert of each layer."""
+WHY = "sums of losses and tokens, and the gradient's norm"
+
+
+def step_totals(run: RunSpec, world_size: int, place: int) -> list[Traffic]:
+    """What a rank at this place of the pipeline sends for them in one update. Of parameter servers nothing: their sums
+    come with gradients and weights."""
+    layout, sizes, cut = run.layout, degrees(run.layout, world_size), cut_batch(run, world_size)
+    if sizes.servers:
+        return []
+    experts = run.model.moe.experts * sum(map(run.model.is_moe, range(run.model.layers))) if run.model.moe else 0
+    summed, number = 8 * (SUMS + experts), max(4, COMPUTED[run.training.precision])
+    found = [_one("losses", summed, sizes.dp * sizes.cp * sizes.pp), _one("tp", summed, sizes.tp)]
+    norms = _norms(run, rank_shapes(run, world_size)[place])
+    found += [_one(among, number, ranks) for among, ranks in norms]
+    found.append(_one("pp", number, sizes.pp))
+    if run.model.moe and layout.sequence_parallel:  # each rank's routers saw some of the tokens
+        stages = len(any_schedule_of(layout).stages_of(place)) if layout.pp > 1 else 1
+        found += cut.accumulation * stages * [_one("tp", number, sizes.tp)]
+    return [row for row in found if row.bytes]
+
+
+def _one(among: Among, size: int, ranks: int) -> Traffic:
+    return Traffic("all_reduce", sent_bytes("all_reduce", size, ranks), WHY, among)
+
+
+def _norms(run: RunSpec, rank: Held) -> list[tuple[Among, int]]:
+    """Over which ranks the squares of gradients are summed, once for all tensors that are split alike
+    (`parallel.gradient.global_norm`)."""
+    layout = run.layout
+    sharded = layout.data in SHARDED
+    kinds: set[tuple[tuple[Among, int], ...]] = set()
+    for name in rank.names:
+        share, split = tensor_share(run.model, layout, name), list[tuple[Among, int]]()
+        if share.axis is not None:
+            ranks = layout.ep if share.among == "ep" else layout.tp // share.copies
+            split.append(("parts" if share.copies > 1 else share.among, ranks))
+        if sharded:
+            split.append(("same_experts", rank.apart_shards) if name in rank.apart else ("data", rank.shards))
+        kinds.add(tuple(split))
+    return [each for kind in kinds for each in kind]

@@ -1,0 +1,141 @@
+"""The traced program held against the plan: collectives by operation and group, memory by part, FLOPs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from phalanx.cost.compute import rank_flops
+from phalanx.cost.memory import rank_memory
+from phalanx.cost.network import Among, Traffic
+from phalanx.cost.totals import step_totals
+from phalanx.cost.traffic import grouped_traffic
+from phalanx.plan.matrix import members_of
+from phalanx.spec.layout import degrees, groups, is_shared, stage_groups
+from phalanx.spec.run import RunSpec
+from phalanx.spec.share import kv_copies
+from phalanx.train.measured import STATE
+
+NEAR = 0.05
+"""How far memory and FLOPs may be off, as a share of the plan's."""
+Kind = Literal["collective", "memory", "flops"]
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Something of a rank's step, as it is planned and as the program has it."""
+
+    kind: Kind
+    what: str
+    """An operation of torch.distributed, a part of memory, or FLOPs."""
+    among: str
+    """Whom the operation joins: the axes, or what else ranks share (`cost.network.Among`)."""
+    ranks: int
+    """How many that are."""
+    planned: float
+    """Bytes that a rank sends, or holds; FLOPs."""
+    traced: float
+    planned_calls: int = 0
+    traced_calls: int = 0
+    agrees: bool = True
+    why: str = ""
+    """Where a difference comes from, if that is known."""
+
+
+def compare(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[Line]:
+    """The lines of one traced rank (`verify.dryrun`)."""
+    return [*_collectives(run, world_size, traced), *_memory(run, world_size, traced), _flops(run, world_size, traced)]
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def _collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[Line]:
+    planned = planned_collectives(run, world_size, traced["rank"])
+    seen: dict[tuple[str, Group], tuple[float, int]] = {}
+    for row in traced["collectives"]:
+        if len(row["group"]) > 1 and row["operation"] != "recv":  # what one receives another sends
+            key = row["operation"], tuple(row["group"])
+            size, calls = seen.get(key, (0.0, 0))
+            seen[key] = size + row["sent_bytes"], calls + row["calls"]
+    lines = []
+    for key in sorted({*planned, *seen}, key=lambda key: (len(key[1]), key)):
+        operation, group = key
+        rows, (size, calls) = planned.get(key, []), seen.get(key, (0.0, 0))
+        expected, times = sum(row.bytes for row in rows), sum(row.calls for row in rows)
+        same = abs(expected - size) <= 1e-9 * max(expected, size) and times == calls
+        names = ", ".join(sorted({row.among for row in rows})) or "?"
+        why = "" if same else _cause(run, operation, names)
+        lines.append(Line("collective", operation, names, len(group), expected, size, times, calls, same, why))
+    return lines
+
+
+def planned_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[str, Group], list[Traffic]]:
+    """What the plan has a rank send, by operation and the ranks that take part."""
+    sizes, found = degrees(run.layout, world_size), defaultdict[tuple[str, Group], list[Traffic]](list)
+    place = sizes.place(rank)["pp"]
+    roles = list(grouped_traffic(run, world_size, rank).items())
+    role = (rank >= sizes.servers) if sizes.servers else place
+    for row in [*roles[role][1], *step_totals(run, world_size, place)]:
+        if row.operation != "recv":
+            found[row.operation, group_of(run, world_size, row.among, rank)].append(row)
+    return dict(found)
+
+
+def group_of(run: RunSpec, world_size: int, among: Among, rank: int) -> Group:
+    """The ranks that exchange something with this one."""
+    sizes = degrees(run.layout, world_size)
+    match among:
+        case "losses":
+            found: Iterable[Iterable[int]] = groups(sizes, "dp_replicate", "dp_shard", "cp", "pp")
+        case "parts":
+            copies = kv_copies(run.model, sizes.tp)
+            found = (each[first::copies] for each in groups(sizes, "tp") for first in range(copies))
+        case "ends":
+            found = groups(sizes, "pp")
+        case "data" if run.layout.data == "ddp" and not sizes.servers:
+            found = groups(sizes, "dp_replicate", "dp_shard", "cp")
+        case "servers":
+            found = [range(world_size)]
+        case _:
+            found = members_of(run, sizes, among).tolist()
+    return next(tuple(sorted(each)) for each in found if rank in each)
+
+
+def _cause(run: RunSpec, operation: str, among: str) -> str:
+    if operation == "all_to_all" and run.optimizer.name == "muon" and is_shared(run.layout):
+        return "Muon's matrices, of which ranks have shares, are sent to whoever computes them: not planned"
+    if run.layout.compress == "powersgd" and operation == "all_reduce":
+        return "PowerSGD sends thin matrices, bucket by bucket: its calls are not planned"
+    return ""
+
+
+# -- memory and FLOPs --------------------------------------------------------------------------------------------------
+
+
+def _memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[Line]:
+    """The plan is that of the fullest rank of each place: the first there. Others may have less."""
+    sizes, rank = degrees(run.layout, world_size), traced["rank"]
+    memory = list(rank_memory(run, world_size).values())
+    place = (rank >= sizes.servers) if sizes.servers else sizes.place(rank)["pp"]
+    planned, fullest = memory[place], rank == stage_groups(sizes)[place][0]
+    lines = []
+    for part in (*STATE, "total"):
+        when = "peak_bytes" if part == "total" else "held_bytes"
+        expected, got = getattr(planned, part), traced[when].get(part, 0)
+        near = NEAR if part == "total" else 0.0
+        agrees = got <= (1 + near) * expected and (got >= (1 - near) * expected or not fullest)
+        why = "" if fullest or got >= expected else "a smaller share than the fullest rank's, which is planned"
+        if expected or got:
+            lines.append(Line("memory", part, "", 1, expected, got, agrees=agrees, why=why))
+    return lines
+
+
+def _flops(run: RunSpec, world_size: int, traced: dict[str, Any]) -> Line:
+    expected, got = rank_flops(run, world_size, traced["rank"]), traced["flops"]
+    agrees = abs(got - expected) <= NEAR * expected
+    why = "" if agrees or not run.data.mask_documents else "documents are masked: kernels compute every pair of tokens"
+    return Line("flops", "forward and backward", "", 1, expected, got, agrees=agrees, why=why)
