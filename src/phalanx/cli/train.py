@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -125,23 +124,10 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, measure: bool) -> int:
 
 
 def _planned(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
-    """The run with the fastest layout whose memory is almost surely enough on so many ranks a node, or if none is the
-    one with least risk, and what the planner says of the first ten."""
-    import json
-
-    from phalanx.cli.plan_views import facts
-    from phalanx.cli.searching import searching
-    from phalanx.plan.explain import best_plan
+    """The run with the layout that the planner chooses for so many ranks a node, and what it says of that."""
+    from phalanx.cli.choosing import chosen
 
     if ranks is None:
         fix = "set cluster.nproc, or give --nproc"
         raise UserError("layout", "auto", "needs to know how many ranks there are", fix)
-    cluster = run.cluster.model_copy(update={"nproc": ranks})
-    described = run.model_copy(update={"automatic": False, "cluster": cluster})
-    with searching(cluster.ranks) as report:
-        plan = best_plan(described, cluster.ranks, report=report)
-    best = plan.taken
-    seconds = f"{best.step_seconds:.3f} s a step predicted"
-    print(f"layout: {best.candidate} (of {plan.considered:,}; {seconds})", file=sys.stderr)
-    chosen = described.model_copy(update={"layout": best.candidate.layout()})
-    return chosen, json.dumps(facts(chosen, cluster.ranks, plan, top=10, tokens=None), indent=2)
+    return chosen(run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc": ranks})}))

@@ -12,9 +12,6 @@ from phalanx.cost.shapes import elements
 from phalanx.cost.shares import Held
 from phalanx.spec.run import RunSpec
 
-FIRST_BUCKET = MIB
-"""Bytes of DDP's first bucket, unless a run says otherwise: it starts early (PyTorch's _DEFAULT_FIRST_BUCKET_BYTES)."""
-
 
 class Calls(NamedTuple):
     """Each sums, gathers or scatters a part of the model once."""
@@ -63,10 +60,10 @@ def _ddp(run: RunSpec, rank: Held) -> int:
     """DDP's buckets: full when they have reached a limit, in the order in which gradients come, the reverse of the
     model's (torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size)."""
     layout, number = run.layout, KEPT[run.training.precision]
-    first = FIRST_BUCKET if layout.first_bucket_mb is None else int(layout.first_bucket_mb * MIB)
-    count, filled, limit = 0, 0, first
+    others = int(layout.bucket_mb * MIB)
+    count, filled, limit = 0, 0, others if layout.first_bucket_mb is None else int(layout.first_bucket_mb * MIB)
     for shape in reversed(rank.dense.values()):
         filled += number * elements(shape)
         if filled >= limit:
-            count, filled, limit = count + 1, 0, int(layout.bucket_mb * MIB)
+            count, filled, limit = count + 1, 0, others
     return count + (filled > 0)

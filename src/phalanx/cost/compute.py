@@ -91,8 +91,10 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     at, sequence = sizes.place(rank), run.training.sequence
     each, more = divmod(cut.sequences, cut.dp)
     rows = each + (at["dp_replicate"] * sizes.dp_shard + at["dp_shard"] < more)
-    _, *blocks, head = part_flops(spec, sequence)
-    again = recomputed_flops_per_token(spec, sequence, OWN_RECOMPUTE[run.layout.recompute]) / spec.layers
+    causal = not run.data.mask_documents  # of masked documents kernels compute every pair of tokens
+    _, *blocks, head = part_flops(spec, sequence, causal)
+    mode = OWN_RECOMPUTE[run.layout.recompute]
+    again = recomputed_flops_per_token(spec, sequence, mode, causal=causal) / spec.layers
     layers = rank_layers(run)[at["pp"]] if sizes.pp > 1 else range(spec.layers)
     has_head = sizes.pp == 1 or any_schedule_of(run.layout).ends[1] == at["pp"]
     per_token = sum(blocks[layer] + again for layer in layers) + head * has_head

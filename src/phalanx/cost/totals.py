@@ -11,18 +11,20 @@ from phalanx.spec.run import RunSpec, cut_batch
 from phalanx.spec.share import tensor_share
 
 SUMS = 6
-"""Numbers that ranks sum in a step (`train.learner`), and beside them the load of each expert of each layer."""
 WHY = "sums of losses and tokens, and the gradient's norm"
 
 
+def summed_numbers(run: RunSpec) -> int:
+    """Numbers that ranks sum in a step: some, and the load of each expert of each layer (`train.learner`)."""
+    experts = run.model.moe.experts if run.model.moe else 0
+    return SUMS + experts * sum(map(run.model.is_moe, range(run.model.layers)))
+
+
 def step_totals(run: RunSpec, world_size: int, place: int) -> list[Traffic]:
-    """What a rank at this place of the pipeline sends for them in one update. Of parameter servers nothing: their sums
-    come with gradients and weights."""
+    """What a rank at this place of the pipeline sends for them in one update. (What parameter servers are
+    told comes with gradients: `verify.served`.)"""
     layout, sizes, cut = run.layout, degrees(run.layout, world_size), cut_batch(run, world_size)
-    if sizes.servers:
-        return []
-    experts = run.model.moe.experts * sum(map(run.model.is_moe, range(run.model.layers))) if run.model.moe else 0
-    summed, number = 8 * (SUMS + experts), max(4, COMPUTED[run.training.precision])
+    summed, number = 8 * summed_numbers(run), max(4, COMPUTED[run.training.precision])
     found = [_one("losses", summed, sizes.dp * sizes.cp * sizes.pp), _one("tp", summed, sizes.tp)]
     norms = _norms(run, rank_shapes(run, world_size)[place])
     found += [_one(among, number, ranks) for among, ranks in norms]

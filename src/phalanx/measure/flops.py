@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
-PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+PRODUCTS = {"mm": aten.mm, "addmm": aten.addmm, "bmm": aten.bmm, "baddbmm": aten.baddbmm}
+"""Also of those that write in place, whose names end with an underscore."""
 ATTENTION = "_scaled_dot_product_"
 
 
@@ -27,15 +28,15 @@ class FlopMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet in PRODUCTS:
-            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        elif func.namespace == "aten" and packet.__name__ == "_grouped_mm":
+        name = func._overloadpacket.__name__ if func.namespace == "aten" else ""
+        if (product := PRODUCTS.get(name.rstrip("_"))) is not None:
+            self.flops += flop_registry[product](*args, **(kwargs or {}), out_val=out)
+        elif name == "_grouped_mm":
             self.flops += _grouped(args[0], out)
-        elif func.namespace == "aten" and packet.__name__.startswith(ATTENTION):
+        elif name.startswith(ATTENTION):
             names = [argument.name for argument in func._schema.arguments]
             given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-            backward = packet.__name__.endswith("_backward")
+            backward = name.endswith("_backward")
             self.flops += _attention(given["query"], given["key"], given.get("is_causal", False), backward)
         return out
 

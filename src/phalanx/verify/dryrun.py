@@ -10,6 +10,7 @@ import multiprocessing
 import resource
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -29,6 +30,7 @@ from phalanx.parallel.data import DataParallel
 from phalanx.parallel.mesh import build_mesh
 from phalanx.schedule.named import any_schedule_of, schedule_of
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import degrees, expert_groups, groups
 from phalanx.spec.run import RunSpec
 from phalanx.train.learner import Learner, Micro
 from phalanx.train.measured import measured_number, observed
@@ -60,7 +62,32 @@ def dry_run(run: RunSpec, world_size: int, ranks: Sequence[int], at_once: int = 
     context.set_forkserver_preload([__name__])  # torch is imported once
     # PyTorch remembers meshes and shapes of the process group before: none is used twice.
     with ProcessPoolExecutor(min(at_once, len(ranks)), context, max_tasks_per_child=1) as pool:
-        yield from pool.map(partial(trace, run, world_size), ranks)
+        try:
+            yield from pool.map(partial(_guarded, run, world_size), ranks)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def corners(run: RunSpec, world_size: int) -> list[int]:
+    """The first and the last rank of every axis: the very first and the very last, and of each axis the one that is
+    last there and first on all others. Of parameter servers and workers the first and the last."""
+    sizes = degrees(run.layout, world_size)
+    if sizes.servers:
+        return sorted({0, sizes.servers - 1, sizes.servers, world_size - 1})
+    alone = [groups(sizes, axis)[0][-1] for axis in sizes.axes]
+    of_experts = [group[-1] for group in expert_groups(sizes)[:1]]
+    return sorted({0, *alone, *of_experts, world_size - 1})
+
+
+class TraceError(RuntimeError):
+    """A rank's program failed; PyTorch's own errors cannot always be sent from a process to another."""
+
+
+def _guarded(run: RunSpec, world_size: int, rank: int) -> Traced:
+    try:
+        return trace(run, world_size, rank)
+    except Exception:
+        raise TraceError(f"rank {rank}:\n{traceback.format_exc()}") from None
 
 
 def trace(run: RunSpec, world_size: int, rank: int) -> Traced:

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -32,7 +32,7 @@ def numberless() -> Iterator[None]:
         yield
 
 
-class Numberless(FakeTensorMode):
+class Numberless(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors, but for two kinds: those on the meta device, which have no numbers as it is; and small ones of
     whole numbers which depend on no others, such as the ranks of a mesh, or the order of DDP's buckets."""
 

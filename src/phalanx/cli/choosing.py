@@ -1,0 +1,26 @@
+"""`layout = "auto"`: the planner chooses, for commands that need a layout."""
+
+from __future__ import annotations
+
+import sys
+
+from phalanx.spec.run import RunSpec
+
+
+def chosen(run: RunSpec) -> tuple[RunSpec, str]:
+    """The run with the fastest layout whose memory is almost surely enough on the ranks of its cluster, or if none is
+    the one with least risk, and what the planner says of the first ten, as JSON. Says on stderr what was taken."""
+    import json
+
+    from phalanx.cli.plan_views import facts
+    from phalanx.cli.searching import searching
+    from phalanx.plan.explain import best_plan
+
+    described, ranks = run.model_copy(update={"automatic": False}), run.cluster.ranks
+    with searching(ranks) as report:
+        plan = best_plan(described, ranks, report=report)
+    best = plan.taken
+    seconds = f"{best.step_seconds:.3f} s a step predicted"
+    print(f"layout: {best.candidate} (of {plan.considered:,}; {seconds})", file=sys.stderr)
+    taken = described.model_copy(update={"layout": best.candidate.layout()})
+    return taken, json.dumps(facts(taken, ranks, plan, top=10, tokens=None), indent=2)
