@@ -59,6 +59,8 @@ class ActivationBytes:
     """The most kept while a block or attention is computed again in the backward pass; 0 where none is."""
     recomputed_first: int = 0
     """The same of the first block, which is the last to be computed again."""
+    stream_gradient: int = 0
+    """Not kept: of the residual stream, between blocks."""
     put_off: int = 0
     """What a stage keeps of a micro-batch between the halves of its backward pass."""
 
@@ -81,7 +83,16 @@ class ActivationBytes:
     def in_blocks(self, done: float = 0.0) -> int:
         """Inside a block of the backward pass of which a share is done: what those after it kept is free."""
         again = self.recomputed + done * (self.recomputed_first - self.recomputed)
-        return round(max((1 - done) * self.total, again)) + self.mlp_gradients
+        return round(max((1 - done) * self._in_blocks, again)) + self.mlp_gradients
+
+    def between_blocks(self, done: float) -> int:
+        """Between two blocks of the backward pass, when the one is done with and the next not begun."""
+        return round((1 - done) * self._in_blocks) + self.stream_gradient
+
+    @property
+    def _in_blocks(self) -> int:
+        """Of the total what is still there when the backward pass is through the head."""
+        return self.total - self.head_and_loss
 
 
 @dataclass(frozen=True)
@@ -171,6 +182,7 @@ def activation_bytes(
         **kept,
         loss_gradients=loss_gradients,
         mlp_gradients=flowing,
+        stream_gradient=stream,
         recomputed=max(alive, default=0),
         recomputed_first=alive[0] if alive else 0,
         put_off=sum(halves),
@@ -187,11 +199,14 @@ class InFlight:
     """From then on."""
 
 
-def in_flight(schedule: Schedule, rank: int, kept: Sequence[ActivationBytes]) -> InFlight:
+def in_flight(schedule: Schedule, rank: int, kept: Sequence[ActivationBytes], inside: int) -> InFlight:
     """Of activations that every stage keeps of a micro-batch from the forward to the backward pass, and between that
-    pass's halves."""
+    pass's halves; and what is on its way `inside` blocks."""
     mine = {stage: kept[stage] for stage in schedule.stages_of(rank)}
-    sizes = {stage: (of.total, of.peak, of.put_off, of.in_blocks(1.0)) for stage, of in mine.items()}
+    sizes = {
+        stage: (of.total, max(of.at_loss, of.in_blocks() + inside), of.put_off, of.in_blocks(1.0) + inside)
+        for stage, of in mine.items()
+    }
     held, trained, most = 0, False, [0, 0]
     for stage, kind, _ in schedule.actions(rank):
         total, peak, put_off, at_end = sizes[stage]

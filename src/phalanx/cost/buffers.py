@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from math import ceil
 
 from phalanx.cost.network import Strategy
 from phalanx.cost.precision import COMPUTED, KEPT, Precision
 from phalanx.cost.shapes import Shape, Shapes, elements, owned_elements
+from phalanx.cost.shares import Held
 from phalanx.schedule.action import POSTED
 from phalanx.schedule.named import any_schedule_of
 from phalanx.spec.layout import Degrees, Layout
@@ -28,46 +30,56 @@ class Sending:
     done: float
     """Share of its backward pass, from 0 when that begins to 1 at its end and at the update."""
     bytes: int
+    between: bool = False
+    """Whether it is between blocks, whose inner gradients are gone."""
 
 
-def sendings(shapes: Shapes, run: RunSpec, strategy: Strategy, sizes: Degrees, accumulation: int) -> list[Sending]:
-    """The moments at which a rank that computes may hold most, under the strategy that its layout comes to. A parameter
-    server's worker has none: what it sends and receives are its gradients and parameters, or on a GPU in CPU memory."""
+def sendings(rank: Held, run: RunSpec, strategy: Strategy, sizes: Degrees, accumulation: int) -> list[Sending]:
+    """The moments at which a rank that computes may hold most, under the strategy that its layout comes to; of its
+    tensors, experts may have ranks of their own. A parameter server's worker has none: what it sends and receives are
+    its gradients and parameters, or on a GPU in CPU memory."""
     layout, precision, on_gpu = run.layout, run.training.precision, run.cluster.device == "cuda"
     wholes = 1 if on_gpu else 2
     match strategy:
-        case "ddp" if layout.pp > 1:  # at the step's end all buckets are on their way
-            return [Sending(1.0, KEPT[precision] * _whole(list(shapes.values())))] if sizes.dp > 1 else []
         case "ddp":
-            size = ddp_buffers(shapes, layout, KEPT[precision])
-            return [Sending(done, size) for done in (0.0, 1.0)] if sizes.dp > 1 else []
+            others = rank.apart if layout.pp == 1 else rank.all  # at the step's end all of these are on their way
+            found = ddp_buffers(rank.dense, layout, KEPT[precision]) if layout.pp == 1 and sizes.dp > 1 else []
+            ended = Sending(1.0, KEPT[precision] * _whole(list(others.values())))
+            return [*found, ended] if others and (sizes.dp > 1 or rank.apart) else found
         case "zero1" | "zero2":
-            whole_gradients = strategy == "zero1"
-            found = zero_buffers(shapes, layout, sizes.dp_shard, COMPUTED[precision], whole_gradients, wholes)
+            found = zero_buffers(rank, layout, COMPUTED[precision], strategy == "zero1", wholes)
             return [replace(each, done=1.0) for each in found] if layout.pp > 1 else found
         case "zero3" | "hsdp":
             deferred = not on_gpu and sizes.dp_replicate == 1
             summed_twice = deferred and accumulation > 1 and layout.offload == "none"
             if layout.pp > 1:  # parameters stay gathered for the step
                 layout = layout.model_copy(update={"reshard": False})
-            found = fsdp_buffers(shapes, layout, sizes.dp_shard, precision, wholes, summed_twice)
+            of = partial(fsdp_buffers, layout=layout, precision=precision, wholes=wholes, summed_twice=summed_twice)
+            found = of(rank.dense, ranks=rank.shards)
+            if rank.apart:  # one gradient is on its way at a time
+                found = _beside(of(rank.dense, ranks=rank.shards, wholes=0), of(rank.apart, ranks=rank.apart_shards))
             return [replace(each, done=ceil(each.done)) for each in found] if layout.pp > 1 else found
         case "parameter_server":
             return []
 
 
-def exchange_bytes(run: RunSpec, batch: int, place: int) -> int:
-    """Of what ranks that share a model send each other of activations and gradients, an upper estimate of what is on
-    its way at one time, at a place of the pipeline, for micro-batches of `batch` sequences.
+def _beside(sent: list[Sending], others: list[Sending]) -> list[Sending]:
+    """Each moment of two with the most of the other."""
+    most, more = (max((each.bytes for each in of), default=0) for of in (sent, others))
+    mine = [replace(each, bytes=each.bytes + more) for each in sent]
+    return mine + [replace(each, bytes=each.bytes + most) for each in others]
+
+
+def exchange_bytes(run: RunSpec, batch: int) -> int:
+    """Of what ranks that share a model send each other of activations and gradients inside blocks, an upper estimate of
+    what is on its way at one time, for micro-batches of `batch` sequences.
 
     Tensor-parallel ranks have two gathered inputs and a term of the sum before and after it, or without sequence
     parallelism a sum and the copy that it is made in; around a ring go keys and values and their gradients, two of each
     (one that comes); an all-to-all has what goes and what comes, one of experts also the rows before their sorting.
-    On every link of a pipeline some are received ahead, and one is sent.
     """
-    spec, layout, number = run.model, run.layout, max(4, COMPUTED[run.training.precision])
-    tokens = batch * run.training.sequence // layout.cp
-    here = tokens // layout.tp if layout.sequence_parallel else tokens
+    spec, layout = run.model, run.layout
+    tokens, here = _tokens(run, batch)
     numbers = 0
     if layout.tp > 1:
         numbers += (4 if layout.sequence_parallel else 2) * tokens * (spec.width + 1)
@@ -80,46 +92,58 @@ def exchange_bytes(run: RunSpec, batch: int, place: int) -> int:
         numbers += around * tokens * spec.head_dim
     if layout.ep > 1 and spec.moe:
         numbers += 3 * spec.moe.top_k * here * spec.width
-    if layout.pp > 1:
-        links = [link for link in any_schedule_of(layout).links if place in link]
-        numbers += sum(POSTED if to == place else 1 for _, to in links) * here * spec.width
-    return number * numbers
+    return max(4, COMPUTED[run.training.precision]) * numbers
 
 
-def ddp_buffers(shapes: Shapes, layout: Layout, number: int) -> int:
+def link_bytes(run: RunSpec, batch: int, place: int) -> int:
+    """Of what the stages of a pipeline send each other: on every link some are received ahead, and one is sent."""
+    links = [link for link in any_schedule_of(run.layout).links if place in link]
+    messages = sum(POSTED if to == place else 1 for _, to in links)
+    return max(4, COMPUTED[run.training.precision]) * messages * _tokens(run, batch)[1] * run.model.width
+
+
+def _tokens(run: RunSpec, batch: int) -> tuple[int, int]:
+    """Of a micro-batch: those that products are given, and those of the residual stream on a rank."""
+    tokens = batch * run.training.sequence // run.layout.cp
+    return tokens, tokens // run.layout.tp if run.layout.sequence_parallel else tokens
+
+
+def ddp_buffers(shapes: Shapes, layout: Layout, number: int) -> list[Sending]:
     """Gradients are views of what is sent. Compressed to bf16, a bucket (of fp32) has a copy of half its size on the
-    way; one is counted. PowerSGD keeps what it did not send (its thin matrices are small), and a copy of a bucket."""
-    largest = number * max(map(_whole, buckets(shapes, layout.bucket_mb * MIB / number)))
-    match layout.compress:
-        case "none":
-            return 0
-        case "bf16":
-            return 2 * largest // number
-        case "powersgd":
-            return number * sum(map(elements, shapes.values())) + largest
+    way when its gradients are there; one is counted. PowerSGD keeps what it did not send (its thin matrices are small),
+    and a copy of a bucket."""
+    if layout.compress == "none":
+        return []
+    sizes = [_whole(bucket) for bucket in buckets(shapes, layout.bucket_mb * MIB / number)]
+    copied, unsent = (2, 0) if layout.compress == "bf16" else (number, number * sum(sizes))
+    done = [so_far / sum(sizes) for so_far in accumulate(sizes)]
+    return [Sending(0.0, unsent), *(Sending(at, unsent + copied * size) for at, size in zip(done, sizes, strict=True))]
 
 
-def zero_buffers(
-    shapes: Shapes, layout: Layout, ranks: int, number: int, whole_gradients: bool, wholes: int
-) -> list[Sending]:
+def zero_buffers(rank: Held, layout: Layout, number: int, whole_gradients: bool, wholes: int) -> list[Sending]:
     """Of ZeRO-1 (`whole_gradients`) or ZeRO-2, each bucket's reduce-scatter when its gradients are there, beside which
     ZeRO-2 keeps those of the next bucket until they are all there; and after the update the gathers of a bucket and of
     the one before it, each of an N-th and the whole. Buckets are as `parallel.zero` cuts them, with padded rows; those
     of offload may be smaller."""
-    if ranks == 1:
-        return []
-    cut = buckets(shapes, layout.bucket_mb * MIB / number)
-    owned = [sum(owned_elements(shape, ranks) for shape in bucket) for bucket in cut]
-    filling = [0 if whole_gradients else _whole(bucket) for bucket in [*cut[1:], []]]
+    shapes, ranks, owned = rank.all, list[int](), list[int]()
+    cut = bucket_names(shapes, layout.bucket_mb * MIB / number, rank.apart)
+    for bucket in cut:
+        ranks.append(rank.apart_shards if bucket[0] in rank.apart else rank.shards)
+        owned.append(sum(owned_elements(shapes[name], ranks[-1]) for name in bucket))
+    filling = [0 if whole_gradients else _whole([shapes[name] for name in bucket]) for bucket in [*cut[1:], []]]
     done = [size / sum(owned) for size in accumulate(owned)]
-    reduced = [part * (wholes * ranks + 1) + more for part, more in zip(owned, filling, strict=True)]
-    gathered = max(before + part for before, part in pairwise([0, *owned])) * (ranks + 1)
+    # Alone a rank sends nothing, and copies nothing.
+    reduced = [
+        (part * (wholes * n + 1) if n > 1 else 0) + more for part, n, more in zip(owned, ranks, filling, strict=True)
+    ]
+    wholes_and_parts = [part * (n + 1) if n > 1 else 0 for part, n in zip(owned, ranks, strict=True)]
+    gathered = max(sum(pair) for pair in pairwise([0, *wholes_and_parts]))
     at = [*zip(done, reduced, strict=True), (1.0, gathered)]
-    return [Sending(share, number * size) for share, size in at]
+    return [Sending(share, number * size) for share, size in at if size]
 
 
 def fsdp_buffers(
-    shapes: Shapes, layout: Layout, ranks: int, precision: Precision, wholes: int, summed_twice: bool
+    shapes: Shapes, *, layout: Layout, ranks: int, precision: Precision, wholes: int, summed_twice: bool
 ) -> list[Sending]:
     """Of ZeRO-3: what is gathered when the backward pass begins; when the first block's gradients are there, and the
     last one's; and at the backward pass's end those of the root unit, which is all that is in no block and stays
@@ -128,9 +152,9 @@ def fsdp_buffers(
     Beside the root, `prefetch` blocks ahead and the block that computes are gathered (without `reshard` all), and when
     its gradients are copied to be sent, as much as is sent takes its place; those of the block before are then under
     way. Gradients wait in the dtype that computes, the head's all the time; they are sent and summed in the
-    parameters' own. What FSDP2 holds twice while it copies a block out of what was gathered is less
-    (torch/distributed/fsdp/_fully_shard). `summed_twice`: on a CPU a micro-batch's sums come beside those of the
-    micro-batches before it (`parallel.fsdp`).
+    parameters' own (with no `wholes` something else is on its way then). What FSDP2 holds twice while it copies a block
+    out of what was gathered is less (torch/distributed/fsdp/_fully_shard). `summed_twice`: on a CPU a micro-batch's
+    sums come beside those of the micro-batches before it (`parallel.fsdp`).
     """
     computed, kept = COMPUTED[precision] * ranks, KEPT[precision] * ranks
     root, *blocks = units(shapes, layout, ranks)
@@ -140,15 +164,19 @@ def fsdp_buffers(
     early = root - sum(owned_elements(shapes[name], ranks) for name in last)
 
     def reducing(unit: int) -> int:
-        return kept * unit * wholes + KEPT[precision] * unit
+        return kept * unit * wholes + (KEPT[precision] * unit if wholes else 0)
 
     gathered = root + (ahead * block if layout.reshard else sum(blocks))
-    in_blocks = computed * (gathered + early + block) + kept * block + reducing(block)
+    in_blocks = computed * (gathered + early + block) + reducing(block)
+    copying = in_blocks + kept * block
     at_the_end = max((computed + kept) * root + reducing(block), reducing(root))
     sums = KEPT[precision] * (root + sum(blocks)) if summed_twice else 0
     first = 1 / max(1, len(blocks))
-    at = (0.0, computed * gathered), (first, in_blocks), (1.0, max(in_blocks, at_the_end))
-    return [Sending(done, round(size + sums * done)) for done, size in at]
+    inside = (0.0, computed * gathered), (first, in_blocks), (1.0, in_blocks)
+    # Of the first block nothing is under way yet when its gradients are copied.
+    between = (first, in_blocks), (min(1.0, 2 * first), copying), (1.0, max(copying, at_the_end))
+    at = [*((*each, False) for each in inside), *((*each, True) for each in between)]
+    return [Sending(done, round(size + sums * done), apart) for done, size, apart in at]
 
 
 def server_buffers(owned_bytes: int, workers: int, staleness: int | None) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.cost.jobs import OWN_RECOMPUTE, Recompute
+from phalanx.cost.jobs import Recompute
 from phalanx.cost.parameters import parameters
 from phalanx.cost.shapes import elements, parameter_shapes
-from phalanx.cost.stages import part_flops, rank_layers
+from phalanx.cost.shares import rank_shapes
+from phalanx.cost.stages import rank_layers
 from phalanx.schedule.named import any_schedule_of
 from phalanx.spec.layout import degrees
 from phalanx.spec.model import ModelSpec
@@ -83,22 +84,41 @@ def recomputed_flops_per_token(
 
 
 def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
-    """FLOPs of a rank's forward and backward passes in one update, with what it computes again; experts balanced. What
-    ranks repeat for each other (routers without sequence parallelism, key/value heads) is not counted."""
-    sizes, cut, spec = degrees(run.layout, world_size), cut_batch(run, world_size), run.model
+    """FLOPs of a rank's forward and backward passes in one update, of its shares of tensors and attention, with what it
+    computes again; experts balanced."""
+    sizes, cut, spec, layout = degrees(run.layout, world_size), cut_batch(run, world_size), run.model, run.layout
     if rank < sizes.servers:
         return 0.0
-    at, sequence = sizes.place(rank), run.training.sequence
+    at = sizes.place(rank)
     each, more = divmod(cut.sequences, cut.dp)
     rows = each + (at["dp_replicate"] * sizes.dp_shard + at["dp_shard"] < more)
-    causal = not run.data.mask_documents  # of masked documents kernels compute every pair of tokens
-    _, *blocks, head = part_flops(spec, sequence, causal)
-    mode = OWN_RECOMPUTE[run.layout.recompute]
-    again = recomputed_flops_per_token(spec, sequence, mode, causal=causal) / spec.layers
+    tokens = rows * run.training.sequence / sizes.cp
+    held = rank_shapes(run, world_size, at["tp"])[at["pp"]]
     layers = rank_layers(run)[at["pp"]] if sizes.pp > 1 else range(spec.layers)
-    has_head = sizes.pp == 1 or any_schedule_of(run.layout).ends[1] == at["pp"]
-    per_token = sum(blocks[layer] + again for layer in layers) + head * has_head
-    return rows * sequence / (sizes.cp * sizes.tp) * per_token
+    products, of_attention = 0.0, 0.0
+    for name, shape in held.all.items():
+        if name.startswith("blocks.") and len(shape) > 1:
+            flops = 2 * _rows_through(name, run, tokens) * elements(shape[1:] if ".experts." in name else shape)
+            products, of_attention = products + flops, of_attention + flops * (".attention." in name)
+    causal = not run.data.mask_documents  # of masked documents kernels compute every pair of tokens
+    heads = -(-spec.heads // sizes.tp)
+    core = 4 * heads * spec.head_dim * run.training.sequence * (0.5 if causal else 1.0) * tokens * len(layers)
+    again = {"none": 0.0, "selective": of_attention + core, "full": products + core}[layout.recompute]
+    head = held.copied or held.dense.get("head.weight") or held.dense["embedding.weight"] if _has_head(run, at) else ()
+    return 3 * (products + core) + again + (6 * tokens * elements(head) if head else 0)
+
+
+def _rows_through(name: str, run: RunSpec, tokens: float) -> float:
+    """Of a rank's tokens those that a tensor multiplies; of stacked experts the rows that all of them are given."""
+    layout, moe = run.layout, run.model.moe
+    here = tokens / layout.tp if layout.sequence_parallel else tokens
+    if moe is not None and ".experts." in name:
+        return (here if layout.ep > 1 else tokens) * moe.top_k * min(1.0, moe.capacity_factor or 1.0)
+    return here if ".router." in name else tokens
+
+
+def _has_head(run: RunSpec, at: dict[str, int]) -> bool:
+    return run.layout.pp == 1 or any_schedule_of(run.layout).ends[1] == at["pp"]
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_flops: float, ranks: int) -> float:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.cost.activations import ActivationBytes, InFlight, Stage, activation_bytes, in_flight, stages_of
-from phalanx.cost.buffers import Sending, exchange_bytes, sendings, server_buffers
-from phalanx.cost.moments import Kept, beside, moments, moments_in_flight, update_bytes
+from phalanx.cost.buffers import Sending, exchange_bytes, link_bytes, sendings, server_buffers
+from phalanx.cost.moments import Kept, moments, moments_in_flight, update_bytes
 from phalanx.cost.network import Strategy
 from phalanx.cost.parameters import ParameterCount
 from phalanx.cost.precision import COMPUTED, KEPT, Precision
@@ -21,7 +21,7 @@ from phalanx.cost.shapes import Shape, Shapes, elements, muon_trains, owned_elem
 from phalanx.cost.shares import Held, rank_shapes
 from phalanx.cost.stages import check_layout, stage_layers
 from phalanx.schedule.named import schedule_of
-from phalanx.spec.layout import SHARDED, Degrees, Layout, degrees, spread
+from phalanx.spec.layout import SHARDED, Layout, degrees, spread
 from phalanx.spec.run import Cut, OptimizerSpec, RunSpec, cut_batch
 
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
@@ -191,36 +191,27 @@ def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
     data, cut = sizes.as_data(sharded=layout.data in SHARDED), cut_batch(run, world_size)
     strategy = runs_as(layout, data.dp_shard)
     passes = _in_flight(run, cut, strategy) if layout.pp > 1 else []
+    exchange = exchange_bytes(run, cut.micro_batch)
     alike: dict[object, tuple[tuple[StateBytes, int, int], list[Sending]]] = {}
     found = []
     for place, rank in enumerate(rank_shapes(run, world_size)):
         kinds = rank.kinds
         if kinds not in alike:
-            alike[kinds] = _rests(run, rank, strategy), _sendings(run, rank, strategy, data, cut.accumulation)
+            alike[kinds] = _rests(run, rank, strategy), sendings(rank, run, strategy, data, cut.accumulation)
         (state, offloaded, in_files), sent = alike[kinds]
-        exchange = exchange_bytes(run, cut.micro_batch, place)
         kept = _kept(run, rank, strategy, state, cut.accumulation, alone=data.dp == 1)
         if layout.pp == 1:
             activations = _activations(run, cut, strategy)
-            most, at = activations.peak, moments(kept, activations, exchange, sent)
-        else:
-            most = max(passes[place].before, passes[place].trained)
-            at = moments_in_flight(kept, passes[place], exchange, sent)
+            beside, most, at = exchange, activations.peak, moments(kept, activations, exchange, sent)
+        else:  # what is exchanged inside blocks is among what is in flight
+            beside, most = link_bytes(run, cut.micro_batch, place), max(passes[place].before, passes[place].trained)
+            at = moments_in_flight(kept, passes[place], beside, sent)
         parts = RankMemory(
             state.parameters, state.gradients, state.optimizer, most,
-            exchange + max((each.bytes for each in sent), default=0), offloaded, in_files,
+            beside + max((each.bytes for each in sent), default=0), offloaded, in_files,
         )  # fmt: skip
         found.append(replace(parts, never_together=parts.total - max(at)))
     return found
-
-
-def _sendings(run: RunSpec, rank: Held, strategy: Strategy, data: Degrees, accumulation: int) -> list[Sending]:
-    """Of a rank's tensors, those of experts with ranks of their own."""
-    sent = sendings(rank.dense, run, strategy, data, accumulation)
-    if not rank.apart:
-        return sent
-    same = replace(data, dp_replicate=1, dp_shard=rank.apart_shards)
-    return beside(sent, sendings(rank.apart, run, strategy, same, accumulation))
 
 
 def _kept(run: RunSpec, rank: Held, strategy: Strategy, state: StateBytes, accumulation: int, alone: bool) -> Kept:
@@ -233,6 +224,8 @@ def _kept(run: RunSpec, rank: Held, strategy: Strategy, state: StateBytes, accum
     summed = gradients
     if strategy in ("zero3", "hsdp") and layout.pp > 1:
         summed = KEPT[run.training.precision] * sum(map(elements, [*rank.dense.values(), *rank.apart.values()]))
+    if rank.copied is not None:  # its gradient, until that is sent to who trains it
+        summed += COMPUTED[run.training.precision] * elements(rank.copied)
     before = gradients if strategy == "parameter_server" else sets * gradients
     return Kept(state.parameters + state.optimizer, gradients, before, summed, update_bytes(run, rank, strategy))
 
@@ -273,7 +266,8 @@ def _in_flight(run: RunSpec, cut: Cut, strategy: Strategy) -> list[InFlight]:
         if alike not in kept:
             kept[alike] = _activations(run, cut, strategy, stage)
         of_stages.append(kept[alike])
-    return [in_flight(schedule, place, of_stages) for place in range(run.layout.pp)]
+    inside = exchange_bytes(run, cut.micro_batch)
+    return [in_flight(schedule, place, of_stages, inside) for place in range(run.layout.pp)]
 
 
 def _server(run: RunSpec, world_size: int) -> RankMemory:

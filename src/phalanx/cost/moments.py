@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from phalanx.cost.activations import ActivationBytes, InFlight
 from phalanx.cost.buffers import Sending
@@ -34,13 +34,6 @@ class Kept:
     """What the optimizer needs beside its state."""
 
 
-def beside(sent: list[Sending], others: list[Sending]) -> list[Sending]:
-    """Each moment of two with the most of the other."""
-    most, more = (max((each.bytes for each in of), default=0) for of in (sent, others))
-    mine = [replace(each, bytes=each.bytes + more) for each in sent]
-    return mine + [replace(each, bytes=each.bytes + most) for each in others]
-
-
 def moments(kept: Kept, activations: ActivationBytes, exchange: int, sent: list[Sending]) -> Iterator[int]:
     """When the backward pass begins, at every moment of sending, when it ends, and at the update. `exchange` is what
     ranks that share a model have on its way inside blocks."""
@@ -48,15 +41,17 @@ def moments(kept: Kept, activations: ActivationBytes, exchange: int, sent: list[
     yield kept.always + kept.before + begin + _gathered(sent)
     for each in sent:
         there = max(kept.before, round(each.done * kept.gradients))
-        yield kept.always + there + activations.in_blocks(each.done) + exchange + each.bytes
+        inside = activations.in_blocks(each.done) + exchange
+        yield kept.always + there + (activations.between_blocks(each.done) if each.between else inside) + each.bytes
     last = max(kept.before, kept.gradients)
     yield kept.always + last + activations.in_blocks(1.0) + exchange
     yield kept.always + last + kept.update
 
 
-def moments_in_flight(kept: Kept, passes: InFlight, exchange: int, sent: list[Sending]) -> Iterator[int]:
-    """The same of a pipeline, of a rank's passes without and with gradients, and at the step's end."""
-    working = exchange + _gathered(sent)
+def moments_in_flight(kept: Kept, passes: InFlight, links: int, sent: list[Sending]) -> Iterator[int]:
+    """The same of a pipeline, of a rank's passes without and with gradients, and at the step's end. `links` is what is
+    on its way between stages."""
+    working = links + _gathered(sent)
     yield kept.always + passes.before + working
     yield kept.always + kept.summed + passes.trained + working
     for each in sent:

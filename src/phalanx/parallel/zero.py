@@ -283,6 +283,7 @@ class Bucket:
         wholes = [part.parameter.grad.view(part.matrix) for part in self.parts if part.parameter.grad is not None]
         sent = wholes[0].new_empty(self.group.size(), sum(self.sizes))
         torch._chunk_cat(wholes, dim=0, num_chunks=self.group.size(), out=sent)
+        del wholes
         if not keep_whole:
             for part in self.parts:
                 part.parameter.grad = None

@@ -10,8 +10,9 @@ from typing import Any, Literal
 from phalanx.cost.compute import rank_flops
 from phalanx.cost.memory import rank_memory
 from phalanx.cost.network import Among, Traffic
+from phalanx.cost.shapes import parameter_shapes
 from phalanx.cost.totals import step_totals
-from phalanx.cost.traffic import grouped_traffic
+from phalanx.cost.traffic import grouped_traffic, server_loads
 from phalanx.plan.matrix import members_of
 from phalanx.spec.layout import degrees, groups, is_shared, stage_groups
 from phalanx.spec.run import RunSpec
@@ -120,11 +121,13 @@ def _memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[Line]
     place = sizes.place(rank)["pp"]
     planned, fullest = memory[place], rank == stage_groups(sizes)[place][0]
     if sizes.servers:
-        planned, fullest = memory[rank >= sizes.servers], rank >= sizes.servers - 1
+        loads = [*server_loads(parameter_shapes(run.model), sizes.servers), 0]
+        planned, fullest = memory[rank >= sizes.servers], loads[min(rank, sizes.servers)] in (0, max(loads))
     lines = []
     for part in (*STATE, "total"):
         when = "peak_bytes" if part == "total" else "held_bytes"
         expected, got = getattr(planned, part), traced[when].get(part, 0)
+        expected += planned.host if part == "total" else 0  # ranks are traced as on a CPU, whose memory is one
         near = NEAR if part == "total" else 0.0
         agrees = got <= (1 + near) * expected and (got >= (1 - near) * expected or not fullest)
         why = "" if fullest or got >= expected else "a smaller share than the fullest rank's, which is planned"
@@ -135,4 +138,4 @@ def _memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[Line]
 
 def _flops(run: RunSpec, world_size: int, traced: dict[str, Any]) -> Line:
     expected, got = rank_flops(run, world_size, traced["rank"]), traced["flops"]
-    return Line("flops", "forward and backward", "", 1, expected, got, agrees=abs(got - expected) <= NEAR * expected)
+    return Line("flops", "step", "", 1, expected, got, agrees=abs(got - expected) <= NEAR * expected)

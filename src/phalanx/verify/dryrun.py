@@ -59,7 +59,7 @@ def dry_run(run: RunSpec, world_size: int, ranks: Sequence[int], at_once: int = 
     """
     check_traceable(run, world_size)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # torch is imported once
+    context.set_forkserver_preload([__name__, "torch._dynamo"])  # what takes seconds is imported once
     # PyTorch remembers meshes and shapes of the process group before: none is used twice.
     with ProcessPoolExecutor(min(at_once, len(ranks)), context, max_tasks_per_child=1) as pool:
         try:

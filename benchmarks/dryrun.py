@@ -1,0 +1,111 @@
+"""Runs that no machine here could hold, traced on this one and held against the plan.
+
+    python -m benchmarks.dryrun                    # prints the table and writes docs/benchmarks/dryrun.md
+    python -m benchmarks.dryrun qwen3-30b-a3b      # one of its models, printed only
+
+Each is laid out by the planner; the first and last ranks of every axis are traced, two at a time.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from phalanx.plan.explain import best_plan
+from phalanx.spec.load import build_run
+from phalanx.spec.run import RunSpec
+from phalanx.verify.compare import Line, compare
+from phalanx.verify.dryrun import corners, dry_run
+
+SEQUENCE = 8192
+NPROC = 8
+RUNS = {"llama3-70b": (1024, 2**23), "llama3-405b": (16_384, 2**24), "qwen3-30b-a3b": (16_384, 2**27)}
+"""Ranks, and tokens of an optimizer update."""
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "dryrun.md"
+HEADER = (
+    "| model | ranks | layout | rank | collectives | calls equal | bytes equal | state | peak memory, traced / planned | "
+    "FLOPs, traced / planned | seconds | process |\n|---|---:|---|---:|---:|---|---|---|---:|---:|---:|---:|"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One traced rank."""
+
+    model: str
+    world_size: int
+    layout: str
+    rank: int
+    lines: list[Line]
+    seconds: float
+    process_bytes: int
+
+    def __str__(self) -> str:
+        collectives = [line for line in self.lines if line.kind == "collective"]
+        calls = sum(line.traced_calls for line in collectives)
+        calls_equal = all(line.traced_calls == line.planned_calls for line in collectives)
+        bytes_equal = all(abs(line.traced - line.planned) <= 1e-9 * line.planned for line in collectives)
+        state = all(line.agrees for line in self.lines if line.kind == "memory" and line.what != "total")
+        total, flops = (next(line for line in self.lines if line.what == what) for what in ("total", "step"))
+        words = [
+            self.model, f"{self.world_size:,}", self.layout, f"{self.rank:,}", f"{calls:,}",
+            *("yes" if equal else "no" for equal in (calls_equal, bytes_equal, state)),
+            f"{total.traced / 1e9:.2f} / {total.planned / 1e9:.2f} GB ({total.traced / total.planned - 1:+.1%})",
+            f"{flops.traced / flops.planned:.4f}", f"{self.seconds:.0f}", f"{self.process_bytes / 1e9:.2f} GB",
+        ]  # fmt: skip
+        return f"| {' | '.join(words)} |"
+
+
+def described(model: str) -> tuple[RunSpec, str]:
+    """The run with the layout that the planner takes, and that layout in words."""
+    world_size, tokens = RUNS[model]
+    run = build_run(
+        {
+            "model": {"preset": model},
+            "training": {"sequence": SEQUENCE, "tokens_per_step": tokens},
+            "cluster": {"preset": "h100", "nodes": world_size // NPROC, "nproc": NPROC},
+        }
+    )
+    taken = best_plan(run, world_size).taken.candidate
+    return run.model_copy(update={"layout": taken.layout()}), str(taken)
+
+
+def traced(model: str) -> list[Row]:
+    """The corner ranks of a run."""
+    run, layout = described(model)
+    world_size, rows = RUNS[model][0], []
+    for rank in dry_run(run, world_size, corners(run, world_size)):
+        took = rank["tracing"]
+        lines = compare(run, world_size, rank)
+        rows.append(Row(model, world_size, layout, rank["rank"], lines, took["seconds"], took["process_bytes"]))
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main(models: list[str]) -> None:
+    """Trace and write down."""
+    print(HEADER)
+    begun, rows = time.perf_counter(), [row for model in models or RUNS for row in traced(model)]
+    took = time.perf_counter() - begun
+    if models:
+        return
+    notes = [
+        "- Traced is what the program does, on tensors without numbers; planned is what `phalanx plan` predicts, with "
+        "no knowledge of the trace.",
+        f"- Sequences of {SEQUENCE:,} tokens, {', '.join(f'{t:,}' for _, t in RUNS.values())} tokens an update, on "
+        "nodes of 8 H100; documents masked, as by default; experts balanced.",
+        f"- {took / 60:.0f} minutes for all, two ranks at a time. Machine: {platform.machine()}, 2 cores, "
+        f"Python {platform.python_version()}, torch {torch.__version__}.",
+        "- Again: `python -m benchmarks.dryrun`.",
+    ]
+    title = "# Dry runs at full size: the program held against the plan"
+    PAGE.write_text("\n".join([title, "", HEADER, *map(str, rows), "", *notes, ""]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,227 @@
+"""The one table of dry runs: what a traced rank sends and holds is what the real rank does, and what the plan says."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity.trajectory import described, trainer
+
+from phalanx.data.loader import prefetch
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import degrees
+from phalanx.spec.run import RunSpec
+from phalanx.testing import ranks
+from phalanx.train.measured import measured_number, measured_step
+from phalanx.verify.compare import NEAR, compare
+from phalanx.verify.dryrun import Traced, TraceError, corners, dry_run
+from tests.cli import commands
+
+Table = dict[str, Any]
+DENSE: Table = {"vocab": 1000, "width": 128, "layers": 4, "heads": 4, "ffn": 384, "context": 256, "tied": False}
+MOE: Table = {**DENSE, "moe": {"experts": 8, "top_k": 2, "ffn": 96, "shared_experts": 1, "bias_update_rate": 0.01}}
+TIED: Table = {**DENSE, "tied": True}
+FEW_HEADS: Table = {**DENSE, "kv_heads": 2, "qk_norm": "full"}
+ROUNDS = {"training.sequence": 128, "training.precision": "fp32", "data.mask_documents": False}
+
+
+def row(world_size: int, model: Table = DENSE, **layout: Any) -> tuple[int, Table]:
+    """A run of two micro-batches a rank, or of eight through a pipeline; names with a dot are not of the layout."""
+    changes = {name if "." in name else f"layout.{name}": value for name, value in layout.items()}
+    shared = layout.get("pp", 1) * layout.get("tp", 1) * layout.get("cp", 1)
+    computing = world_size - (layout.get("servers", 1) if layout.get("data") == "parameter_server" else 0)
+    micro_batch, count = (1, 8) if "pp" in layout else (2, 2)
+    tokens = computing // shared * micro_batch * count * 128
+    return world_size, {
+        **ROUNDS, "model": model, "layout.micro_batch": micro_batch, "training.tokens_per_step": tokens, **changes,
+    }  # fmt: skip
+
+
+SCHEDULES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+BF16 = {"training.precision": "bf16"}
+LAYOUTS: list[tuple[int, Table]] = [
+    *[row(1, recompute=mode) for mode in ("none", "selective", "full")],
+    *[row(n, data=data) for n in (2, 4) for data in ("ddp", "zero1", "zero2", "zero3")],
+    *[row(2, data=data, **BF16) for data in ("ddp", "zero1", "zero2", "zero3")],
+    row(8, data="zero2", bucket_mb=0.2),
+    row(2, bucket_mb=0.2),
+    row(2, bucket_mb=0.2, static_graph=True, **{"training.tokens_per_step": 512}),
+    row(2, compress="bf16"),
+    row(4, MOE, data="hsdp", dp_shard=2),
+    row(8, data="hsdp", dp_shard=4, wrap="sublayer"),
+    row(2, data="zero3", wrap="model", recompute="full"),
+    row(2, MOE, data="parameter_server"),
+    row(4, data="parameter_server", servers=2),
+    *[row(2, data=data, offload="cpu") for data in ("zero1", "zero3")],
+    *[row(n, tp=n) for n in (2, 4)],
+    row(4, FEW_HEADS, tp=4, data="zero1"),
+    row(2, MOE, tp=2, sequence_parallel=False),
+    row(2, {**DENSE, "heads": 3, "kv_heads": 3, "width": 96}, tp=2, heads="gathered"),
+    *[row(4, FEW_HEADS, tp=2, data=data) for data in ("ddp", "zero3")],
+    row(8, MOE, tp=4, data="zero1"),
+    *[row(2, cp=2, context=kind, **BF16) for kind in ("ring", "ulysses")],
+    row(8, MOE, cp=2, tp=2, data="zero2"),
+    row(2, MOE, ep=2),
+    row(4, MOE, ep=4, data="zero1", **BF16),
+    row(8, MOE, ep=4, tp=2, data="zero3"),
+    *[row(2, pp=2, schedule=schedule) for schedule in SCHEDULES],
+    row(2, pp=2, schedule="interleaved", virtual_stages=2, **BF16),
+    row(4, TIED, pp=4),
+    row(4, TIED, pp=2, data="zero1", schedule="zb-h1"),
+    row(4, pp=2, data="zero3", schedule="zb-v"),
+    row(4, MOE, pp=2, cp=2, schedule="gpipe"),
+    row(8, pp=2, tp=2, data="zero1", outermost="pipeline"),
+    row(8, pp=4, tp=2, schedule="zb-h1", **BF16),
+    row(8, MOE, pp=2, ep=2, data="zero1"),
+]
+
+
+def measure(run: RunSpec) -> Table:
+    """What this rank holds and sends in the step that is measured."""
+    under_way, number = trainer(run), measured_number(run)
+    batches = prefetch(under_way.loader, 0, number)
+    for _ in range(number - 1):
+        under_way.train_step(batches)
+    _, measured = measured_step(under_way, batches)
+    under_way.strategy.settle()
+    return measured
+
+
+def sent(rows: list[Table]) -> dict[tuple[str, str, tuple[int, ...]], tuple[int, int]]:
+    """Calls and bytes by operation, what did it, and group."""
+    return {(r["operation"], r["made_of"], tuple(r["group"])): (r["calls"], r["bytes"]) for r in rows}
+
+
+@pytest.fixture(scope="module")
+def text() -> Path:
+    return Path(json.__file__).parent
+
+
+@pytest.mark.parametrize(("world_size", "changes"), LAYOUTS, ids=lambda value: _name(value) if value else "")
+def test_program_real_rank_and_plan_are_one(world_size: int, changes: Table, text: Path, tmp_path: Path) -> None:
+    """Of real ranks and traced ones collectives are equal on every rank, and the peak of memory is within 5 %; of
+    traced ones and the plan collectives and state are equal on every rank, and the peak is within 5 %. Experts are not
+    balanced in the first steps of a real run: of what they exchange the sum over ranks is equal."""
+    run = described(text, tmp_path, changes)
+    traced = list(dry_run(run, world_size, range(world_size)))
+    real = ranks(world_size).run(measure, run) if world_size > 1 else [measure(run)]
+    balanced = run.layout.ep == 1
+    for mine, its in zip(traced, real, strict=True):
+        if balanced:
+            assert sent(mine["collectives"]) == sent(its["collectives"]), mine["rank"]
+        server = mine["rank"] < degrees(run.layout, world_size).servers  # whose totals the trainer keeps too
+        near = NEAR if balanced and not server else 3 * NEAR
+        assert mine["peak_bytes"]["total"] == pytest.approx(its["peak_bytes"]["total"], rel=near), mine["rank"]
+        assert [line for line in compare(run, world_size, mine) if not line.agrees] == []
+    if not balanced:
+        assert _summed(traced) == _summed(real)
+
+
+def _summed(measured: list[Table]) -> dict[tuple[str, int], tuple[int, int]]:
+    total: Counter[tuple[str, int, str]] = Counter()
+    for rank in measured:
+        for (operation, _, group), (calls, size) in sent(rank["collectives"]).items():
+            total[operation, len(group), "calls"] += calls
+            total[operation, len(group), "bytes"] += size
+    return {key[:2]: (total[(*key[:2], "calls")], total[(*key[:2], "bytes")]) for key in total}
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    model = [name for name, one in (("moe", MOE), ("tied", TIED), ("few-heads", FEW_HEADS)) if value["model"] == one]
+    layout = [f"{key[7:]}={each}" for key, each in value.items() if key.startswith("layout.") and "micro" not in key]
+    return "-".join([*model, *layout, *(["bf16"] if value["training.precision"] == "bf16" else [])])
+
+
+@pytest.fixture
+def traced(text: Path, tmp_path: Path) -> tuple[RunSpec, Traced]:
+    """A run of two tensor-parallel ranks, and its first."""
+    run = described(text, tmp_path, row(4, tp=2, data="zero1", bucket_mb=0.2)[1])
+    return run, next(dry_run(run, 4, [0]))
+
+
+WRONG: dict[str, tuple[Table, set[tuple[str, str]]]] = {
+    "buckets": ({"layout": {"bucket_mb": 25.0}}, {("collective", "reduce_scatter"), ("collective", "all_gather")}),
+    "norms": ({"model": {"norm": "layernorm"}}, {("collective", "reduce_scatter"), ("memory", "parameters")}),
+    "batches": ({"training": {"tokens_per_step": 4096}}, {("collective", "all_gather"), ("flops", "step")}),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_plan_of_something_else_disagrees(what: str, traced: tuple[RunSpec, Traced]) -> None:
+    run, mine = traced
+    assert all(line.agrees for line in compare(run, 4, mine))
+    changes, expected = WRONG[what]
+    other = run.model_copy(
+        update={section: getattr(run, section).replace(**fields) for section, fields in changes.items()}
+    )
+    found = {(line.kind, line.what) for line in compare(other, 4, mine) if not line.agrees}
+    assert expected <= found
+
+
+def test_corners_are_the_first_and_last_of_every_axis(text: Path, tmp_path: Path) -> None:
+    """Of 2 copies x 2 stages x 2 tensor-parallel ranks; of two servers and three workers; of two experts' ranks."""
+    run = described(text, tmp_path, row(8, pp=2, tp=2)[1])
+    assert corners(run, 8) == [0, 1, 2, 4, 7]
+    assert corners(described(text, tmp_path, row(5, data="parameter_server", servers=2)[1]), 5) == [0, 1, 2, 4]
+    assert corners(described(text, tmp_path, row(8, MOE, ep=2)[1]), 8) == [0, 1, 7]
+
+
+def test_what_cannot_be_traced_is_refused(text: Path, tmp_path: Path) -> None:
+    run = described(text, tmp_path, {"layout.data": "parameter_server", "layout.staleness": 1})
+    with pytest.raises(UserError, match=r"layout\.staleness = 1: lets ranks send when they like"):
+        next(dry_run(run, 2, [0]))
+
+
+def test_a_rank_that_fails_says_where(text: Path, tmp_path: Path) -> None:
+    run = described(text, tmp_path, {})
+    broken = run.model_copy(update={"model": run.model.model_copy(update={"heads": 5, "head_dim": 0})})
+    with pytest.raises(TraceError, match=r"rank 0:\n(.|\n)*Traceback"):
+        next(dry_run(broken, 2, [0]))
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    model = "\n".join(f"{key} = {json.dumps(value)}" for key, value in DENSE.items())
+    path.write_text(f"[model]\n{model}\n[training]\nsequence = 128\ntokens_per_step = 1024\n[layout]\ntp = 2\n")
+    return path
+
+
+def test_the_command_shows_what_is_equal(file: Path) -> None:
+    out = commands.shown("dryrun", file, "--world", 4)
+    assert "plan and program agree on all 3 traced of 4 ranks" in out
+    facts = commands.known("dryrun", file, "--world", 4, "--ranks", "3,0")
+    assert [rank["rank"] for rank in facts["ranks"]] == [0, 3]
+    assert facts["agrees"]
+    assert facts["ranks"][1]["place"] == {"dp_replicate": 1, "tp": 1}
+    lines = {(line["what"], line["among"]): line for line in facts["ranks"][0]["lines"]}
+    assert lines["all_gather", "tp"]["traced"] == lines["all_gather", "tp"]["planned"] > 0
+
+
+def test_the_command_exits_with_1_where_plan_and_program_disagree(file: Path) -> None:
+    """Muon's matrices, of which tensor-parallel ranks have shares, are sent: that is not planned."""
+    facts = commands.known("dryrun", file, "--world", 2, "--ranks", "0", "--set", "optimizer.name=muon", exit_code=1)
+    (line,) = [line for line in facts["ranks"][0]["lines"] if not line["agrees"]]
+    assert (line["what"], line["planned"]) == ("all_to_all", 0)
+    assert "not planned" in line["why"]
+
+
+@pytest.mark.parametrize("ranks", ["4", "0,x", "", "-1", "first"])
+def test_ranks_that_are_not_there_are_refused(ranks: str, file: Path) -> None:
+    with pytest.raises(UserError, match=r"write all, corners, or numbers from 0 to 3 with commas between"):
+        commands.shown("dryrun", file, "--world", 4, "--ranks", ranks)
+
+
+def test_the_planner_chooses_where_it_is_asked_to(file: Path) -> None:
+    automatic = file.with_name("automatic.toml")
+    text = file.read_text().partition("[layout]")[0]
+    automatic.write_text(f'layout = "auto"\n{text}[cluster]\npreset = "h100"\nnproc = 4\n')
+    assert commands.known("dryrun", automatic, "--ranks", "0")["world_size"] == 4
