@@ -28,8 +28,8 @@ RUNS = {"llama3-70b": (1024, 2**23), "llama3-405b": (16_384, 2**24), "qwen3-30b-
 """Ranks, and tokens of an optimizer update."""
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "dryrun.md"
 HEADER = (
-    "| model | ranks | layout | rank | collectives | calls equal | bytes equal | state | peak memory, traced / planned | "
-    "FLOPs, traced / planned | seconds | process |\n|---|---:|---|---:|---:|---|---|---|---:|---:|---:|---:|"
+    "| model | ranks | layout | rank | collectives | calls equal | bytes equal | state | peak memory, traced / planned "
+    "| FLOPs, traced / planned | seconds | process |\n|---|---:|---|---:|---:|---|---|---|---:|---:|---:|---:|"
 )
 
 

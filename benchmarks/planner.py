@@ -27,6 +27,8 @@ from phalanx.plan.predict import Prediction, predict
 from phalanx.plan.search import search
 from phalanx.spec.load import build_run
 
+FOUND = Path(__file__).with_name("found.md")
+"""What dry runs found wrong in the plan."""
 REPORT = Path(__file__).parents[1] / "docs" / "accuracy.md"
 PEERS = {
     "hage flash": 10.0, "hage torch/fused": 20.1, "internevo": 13.5, "kort5": 4.5, "foundry A100": 18.6,
@@ -212,6 +214,7 @@ def main(path: Path, leave_out: bool) -> None:
         "Speed": speed_lines(),
     }
     lines = head(path, leave_out)
+    sections["Found by dry runs"] = FOUND.read_text().splitlines()
     for title, body in sections.items():
         lines += [f"## {title}", "", *body, ""]
     text = "\n".join(lines)

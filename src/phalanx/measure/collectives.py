@@ -117,7 +117,7 @@ def _group(args: Sequence[Any]) -> tuple[int, ...]:
 def _size(operation: str, args: Sequence[Any]) -> int:
     sizes = [sum(leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)) for argument in args]
     # Outputs come before inputs, where there are both; the larger is the whole.
-    return sizes[1] if operation == "all_to_all" and len(sizes) > 1 and sizes[1] else max(sizes)
+    return sizes[1] if operation == "all_to_all" else max(sizes)
 
 
 def _note_end(call: Collective, out: Any) -> None:
