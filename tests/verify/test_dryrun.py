@@ -198,6 +198,15 @@ def test_what_cannot_be_traced_is_refused(text: Path, tmp_path: Path) -> None:
         next(dry_run(run, 2, [0]))
 
 
+def test_nothing_is_written_where_state_would_rest_in_files(text: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "files"
+    directory.mkdir()
+    run = described(text, tmp_path, row(2, data="zero1", offload="nvme", offload_directory=str(directory))[1])
+    mine = next(dry_run(run, 2, [0]))
+    assert all(line.agrees for line in compare(run, 2, mine))
+    assert list(directory.iterdir()) == []
+
+
 def test_a_rank_that_fails_says_where(text: Path, tmp_path: Path) -> None:
     run = described(text, tmp_path, {})
     broken = run.model_copy(update={"model": run.model.model_copy(update={"heads": 5, "head_dim": 0})})
@@ -218,7 +227,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_the_command_shows_what_is_equal(file: Path) -> None:
     out = commands.shown("dryrun", file, "--world", 4)
-    assert "plan and program agree on all 4 traced of 4 ranks" in out
+    assert "plan and program agree on every rank traced, 4 of 4" in out
     facts = commands.known("dryrun", file, "--world", 4, "--ranks", "3,0")
     assert [rank["rank"] for rank in facts["ranks"]] == [0, 3]
     assert facts["agrees"]

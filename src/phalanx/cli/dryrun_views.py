@@ -64,7 +64,9 @@ def show(run: RunSpec, world_size: int, found: Found) -> None:
     if wrong_ranks:
         console.print(f"plan and program disagree on ranks {', '.join(map(str, wrong_ranks))}", style="bold red")
     else:
-        console.print(f"plan and program agree on all {len(found)} traced of {world_size:,} ranks", style="bold green")
+        console.print(
+            f"plan and program agree on every rank traced, {len(found)} of {world_size:,}", style="bold green"
+        )
 
 
 def _overview(run: RunSpec, world_size: int, found: Found) -> Table:

@@ -11,11 +11,12 @@ from phalanx.spec.run import RunSpec, cut_batch
 from phalanx.spec.share import tensor_share
 
 SUMS = 6
+"""Numbers that ranks sum in every step: tokens, losses, whether and when to stop, choices dropped (`train.learner`)."""
 WHY = "sums of losses and tokens, and the gradient's norm"
 
 
 def summed_numbers(run: RunSpec) -> int:
-    """Numbers that ranks sum in a step: some, and the load of each expert of each layer (`train.learner`)."""
+    """These, and the load of each expert of each layer."""
     experts = run.model.moe.experts if run.model.moe else 0
     return SUMS + experts * sum(map(run.model.is_moe, range(run.model.layers)))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.cost.stages import stage_layers
+from phalanx.cost.totals import SUMS
 from phalanx.data.loader import IGNORED
 from phalanx.model.moe import Router
 from phalanx.model.weights import initial_weight
@@ -72,7 +73,7 @@ class Learner:
         """Gradients of the summed loss of this rank's rows. Returns what to sum over ranks: target tokens, loss,
         auxiliary loss, what this rank was `told` (whether to stop; from a server, after which step), choices dropped,
         and each router's load."""
-        sums = torch.zeros(6, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(SUMS, dtype=torch.float64, device=self.device)
         sums[3:5] = sums.new_tensor(told)
         for micro, (loss, auxiliary) in zip(micros, self.strategy.run(micros, self.losses), strict=True):
             tokens = (micro.targets != IGNORED).sum() * self.strategy.has_loss

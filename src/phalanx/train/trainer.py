@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phalanx.cost.compute import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.jobs import OWN_RECOMPUTE
+from phalanx.cost.totals import SUMS
 from phalanx.data.loader import IGNORED, Batch, evaluation_batches, prefetch
 from phalanx.measure.memory import peak_memory_bytes
 from phalanx.parallel.mesh import build_mesh
@@ -129,7 +130,7 @@ class Trainer(Learner):
         record = {"step": self.step + 1 - reduced.behind, "loss": loss / tokens, "grad_norm": float(reduced.norm)}
         finite = math.isfinite(record["grad_norm"])
         if self.moe_layers:
-            loads, dropped = reduced.sums[6:].view_as(self.loads[0]), reduced.sums[5]
+            loads, dropped = reduced.sums[SUMS:].view_as(self.loads[0]), reduced.sums[5]
             if self.run.model.moe and self.run.model.moe.capacity_factor is not None:
                 record["dropped_share"] = float(dropped / loads.sum())
             self.loads[0] += loads / self.strategy.counted

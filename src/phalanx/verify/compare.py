@@ -70,7 +70,7 @@ def _collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[
         expected, times = sum(row.bytes for row in rows), sum(row.calls for row in rows)
         same = abs(expected - size) <= 1e-9 * max(expected, size) and times == calls
         names = ", ".join(sorted({row.among for row in rows})) or "?"
-        why = "" if same else _cause(run, operation, names)
+        why = "" if same else _cause(run, operation)
         lines.append(Line("collective", operation, names, len(group), expected, size, times, calls, same, why))
     return lines
 
@@ -103,7 +103,7 @@ def group_of(run: RunSpec, world_size: int, among: Among, rank: int) -> Group:
     return next(tuple(sorted(each)) for each in found if rank in each)
 
 
-def _cause(run: RunSpec, operation: str, among: str) -> str:
+def _cause(run: RunSpec, operation: str) -> str:
     if operation == "all_to_all" and run.optimizer.name == "muon" and is_shared(run.layout):
         return "Muon's matrices, of which ranks have shares, are sent to whoever computes them: not planned"
     if run.layout.compress == "powersgd" and operation == "all_reduce":
@@ -127,7 +127,7 @@ def _memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[Line]
     for part in (*STATE, "total"):
         when = "peak_bytes" if part == "total" else "held_bytes"
         expected, got = getattr(planned, part), traced[when].get(part, 0)
-        expected += planned.host if part == "total" else 0  # ranks are traced as on a CPU, whose memory is one
+        expected += planned.offloaded if part == "total" else 0  # ranks are traced as on a CPU, whose memory is one
         near = NEAR if part == "total" else 0.0
         agrees = got <= (1 + near) * expected and (got >= (1 - near) * expected or not fullest)
         why = "" if fullest or got >= expected else "a smaller share than the fullest rank's, which is planned"

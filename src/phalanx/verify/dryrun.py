@@ -2,7 +2,8 @@
 model, and a step of it, on PyTorch's fake process group and tensors without numbers.
 
 Experts are balanced: every rank has equally many tokens for each of the others. Ranks are traced as CPU ranks: a
-reduce-scatter is the all-to-all and the sum that it is on gloo."""
+reduce-scatter is the all-to-all and the sum that it is on gloo. Blocks are traced as they are written, not compiled,
+and what would rest in files rests in memory."""
 
 from __future__ import annotations
 
@@ -94,6 +95,10 @@ def trace(run: RunSpec, world_size: int, rank: int) -> Traced:
     """A step of one rank, in this process, which must not have a process group."""
     begun = time.perf_counter()
     torch.set_num_threads(1)
+    run = run.model_copy(update={"training": run.training.model_copy(update={"compile": False})})
+    if run.layout.offload == "nvme":
+        in_memory = run.layout.model_copy(update={"offload": "cpu", "offload_directory": None})
+        run = run.model_copy(update={"layout": in_memory})
     if world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.cost.network import Traffic
 from phalanx.cost.precision import KEPT
 from phalanx.cost.shapes import parameter_shapes
-from phalanx.cost.totals import WHY, summed_numbers
+from phalanx.cost.totals import SUMS, WHY, summed_numbers
 from phalanx.cost.traffic import server_loads
 from phalanx.spec.layout import degrees
 from phalanx.spec.run import RunSpec
@@ -19,7 +19,8 @@ def served_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[s
     servers = degrees(run.layout, world_size).servers
     number, workers = KEPT[run.training.precision], tuple(range(servers, world_size))
     owned = [number * load for load in server_loads(parameter_shapes(run.model), servers)]
-    told = 8 * (summed_numbers(run) + 2 + (summed_numbers(run) - 6 if _has_bias(run) else 0))
+    biases = summed_numbers(run) - SUMS if run.model.moe is not None and run.model.moe.bias_update_rate else 0
+    told = 8 * (2 + summed_numbers(run) + biases)
     found: dict[tuple[str, Group], list[Traffic]] = {}
     for server in range(servers) if rank in workers else (rank,):
         rows = [Traffic("broadcast", owned[server], "weights", "servers")]
@@ -33,7 +34,3 @@ def served_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[s
         square = Traffic("all_reduce", 2 * (servers - 1) / servers * 8, WHY, "servers")
         found["all_reduce", tuple(range(servers))] = [square]
     return found
-
-
-def _has_bias(run: RunSpec) -> bool:
-    return run.model.moe is not None and run.model.moe.bias_update_rate > 0
