@@ -344,4 +344,4 @@ def test_rows_of_one_purpose_among_different_ranks_are_apart() -> None:
     rows = [row for row in grouped_traffic(described({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in row.why]
     assert [row.among for row in rows] == ["data", "same_experts"]
     (merged,) = [r for r in run_traffic(described({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in r.why]
-    assert merged == Traffic("all_reduce", rows[0].bytes + rows[1].bytes, rows[0].why)
+    assert merged == Traffic("all_reduce", rows[0].bytes + rows[1].bytes, rows[0].why, calls=2)
