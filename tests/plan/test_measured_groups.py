@@ -16,7 +16,7 @@ from phalanx.plan.matrix import members_of
 from phalanx.spec.layout import degrees
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
-from phalanx.train.measured import MEASURED_STEP, measured_step
+from phalanx.train.closely import MEASURED_STEP, measured_step
 
 Groups = dict[tuple[str, tuple[int, ...]], float]
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [

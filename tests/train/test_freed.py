@@ -13,7 +13,7 @@ from parity.trajectory import MOE, described, trainer
 from phalanx.data.loader import prefetch
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
-from phalanx.train.measured import measured_step
+from phalanx.train.closely import measured_step
 
 PIPELINE = {"layout.pp": 2, "layout.schedule": "zb-h1", "model": {**MOE, "layers": 4}}
 LAYOUTS: dict[str, dict[str, Any]] = {

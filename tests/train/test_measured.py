@@ -16,14 +16,13 @@ from phalanx.cost.traffic import run_traffic
 from phalanx.data.loader import prefetch
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
+from phalanx.train.closely import measured_number, measured_step
 from phalanx.train.measured import (
     PARTS,
     STATE,
     TOTAL,
     beside,
     by_operation,
-    measured_number,
-    measured_step,
     ranks_of,
     sent_with,
 )

@@ -79,7 +79,7 @@ def test_a_run_writes_its_metrics(text: Path, tmp_path: Path) -> None:
     assert [record["step"] for record in trained] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in records if "held_out_loss" in record] == [3, 6]
     assert records[-1] == evaluation
-    parts = ("data_seconds", "forward_backward_seconds", "optimizer_seconds")
+    parts = ("data_seconds", "passes_seconds", "reduce_seconds", "optimizer_seconds")
     flops = training_flops_per_token(run.model, run.training.sequence)
     again = forward_flops(run.model, run.training.sequence).blocks
     for record in trained:

@@ -14,7 +14,7 @@ from phalanx.data.loader import prefetch
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
-from phalanx.train.measured import measured_number, measured_step
+from phalanx.train.closely import measured_number, measured_step
 from phalanx.verify.compare import NEAR, Line, compare
 from phalanx.verify.dryrun import Traced, TraceError, corners, dry_run
 from tests.cli import commands

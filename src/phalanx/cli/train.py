@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from phalanx.measure.record import parse_window
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
@@ -43,6 +44,14 @@ def train(
             "--measure-memory", help="Measure what one early step holds and sends on each rank, beside the prediction."
         ),
     ] = False,
+    trace_steps: Annotated[
+        str | None,
+        typer.Option(
+            help="Look closely at these steps, both ends among them: when every pass and collective was, and of the "
+            "first what memory held.",
+            metavar="FIRST:LAST",
+        ),
+    ] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print what would run, as TOML, and exit.")
     ] = False,
@@ -61,15 +70,23 @@ def train(
 
         phalanx train run.toml --nproc 2 --measure-memory
 
+        phalanx train run.toml --nproc 2 --trace-steps 10:13
+
         phalanx train automatic.toml --nproc 2 --machine here.toml
 
         torchrun --nproc-per-node 8 -m phalanx.train run.toml
     """
+    if trace_steps is not None:
+        parse_window(trace_steps)
     described = _load(run, set_ or [], machine)
     if print_config:
         print(_config(described, nproc))
         return
-    raise typer.Exit(_run(described, nproc, resume, measure_memory))
+    options = [
+        *(["--measure-memory"] if measure_memory else []),
+        *(["--trace-steps", trace_steps] if trace_steps else []),
+    ]
+    raise typer.Exit(_run(described, nproc, resume, options))
 
 
 def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
@@ -98,7 +115,7 @@ def _config(run: RunSpec, nproc: int | None) -> str:
     return f"{note}\n{to_toml(run)}".rstrip()
 
 
-def _run(run: RunSpec, nproc: int | None, resume: bool, measure: bool) -> int:
+def _run(run: RunSpec, nproc: int | None, resume: bool, options: list[str]) -> int:
     from phalanx.cli.preparing import preparing
     from phalanx.train.setup import check_run, set_up
 
@@ -120,7 +137,7 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, measure: bool) -> int:
         directory = set_up(run, ranks, resume, progress)
     if plan is not None:
         (directory / PLAN_FILE).write_text(plan)
-    return spawn(directory, ranks, *(["--measure-memory"] if measure else []))
+    return spawn(directory, ranks, *options)
 
 
 def _planned(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,10 +45,17 @@ class MemoryMeter(TorchDispatchMode):
     activations, which so contain what is temporary in forward and backward passes.
     """
 
-    def __init__(self, known: Callable[[], Mapping[str, Iterable[Tensor]]], elastic: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        known: Callable[[], Mapping[str, Iterable[Tensor]]],
+        elastic: Sequence[Tensor] = (),
+        history: list[tuple[float, Mapping[str, int]]] | None = None,
+    ) -> None:
         """`known` gives tensors by part; `elastic` are buffers of communication whose storage grows and shrinks
-        behind PyTorch's back, as FSDP2's gathered parameters do."""
+        behind PyTorch's back, as FSDP2's gathered parameters do; `history` is given what is held whenever that
+        changed, and when by time.perf_counter()."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self.history = history
         self.known, self.elastic = known, [tensor.untyped_storage() for tensor in elastic]
         self._elastic_keys = {storage._cdata for storage in self.elastic}
         self.part_of: dict[int, str] = {}
@@ -100,6 +108,8 @@ class MemoryMeter(TorchDispatchMode):
         elastic = sum(map(torch.UntypedStorage.nbytes, self.elastic))
         self.held["communication"] += elastic - self._elastic_bytes
         self._elastic_bytes = elastic
+        if self.history is not None and (not self.history or self.history[-1][1] != self.held):
+            self.history.append((time.perf_counter(), dict(self.held)))
         for part, held in self.held.items():
             self.peaks[part] = max(self.peaks[part], held)
         self.peak_working = max(self.peak_working, self.held["activations"] + self.held["communication"])

@@ -96,7 +96,7 @@ def apply_layout(
         if ranks is not None:
             ranks.exposed = strategy.exposed
     if experts is not None:
-        strategy.waits_by_name["all_to_all"] = experts.waits
+        strategy.waits_by_name["all_to_all"], strategy.rows = experts.waits, experts.take_rows
     if isinstance(module, Part):
         strategy = make_pipeline(strategy, module, layout, mesh, precision, device)
     # Ranks that share sequences each count all of one, routers that are asked again in the backward pass twice.

@@ -31,12 +31,19 @@ class ExpertRanks:
         self.exposed = ExposedTime()
         self.waits = ExposedTime()
         """Of what `exposed` counts, that for all-to-alls."""
+        self.rows = 0
+        """That came, since they were last taken."""
 
     def wait(self, work: dist.Work | None) -> None:
         """For an exchange to end."""
         with self.exposed.waiting(), self.waits.waiting():
             if work is not None:
                 work.wait()
+
+    def take_rows(self) -> int:
+        """How many came since the last call."""
+        rows, self.rows = self.rows, 0
+        return rows
 
     def begin(self, rows: Tensor, sent: list[int], came: list[int]) -> tuple[Tensor, dist.Work | None]:
         """Start to send `sent[i]` rows to rank i, the first first; `came[j]` rows will be from rank j."""
@@ -70,6 +77,8 @@ def _forward(moe: MoE, ranks: ExpertRanks, x_BTD: Tensor) -> tuple[Tensor, Tenso
     sent = on_host(counts_E.view(ranks.size, -1).sum(1), len(rows))
     by_source = theirs.view(ranks.size, -1)
     came = on_host(by_source.sum(1), len(rows))
+
+    ranks.rows += sum(came)
 
     under_way = UnderWay(ranks, sent, came)
     coming = _Depart.apply(rows, under_way)

@@ -7,7 +7,6 @@ Gradients add up over the step and are summed over data-parallel ranks once, at 
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,7 +23,6 @@ from phalanx.parallel.links import Links
 from phalanx.parallel.split_backward import Later, WeightGradient, finish_weights, split_backward
 from phalanx.parallel.strategy import Losses, MicroBatch, Reduced, Strategy
 from phalanx.schedule.action import Action, Schedule, actions
-from phalanx.schedule.simulate import Span
 from phalanx.spec.model import ModelSpec
 
 
@@ -115,7 +113,7 @@ class Pipeline(Strategy):
         self.inner, self.stages, self.schedule_of, self.computing = inner, part, schedule_of, computing
         self.groups, self.pipe, self.like = groups, groups[0], like
         self.trained, self.loss_scale, self.autocast = inner.trained, inner.loss_scale, inner.autocast
-        self.exposed, self.waits_by_name = inner.exposed, inner.waits_by_name
+        self.exposed, self.waits_by_name, self.rows = inner.exposed, inner.waits_by_name, inner.rows
         self.waits: ExposedTime = ExposedTime()
         self.rank = self.pipe.rank()
         self.has_loss = part.last in part.layers
@@ -126,8 +124,6 @@ class Pipeline(Strategy):
         self.model = cast(nn.Module, self._whole)
         stages = [[Action(stage, "F", 0) for stage in some.stages_of(rank)] for rank in range(some.ranks)]
         self.forward_only = Schedule.of(stages)
-        self.timeline: list[Span] = []
-        """What this rank did in the last step, and when (seconds of the host)."""
         if any(action.kind == "W" for action in some.actions(self.rank)):
             split_backward(part, part.later)
 
@@ -143,10 +139,10 @@ class Pipeline(Strategy):
         with self.inner.backward(last=False):
             for step in schedule.orders[self.rank]:
                 arrived = [self._arrival(schedule, under_way.links, action) for action in actions(step)]
-                begun = time.perf_counter()
+                begun = self.clock.now()
                 for action, came in zip(actions(step), arrived, strict=True):
                     self._do(action, came, under_way)
-                self.timeline.append(Span(step, begun, time.perf_counter()))
+                self.timeline.append((step, begun, self.clock.now()))
             under_way.links.finish()
         for index in range(len(micros)):
             loss, auxiliary = torch.stack(under_way.done[index]).sum(0)

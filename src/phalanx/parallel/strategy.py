@@ -13,10 +13,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.parallel.clock import HOST, Clock, Mark
 from phalanx.parallel.collectives import begin_all_reduce
 from phalanx.parallel.exposed import ExposedTime
 from phalanx.parallel.gradient import clip_ratio, global_norm, scale
 from phalanx.parallel.parts import local
+from phalanx.schedule.action import Action, Step
 
 WRAPPER = "_checkpoint_wrapped_module."
 
@@ -88,13 +90,23 @@ class Strategy:
         """The ranks that share matrix products, where there are such."""
         self.waits_by_name: dict[str, ExposedTime] = {}
         """Other times in which this rank waited, of which a run keeps a record: by what for."""
+        self.rows: Callable[[], int] | None = None
+        """How many rows this rank's experts computed since it was last asked, where ranks have different ones."""
+        self.clock: Clock = HOST
+        self.timeline: list[tuple[Step, Mark, Mark]] = []
+        """What this rank did in the last step, and from when to when by its clock."""
 
     def run(self, micros: Sequence[MicroBatch], losses: Losses) -> Iterator[tuple[Tensor, Tensor]]:
         """Forward and backward passes of a step's micro-batches; gives what `losses` gave of each, detached."""
+        self.timeline = []
         for index, micro in enumerate(micros):
+            begun = self.clock.now()
             with self.backward(last=index == len(micros) - 1):
                 loss, auxiliary = losses(self.model, micro)
+                turned = self.clock.now()
                 (self.loss_scale * (loss + auxiliary)).backward()
+            ended = self.clock.now()
+            self.timeline += [(Action(0, "F", index), begun, turned), (Action(0, "B", index), turned, ended)]
             yield loss.detach(), auxiliary.detach()
 
     def measure(self, micro: MicroBatch, losses: Losses) -> Tensor:

@@ -127,6 +127,8 @@ class MetricsSpec(Spec):
 
     every: int = Field(1, gt=0)
     """Steps between lines of metrics.jsonl."""
+    record: bool = True
+    """Whether every rank notes each step: how long it computed and waited, for `phalanx report`."""
     wandb: str | None = Field(None, examples=["phalanx"])
     """Project to log to in Weights & Biases (`pip install -e '.[wandb]'`)."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from phalanx.measure.record import parse_window
+from phalanx.spec.errors import UserError
 from phalanx.train.launch import leave
 from phalanx.train.worker import work
 
@@ -19,8 +21,13 @@ def main() -> None:
     )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
     parser.add_argument("--measure-memory", action="store_true", help="measure memory and collectives of one step")
+    parser.add_argument("--trace-steps", metavar="FIRST:LAST", help="look closely at these steps")
     arguments = parser.parse_args()
-    leave(work(arguments.run, arguments.set, arguments.resume, arguments.measure_memory))
+    try:
+        window = parse_window(arguments.trace_steps) if arguments.trace_steps else None
+    except UserError as error:
+        parser.error(str(error))
+    leave(work(arguments.run, arguments.set, arguments.resume, arguments.measure_memory, window))
 
 
 if __name__ == "__main__":  # DCP's background processes import the main module again

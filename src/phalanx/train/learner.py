@@ -16,6 +16,7 @@ from phalanx.data.loader import IGNORED
 from phalanx.model.moe import Router
 from phalanx.model.weights import initial_weight
 from phalanx.parallel.apply import apply_layout, computing
+from phalanx.parallel.clock import Clock
 from phalanx.parallel.context import places
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.strategy import Reduced
@@ -55,6 +56,7 @@ class Learner:
             weights or partial(initial_weight, run.model, seed=run.training.seed),
             run.training.precision, run.training.compile, stage_layers(run) if run.layout.pp > 1 else (),
         )  # fmt: skip
+        self.strategy.clock = Clock(device)
         self.module = self.strategy.module
         self.moe_layers = [layer for layer in range(run.model.layers) if run.model.moe and run.model.is_moe(layer)]
         routers = {name: part for name, part in self.module.named_modules() if isinstance(part, Router)}

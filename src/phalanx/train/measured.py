@@ -7,32 +7,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from phalanx.cost.memory import rank_memory
 from phalanx.cost.network import Traffic
 from phalanx.cost.traffic import run_traffic
-from phalanx.data.loader import Batch
-from phalanx.measure.collectives import CollectiveRecorder
-from phalanx.measure.flops import FlopMeter
-from phalanx.measure.memory import MemoryMeter
-from phalanx.parallel.collectives import ASKED_FOR
-from phalanx.parallel.data import POWERSGD_FROM_STEP
-from phalanx.parallel.strategy import Reduced
 from phalanx.spec.layout import Layout, degrees, is_shared, stage_groups
 from phalanx.spec.run import RunSpec
-from phalanx.train.learner import Learner
-from phalanx.train.metrics import Record
-from phalanx.train.trainer import Trainer
 
-MEASURED_STEP = 3
-"""Of those that a process does: optimizer state is there by then, and DDP has settled its buckets."""
 FOLDER = "measured"
 STATE = ("parameters", "gradients", "optimizer", "offloaded")
 PARTS = (*STATE, "activations", "communication")
@@ -46,87 +32,6 @@ NOTE = (
     "predicted; sent: around a ring, of the operations asked for (on gloo a reduce-scatter is made of an all-to-all "
     "and a sum)"
 )
-
-Outcome = TypeVar("Outcome")
-
-
-class Measuring:
-    """Steps in place of a trainer's own, of which one is measured."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.steps, self.measured = trainer, 0, measured_number(trainer.run)
-
-    def __call__(self, batches: Iterator[Batch]) -> Record:
-        self.steps += 1
-        if self.steps != self.measured:
-            return self.trainer.train_step(batches)
-        record, measured = measured_step(self.trainer, batches)
-        write_measured(self.trainer.directory, self.trainer.mesh.rank, measured)
-        return record
-
-
-def measured_number(run: RunSpec) -> int:
-    """Which step after a start is measured."""
-    if run.layout.compress == "powersgd":
-        return POWERSGD_FROM_STEP + 2
-    return MEASURED_STEP + run.layout.static_graph  # of a static graph DDP settles its buckets a step later
-
-
-def measured_step(trainer: Trainer, batches: Iterator[Batch]) -> tuple[Record, dict[str, Any]]:
-    """A step like any other, but slower, and what was measured in it."""
-    record, measured = observed(trainer, lambda: trainer.train_step(batches))
-    return record, {"step": record["step"], **measured}
-
-
-def observed(learner: Learner, step: Callable[[], Outcome]) -> tuple[Outcome, dict[str, Any]]:
-    """A step's outcome, and what it held, sent and computed: of memory, what was held between the backward pass and the
-    update, the peak of each part, and that of all together; FLOPs of forward and backward passes."""
-    strategy, held, flops = learner.strategy, Counter[str](), 0
-    memory = MemoryMeter(lambda: strategy.held(learner.optimizers), strategy.elastic())
-    recorder, products = CollectiveRecorder(ASKED_FOR.get), FlopMeter()
-
-    def reduce(sums: Tensor, clip_norm: float = 0.0) -> Reduced:
-        nonlocal flops
-        flops = products.flops
-        reduced = type(strategy).reduce(strategy, sums, clip_norm)
-        memory.look()
-        held.update(memory.held)
-        return reduced
-
-    strategy.reduce = reduce  # type: ignore[method-assign]
-    waits = strategy.exposed.spans = []
-    try:
-        with memory.gradients_of(learner.module.parameters()), memory, recorder, products:
-            outcome = step()
-    finally:
-        del strategy.reduce
-        strategy.exposed.spans = None
-    return outcome, {
-        "held_bytes": dict(held),
-        "peak_bytes": {**memory.peaks, "working": memory.peak_working, "total": memory.peak_total},
-        "flops": flops,
-        "collectives": summed(recorder, waits),
-    }
-
-
-def summed(recorder: CollectiveRecorder, waits: list[tuple[float, float]]) -> list[dict[str, Any]]:
-    """The collectives of a step by operation, what did it, and group of ranks: bytes are of the operation asked for,
-    `sent_bytes` what a rank sends for it around a ring."""
-    rows: dict[tuple[str, str, tuple[int, ...]], dict[str, Any]] = defaultdict(
-        lambda: {"calls": 0, "bytes": 0, "sent_bytes": 0.0, "seconds": 0.0, "exposed_seconds": 0.0}
-    )
-    for call in recorder.calls:
-        row = rows[call.operation, call.made_of, call.group]
-        row["calls"] += 1
-        row["bytes"] += call.size_bytes
-        row["sent_bytes"] += call.sent_bytes
-        if call.ended is not None:
-            row["seconds"] += call.ended - call.begun
-            row["exposed_seconds"] += call.exposed(waits)
-    return [
-        {"operation": operation, "made_of": made_of, "group": list(group), **row}
-        for (operation, made_of, group), row in sorted(rows.items())
-    ]
 
 
 def write_measured(directory: Path, rank: int, measured: dict[str, Any]) -> None:
@@ -150,7 +55,7 @@ def compare(run: RunSpec, world_size: int, directory: Path) -> str:
     """Keep predicted beside measured in a run directory, and show it."""
     measured = read_measured(directory)
     if len(measured) < world_size:
-        return f"nothing was measured: step {measured_number(run)} after a start is, and there were fewer"
+        return "nothing was measured: the run had fewer steps"
     rows = beside(run, world_size, measured)
     (directory / FOLDER / "beside.json").write_text(json.dumps(rows, indent=1))
     unseen = "\nwhat PowerSGD sends is not recorded" if run.layout.compress == "powersgd" else ""

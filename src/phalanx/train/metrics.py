@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 import uuid
 from contextlib import suppress
 from importlib.util import find_spec
@@ -29,10 +30,12 @@ class Log(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object a line, flushed at once. JSON has no NaN or infinity: they are written as null."""
+    """metrics.jsonl: one JSON object a line. JSON has no NaN or infinity: they are written as null."""
 
-    def __init__(self, path: Path, after_step: int) -> None:
-        """On resume, lines of steps that will be done again are dropped."""
+    def __init__(self, path: Path, after_step: int, flush_seconds: float = 0.0) -> None:
+        """On resume, lines of steps that will be done again are dropped. A line is in the file at once, or after
+        `flush_seconds` with the next."""
+        self._flush_seconds, self._flushed = flush_seconds, time.monotonic()
         kept = [line for line in _lines(path) if json.loads(line)["step"] <= after_step]
         aside = path.with_suffix(".partial")  # a kill while the file is rewritten must not lose it
         with aside.open("w") as file:
@@ -45,7 +48,10 @@ class JsonLines:
     def write(self, record: Record) -> None:
         finite = {name: None if _not_finite(value) else value for name, value in record.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
+        now = time.monotonic()
+        if now - self._flushed >= self._flush_seconds:
+            self._file.flush()
+            self._flushed = now
 
     def close(self, failed: bool = False) -> None:
         with suppress(OSError):  # of a write that failed before: every other is flushed

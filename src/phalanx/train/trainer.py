@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from phalanx.cost.jobs import OWN_RECOMPUTE
 from phalanx.cost.totals import SUMS
 from phalanx.data.loader import IGNORED, Batch, evaluation_batches, prefetch
 from phalanx.measure.memory import peak_memory_bytes
+from phalanx.measure.record import PauseLine, StepLine
 from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint import Checkpointer, load_state, newest_checkpoint, restore_random_state, state_tensors
@@ -26,6 +28,7 @@ from phalanx.train.learner import Learner, Micro
 from phalanx.train.manifest import check_manifest, read_manifest
 from phalanx.train.metrics import Log, Record
 from phalanx.train.optimizer import Rescaling, learning_rate_ratio
+from phalanx.train.phases import Phases
 from phalanx.train.progress import Progress
 
 
@@ -57,6 +60,8 @@ class Trainer(Learner):
         self.rescaling = Rescaling(self.cut.learning_rate, self.cut.learning_rate, 0, 0)
         self.step = 0
         """Optimizer updates done."""
+        self.line: StepLine | None = None
+        """What this rank notes of the last of them."""
         self.began_after = 0
         """The step after which this start of the run went on."""
         self.tokens = 0
@@ -80,9 +85,14 @@ class Trainer(Learner):
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def train(
-        self, logs: list[Log], progress: Progress, step: Callable[[Iterator[Batch]], Record] | None = None
+        self,
+        logs: list[Log],
+        progress: Progress,
+        step: Callable[[Iterator[Batch]], Record] | None = None,
+        notes: Log | None = None,
     ) -> Record:
-        """Train to the last step (or until `stop`); returns the last evaluation. `step` stands in for `train_step`."""
+        """Train to the last step (or until `stop`); returns the last evaluation. `step` stands in for `train_step`;
+        `notes` takes what this rank notes of each."""
         run, bad_in_a_row, heard_of, evaluation = self.run, 0, -1, {}
         step = step or self.train_step
         batches = prefetch(self.loader, self.step, run.training.steps)
@@ -95,6 +105,8 @@ class Trainer(Learner):
                 if bad_in_a_row and news:
                     progress.note(f"step {self.step}: skipped, {self._reason(record)}")
                 self._write(logs, record, run.metrics.every)
+                if notes is not None and self.line is not None:
+                    notes.write(dict(self.line))
                 progress.advance(record)
                 if bad_in_a_row >= run.training.max_bad_steps:
                     self.checkpointer.wait()
@@ -107,9 +119,11 @@ class Trainer(Learner):
                 if evaluating:
                     self.count_anew()  # before it is saved, since a run that resumes does not evaluate again
                 if last or self.stop or due(self.step, run.checkpoint.every):
-                    self.save()
+                    with self._pausing("checkpoint", notes):
+                        self.save()
                 if evaluating:
-                    evaluation = self.evaluate()
+                    with self._pausing("evaluation", notes):
+                        evaluation = self.evaluate()
                     self._write(logs, evaluation, 1)
         finally:
             batches.close()
@@ -118,15 +132,15 @@ class Trainer(Learner):
 
     def train_step(self, batches: Iterator[Batch]) -> Record:
         """One optimizer update: forward and backward passes, their sum over ranks, update. Returns its record."""
-        for waited in (self.strategy.exposed, *self.strategy.waits_by_name.values()):
-            waited.take()  # that of an evaluation
-        clock = Stopwatch(self.device)
+        phases = Phases(self.strategy)
         micros = self._micros(next(batches)) if self.strategy.computes else []
-        clock.mark("data_seconds")
+        phases.end("data")
         told = float(self.asked_to_stop), 0 if self.strategy.computes else self.stop_after or 0
-        reduced = self.reduce(self.forward_backward(micros, told))
+        sums = self.forward_backward(micros, told)
+        phases.end("passes")
+        reduced = self.reduce(sums)
         tokens, loss, auxiliary, asked, announced, *_ = reduced.sums.tolist()
-        clock.mark("forward_backward_seconds")
+        phases.end("reduce")
         record = {"step": self.step + 1 - reduced.behind, "loss": loss / tokens, "grad_norm": float(reduced.norm)}
         finite = math.isfinite(record["grad_norm"])
         if self.moe_layers:
@@ -134,15 +148,23 @@ class Trainer(Learner):
             if self.run.model.moe and self.run.model.moe.capacity_factor is not None:
                 record["dropped_share"] = float(dropped / loads.sum())
             self.loads[0] += loads / self.strategy.counted
-            hottest = self._balance(loads, finite)
-            record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": hottest}
+            self._balance(loads, finite)
+            shares = loads / loads.mean(1, keepdim=True)
+            layer, expert = divmod(int(shares.argmax()), shares.shape[1])
+            hottest = self.moe_layers[layer], expert, float(shares[layer, expert])
+            record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": hottest[2]}
         self._step(finite)
-        clock.mark("optimizer_seconds")
+        phases.end("optimizer")
         self.step, self.tokens = self.step + 1, self.tokens + int(tokens)
         self._hear_of_stop(record["step"], bool(asked), int(announced))
         if reduced.stale is not None and self.run.layout.staleness is not None:
             record["staleness"] = reduced.stale
-        return record | self._measures(clock.read(), int(tokens))
+        self.line = phases.line(self.step, peak_memory_bytes(self.device))
+        if self.moe_layers:
+            self.line["hot_expert"] = hottest
+        if self.strategy.rows is not None:
+            self.line["expert_rows"] = self.strategy.rows()
+        return record | self._measures(self.line, int(tokens))
 
     def _hear_of_stop(self, step: int, asked: bool, announced: int) -> None:
         """Settle after which step all ranks stop, from what was summed in `step`. Asynchronous workers may miss a step;
@@ -181,13 +203,11 @@ class Trainer(Learner):
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
-    def _balance(self, loads: Tensor, apply: bool) -> float:
-        """Correct the routers' biases by their loads over all ranks; returns the hottest expert's share of its layer,
-        times the number of experts (1 is balanced)."""
+    def _balance(self, loads: Tensor, apply: bool) -> None:
+        """Correct the routers' biases by their loads over all ranks."""
         for place, router in self.routers.items():
             router.load.copy_(loads[place])
             router.rebalance(apply and bool(self.strategy.trained))  # a worker is sent its biases
-        return float((loads.max(dim=1).values / loads.mean(dim=1)).max())
 
     # -- evaluation, saving, returning -------------------------------------------------------------------------------
 
@@ -267,26 +287,36 @@ class Trainer(Learner):
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
-    def _measures(self, seconds: Record, tokens: int) -> Record:
+    def _measures(self, line: StepLine, tokens: int) -> Record:
+        seconds, waited = line["seconds"], line.get("waited", {})
         total = sum(seconds.values())
         speed = tokens / total
         ranks = self.mesh.degrees.world_size
         started = {"ranks": ranks, "began_after": self.began_after}
-        record = {**started, "tokens": self.tokens, "tokens_per_second": speed, "step_seconds": total, **seconds}
-        waited = self.strategy.exposed.take()
-        if self.device.type == "cpu" and self.strategy.computes:
-            record["exposed_communication_seconds"] = waited
-        if self.device.type == "cpu":
-            record |= {f"{name}_seconds": waited.take() for name, waited in self.strategy.waits_by_name.items()}
-        if self.strategy.waits is not None:
-            record["pipeline_wait_seconds"] = self.strategy.waits.take()
+        record = {**started, "tokens": self.tokens, "tokens_per_second": speed, "step_seconds": total}
+        record |= {f"{phase}_seconds": spent for phase, spent in seconds.items()}
+        if waited and self.strategy.computes:
+            record["exposed_communication_seconds"] = sum(waited[phase] for phase in seconds)
+        record |= {f"{name}_seconds": waited[name] for name in self.strategy.waits_by_name if name in waited}
+        if "pipeline" in waited:
+            record["pipeline_wait_seconds"] = waited["pipeline"]
         if self.peak_flops:
             record["mfu"] = mfu(speed, self.flops_per_token, self.peak_flops, ranks)
             record["hfu"] = mfu(speed, self.flops_per_token + self.recomputed_flops, self.peak_flops, ranks)
         if self.optimizers:
             record["learning_rate"] = self.optimizers[-1].param_groups[0]["lr"]
-        record["peak_memory_bytes"] = peak_memory_bytes(self.device)
-        return record | {"skipped_steps": self.skipped}
+        return record | {"peak_memory_bytes": line["peak_memory_bytes"], "skipped_steps": self.skipped}
+
+    @contextmanager
+    def _pausing(self, pause: str, notes: Log | None) -> Iterator[None]:
+        """Around what stands between steps."""
+        begun = time.perf_counter()
+        yield
+        if notes is not None:
+            line: PauseLine = {
+                "step": self.step, "pause": pause, "began": begun, "seconds": time.perf_counter() - begun
+            }  # fmt: skip
+            notes.write(dict(line))
 
     def _write(self, logs: list[Log], record: Record, every: int) -> None:
         if record["step"] % every == 0 or record["step"] == self.run.training.steps:
@@ -301,32 +331,6 @@ class Trainer(Learner):
             with self.strategy.exposed.waiting():
                 dist.all_reduce(values, group=self.mesh.loss_group)
         return values
-
-
-class Stopwatch:
-    """Seconds between marks: host time on a CPU, events on a GPU, which runs behind the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[tuple[str, Any]] = []
-        self.mark("")
-
-    def mark(self, name: str) -> None:
-        """End the span `name` that began at the mark before."""
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((name, event))
-        else:
-            self._marks.append((name, time.perf_counter()))
-
-    def read(self) -> Record:
-        """Seconds of every span."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            pairs = zip(self._marks, self._marks[1:], strict=False)
-            return {name: before.elapsed_time(event) / 1e3 for (_, before), (name, event) in pairs}
-        return {name: after - before for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False)}
 
 
 def due(step: int, every: int) -> bool:

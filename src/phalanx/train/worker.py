@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import traceback
 from datetime import timedelta
@@ -13,27 +14,32 @@ import torch.distributed as dist
 
 from phalanx.cost.parameters import parameters
 from phalanx.measure.matmul import peak_flops
+from phalanx.measure.record import FORMAT, Opening, record_file
 from phalanx.parallel.apply import computing
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_machine, load_run, preset_names
 from phalanx.spec.run import RunSpec
+from phalanx.train.clocks import clock_offset
+from phalanx.train.closely import Closely, measured_number
 from phalanx.train.corpus import open_corpus
 from phalanx.train.launch import REPORTED, choose_device, join_ranks, stop_on_signal, write_failure
 from phalanx.train.manifest import checkpoints
-from phalanx.train.measured import Measuring, compare, forget_measured
-from phalanx.train.metrics import Record, open_logs
+from phalanx.train.measured import compare, forget_measured
+from phalanx.train.metrics import JsonLines, Log, Record, open_logs
 from phalanx.train.progress import Progress
 from phalanx.train.setup import read_directory, set_up
 from phalanx.train.trainer import DivergenceError, Trainer
 
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 SAMPLE_TOKENS = 160
+FLUSH_SECONDS = 1.0
+"""What ranks note may be so late in their files: thousands of them may share a file system."""
 PLACES = {"cpu": "CPU memory", "nvme": "files"}
 
 
-def work(source: Path, overrides: list[str], resume: bool, measure: bool = False) -> int:
+def work(source: Path, overrides: list[str], resume: bool, measure: bool = False, window: range | None = None) -> int:
     """Train on this rank; returns the exit code. `source` is a run directory, or a run file that rank 0 sets up.
-    `measure` asks for what one step holds and sends."""
+    `measure` asks for what one step holds and sends, `window` for all that these steps do."""
     directory = source
     trainer: Trainer | None = None
     try:
@@ -46,10 +52,10 @@ def work(source: Path, overrides: list[str], resume: bool, measure: bool = False
             directory = _set_up_once(run, resume)
         run, data = read_directory(directory)
         fresh = not checkpoints(directory / "checkpoints")
-        if measure:
+        if measure or window:
             forget_measured(directory)  # of an earlier start, maybe of other ranks
         trainer = Trainer(run, open_corpus(run, data, fresh), directory, device, device_peak(run, device))
-        _train(trainer, resume or prepared, measure)
+        _train(trainer, resume or prepared, measure, window)
     except SystemExit as ended:  # rank 0 says why
         return int(ended.code or 0)
     except BaseException as error:
@@ -101,28 +107,52 @@ def device_peak(run: RunSpec, device: torch.device) -> float | None:
     return load_machine(known[0]).peak_flops if known and bf16 and not slower else None
 
 
-def _train(trainer: Trainer, resume: bool, measure: bool) -> None:
+def _train(trainer: Trainer, resume: bool, measure: bool, window: range | None) -> None:
     run, directory = trainer.run, trainer.directory
     quiet = not trainer.is_main
     resumed, damaged = trainer.resume() if resume else (0, {})
     config = run.model_dump(mode="json")
     logs = [] if quiet else open_logs(directory, trainer.step, run.metrics.wandb, run.name, config)
+    notes = open_notes(trainer) if run.metrics.record else None
+    if measure and window is None:
+        number = trainer.step + measured_number(run)
+        window = range(number, number + 1)
     failed = True
     try:
         with Progress(trainer.step, run.training.steps, quiet) as progress, stop_on_signal(trainer):
             for name, problem in damaged.items():
                 progress.note(f"checkpoint {name} is damaged and was set aside: {problem}")
             progress.note(opening(trainer, resumed))
-            evaluation = trainer.train(logs, progress, Measuring(trainer) if measure else None)
+            evaluation = trainer.train(logs, progress, Closely(trainer, window) if window else None, notes)
         failed = False
     finally:
-        for log in logs:
+        for log in [*logs, *([notes] if notes else [])]:
             log.close(failed)
     sample = _sample(trainer) if run.evaluation.prompt and not trainer.stop else ""
     if trainer.is_main:
         print(closing(trainer, evaluation, sample))
         if measure:
             print(compare(run, trainer.mesh.degrees.world_size, directory))
+
+
+def open_notes(trainer: Trainer) -> Log:
+    """Where this rank notes what it does, with its opening written."""
+    file = record_file(trainer.directory, trainer.mesh.rank)
+    offset = clock_offset(trainer.device, trainer.run.training.timeout_seconds)
+    file.parent.mkdir(exist_ok=True)
+    notes = JsonLines(file, trainer.step, FLUSH_SECONDS)
+    opening: Opening = {
+        "format": FORMAT,
+        "rank": trainer.mesh.rank,
+        "ranks": trainer.mesh.degrees.world_size,
+        "host": socket.gethostname(),
+        "device": trainer.device.type,
+        "step": trainer.step,
+        "clock_offset_seconds": offset.seconds,
+        "clock_error_seconds": offset.error_seconds,
+    }
+    notes.write(dict(opening))
+    return notes
 
 
 def opening(trainer: Trainer, resumed: int) -> str:

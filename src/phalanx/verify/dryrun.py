@@ -33,14 +33,14 @@ from phalanx.schedule.named import any_schedule_of, schedule_of
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import degrees, expert_groups, groups
 from phalanx.spec.run import RunSpec
+from phalanx.train.closely import measured_number, observed
 from phalanx.train.learner import Learner, Micro
-from phalanx.train.measured import measured_number, observed
 from phalanx.verify.numberless import numberless
 
 _ALL = sys.maxsize
 CPU = torch.device("cpu")
 Traced = dict[str, Any]
-"""What a rank's step holds, sends and computes (see `train.measured.observed`), and what tracing it took."""
+"""What a rank's step holds, sends and computes (see `train.closely.observed`), and what tracing it took."""
 
 
 def check_traceable(run: RunSpec, world_size: int) -> None:
@@ -107,12 +107,13 @@ def trace(run: RunSpec, world_size: int, rank: int) -> Traced:
             learner = Learner(run, mesh, CPU, _nothing)
             for _ in range(_steps_before(learner)):
                 _step(learner, _fewest(run))
-            _, traced = observed(learner, partial(_step, learner))
+            _, seen = observed(learner, partial(_step, learner))
     finally:
         if world_size > 1:
             dist.destroy_process_group()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     took = {"seconds": time.perf_counter() - begun, "process_bytes": peak}
+    traced = seen.measured
     for row in traced["collectives"]:
         del row["seconds"], row["exposed_seconds"]
     return {"rank": rank, **traced, "tracing": took}

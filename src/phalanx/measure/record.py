@@ -1,0 +1,117 @@
+"""What a rank notes of a run as it goes, in the run directory: a line for each step, and for what stands between steps.
+
+RUN_DIR/trace/rank-00000.jsonl      of each rank
+
+The first line of every start says who writes (`Opening`), the others what happened (`StepLine`, `PauseLine`). A step
+that was looked at closely has more: when each pass, wait and collective was, and what memory held (`Closely`).
+All times are seconds of the rank's own time.perf_counter(); the opening says what to add to have that of rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NotRequired, TypedDict
+
+from phalanx.spec.errors import UserError
+
+FOLDER = "trace"
+FORMAT = 1
+POINTS = 400
+"""Of memory over a step, so many moments are kept."""
+
+
+class Opening(TypedDict):
+    """The first line of a start."""
+
+    format: int
+    rank: int
+    ranks: int
+    host: str
+    device: str
+    step: int
+    """After which this start began."""
+    clock_offset_seconds: float
+    clock_error_seconds: float
+
+
+class StepLine(TypedDict):
+    """One step."""
+
+    step: int
+    began: float
+    seconds: dict[str, float]
+    """Of its phases, which follow each other: data, passes, reduce, optimizer."""
+    stages: dict[str, dict[str, float]]
+    """Seconds of the passes F, B, I and W by stage; waits for others' tensors are not in them, but for collectives."""
+    waited: NotRequired[dict[str, float]]
+    """Seconds in which the rank stood still for others, on a CPU: of passes for collectives in them (of these
+    all_to_all), between them for other stages (pipeline), and in reduce and optimizer."""
+    peak_memory_bytes: int
+    expert_rows: NotRequired[int]
+    """Rows of tokens that this rank's experts computed, where ranks have different ones."""
+    hot_expert: NotRequired[tuple[int, int, float]]
+    """Layer, expert, and its share of the layer's tokens, times the number of experts: the most over all layers."""
+    clock: NotRequired[tuple[float, float]]
+    """What to add to times of this step instead of the opening's offset, and how far off that may be."""
+    spans: NotRequired[list[tuple[str, int, int, float, float]]]
+    """Kind, stage, micro-batch, begin and end of each pass."""
+    waits: NotRequired[list[tuple[str, float, float]]]
+    collectives: NotRequired[list[CollectiveSpan]]
+    memory: NotRequired[list[dict[str, float]]]
+    """Bytes by part, and `at` when; such a step took longer for it."""
+    expert_tokens: NotRequired[list[list[int]]]
+    """Of each layer and expert, on all ranks."""
+
+
+class CollectiveSpan(TypedDict):
+    """One collective of a step that was looked at closely."""
+
+    operation: str
+    made_of: str
+    group: list[int]
+    bytes: int
+    began: float
+    ended: float | None
+    """None where the backend does not tell."""
+    exposed: float
+    """Seconds of it in which the rank waited for it."""
+
+
+class PauseLine(TypedDict):
+    """What stood between two steps: a checkpoint, an evaluation."""
+
+    step: int
+    pause: str
+    began: float
+    seconds: float
+
+
+def parse_window(text: str) -> range:
+    """The steps that "10:13" names, both ends among them.
+
+    Raises UserError for anything else.
+    """
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise UserError("--trace-steps", text, "is not a window of steps", "write the first and the last: 10:13")
+    return range(int(first), int(last) + 1)
+
+
+def record_file(directory: Path, rank: int) -> Path:
+    """Where a rank of a run writes."""
+    return directory / FOLDER / f"rank-{rank:05d}.jsonl"
+
+
+def thinned(history: Sequence[tuple[float, Mapping[str, int]]], points: int = POINTS) -> list[dict[str, float]]:
+    """Memory over time at no more than so many moments: of each stretch of time the one at which all parts together
+    were most."""
+    if not history:
+        return []
+    first, last = history[0][0], history[-1][0]
+    width = (last - first) / points or 1.0
+    kept: dict[int, tuple[float, Mapping[str, int]]] = {}
+    for at, held in history:
+        stretch = min(int((at - first) / width), points - 1)
+        if stretch not in kept or sum(held.values()) > sum(kept[stretch][1].values()):
+            kept[stretch] = at, held
+    return [{"at": at, **held} for at, held in kept.values()]

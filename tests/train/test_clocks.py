@@ -1,0 +1,53 @@
+"""One clock for ranks whose clocks differ: a rank in a time namespace of its own, whose clock is far ahead."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+AHEAD = 1000
+RANK = """
+import sys, time, torch, torch.distributed as dist
+from datetime import timedelta
+from phalanx.train.clocks import clock_offset
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 3)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
+offset = clock_offset(torch.device("cpu"), 60)
+told = torch.tensor([offset.seconds, offset.error_seconds, time.perf_counter()], dtype=torch.float64)
+print(*told.tolist())
+dist.destroy_process_group()
+"""
+
+
+def start(rank: int, directory: Path, *prefix: str) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-c", RANK, str(rank), str(directory / "store")]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True)
+
+
+@pytest.fixture
+def elsewhere() -> list[str]:
+    """A command before another that gives that a clock of its own."""
+    prefix = ["unshare", "--time", "--monotonic", str(AHEAD), "--fork"]
+    try:
+        able = subprocess.run([*prefix, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        able = False
+    if not able:
+        pytest.skip("this process may not make a time namespace")
+    return prefix
+
+
+def test_ranks_learn_how_far_their_clocks_are_from_that_of_rank_0(tmp_path: Path, elsewhere: list[str]) -> None:
+    ranks = [start(0, tmp_path), start(1, tmp_path, *elsewhere), start(2, tmp_path)]
+    said = [[float(word) for word in rank.communicate(timeout=120)[0].split()] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    offsets, errors, times = zip(*said, strict=True)
+    assert times[1] - times[0] > AHEAD / 2  # it really had another clock
+    assert offsets[0] == offsets[2] == errors[0] == errors[2] == 0
+    assert 0 < errors[1] < 5
+    assert abs(offsets[1] + AHEAD) <= errors[1]
