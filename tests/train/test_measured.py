@@ -14,10 +14,7 @@ from parity.trajectory import DENSE, MOE, described, trainer
 from phalanx.cost.parameters import parameters
 from phalanx.cost.traffic import run_traffic
 from phalanx.data.loader import prefetch
-from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
-from phalanx.train.closely import measured_number, measured_step
-from phalanx.train.measured import (
+from phalanx.plan.beside import (
     PARTS,
     STATE,
     TOTAL,
@@ -26,6 +23,9 @@ from phalanx.train.measured import (
     ranks_of,
     sent_with,
 )
+from phalanx.spec.run import RunSpec
+from phalanx.testing import ranks
+from phalanx.train.closely import measured_number, measured_step
 from phalanx.train.setup import to_toml
 
 # Large enough for a few sums of losses and norms to be below a hundredth of the traffic.
@@ -91,7 +91,7 @@ def test_state_and_traffic_are_what_the_formulas_say(
     run = described(text, tmp_path, {"model": MODELS[model], **numbers, **changes})
     for _ in range(3):  # a thread of gloo may let go of a buffer some time after the wait for it: the least counts
         measured = ranks(world_size).run(measure, run) if world_size > 1 else [measure(run)]
-        rows = beside(run, world_size, measured)
+        rows = beside(run, world_size, dict(enumerate(measured)))
         if all(within(row) for row in rows if row["what"] == "communication"):
             break
     for row in rows:
@@ -155,7 +155,7 @@ def test_ranks_that_share_hold_what_the_formulas_say(
     sequences = 8 if "layout.pp" in changes else 4  # all held at a time in some pipelines, and nowhere else
     numbers = {"training.precision": precision, "layout.micro_batch": 1, "training.tokens_per_step": sequences * 1024}
     run = described(text, tmp_path, {**LONG, **numbers, **changes, "model": model})
-    for row in beside(run, world_size, ranks(world_size).run(measure, run)):
+    for row in beside(run, world_size, dict(enumerate(ranks(world_size).run(measure, run)))):
         if row["what"] in STATE:
             assert row["measured"] == row["predicted"], row
         elif row["what"] == "working":
@@ -196,7 +196,11 @@ def test_the_most_at_one_time_is_within_5_percent(
     numbers |= {"layout.micro_batch": 2, "data.mask_documents": False, "model": PROPORTIONED}
     run = described(text, tmp_path, {**numbers, **changes})
     for _ in range(3):  # as above
-        rows = [row for row in beside(run, world_size, ranks(world_size).run(measure, run)) if row["what"] == TOTAL]
+        rows = [
+            row
+            for row in beside(run, world_size, dict(enumerate(ranks(world_size).run(measure, run))))
+            if row["what"] == TOTAL
+        ]
         if all(row["measured"] <= 1.05 * row["predicted"] for row in rows):
             break
     for row in rows:

@@ -7,26 +7,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.cost.memory import rank_memory
-from phalanx.cost.network import Traffic
-from phalanx.cost.traffic import run_traffic
-from phalanx.spec.layout import Layout, degrees, is_shared, stage_groups
+from phalanx.plan.beside import PARTS, TOTAL, WORKING, beside
+from phalanx.spec.layout import is_shared
 from phalanx.spec.run import RunSpec
 
 FOLDER = "measured"
-STATE = ("parameters", "gradients", "optimizer", "offloaded")
-PARTS = (*STATE, "activations", "communication")
-WORKING = (*STATE, "working")
-"""Ranks that share a model send each other activations: what came counts as communication when it is measured, and so
-only both together say something."""
-TOTAL = "total"
-"""The most at one time, which is less than the most of each part: these come at different times."""
 NOTE = (
     "bytes of the fullest rank, parts at the most of each, total at one time; of communication at most so much is "
     "predicted; sent: around a ring, of the operations asked for (on gloo a reduce-scatter is made of an all-to-all "
@@ -56,62 +46,12 @@ def compare(run: RunSpec, world_size: int, directory: Path) -> str:
     measured = read_measured(directory)
     if len(measured) < world_size:
         return "nothing was measured: the run had fewer steps"
-    rows = beside(run, world_size, measured)
+    rows = beside(run, world_size, dict(enumerate(measured)))
     (directory / FOLDER / "beside.json").write_text(json.dumps(rows, indent=1))
     unseen = "\nwhat PowerSGD sends is not recorded" if run.layout.compress == "powersgd" else ""
     unseen += "\nworking: activations and buffers" if is_shared(run.layout) else ""
     unseen += "\nall_to_all: predicted for balanced experts" if run.layout.ep > 1 else ""
     return f"{as_text(rows)}{unseen}\nmore, with times, in {directory / FOLDER}"
-
-
-def beside(run: RunSpec, world_size: int, measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Predicted beside measured, of the fullest rank of each role: memory by part in bytes (state between the backward
-    pass and the update, the rest at its peak), and what is sent, by operation."""
-    memory, shared = rank_memory(run, world_size), is_shared(run.layout)
-    traffic = run_traffic(run, world_size)
-    rows = []
-    for role, predicted in memory.items():
-        ranks = [measured[rank] for rank in ranks_of(role, run.layout, world_size)]
-        for part in WORKING if shared else PARTS:
-            when = "held_bytes" if part in STATE else "peak_bytes"
-            got = max(rank[when].get(part, 0) for rank in ranks)
-            rows.append({"role": role, "what": part, "predicted": getattr(predicted, part), "measured": got})
-        whole = max(rank["peak_bytes"]["total"] for rank in ranks)
-        rows.append({"role": role, "what": TOTAL, "predicted": predicted.total, "measured": whole})
-        # PowerSGD sends from callbacks of other threads, where nothing is recorded.
-        sent = {} if run.layout.compress == "powersgd" else by_operation(traffic.get(role, []))
-        for operation, size in sent.items():
-            got = max(sent_with(rank["collectives"], operation) for rank in ranks)
-            rows.append({"role": role, "what": operation, "predicted": round(size), "measured": round(got)})
-    return rows
-
-
-def ranks_of(role: str, layout: Layout, world_size: int) -> list[int]:
-    """The ranks in a role of `rank_memory`."""
-    sizes = degrees(layout, world_size)
-    match role:
-        case "rank":
-            return list(range(world_size))
-        case "server":
-            return list(range(sizes.servers))
-        case "worker":
-            return list(range(sizes.servers, world_size))
-        case _:
-            place = int(role.removeprefix("pp"))
-            return list(stage_groups(sizes)[place])
-
-
-def by_operation(traffic: list[Traffic]) -> dict[str, float]:
-    total: dict[str, float] = defaultdict(float)
-    for row in traffic:
-        total[row.operation] += row.bytes
-    return total
-
-
-def sent_with(collectives: list[dict[str, Any]], operation: str) -> float:
-    """What a rank sent, or received, with an operation."""
-    size = "bytes" if operation == "recv" else "sent_bytes"
-    return sum(float(row[size]) for row in collectives if row["operation"] == operation)
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:

@@ -13,11 +13,11 @@ from phalanx.cost.network import Among, Traffic
 from phalanx.cost.shapes import parameter_shapes
 from phalanx.cost.totals import step_totals
 from phalanx.cost.traffic import grouped_traffic, server_loads
+from phalanx.plan.beside import STATE
 from phalanx.plan.matrix import members_of
 from phalanx.spec.layout import degrees, groups, is_shared, stage_groups
 from phalanx.spec.run import RunSpec
 from phalanx.spec.share import kv_copies
-from phalanx.train.measured import STATE
 from phalanx.verify.served import served_collectives
 
 NEAR = 0.05

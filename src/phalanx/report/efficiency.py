@@ -1,0 +1,133 @@
+"""Where the time of a run's steps went, on every rank, from what the ranks noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.cost.compute import rank_flops
+from phalanx.report.recorded import Line, RankRecord, Recorded, settled
+from phalanx.schedule.named import schedule_of
+from phalanx.schedule.simulate import Timeline, Times, simulate
+from phalanx.spec.layout import degrees
+from phalanx.spec.run import RunSpec, cut_batch
+
+Table = NDArray[np.float64]
+PHASES = ("data", "passes", "reduce", "optimizer")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Seconds of settled steps, [steps, ranks]."""
+
+    steps: list[int]
+    ranks: list[int]
+    whole: Table
+    data: Table
+    """Until this rank had its tokens."""
+    compute: Table
+    """Of forward and backward passes, without waits for collectives in them (on a GPU with these: its host does not
+    wait)."""
+    communication: Table
+    """Waits for collectives; all 0 on a GPU."""
+    pipeline: Table
+    """Waits for other stages."""
+    optimizer: Table
+    rows: Table | None
+    """Not seconds: rows of tokens that a rank's experts computed, where ranks have different ones."""
+    waits_are_known: bool
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Of a step, which is over when the last rank's is: the median."""
+        return float(np.median(self.whole.max(1)))
+
+    def share(self, seconds: Table) -> float:
+        """Of a step, where there is a number of seconds for each: the median."""
+        return float(np.median(seconds) / self.step_seconds)
+
+    @property
+    def others(self) -> Table:
+        """What is none of the named."""
+        return self.whole - self.data - self.compute - self.communication - self.pipeline - self.optimizer
+
+
+def columns(recorded: Recorded) -> Columns | None:
+    """Of the steps that count; None where there are none."""
+    records = [recorded.ranks[rank] for rank in sorted(recorded.ranks)]
+    steps = settled(records, recorded.began_after)
+    if not steps:
+        return None
+    lines = [_by_step(record, steps) for record in records]
+
+    def of(value: Callable[[Line], float]) -> Table:
+        return np.array([[value(line) for line in rank] for rank in lines], float).T
+
+    rows = of(lambda line: line["expert_rows"]) if all("expert_rows" in rank[0] for rank in lines) else None
+    return Columns(
+        steps=steps,
+        ranks=[record.rank for record in records],
+        whole=of(lambda line: sum(line["seconds"].values())),
+        data=of(lambda line: line["seconds"]["data"]),
+        compute=of(lambda line: max(0.0, _passes(line) - _waited(line, "passes"))),
+        communication=of(lambda line: sum(_waited(line, phase) for phase in PHASES)),
+        pipeline=of(lambda line: _waited(line, "pipeline")),
+        optimizer=of(lambda line: line["seconds"]["optimizer"] - _waited(line, "optimizer")),
+        rows=rows,
+        waits_are_known=all("waited" in rank[0] for rank in lines),
+    )
+
+
+def _by_step(record: RankRecord, steps: Sequence[int]) -> list[Line]:
+    found = {line["step"]: line for line in record.steps}
+    return [found[step] for step in steps]
+
+
+def _passes(line: Line) -> float:
+    return sum(sum(kinds.values()) for kinds in line["stages"].values())
+
+
+def _waited(line: Line, what: str) -> float:
+    return float(line.get("waited", {}).get(what, 0.0))
+
+
+def work(run: RunSpec, world_size: int, ranks: Sequence[int]) -> Table:
+    """FLOPs of each rank's passes in a step, experts balanced."""
+    return np.array([rank_flops(run, world_size, rank) for rank in ranks])
+
+
+def stages_of(recorded: Recorded, steps: Sequence[int]) -> dict[int, dict[str, float]]:
+    """Seconds of each kind of pass of each stage in a step: the median over steps of the mean over copies of it."""
+    found: dict[int, dict[str, list[list[float]]]] = {}
+    for record in recorded.ranks.values():
+        for line in _by_step(record, steps):
+            for stage, kinds in line["stages"].items():
+                for kind, seconds in kinds.items():
+                    found.setdefault(int(stage), {}).setdefault(kind, []).append(seconds)
+    return {
+        stage: {kind: float(np.median(seconds)) for kind, seconds in kinds.items()}
+        for stage, kinds in sorted(found.items())
+    }
+
+
+def simulated(run: RunSpec, world_size: int, stages: dict[int, dict[str, float]], balanced: bool = False) -> Timeline:
+    """The schedule of a pipeline's step with measured times of its stages, or as if all stages were their mean;
+    transfers take no time."""
+    schedule = schedule_of(run.layout, micro_batches := cut_batch(run, world_size).accumulation)
+
+    def times(*kinds: str) -> list[float]:
+        each = [sum(stages[stage].get(kind, 0.0) for kind in kinds) / micro_batches for stage in sorted(stages)]
+        return [float(np.mean(each))] * len(each) if balanced else each
+
+    halved = any("I" in kinds for kinds in stages.values())
+    # A step of a halved schedule may have whole backward passes too: their time goes to the halves as these have it.
+    return simulate(schedule, Times(times("F"), times("B", "I"), times("W") if halved else 0.0))
+
+
+def place_of(run: RunSpec, world_size: int, rank: int) -> int:
+    """Where in its pipeline a rank is."""
+    return degrees(run.layout, world_size).place(rank)["pp"]

@@ -1,0 +1,299 @@
+"""A run as a table of facts: what `phalanx report --json` prints, and what its page and its text show.
+
+Predicted and measured numbers stand beside each other under the same names and in the same units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from phalanx.cost.parameters import parameters
+from phalanx.plan.beside import beside
+from phalanx.plan.candidates import candidate_of
+from phalanx.plan.explain import option_of
+from phalanx.plan.matrix import matrices, merge
+from phalanx.plan.search import Option
+from phalanx.plan.simulated import timeline
+from phalanx.report.efficiency import Columns, columns, place_of, simulated, stages_of
+from phalanx.report.recorded import Line, Recorded
+from phalanx.report.timeline import pieces
+from phalanx.report.verdict import findings
+from phalanx.schedule.simulate import Timeline
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+
+Facts = dict[str, Any]
+CURVES = (
+    "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes",
+    "hot_expert_share",
+)  # fmt: skip
+"""Of `metrics.jsonl` what is drawn over steps."""
+
+
+def facts(recorded: Recorded) -> Facts:
+    """All that is said of a run. What is not known is None, or an empty list, and `problems` say why."""
+    problems, run = list(recorded.problems), recorded.run
+    found = columns(recorded)
+    if found is None:
+        problems.append("too few steps were noted to say where their time goes: those at the start do not count")
+    option = None
+    if run is not None and recorded.world_size:
+        try:
+            option = option_of(run, recorded.world_size, run.layout)
+        except UserError as error:
+            problems.append(f"the time of a step is not predicted: {error.field} {error.problem}")
+    named = findings(recorded, found) if found is not None else []
+    return {
+        "run": _about(recorded),
+        "verdict": asdict(named[0]) if named else None,
+        "findings": [asdict(finding) for finding in named],
+        "beside": [*_of_step(recorded, found, option), *_of_ranks(recorded)],
+        "measures": _measures(recorded, found),
+        "ranks": _ranks(recorded, found),
+        "curves": _curves(recorded),
+        "timeline": _timeline(recorded, option),
+        "memory": _memory(recorded),
+        "traffic": _traffic(recorded),
+        "experts": _experts(recorded),
+        "problems": problems,
+    }
+
+
+def _about(recorded: Recorded) -> Facts:
+    run, trained = recorded.run, recorded.trained
+    records = recorded.ranks.values()
+    about: Facts = {
+        "name": recorded.name,
+        "directory": str(recorded.directory),
+        "ranks": recorded.world_size,
+        "hosts": sorted({record.host for record in records}),
+        "device": next((record.device for record in records), None),
+        "step": trained[-1]["step"] if trained else 0,
+        "clock_error_seconds": max((record.error_seconds for record in records), default=0.0),
+    }
+    if run is not None:
+        about |= {
+            "steps": run.training.steps,
+            "parameters": parameters(run.model).total,
+            "precision": run.training.precision,
+            "layout": run.layout.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
+            "tokens_per_step": run.training.tokens_per_step,
+            "sequence": run.training.sequence,
+        }
+    return about
+
+
+def _row(what: str, unit: str, predicted: float | None, measured: float | None, **more: Any) -> Facts:
+    ratio = measured / predicted if predicted and measured is not None else None
+    return {"what": what, "unit": unit, "role": "", "predicted": predicted, "measured": measured, "ratio": ratio} | more
+
+
+def _of_step(recorded: Recorded, found: Columns | None, option: Option | None) -> Iterator[Facts]:
+    """Predicted beside measured: a step's time and its parts, the speed, the bubble."""
+    if found is None:
+        return
+    parts = option.parts if option else {}
+
+    def predicted(*names: str, but: str = "") -> float | None:
+        return sum(parts[name] for name in names) - (parts[but] if but else 0.0) if parts else None
+
+    def middle(table: Any) -> float:
+        return float(np.median(table))
+
+    more = {"low": option.low_seconds, "high": option.high_seconds} if option else {}
+    yield _row("step", "s", option.step_seconds if option else None, found.step_seconds, **more)
+    yield _row("compute", "s", predicted("compute", but="exchange"), middle(found.compute.max(1)))
+    if found.waits_are_known:
+        exposed = middle(found.communication.min(1))
+        yield _row("exposed communication", "s", predicted("exchange", "data_parallel"), exposed)
+        if found.pipeline.any():
+            yield _row("waits in the pipeline", "s", predicted("bubble", "send"), middle(found.pipeline.mean(1)))
+    yield _row("update", "s", predicted("update", "offload"), middle(found.optimizer.max(1)))
+    yield _row("data", "s", 0.0 if option else None, middle(found.data.max(1)))
+    steps = set(found.steps)
+    lines = [line for line in recorded.trained if line["step"] in steps]
+    for what, unit in (("tokens_per_second", "tokens/s"), ("mfu", "")):
+        values = [line[what] for line in lines if line.get(what) is not None]
+        if values:
+            yield _row(what, unit, getattr(option, what) if option else None, float(np.median(values)))
+    run = recorded.run
+    if run is not None and run.layout.pp > 1:
+        planned = _planned(run, recorded.world_size) if option else None
+        yield _row("bubble", "", float(planned.bubble) if planned else None, _bubble(recorded, found))
+    yield _row("goodput", "", None, _goodput(recorded))
+
+
+def _of_ranks(recorded: Recorded) -> Iterator[Facts]:
+    """Memory by part and bytes by collective, of each role of ranks, in the step that was measured."""
+    if recorded.run is None or not recorded.measured:
+        return
+    for row in beside(recorded.run, recorded.world_size, recorded.measured):
+        yield _row(row["what"], "B", row["predicted"], row["measured"], role=row["role"])
+
+
+def _planned(run: RunSpec, world_size: int) -> Timeline | None:
+    try:
+        return timeline(run, world_size, candidate_of(run, world_size))
+    except UserError:
+        return None
+
+
+def _bubble(recorded: Recorded, found: Columns) -> float:
+    """The share of the passes in which a rank waits for other stages: the mean over ranks, the median of steps."""
+    busy = found.whole - found.data - found.optimizer
+    return float(np.median((found.pipeline / busy).mean(1)))
+
+
+def _goodput(recorded: Recorded) -> float | None:
+    """The share of the time since the start in which steps were done that count: not in checkpoints and evaluations."""
+    records = [record for record in recorded.ranks.values() if record.steps]
+    if not records:
+        return None
+    first = records[0]
+    lines = [*first.steps, *first.pauses]
+    ends = [line["began"] + _seconds(line) for line in lines]
+    whole = max(ends) - min(line["began"] for line in lines)
+    return sum(_seconds(line) for line in first.steps) / whole if whole else None
+
+
+def _seconds(line: Line) -> float:
+    seconds = line["seconds"]
+    return float(sum(seconds.values())) if isinstance(seconds, dict) else float(seconds)
+
+
+def _measures(recorded: Recorded, found: Columns | None) -> Facts:
+    """What has no prediction: how much steps and ranks differ, and how much of the collectives was hidden."""
+    if found is None:
+        return {}
+    steps = found.whole.max(1)
+    each = np.median(found.compute, 0)
+    return {
+        "steps": len(found.steps),
+        "step_p95_over_median": float(np.percentile(steps, 95) / np.median(steps)),
+        "step_variation": float(steps.std() / steps.mean()),
+        "rank_variation": float(each.std() / each.mean()) if each.mean() else 0.0,
+        "overlap": _overlap(recorded),
+    }
+
+
+def _overlap(recorded: Recorded) -> float | None:
+    """The share of the collectives' time in which the rank did something else, in the steps looked at closely."""
+    calls = [
+        call for record in recorded.ranks.values() for line in record.steps for call in line.get("collectives", ())
+        if call["ended"] is not None and "memory" not in line
+    ]  # fmt: skip
+    whole = sum(call["ended"] - call["began"] for call in calls)
+    return 1 - sum(call["exposed"] for call in calls) / whole if whole else None
+
+
+def _ranks(recorded: Recorded, found: Columns | None) -> list[Facts]:
+    """Where each rank's steps went: medians in seconds."""
+    if found is None:
+        return []
+    names = ("compute", "communication", "pipeline", "data", "optimizer", "others")
+    medians = {name: np.median(getattr(found, name), 0) for name in names}
+    return [
+        {"rank": rank, "host": recorded.ranks[rank].host}
+        | {name: float(medians[name][at]) for name in names}
+        | {"peak_memory_bytes": max(line["peak_memory_bytes"] for line in recorded.ranks[rank].steps)}
+        for at, rank in enumerate(found.ranks)
+    ]
+
+
+def _curves(recorded: Recorded) -> Facts:
+    trained = recorded.trained
+    curves: Facts = {"step": [line["step"] for line in trained]}
+    for name in CURVES:
+        if any(line.get(name) is not None for line in trained):
+            curves[name] = [line.get(name) for line in trained]
+    curves["held_out"] = [[line["step"], line["held_out_loss"]] for line in recorded.evaluations]
+    return curves
+
+
+def _timeline(recorded: Recorded, option: Option | None) -> Facts | None:
+    """Passes of one step: rank, kind, stage, micro-batch, begin and end in seconds, as the plan has them, as the
+    schedule has them with the times that were measured, and as they were."""
+    closely = [step for step in recorded.closely if not _metered(recorded, step)] or recorded.closely
+    run = recorded.run
+    if not closely:
+        return None
+    step = closely[-1]
+    spans = [
+        (rank, kind, stage, micro, begun, ended)
+        for rank, record in sorted(recorded.ranks.items())
+        for line in record.steps if line["step"] == step
+        for kind, stage, micro, begun, ended in moved(line, record.offset_seconds)
+    ]  # fmt: skip
+    first = min((begun for *_, begun, _ in spans), default=0.0)
+    found: Facts = {"step": step, "measured": [[*who, a - first, b - first] for *who, a, b in spans]}
+    if run is not None and run.layout.pp > 1 and len(recorded.ranks) == recorded.world_size:
+        found["simulated"] = _drawn(simulated(run, recorded.world_size, stages_of(recorded, [step])))
+        planned = _planned(run, recorded.world_size) if option else None
+        found["planned"] = _drawn(planned) if planned else None
+        found["places"] = {rank: place_of(run, recorded.world_size, rank) for rank in recorded.ranks}
+    return found
+
+
+def moved(line: Line, offset_seconds: float) -> Iterator[tuple[str, int, int, float, float]]:
+    """The passes of a step on the clock of rank 0."""
+    offset = line["clock"][0] if "clock" in line else offset_seconds
+    for kind, stage, micro, begun, ended in line["spans"]:
+        yield kind, stage, micro, begun + offset, ended + offset
+
+
+def _drawn(of: Timeline) -> list[list[Any]]:
+    return [[rank, action.kind, action.stage, action.micro, a, b] for rank, action, a, b in pieces(of)]
+
+
+def _metered(recorded: Recorded, step: int) -> bool:
+    return any(line["step"] == step and "memory" in line for record in recorded.ranks.values() for line in record.steps)
+
+
+def _memory(recorded: Recorded) -> Facts | None:
+    """Bytes by part over the step that was metered, of the rank that held most at any time."""
+    metered = [
+        (sum(value for name, value in moment.items() if name != "at"), record.rank, line)
+        for record in recorded.ranks.values() for line in record.steps for moment in line.get("memory", ())
+    ]  # fmt: skip
+    if not metered:
+        return None
+    _, rank, line = max(metered, key=lambda found: found[0])
+    names = [name for name in dict.fromkeys(name for moment in line["memory"] for name in moment) if name != "at"]
+    begun = line["memory"][0]["at"]
+    return {
+        "rank": rank,
+        "step": line["step"],
+        "seconds": [moment["at"] - begun for moment in line["memory"]],
+        "bytes": {name: [moment.get(name, 0) for moment in line["memory"]] for name in names},
+    }
+
+
+def _traffic(recorded: Recorded) -> Facts | None:
+    """Bytes of an update from each rank to each, as planned (the step's own totals are in `beside`)."""
+    run, ranks = recorded.run, recorded.world_size
+    if run is None or not 1 < ranks <= 256:
+        return None
+    try:
+        axes = matrices(run, ranks, run.cluster.nproc or ranks)
+    except UserError:
+        return None
+    return {
+        "bytes": merge(ranks, list(axes.values())).dense().round().tolist(),
+        "axes": {axis: matrix.total for axis, matrix in axes.items()},
+    }
+
+
+def _experts(recorded: Recorded) -> Facts | None:
+    """Tokens that chose each expert of each layer with experts: of the last step looked at closely, or up to the last
+    evaluation."""
+    run = recorded.run
+    noted = [line for record in recorded.ranks.values() for line in record.steps if "expert_tokens" in line]
+    told = [line for line in recorded.evaluations if line.get("expert_tokens")]
+    if run is None or not (noted or told):
+        return None
+    line = max(noted, key=lambda line: int(line["step"])) if noted else told[-1]
+    layers = [layer for layer in range(run.model.layers) if run.model.is_moe(layer)]
+    return {"step": line["step"], "layers": layers, "tokens": line["expert_tokens"]}

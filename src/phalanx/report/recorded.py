@@ -1,0 +1,193 @@
+"""A run directory as it is found: whole, still being written, truncated, of an older version, or with ranks missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.measure.record import FOLDER, FORMAT
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import load_run
+from phalanx.spec.run import RunSpec
+
+Line = dict[str, Any]
+WARM_UP = 2
+"""Steps at the start of a run that do not count: memory is new, and data-parallel buckets are not settled."""
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What a rank noted since the run was last started."""
+
+    rank: int
+    host: str
+    device: str
+    offset_seconds: float
+    """To add to its times, to have those of rank 0."""
+    error_seconds: float
+    steps: list[Line] = field(default_factory=list)
+    """See `measure.record.StepLine`."""
+    pauses: list[Line] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run, and what it left."""
+
+    directory: Path
+    run: RunSpec | None
+    """None where run.toml is not one of this version."""
+    world_size: int
+    began_after: int
+    ranks: dict[int, RankRecord]
+    """Those that wrote a record of the last start."""
+    metrics: list[Line]
+    """metrics.jsonl: of steps, and of evaluations."""
+    measured: dict[int, Line]
+    """`measured/` by rank: what one step held, sent and computed."""
+    problems: list[str]
+    """What is missing or cannot be read."""
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return self.run.name if self.run else self.directory.name
+
+    @property
+    def trained(self) -> list[Line]:
+        """Of `metrics` those of steps."""
+        return [line for line in self.metrics if "step_seconds" in line]
+
+    @property
+    def evaluations(self) -> list[Line]:
+        """Of `metrics` those of evaluations."""
+        return [line for line in self.metrics if "held_out_loss" in line]
+
+    @property
+    def closely(self) -> list[int]:
+        """The steps of which every rank that there is noted when everything was."""
+        each = [{line["step"] for line in record.steps if "spans" in line} for record in self.ranks.values()]
+        return sorted(set.intersection(*each)) if each else []
+
+
+def read_run(directory: Path) -> Recorded:
+    """All that a run directory has.
+
+    Raises UserError for what is no run directory.
+    """
+    if not (directory / "run.toml").is_file():
+        problem = "has no run.toml" if directory.is_dir() else "is not there"
+        raise UserError("run directory", str(directory), problem, "give what phalanx train made: runs/NAME")
+    problems: list[str] = []
+    metrics = _metrics(directory / "metrics.jsonl", problems)
+    ranks, world_size, began_after = _records(directory / FOLDER, problems)
+    steps = [line for line in metrics if "step_seconds" in line]
+    if steps and not ranks:
+        world_size, began_after = steps[-1].get("ranks", 0), steps[-1].get("began_after", 0)
+    run = _run(directory / "run.toml", problems)
+    if run is not None and world_size:
+        nproc = max(1, world_size // run.cluster.nodes)
+        run = run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc": nproc})})
+    if not steps:
+        problems.append("no step has been written yet")
+    elif run is not None and steps[-1]["step"] < run.training.steps:
+        problems.append(f"step {steps[-1]['step']} of {run.training.steps}: it is still under way, or was ended")
+    measured = _measured(directory / "measured", problems)
+    return Recorded(directory, run, world_size, began_after, ranks, metrics, measured, problems)
+
+
+def _run(file: Path, problems: list[str]) -> RunSpec | None:
+    try:
+        return load_run(file, environment={})
+    except UserError as error:
+        problems.append(f"run.toml is not of this version, so that nothing can be predicted: {error.field}")
+        return None
+
+
+def _lines(file: Path, problems: list[str]) -> list[Line]:
+    """The lines of a file that are whole; the last may still be being written."""
+    text = file.read_text(errors="replace")
+    whole, bad = [], 0
+    for line in text.splitlines(keepends=True):
+        try:
+            found = json.loads(line) if line.endswith("\n") else None
+        except ValueError:
+            found = None
+        if isinstance(found, dict) and "step" in found:
+            whole.append(found)
+        elif line.endswith("\n"):
+            bad += 1
+    if bad:
+        problems.append(f"{file.parent.name}/{file.name}: {bad} lines cannot be read")
+    return whole
+
+
+def _metrics(file: Path, problems: list[str]) -> list[Line]:
+    if not file.is_file():
+        problems.append("metrics.jsonl is missing")
+        return []
+    return _lines(file, problems)
+
+
+def _records(folder: Path, problems: list[str]) -> tuple[dict[int, RankRecord], int, int]:
+    """The record of each rank of the last start, how many ranks it had, and after which step it began."""
+    starts: dict[int, list[Line]] = {}
+    for file in sorted(folder.glob("rank-*.jsonl")):
+        lines = _lines(file, problems)
+        openings = [place for place, line in enumerate(lines) if "format" in line]
+        if not openings:
+            problems.append(f"{folder.name}/{file.name} has no opening")
+            continue
+        last = lines[openings[-1] :]
+        if last[0]["format"] != FORMAT:
+            problems.append(f"{folder.name}/{file.name} has format {last[0]['format']}; this version reads {FORMAT}")
+            continue
+        starts[last[0]["rank"]] = last
+    if not starts:
+        problems.append(f"{folder.name}/ has no records of ranks: metrics.record was off, or an older version ran")
+        return {}, 0, 0
+    newest = max((lines[0]["step"], lines[0]["ranks"]) for lines in starts.values())
+    first = starts.get(0, next(iter(starts.values())))[0]
+    began_after, world_size = (first["step"], first["ranks"]) if 0 in starts else newest
+    records = {
+        rank: _record(lines)
+        for rank, lines in starts.items()
+        if (lines[0]["step"], lines[0]["ranks"]) == (began_after, world_size)
+    }
+    missing = sorted(set(range(world_size)) - set(records))
+    if missing:
+        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        problems.append(f"no record of {len(missing)} of {world_size} ranks: {shown}")
+    return records, world_size, began_after
+
+
+def _record(lines: Sequence[Line]) -> RankRecord:
+    opening = lines[0]
+    steps = {line["step"]: line for line in lines[1:] if "seconds" in line and "stages" in line}
+    pauses = [line for line in lines[1:] if "pause" in line]
+    offset, error = opening["clock_offset_seconds"], opening["clock_error_seconds"]
+    return RankRecord(
+        opening["rank"], opening["host"], opening["device"], offset, error, list(steps.values()), pauses
+    )  # fmt: skip
+
+
+def _measured(folder: Path, problems: list[str]) -> dict[int, Line]:
+    found = {}
+    for file in sorted(folder.glob("rank-*.json")):
+        try:
+            found[int(file.stem.removeprefix("rank-"))] = json.loads(file.read_text())
+        except ValueError:
+            problems.append(f"{folder.name}/{file.name} cannot be read")
+    return found
+
+
+def settled(records: Iterable[RankRecord], began_after: int) -> list[int]:
+    """The steps that count: noted by every rank, not the first of the start, and not metered."""
+    each = [
+        {line["step"] for line in record.steps if line["step"] > began_after + WARM_UP and "memory" not in line}
+        for record in records
+    ]
+    return sorted(set.intersection(*each)) if each else []

@@ -1,0 +1,241 @@
+"""What keeps a run from being faster: what each cause costs a step, on what evidence, and what to change first.
+
+Waits do not tell who is late: a slow rank makes all others wait. So a wait that even the rank which waits least has is
+communication; what others wait more is somebody's lateness, and that is found where it arises: in what a rank computes
+beside what others compute for as much work (NVRx scores ranks likewise, and calls one a straggler below 0.75)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.cost.compute import recomputed_flops_per_token, training_flops_per_token
+from phalanx.cost.jobs import OWN_RECOMPUTE
+from phalanx.report.efficiency import Columns, place_of, simulated, stages_of, work
+from phalanx.report.recorded import Recorded
+from phalanx.spec.run import RunSpec
+
+Kind = Literal["compute", "memory", "communication", "input", "straggler", "bubble", "stage", "expert"]
+LEAST = 0.1
+"""Of a step: what costs less does not keep a run from being faster."""
+SLOW, SLOW_ALONE = 1 / 0.75, 1.6
+"""How much longer a straggler takes for as much work as its copies do; as other stages do, which differ anyway."""
+UNEVEN = 1.15
+"""How much more of something than the others is more than chance."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause."""
+
+    kind: Kind
+    share: float
+    """Of a step's time, that would be gained without it."""
+    evidence: str
+    first: str
+    """What to change first."""
+    rank: int | None = None
+    stage: int | None = None
+    expert: tuple[int, int] | None = None
+    """Layer and expert."""
+    since: int | None = None
+    """The first step that shows it."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {100 * self.share:.0f} % of a step; {self.evidence}"
+
+
+def findings(recorded: Recorded, columns: Columns) -> list[Finding]:
+    """What costs time, the dearest first; the first is the verdict."""
+    run = recorded.run
+    found = [*_input(columns)]
+    if run is not None:
+        late = [*_late(recorded, run, columns)]
+        found += [*late, *_memory(run, columns), *_pipeline(recorded, run, columns, bool(late))]
+    found += [*_communication(recorded, columns)]
+    found.sort(key=lambda finding: -finding.share)
+    computing = _compute(recorded, columns)
+    dear = [finding for finding in found if finding.share >= LEAST]
+    return [*dear, computing, *(finding for finding in found if finding.share < LEAST)]
+
+
+def _input(columns: Columns) -> Iterator[Finding]:
+    waited = columns.data.max(1)
+    rank = columns.ranks[int(np.median(columns.data, 0).argmax())]
+    yield Finding(
+        "input", columns.share(waited),
+        f"rank {rank} waits {np.median(waited):.3g} s of each step for its tokens",
+        "prepare the text beforehand (phalanx data prepare), keep it on a local disk, or give the loader a core",
+        rank=rank, since=since(columns.steps, waited / columns.whole.max(1), 0.05),
+    )  # fmt: skip
+
+
+def _late(recorded: Recorded, run: RunSpec, columns: Columns) -> Iterator[Finding]:
+    """The rank that takes longest for its work, and why."""
+    if len(columns.ranks) < 2:
+        return
+    flops = work(run, recorded.world_size, columns.ranks)
+    computing = np.flatnonzero(flops > 0)
+    if len(computing) < 2:
+        return
+    places = np.array([place_of(run, recorded.world_size, rank) for rank in columns.ranks])
+    each = columns.compute / np.where(flops > 0, flops, np.inf)
+    best: tuple[float, int, NDArray[np.float64]] | None = None
+    for at in map(int, computing):
+        copies = [other for other in computing if other != at and places[other] == places[at]]
+        peers = copies or [other for other in computing if other != at]
+        ratio = each[:, at] / np.median(each[:, peers], axis=1)
+        score = float(np.median(ratio)) / (SLOW if copies else SLOW_ALONE)
+        if best is None or score > best[0]:
+            best = score, at, ratio
+    assert best is not None
+    score, at, ratio = best
+    if score < 1:
+        return
+    rank, times = columns.ranks[at], float(np.median(ratio))
+    share = columns.share(columns.compute[:, at] * (1 - 1 / ratio))
+    rows = _more_rows(columns, at)
+    begun = since(columns.steps, np.log(ratio), float(np.log(UNEVEN)))
+    if rows > UNEVEN and times < rows * SLOW:
+        layer, expert, hottest = _hottest(recorded)
+        yield Finding(
+            "expert", share,
+            f"rank {rank} computes {times:.1f} times as long as others, for its experts are sent {rows:.1f} times as "
+            f"many rows; expert {expert} of layer {layer} has {hottest:.1f} times its share",
+            "balance the router (moe.balance_loss, moe.bias_update_rate, a lower learning rate), or give its experts "
+            "to other ranks: phalanx experts --balance",
+            rank=rank, expert=(layer, expert), since=begun,
+        )  # fmt: skip
+        return
+    yield Finding(
+        "straggler", share,
+        f"rank {rank} on {recorded.ranks[rank].host} takes {times:.2f} times as long as others for as much work, since "
+        f"step {begun}",
+        "look at that device: what else runs there, its clock and temperature; leave the host out if it stays",
+        rank=rank, since=begun,
+    )  # fmt: skip
+
+
+def _more_rows(columns: Columns, at: int) -> float:
+    """How many times as many rows the experts of a rank are sent as those of the others."""
+    if columns.rows is None:
+        return 1.0
+    others = np.delete(columns.rows, at, axis=1).mean(1)
+    return float(np.median(columns.rows[:, at] / np.maximum(others, 1)))
+
+
+def _hottest(recorded: Recorded) -> tuple[int, int, float]:
+    """The expert that was hottest in most steps, and its median share of the layer's tokens times their number."""
+    lines = next(iter(recorded.ranks.values())).steps
+    hot = [tuple(line["hot_expert"]) for line in lines if "hot_expert" in line]
+    layer, expert = Counter((layer, expert) for layer, expert, _ in hot).most_common(1)[0][0]
+    return layer, expert, float(np.median([share for *where, share in hot if where == [layer, expert]]))
+
+
+def _memory(run: RunSpec, columns: Columns) -> Iterator[Finding]:
+    """What is done for want of memory: computed again, or brought from where it rests."""
+    again = recomputed_flops_per_token(run.model, run.training.sequence, OWN_RECOMPUTE[run.layout.recompute])
+    if again:
+        part = again / (again + training_flops_per_token(run.model, run.training.sequence))
+        yield Finding(
+            "memory", part * columns.share(columns.compute.max(1)),
+            f"{100 * part:.0f} % of what is computed is computed again, for want of memory to keep it "
+            f"(layout.recompute = {run.layout.recompute!r})",
+            "see with phalanx advise what else makes room: a smaller micro-batch, more ranks that share the state",
+        )  # fmt: skip
+    if run.layout.offload != "none":
+        yield Finding(
+            "memory", columns.share(columns.optimizer.max(1)),
+            f"the update takes {np.median(columns.optimizer.max(1)):.3g} s with its state in "
+            f"{'files' if run.layout.offload == 'nvme' else 'CPU memory'}",
+            "shard the state over more ranks instead (layout.data, more dp), or a faster disk for it",
+        )  # fmt: skip
+
+
+def _pipeline(recorded: Recorded, run: RunSpec, columns: Columns, late: bool) -> Iterator[Finding]:
+    """What a pipeline waits: for its schedule's sake, for a stage that takes longer, for what is sent."""
+    if run.layout.pp == 1:
+        return
+    stages = stages_of(recorded, columns.steps)
+    real, even = (simulated(run, recorded.world_size, stages, balanced) for balanced in (False, True))
+    whole, ranks = columns.step_seconds, range(run.layout.pp)
+    idle = float(even.makespan) - sum(float(even.busy(rank)) for rank in ranks) / run.layout.pp
+    name = run.layout.schedule_file or run.layout.schedule
+    yield Finding(
+        "bubble", idle / whole,
+        f"of {name} with these micro-batches every rank stands still for {100 * float(even.bubble):.0f} % of the "
+        "passes, even with stages alike and nothing to send",
+        "use more or smaller micro-batches (layout.micro_batch), interleaved stages or zero bubble "
+        "(layout.schedule), or fewer stages",
+    )  # fmt: skip
+    if not late:
+        seconds = {stage: sum(kinds.values()) for stage, kinds in stages.items()}
+        stage = max(seconds, key=lambda stage: seconds[stage])
+        times = seconds[stage] / float(np.mean(list(seconds.values())))
+        yield Finding(
+            "stage", max(0.0, float(real.makespan - even.makespan)) / whole,
+            f"stage {stage} takes {times:.2f} times as long as the mean of the stages, and the others wait for it",
+            "cut the model anew (phalanx pipeline cut), or give that stage fewer blocks (layout.stage_layers)",
+            stage=stage,
+        )  # fmt: skip
+
+
+def _communication(recorded: Recorded, columns: Columns) -> Iterator[Finding]:
+    if not columns.waits_are_known or len(columns.ranks) < 2:
+        return
+    seconds, run = columns.communication.min(1), recorded.run
+    share, sent = columns.share(seconds), ""
+    if run is not None and run.layout.pp > 1:
+        real = simulated(run, recorded.world_size, stages_of(recorded, columns.steps))
+        idle = float(real.makespan) - sum(float(real.busy(rank)) for rank in range(run.layout.pp)) / run.layout.pp
+        late = max(0.0, columns.share(columns.pipeline.mean(1)) - idle / columns.step_seconds)
+        share, sent = share + late, f"; sends between stages make it wait for {100 * late:.0f} % of the step"
+    yield Finding(
+        "communication", share,
+        f"even the rank that waits least waits {np.median(seconds):.3g} s of a step for collectives{dearest(recorded)}"
+        f"{sent}",
+        "look at the link with phalanx measure collectives; keep the axis that sends most on the fastest links, send "
+        "less often (larger steps, layout.data), or less (bf16, layout.compress)",
+        since=since(columns.steps, seconds / columns.whole.max(1), 0.05),
+    )  # fmt: skip
+
+
+def dearest(recorded: Recorded) -> str:
+    """The collective that ranks waited for most, where steps were looked at closely; said after a comma."""
+    waited: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for record in recorded.ranks.values():
+        for line in record.steps:
+            for call in line.get("collectives", ()):
+                waited[call["operation"], tuple(call["group"])] += call["exposed"]
+    if not waited:
+        return ""
+    (operation, group), _ = waited.most_common(1)[0]
+    shown = ", ".join(map(str, group[:4])) + (", ..." if len(group) > 4 else "")
+    return f", most for {operation} among ranks {shown}"
+
+
+def _compute(recorded: Recorded, columns: Columns) -> Finding:
+    mfus = [line["mfu"] for line in recorded.trained if line["step"] in set(columns.steps) and line.get("mfu")]
+    known = f", at an MFU of {100 * float(np.median(mfus)):.0f} %" if mfus else ""
+    return Finding(
+        "compute", columns.share(columns.compute.mean(1)),
+        f"forward and backward passes take {np.median(columns.compute.mean(1)):.3g} s of a step{known}",
+        "use larger micro-batches, training.compile, lower precision; then more or faster devices",
+    )  # fmt: skip
+
+
+def since(steps: list[int], series: NDArray[np.float64], least: float) -> int:
+    """The first step from which on a series has been higher by at least `least` (a single change of its mean, where
+    the squares of what is left are least); the first of all where it has not changed."""
+    best, at = float(((series - series.mean()) ** 2).sum()), 0
+    for cut in range(2, len(series) - 1):
+        before, after = series[:cut], series[cut:]
+        left = float(((before - before.mean()) ** 2).sum() + ((after - after.mean()) ** 2).sum())
+        if left < best and after.mean() - before.mean() >= least:
+            best, at = left, cut
+    return steps[at]
