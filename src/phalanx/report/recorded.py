@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.cost.compute import training_flops_per_token
 from phalanx.measure.record import FOLDER, FORMAT
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
@@ -89,8 +90,8 @@ def read_run(directory: Path) -> Recorded:
         world_size, began_after = steps[-1].get("ranks", 0), steps[-1].get("began_after", 0)
     run = _run(directory / "run.toml", problems)
     if run is not None and world_size:
-        nproc = max(1, world_size // run.cluster.nodes)
-        run = run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc": nproc})})
+        known = {"nproc": max(1, world_size // run.cluster.nodes), "peak_flops": _peak_flops(run, steps, world_size)}
+        run = run.model_copy(update={"cluster": run.cluster.model_copy(update=known)})
     if not steps:
         problems.append("no step has been written yet")
     elif run is not None and steps[-1]["step"] < run.training.steps:
@@ -105,6 +106,15 @@ def _run(file: Path, problems: list[str]) -> RunSpec | None:
     except UserError as error:
         problems.append(f"run.toml is not of this version, so that nothing can be predicted: {error.field}")
         return None
+
+
+def _peak_flops(run: RunSpec, steps: Sequence[Line], world_size: int) -> float | None:
+    """Of a rank: as it is said, or as it was measured when the run began."""
+    told = next((line for line in reversed(steps) if line.get("mfu")), None)
+    if run.cluster.peak_flops is not None or told is None:
+        return run.cluster.peak_flops
+    flops = training_flops_per_token(run.model, run.training.sequence)
+    return float(told["tokens_per_second"] * flops / told["mfu"] / world_size)
 
 
 def _lines(file: Path, problems: list[str]) -> list[Line]:
