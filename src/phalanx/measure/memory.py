@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
@@ -24,6 +25,13 @@ STATUS = Path("/proc/self/status")
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication")
 COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of operations whose tensors are buffers of communication, unless they are known as something else."""
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """All that a device has; of a CPU the machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -32,6 +32,10 @@ class Opening(TypedDict):
     """After which this start began."""
     clock_offset_seconds: float
     clock_error_seconds: float
+    memory_bytes: int
+    """Of the device."""
+    cores: NotRequired[int]
+    """That the ranks on a CPU may use."""
 
 
 class StepLine(TypedDict):

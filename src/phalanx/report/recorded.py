@@ -10,8 +10,9 @@ from typing import Any
 
 from phalanx.cost.compute import training_flops_per_token
 from phalanx.measure.record import FOLDER, FORMAT
+from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_run
+from phalanx.spec.load import load_machine, load_run
 from phalanx.spec.run import RunSpec
 
 Line = dict[str, Any]
@@ -29,6 +30,10 @@ class RankRecord:
     offset_seconds: float
     """To add to its times, to have those of rank 0."""
     error_seconds: float
+    memory_bytes: int
+    """Of its device."""
+    cores: int | None
+    """That the ranks on its host may use, where they run on them."""
     steps: list[Line] = field(default_factory=list)
     """See `measure.record.StepLine`."""
     pauses: list[Line] = field(default_factory=list)
@@ -90,8 +95,8 @@ def read_run(directory: Path) -> Recorded:
         world_size, began_after = steps[-1].get("ranks", 0), steps[-1].get("began_after", 0)
     run = _run(directory / "run.toml", problems)
     if run is not None and world_size:
-        known = {"nproc": max(1, world_size // run.cluster.nodes), "peak_flops": _peak_flops(run, steps, world_size)}
-        run = run.model_copy(update={"cluster": run.cluster.model_copy(update=known)})
+        peak = _peak_flops(run, steps, world_size)
+        run = run.model_copy(update={"cluster": _machine(run.cluster, world_size, peak, ranks)})
     if not steps:
         problems.append("no step has been written yet")
     elif run is not None and steps[-1]["step"] < run.training.steps:
@@ -106,6 +111,16 @@ def _run(file: Path, problems: list[str]) -> RunSpec | None:
     except UserError as error:
         problems.append(f"run.toml is not of this version, so that nothing can be predicted: {error.field}")
         return None
+
+
+def _machine(own: Cluster, world_size: int, peak_flops: float | None, ranks: dict[int, RankRecord]) -> Cluster:
+    """The run's, with what was found of it; of a CPU that nobody described, what is known of any."""
+    known = {"nodes": own.nodes, "nproc": max(1, world_size // own.nodes), "peak_flops": peak_flops}
+    record = next(iter(ranks.values()), None)
+    if own.preset or record is None or record.device != "cpu":
+        return own.model_copy(update=known)
+    known |= {"memory_bytes": own.memory_bytes or record.memory_bytes, "cores": own.cores or record.cores}
+    return load_machine("cpu").model_copy(update=known)
 
 
 def _peak_flops(run: RunSpec, steps: Sequence[Line], world_size: int) -> float | None:
@@ -178,9 +193,9 @@ def _record(lines: Sequence[Line]) -> RankRecord:
     opening = lines[0]
     steps = {line["step"]: line for line in lines[1:] if "seconds" in line and "stages" in line}
     pauses = [line for line in lines[1:] if "pause" in line]
-    offset, error = opening["clock_offset_seconds"], opening["clock_error_seconds"]
     return RankRecord(
-        opening["rank"], opening["host"], opening["device"], offset, error, list(steps.values()), pauses
+        opening["rank"], opening["host"], opening["device"], opening["clock_offset_seconds"],
+        opening["clock_error_seconds"], opening["memory_bytes"], opening.get("cores"), list(steps.values()), pauses,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from phalanx.cost.parameters import parameters
 from phalanx.measure.matmul import peak_flops
+from phalanx.measure.memory import device_memory_bytes
 from phalanx.measure.record import FORMAT, Opening, record_file
 from phalanx.parallel.apply import computing
 from phalanx.spec.errors import UserError
@@ -150,7 +151,10 @@ def open_notes(trainer: Trainer) -> Log:
         "step": trainer.step,
         "clock_offset_seconds": offset.seconds,
         "clock_error_seconds": offset.error_seconds,
+        "memory_bytes": device_memory_bytes(trainer.device),
     }
+    if trainer.device.type == "cpu":
+        opening["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     notes.write(dict(opening))
     return notes
 
