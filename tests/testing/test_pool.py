@@ -13,6 +13,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from phalanx.spec.errors import UserError
 from phalanx.testing import RanksFailed, ranks
+from phalanx.testing.pool import GROWN_BYTES
+
+
+KEPT = []
 
 
 def rank_and_pid():
@@ -68,6 +72,12 @@ def random_number():
     return torch.rand(1).item()
 
 
+def keeps(size):
+    if dist.get_rank() == 1:
+        KEPT.append(b"1" * size)
+    return rank_and_pid()
+
+
 def test_results_come_in_rank_order_and_processes_stay():
     first, second = ranks(2).run(rank_and_pid), ranks(2).run(rank_and_pid)
     assert [rank for rank, _ in first] == [0, 1]
@@ -96,6 +106,13 @@ def test_the_failing_rank_comes_first():
     assert "ValueError: rank 1 has had enough" in message
     assert "> before the failure" in message
     assert ranks(2).run(all_reduced, 0) == [torch.tensor(1)] * 2
+
+
+def test_ranks_that_hold_much_more_than_at_first_are_replaced():
+    before = ranks(2).run(rank_and_pid)
+    assert ranks(2).run(keeps, 1000) == before
+    assert ranks(2).run(keeps, GROWN_BYTES + 2**26) == before
+    assert not set(ranks(2).run(rank_and_pid)) & set(before)
 
 
 def test_ranks_that_all_answered_are_kept():

@@ -25,6 +25,9 @@ GRACE_SECONDS = 1.0
 """How long the other ranks may still report after the first failure; most then hang in a collective."""
 OUTPUT_BYTES = 4_000
 """How much of a rank's output a failure shows."""
+GROWN_BYTES = 3 * 2**28
+"""Ranks that hold so much more together than they did at first make room for others: the kernels that oneDNN compiles
+for every shape stay with a process."""
 
 _pools: dict[int, Pool] = {}
 
@@ -48,6 +51,7 @@ class Pool:
         if world_size < 1:
             raise UserError("world_size", world_size, "is not a number of ranks", "use at least 1")
         self.world_size = world_size
+        self._held_at_first = 0
         self._workers: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         self._logs = Path()
@@ -67,7 +71,11 @@ class Pool:
         try:
             if not self._workers:
                 self._start()
-            return self._run(name, call, timeout)
+            results = self._run(name, call, timeout)
+            self._held_at_first = self._held_at_first or self._held()
+            if self._held() > self._held_at_first + GROWN_BYTES:
+                self.close()
+            return results
         except BaseException as error:
             # A rank that has not answered may be anywhere in the function, so no later call can use it.
             if not (isinstance(error, RanksFailed) and error.all_answered):
@@ -84,7 +92,13 @@ class Pool:
             pipe.close()
         if self._workers:
             shutil.rmtree(self._logs, ignore_errors=True)
-        self._workers, self._pipes = [], []
+        self._workers, self._pipes, self._held_at_first = [], [], 0
+
+    def _held(self) -> int:
+        """Bytes of memory that the ranks hold; 0 where /proc does not say."""
+        statements = [Path(f"/proc/{worker.pid}/statm") for worker in self._workers]
+        pages = (int(file.read_text().split()[1]) for file in statements if file.exists())
+        return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def _start(self) -> None:
         self._logs = Path(tempfile.mkdtemp(prefix="phalanx-ranks-"))
