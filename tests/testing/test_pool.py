@@ -15,7 +15,6 @@ from phalanx.spec.errors import UserError
 from phalanx.testing import RanksFailed, ranks
 from phalanx.testing.pool import GROWN_BYTES
 
-
 KEPT = []
 
 

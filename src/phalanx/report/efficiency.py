@@ -46,9 +46,9 @@ class Columns:
         """Of a step, which is over when the last rank's is: the median."""
         return float(np.median(self.whole.max(1)))
 
-    def share(self, seconds: Table) -> float:
-        """Of a step, where there is a number of seconds for each: the median."""
-        return float(np.median(seconds) / self.step_seconds)
+    def share(self, seconds: Table, begun: int = 0) -> float:
+        """Of a step, where there is a number of seconds for each: the median of those from a row on."""
+        return float(np.median(seconds[begun:]) / np.median(self.whole.max(1)[begun:]))
 
     @property
     def others(self) -> Table:

@@ -25,6 +25,8 @@ LEAST = 0.1
 """Of a step: what costs less does not keep a run from being faster."""
 SLOW, SLOW_ALONE = 1 / 0.75, 1.6
 """How much longer a straggler takes for as much work as its copies do; as other stages do, which differ anyway."""
+FEW = 3
+"""Steps before and after a change, at least."""
 UNEVEN = 1.15
 """How much more of something than the others is more than chance."""
 
@@ -66,12 +68,13 @@ def findings(recorded: Recorded, columns: Columns) -> list[Finding]:
 
 def _input(columns: Columns) -> Iterator[Finding]:
     waited = columns.data.max(1)
-    rank = columns.ranks[int(np.median(columns.data, 0).argmax())]
+    begun = changed(waited / columns.whole.max(1), 0.05)
+    rank = columns.ranks[int(np.median(columns.data[begun:], 0).argmax())]
     yield Finding(
-        "input", columns.share(waited),
-        f"rank {rank} waits {np.median(waited):.3g} s of each step for its tokens",
+        "input", columns.share(waited, begun),
+        f"rank {rank} waits {np.median(waited[begun:]):.3g} s of each step for its tokens",
         "prepare the text beforehand (phalanx data prepare), keep it on a local disk, or give the loader a core",
-        rank=rank, since=since(columns.steps, waited / columns.whole.max(1), 0.05),
+        rank=rank, since=columns.steps[begun],
     )  # fmt: skip
 
 
@@ -85,54 +88,55 @@ def _late(recorded: Recorded, run: RunSpec, columns: Columns) -> Iterator[Findin
         return
     places = np.array([place_of(run, recorded.world_size, rank) for rank in columns.ranks])
     each = columns.compute / np.where(flops > 0, flops, np.inf)
-    best: tuple[float, int, NDArray[np.float64]] | None = None
+    best: tuple[float, int, int, NDArray[np.float64]] | None = None
     for at in map(int, computing):
         copies = [other for other in computing if other != at and places[other] == places[at]]
         peers = copies or [other for other in computing if other != at]
         ratio = each[:, at] / np.median(each[:, peers], axis=1)
-        score = float(np.median(ratio)) / (SLOW if copies else SLOW_ALONE)
+        begun = changed(np.log(ratio), float(np.log(UNEVEN)))
+        score = float(np.median(ratio[begun:])) / (SLOW if copies else SLOW_ALONE)
         if best is None or score > best[0]:
-            best = score, at, ratio
+            best = score, at, begun, ratio
     assert best is not None
-    score, at, ratio = best
+    score, at, begun, ratio = best
     if score < 1:
         return
-    rank, times = columns.ranks[at], float(np.median(ratio))
-    share = columns.share(columns.compute[:, at] * (1 - 1 / ratio))
-    rows = _more_rows(columns, at)
-    begun = since(columns.steps, np.log(ratio), float(np.log(UNEVEN)))
+    rank, times, step = columns.ranks[at], float(np.median(ratio[begun:])), columns.steps[begun]
+    share = columns.share(columns.compute[:, at] * (1 - 1 / ratio), begun)
+    rows = _more_rows(columns, at, begun)
     if rows > UNEVEN and times < rows * SLOW:
-        layer, expert, hottest = _hottest(recorded)
+        layer, expert, hottest = _hottest(recorded, step)
         yield Finding(
             "expert", share,
             f"rank {rank} computes {times:.1f} times as long as others, for its experts are sent {rows:.1f} times as "
             f"many rows; expert {expert} of layer {layer} has {hottest:.1f} times its share",
             "balance the router (moe.balance_loss, moe.bias_update_rate, a lower learning rate), or give its experts "
             "to other ranks: phalanx experts --balance",
-            rank=rank, expert=(layer, expert), since=begun,
+            rank=rank, expert=(layer, expert), since=step,
         )  # fmt: skip
         return
     yield Finding(
         "straggler", share,
         f"rank {rank} on {recorded.ranks[rank].host} takes {times:.2f} times as long as others for as much work, since "
-        f"step {begun}",
+        f"step {step}",
         "look at that device: what else runs there, its clock and temperature; leave the host out if it stays",
-        rank=rank, since=begun,
+        rank=rank, since=step,
     )  # fmt: skip
 
 
-def _more_rows(columns: Columns, at: int) -> float:
+def _more_rows(columns: Columns, at: int, begun: int) -> float:
     """How many times as many rows the experts of a rank are sent as those of the others."""
     if columns.rows is None:
         return 1.0
     others = np.delete(columns.rows, at, axis=1).mean(1)
-    return float(np.median(columns.rows[:, at] / np.maximum(others, 1)))
+    return float(np.median((columns.rows[:, at] / np.maximum(others, 1))[begun:]))
 
 
-def _hottest(recorded: Recorded) -> tuple[int, int, float]:
-    """The expert that was hottest in most steps, and its median share of the layer's tokens times their number."""
+def _hottest(recorded: Recorded, step: int) -> tuple[int, int, float]:
+    """The expert that was hottest in most steps from this one on, and its median share of the layer's tokens times
+    their number."""
     lines = next(iter(recorded.ranks.values())).steps
-    hot = [tuple(line["hot_expert"]) for line in lines if "hot_expert" in line]
+    hot = [tuple(line["hot_expert"]) for line in lines if "hot_expert" in line and line["step"] >= step]
     layer, expert = Counter((layer, expert) for layer, expert, _ in hot).most_common(1)[0][0]
     return layer, expert, float(np.median([share for *where, share in hot if where == [layer, expert]]))
 
@@ -180,7 +184,8 @@ def _pipeline(recorded: Recorded, run: RunSpec, columns: Columns, late: bool) ->
         yield Finding(
             "stage", max(0.0, float(real.makespan - even.makespan)) / whole,
             f"stage {stage} takes {times:.2f} times as long as the mean of the stages, and the others wait for it",
-            "cut the model anew (phalanx pipeline cut), or give that stage fewer blocks (layout.stage_layers)",
+            "use as many stages as the blocks divide by, or interleave them (layout.schedule): phalanx pipeline cut "
+            "shows what each would have",
             stage=stage,
         )  # fmt: skip
 
@@ -189,7 +194,8 @@ def _communication(recorded: Recorded, columns: Columns) -> Iterator[Finding]:
     if not columns.waits_are_known or len(columns.ranks) < 2:
         return
     seconds, run = columns.communication.min(1), recorded.run
-    share, sent = columns.share(seconds), ""
+    begun = changed(seconds / columns.whole.max(1), 0.05)
+    share, sent = columns.share(seconds, begun), ""
     if run is not None and run.layout.pp > 1:
         real = simulated(run, recorded.world_size, stages_of(recorded, columns.steps))
         idle = float(real.makespan) - sum(float(real.busy(rank)) for rank in range(run.layout.pp)) / run.layout.pp
@@ -197,11 +203,11 @@ def _communication(recorded: Recorded, columns: Columns) -> Iterator[Finding]:
         share, sent = share + late, f"; sends between stages make it wait for {100 * late:.0f} % of the step"
     yield Finding(
         "communication", share,
-        f"even the rank that waits least waits {np.median(seconds):.3g} s of a step for collectives{dearest(recorded)}"
-        f"{sent}",
+        f"even the rank that waits least waits {np.median(seconds[begun:]):.3g} s of a step for collectives"
+        f"{dearest(recorded)}{sent}",
         "look at the link with phalanx measure collectives; keep the axis that sends most on the fastest links, send "
         "less often (larger steps, layout.data), or less (bf16, layout.compress)",
-        since=since(columns.steps, seconds / columns.whole.max(1), 0.05),
+        since=columns.steps[begun],
     )  # fmt: skip
 
 
@@ -229,13 +235,13 @@ def _compute(recorded: Recorded, columns: Columns) -> Finding:
     )  # fmt: skip
 
 
-def since(steps: list[int], series: NDArray[np.float64], least: float) -> int:
-    """The first step from which on a series has been higher by at least `least` (a single change of its mean, where
-    the squares of what is left are least); the first of all where it has not changed."""
+def changed(series: NDArray[np.float64], least: float) -> int:
+    """From where on a series has been higher by at least `least`: a single change of its mean, where the squares of
+    what is left are least. 0 where it has not changed."""
     best, at = float(((series - series.mean()) ** 2).sum()), 0
-    for cut in range(2, len(series) - 1):
+    for cut in range(FEW, len(series) - FEW + 1):
         before, after = series[:cut], series[cut:]
         left = float(((before - before.mean()) ** 2).sum() + ((after - after.mean()) ** 2).sum())
         if left < best and after.mean() - before.mean() >= least:
             best, at = left, cut
-    return steps[at]
+    return at

@@ -1,0 +1,232 @@
+"""Verdicts on records made with a label: each has one thing wrong with it, and the ranks wait as ranks do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.report.efficiency import Columns, columns
+from phalanx.report.recorded import RankRecord, Recorded
+from phalanx.report.verdict import LEAST, Finding, changed, findings
+from phalanx.schedule.action import actions
+from phalanx.schedule.named import schedule_of
+from phalanx.schedule.simulate import Times, simulate
+from phalanx.spec.layout import degrees
+from phalanx.spec.load import build_run
+from phalanx.spec.run import RunSpec, cut_batch
+
+STEPS, WHOLE = 40, 1.0
+DENSE = {"vocab": 256, "width": 64, "layers": 8, "heads": 4, "kv_heads": 4, "ffn": 128, "context": 64}
+MOE = {**DENSE, "moe": {"experts": 8, "top_k": 2, "ffn": 64}}
+
+
+def described(ranks: int, model: dict[str, Any] = DENSE, **layout: Any) -> RunSpec:
+    return build_run(
+        {
+            "model": model,
+            "training": {"steps": STEPS, "sequence": 32, "tokens_per_step": 64 * 32},
+            "layout": layout,
+            "cluster": {"device": "cpu", "nproc": ranks, "peak_flops": 1e12},
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """What is made wrong, from a step on."""
+
+    since: int = 1
+    compute: dict[int, float] = field(default_factory=dict)
+    """Ranks that take so many times as long."""
+    stages: dict[int, float] = field(default_factory=dict)
+    """Stages that take so many times as long, on all ranks."""
+    data: dict[int, float] = field(default_factory=dict)
+    """Seconds in which ranks wait for tokens."""
+    link: float = 0.02
+    """Seconds of transfers that nothing hides."""
+    rows: dict[int, float] = field(default_factory=dict)
+    """Ranks whose experts are sent so many times as many rows, and that compute so much longer."""
+    update: float = 0.01
+
+
+def recorded(run: RunSpec, ranks: int, wrong: Wrong, seed: int) -> Recorded:
+    """A run in which that is wrong."""
+    lines: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(ranks)}
+    chance = np.random.default_rng(seed)
+    for step in range(1, STEPS + 1):
+        now = wrong if step >= wrong.since else Wrong()
+        noise = {rank: float(chance.normal(1, 0.03)) for rank in range(ranks)}
+        for rank, line in one_step(run, ranks, now, noise).items():
+            lines[rank].append({"step": step, "began": float(step), "peak_memory_bytes": 1, **line})
+    records = {
+        rank: RankRecord(rank, "host", "cpu", 0.0, 0.0, 2**34, 2, lines[rank]) for rank in range(ranks)
+    }  # fmt: skip
+    return Recorded(Path("run"), run, ranks, 0, records, [], {}, [])
+
+
+def one_step(run: RunSpec, ranks: int, wrong: Wrong, noise: dict[int, float]) -> dict[int, dict[str, Any]]:
+    """What each rank notes: all wait for the last in the collective at the end, and in a pipeline for each other."""
+    slower = {
+        rank: noise[rank] * wrong.compute.get(rank, 1.0) * wrong.rows.get(rank, 1.0) for rank in range(ranks)
+    }  # fmt: skip
+    passes, stages, waits = (piped if run.layout.pp > 1 else alone)(run, ranks, wrong, slower)
+    before = {rank: wrong.data.get(rank, 0.0001) + passes[rank] for rank in range(ranks)}
+    last = max(before.values())
+    found = {}
+    for rank in range(ranks):
+        reduce = last - before[rank] + wrong.link
+        found[rank] = {
+            "seconds": {
+                "data": wrong.data.get(rank, 0.0001), "passes": passes[rank], "reduce": reduce,
+                "optimizer": wrong.update,
+            },
+            "stages": stages[rank],
+            "waited": {"data": 0.0, "passes": 0.0, "reduce": reduce, "optimizer": 0.0, "pipeline": waits[rank]},
+        }  # fmt: skip
+        if run.layout.ep > 1:
+            hot = max(wrong.rows, key=lambda rank: wrong.rows[rank], default=0)
+            found[rank]["expert_rows"] = int(1000 * wrong.rows.get(rank, 1.0))
+            found[rank]["hot_expert"] = [3, 2 * hot + 1, 4.0] if wrong.rows else [5, 0, 1.1]
+    return found
+
+
+def alone(run: RunSpec, ranks: int, wrong: Wrong, slower: dict[int, float]) -> tuple[Any, Any, Any]:
+    """Ranks without a pipeline."""
+    passes = {rank: WHOLE * slower[rank] for rank in range(ranks)}
+    stages = {rank: {"0": {"F": passes[rank] / 3, "B": 2 * passes[rank] / 3}} for rank in range(ranks)}
+    return passes, stages, dict.fromkeys(range(ranks), 0.0)
+
+
+def piped(run: RunSpec, ranks: int, wrong: Wrong, slower: dict[int, float]) -> tuple[Any, Any, Any]:
+    """Ranks of a pipeline, and of copies of it."""
+    sizes, micro_batches = degrees(run.layout, ranks), cut_batch(run, ranks).accumulation
+    schedule = schedule_of(run.layout, micro_batches)
+    passes, stages, waits = {}, {}, {}
+    for copy in range(ranks // sizes.pp):
+        members = [rank for rank in range(ranks) if copy_of(run, ranks, rank) == copy]
+        at = {sizes.place(rank)["pp"]: rank for rank in members}
+        each = [
+            wrong.stages.get(stage, 1.0) * slower[at[schedule.rank_of[stage]]] / micro_batches
+            for stage in range(schedule.stages)
+        ]
+        halves = [2 * second for second in each]
+        timeline = simulate(schedule, Times(each, halves, 0.0, transfer=wrong.link / 4))
+        for place, rank in at.items():
+            own: dict[str, dict[str, float]] = {}
+            for span in timeline.spans[place]:
+                for action in actions(span.step):
+                    kinds = own.setdefault(str(action.stage), {})
+                    kinds[action.kind] = kinds.get(action.kind, 0.0) + float(span.end - span.start)
+            passes[rank] = float(timeline.makespan)
+            stages[rank] = own
+            waits[rank] = passes[rank] - sum(sum(kinds.values()) for kinds in own.values())
+    return passes, stages, waits
+
+
+def copy_of(run: RunSpec, ranks: int, rank: int) -> int:
+    """Which copy of the pipeline a rank is in."""
+    place = degrees(run.layout, ranks).place(rank)
+    return place["dp_replicate"] * degrees(run.layout, ranks).dp_shard + place["dp_shard"]
+
+
+DDP4, ZERO8 = described(4), described(8, data="zero3")
+PIPE = described(4, pp=4, micro_batch=2)
+PIPES = described(8, pp=4, data="zero1", micro_batch=2)
+COARSE = described(4, pp=4, micro_batch=16)
+EXPERTS = described(4, MOE, ep=4)
+AGAIN = described(4, recompute="full")
+ON_DISK = described(4, data="zero2", offload="nvme", offload_directory="/tmp")
+LABELLED: dict[str, tuple[RunSpec, int, Wrong, Callable[[Finding], bool]]] = {
+    "nothing-ddp": (DDP4, 4, Wrong(), lambda it: it.kind == "compute"),
+    "nothing-zero3": (ZERO8, 8, Wrong(), lambda it: it.kind == "compute"),
+    "nothing-experts": (EXPERTS, 4, Wrong(), lambda it: it.kind == "compute"),
+    "slow-rank": (DDP4, 4, Wrong(compute={2: 1.6}), lambda it: (it.kind, it.rank) == ("straggler", 2)),
+    "slow-rank-of-8": (ZERO8, 8, Wrong(compute={7: 1.5}), lambda it: (it.kind, it.rank) == ("straggler", 7)),
+    "slow-rank-0": (ZERO8, 8, Wrong(compute={0: 2.0}), lambda it: (it.kind, it.rank) == ("straggler", 0)),
+    "slow-later": (
+        DDP4, 4, Wrong(since=21, compute={1: 1.8}),
+        lambda it: (it.kind, it.rank) == ("straggler", 1) and it.since is not None and abs(it.since - 21) <= 1,
+    ),
+    "slow-rank-of-a-pipeline": (PIPES, 8, Wrong(compute={5: 1.8}), lambda it: (it.kind, it.rank) == ("straggler", 5)),
+    "slow-rank-and-slow-link": (
+        DDP4, 4, Wrong(compute={3: 2.0}, link=0.3), lambda it: (it.kind, it.rank) == ("straggler", 3)
+    ),
+    "starved": (DDP4, 4, Wrong(data={1: 0.7}), lambda it: (it.kind, it.rank) == ("input", 1)),
+    "starved-all": (ZERO8, 8, Wrong(data=dict.fromkeys(range(8), 0.5)), lambda it: it.kind == "input"),
+    "starved-later": (
+        DDP4, 4, Wrong(since=15, data={0: 0.9}),
+        lambda it: (it.kind, it.rank) == ("input", 0) and it.since is not None and abs(it.since - 15) <= 1,
+    ),
+    "slow-link": (DDP4, 4, Wrong(link=0.6), lambda it: it.kind == "communication"),
+    "slow-link-zero3": (ZERO8, 8, Wrong(link=1.5), lambda it: it.kind == "communication"),
+    "slow-link-later": (
+        ZERO8, 8, Wrong(since=10, link=1.0),
+        lambda it: it.kind == "communication" and it.since is not None and abs(it.since - 10) <= 1,
+    ),
+    "slow-link-of-a-pipeline": (PIPE, 4, Wrong(link=4.0), lambda it: it.kind == "communication"),
+    "few-micro-batches": (COARSE, 4, Wrong(), lambda it: it.kind == "bubble"),
+    "uneven-stage": (PIPE, 4, Wrong(stages={2: 1.5}), lambda it: (it.kind, it.stage) == ("stage", 2)),
+    "uneven-stage-of-copies": (PIPES, 8, Wrong(stages={0: 1.6}), lambda it: (it.kind, it.stage) == ("stage", 0)),
+    "hot-expert": (
+        EXPERTS, 4, Wrong(rows={2: 2.0}), lambda it: (it.kind, it.rank, it.expert) == ("expert", 2, (3, 5))
+    ),
+    "hot-expert-later": (
+        EXPERTS, 4, Wrong(since=25, rows={0: 1.7}),
+        lambda it: (it.kind, it.rank) == ("expert", 0) and it.since is not None and abs(it.since - 25) <= 1,
+    ),
+    "slow-rank-with-experts": (
+        EXPERTS, 4, Wrong(compute={1: 1.7}), lambda it: (it.kind, it.rank) == ("straggler", 1)
+    ),
+    "recomputed": (AGAIN, 4, Wrong(), lambda it: it.kind == "memory"),
+    "on-disk": (ON_DISK, 4, Wrong(update=1.2), lambda it: it.kind == "memory"),
+}  # fmt: skip
+
+
+def judged(run: RunSpec, ranks: int, wrong: Wrong, seed: int) -> list[Finding]:
+    of = recorded(run, ranks, wrong, seed)
+    found = columns(of)
+    assert found is not None
+    return findings(of, found)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", LABELLED)
+def test_a_labelled_record_is_named_rightly(name: str, seed: int) -> None:
+    run, ranks, wrong, right = LABELLED[name]
+    named = judged(run, ranks, wrong, seed)
+    assert right(named[0]), "\n".join(map(str, named))
+    assert named[0].kind == "compute" or named[0].share >= LEAST
+
+
+def test_what_a_straggler_costs_is_what_is_gained_without_it() -> None:
+    slow, well = (judged(DDP4, 4, wrong, seed=0)[0] for wrong in (Wrong(compute={2: 1.6}), Wrong()))
+    assert slow.share == pytest.approx(0.6 / 1.63, abs=0.04)
+    assert well.share == pytest.approx(1 / 1.06, abs=0.05)
+
+
+def test_parts_of_a_step_add_up() -> None:
+    found = columns(recorded(PIPES, 8, Wrong(), seed=1))
+    assert isinstance(found, Columns)
+    assert abs(found.others).max() < 1e-9
+    assert found.steps == list(range(3, STEPS + 1))
+
+
+def test_a_rank_without_a_record_is_left_out() -> None:
+    whole = recorded(DDP4, 4, Wrong(compute={2: 1.6}), seed=0)
+    fewer = replace(whole, ranks={rank: record for rank, record in whole.ranks.items() if rank != 1})
+    found = columns(fewer)
+    assert found is not None
+    assert findings(fewer, found)[0].rank == 2
+
+
+@pytest.mark.parametrize(
+    ("series", "expected"),
+    [([0.0] * 10 + [1.0] * 10, 10), ([0.0] * 20, 0), ([1.0] * 10 + [0.0] * 10, 0), ([0.0] * 17 + [1.0] * 3, 17)],
+)
+def test_from_where_on(series: list[float], expected: int) -> None:
+    assert changed(np.array(series), least=0.5) == expected
