@@ -1,0 +1,227 @@
+"""Real runs, each made slow in one way: the verdict says which, and who."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.report.efficiency import columns
+from phalanx.report.recorded import read_run
+from phalanx.report.verdict import Finding, findings
+from phalanx.spec.load import build_run
+from phalanx.spec.run import RunSpec
+from phalanx.testing import ranks
+from phalanx.train.corpus import open_corpus
+from phalanx.train.metrics import open_logs
+from phalanx.train.progress import Progress
+from phalanx.train.setup import read_directory, set_up
+from phalanx.train.trainer import Trainer
+from phalanx.train.worker import open_notes
+
+STEPS, FROM_STEP = 20, 9
+MODEL = {"vocab": 257, "width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 512, "context": 128}
+THREE = {**MODEL, "layers": 3}
+MOE = {**MODEL, "layers": 2, "moe": {"experts": 4, "top_k": 2, "ffn": 512, "bias_update_rate": 1e-6}}
+
+
+def described(out: Path, model: dict[str, Any] = MODEL, **layout: Any) -> RunSpec:
+    return build_run(
+        {
+            "name": "run",
+            "out": str(out),
+            "model": model,
+            "data": {"train": [str(Path(json.__file__).parent)], "tokenizer": "bytes", "cache": str(out / "cache")},
+            "training": {"steps": STEPS, "sequence": 128, "tokens_per_step": 16 * 128, "precision": "fp32"},
+            "layout": layout,
+            "evaluation": {"tokens": 128},
+            "cluster": {"device": "cpu", "nproc": 2},
+        }
+    )
+
+
+# It ends on SIGTERM, or with the rank, and always leaves the rank going.
+PAUSER = """
+import os, signal, sys, time
+rank, ended = int(sys.argv[1]), []
+signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+while not ended and os.getppid() == rank:
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(0.03)
+    os.kill(rank, signal.SIGCONT)
+    time.sleep(0.03)
+"""
+
+
+@contextmanager
+def nothing(trainer: Trainer) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def slow_rank(trainer: Trainer) -> Iterator[None]:
+    """From a step on another process stops rank 1 half of the time."""
+    pausers: list[subprocess.Popen[bytes]] = []
+    step = trainer.train_step
+
+    def train_step(batches: Any) -> Any:
+        if trainer.step + 1 == FROM_STEP and trainer.mesh.rank == 1:
+            pausers.append(subprocess.Popen([sys.executable, "-c", PAUSER, str(os.getpid())]))
+        return step(batches)
+
+    trainer.train_step = train_step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for pauser in pausers:
+            pauser.send_signal(signal.SIGTERM)
+            pauser.wait(timeout=30)
+
+
+@contextmanager
+def starved_loader(trainer: Trainer) -> Iterator[None]:
+    """Rank 1 reads from a storage that takes its time."""
+    step = trainer.loader.step
+
+    def slowly(number: int) -> Any:
+        time.sleep(0.8)
+        return step(number)
+
+    if trainer.mesh.rank == 1:
+        trainer.loader.step = slowly  # type: ignore[method-assign]
+    yield
+
+
+@contextmanager
+def hot_expert(trainer: Trainer) -> Iterator[None]:
+    """All tokens choose expert 3, of rank 1."""
+    for router in trainer.routers.values():
+        router.bias[3] = 10.0
+    yield
+
+
+WAYS: dict[str, Callable[[Trainer], Any]] = {
+    "nothing": nothing, "slow_rank": slow_rank, "starved_loader": starved_loader, "hot_expert": hot_expert
+}  # fmt: skip
+
+
+def train(directory: Path, way: str) -> None:
+    """This rank's part of a run, made slow."""
+    run, data = read_directory(directory)
+    trainer = Trainer(run, open_corpus(run, data, True), directory, torch.device("cpu"), 1e11)
+    logs = open_logs(directory, 0, None, run.name, {}) if trainer.is_main else []
+    notes = open_notes(trainer)
+    with WAYS[way](trainer):
+        trainer.train(logs, Progress(0, run.training.steps, quiet=True), None, notes)
+    for log in (*logs, notes):
+        log.close()
+
+
+def verdict(directory: Path) -> tuple[Finding, str]:
+    recorded = read_run(directory)
+    found = columns(recorded)
+    assert found is not None
+    assert recorded.problems == []
+    named = findings(recorded, found)
+    return named[0], "\n".join(map(str, named))
+
+
+@pytest.mark.parametrize(
+    ("way", "model", "layout", "right"),
+    [
+        ("slow_rank", MODEL, {}, lambda it: (it.kind, it.rank) == ("straggler", 1) and abs(it.since - FROM_STEP) <= 2),
+        ("slow_rank", MODEL, {"data": "zero3"}, lambda it: (it.kind, it.rank) == ("straggler", 1)),
+        ("starved_loader", MODEL, {}, lambda it: (it.kind, it.rank) == ("input", 1)),
+        ("hot_expert", MOE, {"ep": 2}, lambda it: (it.kind, it.rank, it.expert[1]) == ("expert", 1, 3)),
+        ("nothing", THREE, {"pp": 2, "micro_batch": 1}, lambda it: (it.kind, it.stage) == ("stage", 0)),
+        ("nothing", MODEL, {"pp": 2, "micro_batch": 8}, lambda it: it.kind == "bubble"),
+        ("nothing", MODEL, {}, lambda it: it.kind in ("compute", "communication")),
+    ],
+    ids=[
+        "slow-rank", "slow-rank-zero3", "starved-loader", "hot-expert", "unbalanced-stage", "few-micro-batches", "well",
+    ],
+)  # fmt: skip
+def test_a_run_made_slow_is_named_rightly(
+    tmp_path: Path, way: str, model: dict[str, Any], layout: dict[str, Any], right: Callable[[Finding], bool]
+) -> None:
+    directory = set_up(described(tmp_path, model, **layout), 2, resume=False)
+    ranks(2).run(train, directory, way)
+    first, all_named = verdict(directory)
+    assert right(first), all_named
+
+
+@pytest.fixture
+def shaped() -> Iterator[list[list[str]]]:
+    """Commands before others that give them a network each, with a link of 40 Mbit/s between the two."""
+    names = [f"phalanx-{os.getpid()}-{end}" for end in "ab"]
+    ends = [f"ph{os.getpid() % 100_000}{end}" for end in "ab"]
+    link = [
+        ["ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1]]
+    ]
+    made = [["ip", "netns", "add", name] for name in names] + link
+    for number, (name, end) in enumerate(zip(names, ends, strict=True), start=1):
+        inside = ["ip", "netns", "exec", name]
+        made += [
+            [*inside, "ip", "address", "add", f"10.77.0.{number}/24", "dev", end],
+            [*inside, "ip", "link", "set", end, "up"],
+            [*inside, "ip", "link", "set", "lo", "up"],
+            [
+                *inside,
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                end,
+                "root",
+                "tbf",
+                "rate",
+                "40mbit",
+                "burst",
+                "64kb",
+                "latency",
+                "1s",
+            ],
+        ]
+    try:
+        for command in made:
+            if not shutil.which(command[0]) or subprocess.run(command, capture_output=True).returncode:
+                pytest.skip(f"this process may not make networks: {' '.join(command)}")
+        yield [
+            ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={end}"]
+            for name, end in zip(names, ends, strict=True)
+        ]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def test_a_slow_link_is_named(tmp_path: Path, shaped: list[list[str]]) -> None:
+    directory = set_up(described(tmp_path), 2, resume=False)
+    variables = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [*prefix, sys.executable, "-m", "phalanx.train", str(directory)],
+            env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": "0"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank, prefix in enumerate(shaped)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=200)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], said
+    first, all_named = verdict(directory)
+    assert first.kind == "communication", all_named
