@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from phalanx.cost.parameters import parameters
 from phalanx.measure.matmul import peak_flops
+from phalanx.measure.products import COMPUTE
 from phalanx.parallel.apply import computing
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_machine, load_run, preset_names
@@ -26,7 +27,6 @@ from phalanx.train.progress import Progress
 from phalanx.train.setup import read_directory, set_up
 from phalanx.train.trainer import DivergenceError, Trainer
 
-COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 SAMPLE_TOKENS = 160
 PLACES = {"cpu": "CPU memory", "nvme": "files"}
 
