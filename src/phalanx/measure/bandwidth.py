@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -10,22 +10,25 @@ import torch
 
 from phalanx.measure.timing import seconds_each
 
+CACHES = Path("/sys/devices/system/cpu")
 AT_LEAST_BYTES = 16 * 2**20
-"""Of an array, where no cache is known."""
+"""Of an array, where no cache is known, or it is small."""
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The last-level cache that a device's ranks share; 0 where the system does not say."""
+    """The last-level caches of a GPU, or of all CPUs of this machine; 0 where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    names = os.sysconf_names if hasattr(os, "sysconf_names") else {}
-    return max(0, os.sysconf("SC_LEVEL3_CACHE_SIZE")) if "SC_LEVEL3_CACHE_SIZE" in names else 0
+    found = {
+        (place / "shared_cpu_list").read_text(): int((place / "size").read_text().strip().removesuffix("K")) * 2**10
+        for place in CACHES.glob("cpu[0-9]*/cache/index3")
+    }
+    return sum(found.values())
 
 
 def array_bytes(cache: int, ranks: int) -> int:
-    """Of each array on one of `ranks` that share a cache: all of them have arrays of twice its size, so that a copy
-    goes through four times as much."""
-    return max(AT_LEAST_BYTES, 2 * cache // ranks)
+    """Of each array on one of `ranks` that share caches: together four times as large as these (STREAM's own rule)."""
+    return max(AT_LEAST_BYTES, 4 * cache // ranks)
 
 
 def bandwidth(device: torch.device, size_bytes: int, iterations: int) -> list[dict[str, Any]]:

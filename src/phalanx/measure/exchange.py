@@ -33,6 +33,8 @@ OF_MODELS = ("data", "replicas", "same_experts", "expert_replicas", "servers")
 """Who exchange parameters and gradients, and not activations."""
 MARKS = 61
 """Different numbers in what is sent to be checked: bf16 has all of them exactly."""
+AT_ONCE = 2**20
+"""Numbers that are checked at a time: whole tensors of what they should be would take more memory than they."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def _whole(way: Way, size_bytes: float, ranks: int) -> int:
 
 
 def _factor(operation: Operation, ranks: int) -> float:
-    return 1.0 if operation in ("send", "recv") else bus_factor(operation, ranks)
+    return 1.0 if operation == "send" or operation == "recv" else bus_factor(operation, ranks)
 
 
 def bandwidths(case: Case, seconds: float) -> tuple[float, float]:
@@ -145,7 +147,7 @@ def timed(case: Case, call: Call, group: dist.ProcessGroup, device: torch.device
     wrong: dict[Place, int | None] = {}
     for place in PLACES:
         out, sent = _buffers(case, place, group.rank(), device)
-        sent.copy_(_numbers_of(case, group.rank(), sent))
+        _fill(case, group.rank(), sent)
         dist.barrier(group)
         seconds[place] = seconds_each(partial(call, out, sent, group), device, iterations)
         wrong[place] = _wrong(case, call, out, sent, group)
@@ -167,37 +169,48 @@ def _buffers(case: Case, place: Place, rank: int, device: torch.device) -> tuple
     return whole, whole if place == "in_place" else torch.zeros_like(whole)
 
 
+def _fill(case: Case, rank: int, sent: Tensor) -> None:
+    """What a rank sends to be checked: marks at every n-th place, from its own on, and zeros between, so that sums are
+    exact in any arithmetic and order."""
+    for begin in range(0, len(sent), AT_ONCE):
+        part = sent[begin : begin + AT_ONCE]
+        part.copy_(_marks(_places(part, begin), rank, case.ranks))
+
+
 def _wrong(case: Case, call: Call, out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> int:
+    """Numbers of one call's result that are not as they should be."""
     rank = group.rank()
     out.fill_(-1)
-    sent.copy_(_numbers_of(case, rank, sent))
+    _fill(case, rank, sent)
     call(out, sent, group)
-    return int((out != _expected(case, rank, out)).sum())
+    wrong = 0
+    for begin in range(0, len(out), AT_ONCE):
+        part = out[begin : begin + AT_ONCE]
+        wrong += int((part != _expected(case, rank, _places(part, begin)).to(part.dtype)).sum())
+    return wrong
 
 
-def _numbers_of(case: Case, rank: int, like: Tensor) -> Tensor:
-    """What a rank sends: marks at every n-th place, from its own on, and zeros between, so that sums are exact in any
-    arithmetic and order."""
-    places = torch.arange(len(like), device=like.device)
-    return torch.where(places % case.ranks == rank, 1 + places % MARKS, 0).to(like.dtype)
+def _places(part: Tensor, begin: int) -> Tensor:
+    return torch.arange(begin, begin + len(part), device=part.device)
 
 
-def _expected(case: Case, rank: int, out: Tensor) -> Tensor:
-    """What comes of it on this rank."""
-    places, count = torch.arange(len(out), device=out.device), elements_of(case)
+def _marks(places: Tensor, rank: Tensor | int, ranks: int) -> Tensor:
+    return torch.where(places % ranks == rank, 1 + places % MARKS, 0)
+
+
+def _expected(case: Case, rank: int, places: Tensor) -> Tensor:
+    """What this rank should have at some places of its result."""
+    n, count = case.ranks, elements_of(case)
     match case.way.operation:
         case "all_reduce":
-            sums = 1 + places % MARKS
+            return 1 + places % MARKS
         case "reduce_scatter":
-            sums = 1 + (places + rank * count) % MARKS
+            return 1 + (places + rank * count) % MARKS
         case "all_gather":
-            source, mine = places // count, places % count
-            sums = torch.where(mine % case.ranks == source, 1 + mine % MARKS, 0)
+            return _marks(places % count, places // count, n)
         case "all_to_all":
-            source, theirs = places // count, places % count + rank * count
-            sums = torch.where(theirs % case.ranks == source, 1 + theirs % MARKS, 0)
+            return _marks(places % count + rank * count, places // count, n)
         case "broadcast":
-            return _numbers_of(case, 0, out)
+            return _marks(places, 0, n)
         case _:
-            return _numbers_of(case, (rank - 1) % case.ranks, out)
-    return sums.to(out.dtype)
+            return _marks(places, (rank - 1) % n, n)

@@ -104,7 +104,8 @@ def _fit(joined: Literal["max", "min"], pieces: tuple[Piece, ...], x: Numbers, t
 
 def _joined(joined: Literal["max", "min"], pieces: Sequence[Piece], x: Numbers) -> Numbers:
     lines = np.stack([piece.latency_seconds + piece.seconds_per_byte * x for piece in pieces])
-    return lines.max(axis=0) if joined == "max" else lines.min(axis=0)
+    chosen: Numbers = lines.max(axis=0) if joined == "max" else lines.min(axis=0)
+    return chosen
 
 
 def _information(found: Fit) -> float:

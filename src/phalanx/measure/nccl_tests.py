@@ -14,8 +14,6 @@ from phalanx.measure.exchange import PLACES, SUMMED, Case, Place, Timed, bandwid
 
 VERSION = 3
 TYPES = {"bf16": "bfloat16", "fp32": "float", "fp64": "double"}
-NAMES = {"all_to_all": "alltoall", "send": "sendrecv"}
-"""Of operations that nccl-tests calls otherwise than torch.distributed."""
 US = 1e6
 """Microseconds in a second."""
 GB = 1e9

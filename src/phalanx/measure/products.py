@@ -99,8 +99,9 @@ def _product(run: RunSpec, name: str, shape: Shape, tokens: float) -> Product:
 
 
 def _layer(name: str) -> str:
-    """A parameter's name without what all have: "attention.wq", "mlp.experts.gate"."""
-    return in_any_block(name).removeprefix("blocks.").removesuffix(".weight")
+    """A parameter's name without what all have: "wq", "experts.gate"."""
+    inner = in_any_block(name).removeprefix("blocks.").removesuffix(".weight")
+    return inner.removeprefix("attention.").removeprefix("mlp.")
 
 
 def cores_of(run: RunSpec, world_size: int) -> dict[Core, int]:

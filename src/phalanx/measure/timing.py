@@ -15,7 +15,7 @@ def seconds_each(call: Callable[[], object], device: torch.device, iterations: i
     call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]  # type: ignore[no-untyped-call]
         events[0].record()
         for event in events[1:]:
             call()

@@ -12,7 +12,10 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,14 +24,24 @@ import torch.distributed as dist
 from phalanx.cost.traffic import grouped_traffic
 from phalanx.measure import nccl_tests
 from phalanx.measure.bandwidth import array_bytes, bandwidth, cache_bytes
-from phalanx.measure.exchange import Timed, Way, cases_of, timed, ways_of
+from phalanx.measure.exchange import Place, Timed, Way, cases_of, timed, ways_of
 from phalanx.measure.fit import Fit, fit
 from phalanx.measure.products import attention, matmul
 from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
-from phalanx.train.launch import REPORTED, choose_device, join_ranks, leave, write_failure
+from phalanx.train.launch import (
+    REPORTED,
+    choose_device,
+    first_failure,
+    join_ranks,
+    leave,
+    set_environment,
+    start_ranks,
+    write_failure,
+)  # fmt: skip
+from phalanx.train.setup import absolute, to_toml
 from phalanx.train.ways import CALLS, group_of
 
 PARTS = ("matmul", "attention", "bandwidth", "collectives")
@@ -119,21 +132,23 @@ def collectives(
 def _of_way(
     way: Way, groups: list[tuple[int, ...]], measured: list[nccl_tests.Measured], document: dict[str, Any]
 ) -> dict[str, Any]:
-    place = "in_place" if way.operation in IN_PLACE else "out_of_place"
+    place: Place = "in_place" if way.operation in IN_PLACE else "out_of_place"
     sizes = [each.case.size_bytes for each in measured]
+    typical = [median(each.each[place]) for each in measured]
     return {
         "operation": way.operation,
         "among": way.among,
         "ranks": len(groups[0]),
         "groups": groups,
         "sent": [{"size_bytes": m.case.size_bytes, "calls": m.case.calls} for m in measured if m.case.calls],
-        "fit": fit_facts(fit(sizes, [each.seconds[place] for each in measured]), place),  # type: ignore[index]
+        "fit": fit_facts(fit(sizes, typical), typical, place),
         "nccl_tests": document,
     }
 
 
-def fit_facts(found: Fit | None, place: str) -> dict[str, Any] | None:
-    """A fit for files. It holds for these sizes, among as many ranks; None of a single size."""
+def fit_facts(found: Fit | None, seconds: Sequence[float], place: Place) -> dict[str, Any] | None:
+    """A fit for files, of the median over iterations of the slowest rank's time: a busy machine's mean says little. It
+    holds for these sizes, among as many ranks. None of a single size."""
     if found is None:
         return None
     return {
@@ -152,8 +167,8 @@ def fit_facts(found: Fit | None, place: str) -> dict[str, Any] | None:
         "max_error": found.max_error,
         "doubtful": found.doubtful,
         "residuals": [
-            {"size_bytes": size, "relative": residual}
-            for size, residual in zip(found.sizes_bytes, found.residuals, strict=True)
+            {"size_bytes": size, "seconds": median_seconds, "relative": residual}
+            for size, median_seconds, residual in zip(found.sizes_bytes, seconds, found.residuals, strict=True)
         ],
     }
 
@@ -171,7 +186,7 @@ def _devices(device: torch.device, groups: list[tuple[int, ...]]) -> list[dict[s
     """Where every rank is, for nccl-tests' list."""
     address = "cpu"
     if device.type == "cuda":
-        at = torch.cuda.get_device_properties(device)
+        at: Any = torch.cuda.get_device_properties(device)
         address = f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}"
     rank = dist.get_rank()
     here = {
@@ -192,7 +207,28 @@ def _now() -> str:
     return datetime.now().strftime("%Y-%m-%d %H:%M:%S")
 
 
-# -- a rank's life -----------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------------------
+
+
+def measured(run: RunSpec, nproc: int, options: Sequence[str]) -> dict[str, Any] | int:
+    """What local ranks measure for a run; or the exit code, after printing why one failed. `options` are those of this
+    module, but for --out."""
+    set_environment(nproc)
+    with TemporaryDirectory(prefix="phalanx-measure-") as folder:
+        directory = Path(folder)
+        file, out = directory / "run.toml", directory / "measured.json"
+        file.write_text(to_toml(absolute(run)))
+        words = __name__, str(file), "--out", str(out), *options
+        code = start_ranks(nproc, words, partial(_report, directory))
+        return code or json.loads(out.read_text())
+
+
+def _report(directory: Path, error: Any) -> int:
+    first = first_failure(directory, error)
+    where = "" if first["code"] == 2 else f"rank {first['rank']}: "
+    print(f"phalanx: {where}{first['reason']}", file=sys.stderr)
+    print(first.get("traceback", "") if first["code"] != 2 else "", end="", file=sys.stderr)
+    return int(first["code"])
 
 
 def main() -> None:
