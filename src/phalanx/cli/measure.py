@@ -57,7 +57,7 @@ def measure(
 
         phalanx measure collectives run.toml --nproc 2 --sweep 4KiB:16MiB --out measured.json
 
-        phalanx measure matmul run.toml --set layout.tp=2 --nproc 2
+        phalanx measure attention run.toml --nproc 2 --set layout.cp=2
     """
     from phalanx.spec.load import load_run
 

@@ -45,7 +45,8 @@ def _attention(found: Facts) -> Table:
     passes = "forward", "FLOP/s", "backward", "FLOP/s"
     grid = _grid(f"attention, {found['precision']}", "times", "heads", "tokens", *passes)
     for row in found["attention"]:
-        kind = "masked" if row["masked"] else "causal" if row["causal"] else "of other ranks' tokens"
+        kind = "masked" if row["masked"] else "causal"
+        kind = kind if row["causal"] else "of others' tokens"
         heads = f"{row['heads']}" + (f" ({row['kv_heads']} kv)" if row["kv_heads"] < row["heads"] else "")
         tokens = f"{row['batch']} x {row['queries']:,} x {row['keys']:,}"
         shown = *_timed(row["flops"], row["forward_seconds"]), *_timed(2 * row["flops"], row["backward_seconds"])

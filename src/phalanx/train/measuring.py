@@ -40,7 +40,7 @@ from phalanx.train.launch import (
     set_environment,
     start_ranks,
     write_failure,
-)  # fmt: skip
+)
 from phalanx.train.setup import absolute, to_toml
 from phalanx.train.ways import CALLS, group_of
 
@@ -82,14 +82,13 @@ def measure(
 
 def _slowest(rows: Rows) -> Rows:
     """Each time is that of the rank that takes longest, and each speed its."""
-    found: list[Rows] = _gathered(rows)
-    worst = [{**row} for row in rows]
-    for index, row in enumerate(worst):
-        of_ranks = [rank[index] for rank in found]
-        row |= {key: max(each[key] for each in of_ranks) for key in row if key.endswith("seconds") and "per" not in key}
-        if "bytes_per_second" in row:
-            row["bytes_per_second"] = row["moved_bytes"] / row["seconds"]
-    return worst
+    return [_of_slowest(of_ranks) for of_ranks in zip(*_gathered(rows), strict=True)]
+
+
+def _of_slowest(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    times = {name: max(row[name] for row in of_ranks) for name in of_ranks[0] if name.endswith("seconds")}
+    found = of_ranks[0] | times
+    return found | {"bytes_per_second": found["moved_bytes"] / found["seconds"]} if "moved_bytes" in found else found
 
 
 def _gathered(value: Any) -> list[Any]:
