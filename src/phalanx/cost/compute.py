@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from phalanx.cost.jobs import Recompute
 from phalanx.cost.parameters import parameters
-from phalanx.cost.shapes import elements, parameter_shapes
-from phalanx.cost.shares import rank_shapes
+from phalanx.cost.shapes import Shape, elements, parameter_shapes
+from phalanx.cost.shares import Held, rank_shapes
 from phalanx.cost.stages import rank_layers
 from phalanx.schedule.named import any_schedule_of
 from phalanx.spec.layout import degrees
@@ -98,18 +98,19 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     products, of_attention = 0.0, 0.0
     for name, shape in held.all.items():
         if name.startswith("blocks.") and len(shape) > 1:
-            flops = 2 * _rows_through(name, run, tokens) * elements(shape[1:] if ".experts." in name else shape)
+            flops = 2 * rows_through(name, run, tokens) * elements(shape[1:] if ".experts." in name else shape)
             products, of_attention = products + flops, of_attention + flops * (".attention." in name)
     causal = not run.data.mask_documents  # of masked documents kernels compute every pair of tokens
     heads = -(-spec.heads // sizes.tp)
     core = 4 * heads * spec.head_dim * run.training.sequence * (0.5 if causal else 1.0) * tokens * len(layers)
     again = {"none": 0.0, "selective": of_attention + core, "full": products + core}[layout.recompute]
-    head = held.copied or held.dense.get("head.weight") or held.dense["embedding.weight"] if _has_head(run, at) else ()
+    head = head_shape(run, held, at["pp"])
     return 3 * (products + core) + again + (6 * tokens * elements(head) if head else 0)
 
 
-def _rows_through(name: str, run: RunSpec, tokens: float) -> float:
-    """Of a rank's tokens those that a tensor multiplies; of stacked experts the rows that all of them are given."""
+def rows_through(name: str, run: RunSpec, tokens: float) -> float:
+    """Of a rank's tokens those that a tensor multiplies; of stacked experts the rows that all of them are given,
+    balanced."""
     layout, moe = run.layout, run.model.moe
     here = tokens / layout.tp if layout.sequence_parallel else tokens
     if moe is not None and ".experts." in name:
@@ -117,8 +118,12 @@ def _rows_through(name: str, run: RunSpec, tokens: float) -> float:
     return here if ".router." in name else tokens
 
 
-def _has_head(run: RunSpec, at: dict[str, int]) -> bool:
-    return run.layout.pp == 1 or any_schedule_of(run.layout).ends[1] == at["pp"]
+def head_shape(run: RunSpec, held: Held, place: int) -> Shape | None:
+    """Of what the ranks at this place of the pipeline compute logits with, which may be the embedding; None where they
+    do not."""
+    if run.layout.pp > 1 and any_schedule_of(run.layout).ends[1] != place:
+        return None
+    return held.copied or held.dense.get("head.weight") or held.dense["embedding.weight"]
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_flops: float, ranks: int) -> float:

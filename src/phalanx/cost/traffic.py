@@ -175,15 +175,16 @@ def _muons(shapes: Shapes, run: RunSpec, ranks: int) -> list[Traffic]:
 
 def _served(shapes: Shapes, layout: Layout, kept: int, workers: int) -> dict[str, list[Traffic]]:
     """Servers broadcast what they own (asynchronously they send it to each worker), workers send gradients back."""
-    whole = kept * sum(map(elements, shapes.values()))
-    owned = kept * max(server_loads(shapes, layout.servers))
-    if layout.staleness is None:
-        down, up = Traffic("broadcast", owned, "weights", "servers"), Traffic("broadcast", whole, "weights", "servers")
-    else:
-        down, up = Traffic("send", workers * owned, "weights", "servers"), Traffic("recv", whole, "weights", "servers")
+    servers, whole = layout.servers, kept * sum(map(elements, shapes.values()))
+    owned = kept * max(server_loads(shapes, servers))
+    down = Traffic("broadcast", owned, "weights", "servers")
+    up = Traffic("broadcast", whole, "weights", "servers", servers)
+    if layout.staleness is not None:
+        down = Traffic("send", workers * owned, "weights", "servers", workers)
+        up = Traffic("recv", whole, "weights", "servers", servers)
     return {
-        "server": [down, Traffic("recv", workers * owned, "gradients", "servers")],
-        "worker": [up, Traffic("send", whole, "gradients", "servers")],
+        "server": [down, Traffic("recv", workers * owned, "gradients", "servers", workers)],
+        "worker": [up, Traffic("send", whole, "gradients", "servers", servers)],
     }
 
 

@@ -10,9 +10,10 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,15 @@ def spawn(directory: Path, nproc: int, *options: str) -> int:
     A single rank takes this process's place and does not return. `options` are phalanx.train's.
     """
     set_environment(nproc)
+    words = "phalanx.train", str(directory), *options
     if nproc == 1:  # nobody stays behind to read its failure: it prints that itself
-        os.execv(sys.executable, [sys.executable, "-m", "phalanx.train", str(directory), *options])
+        os.execv(sys.executable, [sys.executable, "-m", *words])
+    return start_ranks(nproc, words, partial(report_failures, directory))
+
+
+def start_ranks(nproc: int, words: Sequence[str], report: Callable[[Any], int]) -> int:
+    """Run a module (its name, and its arguments) as local ranks, through torchrun's agent, and wait for them; returns
+    the exit code. `report` is given what the agent knows of a failure, says why, and returns the exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -87,9 +95,9 @@ def spawn(directory: Path, nproc: int, *options: str) -> int:
     )  # fmt: skip
     os.environ[REPORTED] = "1"
     try:
-        elastic_launch(config, sys.executable)("-m", "phalanx.train", str(directory), *options)
+        elastic_launch(config, sys.executable)("-m", *words)
     except ChildFailedError as error:
-        return report_failures(directory, error)
+        return report(error)
     except SignalException:
         return 130
     return 0
@@ -104,27 +112,32 @@ def set_environment(nproc: int) -> None:
 
 def report_failures(directory: Path, error: Any) -> int:
     """Print which rank failed first, at which step and why; returns the exit code."""
+    first = first_failure(directory, error)
+    if first["code"] == 2:
+        print(f"phalanx: {first['reason']}", file=sys.stderr)
+        return 2
+    if "step" in first:
+        print(f"phalanx: rank {first['rank']} failed after step {first['step']}: {first['reason']}", file=sys.stderr)
+        print(f"  traceback: {_failure_file(directory, first['rank'])}", file=sys.stderr)
+    else:
+        print(f"phalanx: rank {first['rank']} {first['reason']}", file=sys.stderr)
+    _say_how_to_go_on(directory)
+    return int(first["code"])
+
+
+def first_failure(directory: Path, error: Any) -> dict[str, Any]:
+    """What the rank that failed first left word of (`write_failure`); of one that had no time to, how it ended."""
     failures = _read_failures(directory)
     # A rank that was killed left no word, and what the others wrote is that they lost it.
     killed = [(rank, failure.exitcode) for rank, failure in error.failures.items() if failure.exitcode in DEADLY]
-    if killed or not failures:
-        rank, code = killed[0] if killed else (error.get_first_failure()[0], error.get_first_failure()[1].exitcode)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        reason = f"{how} without a word; out of memory?"
-        record = {"rank": rank, "time": time.time(), "reason": reason, "code": 1}
-        with suppress(OSError):  # the disk may be full
-            _failure_file(directory, rank).write_text(json.dumps(record, indent=1))
-        print(f"phalanx: rank {rank} {reason}", file=sys.stderr)
-        _say_how_to_go_on(directory)
-        return 1
-    first = min(failures, key=lambda failure: failure["time"])
-    if first["code"] == 2:
-        print(f"phalanx: {first['reason']}", file=sys.stderr)
-    else:
-        print(f"phalanx: rank {first['rank']} failed after step {first['step']}: {first['reason']}", file=sys.stderr)
-        print(f"  traceback: {_failure_file(directory, first['rank'])}", file=sys.stderr)
-        _say_how_to_go_on(directory)
-    return int(first["code"])
+    if failures and not killed:
+        return min(failures, key=lambda failure: float(failure["time"]))
+    rank, code = killed[0] if killed else (error.get_first_failure()[0], error.get_first_failure()[1].exitcode)
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    record = {"rank": rank, "time": time.time(), "reason": f"{how} without a word; out of memory?", "code": 1}
+    with suppress(OSError):  # the disk may be full
+        _failure_file(directory, rank).write_text(json.dumps(record, indent=1))
+    return record
 
 
 def _say_how_to_go_on(directory: Path) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from phalanx.cost.parameters import parameters
 from phalanx.measure.matmul import peak_flops
 from phalanx.measure.memory import device_memory_bytes
+from phalanx.measure.products import COMPUTE
 from phalanx.measure.record import FORMAT, Opening, record_file
 from phalanx.parallel.apply import computing
 from phalanx.spec.errors import UserError
@@ -31,7 +32,6 @@ from phalanx.train.progress import Progress
 from phalanx.train.setup import read_directory, set_up
 from phalanx.train.trainer import DivergenceError, Trainer
 
-COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 SAMPLE_TOKENS = 160
 FLUSH_SECONDS = 1.0
 """What ranks note may be so late in their files: thousands of them may share a file system."""

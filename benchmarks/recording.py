@@ -1,0 +1,148 @@
+"""What it costs to record a run: steps without notes, with what every rank always notes, and looked at closely.
+
+    python -m benchmarks.recording        # prints the table and writes docs/benchmarks/recording.md
+
+Two ranks with one thread each, in the same processes: a few steps of each kind in turn. Steps take longer and shorter
+by more than notes cost, so the cost of these is also timed alone: the calls of one step, many times over."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from phalanx.data.loader import prefetch
+from phalanx.spec.load import build_run
+from phalanx.spec.run import RunSpec
+from phalanx.testing import ranks
+from phalanx.train.closely import Closely
+from phalanx.train.corpus import open_corpus
+from phalanx.train.phases import Phases
+from phalanx.train.setup import read_directory, set_up
+from phalanx.train.trainer import Trainer
+from phalanx.train.worker import open_notes
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "recording.md"
+GOAL = 1.01
+ROUNDS, STEPS, CALLS = 25, 4, 1000
+SMALL = {"vocab": 257, "width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 512, "context": 128}
+LARGER = {**SMALL, "width": 256, "layers": 6, "ffn": 1024}
+EXPERTS = {**SMALL, "moe": {"experts": 8, "top_k": 2, "ffn": 256}}
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "small, ddp": (SMALL, {}),
+    "larger, zero3": (LARGER, {"data": "zero3"}),
+    "small, pp 2, 16 micro-batches": (SMALL, {"pp": 2, "micro_batch": 1}),
+    "experts, ep 2": (EXPERTS, {"ep": 2}),
+}
+
+
+def described(out: Path, model: dict[str, Any], layout: dict[str, Any]) -> RunSpec:
+    """A run of one of them."""
+    steps = 3 * ROUNDS * STEPS + 3
+    return build_run(
+        {
+            "name": "run",
+            "out": str(out),
+            "model": model,
+            "data": {"train": [str(Path(json.__file__).parent)], "tokenizer": "bytes", "cache": str(out / "cache")},
+            "training": {"steps": steps, "sequence": 128, "tokens_per_step": 16 * 128, "precision": "fp32"},
+            "layout": layout,
+            "cluster": {"device": "cpu", "nproc": 2},
+        }
+    )
+
+
+def timed(directory: Path) -> tuple[dict[str, list[float]], float]:
+    """On a rank: the median seconds of a step of each kind in every round, and the seconds of a step's notes alone."""
+    run, data = read_directory(directory)
+    trainer = Trainer(run, open_corpus(run, data, True), directory, torch.device("cpu"), 1e11)
+    notes, batches = open_notes(trainer), prefetch(trainer.loader, 0, run.training.steps)
+
+    def noted() -> None:
+        trainer.train_step(batches)
+        notes.write(dict(trainer.line or {}))
+
+    def closely() -> None:
+        step = trainer.step + 1
+        Closely(trainer, range(step - 1, step + 1))(batches)  # a step of the window that is not metered
+        notes.write(dict(trainer.line or {}))
+
+    kinds: dict[str, Callable[[], Any]] = {
+        "off": lambda: trainer.train_step(batches), "light": noted, "full": closely
+    }  # fmt: skip
+    for do in kinds.values():
+        do()
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(ROUNDS):
+        for kind, do in kinds.items():
+            found[kind].append(median(seconds_of(do) for _ in range(STEPS)))
+    batches.close()
+    return found, notes_alone(trainer, notes)
+
+
+def seconds_of(do: Callable[[], Any]) -> float:
+    """How long it takes."""
+    begun = time.perf_counter()
+    do()
+    return time.perf_counter() - begun
+
+
+def notes_alone(trainer: Trainer, notes: Any) -> float:
+    """All that a step does only to be recorded: its marks, its line, and the writing of that."""
+    marks, timeline = 3 * len(trainer.strategy.timeline), trainer.strategy.timeline
+
+    def once() -> None:
+        phases = Phases(trainer.strategy)
+        for name in ("data", "passes", "reduce", "optimizer"):
+            phases.end(name)
+        for _ in range(marks):
+            trainer.strategy.clock.now()
+        trainer.strategy.timeline = timeline
+        line = phases.line(trainer.step, 0)
+        notes.write(dict(line) | {"hot_expert": [0, 0, 1.0], "expert_rows": 1})
+
+    return seconds_of(lambda: [once() for _ in range(CALLS)]) / CALLS
+
+
+def row(name: str, out: Path) -> str:
+    """A line of the table."""
+    directory = set_up(described(out, *RUNS[name]), 2, resume=False)
+    found, alone = ranks(2).run(timed, directory, timeout=1200)[0]
+    off = median(found["off"])
+    light, full = (
+        median(b / a for a, b in zip(found["off"], found[kind], strict=True)) for kind in ("light", "full")
+    )  # fmt: skip
+    return f"| {name} | {off * 1e3:.0f} | {light:.3f} | {full:.2f} | {alone * 1e6:.0f} | {1 + alone / off:.4f} |"
+
+
+def main() -> None:
+    """Print the table and write it to docs/."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [row(name, Path(folder) / str(at)) for at, name in enumerate(RUNS)]
+    text = f"""# Recording: what it costs
+
+| run, 2 ranks | step, ms | light / off | full / off | notes of a step alone, microseconds | so much is it at least |
+|---|---:|---:|---:|---:|---:|
+{chr(10).join(rows)}
+
+The goal of light, which every run does, is at most {GOAL}. Off is `metrics.record = false`. Full is a step of
+`--trace-steps` (its first, in which memory is metered as well, takes several times as long). Medians over {ROUNDS}
+rounds of {STEPS} steps of each kind in turn; neighbouring rounds differ by more than light costs, so the calls of one
+step are also timed alone, {CALLS:,} times: off with these is the last column.
+
+`python -m benchmarks.recording`, on {torch.get_num_threads()} thread a rank.
+"""
+    print(text)
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    from benchmarks import recording  # ranks cannot import what is in __main__
+
+    recording.main()

@@ -1,0 +1,115 @@
+"""Latency and bandwidth of an operation from a sweep of sizes, in one piece or two.
+
+A piece is a line, t = latency + size / bandwidth (alpha-beta; Hockney, Parallel Computing 20, 1994). Of two, t is the
+longer (a floor of latency, and then a link that is full), or the shorter (a library that changes to another algorithm
+where that is faster, as NCCL does for all-reduce). Errors are relative ones: a microsecond in ten counts as much as a
+millisecond in ten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.float64]
+WARN_ABOVE = 0.15
+"""A relative error above which a fit is doubtful."""
+LEAST = 3
+"""Sizes in a piece: any two lie on a line."""
+EXACT = 1e-12
+"""A relative error that is rounding's."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A line: seconds = latency_seconds + size in bytes x seconds_per_byte."""
+
+    latency_seconds: float
+    seconds_per_byte: float
+    """0 where time does not grow with size."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What times do over sizes. It says nothing about sizes beyond these, nor about groups of other ranks."""
+
+    pieces: tuple[Piece, ...]
+    joined: Literal["max", "min"]
+    """Whether time is the longer or the shorter of the pieces."""
+    sizes_bytes: tuple[float, ...]
+    residuals: tuple[float, ...]
+    """Of each size, predicted / measured - 1."""
+
+    def seconds(self, size_bytes: float) -> float:
+        """Of one call of this size."""
+        return float(_joined(self.joined, self.pieces, np.array([float(size_bytes)]))[0])
+
+    @property
+    def mean_error(self) -> float:
+        """Mean of the residuals' absolute values."""
+        return float(np.mean(np.abs(self.residuals)))
+
+    @property
+    def max_error(self) -> float:
+        """The largest of them."""
+        return float(np.max(np.abs(self.residuals)))
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether some size is further off than `WARN_ABOVE`."""
+        return self.max_error > WARN_ABOVE
+
+
+def fit(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
+    """The best of one line, and of two at every break between sizes, by relative squares. The second line's two
+    parameters and the break must pay for themselves (Bayesian information criterion; Schwarz, Ann. Statist. 6, 1978).
+
+    None for fewer than two sizes. Raises ValueError for a size or a time that is not above 0.
+    """
+    x, t = np.asarray(sizes_bytes, float), np.asarray(seconds, float)
+    if len(x) != len(t) or (len(x) and min(x.min(), t.min()) <= 0):
+        raise ValueError("sizes and times must be as many, and above 0")
+    if len(np.unique(x)) < 2:
+        return None
+    order = np.argsort(x, kind="stable")
+    x, t = x[order], t[order]
+    found = [_fit("max", (_line(x, t),), x, t)]
+    for end in range(LEAST, len(x) - LEAST + 1):
+        if x[end - 1] < x[end]:
+            left, right = _line(x[:end], t[:end]), _line(x[end:], t[end:])
+            bends_up = right.seconds_per_byte > left.seconds_per_byte
+            found.append(_fit("max" if bends_up else "min", (left, right), x, t))
+    return min(found, key=_information)
+
+
+def _line(x: Numbers, t: Numbers) -> Piece:
+    """The line of least relative squares; neither of its numbers is below 0."""
+    scale = x.max()
+    matrix, ones = np.stack([1 / t, x / scale / t], axis=1), np.ones_like(t)
+    (latency, slope), *_ = np.linalg.lstsq(matrix, ones, rcond=None)
+    if latency < 0:
+        latency, slope = 0.0, matrix[:, 1].sum() / (matrix[:, 1] ** 2).sum()
+    elif slope < 0:
+        latency, slope = matrix[:, 0].sum() / (matrix[:, 0] ** 2).sum(), 0.0
+    return Piece(float(latency), float(slope / scale))
+
+
+def _fit(joined: Literal["max", "min"], pieces: tuple[Piece, ...], x: Numbers, t: Numbers) -> Fit:
+    residuals = _joined(joined, pieces, x) / t - 1
+    return Fit(pieces, joined, tuple(x.tolist()), tuple(residuals.tolist()))
+
+
+def _joined(joined: Literal["max", "min"], pieces: Sequence[Piece], x: Numbers) -> Numbers:
+    lines = np.stack([piece.latency_seconds + piece.seconds_per_byte * x for piece in pieces])
+    chosen: Numbers = lines.max(axis=0) if joined == "max" else lines.min(axis=0)
+    return chosen
+
+
+def _information(found: Fit) -> float:
+    """n ln(mean square) + k ln n."""
+    count, parameters = len(found.residuals), 3 * len(found.pieces) - 1
+    square = max(float(np.mean(np.square(found.residuals))), EXACT**2)
+    return count * float(np.log(square)) + parameters * float(np.log(count))

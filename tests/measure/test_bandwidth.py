@@ -1,0 +1,22 @@
+"""Memory is measured with arrays that caches cannot hold, and counted as STREAM counts."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.measure.bandwidth import AT_LEAST_BYTES, array_bytes, bandwidth, cache_bytes
+
+
+def test_ranks_have_together_four_times_their_caches() -> None:
+    assert array_bytes(2**30, 1) == 2**32
+    assert array_bytes(2**30, 8) == 2**29
+    assert array_bytes(0, 2) == array_bytes(2**20, 2) == AT_LEAST_BYTES
+    assert array_bytes(cache_bytes(torch.device("cpu")), 1) >= 4 * cache_bytes(torch.device("cpu"))
+
+
+def test_a_copy_moves_two_arrays_and_a_triad_three() -> None:
+    copy, triad = bandwidth(torch.device("cpu"), 4000, iterations=2)
+    assert (copy["what"], copy["moved_bytes"]) == ("copy", 8000)
+    assert (triad["what"], triad["moved_bytes"]) == ("triad", 12000)
+    for row in (copy, triad):
+        assert row["bytes_per_second"] == row["moved_bytes"] / row["seconds"]

@@ -1,0 +1,111 @@
+"""Pieces of latency and bandwidth: recovered from exact times, and those published for real sweeps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.measure.fit import Piece, fit
+
+SIZES = [2.0**power for power in range(10, 31)]
+MIB = 2**20
+# nccl-tests on 8 GPUs of one node, 1 MiB to 8 GiB doubling, out-of-place microseconds: as stored in SimuMax,
+# simu_tools/efficency_test/nccl_fit.py.
+ALL_REDUCE_US = [
+    46.24, 45.71, 57.93, 86.55, 125.9, 203.3, 328.4, 579.2, 1090.5, 2106.2, 4022.4, 7924.8, 15736, 31450,
+]  # fmt: skip
+ALL_TO_ALL_US = [
+    75.76, 75.06, 76.64, 79.10, 82.85, 129.9, 220.1, 398.7, 761.2, 1461.0, 2822.3, 5520.5, 10937, 21730,
+]  # fmt: skip
+SWEPT = [MIB * 2.0**power for power in range(14)]
+
+latencies = st.floats(1e-6, 1e-3)
+slopes = st.floats(1e-12, 1e-8)
+
+
+def at_every_size(piece: Piece) -> list[float]:
+    return [piece.latency_seconds + piece.seconds_per_byte * size for size in SIZES]
+
+
+def two_lines(first: Piece, second: Piece, joined: str) -> list[float]:
+    longer_or_shorter = max if joined == "max" else min
+    return [longer_or_shorter(pair) for pair in zip(at_every_size(first), at_every_size(second), strict=True)]
+
+
+@given(latencies, slopes)
+def test_a_line_is_recovered(latency: float, slope: float) -> None:
+    found = fit(SIZES, [latency + slope * size for size in SIZES])
+    assert found is not None
+    assert len(found.pieces) == 1
+    assert found.pieces[0].latency_seconds == pytest.approx(latency, rel=1e-5)
+    assert found.pieces[0].seconds_per_byte == pytest.approx(slope, rel=1e-5)
+    assert found.max_error < 1e-9
+
+
+@given(latencies, slopes, st.floats(4, 100), st.integers(4, 15), st.sampled_from(["max", "min"]))
+def test_two_pieces_are_recovered(latency: float, slope: float, times: float, meet: int, joined: str) -> None:
+    """They meet between two sizes, with more sizes than a line needs on either side."""
+    where, steep = 1.4 * SIZES[meet], slope * times
+    gentle, steeper = Piece(latency + (steep - slope) * where, slope), Piece(latency, steep)
+    first, second = (gentle, steeper) if joined == "max" else (steeper, gentle)
+    found = fit(SIZES, two_lines(first, second, joined))
+    assert found is not None
+    assert found.joined == joined
+    assert found.max_error < 1e-9
+    for piece, known in zip(found.pieces, (first, second), strict=True):
+        assert at_every_size(piece) == pytest.approx(at_every_size(known), rel=1e-5)
+    assert found.seconds(where) == pytest.approx(latency + steep * where, rel=1e-6)
+
+
+def test_a_published_all_reduce_bends_down() -> None:
+    """A library that changes its algorithm: no longer-of-two fits these times, the shorter one does, within 8 %."""
+    found = fit(SWEPT, [us / 1e6 for us in ALL_REDUCE_US])
+    assert found is not None
+    assert found.joined == "min"
+    assert found.max_error < 0.08
+    small, large = found.pieces
+    assert small.latency_seconds == pytest.approx(37.5e-6, rel=0.05)
+    assert 1 / large.seconds_per_byte == pytest.approx(271.1e9, rel=0.02)
+    assert not found.doubtful
+
+
+def test_a_published_all_to_all_has_a_floor_of_latency() -> None:
+    found = fit(SWEPT, [us / 1e6 for us in ALL_TO_ALL_US])
+    assert found is not None
+    assert found.joined == "max"
+    floor, link = found.pieces
+    assert floor.latency_seconds == pytest.approx(74.7e-6, rel=0.02)
+    assert floor.seconds_per_byte < 1e-12
+    assert 1 / link.seconds_per_byte == pytest.approx(387.1e9, rel=0.03)
+    assert found.max_error < 0.08
+
+
+def test_what_no_two_lines_fit_is_doubtful() -> None:
+    jagged = [1e-4, 3e-4, 1e-4, 3e-4, 1e-4, 3e-4, 1e-4, 3e-4]
+    found = fit(SIZES[:8], jagged)
+    assert found is not None
+    assert found.doubtful
+    assert len(found.residuals) == 8
+    assert found.mean_error == pytest.approx(np.mean(np.abs(found.residuals)))
+
+
+def test_noise_does_not_make_a_second_piece() -> None:
+    noise = np.random.default_rng(0).normal(1, 0.02, len(SIZES))
+    found = fit(SIZES, [(2e-5 + size / 1e10) * factor for size, factor in zip(SIZES, noise, strict=True)])
+    assert found is not None
+    assert len(found.pieces) == 1
+    assert found.pieces[0].latency_seconds == pytest.approx(2e-5, rel=0.05)
+
+
+def test_one_size_says_nothing_of_latency_and_bandwidth() -> None:
+    assert fit([4096], [1e-5]) is None
+    assert fit([4096, 4096], [1e-5, 2e-5]) is None
+    assert fit([], []) is None
+
+
+@pytest.mark.parametrize(("sizes", "times"), [([0.0, 1.0], [1.0, 1.0]), ([1.0, 2.0], [1.0, 0.0]), ([1.0, 2.0], [1.0])])
+def test_what_is_no_sweep_is_refused(sizes: list[float], times: list[float]) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        fit(sizes, times)
