@@ -7,9 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.plan.calibrate import MeasuredRun, calibrate, predicted, read_measured_run
+from phalanx.cost.jobs import columns
+from phalanx.cost.step import StepTime, step_seconds
+from phalanx.plan.calibrate import MeasuredRun, calibrate, numbers, predicted, read_measured_run, truth_of
+from phalanx.plan.candidates import candidate_of, jobs_of
+from phalanx.plan.describe import times_of
 from phalanx.plan.search import search
-from phalanx.spec.cluster import Measured
+from phalanx.spec.cluster import Cluster, Measured
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import build_run, load_machine
 from phalanx.spec.run import RunSpec
@@ -20,6 +24,15 @@ TRUTH = {"gemm_0": 0.6, "hbm_0": 0.3, "link": 0.1, "overlap": 0.4, "optimizer_pa
 MACHINE = load_machine("cpu").model_copy(update={"cores": 2})
 PROCESS, SHARE, BUFFERS = 400 * 2**20, 1.1, 0.7
 
+IMAGINED = MACHINE.model_copy(
+    update={
+        "measured": Measured(
+            runs=1, precision="fp32", time=TRUTH, decided=[], log_half_width=0.1, process_bytes=PROCESS,
+            memory_share=SHARE, buffer_share=BUFFERS,
+        )
+    }
+)  # fmt: skip
+
 
 def described(ranks: int, precision: str = "fp32", **layout: object) -> RunSpec:
     model = {"vocab": 2048, "width": 256, "layers": 8, "heads": 8, "ffn": 768, "context": 256}
@@ -29,12 +42,8 @@ def described(ranks: int, precision: str = "fp32", **layout: object) -> RunSpec:
 
 def imagined(ranks: int, **layout: object) -> MeasuredRun:
     """A run as the model has it with the imagined constants."""
-    measured = Measured(
-        runs=1, precision="fp32", time=TRUTH, decided=[], log_half_width=0.1, process_bytes=PROCESS,
-        memory_share=SHARE, buffer_share=BUFFERS,
-    )  # fmt: skip
     blank = MeasuredRun(str(layout), described(ranks, **layout), ranks, 1.0, 1.0, None)
-    seconds, _, memory = predicted(MACHINE.model_copy(update={"measured": measured}), blank)
+    seconds, _, memory = predicted(IMAGINED, blank)
     return replace(blank, step_seconds=seconds, memory_bytes=memory)
 
 
@@ -208,3 +217,30 @@ def test_a_run_in_a_layout_that_the_planner_does_not_know_is_named():
     served = MeasuredRun("served", described(3, data="parameter_server"), 3, 1.0, 1.0, None)
     with pytest.raises(UserError, match="served: layout"):
         calibrate([SEEN[0], served], MACHINE)
+
+
+def test_parts_of_a_step_tell_computing_from_waiting():
+    """Two runs as long as each other in whole, of which one computes more and the other waits more."""
+    whole = {"ranks": 2, "micro_batch": 4}
+    run = imagined(**whole)
+    busy, idle = (
+        replace(run, computing_seconds=share * run.step_seconds, waiting_seconds=(0.95 - share) * run.step_seconds)
+        for share in (0.9, 0.3)
+    )
+    of_busy, of_idle = (step_parts(calibrate([made], MACHINE).machine, made) for made in (busy, idle))
+    assert of_busy.compute > 1.5 * of_idle.compute
+    assert of_busy.data_parallel < of_idle.data_parallel
+
+
+def step_parts(machine: Cluster, run: MeasuredRun) -> StepTime:
+    own = run.run.model_copy(update={"cluster": machine.model_copy(update={"nproc": run.ranks})})
+    return step_seconds(times_of(machine), jobs_of(own, run.ranks, [candidate_of(own, run.ranks)]))
+
+
+def test_what_ranks_that_share_cores_compute_is_not_taken_for_their_own():
+    alone, crowded = (
+        replace(imagined(ranks, micro_batch=2), computing_seconds=0.5, waiting_seconds=0.4) for ranks in (2, 4)
+    )
+    of = truth_of([alone, crowded], columns([numbers(run, IMAGINED) for run in (alone, crowded)]))
+    np.testing.assert_array_equal(of.computing, [0.5, np.nan])
+    np.testing.assert_array_equal(of.waiting, [0.4, np.nan])

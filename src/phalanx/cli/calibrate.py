@@ -31,7 +31,8 @@ def calibrate(
     """Fit the planner to runs on your machine: the next plan is about it, not about published ones.
 
     Any runs of `phalanx train` do, of at least five steps; short ones in different layouts tell most: data, tensor,
-    context, pipeline and expert parallelism, small and large micro-batches. What no run decides stays as published.
+    context, pipeline and expert parallelism, small and large micro-batches. Of a step its whole time counts, and how
+    long its ranks computed and waited for collectives. What no run decides stays as published.
 
     Examples:
 
@@ -50,9 +51,10 @@ def calibrate(
 
     from phalanx.plan.calibrate import calibrate as fit
     from phalanx.plan.calibrate import read_measured_run, this_cpu, write_machine
+    from phalanx.report.efficiency import with_parts
     from phalanx.spec.load import load_machine
 
-    measured = [read_measured_run(directory) for directory in runs]
+    measured = [with_parts(read_measured_run(directory), directory) for directory in runs]
     if machine is None and any(run.run.cluster.device == "cuda" for run in measured):
         raise UserError("--machine", None, "is needed for runs on GPUs", "name theirs, such as --machine h100")
     with Console(stderr=True).status(f"constants of {len(runs)} runs, with each left out in turn"):

@@ -9,6 +9,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from phalanx.cost.step import step_seconds
 from phalanx.plan.candidates import candidate_of, jobs_of
 from phalanx.plan.describe import Numbers, half_width_of, times_of
 from phalanx.plan.fits import held_and_host
-from phalanx.plan.posterior import Prior, decided, left_out, mode
+from phalanx.plan.posterior import Prior, Truth, decided, left_out, mode
 from phalanx.spec.cluster import Cluster, Measured
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import cluster_table, load_machine, load_run
@@ -33,6 +34,8 @@ from phalanx.spec.run import RunSpec
 WARM_UP = 2
 """Steps at the start of a run that do not count: memory is new, and data-parallel buckets are not settled."""
 LEAST_STEPS = 3
+LEAST_WAIT = 0.03
+"""Of a step."""
 SHARE_PRIOR, BUFFER_PRIOR, MEMORY_NOISE = 0.2, 2.0, 0.03
 """Of the bytes of memory for each that is counted, about 1, and for each of buffers more, about 0; of the logarithm of
 a process's memory."""
@@ -56,6 +59,10 @@ class MeasuredRun:
     """Of a rank, as it was measured or known when the run began."""
     tensor_bytes: float | None = None
     """The most that tensors of rank 0 held at one time, where the run measured that (`--measure-memory`)."""
+    computing_seconds: float = nan
+    """Of a step the slowest rank's passes without waits for others, where ranks noted that; NaN if they did not."""
+    waiting_seconds: float = nan
+    """Of a step, for collectives, of the rank that waits least, likewise."""
 
     @property
     def memory(self) -> RankMemory:
@@ -144,8 +151,8 @@ def calibrate(runs: Sequence[MeasuredRun], machine: Cluster) -> Calibration:
         peak = statistics.median(peaks)
         machine = machine.model_copy(update={"peak_flops": peak, "matmul_flops": peak})
     machine = machine.model_copy(update={"measured": known})
-    jobs = columns([_numbers(run, machine) for run in runs])
-    truth = np.array([run.step_seconds for run in runs])
+    jobs = columns([numbers(run, machine) for run in runs])
+    truth = truth_of(runs, jobs)
     prior = Prior(times_of(machine))
     z = mode(prior, jobs, truth)
     constants, apart = prior.constants(z), left_out(prior, jobs, truth, z)
@@ -164,7 +171,18 @@ def calibrate(runs: Sequence[MeasuredRun], machine: Cluster) -> Calibration:
         np.broadcast_to(step_seconds(fitted, jobs).total, len(runs)) for fitted in (prior.start, constants)
     )
     machine = machine.model_copy(update={"measured": measured})
-    return Calibration(machine, before, after, truth * np.exp(apart), memory)
+    return Calibration(machine, before, after, truth.whole * np.exp(apart), memory)
+
+
+def truth_of(runs: Sequence[MeasuredRun], jobs: Jobs) -> Truth:
+    """What runs took. Of ranks that share cores only whole steps: what one computes there is also others' time. Waits
+    that are hardly any are chance."""
+    whole = np.array([run.step_seconds for run in runs])
+    alone = np.broadcast_to(jobs.crowd, len(runs)) <= 1
+    computing = np.array([run.computing_seconds for run in runs])
+    waiting = np.array([run.waiting_seconds for run in runs])
+    there = alone & (waiting > LEAST_WAIT * whole)
+    return Truth(whole, np.where(alone, computing, nan), np.where(there, waiting, nan))
 
 
 def this_cpu() -> Cluster:
@@ -191,8 +209,11 @@ def _on(machine: Cluster, measured: MeasuredRun) -> Cluster:
     return machine.model_copy(update={"nodes": own.nodes, "nproc": own.nproc})
 
 
-def _numbers(measured: MeasuredRun, machine: Cluster) -> Numbers:
-    """The columns of a run on a machine."""
+def numbers(measured: MeasuredRun, machine: Cluster) -> Numbers:
+    """The columns of a run on a machine (`cost.jobs`).
+
+    Raises UserError for a layout that the planner does not know.
+    """
     run = measured.run.model_copy(update={"cluster": _on(machine, measured)})
     try:
         jobs = jobs_of(run, measured.ranks, [candidate_of(run, measured.ranks)])
@@ -220,7 +241,7 @@ def _memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, float, Array]:
 def predicted(machine: Cluster, measured: MeasuredRun) -> tuple[float, float, float]:
     """Of a run on a calibrated machine: seconds of a step, what they are multiplied and divided by at the ends of the
     80 % interval, and bytes that rank 0 holds."""
-    jobs = columns([_numbers(measured, machine)])
+    jobs = columns([numbers(measured, machine)])
     width = float(np.exp(half_width_of(machine, jobs)[0]))
     known = machine.measured
     if known is None:

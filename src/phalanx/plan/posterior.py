@@ -1,8 +1,8 @@
 """Constants of step times that measured steps make likely: the mode of a posterior.
 
-The logarithm of each constant is normal about where it begins, and that of each step time about its prediction. What no
-run tells stays where it began; how narrow the posterior is beside the prior says what the runs decide (Laplace's
-approximation)."""
+The logarithm of each constant is normal about where it begins, and that of each step time, and of each part of one that
+was measured apart, about its prediction. What no run tells stays where it began; how narrow the posterior is beside the
+prior says what the runs decide (Laplace's approximation)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,32 @@ from phalanx.cost.step import step_seconds
 
 PRIOR = 1.0
 """Standard deviation of a constant's logarithm where only runs on other machines are known."""
-NOISE = 0.04
-"""Of a step time's logarithm about its prediction."""
+NOISE, COMPUTING_NOISE, WAITING_NOISE = 0.04, 0.1, 0.5
+"""Of a step time's logarithm about its prediction, and of parts of it: these are what is left of several things, and
+what a rank waits depends on chance as well."""
 ROUNDS = 60
 SHARES = 1.1
 """Constants whose bounds end below this are shares of something: they stay within these on any machine."""
 Array = NDArray[np.float64]
 CONSTANTS = tuple(field.name for field in fields(TimeConstants))
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What runs took, in seconds of a step [run]; parts are NaN where nobody measured them."""
+
+    whole: Array
+    computing: Array
+    """Of the slowest rank's passes, without waits for others."""
+    waiting: Array
+    """For collectives, of the rank that waits least."""
+
+    def take(self, runs: Array) -> Truth:
+        """Some of them."""
+        return Truth(self.whole[runs], self.computing[runs], self.waiting[runs])
+
+    def __len__(self) -> int:
+        return len(self.whole)
 
 
 @dataclass(frozen=True)
@@ -49,18 +68,28 @@ class Prior:
         begin = np.array([getattr(self.start, name) for name in CONSTANTS])
         return np.asarray(np.maximum(np.log(highest / begin), 0.0) / PRIOR)
 
-    def errors(self, jobs: Jobs, truth: Array, z: Array) -> Array:
-        """Of the logarithm of each step time, [..., run] for z [..., constant]: all in one pass of numpy."""
+    def errors(self, jobs: Jobs, truth: Truth, z: Array) -> Array:
+        """Of the logarithms of step times, and then of their parts, in standard deviations: [..., 3 x run] for z
+        [..., constant], all in one pass of numpy; 0 for what was not measured."""
         count, points = len(truth), np.atleast_2d(z)
         begin = np.log([getattr(self.start, name) for name in CONSTANTS])
         each: Any = np.exp(np.repeat(begin + PRIOR * points, count, axis=0)).T
         constants = TimeConstants(**dict(zip(CONSTANTS, each, strict=True)))
-        seconds = step_seconds(constants, jobs.take(np.tile(np.arange(count), len(points)))).total
-        found = np.log(np.broadcast_to(seconds, count * len(points)).reshape(len(points), count) / truth)
-        return np.asarray(found.reshape(*z.shape[:-1], count))
+        time = step_seconds(constants, jobs.take(np.tile(np.arange(count), len(points))))
+        found = [
+            np.nan_to_num(
+                np.log(np.broadcast_to(seconds, count * len(points)).reshape(len(points), count) / measured) / noise
+            )
+            for seconds, measured, noise in (
+                (time.total, truth.whole, NOISE),
+                (time.compute - time.exchange, truth.computing, COMPUTING_NOISE),
+                (time.exchange + time.data_parallel, truth.waiting, WAITING_NOISE),
+            )
+        ]
+        return np.concatenate(found, axis=1).reshape(*z.shape[:-1], 3 * count)
 
-    def slopes(self, jobs: Jobs, truth: Array, z: Array, step: float = 1e-4) -> Array:
-        """[run, constant]: how errors change with each constant."""
+    def slopes(self, jobs: Jobs, truth: Truth, z: Array, step: float = 1e-4) -> Array:
+        """[error, constant]: how errors change with each constant."""
         moved = self.errors(jobs, truth, z + step * np.eye(len(z)))
         return ((moved - self.errors(jobs, truth, z)) / step).T
 
@@ -70,12 +99,12 @@ def _highest(name: str, bound: float) -> float:
     return bound if bound <= SHARES and not name.endswith("_seconds") else np.inf
 
 
-def mode(prior: Prior, jobs: Jobs, truth: Array, z: Array | None = None) -> Array:
+def mode(prior: Prior, jobs: Jobs, truth: Truth, z: Array | None = None) -> Array:
     """The likeliest z, by Levenberg's and Marquardt's method, beginning at `z`."""
     z, limit, damping = np.zeros(len(CONSTANTS)) if z is None else z, prior.limit, 1e-2
     now, slope = prior.errors(jobs, truth, z), prior.slopes(jobs, truth, z)
     for _ in range(ROUNDS):
-        precision, gradient = _precision(slope), slope.T @ now / NOISE**2 + z
+        precision, gradient = _precision(slope), slope.T @ now + z
         free = np.flatnonzero((z < limit) | (gradient > 0))  # the others would leave what they may be
         damped = (precision + damping * np.diag(np.diag(precision)))[np.ix_(free, free)]
         trial = z.copy()
@@ -94,26 +123,26 @@ def mode(prior: Prior, jobs: Jobs, truth: Array, z: Array | None = None) -> Arra
     return z
 
 
-def decided(prior: Prior, jobs: Jobs, truth: Array, z: Array) -> list[str]:
+def decided(prior: Prior, jobs: Jobs, truth: Truth, z: Array) -> list[str]:
     """Constants whose posterior is at most half as wide as their prior."""
     widths = np.sqrt(np.diag(np.linalg.inv(_precision(prior.slopes(jobs, truth, z)))))
     return [name for name, width in zip(CONSTANTS, widths, strict=True) if width < 0.5]
 
 
-def left_out(prior: Prior, jobs: Jobs, truth: Array, z: Array) -> Array:
+def left_out(prior: Prior, jobs: Jobs, truth: Truth, z: Array) -> Array:
     """The error of the logarithm of each step time, as the other runs predict it. `z`: the mode of all of them."""
     found = np.zeros(len(truth))
     for at in range(len(truth)):
-        others = np.arange(len(truth)) != at
-        without = mode(prior, jobs.take(others), truth[others], z)
-        found[at] = prior.errors(jobs.take(np.array([at])), truth[at : at + 1], without)[0]
+        others, alone = np.arange(len(truth)) != at, np.array([at])
+        without = mode(prior, jobs.take(others), truth.take(others), z)
+        found[at] = NOISE * prior.errors(jobs.take(alone), truth.take(alone), without)[0]
     return found
 
 
 def _precision(slope: Array) -> Array:
     """The inverse of the posterior's covariance."""
-    return np.asarray(slope.T @ slope / NOISE**2 + np.eye(slope.shape[1]))
+    return np.asarray(slope.T @ slope + np.eye(slope.shape[1]))
 
 
 def _cost(errors: Array, z: Array) -> float:
-    return float(np.sum((errors / NOISE) ** 2) + np.sum(z**2))
+    return float(np.sum(errors**2) + np.sum(z**2))

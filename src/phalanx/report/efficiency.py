@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.compute import rank_flops
-from phalanx.report.recorded import Line, RankRecord, Recorded, settled
+from phalanx.plan.calibrate import MeasuredRun
+from phalanx.report.recorded import Line, RankRecord, Recorded, read_run, settled
 from phalanx.schedule.named import schedule_of
 from phalanx.schedule.simulate import Timeline, Times, simulate
 from phalanx.spec.layout import degrees
@@ -93,6 +95,18 @@ def _passes(line: Line) -> float:
 
 def _waited(line: Line, what: str) -> float:
     return float(line.get("waited", {}).get(what, 0.0))
+
+
+def with_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
+    """A run with how long its ranks computed in a step and waited, as far as they noted it."""
+    found = columns(read_run(directory))
+    if found is None or not found.waits_are_known:
+        return measured
+    return replace(
+        measured,
+        computing_seconds=float(np.median(found.compute.max(1))),
+        waiting_seconds=float(np.median(found.communication.min(1))),
+    )
 
 
 def work(run: RunSpec, world_size: int, ranks: Sequence[int]) -> Table:
