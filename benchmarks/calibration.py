@@ -1,6 +1,7 @@
 """Predicted beside measured on this machine, of layouts that the planner was not calibrated on.
 
-    python -m benchmarks.calibration           # trains, prints the tables and writes docs/benchmarks/calibration.md
+    python -m benchmarks.calibration           # trains, prints the tables and writes docs/benchmarks/calibration.md,
+                                               # and the section of docs/accuracy.md on before and after
 
 Short runs of `phalanx train` with 2 and 4 processes, a dense model and one with experts. The first of them go to
 `phalanx calibrate`; the others are predicted, then looked at. Runs that are done are kept (--work), so that one that
@@ -23,7 +24,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from phalanx.cost.footprint import GIB
+from phalanx.plan.beside import beside
 from phalanx.plan.calibrate import (
+    LEAST_WAIT,
     Calibration,
     MeasuredRun,
     calibrate,
@@ -32,11 +35,28 @@ from phalanx.plan.calibrate import (
     this_cpu,
     write_machine,
 )
+from phalanx.plan.candidates import candidate_of
 from phalanx.plan.describe import times_of
+from phalanx.plan.explain import option_of
+from phalanx.plan.simulated import timeline
+from phalanx.report.efficiency import columns, with_parts
+from phalanx.report.facts import of_step
+from phalanx.report.recorded import read_run
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.load import load_machine
 
 MIB = 2**20
+LOOP, ACCURACY = Path(__file__).with_name("loop.md"), Path(__file__).parents[1] / "docs" / "accuracy.md"
+LOOP_HEADING = "Before and after calibrate"
+LOOP_TEXT = """{runs} runs of `python -m benchmarks.calibration` that were not calibrated on, held against the plan that
+knows this machine's peak alone, and against the plan after `phalanx calibrate` of {fitted} others. Computing and
+waiting are told apart where every rank has a core of its own. Bytes, and those of tensors, are counted: no calibration
+changes them.
+
+{table}
+"""
+BUBBLE = "bubble of a pipeline"
+SENT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "calibration.md"
 STEPS = 12
 """Two do not count, and one is measured from inside."""
@@ -134,7 +154,58 @@ def train(short: Short, work: Path) -> MeasuredRun:
             raise SystemExit(f"{short}: {done.stderr[-2000:]}")
         shutil.rmtree(directory / "checkpoints")
         (directory / "done").touch()
-    return replace(read_measured_run(directory), name=str(short))
+    return with_parts(replace(read_measured_run(directory), name=str(short)), directory)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How far off a plan is on runs, with what is known of the machine before and after `phalanx calibrate`: predicted
+    / measured - 1, but of bubbles the difference of shares."""
+
+    before: dict[str, list[float]]
+    after: dict[str, list[float]]
+
+    def __str__(self) -> str:
+        lines = ["| | runs | median error before | after |", "|---|---:|---:|---:|"]
+        for what, errors in self.before.items():
+            unit, scale = (" points", 100) if what == BUBBLE else (" %", 100)
+            then, now = (statistics.median(map(abs, found[what])) * scale for found in (self.before, self.after))
+            lines.append(f"| {what} | {len(errors)} | {then:.1f}{unit} | {now:.1f}{unit} |")
+        return "\n".join(lines)
+
+
+def loop(runs: dict[Path, MeasuredRun], before: Cluster, after: Cluster) -> Loop:
+    """The errors on runs that were not calibrated on, with the machine as it is known without a run (but for its peak,
+    which every run measures), and as other runs showed it."""
+    return Loop(*(_errors(runs, machine) for machine in (before, after)))
+
+
+def _errors(runs: dict[Path, MeasuredRun], machine: Cluster) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {
+        "step time": [], "computing": [], "waiting for collectives": [], "memory of a process": [],
+        "memory of tensors": [], "bytes of a collective": [], BUBBLE: [],
+    }  # fmt: skip
+    for directory, run in runs.items():
+        cluster = machine.model_copy(update={"nodes": 1, "nproc": run.ranks})
+        own = run.run.model_copy(update={"cluster": cluster})
+        option = option_of(own, run.ranks, own.layout)
+        recorded = read_run(directory)
+        rows = {row["what"]: row["measured"] for row in of_step(recorded, columns(recorded), None)}
+        found["step time"].append(option.step_seconds / run.step_seconds - 1)
+        if run.ranks <= (machine.cores or 1):
+            computing = option.parts["compute"] - option.parts["exchange"]
+            found["computing"].append(computing / run.computing_seconds - 1)
+            if run.waiting_seconds > LEAST_WAIT * run.step_seconds:
+                waiting = option.parts["exchange"] + option.parts["data_parallel"]
+                found["waiting for collectives"].append(waiting / run.waiting_seconds - 1)
+        found["memory of a process"].append(option.memory_bytes / run.memory_bytes - 1)
+        found["memory of tensors"].append(run.held_bytes / (run.tensor_bytes or 1) - 1)
+        sent = [row for row in beside(own, run.ranks, recorded.measured) if row["what"] in SENT and row["predicted"]]
+        found["bytes of a collective"] += [row["predicted"] / row["measured"] - 1 for row in sent]
+        if own.layout.pp > 1:
+            planned = timeline(own, run.ranks, candidate_of(own, run.ranks))
+            found[BUBBLE].append(float(planned.bubble) - rows["bubble"])
+    return found
 
 
 @dataclass(frozen=True)
@@ -190,6 +261,20 @@ def within(errors: Sequence[float], goal: float) -> str:
     near = sum(abs(error) <= goal for error in errors)
     median = statistics.median(abs(error) for error in errors)
     return f"{near} of {len(errors)} within {goal:.0%}, median {median:.1%}, worst {max(map(abs, errors)):.1%}"
+
+
+def not_calibrated(machine: Cluster) -> Cluster:
+    """A machine of which only the peak is known, that every run measures when it begins."""
+    assert machine.measured is not None
+    nothing = {"time": {}, "decided": [], "process_bytes": 0, "memory_share": 1.0, "buffer_share": 0.0}
+    return machine.model_copy(update={"measured": machine.measured.model_copy(update=nothing)})
+
+
+def write_section(page: Path, heading: str, body: str) -> None:
+    """Put a section in a page, in place of the one with its heading, or at the end."""
+    before, _, rest = page.read_text().partition(f"## {heading}\n")
+    after = rest[rest.index("\n## ") :] if "\n## " in rest else ""
+    page.write_text(f"{before.rstrip()}\n\n## {heading}\n\n{body}{after}")
 
 
 def constants_of(machine: Cluster) -> str:
@@ -251,11 +336,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = made[short] = train(short, given.work)
         print(f"{at} of {len(every)}, {run.name}: {run.step_seconds:.3f} s", flush=True)
     fitted, others = [made[short] for short in CALIBRATED], [made[short] for short in HELD_OUT]
-    found = calibrate(fitted, load_machine(given.machine) if given.machine else this_cpu())
+    known = load_machine(given.machine) if given.machine else this_cpu()
+    found = calibrate(fitted, known)
     write_machine(given.work / "machine.toml", found.machine, fitted)
     text = page(fitted, found, others)
     print(text)
     PAGE.write_text(text)
+    directories = {given.work / short.name: made[short] for short in HELD_OUT}
+    table = loop(directories, not_calibrated(found.machine), found.machine)
+    section = LOOP_TEXT.format(runs=len(others), fitted=len(fitted), table=table)
+    print(section)
+    LOOP.write_text(section)
+    write_section(ACCURACY, LOOP_HEADING, section)
 
 
 if __name__ == "__main__":

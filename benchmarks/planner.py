@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.calibration import LOOP, LOOP_HEADING
 from benchmarks.fit_planner import fit_time
 from benchmarks.planner_choice import best_of_sweeps, sweeps
 from benchmarks.published import Known, known_rows, met, step_time_rows
@@ -215,6 +216,7 @@ def main(path: Path, leave_out: bool) -> None:
     }
     lines = head(path, leave_out)
     sections["Found by dry runs"] = FOUND.read_text().splitlines()
+    sections[LOOP_HEADING] = LOOP.read_text().splitlines()
     for title, body in sections.items():
         lines += [f"## {title}", "", *body, ""]
     text = "\n".join(lines)

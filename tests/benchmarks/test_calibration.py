@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.calibration import Compared, constants_of
+from pathlib import Path
+
+from benchmarks.calibration import Compared, constants_of, write_section
 from phalanx.cost.constants import time_constants
 from phalanx.spec.cluster import Cluster, Measured
 
@@ -22,3 +24,13 @@ def test_a_decided_constant_that_did_not_move_is_the_published_one():
         log_half_width=0.1, process_bytes=0, memory_share=1.0,
     )  # fmt: skip
     assert constants_of(Cluster(measured=known)) == f"link 0.25, send {time_constants().send:.3g}"
+
+
+def test_a_section_is_put_in_its_place(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n## One\n\n1\n\n## Two\n\n2\n")
+    write_section(page, "One", "first\n")
+    assert page.read_text() == "# Page\n\n## One\n\nfirst\n\n## Two\n\n2\n"
+    write_section(page, "Three", "third\n")
+    write_section(page, "Two", "second\n")
+    assert page.read_text() == "# Page\n\n## One\n\nfirst\n\n## Two\n\nsecond\n\n## Three\n\nthird\n"

@@ -50,7 +50,7 @@ def facts(recorded: Recorded) -> Facts:
         "run": _about(recorded),
         "verdict": asdict(named[0]) if named else None,
         "findings": [asdict(finding) for finding in named],
-        "beside": [*_of_step(recorded, found, option), *_of_ranks(recorded)],
+        "beside": [*of_step(recorded, found, option), *_of_ranks(recorded)],
         "measures": _measures(recorded, found),
         "ranks": _ranks(recorded, found),
         "curves": _curves(recorded),
@@ -91,7 +91,7 @@ def _row(what: str, unit: str, predicted: float | None, measured: float | None, 
     return {"what": what, "unit": unit, "role": "", "predicted": predicted, "measured": measured, "ratio": ratio} | more
 
 
-def _of_step(recorded: Recorded, found: Columns | None, option: Option | None) -> Iterator[Facts]:
+def of_step(recorded: Recorded, found: Columns | None, option: Option | None) -> Iterator[Facts]:
     """Predicted beside measured: a step's time and its parts, the speed, the bubble."""
     if found is None:
         return
