@@ -50,6 +50,7 @@ class Browser:
         self._session = self.call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
         for domain in ("Network", "Page", "Runtime"):
             self.call(f"{domain}.enable")
+        self.call("Emulation.setScrollbarsHidden", hidden=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -98,8 +99,8 @@ class Browser:
     def open(self, address: str) -> None:
         """Go to a page, and wait until its figures are drawn."""
         self.call("Page.navigate", url=address)
-        self.until("document.readyState === 'complete' && !!document.getElementById('figures') && "
-                   "[...document.querySelectorAll('.figure')].every(place => place.querySelector('.main-svg'))")  # fmt: skip
+        drawn = "[...document.querySelectorAll('.figure')].every(place => place.querySelector('.main-svg'))"
+        self.until(f"document.readyState === 'complete' && !!document.getElementById('figures') && {drawn}")
 
     def value(self, expression: str) -> Any:
         """Of an expression of JavaScript; of a promise what it promised."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from phalanx.cli.options import Json
-from phalanx.report.recorded import Recorded
 from phalanx.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from phalanx.report.recorded import Recorded
 
 PAGE = "report.html"
 

@@ -28,8 +28,10 @@ ROW, AROUND = 26, 60
 TITLE = 1.3
 """Rows that the title of a timeline takes."""
 TIMELINES = {
-    "planned": "planned, by stage", "simulated": "simulated with measured times, by stage", "measured": "measured, by rank",
-}  # fmt: skip
+    "planned": "planned, by stage",
+    "simulated": "simulated with measured times, by stage",
+    "measured": "measured, by rank",
+}
 LABELLED = 400
 """Passes of a timeline that have their micro-batch written on them, at the most."""
 
