@@ -4,6 +4,7 @@ Predicted and measured numbers stand beside each other under the same names and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -46,7 +47,7 @@ def facts(recorded: Recorded) -> Facts:
         except UserError as error:
             problems.append(f"the time of a step is not predicted: {error.field} {error.problem}")
     named = findings(recorded, found) if found is not None else []
-    return {
+    said: Facts = _finite({
         "run": _about(recorded),
         "verdict": asdict(named[0]) if named else None,
         "findings": [asdict(finding) for finding in named],
@@ -59,7 +60,17 @@ def facts(recorded: Recorded) -> Facts:
         "traffic": _traffic(recorded),
         "experts": _experts(recorded),
         "problems": problems,
-    }
+    })  # fmt: skip
+    return said
+
+
+def _finite(value: Any) -> Any:
+    """The same without NaN and infinity, which JSON does not have: they are None."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _about(recorded: Recorded) -> Facts:
@@ -77,6 +88,7 @@ def _about(recorded: Recorded) -> Facts:
     if run is not None:
         about |= {
             "steps": run.training.steps,
+            "model": run.model.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
             "parameters": parameters(run.model).total,
             "precision": run.training.precision,
             "layout": run.layout.model_dump(mode="json", exclude_defaults=True, exclude_none=True),

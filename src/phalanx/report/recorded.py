@@ -109,7 +109,8 @@ def _run(file: Path, problems: list[str]) -> RunSpec | None:
     try:
         return load_run(file, environment={})
     except UserError as error:
-        problems.append(f"run.toml is not of this version, so that nothing can be predicted: {error.field}")
+        first = str(error).partition("\n")[0]
+        problems.append(f"run.toml is not of this version, so that nothing can be predicted: {first}")
         return None
 
 
@@ -203,8 +204,12 @@ def _measured(folder: Path, problems: list[str]) -> dict[int, Line]:
     found = {}
     for file in sorted(folder.glob("rank-*.json")):
         try:
-            found[int(file.stem.removeprefix("rank-"))] = json.loads(file.read_text())
+            line = json.loads(file.read_text(errors="replace"))
         except ValueError:
+            line = None
+        if isinstance(line, dict) and {"held_bytes", "peak_bytes", "collectives"} <= set(line):
+            found[int(file.stem.removeprefix("rank-"))] = line
+        else:
             problems.append(f"{folder.name}/{file.name} cannot be read")
     return found
 

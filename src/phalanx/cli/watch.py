@@ -1,0 +1,80 @@
+"""`phalanx watch`: a run while it trains, in the terminal or on a local page."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(help="The directory of a run.", metavar="RUN_DIR")],
+    every: Annotated[float, typer.Option(help="How often to look.", min=0.1, metavar="SECONDS")] = 2.0,
+    web: Annotated[
+        bool, typer.Option("--web", help="Serve a page that keeps itself new, to this machine only.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="Of the page; 0 takes a free one.", min=0, max=65535, metavar="N")] = 8642,
+) -> None:
+    """Watch a run while it trains: its loss, its speed, where the time goes, and what keeps it from being faster.
+
+    Ends with the run's last step, or on Ctrl-C. Where the output is no terminal it prints a line for each step.
+
+    Examples:
+
+        phalanx watch runs/first
+
+        phalanx watch runs/first --every 10 > log
+
+        phalanx watch runs/first --web --port 0
+    """
+    from phalanx.report.recorded import read_run
+
+    read_run(run)  # what is no run directory is refused before anything is shown
+    with suppress(KeyboardInterrupt):
+        if web:
+            from phalanx.cli.watch_web import serve
+
+            serve(run, port, every)
+        elif sys.stdout.isatty():
+            _live(run, every)
+        else:
+            _lines(run, every)
+
+
+def _looks(directory: Path, every_seconds: float) -> Iterator[dict[str, Any]]:
+    """The facts of a run again and again, until its last step is done."""
+    from phalanx.report.facts import facts
+    from phalanx.report.recorded import read_run
+
+    while True:
+        found = facts(read_run(directory))
+        yield found
+        if found["run"]["step"] >= found["run"].get("steps", float("inf")):
+            return
+        time.sleep(every_seconds)
+
+
+def _live(directory: Path, every_seconds: float) -> None:
+    from rich.live import Live
+
+    from phalanx.cli.report_views import live
+
+    with Live(auto_refresh=False) as screen:
+        for found in _looks(directory, every_seconds):
+            screen.update(live(found), refresh=True)
+
+
+def _lines(directory: Path, every_seconds: float) -> None:
+    from phalanx.cli.report_views import newest
+
+    shown = 0
+    for found in _looks(directory, every_seconds):
+        steps = found["curves"]["step"]
+        for at in range(-sum(step > shown for step in steps), 0):
+            print(newest(found, at), flush=True)
+        shown = steps[-1] if steps else 0

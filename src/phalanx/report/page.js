@@ -1,0 +1,53 @@
+"use strict";
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** A figure in the page's colours; heat maps have few bytes near the paper's own. */
+function dressed({ data, layout }) {
+  const axis = { gridcolor: colour("--line"), linecolor: colour("--line"), ticks: "outside", tickcolor: "transparent" };
+  return [
+    data.map((trace) => (trace.type === "heatmap" ? { ...trace, reversescale: dark.matches } : trace)),
+    {
+      ...layout,
+      paper_bgcolor: "transparent",
+      plot_bgcolor: "transparent",
+      font: { family: "system-ui, sans-serif", size: 12, color: colour("--ink") },
+      hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
+      template: { layout: { xaxis: axis, yaxis: axis } },
+    },
+    { displayModeBar: false, responsive: true },
+  ];
+}
+
+function draw() {
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  for (const [id, figure] of Object.entries(figures)) Plotly.react(id, ...dressed(figure));
+}
+
+/** What the run is now; figures that are drawn stay where they are and get new numbers. */
+async function refresh() {
+  const answer = await fetch("main.html");
+  if (!answer.ok) throw new Error(await answer.text());
+  const next = document.createElement("template");
+  next.innerHTML = await answer.text();
+  for (const place of next.content.querySelectorAll(".figure")) {
+    const drawn = document.getElementById(place.id);
+    if (drawn) place.replaceWith(drawn);
+  }
+  const open = [...document.querySelectorAll("details")].map((details) => details.open);
+  document.querySelector("main").replaceWith(next.content);
+  document.querySelectorAll("details").forEach((details, at) => (details.open = open[at] ?? details.open));
+  draw();
+}
+
+function keepFresh(seconds) {
+  const state = document.getElementById("state");
+  refresh()
+    .then(() => (state.textContent = `live, every ${seconds} s`))
+    .catch((error) => (state.textContent = `not updated: ${error.message}`))
+    .finally(() => setTimeout(keepFresh, 1000 * seconds, seconds));
+}
+
+dark.addEventListener("change", draw);
+draw();
+if (document.body.dataset.every) keepFresh(Number(document.body.dataset.every));

@@ -1,0 +1,108 @@
+"""`phalanx watch` on runs that are over, and on one that goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from phalanx.cli.report_views import live, newest, sparkline
+from phalanx.report import words
+from phalanx.report.compare import together
+from phalanx.report.facts import facts
+from phalanx.report.recorded import read_run
+from phalanx.spec.errors import UserError
+from tests.cli.commands import shown
+from tests.report.runs import SECONDS, command, environment, hybrid, run_file, two_ranks
+
+
+@contextmanager
+def served(run) -> Iterator[str]:
+    """The address of a page of `phalanx watch --web`; it ends on Ctrl-C, with nothing said."""
+    words = [sys.executable, "-m", "phalanx", "watch", str(run), "--web", "--port", "0", "--every", "0.2"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield re.match(r"(http://127\.0\.0\.1:\d+/) ", process.stdout.readline())[1]
+        finally:
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=60)
+    assert (process.returncode, *said) == (0, "", "")
+
+
+def test_off_a_terminal_there_is_a_line_for_each_step():
+    lines = shown("watch", two_ranks()).splitlines()
+    found = facts(read_run(two_ranks()))
+    assert [line.split("  ")[0] for line in lines] == [f"step {step}/8" for step in range(1, 9)]
+    for line, loss in zip(lines, found["curves"]["loss"], strict=True):
+        assert f"loss {loss:.3f}" in line
+
+
+def test_it_follows_a_run_to_its_end():
+    file = run_file("followed", {"training.steps": 12})
+    with subprocess.Popen(
+        command(file, 1), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as train:
+        try:
+            while not (file.parent / "followed" / "run.toml").is_file():
+                assert train.poll() is None, train.stdout.read()
+            words = [sys.executable, "-m", "phalanx", "watch", str(file.parent / "followed"), "--every", "0.1"]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
+        finally:
+            train.terminate()
+            train.communicate(timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.findall(r"^step (\d+)/12  loss ", done.stdout, re.MULTILINE) == [str(step) for step in range(1, 13)]
+
+
+def test_the_live_view_has_the_essentials():
+    from rich.console import Console
+
+    found = facts(read_run(hybrid()))
+    console = Console(width=160, file=io.StringIO())
+    console.print(live(found))
+    text = console.file.getvalue()
+    for said in ("step 8/8", words.costs(found["verdict"]), words.seconds(found["ranks"][3]["compute"]), "▁"):
+        assert said in text
+
+
+def test_the_time_left_is_that_of_the_newest_steps():
+    found = facts(read_run(two_ranks()))
+    found["run"] |= {"step": 8, "steps": 108}
+    found["curves"]["step_seconds"] = [100.0] * 5 + [2.0] * 20
+    assert words.seconds_left(found) == 200.0
+    assert newest(found).endswith("3:20 left")
+
+
+def test_a_curve_is_a_line_of_characters():
+    assert sparkline([3.0, 2.0, None, 1.0], 60) == "█▅▁"
+    assert sparkline([1.0] * 500, 60) == "▁" * 60
+    assert sparkline([None], 60) == ""
+
+
+def test_the_page_and_its_facts_are_served_to_this_machine_alone():
+    with served(hybrid()) as address:
+        expected = json.loads(json.dumps(together([facts(read_run(hybrid()))])))
+        assert json.load(urllib.request.urlopen(f"{address}facts.json", timeout=60)) == expected
+        part = urllib.request.urlopen(f"{address}main.html", timeout=60).read().decode()
+        assert part.startswith("<main>")
+        assert 'data-every="0.2"' in urllib.request.urlopen(address, timeout=60).read().decode()
+        for path, host, code in (("run.toml", "localhost", 404), ("facts.json", "evil.example", 403)):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(urllib.request.Request(address + path, headers={"Host": host}), timeout=60)
+            assert caught.value.code == code
+
+
+def test_a_port_that_is_taken_is_named():
+    with served(two_ranks()) as address:
+        port = address.rpartition(":")[2].strip("/")
+        with pytest.raises(UserError, match=f"--port = {port}: cannot be served"):
+            shown("watch", two_ranks(), "--web", "--port", port)

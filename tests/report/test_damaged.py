@@ -1,0 +1,109 @@
+"""Run directories as they are found: each is read, reported in the terminal and on a page, and says what is missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from phalanx.report.facts import facts
+from phalanx.report.recorded import read_run
+from phalanx.spec.errors import UserError
+from tests.cli.commands import known, shown
+from tests.report.runs import copied, hybrid, two_ranks
+
+
+def _cut(file: Path, share: float = 0.6) -> None:
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(share * len(whole))])
+
+
+def _only_settled_to_come(run: Path) -> None:
+    """As it was after the first step, the second being written."""
+    for file in [run / "metrics.jsonl", *(run / "trace").glob("*")]:
+        lines = file.read_text().splitlines(keepends=True)
+        first = 1 if file.name == "metrics.jsonl" else 2
+        file.write_text("".join(lines[:first]) + lines[first][:40])
+
+
+def _nothing_yet(run: Path) -> None:
+    (run / "metrics.jsonl").write_text("")
+    shutil.rmtree(run / "trace")
+    shutil.rmtree(run / "measured", ignore_errors=True)
+
+
+def _other_format(run: Path) -> None:
+    for file in (run / "trace").glob("*"):
+        file.write_text(file.read_text().replace('"format": 1', '"format": 0'))
+
+
+def _unknown_field(run: Path) -> None:
+    table = tomllib.loads((run / "run.toml").read_text())
+    table["training"]["flux_capacitor"] = 3
+    (run / "run.toml").write_text(tomli_w.dumps(table))
+
+
+def _not_text(run: Path) -> None:
+    (run / "metrics.jsonl").write_bytes(b"\xff\xfe\x00\n" + (run / "metrics.jsonl").read_bytes())
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "one step is done": (_only_settled_to_come, "too few steps were noted"),
+    "no step is done": (_nothing_yet, "no step has been written yet"),
+    "metrics are cut": (lambda run: _cut(run / "metrics.jsonl"), "still under way, or was ended"),
+    "metrics are lost": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
+    "metrics are no text": (_not_text, "metrics.jsonl: 1 lines cannot be read"),
+    "a record is cut": (lambda run: _cut(run / "trace" / "rank-00001.jsonl"), ""),
+    "a record is lost": (lambda run: (run / "trace" / "rank-00001.jsonl").unlink(), "no record of 1 of"),
+    "rank 0 is lost": (lambda run: (run / "trace" / "rank-00000.jsonl").unlink(), "no record of 1 of"),
+    "a record is empty": (lambda run: (run / "trace" / "rank-00001.jsonl").write_text(""), "has no opening"),
+    "an older version": (lambda run: shutil.rmtree(run / "trace"), "no records of ranks"),
+    "another format": (_other_format, "has format 0; this version reads 1"),
+    "an unknown field": (_unknown_field, "run.toml is not of this version"),
+    "run.toml is cut": (lambda run: _cut(run / "run.toml"), "run.toml is not of this version"),
+}
+
+
+@pytest.mark.parametrize("run", [two_ranks, hybrid])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_is_said_and_the_rest_is_shown(run, damage, tmp_path):
+    directory = copied(run(), tmp_path)
+    how, said = DAMAGES[damage]
+    how(directory)
+    (found,) = known("report", directory)["runs"]
+    assert said in "\n".join(found["problems"])
+    assert found == json.loads(json.dumps(facts(read_run(directory))))
+    text = " ".join(shown("report", directory, width=200).split())
+    for problem in found["problems"]:
+        assert problem in text
+    assert "</html>" in (directory / "report.html").read_text()
+
+
+@pytest.mark.parametrize("run", [two_ranks, hybrid])
+def test_a_whole_run_has_no_problems(run):
+    assert facts(read_run(run()))["problems"] == []
+
+
+@pytest.mark.parametrize("file", ["rank-00000.json", "rank-00002.json"])
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"held_bytes": {}'])
+def test_measured_files_that_are_not_whole_are_left_out(file, text, tmp_path):
+    directory = copied(hybrid(), tmp_path)
+    (directory / "measured" / file).write_text(text)
+    (found,) = known("report", directory)["runs"]
+    assert f"measured/{file} cannot be read" in found["problems"]
+    assert {row["role"] for row in found["beside"]} == {"", "pp0", "pp1"}
+
+
+@pytest.mark.parametrize("make", [lambda path: None, Path.mkdir, Path.touch])
+@pytest.mark.parametrize("command", ["report", "watch"])
+def test_what_is_no_run_directory_is_refused(command, make, tmp_path):
+    make(tmp_path / "run")
+    with pytest.raises(UserError) as caught:
+        shown(command, tmp_path / "run")
+    assert (caught.value.field, caught.value.value) == ("run directory", str(tmp_path / "run"))
+    assert not list(tmp_path.rglob("*.html"))
