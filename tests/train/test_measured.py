@@ -137,8 +137,11 @@ SHARED += [
 ]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize(("world_size", "changes"), SHARED, ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "changes", "precision"),
+    [*[(*shared, "bf16") for shared in SHARED], *[(*shared, "fp32") for shared in SHARED[::3]]],
+    ids=str,
+)
 def test_ranks_that_share_hold_what_the_formulas_say(
     world_size: int, changes: dict[str, Any], precision: str, text: Path, tmp_path: Path
 ) -> None:
@@ -183,15 +186,14 @@ AT_ONE_TIME: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(("world_size", "changes"), AT_ONE_TIME, ids=str)
 def test_the_most_at_one_time_is_within_5_percent(
-    world_size: int, changes: dict[str, Any], micro_batches: int, text: Path, tmp_path: Path
+    world_size: int, changes: dict[str, Any], text: Path, tmp_path: Path
 ) -> None:
     """Gradients come while activations go, and buffers are there at their own times: all together are much less than
     the most of each."""
     shared = changes.get("layout.pp", 1) * changes.get("layout.tp", 1) * changes.get("layout.cp", 1)
-    sequences = 2 * micro_batches * world_size // shared
+    sequences = 2 * world_size // shared
     numbers = {"training.precision": "fp32", "training.sequence": 256, "training.tokens_per_step": sequences * 256}
     numbers |= {"layout.micro_batch": 2, "data.mask_documents": False, "model": PROPORTIONED}
     run = described(text, tmp_path, {**numbers, **changes})
@@ -208,23 +210,15 @@ def test_the_most_at_one_time_is_within_5_percent(
 
 
 WHOLE_TOKENS = {"layout.sequence_parallel": False}
-FULL_NORM, EQUAL_HEADS, TIED = {**DENSE, "qk_norm": "full"}, {**DENSE, "kv_heads": 4}, {**DENSE, "tied": True}
-NO_SHARED = {**MOE, "moe": {**MOE["moe"], "shared_experts": 0}}
+EQUAL_HEADS, NO_SHARED = {**DENSE, "kv_heads": 4}, {**MOE, "moe": {**MOE["moe"], "shared_experts": 0}}
 SENDING: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
-    *[(2, model, {"layout.tp": 2, **whole}) for model in (DENSE, MOE, FULL_NORM) for whole in ({}, WHOLE_TOKENS)],
     *[(2, EQUAL_HEADS, {"layout.tp": 2, "layout.heads": "gathered", **whole}) for whole in ({}, WHOLE_TOKENS)],
     *[(2, NO_SHARED, {"layout.tp": 2, "layout.recompute": again}) for again in ("selective", "full")],
     *[(2, MOE, {"layout.cp": 2, "layout.context": kind, "layout.recompute": "full"}) for kind in ("ring", "ulysses")],
-    *[(2, TIED, {"layout.pp": 2, "layout.schedule": schedule}) for schedule in ("1f1b", "zb-v")],
-    *[(4, DENSE, {"layout.pp": 2, "layout.data": data}) for data in ("ddp", "zero2", "zero3")],
-    *[(2, MOE, {"layout.ep": 2, "layout.recompute": again}) for again in ("none", "full")],
-    *[(4, MOE, {"layout.ep": 2, "layout.tp": 2, "layout.data": data}) for data in ("ddp", "zero1")],
-    *[(4, DENSE, {"layout.tp": 2, "layout.data": data}) for data in ("zero1", "zero3")],
-    (4, DENSE, {"layout.tp": 4}),
-    (4, DENSE, {"layout.tp": 2, "layout.cp": 2, "layout.data": "zero3"}),
+    (2, MOE, {"layout.ep": 2, "layout.recompute": "full"}),
     (4, MOE, {"layout.ep": 4, "layout.cp": 2, "layout.data": "zero3"}),
-    (4, DENSE, {"layout.pp": 2, "layout.tp": 2, "layout.schedule": "zb-h1"}),
 ]
+"""Beside the layouts that are traced, run and held against the plan call by call in `tests/verify`."""
 
 
 @pytest.mark.parametrize(("world_size", "model", "changes"), SENDING, ids=str)
