@@ -4,7 +4,6 @@ read in the dark."""
 from __future__ import annotations
 
 import subprocess
-import time
 
 import pytest
 
@@ -12,7 +11,7 @@ from phalanx.report import words
 from tests.cli.commands import known
 from tests.cli.test_watch_command import served
 from tests.report.browser import CHROMIUM, Browser
-from tests.report.runs import SECONDS, command, environment, hybrid, run_file, two_ranks
+from tests.report.runs import command, environment, hybrid, run_file, two_ranks, wait
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
 
@@ -138,13 +137,10 @@ def test_it_fits_and_can_be_read(opened, width, dark):
 
 def test_the_live_page_follows_a_run(browser):
     file = run_file("live", {"training.steps": 400, "layout.data": "zero2"})
-    run = file.parent / "live"
+    run, metrics = file.parent / "live", file.parent / "live" / "metrics.jsonl"
     train = subprocess.Popen(command(file, 2), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + SECONDS
-        while not ((run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").read_text().count("\n") > 4):
-            assert train.poll() is None
-            assert time.monotonic() < deadline
+        wait(train, lambda: metrics.is_file() and metrics.read_text().count("\n") > 4)
         with served(run) as address:
             browser.asked.clear()
             browser.open(address)
