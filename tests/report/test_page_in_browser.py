@@ -64,9 +64,8 @@ def traces(browser, place):
 def test_the_figures_are_those_of_the_json(opened):
     browser, whole = opened
     assert browser.value("JSON.parse(document.getElementById('facts').textContent)") == whole
-    drawn = {"ranks": 0, "timeline": 0, "memory": 0, "experts": 0}
-    for facts in whole["runs"]:
-        bars = traces(browser, f"ranks-{drawn['ranks']}")
+    for at, facts in enumerate(whole["runs"]):
+        bars = traces(browser, f"ranks-{at}")
         parts = [
             part for part in facts["ranks"][0] if any(trace["name"] == words.NAMES.get(part, part) for trace in bars)
         ]
@@ -74,10 +73,9 @@ def test_the_figures_are_those_of_the_json(opened):
         for part in parts:
             (trace,) = [trace for trace in bars if trace["name"] == words.NAMES.get(part, part)]
             assert trace["x"] == [rank[part] for rank in facts["ranks"]]
-        drawn["ranks"] += 1
         if facts["timeline"]:
             spans = [
-                [kind, begun] for trace in traces(browser, f"timeline-{drawn['timeline']}")
+                [kind, begun] for trace in traces(browser, f"timeline-{at}")
                 for kind, begun in zip([trace["name"]] * len(trace["base"]), trace["base"], strict=True)
             ]  # fmt: skip
             timelines = [facts["timeline"][name] for name in ("planned", "simulated", "measured")]
@@ -85,16 +83,13 @@ def test_the_figures_are_those_of_the_json(opened):
             assert sorted(spans) == sorted(
                 [names[kind], begun] for each in timelines for _, kind, _, _, begun, _ in each
             )
-            drawn["timeline"] += 1
         if facts["memory"]:
-            held = {trace["name"]: trace["y"] for trace in traces(browser, f"memory-{drawn['memory']}")}
+            held = {trace["name"]: trace["y"] for trace in traces(browser, f"memory-{at}")}
             assert held == {part: values for part, values in facts["memory"]["bytes"].items() if any(values)}
-            drawn["memory"] += 1
         if facts["experts"]:
-            (cells,) = traces(browser, f"experts-{drawn['experts']}")
+            (cells,) = traces(browser, f"experts-{at}")
             tokens = facts["experts"]["tokens"]
             assert cells["z"] == [[value * len(layer) / sum(layer) for value in layer] for layer in tokens]
-            drawn["experts"] += 1
 
 
 def test_curves_of_all_runs_lie_over_one_another(opened):
