@@ -28,8 +28,8 @@ ROW, AROUND = 26, 60
 TITLE = 1.3
 """Rows that the title of a timeline takes."""
 TIMELINES = {
-    "planned": "planned, by place in the pipeline",
-    "simulated": "simulated with measured times, by place in the pipeline",
+    "planned": "planned, by pipeline rank",
+    "simulated": "simulated with measured times, by pipeline rank",
     "measured": "measured, by rank",
 }
 LABELLED = 400
