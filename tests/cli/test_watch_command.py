@@ -22,14 +22,14 @@ from phalanx.report.facts import facts
 from phalanx.report.recorded import read_run
 from phalanx.spec.errors import UserError
 from tests.cli.commands import shown
-from tests.report.runs import SECONDS, command, environment, hybrid, run_file, two_ranks
+from tests.report.runs import SECONDS, command, environment, hybrid, run_file, two_ranks, wait
 
 
 @contextmanager
 def served(run) -> Iterator[str]:
     """The address of a page of `phalanx watch --web`; it ends on Ctrl-C, with nothing said."""
-    words = [sys.executable, "-m", "phalanx", "watch", str(run), "--web", "--port", "0", "--every", "0.2"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    watch = [sys.executable, "-m", "phalanx", "watch", str(run), "--web", "--port", "0", "--every", "0.2"]
+    with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield re.match(r"(http://127\.0\.0\.1:\d+/) ", process.stdout.readline())[1]
         finally:
@@ -48,17 +48,14 @@ def test_off_a_terminal_there_is_a_line_for_each_step():
 
 def test_it_follows_a_run_to_its_end():
     file = run_file("followed", {"training.steps": 12})
-    with subprocess.Popen(
-        command(file, 1), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as train:
-        try:
-            while not (file.parent / "followed" / "run.toml").is_file():
-                assert train.poll() is None, train.stdout.read()
-            words = [sys.executable, "-m", "phalanx", "watch", str(file.parent / "followed"), "--every", "0.1"]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
-        finally:
-            train.terminate()
-            train.communicate(timeout=60)
+    train = subprocess.Popen(command(file, 1), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait(train, (file.parent / "followed" / "run.toml").is_file)
+        watch = [sys.executable, "-m", "phalanx", "watch", str(file.parent / "followed"), "--every", "0.1"]
+        done = subprocess.run(watch, capture_output=True, text=True, timeout=SECONDS)
+    finally:
+        train.terminate()
+        train.wait(60)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.findall(r"^step (\d+)/12  loss ", done.stdout, re.MULTILINE) == [str(step) for step in range(1, 13)]
 

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,15 @@ def run_file(name: str, changes: dict[str, Any]) -> Path:
 def command(file: Path, ranks: int, *options: str) -> list[str]:
     """That trains it."""
     return [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", str(ranks), *options]
+
+
+def wait(process: subprocess.Popen[bytes], begun: Callable[[], bool]) -> None:
+    """Until something is there that a run makes; fails if the run ends, or takes too long."""
+    deadline = time.monotonic() + SECONDS
+    while not begun():
+        assert process.poll() is None, f"it ended with {process.returncode}"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def environment() -> dict[str, str]:

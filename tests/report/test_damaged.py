@@ -48,6 +48,17 @@ def _unknown_field(run: Path) -> None:
     (run / "run.toml").write_text(tomli_w.dumps(table))
 
 
+def _no_last_stage(run: Path) -> None:
+    for rank in (1, 3):
+        (run / "trace" / f"rank-{rank:05d}.jsonl").unlink(missing_ok=True)
+
+
+def _schedule_is_gone(run: Path) -> None:
+    table = tomllib.loads((run / "run.toml").read_text())
+    table["layout"] |= {"schedule_file": str(run / "gone.csv")} if table["layout"]["pp"] > 1 else {}
+    (run / "run.toml").write_text(tomli_w.dumps(table))
+
+
 def _not_text(run: Path) -> None:
     (run / "metrics.jsonl").write_bytes(b"\xff\xfe\x00\n" + (run / "metrics.jsonl").read_bytes())
 
@@ -61,6 +72,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a record is cut": (lambda run: _cut(run / "trace" / "rank-00001.jsonl"), ""),
     "a record is lost": (lambda run: (run / "trace" / "rank-00001.jsonl").unlink(), "no record of 1 of"),
     "rank 0 is lost": (lambda run: (run / "trace" / "rank-00000.jsonl").unlink(), "no record of 1 of"),
+    "a stage is lost": (_no_last_stage, "no record of"),
+    "its schedule is gone": (_schedule_is_gone, ""),
     "a record is empty": (lambda run: (run / "trace" / "rank-00001.jsonl").write_text(""), "has no opening"),
     "an older version": (lambda run: shutil.rmtree(run / "trace"), "no records of ranks"),
     "another format": (_other_format, "has format 0; this version reads 1"),
@@ -79,9 +92,18 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(run, damage, tmp_path):
     assert said in "\n".join(found["problems"])
     assert found == json.loads(json.dumps(facts(read_run(directory))))
     text = " ".join(shown("report", directory, width=200).split())
-    for problem in found["problems"]:
+    for problem in (" ".join(problem.split()) for problem in found["problems"]):
         assert problem in text
     assert "</html>" in (directory / "report.html").read_text()
+
+
+def test_a_pipeline_that_lost_a_stage_has_no_verdict(tmp_path):
+    directory = copied(hybrid(), tmp_path)
+    _no_last_stage(directory)
+    found = facts(read_run(directory))
+    assert found["verdict"] is None
+    assert found["problems"][-1] == "there is no verdict: no rank left a record of 1 of 2 stages"
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 2]
 
 
 @pytest.mark.parametrize("run", [two_ranks, hybrid])

@@ -4,7 +4,6 @@ read in the dark."""
 from __future__ import annotations
 
 import subprocess
-import time
 
 import pytest
 
@@ -12,7 +11,7 @@ from phalanx.report import words
 from tests.cli.commands import known
 from tests.cli.test_watch_command import served
 from tests.report.browser import CHROMIUM, Browser
-from tests.report.runs import SECONDS, command, environment, hybrid, run_file, two_ranks
+from tests.report.runs import command, environment, hybrid, run_file, two_ranks, wait
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
 
@@ -65,9 +64,8 @@ def traces(browser, place):
 def test_the_figures_are_those_of_the_json(opened):
     browser, whole = opened
     assert browser.value("JSON.parse(document.getElementById('facts').textContent)") == whole
-    drawn = {"ranks": 0, "timeline": 0, "memory": 0, "experts": 0}
-    for facts in whole["runs"]:
-        bars = traces(browser, f"ranks-{drawn['ranks']}")
+    for at, facts in enumerate(whole["runs"]):
+        bars = traces(browser, f"ranks-{at}")
         parts = [
             part for part in facts["ranks"][0] if any(trace["name"] == words.NAMES.get(part, part) for trace in bars)
         ]
@@ -75,10 +73,9 @@ def test_the_figures_are_those_of_the_json(opened):
         for part in parts:
             (trace,) = [trace for trace in bars if trace["name"] == words.NAMES.get(part, part)]
             assert trace["x"] == [rank[part] for rank in facts["ranks"]]
-        drawn["ranks"] += 1
         if facts["timeline"]:
             spans = [
-                [kind, begun] for trace in traces(browser, f"timeline-{drawn['timeline']}")
+                [kind, begun] for trace in traces(browser, f"timeline-{at}")
                 for kind, begun in zip([trace["name"]] * len(trace["base"]), trace["base"], strict=True)
             ]  # fmt: skip
             timelines = [facts["timeline"][name] for name in ("planned", "simulated", "measured")]
@@ -86,16 +83,13 @@ def test_the_figures_are_those_of_the_json(opened):
             assert sorted(spans) == sorted(
                 [names[kind], begun] for each in timelines for _, kind, _, _, begun, _ in each
             )
-            drawn["timeline"] += 1
         if facts["memory"]:
-            held = {trace["name"]: trace["y"] for trace in traces(browser, f"memory-{drawn['memory']}")}
+            held = {trace["name"]: trace["y"] for trace in traces(browser, f"memory-{at}")}
             assert held == {part: values for part, values in facts["memory"]["bytes"].items() if any(values)}
-            drawn["memory"] += 1
         if facts["experts"]:
-            (cells,) = traces(browser, f"experts-{drawn['experts']}")
+            (cells,) = traces(browser, f"experts-{at}")
             tokens = facts["experts"]["tokens"]
             assert cells["z"] == [[value * len(layer) / sum(layer) for value in layer] for layer in tokens]
-            drawn["experts"] += 1
 
 
 def test_curves_of_all_runs_lie_over_one_another(opened):
@@ -132,19 +126,21 @@ def test_it_fits_and_can_be_read(opened, width, dark):
     browser.look(width, dark)
     assert browser.value("document.documentElement.scrollWidth") <= width
     beyond = f"[...document.querySelectorAll('main *')].filter(one => one.getBoundingClientRect().right > {width} + 1)"
-    assert browser.value(f"{beyond}.filter(one => !one.closest('.main-svg')).map(one => one.outerHTML)") == []
+    assert (
+        browser.value(
+            f"{beyond}.filter(one => !one.closest('.main-svg') || one.matches('.annotation-text')).map(one => one.outerHTML)"
+        )
+        == []
+    )
     assert browser.value(FAINT) == []
 
 
 def test_the_live_page_follows_a_run(browser):
     file = run_file("live", {"training.steps": 400, "layout.data": "zero2"})
-    run = file.parent / "live"
+    run, metrics = file.parent / "live", file.parent / "live" / "metrics.jsonl"
     train = subprocess.Popen(command(file, 2), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + SECONDS
-        while not ((run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").read_text().count("\n") > 4):
-            assert train.poll() is None
-            assert time.monotonic() < deadline
+        wait(train, lambda: metrics.is_file() and metrics.read_text().count("\n") > 4)
         with served(run) as address:
             browser.asked.clear()
             browser.open(address)

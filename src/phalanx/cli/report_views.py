@@ -16,7 +16,11 @@ from phalanx.report import words
 Facts = dict[str, Any]
 PARTS = ("compute", "communication", "pipeline", "data", "optimizer", "others")
 """Of a rank's step, in the order in which they are shown."""
-SHORT = {"loss": "loss", "tokens_per_second": "tokens/s", "mfu": "MFU", "step_seconds": "step"}
+SHORT = {
+    "loss": ("loss {}", "loss"), "tokens_per_second": ("{} tokens/s", "tokens/s"), "mfu": ("MFU {}", ""),
+    "step_seconds": ("{} a step", "s"),
+}  # fmt: skip
+"""What a line says of a step, and the unit of each."""
 BARS = "▁▂▃▄▅▆▇█"
 WIDE = 60
 """Characters of a bar and of a curve."""
@@ -66,9 +70,9 @@ def newest(facts: Facts, at: int = -1) -> str:
         return "no step is done yet"
     steps = f"/{run['steps']}" if "steps" in run else ""
     parts = [f"step {curves['step'][at]}{steps}"]
-    for what, unit in (("loss", "loss"), ("tokens_per_second", "tokens/s"), ("mfu", ""), ("step_seconds", "s")):
-        if what in curves:
-            parts.append(f"{SHORT[what]} {words.number(curves[what][at], unit)}".strip())
+    parts += [
+        said.format(words.number(curves[what][at], unit)) for what, (said, unit) in SHORT.items() if what in curves
+    ]
     left = words.seconds_left(facts)
     return "  ".join(parts) + (f"  {words.seconds(left)} left" if left and at == -1 else "")
 
@@ -77,9 +81,10 @@ def _report(facts: Facts) -> Iterator[RenderableType]:
     yield header(facts)
     if facts["verdict"]:
         yield verdict(facts["verdict"])
-        for finding in facts["findings"][1:]:
-            evidence = words.sentence(finding["evidence"])
-            yield Text.assemble((words.costs(finding), "bold"), f". {evidence}", style="dim")
+        yield Text("\n").join(
+            Text.assemble((words.costs(finding), "bold"), f". {words.sentence(finding['evidence'])}", style="dim")
+            for finding in facts["findings"][1:]
+        )
     if facts["beside"]:
         yield _beside(facts["beside"])
     if facts["ranks"]:

@@ -51,7 +51,7 @@ def labels(runs: Sequence[Facts]) -> list[str]:
 def _said_of_models(names: Sequence[str], models: Sequence[Facts | None], same: bool | None) -> Iterator[str]:
     unknown = [name for name, model in zip(names, models, strict=True) if model is None]
     if unknown:
-        yield f"Whether these are runs of one model is not known: {', '.join(unknown)} has no run.toml of this version."
+        yield f"Whether these are runs of one model is not known: {', '.join(unknown)} has no usable run.toml."
     elif not same:
         known = [model for model in models if model is not None]
         fields = [field for field in dict.fromkeys(name for model in known for name in model) if _differ(known, field)]

@@ -22,6 +22,7 @@ from phalanx.report.efficiency import Columns, columns, place_of, simulated, sta
 from phalanx.report.recorded import Line, Recorded
 from phalanx.report.timeline import pieces
 from phalanx.report.verdict import findings
+from phalanx.schedule.named import any_schedule_of
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
@@ -46,7 +47,12 @@ def facts(recorded: Recorded) -> Facts:
             option = option_of(run, recorded.world_size, run.layout)
         except UserError as error:
             problems.append(f"the time of a step is not predicted: {error.field} {error.problem}")
-    named = findings(recorded, found) if found is not None else []
+    named = []
+    lacking = _lacking(recorded)
+    if found is not None and lacking is None:
+        named = findings(recorded, found)
+    elif found is not None:
+        problems.append(f"there is no verdict: {lacking}")
     said: Facts = _finite({
         "run": _about(recorded),
         "verdict": asdict(named[0]) if named else None,
@@ -55,13 +61,23 @@ def facts(recorded: Recorded) -> Facts:
         "measures": _measures(recorded, found),
         "ranks": _ranks(recorded, found),
         "curves": _curves(recorded),
-        "timeline": _timeline(recorded, option),
+        "timeline": _timeline(recorded, option, lacking is None),
         "memory": _memory(recorded),
         "traffic": _traffic(recorded),
         "experts": _experts(recorded),
         "problems": problems,
     })  # fmt: skip
     return said
+
+
+def _lacking(recorded: Recorded) -> str | None:
+    """Why the schedule of a pipeline cannot be simulated with measured times; None where it can, or there is none."""
+    run = recorded.run
+    if run is None or run.layout.pp == 1:
+        return None
+    stages = any_schedule_of(run.layout).stages
+    known = {stage for record in recorded.ranks.values() for line in record.steps for stage in line["stages"]}
+    return None if len(known) == stages else f"no rank left a record of {stages - len(known)} of {stages} stages"
 
 
 def _finite(value: Any) -> Any:
@@ -225,7 +241,7 @@ def _curves(recorded: Recorded) -> Facts:
     return curves
 
 
-def _timeline(recorded: Recorded, option: Option | None) -> Facts | None:
+def _timeline(recorded: Recorded, option: Option | None, simulates: bool) -> Facts | None:
     """Passes of one step: rank, kind, stage, micro-batch, begin and end in seconds, as the plan has them, as the
     schedule has them with the times that were measured, and as they were."""
     closely = [step for step in recorded.closely if not _metered(recorded, step)] or recorded.closely
@@ -241,7 +257,7 @@ def _timeline(recorded: Recorded, option: Option | None) -> Facts | None:
     ]  # fmt: skip
     first = min((begun for *_, begun, _ in spans), default=0.0)
     found: Facts = {"step": step, "measured": [[*who, a - first, b - first] for *who, a, b in spans]}
-    if run is not None and run.layout.pp > 1 and len(recorded.ranks) == recorded.world_size:
+    if run is not None and run.layout.pp > 1 and simulates and len(recorded.ranks) == recorded.world_size:
         found["simulated"] = _drawn(simulated(run, recorded.world_size, stages_of(recorded, [step])))
         planned = _planned(run, recorded.world_size) if option else None
         found["planned"] = _drawn(planned) if planned else None

@@ -28,8 +28,8 @@ ROW, AROUND = 26, 60
 TITLE = 1.3
 """Rows that the title of a timeline takes."""
 TIMELINES = {
-    "planned": "planned, by stage",
-    "simulated": "simulated with measured times, by stage",
+    "planned": "planned, by pipeline rank",
+    "simulated": "simulated with measured times, by pipeline rank",
     "measured": "measured, by rank",
 }
 LABELLED = 400
@@ -141,7 +141,7 @@ def _passes(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
     for rank, _, stage, *_ in spans:
         first[rank] = min(stage, first.get(rank, stage))
     for kind, said in timeline.LEGEND.items():
-        own = [span for span in spans if span[1] == kind]
+        own = sorted((span for span in spans if span[1] == kind), key=lambda span: span[2] != first[span[0]])
         if own:
             yield {
                 "type": "bar", "orientation": "h", "name": said, "yaxis": axis,
@@ -149,7 +149,7 @@ def _passes(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
                 "x": [ended - begun for *_, begun, ended in own],
                 "marker": {"color": [timeline.COLOURS[kind][int(stage != first[rank])] for rank, _, stage, *_ in own]},
                 "text": [str(micro) for _, _, _, micro, *_ in own] if len(spans) <= LABELLED else None,
-                "textposition": "inside", "insidetextanchor": "middle", "constraintext": "none",
+                "textposition": "inside", "insidetextanchor": "middle",
                 "customdata": [[stage, micro, words.seconds(end - begun)] for _, _, stage, micro, begun, end in own],
                 "hovertemplate": f"{said}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}: %{{customdata[2]}}"
                 "<extra></extra>",

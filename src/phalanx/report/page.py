@@ -52,7 +52,8 @@ def main(whole: Facts) -> str:
     parts = [_beside_one_another(parts)]
     if comparison:
         parts.append(_comparison(comparison))
-    parts += [_section("", runs, names, _verdict), _section("Predicted beside measured", runs, names, _table)]
+    parts.append(_section("", names, [_verdict(facts) for facts in runs]))
+    parts.append(_section("Predicted beside measured", names, [_table(facts) for facts in runs]))
     parts += [_figures(place, runs, names, drawn) for place in ("ranks", "timeline")]
     curves = figures.curves(runs, names)
     if curves:
@@ -84,30 +85,28 @@ def _beside_one_another(cells: Sequence[str]) -> str:
     return f'<div class="runs">{"".join(f"<div>{cell}</div>" for cell in cells)}</div>'
 
 
-def _section(title: str, runs: Sequence[Facts], names: Sequence[str], cell: Callable[[Facts], str]) -> str:
+def _section(title: str, names: Sequence[str], cells: Sequence[str]) -> str:
     """The same of every run; with its name where there are several."""
-    cells = [cell(facts) for facts in runs]
-    if len(runs) > 1:
+    if len(cells) > 1:
         cells = [f"<h3>{escape(name)}</h3>{said}" for name, said in zip(names, cells, strict=True)]
     heading = f"<h2>{title}</h2>" if title else ""
     return f"<section>{heading}{_beside_one_another(cells)}</section>\n"
 
 
 def _figures(section: str, runs: Sequence[Facts], names: Sequence[str], drawn: dict[str, Figure]) -> str:
-    """A section of a figure for each run, which are put in `drawn` by the places they have in the page."""
+    """A section of a figure for each run; they are put in `drawn` by the places that they have in the page."""
     title, figure, absent = DRAWN[section]
-    found = {id(facts): figure(facts) for facts in runs}
-    if not absent and not any(found.values()):
+    found = [figure(facts) for facts in runs]
+    if not absent and not any(found):
         return ""
-
-    def cell(facts: Facts) -> str:
-        own = found[id(facts)]
+    cells = []
+    for at, (facts, own) in enumerate(zip(runs, found, strict=True)):
         if own is None:
-            return f'<p class="quiet">{absent or "Nothing of this is known."}</p>'
-        drawn[name := f"{section}-{len([each for each in drawn if each.startswith(section)])}"] = own
-        return f'<p class="quiet">{escape(_note(section, facts))}</p>{_place(name, own)}'
-
-    return _section(title, runs, names, cell)
+            cells.append(f'<p class="quiet">{absent or "Nothing of this is known."}</p>')
+            continue
+        drawn[f"{section}-{at}"] = own
+        cells.append(f'<p class="quiet">{escape(_note(section, facts))}</p>{_place(f"{section}-{at}", own)}')
+    return _section(title, names, cells)
 
 
 def _note(section: str, facts: Facts) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.cost.compute import training_flops_per_token
 from phalanx.measure.record import FOLDER, FORMAT
+from phalanx.schedule.named import any_schedule_of
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_machine, load_run
@@ -45,7 +46,7 @@ class Recorded:
 
     directory: Path
     run: RunSpec | None
-    """None where run.toml is not one of this version."""
+    """None where run.toml is not one of this version, or its schedule is gone."""
     world_size: int
     began_after: int
     ranks: dict[int, RankRecord]
@@ -106,12 +107,17 @@ def read_run(directory: Path) -> Recorded:
 
 
 def _run(file: Path, problems: list[str]) -> RunSpec | None:
+    why = "is not of this version"
     try:
-        return load_run(file, environment={})
+        run = load_run(file, environment={})
+        if run.layout.pp > 1:
+            why = "names a schedule that is gone"
+            any_schedule_of(run.layout)
     except UserError as error:
         first = str(error).partition("\n")[0]
-        problems.append(f"run.toml is not of this version, so that nothing can be predicted: {first}")
+        problems.append(f"run.toml {why}, so that nothing can be predicted: {first}")
         return None
+    return run
 
 
 def _machine(own: Cluster, world_size: int, peak_flops: float | None, ranks: dict[int, RankRecord]) -> Cluster:
