@@ -28,6 +28,14 @@ FAINT = """[...document.querySelectorAll('body *')].filter(element => element.ch
 """Words that WCAG's AA finds too faint; not those on bars and cells, whose colour plotly chooses by that of the bar."""
 
 
+BEYOND = """[...document.querySelectorAll('main *')].filter(one => {
+  const figure = one.closest('.main-svg');
+  if (figure && !one.matches('.annotation-text')) return false;
+  return one.getBoundingClientRect().right > (figure ?? document.body).getBoundingClientRect().right + 1;
+}).map(one => one.outerHTML)"""
+"""What ends right of the page, and titles that end right of their figure."""
+
+
 @pytest.fixture(scope="module")
 def browser():
     with Browser() as found:
@@ -125,13 +133,7 @@ def test_it_fits_and_can_be_read(opened, width, dark):
     browser.value("document.querySelectorAll('details').forEach(details => details.open = true)")
     browser.look(width, dark)
     assert browser.value("document.documentElement.scrollWidth") <= width
-    beyond = f"[...document.querySelectorAll('main *')].filter(one => one.getBoundingClientRect().right > {width} + 1)"
-    assert (
-        browser.value(
-            f"{beyond}.filter(one => !one.closest('.main-svg') || one.matches('.annotation-text')).map(one => one.outerHTML)"
-        )
-        == []
-    )
+    assert browser.value(BEYOND) == []
     assert browser.value(FAINT) == []
 
 
