@@ -26,6 +26,11 @@ def embedded(text: str, name: str):
     return json.loads(re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', text, re.DOTALL)[1])
 
 
+def test_speed_and_mfu_are_of_the_same_peak_on_shared_cores(whole):
+    speed, mfu = (words.measured(whole["runs"][0], what) for what in ("tokens_per_second", "mfu"))
+    assert mfu["ratio"] == pytest.approx(speed["ratio"], rel=0.02)
+
+
 def test_the_page_has_the_facts_and_its_own_plotly_once(whole):
     text = page(whole)
     assert embedded(text, "facts") == json.loads(json.dumps(whole))

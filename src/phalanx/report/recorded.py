@@ -96,7 +96,7 @@ def read_run(directory: Path) -> Recorded:
         world_size, began_after = steps[-1].get("ranks", 0), steps[-1].get("began_after", 0)
     run = _run(directory / "run.toml", problems)
     if run is not None and world_size:
-        peak = _peak_flops(run, steps, world_size)
+        peak = _measured_peak(run, steps, world_size)
         run = run.model_copy(update={"cluster": _machine(run.cluster, world_size, peak, ranks)})
     if not steps:
         problems.append("no step has been written yet")
@@ -121,20 +121,25 @@ def _run(file: Path, problems: list[str]) -> RunSpec | None:
 
 
 def _machine(own: Cluster, world_size: int, peak_flops: float | None, ranks: dict[int, RankRecord]) -> Cluster:
-    """The run's, with what was found of it; of a CPU that nobody described, what is known of any."""
-    known = {"nodes": own.nodes, "nproc": max(1, world_size // own.nodes), "peak_flops": peak_flops}
+    """The run's, with what was found of it; of a CPU that nobody described, what is known of any. Ranks that share
+    cores each measured their share of the peak."""
+    found = own.model_copy(update={"nproc": max(1, world_size // own.nodes)})
     record = next(iter(ranks.values()), None)
-    if own.preset or record is None or record.device != "cpu":
-        return own.model_copy(update=known)
-    known |= {"memory_bytes": own.memory_bytes or record.memory_bytes, "cores": own.cores or record.cores}
-    return load_machine("cpu").model_copy(update=known)
+    if own.preset is None and record is not None and record.device == "cpu":
+        known = {"memory_bytes": own.memory_bytes or record.memory_bytes, "cores": own.cores or record.cores}
+        same = {name: getattr(found, name) for name in ("nodes", "nproc", "peak_flops", "measured")}
+        found = load_machine("cpu").model_copy(update=known | same)
+    if own.peak_flops is None and peak_flops is not None:
+        peak = peak_flops * found.crowd
+        found = found.model_copy(update={"peak_flops": peak, "matmul_flops": own.matmul_flops or peak})
+    return found
 
 
-def _peak_flops(run: RunSpec, steps: Sequence[Line], world_size: int) -> float | None:
-    """Of a rank: as it is said, or as it was measured when the run began."""
+def _measured_peak(run: RunSpec, steps: Sequence[Line], world_size: int) -> float | None:
+    """FLOP/s of a rank, as it was measured or known when the run began."""
     told = next((line for line in reversed(steps) if line.get("mfu")), None)
-    if run.cluster.peak_flops is not None or told is None:
-        return run.cluster.peak_flops
+    if told is None:
+        return None
     flops = training_flops_per_token(run.model, run.training.sequence)
     return float(told["tokens_per_second"] * flops / told["mfu"] / world_size)
 
