@@ -190,7 +190,7 @@ def _errors(runs: dict[Path, MeasuredRun], machine: Cluster) -> dict[str, list[f
         own = run.run.model_copy(update={"cluster": cluster})
         option = option_of(own, run.ranks, own.layout)
         recorded = read_run(directory)
-        rows = {row["what"]: row["measured"] for row in of_step(recorded, columns(recorded), None)}
+        rows = {row["what"]: row["measured"] for row in of_step(recorded, columns(recorded), None, None)}
         found["step time"].append(option.step_seconds / run.step_seconds - 1)
         if run.ranks <= (machine.cores or 1):
             computing = option.parts["compute"] - option.parts["exchange"]

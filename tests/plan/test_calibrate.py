@@ -232,6 +232,13 @@ def test_parts_of_a_step_tell_computing_from_waiting():
     assert of_busy.data_parallel < of_idle.data_parallel
 
 
+def test_waits_that_the_plan_does_not_have_tell_nothing():
+    run = imagined(2, pp=2, micro_batch=2)
+    assert step_parts(IMAGINED, run).exchange + step_parts(IMAGINED, run).data_parallel == 0
+    found = calibrate([replace(run, waiting_seconds=0.1 * run.step_seconds)], MACHINE)
+    np.testing.assert_allclose(found.after, [run.step_seconds], rtol=0.05)
+
+
 def step_parts(machine: Cluster, run: MeasuredRun) -> StepTime:
     own = run.run.model_copy(update={"cluster": machine.model_copy(update={"nproc": run.ranks})})
     return step_seconds(times_of(machine), jobs_of(own, run.ranks, [candidate_of(own, run.ranks)]))

@@ -69,11 +69,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "metrics are cut": (lambda run: _cut(run / "metrics.jsonl"), "still under way, or was ended"),
     "metrics are lost": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
     "metrics are no text": (_not_text, "metrics.jsonl: 1 lines cannot be read"),
-    "a record is cut": (lambda run: _cut(run / "trace" / "rank-00001.jsonl"), ""),
+    "a record is cut": (lambda run: _cut(run / "trace" / "rank-00001.jsonl"), "ends before others"),
     "a record is lost": (lambda run: (run / "trace" / "rank-00001.jsonl").unlink(), "no record of 1 of"),
     "rank 0 is lost": (lambda run: (run / "trace" / "rank-00000.jsonl").unlink(), "no record of 1 of"),
     "a stage is lost": (_no_last_stage, "no record of"),
-    "its schedule is gone": (_schedule_is_gone, ""),
     "a record is empty": (lambda run: (run / "trace" / "rank-00001.jsonl").write_text(""), "has no opening"),
     "an older version": (lambda run: shutil.rmtree(run / "trace"), "no records of ranks"),
     "another format": (_other_format, "has format 0; this version reads 1"),
@@ -95,6 +94,14 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(run, damage, tmp_path):
     for problem in (" ".join(problem.split()) for problem in found["problems"]):
         assert problem in text
     assert "</html>" in (directory / "report.html").read_text()
+
+
+def test_a_pipeline_whose_schedule_is_gone_is_not_predicted(tmp_path):
+    directory = copied(hybrid(), tmp_path)
+    _schedule_is_gone(directory)
+    (found,) = known("report", directory)["runs"]
+    assert "run.toml names a schedule that is gone" in found["problems"][0]
+    assert found["verdict"] is not None
 
 
 def test_a_pipeline_that_lost_a_stage_has_no_verdict(tmp_path):
@@ -129,3 +136,51 @@ def test_what_is_no_run_directory_is_refused(command, make, tmp_path):
         shown(command, tmp_path / "run")
     assert (caught.value.field, caught.value.value) == ("run directory", str(tmp_path / "run"))
     assert not list(tmp_path.rglob("*.html"))
+
+
+def _rewritten(file: Path, change: Callable[[dict], dict]) -> None:
+    lines = [change(json.loads(line)) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_gpu_whose_host_does_not_wait_has_the_same_bubble(tmp_path):
+    directory = copied(hybrid(), tmp_path)
+    for file in (directory / "trace").glob("*"):
+        _rewritten(file, lambda line: {name: value for name, value in line.items() if name != "waited"})
+    whole, blind = (facts(read_run(run)) for run in (hybrid(), directory))
+    bubbles = [row["measured"] for of in (whole, blind) for row in of["beside"] if row["what"] == "bubble"]
+    assert bubbles[0] == bubbles[1] > 0
+    assert "exposed communication" not in {row["what"] for row in blind["beside"]}
+    assert "communication" not in {finding["kind"] for finding in blind["findings"]}
+
+
+def test_a_run_that_goes_on_with_other_ranks_is_not_held_against_what_the_first_measured(tmp_path):
+    directory = copied(hybrid(), tmp_path)
+    for file in (directory / "trace").glob("*"):
+        opening = json.loads(file.read_text().splitlines()[0]) | {"step": 8, "ranks": 2}
+        if opening["rank"] < 2:
+            file.write_text(file.read_text() + json.dumps(opening) + "\n")
+    found = facts(read_run(directory))
+    assert found["run"]["ranks"] == 2
+    assert {row["role"] for row in found["beside"]} == set()
+
+
+def test_a_layout_that_these_ranks_cannot_have_is_said(tmp_path):
+    directory = copied(two_ranks(), tmp_path)
+    table = tomllib.loads((directory / "run.toml").read_text())
+    table["layout"] |= {"tp": 4}
+    (directory / "run.toml").write_text(tomli_w.dumps(table))
+    found = facts(read_run(directory))
+    assert any("run.toml is not of these 2 ranks" in problem for problem in found["problems"])
+    assert found["curves"]["step"] == list(range(1, 9))
+
+
+def test_a_failed_run_says_why_and_is_watched_no_longer(tmp_path):
+    directory = copied(two_ranks(), tmp_path)
+    lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (directory / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < 6))
+    (directory / "failures").mkdir()
+    word = {"rank": 1, "step": 5, "time": 1.0, "reason": "OSError: the disk is full\nsecond line", "code": 1}
+    (directory / "failures" / "rank-00001.json").write_text(json.dumps(word))
+    assert facts(read_run(directory))["problems"] == ["rank 1 failed: OSError: the disk is full"]
+    assert "step 5/8" in shown("watch", directory)

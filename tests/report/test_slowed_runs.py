@@ -95,7 +95,7 @@ def starved_loader(trainer: Trainer) -> Iterator[None]:
     step = trainer.loader.step
 
     def slowly(number: int) -> Any:
-        time.sleep(0.8)
+        time.sleep(3 * sum(trainer.line["seconds"].values()) if trainer.line else 1.0)
         return step(number)
 
     if trainer.mesh.rank == 1:
@@ -155,9 +155,12 @@ def verdict(directory: Path) -> tuple[Finding, str]:
 def test_a_run_made_slow_is_named_rightly(
     tmp_path: Path, way: str, model: dict[str, Any], layout: dict[str, Any], right: Callable[[Finding], bool]
 ) -> None:
-    directory = set_up(described(tmp_path, model, **layout), 2, resume=False)
-    ranks(2).run(train, directory, way)
-    first, all_named = verdict(directory)
+    for attempt in ("first", "second"):  # others may take a core meanwhile
+        directory = set_up(described(tmp_path / attempt, model, **layout), 2, resume=False)
+        ranks(2).run(train, directory, way)
+        first, all_named = verdict(directory)
+        if right(first):
+            break
     assert right(first), all_named
 
 

@@ -122,7 +122,7 @@ def piped(run: RunSpec, ranks: int, wrong: Wrong, slower: dict[int, float]) -> t
                 for action in actions(span.step):
                     kinds = own.setdefault(str(action.stage), {})
                     kinds[action.kind] = kinds.get(action.kind, 0.0) + float(span.end - span.start)
-            passes[rank] = float(timeline.makespan)
+            passes[rank] = float(timeline.spans[place][-1].end)  # then it waits in the collective
             stages[rank] = own
             waits[rank] = passes[rank] - sum(sum(kinds.values()) for kinds in own.values())
     return passes, stages, waits
@@ -214,6 +214,14 @@ def test_parts_of_a_step_add_up() -> None:
     assert isinstance(found, Columns)
     assert abs(found.others).max() < 1e-9
     assert found.steps == list(range(3, STEPS + 1))
+
+
+def test_the_bubble_is_that_of_the_timeline() -> None:
+    """Whatever a rank waits after its last pass, in the collectives of the step, is idle too."""
+    found = columns(recorded(PIPE, 4, Wrong(link=0.0), seed=0))
+    schedule = schedule_of(PIPE.layout, cut_batch(PIPE, 4).accumulation)
+    assert isinstance(found, Columns)
+    assert found.bubble == pytest.approx(float(simulate(schedule, Times(1.0, 2.0, 0.0)).bubble), abs=0.03)
 
 
 def test_a_rank_without_a_record_is_left_out() -> None:

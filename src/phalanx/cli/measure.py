@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -148,9 +147,10 @@ def _refuse_too_large(size_bytes: int, ranks: int, device_type: str) -> None:
     """Each rank has what it sends and what it receives: on a GPU in its memory, else all in that of the machine."""
     import torch
 
-    memory, needed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 2 * size_bytes * ranks
-    if device_type == "cuda":
-        memory, needed = torch.cuda.get_device_properties(0).total_memory, 2 * size_bytes
+    from phalanx.measure.memory import device_memory_bytes
+
+    memory = device_memory_bytes(torch.device(device_type))
+    needed = 2 * size_bytes * (1 if device_type == "cuda" else ranks)
     if needed > memory / 2:
         problem = f"takes {needed / 1e9:.3g} GB of memory, more than half of {memory / 1e9:.3g} GB"
         raise UserError("--sweep", f"...:{size_bytes}", problem, "end at a smaller size")

@@ -33,8 +33,8 @@ def report(
 ) -> None:
     """Say where the time of a run went, what keeps it from being faster, and how far the prediction was off.
 
-    Prints it, and writes a page that needs no network. Several runs are compared. For the passes of a step, and memory
-    over it, train with --trace-steps.
+    Prints it, and writes a page that needs no network (with --json only where --html says). Several runs are compared.
+    For the passes of a step, and memory over it, train with --trace-steps.
 
     Examples:
 
@@ -56,13 +56,14 @@ def report(
         _write_trace(recorded, trace)
     whole = together([facts(run) for run in recorded])
     file = html or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
-    _write(file, page(whole), "--html")
     if json_:
         print(json.dumps(whole, indent=2, allow_nan=False))
-        return
-    from phalanx.cli.report_views import show
+    else:
+        from phalanx.cli.report_views import show
 
-    show(whole, file)
+        show(whole, file)
+    if html or not json_:
+        _write(file, page(whole), "--html")
 
 
 def _write_trace(recorded: list[Recorded], file: Path) -> None:

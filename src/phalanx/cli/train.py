@@ -76,9 +76,9 @@ def train(
 
         torchrun --nproc-per-node 8 -m phalanx.train run.toml
     """
-    if trace_steps is not None:
-        parse_window(trace_steps)
     described = _load(run, set_ or [], machine)
+    if trace_steps is not None:
+        check_window(described, trace_steps)
     if print_config:
         print(_config(described, nproc))
         return
@@ -87,6 +87,15 @@ def train(
         *(["--trace-steps", trace_steps] if trace_steps else []),
     ]
     raise typer.Exit(_run(described, nproc, resume, options))
+
+
+def check_window(run: RunSpec, steps: str) -> None:
+    """Raise UserError for no window of steps, or one in which nothing would be noted."""
+    window = parse_window(steps)
+    if window[0] > run.training.steps:
+        raise UserError("--trace-steps", steps, f"begins after the last step, {run.training.steps}", "begin earlier")
+    if not run.metrics.record:
+        raise UserError("--trace-steps", steps, "has no effect with metrics.record = false", "set it to true")
 
 
 def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:

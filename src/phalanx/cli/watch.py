@@ -54,7 +54,7 @@ def _looks(directory: Path, every_seconds: float) -> Iterator[dict[str, Any]]:
     while True:
         found = facts(read_run(directory))
         yield found
-        if found["run"]["step"] >= found["run"].get("steps", float("inf")):
+        if found["run"]["step"] >= found["run"].get("steps", float("inf")) or found["run"]["failed"]:
             return
         time.sleep(every_seconds)
 

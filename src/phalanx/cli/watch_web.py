@@ -7,7 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from phalanx.report.compare import together
-from phalanx.report.facts import Facts, facts
+from phalanx.report.facts import facts
+from phalanx.report.moments import Facts
 from phalanx.report.page import main, page
 from phalanx.report.recorded import read_run
 from phalanx.spec.errors import UserError

@@ -106,7 +106,8 @@ def read_measured_run(directory: Path) -> MeasuredRun:
             break
         last.append(record)
     measured = _measured_step(directory)
-    settled = [record for record in last[::-1][WARM_UP:] if record["step"] != measured.get("step")]
+    slow = measured.get("step")  # and those that were looked at closely
+    settled = [record for record in last[::-1][WARM_UP:] if record["step"] != slow and "closely" not in record]
     if len(settled) < LEAST_STEPS:
         problem = f"has {len(last)} steps; the first {WARM_UP} do not count, and {LEAST_STEPS} more are needed"
         raise UserError("run directory", str(directory), problem, "raise training.steps")

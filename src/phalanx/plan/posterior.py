@@ -77,9 +77,7 @@ class Prior:
         constants = TimeConstants(**dict(zip(CONSTANTS, each, strict=True)))
         time = step_seconds(constants, jobs.take(np.tile(np.arange(count), len(points))))
         found = [
-            np.nan_to_num(
-                np.log(np.broadcast_to(seconds, count * len(points)).reshape(len(points), count) / measured) / noise
-            )
+            _apart(np.broadcast_to(seconds, count * len(points)).reshape(len(points), count), measured) / noise
             for seconds, measured, noise in (
                 (time.total, truth.whole, NOISE),
                 (time.compute - time.exchange, truth.computing, COMPUTING_NOISE),
@@ -92,6 +90,12 @@ class Prior:
         """[error, constant]: how errors change with each constant."""
         moved = self.errors(jobs, truth, z + step * np.eye(len(z)))
         return ((moved - self.errors(jobs, truth, z)) / step).T
+
+
+def _apart(predicted: Array, measured: Array) -> Array:
+    """Their logarithms' difference; 0 where either is not known, or none is predicted."""
+    known = (predicted > 0) & ~np.isnan(measured)
+    return np.log(np.where(known, predicted, 1.0) / np.where(known, measured, 1.0))
 
 
 def _highest(name: str, bound: float) -> float:
@@ -111,7 +115,7 @@ def mode(prior: Prior, jobs: Jobs, truth: Truth, z: Array | None = None) -> Arra
         trial[free] = np.minimum(z[free] - np.linalg.solve(damped, gradient[free]), limit[free])
         then = prior.errors(jobs, truth, trial)
         gain = _cost(now, z) - _cost(then, trial)
-        if gain <= 0:
+        if not gain > 0:
             damping *= 5
             if damping > 1e6:
                 break

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.report import words
-from phalanx.report.facts import Facts
+from phalanx.report.moments import Facts
 
 SETTINGS = {
     "layout": "layouts", "ranks": "numbers of ranks", "device": "devices", "precision": "precisions",

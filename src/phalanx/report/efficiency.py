@@ -37,7 +37,11 @@ class Columns:
     communication: Table
     """Waits for collectives; all 0 on a GPU."""
     pipeline: Table
-    """Waits for other stages."""
+    """Waits for other stages between passes; once a rank has done all of its own it waits in the collectives after."""
+    passes: Table
+    """From the first pass to the last, of a rank's own."""
+    busy: Table
+    """Of that in passes."""
     optimizer: Table
     rows: Table | None
     """Not seconds: rows of tokens that a rank's experts computed, where ranks have different ones."""
@@ -51,6 +55,21 @@ class Columns:
     def share(self, seconds: Table, begun: int = 0) -> float:
         """Of a step, where there is a number of seconds for each: the median of those from a row on."""
         return float(np.median(seconds[begun:]) / np.median(self.whole.max(1)[begun:]))
+
+    @property
+    def computing(self) -> Table:
+        """`compute` of the ranks that do: servers have none."""
+        return self.compute[:, np.median(self.compute, 0) > 0]
+
+    @property
+    def idle(self) -> Table:
+        """Seconds in which a rank has no pass to do while others of its pipeline have, [steps]: the mean over ranks."""
+        return np.asarray(np.maximum(0.0, self.passes.max(1) - self.busy.mean(1)))
+
+    @property
+    def bubble(self) -> float:
+        """The share of that in the passes of all (`Timeline.bubble`): the median over steps."""
+        return float(np.median(self.idle / self.passes.max(1)))
 
     @property
     def others(self) -> Table:
@@ -78,6 +97,8 @@ def columns(recorded: Recorded) -> Columns | None:
         compute=of(lambda line: max(0.0, _passes(line) - _waited(line, "passes"))),
         communication=of(lambda line: sum(_waited(line, phase) for phase in PHASES)),
         pipeline=of(lambda line: _waited(line, "pipeline")),
+        passes=of(lambda line: line["seconds"]["passes"]),
+        busy=of(_passes),
         optimizer=of(lambda line: line["seconds"]["optimizer"] - _waited(line, "optimizer")),
         rows=rows,
         waits_are_known=all("waited" in rank[0] for rank in lines),

@@ -15,19 +15,18 @@ from phalanx.cost.parameters import parameters
 from phalanx.plan.beside import beside
 from phalanx.plan.candidates import candidate_of
 from phalanx.plan.explain import option_of
-from phalanx.plan.matrix import matrices, merge
 from phalanx.plan.search import Option
 from phalanx.plan.simulated import timeline
-from phalanx.report.efficiency import Columns, columns, place_of, simulated, stages_of
+from phalanx.report import moments
+from phalanx.report.efficiency import Columns, columns
+from phalanx.report.moments import Facts
 from phalanx.report.recorded import Line, Recorded
-from phalanx.report.timeline import pieces
 from phalanx.report.verdict import findings
 from phalanx.schedule.named import any_schedule_of
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
-Facts = dict[str, Any]
 CURVES = (
     "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes",
     "hot_expert_share",
@@ -46,7 +45,9 @@ def facts(recorded: Recorded) -> Facts:
         try:
             option = option_of(run, recorded.world_size, run.layout)
         except UserError as error:
-            problems.append(f"the time of a step is not predicted: {error.field} {error.problem}")
+            first = str(error).partition("\n")[0]
+            problems.append(f"the time of a step is not predicted: {first}")
+    planned = _planned(run, recorded.world_size) if run is not None and option is not None else None
     named = []
     lacking = _lacking(recorded)
     if found is not None and lacking is None:
@@ -57,14 +58,14 @@ def facts(recorded: Recorded) -> Facts:
         "run": _about(recorded),
         "verdict": asdict(named[0]) if named else None,
         "findings": [asdict(finding) for finding in named],
-        "beside": [*of_step(recorded, found, option), *_of_ranks(recorded)],
+        "beside": [*of_step(recorded, found, option, planned), *_of_ranks(recorded)],
         "measures": _measures(recorded, found),
         "ranks": _ranks(recorded, found),
         "curves": _curves(recorded),
-        "timeline": _timeline(recorded, option, lacking is None),
-        "memory": _memory(recorded),
-        "traffic": _traffic(recorded),
-        "experts": _experts(recorded),
+        "timeline": moments.passes(recorded, planned, lacking is None),
+        "memory": moments.memory(recorded),
+        "traffic": moments.traffic(recorded),
+        "experts": moments.experts(recorded),
         "problems": problems,
     })  # fmt: skip
     return said
@@ -99,6 +100,7 @@ def _about(recorded: Recorded) -> Facts:
         "hosts": sorted({record.host for record in records}),
         "device": next((record.device for record in records), None),
         "step": trained[-1]["step"] if trained else 0,
+        "failed": recorded.failure is not None,
         "clock_error_seconds": max((record.error_seconds for record in records), default=0.0),
     }
     if run is not None:
@@ -119,7 +121,9 @@ def _row(what: str, unit: str, predicted: float | None, measured: float | None, 
     return {"what": what, "unit": unit, "role": "", "predicted": predicted, "measured": measured, "ratio": ratio} | more
 
 
-def of_step(recorded: Recorded, found: Columns | None, option: Option | None) -> Iterator[Facts]:
+def of_step(
+    recorded: Recorded, found: Columns | None, option: Option | None, planned: Timeline | None
+) -> Iterator[Facts]:
     """Predicted beside measured: a step's time and its parts, the speed, the bubble."""
     if found is None:
         return
@@ -137,8 +141,6 @@ def of_step(recorded: Recorded, found: Columns | None, option: Option | None) ->
     if found.waits_are_known:
         exposed = middle(found.communication.min(1))
         yield _row("exposed communication", "s", predicted("exchange", "data_parallel"), exposed)
-        if found.pipeline.any():
-            yield _row("waits in the pipeline", "s", predicted("bubble", "send"), middle(found.pipeline.mean(1)))
     yield _row("update", "s", predicted("update", "offload"), middle(found.optimizer.max(1)))
     yield _row("data", "s", 0.0 if option else None, middle(found.data.max(1)))
     steps = set(found.steps)
@@ -149,8 +151,8 @@ def of_step(recorded: Recorded, found: Columns | None, option: Option | None) ->
             yield _row(what, unit, getattr(option, what) if option else None, float(np.median(values)))
     run = recorded.run
     if run is not None and run.layout.pp > 1:
-        planned = _planned(run, recorded.world_size) if option else None
-        yield _row("bubble", "", float(planned.bubble) if planned else None, _bubble(recorded, found))
+        yield _row("idle in the pipeline", "s", predicted("bubble", "send"), middle(found.idle))
+        yield _row("bubble", "", float(planned.bubble) if planned else None, found.bubble)
     yield _row("goodput", "", None, _goodput(recorded))
 
 
@@ -163,16 +165,13 @@ def _of_ranks(recorded: Recorded) -> Iterator[Facts]:
 
 
 def _planned(run: RunSpec, world_size: int) -> Timeline | None:
+    """The passes of a step as the plan has them, of a pipeline."""
+    if run.layout.pp == 1:
+        return None
     try:
         return timeline(run, world_size, candidate_of(run, world_size))
     except UserError:
         return None
-
-
-def _bubble(recorded: Recorded, found: Columns) -> float:
-    """The share of the passes in which a rank waits for other stages: the mean over ranks, the median of steps."""
-    busy = found.whole - found.data - found.optimizer
-    return float(np.median((found.pipeline / busy).mean(1)))
 
 
 def _goodput(recorded: Recorded) -> float | None:
@@ -197,7 +196,7 @@ def _measures(recorded: Recorded, found: Columns | None) -> Facts:
     if found is None:
         return {}
     steps = found.whole.max(1)
-    each = np.median(found.compute, 0)
+    each = np.median(found.computing, 0)
     return {
         "steps": len(found.steps),
         "step_p95_over_median": float(np.percentile(steps, 95) / np.median(steps)),
@@ -239,89 +238,3 @@ def _curves(recorded: Recorded) -> Facts:
             curves[name] = [line.get(name) for line in trained]
     curves["held_out"] = [[line["step"], line["held_out_loss"]] for line in recorded.evaluations]
     return curves
-
-
-def _timeline(recorded: Recorded, option: Option | None, simulates: bool) -> Facts | None:
-    """Passes of one step: rank, kind, stage, micro-batch, begin and end in seconds, as the plan has them, as the
-    schedule has them with the times that were measured, and as they were."""
-    closely = [step for step in recorded.closely if not _metered(recorded, step)] or recorded.closely
-    run = recorded.run
-    if not closely:
-        return None
-    step = closely[-1]
-    spans = [
-        (rank, kind, stage, micro, begun, ended)
-        for rank, record in sorted(recorded.ranks.items())
-        for line in record.steps if line["step"] == step
-        for kind, stage, micro, begun, ended in moved(line, record.offset_seconds)
-    ]  # fmt: skip
-    first = min((begun for *_, begun, _ in spans), default=0.0)
-    found: Facts = {"step": step, "measured": [[*who, a - first, b - first] for *who, a, b in spans]}
-    if run is not None and run.layout.pp > 1 and simulates and len(recorded.ranks) == recorded.world_size:
-        found["simulated"] = _drawn(simulated(run, recorded.world_size, stages_of(recorded, [step])))
-        planned = _planned(run, recorded.world_size) if option else None
-        found["planned"] = _drawn(planned) if planned else None
-        found["places"] = {rank: place_of(run, recorded.world_size, rank) for rank in recorded.ranks}
-    return found
-
-
-def moved(line: Line, offset_seconds: float) -> Iterator[tuple[str, int, int, float, float]]:
-    """The passes of a step on the clock of rank 0."""
-    offset = line["clock"][0] if "clock" in line else offset_seconds
-    for kind, stage, micro, begun, ended in line["spans"]:
-        yield kind, stage, micro, begun + offset, ended + offset
-
-
-def _drawn(of: Timeline) -> list[list[Any]]:
-    return [[rank, action.kind, action.stage, action.micro, a, b] for rank, action, a, b in pieces(of)]
-
-
-def _metered(recorded: Recorded, step: int) -> bool:
-    return any(line["step"] == step and "memory" in line for record in recorded.ranks.values() for line in record.steps)
-
-
-def _memory(recorded: Recorded) -> Facts | None:
-    """Bytes by part over the step that was metered, of the rank that held most at any time."""
-    metered = [
-        (sum(value for name, value in moment.items() if name != "at"), record.rank, line)
-        for record in recorded.ranks.values() for line in record.steps for moment in line.get("memory", ())
-    ]  # fmt: skip
-    if not metered:
-        return None
-    _, rank, line = max(metered, key=lambda found: found[0])
-    names = [name for name in dict.fromkeys(name for moment in line["memory"] for name in moment) if name != "at"]
-    begun = line["memory"][0]["at"]
-    return {
-        "rank": rank,
-        "step": line["step"],
-        "seconds": [moment["at"] - begun for moment in line["memory"]],
-        "bytes": {name: [moment.get(name, 0) for moment in line["memory"]] for name in names},
-    }
-
-
-def _traffic(recorded: Recorded) -> Facts | None:
-    """Bytes of an update from each rank to each, as planned (the step's own totals are in `beside`)."""
-    run, ranks = recorded.run, recorded.world_size
-    if run is None or not 1 < ranks <= 256:
-        return None
-    try:
-        axes = matrices(run, ranks, run.cluster.nproc or ranks)
-    except UserError:
-        return None
-    return {
-        "bytes": merge(ranks, list(axes.values())).dense().round().tolist(),
-        "axes": {axis: matrix.total for axis, matrix in axes.items()},
-    }
-
-
-def _experts(recorded: Recorded) -> Facts | None:
-    """Tokens that chose each expert of each layer with experts: of the last step looked at closely, or up to the last
-    evaluation."""
-    run = recorded.run
-    noted = [line for record in recorded.ranks.values() for line in record.steps if "expert_tokens" in line]
-    told = [line for line in recorded.evaluations if line.get("expert_tokens")]
-    if run is None or not (noted or told):
-        return None
-    line = max(noted, key=lambda line: int(line["step"])) if noted else told[-1]
-    layers = [layer for layer in range(run.model.layers) if run.model.is_moe(layer)]
-    return {"step": line["step"], "layers": layers, "tokens": line["expert_tokens"]}

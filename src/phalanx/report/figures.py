@@ -8,7 +8,7 @@ from math import log10
 from typing import Any
 
 from phalanx.report import breakdown, heatmap, timeline, words
-from phalanx.report.facts import Facts
+from phalanx.report.moments import Facts
 
 Figure = dict[str, Any]
 RUNS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.report import figures, heatmap, words
-from phalanx.report.facts import Facts
 from phalanx.report.figures import Figure
+from phalanx.report.moments import Facts
 
 TILES = {"step": "step", "tokens_per_second": "tokens per second", "mfu": "MFU", "goodput": "goodput"}
 TRACE = "train with --trace-steps FIRST:LAST"
@@ -121,7 +121,8 @@ def _note(section: str, facts: Facts) -> str:
             said = (
                 " Simulated is without sends: what is measured beyond it is sending and waiting." if simulated else ""
             )
-            return f"Step {facts['timeline']['step']}; numbers are micro-batches.{said}{clocks}"
+            slower = ", which took longer for its memory was metered" if facts["timeline"]["metered"] else ""
+            return f"Step {facts['timeline']['step']}{slower}; numbers are micro-batches.{said}{clocks}"
         case "memory":
             return (
                 f"Step {facts['memory']['step']} on rank {facts['memory']['rank']}, which held most; tensors by part."

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from phalanx.cost.compute import training_flops_per_token
+from phalanx.cost.stages import check_layout
 from phalanx.measure.record import FOLDER, FORMAT
+from phalanx.plan.calibrate import LEAST_STEPS, WARM_UP
 from phalanx.schedule.named import any_schedule_of
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
@@ -17,8 +20,8 @@ from phalanx.spec.load import load_machine, load_run
 from phalanx.spec.run import RunSpec
 
 Line = dict[str, Any]
-WARM_UP = 2
-"""Steps at the start of a run that do not count: memory is new, and data-parallel buckets are not settled."""
+LATE = 2
+"""Steps that a rank's record may be behind others': they write now and then, and asynchronous workers apart."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Recorded:
     """`measured/` by rank: what one step held, sent and computed."""
     problems: list[str]
     """What is missing or cannot be read."""
+    failure: str | None = None
+    """What the rank that failed first left word of."""
 
     @property
     def name(self) -> str:
@@ -94,25 +99,31 @@ def read_run(directory: Path) -> Recorded:
     steps = [line for line in metrics if "step_seconds" in line]
     if steps and not ranks:
         world_size, began_after = steps[-1].get("ranks", 0), steps[-1].get("began_after", 0)
-    run = _run(directory / "run.toml", problems)
+    run = _run(directory / "run.toml", world_size, problems)
     if run is not None and world_size:
         peak = _measured_peak(run, steps, world_size)
         run = run.model_copy(update={"cluster": _machine(run.cluster, world_size, peak, ranks)})
-    if not steps:
+    failure = _failure(directory / "failures")
+    if failure:
+        problems.append(failure)
+    elif not steps:
         problems.append("no step has been written yet")
     elif run is not None and steps[-1]["step"] < run.training.steps:
         problems.append(f"step {steps[-1]['step']} of {run.training.steps}: it is still under way, or was ended")
-    measured = _measured(directory / "measured", problems)
-    return Recorded(directory, run, world_size, began_after, ranks, metrics, measured, problems)
+    measured = _measured(directory / "measured", began_after, world_size, problems)
+    return Recorded(directory, run, world_size, began_after, ranks, metrics, measured, problems, failure)
 
 
-def _run(file: Path, problems: list[str]) -> RunSpec | None:
+def _run(file: Path, world_size: int, problems: list[str]) -> RunSpec | None:
     why = "is not of this version"
     try:
         run = load_run(file, environment={})
         if run.layout.pp > 1:
             why = "names a schedule that is gone"
             any_schedule_of(run.layout)
+        if world_size:
+            why = f"is not of these {world_size} ranks"
+            check_layout(run, world_size)
     except UserError as error:
         first = str(error).partition("\n")[0]
         problems.append(f"run.toml {why}, so that nothing can be predicted: {first}")
@@ -141,7 +152,7 @@ def _measured_peak(run: RunSpec, steps: Sequence[Line], world_size: int) -> floa
     if told is None:
         return None
     flops = training_flops_per_token(run.model, run.training.sequence)
-    return float(told["tokens_per_second"] * flops / told["mfu"] / world_size)
+    return float(told["tokens_per_second"] * flops / told["mfu"] / told.get("ranks", world_size))
 
 
 def _lines(file: Path, problems: list[str]) -> list[Line]:
@@ -194,6 +205,10 @@ def _records(folder: Path, problems: list[str]) -> tuple[dict[int, RankRecord], 
         for rank, lines in starts.items()
         if (lines[0]["step"], lines[0]["ranks"]) == (began_after, world_size)
     }
+    newest = {rank: record.steps[-1]["step"] for rank, record in records.items() if record.steps}
+    behind = [rank for rank, step in newest.items() if step < max(newest.values()) - LATE]
+    if behind:
+        problems.append(f"the record of rank {behind[0]} ends before others do, at step {newest[behind[0]]}")
     missing = sorted(set(range(world_size)) - set(records))
     if missing:
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
@@ -211,7 +226,18 @@ def _record(lines: Sequence[Line]) -> RankRecord:
     )  # fmt: skip
 
 
-def _measured(folder: Path, problems: list[str]) -> dict[int, Line]:
+def _failure(folder: Path) -> str | None:
+    """Why the rank that failed first did, if any."""
+    found = []
+    for file in folder.glob("rank-*.json"):
+        with suppress(ValueError, KeyError, TypeError):
+            line = json.loads(file.read_text(errors="replace"))
+            found.append((float(line["time"]), f"rank {line['rank']} failed: {str(line['reason']).splitlines()[0]}"))
+    return min(found)[1] if found else None
+
+
+def _measured(folder: Path, began_after: int, world_size: int, problems: list[str]) -> dict[int, Line]:
+    """Of the last start."""
     found = {}
     for file in sorted(folder.glob("rank-*.json")):
         try:
@@ -219,16 +245,21 @@ def _measured(folder: Path, problems: list[str]) -> dict[int, Line]:
         except ValueError:
             line = None
         if isinstance(line, dict) and {"held_bytes", "peak_bytes", "collectives"} <= set(line):
-            found[int(file.stem.removeprefix("rank-"))] = line
+            rank = int(file.stem.removeprefix("rank-"))
+            if line.get("step", began_after + 1) > began_after and rank < (world_size or rank + 1):
+                found[rank] = line
         else:
             problems.append(f"{folder.name}/{file.name} cannot be read")
     return found
 
 
 def settled(records: Iterable[RankRecord], began_after: int) -> list[int]:
-    """The steps that count: noted by every rank, not the first of the start, and not metered."""
-    each = [
-        {line["step"] for line in record.steps if line["step"] > began_after + WARM_UP and "memory" not in line}
-        for record in records
-    ]
-    return sorted(set.intersection(*each)) if each else []
+    """The steps that count: noted by every rank, not the first of the start, and not looked at closely, which takes
+    longer; where those are too few, not metered."""
+    lines = [[line for line in record.steps if line["step"] > began_after + WARM_UP] for record in records]
+    for slow in ("spans", "memory"):
+        each = [{line["step"] for line in of_rank if slow not in line} for of_rank in lines]
+        found = sorted(set.intersection(*each)) if each else []
+        if len(found) >= LEAST_STEPS:
+            break
+    return found

@@ -18,6 +18,7 @@ from phalanx.cost.compute import recomputed_flops_per_token, training_flops_per_
 from phalanx.cost.jobs import OWN_RECOMPUTE
 from phalanx.report.efficiency import Columns, place_of, simulated, stages_of, work
 from phalanx.report.recorded import Recorded
+from phalanx.spec.layout import degrees, expert_groups
 from phalanx.spec.run import RunSpec
 
 Kind = Literal["compute", "memory", "communication", "input", "straggler", "bubble", "stage", "expert"]
@@ -105,14 +106,15 @@ def _late(recorded: Recorded, run: RunSpec, columns: Columns) -> Iterator[Findin
     share = columns.share(columns.compute[:, at] * (1 - 1 / ratio), begun)
     rows = _more_rows(columns, at, begun)
     if rows > UNEVEN and times < rows * SLOW:
-        layer, expert, hottest = _hottest(recorded, step)
+        layer, expert, hottest = _hottest(recorded, run, rank, step)
+        said = f"; expert {expert} of layer {layer} has {hottest:.1f} times its share" if hottest else ""
         yield Finding(
             "expert", share,
             f"rank {rank} computes {times:.1f} times as long as others, for its experts are sent {rows:.1f} times as "
-            f"many rows; expert {expert} of layer {layer} has {hottest:.1f} times its share",
+            f"many rows{said}",
             "balance the router (moe.balance_loss, moe.bias_update_rate, a lower learning rate), or give its experts "
             "to other ranks: phalanx experts --balance",
-            rank=rank, expert=(layer, expert), since=step,
+            rank=rank, expert=(layer, expert) if hottest else None, since=step,
         )  # fmt: skip
         return
     yield Finding(
@@ -132,13 +134,20 @@ def _more_rows(columns: Columns, at: int, begun: int) -> float:
     return float(np.median((columns.rows[:, at] / np.maximum(others, 1))[begun:]))
 
 
-def _hottest(recorded: Recorded, step: int) -> tuple[int, int, float]:
-    """The expert that was hottest in most steps from this one on, and its median share of the layer's tokens times
-    their number."""
+def _hottest(recorded: Recorded, run: RunSpec, rank: int, step: int) -> tuple[int, int, float]:
+    """Of the experts that are hottest of all in steps from this one on, the one of this rank that is so most often, and
+    its median share of the layer's tokens times their number: 0 where it is always another rank's."""
+    assert run.model.moe is not None
+    groups = expert_groups(degrees(run.layout, recorded.world_size))
+    place = next(group.index(rank) for group in groups if rank in group)
+    each = run.model.moe.experts // run.layout.ep
     lines = next(iter(recorded.ranks.values())).steps
-    hot = [tuple(line["hot_expert"]) for line in lines if "hot_expert" in line and line["step"] >= step]
-    layer, expert = Counter((layer, expert) for layer, expert, _ in hot).most_common(1)[0][0]
-    return layer, expert, float(np.median([share for *where, share in hot if where == [layer, expert]]))
+    hot = [line["hot_expert"] for line in lines if "hot_expert" in line and line["step"] >= step]
+    mine = [(layer, expert, share) for layer, expert, share in hot if expert // each == place]
+    if not mine:
+        return 0, 0, 0.0
+    (layer, expert), _ = Counter((layer, expert) for layer, expert, _ in mine).most_common(1)[0]
+    return layer, expert, float(np.median([share for *where, share in mine if where == [layer, expert]]))
 
 
 def _memory(run: RunSpec, columns: Columns) -> Iterator[Finding]:
@@ -167,11 +176,10 @@ def _pipeline(recorded: Recorded, run: RunSpec, columns: Columns, late: bool) ->
         return
     stages = stages_of(recorded, columns.steps)
     real, even = (simulated(run, recorded.world_size, stages, balanced) for balanced in (False, True))
-    whole, ranks = columns.step_seconds, range(run.layout.pp)
-    idle = float(even.makespan) - sum(float(even.busy(rank)) for rank in ranks) / run.layout.pp
+    whole = columns.step_seconds
     name = run.layout.schedule_file or run.layout.schedule
     yield Finding(
-        "bubble", idle / whole,
+        "bubble", float(even.bubble * even.makespan) / whole,
         f"of {name} with these micro-batches every rank stands still for {100 * float(even.bubble):.0f} % of the "
         "passes, even with stages alike and nothing to send",
         "use more or smaller micro-batches (layout.micro_batch), interleaved stages or zero bubble "
@@ -198,8 +206,7 @@ def _communication(recorded: Recorded, columns: Columns) -> Iterator[Finding]:
     share, sent = columns.share(seconds, begun), ""
     if run is not None and run.layout.pp > 1:
         real = simulated(run, recorded.world_size, stages_of(recorded, columns.steps))
-        idle = float(real.makespan) - sum(float(real.busy(rank)) for rank in range(run.layout.pp)) / run.layout.pp
-        late = max(0.0, columns.share(columns.pipeline.mean(1)) - idle / columns.step_seconds)
+        late = max(0.0, columns.share(columns.idle) - float(real.bubble * real.makespan) / columns.step_seconds)
         share, sent = share + late, f"; sends between stages make it wait for {100 * late:.0f} % of the step"
     yield Finding(
         "communication", share,
@@ -216,7 +223,7 @@ def dearest(recorded: Recorded) -> str:
     waited: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for record in recorded.ranks.values():
         for line in record.steps:
-            for call in line.get("collectives", ()):
+            for call in line.get("collectives", ()) if "memory" not in line else ():
                 waited[call["operation"], tuple(call["group"])] += call["exposed"]
     if not waited:
         return ""
@@ -228,9 +235,10 @@ def dearest(recorded: Recorded) -> str:
 def _compute(recorded: Recorded, columns: Columns) -> Finding:
     mfus = [line["mfu"] for line in recorded.trained if line["step"] in set(columns.steps) and line.get("mfu")]
     known = f", at an MFU of {100 * float(np.median(mfus)):.0f} %" if mfus else ""
+    seconds = columns.computing.mean(1)
     return Finding(
-        "compute", columns.share(columns.compute.mean(1)),
-        f"forward and backward passes take {np.median(columns.compute.mean(1)):.3g} s of a step{known}",
+        "compute", columns.share(seconds),
+        f"forward and backward passes take {np.median(seconds):.3g} s of a step{known}",
         "use larger micro-batches, training.compile, lower precision; then more or faster devices",
     )  # fmt: skip
 
@@ -238,10 +246,11 @@ def _compute(recorded: Recorded, columns: Columns) -> Finding:
 def changed(series: NDArray[np.float64], least: float) -> int:
     """From where on a series has been higher by at least `least`: a single change of its mean, where the squares of
     what is left are least. 0 where it has not changed."""
-    best, at = float(((series - series.mean()) ** 2).sum()), 0
-    for cut in range(FEW, len(series) - FEW + 1):
-        before, after = series[:cut], series[cut:]
-        left = float(((before - before.mean()) ** 2).sum() + ((after - after.mean()) ** 2).sum())
-        if left < best and after.mean() - before.mean() >= least:
-            best, at = left, cut
-    return at
+    cuts = np.arange(FEW, len(series) - FEW + 1)
+    if not len(cuts):
+        return 0
+    sums = np.concatenate([[0.0], np.cumsum(series - series.mean())])[cuts]
+    before, after = sums / cuts, -sums / (len(series) - cuts)  # of the mean of all
+    explained = np.where(after - before >= least, -sums * (after - before), -np.inf)
+    at = int(explained.argmax())
+    return int(cuts[at]) if explained[at] > 0 else 0

@@ -10,7 +10,8 @@ from phalanx.report.heatmap import size
 UNKNOWN = "-"
 NAMES = {
     "tokens_per_second": "tokens per second", "mfu": "MFU", "all_reduce": "all-reduce", "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all", "pipeline": "waits in the pipeline",
+    "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all (planned for balanced experts)",
+    "pipeline": "waits in the pipeline",
     "communication": "exposed communication", "optimizer": "update", "step": "whole step",
 }  # fmt: skip
 """Of what facts name otherwise than people do."""

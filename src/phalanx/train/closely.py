@@ -44,21 +44,25 @@ def measured_number(run: RunSpec) -> int:
 class Closely:
     """Steps in place of a trainer's own, some of which are looked at closely.
 
-    The first of them is metered, which takes several times as long: what it holds, sends and computes is written to
+    One of them is metered, which takes several times as long: what it holds, sends and computes is written to
     `measured/`. Of the others it is noted when everything was.
     """
 
     def __init__(self, trainer: Trainer, window: range) -> None:
+        """`window` are steps that are still to be done."""
         self.trainer, self.window, self.offset = trainer, window, Offset()
+        settled = trainer.step + measured_number(trainer.run)
+        self.metered = next((step for step in window if step >= settled), None)
+        """The first of those that are like all that follow."""
 
     def __call__(self, batches: Iterator[Batch]) -> Record:
         trainer, number = self.trainer, self.trainer.step + 1
         if number not in self.window:
             return trainer.train_step(batches)
-        tokens, step = trainer.loads[0].clone(), partial(trainer.train_step, batches)
-        if number == self.window[0]:
-            # Clocks drift apart: not the offset of the run's start.
+        if number == self.window[0]:  # clocks drift apart: not the offset of the run's start
             self.offset = clock_offset(trainer.device, trainer.run.training.timeout_seconds, f"step {number}")
+        tokens, step = trainer.loads[0].clone(), partial(trainer.train_step, batches)
+        if number == self.metered:
             record, seen = observed(trainer, step, over_time=True)
             write_measured(trainer.directory, trainer.mesh.rank, {"step": record["step"], **seen.measured})
         else:
@@ -68,7 +72,7 @@ class Closely:
         trainer.line["spans"] = passes_of(trainer.strategy)
         if trainer.moe_layers:
             trainer.line["expert_tokens"] = (trainer.loads[0] - tokens).long().tolist()
-        return record
+        return record | {"closely": True}
 
 
 @dataclass

@@ -115,16 +115,17 @@ def _train(trainer: Trainer, resume: bool, measure: bool, window: range | None) 
     config = run.model_dump(mode="json")
     logs = [] if quiet else open_logs(directory, trainer.step, run.metrics.wandb, run.name, config)
     notes = open_notes(trainer) if run.metrics.record else None
-    if measure and window is None:
-        number = trainer.step + measured_number(run)
-        window = range(number, number + 1)
+    looked_at = window_of(trainer, measure, window)
     failed = True
     try:
         with Progress(trainer.step, run.training.steps, quiet) as progress, stop_on_signal(trainer):
             for name, problem in damaged.items():
                 progress.note(f"checkpoint {name} is damaged and was set aside: {problem}")
             progress.note(opening(trainer, resumed))
-            evaluation = trainer.train(logs, progress, Closely(trainer, window) if window else None, notes)
+            if window is not None and not looked_at:
+                progress.note(f"no step is looked at closely: {window[0]} to {window[-1]} are done, or too many")
+            closely = Closely(trainer, looked_at) if looked_at else None
+            evaluation = trainer.train(logs, progress, closely, notes)
         failed = False
     finally:
         for log in [*logs, *([notes] if notes else [])]:
@@ -134,6 +135,14 @@ def _train(trainer: Trainer, resume: bool, measure: bool, window: range | None) 
         print(closing(trainer, evaluation, sample))
         if measure:
             print(compare(run, trainer.mesh.degrees.world_size, directory))
+
+
+def window_of(trainer: Trainer, measure: bool, window: range | None) -> range:
+    """The steps to look at closely: of `window` those that are to be done, or the one that `measure` asks for."""
+    if window is None:
+        first = trainer.step + measured_number(trainer.run)
+        return range(first, first + measure)
+    return range(max(window.start, trainer.step + 1), min(window.stop, trainer.run.training.steps + 1))
 
 
 def open_notes(trainer: Trainer) -> Log:
