@@ -205,10 +205,10 @@ def _records(folder: Path, problems: list[str]) -> tuple[dict[int, RankRecord], 
         for rank, lines in starts.items()
         if (lines[0]["step"], lines[0]["ranks"]) == (began_after, world_size)
     }
-    newest = {rank: record.steps[-1]["step"] for rank, record in records.items() if record.steps}
-    behind = [rank for rank, step in newest.items() if step < max(newest.values()) - LATE]
+    ended = {rank: record.steps[-1]["step"] for rank, record in records.items() if record.steps}
+    behind = [rank for rank, step in ended.items() if step < max(ended.values()) - LATE]
     if behind:
-        problems.append(f"the record of rank {behind[0]} ends before others do, at step {newest[behind[0]]}")
+        problems.append(f"the record of rank {behind[0]} ends before others do, at step {ended[behind[0]]}")
     missing = sorted(set(range(world_size)) - set(records))
     if missing:
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
