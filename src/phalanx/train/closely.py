@@ -51,9 +51,9 @@ class Closely:
     def __init__(self, trainer: Trainer, window: range) -> None:
         """`window` are steps that are still to be done."""
         self.trainer, self.window, self.offset = trainer, window, Offset()
-        settled = trainer.step + measured_number(trainer.run)
-        self.metered = next((step for step in window if step >= settled), None)
-        """The first of those that are like all that follow."""
+        self.settled = trainer.step + measured_number(trainer.run)
+        """The first step that is like all that follow."""
+        self.metered = next((step for step in window if step >= self.settled), None)
 
     def __call__(self, batches: Iterator[Batch]) -> Record:
         trainer, number = self.trainer, self.trainer.step + 1

@@ -125,6 +125,8 @@ def _train(trainer: Trainer, resume: bool, measure: bool, window: range | None) 
             if window is not None and not looked_at:
                 progress.note(f"no step is looked at closely: {window[0]} to {window[-1]} are done, or too many")
             closely = Closely(trainer, looked_at) if looked_at else None
+            if closely is not None and closely.metered is None:
+                progress.note(f"memory is not metered: step {closely.settled} is the first that is like all after it")
             evaluation = trainer.train(logs, progress, closely, notes)
         failed = False
     finally:
