@@ -25,16 +25,23 @@ from tests.cli.commands import shown
 from tests.report.runs import SECONDS, command, environment, hybrid, run_file, two_ranks, wait
 
 
+def _heeding_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def served(run) -> Iterator[str]:
     """The address of a page of `phalanx watch --web`; it ends on Ctrl-C, with nothing said."""
     watch = [sys.executable, "-m", "phalanx", "watch", str(run), "--web", "--port", "0", "--every", "0.2"]
-    with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # What a shell starts in the background ignores Ctrl-C, and so does all that it starts.
+    with subprocess.Popen(watch, **pipes, text=True, preexec_fn=_heeding_ctrl_c) as process:
         try:
             yield re.match(r"(http://127\.0\.0\.1:\d+/) ", process.stdout.readline())[1]
-        finally:
             process.send_signal(signal.SIGINT)
             said = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, *said) == (0, "", "")
 
 
