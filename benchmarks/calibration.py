@@ -48,7 +48,7 @@ from phalanx.spec.load import load_machine
 MIB = 2**20
 LOOP, ACCURACY = Path(__file__).with_name("loop.md"), Path(__file__).parents[1] / "docs" / "accuracy.md"
 LOOP_HEADING = "Before and after calibrate"
-LOOP_TEXT = """{runs} runs of `python -m benchmarks.calibration` that were not calibrated on, held against the plan that
+LOOP_TEXT = """{runs} runs of `python -m benchmarks.calibration{few}` that were not calibrated on, held against the plan that
 knows this machine's peak alone, and against the plan after `phalanx calibrate` of {fitted} others. Computing and
 waiting are told apart where every rank has a core of its own. Bytes, and those of tensors, are counted: no calibration
 changes them.
@@ -327,24 +327,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs/calibration"), help="where the runs lie")
     parser.add_argument("--machine", help="as of phalanx calibrate")
+    parser.add_argument("--few", action="store_true", help="fewer runs, and only the section of docs/accuracy.md")
     given = parser.parse_args(arguments)
     given.work.mkdir(parents=True, exist_ok=True)
     made: dict[Short, MeasuredRun] = {}
-    every = [*CALIBRATED, *HELD_OUT]
+    to_fit, to_predict = (CALIBRATED[::2], HELD_OUT[::3]) if given.few else (CALIBRATED, HELD_OUT)
+    every = [*to_fit, *to_predict]
     # In mixed order: a machine that others use too is slower at one time than at another.
     for at, short in enumerate(random.Random(0).sample(every, len(every)), 1):
         run = made[short] = train(short, given.work)
         print(f"{at} of {len(every)}, {run.name}: {run.step_seconds:.3f} s", flush=True)
-    fitted, others = [made[short] for short in CALIBRATED], [made[short] for short in HELD_OUT]
+    fitted, others = [made[short] for short in to_fit], [made[short] for short in to_predict]
     known = load_machine(given.machine) if given.machine else this_cpu()
     found = calibrate(fitted, known)
     write_machine(given.work / "machine.toml", found.machine, fitted)
-    text = page(fitted, found, others)
-    print(text)
-    PAGE.write_text(text)
-    directories = {given.work / short.name: made[short] for short in HELD_OUT}
+    if not given.few:
+        text = page(fitted, found, others)
+        print(text)
+        PAGE.write_text(text)
+    directories = {given.work / short.name: made[short] for short in to_predict}
     table = loop(directories, not_calibrated(found.machine), found.machine)
-    section = LOOP_TEXT.format(runs=len(others), fitted=len(fitted), table=table)
+    section = LOOP_TEXT.format(runs=len(others), fitted=len(fitted), table=table, few=" --few" if given.few else "")
     print(section)
     LOOP.write_text(section)
     write_section(ACCURACY, LOOP_HEADING, section)
