@@ -48,8 +48,8 @@ from phalanx.spec.load import load_machine
 MIB = 2**20
 LOOP, ACCURACY = Path(__file__).with_name("loop.md"), Path(__file__).parents[1] / "docs" / "accuracy.md"
 LOOP_HEADING = "Before and after calibrate"
-LOOP_TEXT = """{runs} runs of `python -m benchmarks.calibration{few}` that were not calibrated on, held against the plan that
-knows this machine's peak alone, and against the plan after `phalanx calibrate` of {fitted} others. Computing and
+LOOP_TEXT = """{runs} runs of `python -m benchmarks.calibration{few}` that were not calibrated on, held against the plan
+that knows this machine's peak alone, and against the plan after `phalanx calibrate` of {fitted} others. Computing and
 waiting are told apart where every rank has a core of its own. Bytes, and those of tensors, are counted: no calibration
 changes them.
 
