@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
 
@@ -24,3 +25,14 @@ def chosen(run: RunSpec) -> tuple[RunSpec, str]:
     print(f"layout: {best.candidate} (of {plan.considered:,}; {seconds})", file=sys.stderr)
     taken = described.model_copy(update={"layout": best.candidate.layout()})
     return taken, json.dumps(facts(taken, ranks, plan, top=10, tokens=None), indent=2)
+
+
+def chosen_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
+    """The same for so many ranks a node.
+
+    Raises UserError where nobody says how many.
+    """
+    if ranks is None:
+        fix = "set cluster.nproc, or give --nproc"
+        raise UserError("layout", "auto", "needs to know how many ranks there are", fix)
+    return chosen(run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc": ranks})}))

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from phalanx.cli.choosing import chosen_for
 from phalanx.cli.options import Json, Overrides
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
@@ -122,12 +123,7 @@ def _measured(run: RunSpec, nproc: int | None, largest: int, options: list[str])
         )  # fmt: skip
     known = nproc or run.cluster.nproc
     if run.automatic:
-        if known is None:
-            fix = "set cluster.nproc, or give --nproc"
-            raise UserError("layout", "auto", "needs to know how many ranks there are", fix)
-        from phalanx.cli.choosing import chosen
-
-        run, _ = chosen(run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc": known})}))
+        run, _ = chosen_for(run, known)
     if known is not None:
         check_layout(run, known)  # before torch is imported, which takes a second
     refuse_unsupported(run.layout)

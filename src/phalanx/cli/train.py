@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli.choosing import chosen_for
 from phalanx.measure.record import parse_window
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
@@ -114,7 +115,7 @@ def _config(run: RunSpec, nproc: int | None) -> str:
 
     ranks = nproc or run.cluster.nproc
     if run.automatic:
-        run, _ = _planned(run, ranks)
+        run, _ = chosen_for(run, ranks)
     if ranks is None:  # the GPUs of this machine decide, and only torch could count them
         return to_toml(run).rstrip()
     world_size = ranks * run.cluster.nodes
@@ -136,7 +137,7 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, options: list[str]) -> i
     known = nproc or run.cluster.nproc
     plan = None
     if run.automatic:
-        run, plan = _planned(run, known)
+        run, plan = chosen_for(run, known)
     if known is not None:
         check_run(run, known, resume)  # before torch is imported, which takes a second
     from phalanx.train.launch import choose_nproc, spawn
@@ -147,13 +148,3 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, options: list[str]) -> i
     if plan is not None:
         (directory / PLAN_FILE).write_text(plan)
     return spawn(directory, ranks, *options)
-
-
-def _planned(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
-    """The run with the layout that the planner chooses for so many ranks a node, and what it says of that."""
-    from phalanx.cli.choosing import chosen
-
-    if ranks is None:
-        fix = "set cluster.nproc, or give --nproc"
-        raise UserError("layout", "auto", "needs to know how many ranks there are", fix)
-    return chosen(run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc": ranks})}))
