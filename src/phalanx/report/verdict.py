@@ -18,6 +18,7 @@ from phalanx.cost.compute import recomputed_flops_per_token, training_flops_per_
 from phalanx.cost.jobs import OWN_RECOMPUTE
 from phalanx.report.efficiency import Columns, place_of, simulated, stages_of, work
 from phalanx.report.recorded import Recorded
+from phalanx.schedule.simulate import Timeline
 from phalanx.spec.layout import degrees, expert_groups
 from phalanx.spec.run import RunSpec
 
@@ -55,12 +56,17 @@ class Finding:
 
 def findings(recorded: Recorded, columns: Columns) -> list[Finding]:
     """What costs time, the dearest first; the first is the verdict."""
-    run = recorded.run
+    run, real = recorded.run, None
     found = [*_input(columns)]
     if run is not None:
         late = [*_late(recorded, run, columns)]
-        found += [*late, *_memory(run, columns), *_pipeline(recorded, run, columns, bool(late))]
-    found += [*_communication(recorded, columns)]
+        found += [*late, *_memory(run, columns)]
+        if run.layout.pp > 1:
+            stages = stages_of(recorded, columns.steps)
+            real = simulated(run, recorded.world_size, stages)
+            even = simulated(run, recorded.world_size, stages, balanced=True)
+            found += _pipeline(run, columns, stages, real, even, bool(late))
+    found += _communication(recorded, columns, real)
     found.sort(key=lambda finding: -finding.share)
     computing = _compute(recorded, columns)
     dear = [finding for finding in found if finding.share >= LEAST]
@@ -170,12 +176,11 @@ def _memory(run: RunSpec, columns: Columns) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _pipeline(recorded: Recorded, run: RunSpec, columns: Columns, late: bool) -> Iterator[Finding]:
-    """What a pipeline waits: for its schedule's sake, for a stage that takes longer, for what is sent."""
-    if run.layout.pp == 1:
-        return
-    stages = stages_of(recorded, columns.steps)
-    real, even = (simulated(run, recorded.world_size, stages, balanced) for balanced in (False, True))
+def _pipeline(
+    run: RunSpec, columns: Columns, stages: dict[int, dict[str, float]], real: Timeline, even: Timeline, late: bool
+) -> Iterator[Finding]:
+    """What a pipeline waits: for its schedule's sake, and for a stage that takes longer. `real` and `even` are its
+    schedule with the times of these stages, and with their mean; `late` says that a rank is to blame for its stage."""
     whole = columns.step_seconds
     name = run.layout.schedule_file or run.layout.schedule
     yield Finding(
@@ -198,14 +203,14 @@ def _pipeline(recorded: Recorded, run: RunSpec, columns: Columns, late: bool) ->
         )  # fmt: skip
 
 
-def _communication(recorded: Recorded, columns: Columns) -> Iterator[Finding]:
+def _communication(recorded: Recorded, columns: Columns, real: Timeline | None) -> Iterator[Finding]:
+    """What is waited for messages; `real` is the schedule of a pipeline in which these take no time."""
     if not columns.waits_are_known or len(columns.ranks) < 2:
         return
-    seconds, run = columns.communication.min(1), recorded.run
+    seconds = columns.communication.min(1)
     begun = changed(seconds / columns.whole.max(1), 0.05)
     share, sent = columns.share(seconds, begun), ""
-    if run is not None and run.layout.pp > 1:
-        real = simulated(run, recorded.world_size, stages_of(recorded, columns.steps))
+    if real is not None:
         late = max(0.0, columns.share(columns.idle) - float(real.bubble * real.makespan) / columns.step_seconds)
         share, sent = share + late, f"; sends between stages make it wait for {100 * late:.0f} % of the step"
     yield Finding(
