@@ -1,5 +1,5 @@
 """Experts that others train: the same losses and gradients as if all were trained here, but for theirs; under every
-layout that holds whole experts; and memory for the own ones alone."""
+layout; and memory for the own ones alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.parallel.frozen import Own, relieve, some_experts
 from phalanx.parallel.strategy import state_of
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import Codec
-from phalanx.testing import RanksFailed, ranks
+from phalanx.testing import ranks
 from phalanx.train.corpus import open_corpus
 from phalanx.train.trainer import Trainer
 
@@ -118,7 +118,9 @@ def test_relief_that_is_over_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layout", [{"cp": 2}, {"data": "zero3"}, {"pp": 2, "micro_batch": 2}, {"recompute": "full"}], ids=str
+    "layout",
+    [{"cp": 2}, {"data": "zero3"}, {"pp": 2, "micro_batch": 2}, {"recompute": "full"}, {"tp": 2}, {"ep": 2}],
+    ids=str,
 )
 def test_relief_is_the_same_in_every_layout(tmp_path, layout):
     changes = {f"layout.{name}": value for name, value in layout.items()}
@@ -138,22 +140,48 @@ def relieved_losses(run: RunSpec) -> list[float]:
 
 LAYOUTS = [
     {}, {"data": "zero1"}, {"data": "zero2"}, {"data": "zero3"}, {"cp": 2}, {"cp": 2, "context": "ulysses"},
-    {"pp": 2, "micro_batch": 2}, {"pp": 2, "micro_batch": 2, "schedule": "zb-h1"},
+    {"pp": 2, "micro_batch": 2}, {"pp": 2, "micro_batch": 2, "schedule": "zb-h1"}, {"tp": 2},
+    {"tp": 2, "sequence_parallel": False}, {"ep": 2}, {"ep": 2, "data": "zero1"}, {"ep": 2, "data": "zero3"},
+    {"tp": 2, "ep": 2},
+]  # fmt: skip
+WIDER = [
+    {"pp": 2, "tp": 2, "micro_batch": 2}, {"pp": 2, "ep": 2, "micro_batch": 2}, {"tp": 4}, {"cp": 2, "tp": 2},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_layout_that_holds_whole_experts_learns_the_same(tmp_path, layout):
+def learn_the_same(folder: Path, size: int, layout: dict[str, Any], own: tuple[int, ...]) -> None:
+    """So many ranks in this layout, as one."""
     changes = {f"layout.{name}": value for name, value in layout.items()}
-    alone = losses(small(tmp_path), Own(OWN))
-    for found in ranks(2).run(losses, small(tmp_path, changes), Own(OWN)):
+    alone = losses(small(folder), Own(own))
+    for found in ranks(size).run(losses, small(folder, changes), Own(own)):
         assert found == [pytest.approx(expected, rel=1e-9) for expected in alone]
 
 
-@pytest.mark.parametrize("axis", ["tp", "ep"])
-def test_shared_experts_of_which_some_are_frozen_are_refused(tmp_path, axis):
-    with pytest.raises(RanksFailed, match=f"layout.{axis}.*only some"):
-        ranks(2).run(losses, small(tmp_path, {f"layout.{axis}": 2}), Own(OWN))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_learns_the_same(tmp_path, layout):
+    learn_the_same(tmp_path, 2, layout, OWN)
+
+
+@pytest.mark.parametrize("layout", WIDER, ids=str)
+def test_layouts_of_more_axes_learn_the_same(tmp_path, layout):
+    learn_the_same(tmp_path, 4, layout, OWN)
+
+
+@pytest.mark.parametrize("own", [(3,), (0, 1), (0, 2, 3)], ids=str)
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"ep": 4}, {"tp": 2, "ep": 2}], ids=str)
+def test_ranks_with_different_experts_train_as_many_as_there_are(tmp_path, own, layout):
+    """Some of them none, some of them all that they have."""
+    learn_the_same(tmp_path, 4, layout, own)
+
+
+@pytest.mark.parametrize("rest", ["bf16", "int8"])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"ep": 2}], ids=str)
+def test_what_rests_on_ranks_that_share_it(tmp_path, rest, layout):
+    """In bf16 each number is what it is; blocks of 8 bits are of a rank's part of an expert."""
+    changes = {"training.precision": "fp32", **{f"layout.{name}": value for name, value in layout.items()}}
+    alone = losses(small(tmp_path, {"training.precision": "fp32"}), Own(OWN, rest))
+    for found in ranks(2).run(losses, small(tmp_path, changes), Own(OWN, rest)):
+        assert found == [pytest.approx(expected, rel=1e-5 if rest == "bf16" else 1e-3) for expected in alone]
 
 
 @pytest.mark.parametrize(("rest", "off"), [("fp32", 0.0), ("bf16", 1e-2), ("int8", 2e-2)])

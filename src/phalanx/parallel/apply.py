@@ -29,7 +29,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.context import ContextRanks, split_sequences
 from phalanx.parallel.data import DataParallel, Replica
 from phalanx.parallel.expert import ExpertRanks, expert_names, split_experts
-from phalanx.parallel.frozen import Own, fill_frozen, freeze_experts, of_own, refuse_frozen
+from phalanx.parallel.frozen import Own, dealt, fill_frozen, freeze_experts, of_own, placed
 from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.gathered_heads import gather_heads
 from phalanx.parallel.mesh import Mesh
@@ -76,9 +76,10 @@ def apply_layout(
         shared = Shares(spec, layout, mesh) if layout.tp * layout.ep > 1 else None
         if shared is not None:
             shared.cut(module)
-        if own is not None:
-            refuse_frozen(layout)
-            freeze_experts(module, own)
+        here: list[tuple[int, ...]] = []
+        if own is not None and spec.moe is not None:
+            here = dealt(own.experts, spec.moe.experts, layout.ep)
+            freeze_experts(module, own, here[mesh.experts["ep"].get_local_rank() if mesh.experts else 0], shared)
     tensor = experts = None
     if mesh.tp_group is not None:
         later = module.later if isinstance(module, Part) else Later()
@@ -87,7 +88,7 @@ def apply_layout(
         if layout.heads == "gathered":
             gather_heads(module, tensor)
     if mesh.experts is not None:
-        experts = ExpertRanks(mesh.experts["ep"].get_group())
+        experts = ExpertRanks(mesh.experts["ep"].get_group(), placed(here, device) if here else None)
         split_experts(module, experts)
     sequences = None if mesh.context is None else ContextRanks(mesh.context.get_group(), layout.context)
     if sequences is not None:
@@ -108,8 +109,11 @@ def apply_layout(
         strategy = make_pipeline(strategy, module, layout, mesh, precision, device)
     # Ranks that share sequences each count all of one, routers that are asked again in the backward pass twice.
     strategy.counted = layout.cp * (2 if layout.recompute == "full" else 1)
-    fill(strategy, of_own(weights, own, spec.moe.experts) if own and spec.moe else weights)
-    fill_frozen(strategy.module, weights)
+    if own is not None and spec.moe is not None:
+        fill(strategy, of_own(weights, own, spec.moe.experts))
+        fill_frozen(strategy.module, weights, spec.moe.experts)
+    else:
+        fill(strategy, weights)
     strategy.publish()
     return strategy
 
@@ -187,16 +191,21 @@ def recompute(module: Transformer, mode: str) -> None:
             block.attention = checkpoint_wrapper(cast(nn.Module, block.attention))
 
 
-@torch.no_grad()
 def fill(strategy: Strategy, weights: Weights) -> None:
     """Give what is trained its initial values, one full parameter at a time."""
-    for name, parameter in strategy.trained.items():
-        part = strategy.part(name, parameter.detach())
-        full = weights(name, part.shape).to(device=part.device, dtype=part.dtype)
-        if isinstance(part, DTensor):
-            # Every rank has the full value already: no source rank, no communication.
-            full = distribute_tensor(full, part.device_mesh, part.placements, src_data_rank=None)
-        local(part).copy_(local(full))
+    for name in strategy.trained:
+        fill_one(strategy, name, weights)
+
+
+@torch.no_grad()
+def fill_one(strategy: Strategy, name: str, weights: Weights) -> None:
+    """Give one of what is trained its value."""
+    part = strategy.part(name, strategy.trained[name].detach())
+    full = weights(name, part.shape).to(device=part.device, dtype=part.dtype)
+    if isinstance(part, DTensor):
+        # Every rank has the full value already: no source rank, no communication.
+        full = distribute_tensor(full, part.device_mesh, part.placements, src_data_rank=None)
+    local(part).copy_(local(full))
 
 
 def computing(strategy: Strategy, precision: str, device: torch.device) -> AbstractContextManager[object]:

@@ -26,8 +26,9 @@ from phalanx.parallel.strategy import named_modules, named_parameters
 class ExpertRanks:
     """The ranks that have different experts."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.size = group, group.size()
+    def __init__(self, group: dist.ProcessGroup, places: Tensor | None = None) -> None:
+        """The first rank has the first experts, and so on; or experts by their `places`, [E + 1]."""
+        self.group, self.size, self.places = group, group.size(), places
         self.exposed = ExposedTime()
         self.waits = ExposedTime()
         """Of what `exposed` counts, that for all-to-alls."""
@@ -68,6 +69,7 @@ def split_experts(model: Transformer, ranks: ExpertRanks) -> None:
 def _forward(moe: MoE, ranks: ExpertRanks, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """See MoE.forward."""
     weights, chosen, auxiliary = moe.router(x_BTD)
+    chosen = chosen if ranks.places is None else ranks.places[chosen]
     rows, order, counts_E = sorted_by_expert(x_BTD, chosen, moe.router.moe)
     if torch.is_autocast_enabled(rows.device.type):
         rows = rows.to(torch.get_autocast_dtype(rows.device.type))

@@ -6,8 +6,9 @@ to its tokens, and has none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -17,9 +18,8 @@ from torch import Tensor, nn
 from phalanx.model.moe import Experts, MoE, expert_product
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.blocks import of_blocks, to_blocks
-from phalanx.parallel.strategy import named_modules
-from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Layout
+from phalanx.parallel.parts import rows_of_ranks
+from phalanx.parallel.strategy import Shared, named_modules
 from phalanx.spec.swarm import Codec
 
 KINDS = ("gate", "up", "down")
@@ -36,29 +36,34 @@ class Own:
 
 
 class SomeExperts(Experts):
-    """A layer's experts, of which some are trained: parameters stack these alone."""
+    """Those of a layer's experts that are here, of which some are trained: parameters stack these alone."""
 
     mine: Tensor
 
-    def __init__(self, whole: Experts, own: Own) -> None:
+    def __init__(self, whole: Experts, own: Own, here: tuple[int, ...], shared: Shared | None) -> None:
+        """`whole` has tensors like those of the experts that are `here`; `shared`, where ranks share the model."""
         nn.Module.__init__(self)
-        count = len(whole.gate)
-        self.own, self.others = own.experts, tuple(e for e in range(count) if e not in own.experts)
+        self.here, self.of_all, self.shared = here, own.experts, shared
+        self.own = tuple(expert for expert in here if expert in own.experts)
+        self.others = tuple(expert for expert in here if expert not in own.experts)
         for kind in KINDS:
             stacked = getattr(whole, kind)
             setattr(self, kind, nn.Parameter(stacked.new_empty(len(self.own), *stacked.shape[1:])))
         self.frozen = nn.ModuleDict(
             {kind: Resting(len(self.others), getattr(whole, kind), own.frozen) for kind in KINDS}
         )
-        self.register_buffer("mine", torch.zeros(count, dtype=torch.bool), persistent=False)
+        self.register_buffer("mine", torch.zeros(len(here), dtype=torch.bool), persistent=False)
 
     def forward(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
         """See Experts.forward: rows of its own experts go through these, the rest through the others."""
         counts = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
         here = self.mine.repeat_interleave(counts, output_size=len(x_ND))
         own, others = here.nonzero().squeeze(1), (~here).nonzero().squeeze(1)
-        y = super().forward(x_ND[own], counts[self.mine].cumsum(0))
-        z = self._through_frozen(x_ND[others].to(y.dtype), counts[~self.mine].cumsum(0))
+        if self.own:
+            y = super().forward(x_ND[own], counts[self.mine].cumsum(0))
+        else:  # no rows; but parameters, if empty, that gradients are asked of
+            y = x_ND[own] + self.gate.sum() + self.up.sum() + self.down.sum()
+        z = self._through_frozen(x_ND[others].to(y.dtype), counts[~self.mine].cumsum(0)) if self.others else y[:0]
         return torch.cat([y, z])[torch.cat([own, others]).argsort()]
 
     def _through_frozen(self, x_ND: Tensor, ends: Tensor) -> Tensor:
@@ -118,11 +123,31 @@ class _Frozen(torch.autograd.Function):
         return expert_product(gradient_NO.contiguous(), weight.transpose(1, 2).contiguous(), ends), None, None
 
 
-def freeze_experts(model: Transformer, own: Own) -> None:
-    """Leave of each layer's experts parameters for its own alone."""
+def dealt(own: Sequence[int], experts: int, ranks: int) -> list[tuple[int, ...]]:
+    """Which experts each of the ranks that have different ones has: of those that are trained its rows of their stack,
+    and as many others as it has room for."""
+    others = iter([expert for expert in range(experts) if expert not in own])
+    found, first = [], 0
+    for count in rows_of_ranks(len(own), ranks):
+        found.append(tuple(sorted([*own[first : first + count], *islice(others, experts // ranks - count)])))
+        first += count
+    return found
+
+
+def placed(here: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """[E + 1]: where each expert stands if those of the first rank come first, and so on; no expert (E) stays last."""
+    order = [expert for of_rank in here for expert in of_rank]
+    return torch.tensor([*order, len(order)], device=device).argsort()
+
+
+def freeze_experts(model: Transformer, own: Own, here: tuple[int, ...], shared: Shared | None) -> None:
+    """Leave of each layer's experts that are here parameters for its own alone."""
     for part in model.modules():
         if isinstance(part, MoE):
-            part.experts = SomeExperts(part.experts, own)
+            part.experts = SomeExperts(part.experts, own, here, shared)
+    if shared is not None:
+        for key in (f"{name}.{kind}" for name, _ in some_experts(model) for kind in KINDS):
+            shared.shapes[key] = torch.Size((len(own.experts), *shared.shapes[key][1:]))
 
 
 def relieve(module: nn.Module, ratio: float) -> None:
@@ -130,9 +155,9 @@ def relieve(module: nn.Module, ratio: float) -> None:
     may use them more; 1 is as without. Where all are trained here, there are no others to be used less."""
     for part in module.modules():
         if isinstance(part, MoE) and isinstance(part.experts, SomeExperts):
-            mine = part.experts.mine
-            ones = part.router.load.new_ones(len(mine))
-            part.router.relief = None if ratio == 1 else ones.masked_fill(mine, ratio)
+            relief = torch.ones_like(part.router.load)
+            relief[list(part.experts.of_all)] = ratio
+            part.router.relief = None if ratio == 1 else relief
 
 
 def of_own(weights: Weights, own: Own, experts: int) -> Weights:
@@ -146,15 +171,17 @@ def of_own(weights: Weights, own: Own, experts: int) -> Weights:
     return part
 
 
-def fill_frozen(module: nn.Module, weights: Weights) -> None:
+def fill_frozen(module: nn.Module, weights: Weights, experts: int) -> None:
     """Give what rests its values, from those of whole stacks of experts by name."""
     for name, part in some_experts(module):
-        part.mine.zero_()[list(part.own)] = True
-        for kind in KINDS:
+        shared = part.shared
+        part.mine.copy_(torch.tensor([expert in part.own for expert in part.here]))
+        for kind, key in ((kind, f"{name}.{kind}") for kind in KINDS):
             resting = cast(Resting, part.frozen[kind])
-            whole = weights(f"{name}.{kind}", torch.Size((len(part.mine), *resting.shape[1:])))
+            of_one = resting.shape[1:] if shared is None else shared.shapes[key][1:]
+            whole = weights(key, torch.Size((experts, *of_one)))
             for place, expert in enumerate(part.others):
-                resting.put(place, whole[expert])
+                resting.put(place, whole[expert] if shared is None else shared.of_expert(key, whole[expert]))
 
 
 def some_experts(module: nn.Module) -> Iterator[tuple[str, SomeExperts]]:
@@ -162,13 +189,3 @@ def some_experts(module: nn.Module) -> Iterator[tuple[str, SomeExperts]]:
     for name, part in named_modules(module):
         if isinstance(part, SomeExperts):
             yield name, part
-
-
-def refuse_frozen(layout: Layout) -> None:
-    """Raises UserError for a layout in which nobody has whole experts, or all of them."""
-    for axis in ("tp", "ep"):
-        if getattr(layout, axis) > 1:
-            raise UserError(
-                f"layout.{axis}", getattr(layout, axis), "shares experts of which a node trains only some",
-                f"set layout.{axis} = 1 inside nodes, or a method whose nodes train all experts, such as diloco",
-            )  # fmt: skip

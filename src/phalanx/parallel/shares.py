@@ -45,12 +45,20 @@ class Shares:
 
     def shape(self, name: str, whole: torch.Size) -> torch.Size:
         """Of this rank's share of a tensor with the shape `whole`."""
-        share, mine = self.share(name), list(whole)
-        if share.axis is not None:
-            group = self._group(share)
-            parts = rows_of_ranks(whole[share.axis], group.size() // share.copies)
-            mine[share.axis] = parts[group.rank() // share.copies]
-        return torch.Size(mine)
+        return self._mine(self.share(name), torch.empty(whole, device="meta")).shape
+
+    def of_expert(self, name: str, whole: Tensor) -> Tensor:
+        """What a rank that has this expert has of it."""
+        share = self.share(name)
+        return whole if share.among == "ep" else self._mine(share, whole[None])[0]
+
+    def _mine(self, share: Share, whole: Tensor) -> Tensor:
+        if share.axis is None:
+            return whole
+        group = self._group(share)
+        place = group.rank() // share.copies
+        parts = rows_of_ranks(whole.shape[share.axis], group.size() // share.copies)
+        return whole.narrow(share.axis, sum(parts[:place]), parts[place])
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor like the trained parameter `name`, as part of one like the whole: the same memory, as a DTensor."""

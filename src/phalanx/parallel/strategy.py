@@ -218,6 +218,12 @@ class Strategy:
 class Shared(Protocol):
     """Which shares ranks have in a model (tensor and expert parallelism)."""
 
+    shapes: dict[str, torch.Size]
+    """Of whole parameters."""
+
+    def of_expert(self, name: str, whole: Tensor) -> Tensor:
+        """What a rank that has this expert has of it."""
+
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """See Strategy.part."""
 
