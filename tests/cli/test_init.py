@@ -65,7 +65,7 @@ def test_every_commented_key_is_right():
             assert build_run(table) == DEFAULTS, line
     lines[moe] = [line.removeprefix("# ") for line in lines[moe]]
     assert build_run(tomllib.loads("\n".join(lines))).model.moe.experts == 8
-    below = [line.removeprefix("# ") for line in lines[swarm:] if re.match(r"# (\[swarm|(?!codec)\w+ = )", line)]
+    below = [line.removeprefix("# ") for line in lines[swarm:] if re.match(r"# (\[swarm|(?!codec|mixing)\w+ = )", line)]
     lines[moe] = [line.replace("bias_update_rate = ", "# ") for line in lines[moe]]
     with_swarm = build_run(tomllib.loads("\n".join([*lines[:swarm], *below]))).swarm
     assert with_swarm == SwarmSpec(outer=OuterSpec())

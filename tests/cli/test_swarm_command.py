@@ -157,6 +157,28 @@ def test_two_sites_learn_one_model_though_a_third_is_killed(folder: Path) -> Non
     assert said[0] == said[1]
 
 
+@pytest.mark.parametrize("layouts", [("tp", "ep"), ("ep", "tp")], ids=" and ".join)
+def test_ranks_of_a_node_share_its_experts(folder: Path, layouts: tuple[str, str]) -> None:
+    """By columns or one by one: what the swarm learns is what it learns of nodes with one rank."""
+    file = described(folder, 12)
+    first, second = ([], []), tuple(["--nproc", "2", "--set", f"layout.{axis}=2"] for axis in layouts)
+    results = []
+    for number, nodes in enumerate((first, second)):
+        with processes() as start:
+            file.write_text(re.sub('name = "tiny.*"', f'name = "tiny{number}"', file.read_text()))
+            lead, address = served(start, file)
+            ends = [start("join", address, "--certs", f"certs/{name}", *words)
+                    for name, words in zip(("ann", "bob"), nodes, strict=True)]  # fmt: skip
+            said = [process.communicate(timeout=SECONDS)[0] for process in (*ends, lead)]
+            assert [process.returncode for process in (*ends, lead)] == [0, 0, 0], said
+        results.append(load_file(folder / "runs" / f"tiny{number}" / "model" / "base.safetensors"))
+        for name in ("ann", "bob"):
+            mine = load_file(folder / "nodes" / name / "base.safetensors")
+            assert all(torch.equal(mine[key], value) for key, value in results[-1].items())
+    for key, expected in results[0].items():
+        assert (results[1][key] - expected).norm() < 1e-4 * expected.norm()  # a step of coding here and there
+
+
 def test_a_node_leaves_when_it_is_asked_to_and_the_coordinator_too(folder: Path) -> None:
     with processes() as start:
         lead, address = served(start, described(folder, 40_000))

@@ -49,8 +49,11 @@ def test_own_experts_are_spared_less_and_less():
         ({"method": "ddp", "every": 1, "merge": {"every": 1}}, {}, "merge.every.*has no meaning for ddp"),
         ({"method": "ddp", "every": 1}, {"optimizer": {"name": "muon"}}, r"optimizer\.name = 'muon': is not AdamW"),
         ({"every": 30}, {}, r"training\.steps = 200: is no multiple of the 30 steps of a round\n.*use 210"),
-        ({}, {"layout": {"tp": 2}}, r"layout\.tp = 2: shares experts"),
-        ({}, {"layout": {"ep": 2}}, r"layout\.ep = 2: shares experts"),
+        (
+            {},
+            {"layout": {"ep": 2, "data": "zero3"}},
+            r"layout\.data = 'zero3': splits what expert-parallel ranks train",
+        ),
         ({}, {"layout": {"data": "parameter_server"}}, "no layout for inside a node"),
         ({}, {"model": {**MODEL, "moe": None}}, "shares out experts, and the model has none"),
         ({}, {"model": {**MODEL, "moe": {**MODEL["moe"], "bias_update_rate": 0.1}}}, "bias_update_rate = 0.1"),

@@ -3,7 +3,6 @@ counts, and who lied is named."""
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+import xxhash
 
 from phalanx.cost.shapes import parameter_shapes
 from phalanx.cost.swarm import coded_bytes
@@ -128,14 +128,14 @@ def test_a_node_that_lies_is_named_and_does_not_count(tmp_path, lie):
 
 def raw_put(link: Client, head: dict[str, Any], content: bytes) -> None:
     """As nobody's client does it."""
-    digest = pack({"sha256": head.get("sha256", hashlib.sha256(content).hexdigest())})
+    digest = pack({"checksum": head.get("checksum", xxhash.xxh3_128(content).hexdigest())})
     link._channel.stream_unary(f"/{SERVICE}/put")(iter([pack(head), content, digest]), timeout=SECONDS)
 
 
 @pytest.mark.parametrize(
     ("head", "code", "why"),
     [
-        ({"sha256": "0" * 64}, grpc.StatusCode.INVALID_ARGUMENT, "damaged"),
+        ({"checksum": "0" * 32}, grpc.StatusCode.INVALID_ARGUMENT, "damaged"),
         ({"round": 7}, grpc.StatusCode.FAILED_PRECONDITION, "not open yet"),
         ({"tokens": -1}, grpc.StatusCode.INVALID_ARGUMENT, "malformed"),
         ({"tokens": 10**400}, grpc.StatusCode.INVALID_ARGUMENT, "malformed"),
@@ -495,7 +495,7 @@ def test_two_swarms_do_not_share_a_port(tmp_path):
 def test_another_version_other_text_and_no_room_are_refused(tmp_path):
     run = run_of(tmp_path)
     with served(run, tmp_path) as swarm:
-        with pytest.raises(Refused, match="version: the swarm speaks 2, this node 1"):
+        with pytest.raises(Refused, match="version: the swarm speaks 3, this node 1"):
             swarm.client("ann").join(capacity=4, text="text", version=1)
         swarm.joined("ann")
         with pytest.raises(Refused, match="text: it is not what the other nodes read"):

@@ -1,5 +1,5 @@
-"""What a node goes on from after a round: so much of what all have, the rest what it learned itself; and nothing that
-coding left out is told twice."""
+"""What a node goes on from after a round: what all have, with what it learned itself since it told, or a mixture; and
+nothing that coding left out is told twice."""
 
 from __future__ import annotations
 
@@ -75,6 +75,21 @@ def test_so_much_of_what_was_stays(tmp_path, own, share):
                 assert torch.equal(resting.numbers, base.whole(f"{name}.{kind}")[list(part.others)])
 
 
+def test_what_was_learned_since_is_added_to_what_is_taken(tmp_path):
+    """But where it is said how much of the parameter stays; and where both are the same, nothing is rounded."""
+    run = run_of(tmp_path)
+    under_way = Trainer(run, open_corpus(run, prepare(run.data)), tmp_path, torch.device("cpu"), own=Own((1, 3)))
+    kept = {name: 1.0 for name in parameter_shapes(run.model) if name.startswith("blocks.1.")}
+    with of_seed(run, tmp_path / "base", 1) as base, of_seed(run, tmp_path / "since", 2) as since:
+        for taken in (base, since):
+            was = trained(run, under_way, (1, 3))
+            read_weights(under_way.strategy, Own((1, 3)), 4, taken.read, kept, since.read)
+            now = trained(run, under_way, (1, 3))
+            for item in (item for item in items_of(run.model) if item.key in now):
+                learned = torch.zeros(()) if item.name in kept else taken.read(item) - since.read(item)
+                assert torch.equal(now[item.key], learned + was[item.key])
+
+
 # -- a swarm under way -------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +154,8 @@ def watched(run: RunSpec, folder: Path) -> tuple[Weights, dict[str, list[Seen]]]
 
 
 CASES: list[dict[str, Any]] = [
-    {}, {"fragments": 2, "every": 6}, {"delay": 2}, {"delay": 2, "mixing": 0.25}, {"delay": 1, "mixing": 0.75},
+    {}, {"fragments": 2, "every": 6}, {"delay": 2}, {"delay": 2, "mixing": 0.0}, {"delay": 2, "mixing": 0.25},
+    {"delay": 1, "mixing": 0.75},
     {"fragments": 2, "every": 6, "delay": 1, "mixing": 0.25}, {"delay": 2, "mixing": 0.25, "replication": 2},
     {"delay": 1, "mixing": 0.25, "method": "diloco"},
 ]  # fmt: skip
@@ -148,7 +164,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("swarm", CASES, ids=str)
 def test_a_node_goes_on_from_what_all_have_and_what_it_learned(tmp_path, swarm):
     """Of parameters whose turn it was not, all of its own, bit for bit; so of experts that it alone trains, where it
-    learned on; of what it shares, `mixing`."""
+    learned on; to what it shares is added what it learned since it told, or of its own there is `mixing`."""
     run = run_of(tmp_path, codec="int4", **swarm)
     alone = run.swarm.method == "spes+" and run.swarm.replication == 1
     for seen in (seen for rounds in watched(run, tmp_path)[1].values() for seen in rounds):
@@ -158,6 +174,8 @@ def test_a_node_goes_on_from_what_all_have_and_what_it_learned(tmp_path, swarm):
             assert not torch.equal(was, base)
             if item.key not in turn or (run.swarm.delay and alone and item.expert is not None):
                 assert torch.equal(now, was)
+            elif run.swarm.delay and run.swarm.mixing is None:
+                assert torch.equal(now, base - seen.live[item.key] + was)
             elif run.swarm.mixing:
                 torch.testing.assert_close(now, run.swarm.mixing * was + (1 - run.swarm.mixing) * base)
             else:

@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.cost.swarm import node_of, state_bytes
+from phalanx.spec.errors import UserError
+from phalanx.spec.swarm import SwarmSpec
+from phalanx.swarm.joining import places
 from phalanx.swarm.ownership import Owners, assign, owned, rotated, shares
+from tests.cost.test_swarm_cost import TINY
 
 capacities = st.dictionaries(
     st.text("abcdefgh", min_size=1, max_size=3), st.integers(1, 20).map(float), min_size=1, max_size=9
@@ -104,3 +109,14 @@ def test_rotation_brings_every_expert_to_every_node():
 @pytest.mark.parametrize("experts", [1, 3])
 def test_one_node_owns_all(experts):
     assert assign(experts, {"alone": 2.0}, 3) == (("alone",),) * experts
+
+
+def test_ranks_that_share_experts_have_room_for_more():
+    """Each has half of an expert, but all of what is beside."""
+    swarm = SwarmSpec(method="spes", nodes=2)
+    for own in (1, 2, 4):
+        memory = state_bytes(node_of(TINY, "spes", own), swarm.frozen)
+        assert places(TINY, swarm, memory) == own
+        assert places(TINY, swarm, memory, sharing=2) == 2 * own
+    with pytest.raises(UserError, match="is too little"):
+        places(TINY, swarm, state_bytes(node_of(TINY, "spes", 0), swarm.frozen), sharing=2)

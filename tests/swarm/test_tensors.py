@@ -42,6 +42,21 @@ def test_what_is_no_such_file(tmp_path, content):
         TensorFile(path)
 
 
+def test_a_file_that_is_renewed_keeps_its_numbers_only_where_it_has_the_same_tensors(tmp_path):
+    path = tmp_path / "x.safetensors"
+    with TensorFile.renew(path, {"a": (4,)}) as file:
+        file.write(Item("a", (4,)), torch.ones(4))
+    with TensorFile.renew(path, {"a": (4,)}) as file:
+        assert file.whole("a").tolist() == [1.0] * 4
+    with TensorFile.renew(path, {"b": (4,)}) as file:
+        assert file.whole("b").tolist() == [0.0] * 4
+    with TensorFile.renew(path, {"b": (5,)}) as file:
+        assert file.whole("b").tolist() == [0.0] * 5
+    path.write_bytes(path.read_bytes()[:-4])
+    with TensorFile.renew(path, {"b": (5,)}) as file:
+        assert file.whole("b").tolist() == [0.0] * 5
+
+
 def test_a_truncated_file(tmp_path):
     path = tmp_path / "x.safetensors"
     TensorFile.create(path, {"a": (100,)}).close()

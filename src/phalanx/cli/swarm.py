@@ -273,7 +273,7 @@ def _table(found: dict[str, Any]) -> str:
 
 
 def _check_installed() -> None:
-    missing = [name for name in ("grpc", "cryptography") if find_spec(name) is None]
+    missing = [name for name in ("grpc", "cryptography", "xxhash") if find_spec(name) is None]
     if missing:
         fix = "install them: pip install -e '.[swarm]'"
         raise UserError("phalanx swarm", ", ".join(missing), "is not installed", fix)

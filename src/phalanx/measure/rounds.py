@@ -12,7 +12,7 @@ ROUNDS_FILE, JOURNAL_FILE = "swarm.jsonl", "journal.jsonl"
 
 @dataclass
 class Spent:
-    """Of a round, on a node's rank 0. Coding and sending may go on beside training, all else follows each other."""
+    """Of a round, on a node's rank 0. Coding, sending and receiving may go on beside training."""
 
     round: int
     steps: int = 0

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from phalanx.parallel.heap import keep_free
 from phalanx.parallel.parts import as_part
 from phalanx.spec.errors import UserError
 
 MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 FREED_AT_ONCE_BYTES = 2**20
 WRITERS = 4
 """Files that are written at once: each waits for the disk more than it works."""
@@ -81,7 +81,8 @@ class DiskOffload(CpuOffload):
         self.pieces: dict[int, list[MappedFile]] = {}
         self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(WRITERS)
         self._writing: list[Future[None]] = []
-        _give_freed_memory_back()
+        # What the launcher has for speed is undone: memory is what is short here.
+        keep_free(FREED_AT_ONCE_BYTES, pieces_below_bytes=FREED_AT_ONCE_BYTES)
         _allow_many_files()
 
     @contextmanager
@@ -168,14 +169,6 @@ class MappedFile:
 def _read_all(files: Sequence[MappedFile]) -> None:
     for file in files:
         file.read()
-
-
-def _give_freed_memory_back() -> None:
-    """Undo what the launcher does for speed (glibc only): memory is what is short here."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, FREED_AT_ONCE_BYTES)
-        mallopt(M_TRIM_THRESHOLD, FREED_AT_ONCE_BYTES)
 
 
 def _allow_many_files() -> None:

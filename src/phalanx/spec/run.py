@@ -211,11 +211,11 @@ class RunSpec(Spec):
             not swarm.of_gradients or scaling == "keep", "training.scaling", scaling,
             "follows the ranks of a node, and the coordinator of ddp steps for all nodes", "set learning rates instead",
         )  # fmt: skip
-        for axis in ("tp", "ep"):
-            require(
-                not split or getattr(self.layout, axis) == 1, f"layout.{axis}", getattr(self.layout, axis),
-                "shares experts of which a node trains only some", "set it to 1, or another swarm.method: diloco",
-            )  # fmt: skip
+        require(
+            not split or self.layout.ep == 1 or self.layout.data == "ddp", "layout.data", self.layout.data,
+            "splits what expert-parallel ranks train, of which some may train no expert in a swarm",
+            'set layout.data = "ddp", or layout.ep = 1',
+        )  # fmt: skip
         require(
             self.layout.data != "parameter_server", "layout.data", self.layout.data,
             "is no layout for inside a node of a swarm", "use ddp or a ZeRO stage",

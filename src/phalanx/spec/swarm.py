@@ -90,8 +90,10 @@ class SwarmSpec(Spec):
     """Parts of the model that are exchanged in turn, each after `every` steps (Streaming DiLoCo, arXiv 2501.18512)."""
     delay: int = Field(0, ge=0)
     """Steps that a node learns on while its update is under way, before it takes what came of it."""
-    mixing: float = Field(0.0, ge=0, lt=1)
-    """Of what it learned meanwhile, the part that it keeps."""
+    mixing: float | None = Field(None, ge=0, lt=1)
+    """How much of its own weights is in those that it goes on with then (Streaming DiLoCo). By default it
+    goes on with the new ones, and what it learned meanwhile added (CoCoD-SGD, arXiv 1906.12043), if its word counted
+    and it trains the same experts again; else with the new ones alone."""
     outer: OuterSpec | None = None
     """By default the mean is taken as it is; of diloco learning rate 0.7, momentum 0.9."""
     merge: MergeSpec = MergeSpec()
@@ -146,7 +148,7 @@ class SwarmSpec(Spec):
             "lower it: an update is taken before the next is told",
         )  # fmt: skip
         require(
-            self.mixing == 0 or self.delay > 0, "mixing", self.mixing,
+            self.mixing is None or self.delay > 0, "mixing", self.mixing,
             "has no meaning without delay: nothing is learned meanwhile", "set delay, or remove it",
         )  # fmt: skip
         require(

@@ -1,23 +1,24 @@
 """What a round comes to: from what its nodes told, the new weights, and what nodes are told of them.
 
-Everything goes piece by piece, from files to files: memory is that of a few copies of one piece (of one from each node
-for a trimmed mean), or of a layer's experts while they are merged, however large the model is. Nodes count in the order
-of their names and sums are in fp64: who came first does not matter."""
+Everything goes piece by piece, from files to files: memory is that of a few copies of the pieces that are under way (of
+one from each node for a trimmed mean), or of a layer's experts while they are merged, however large the model is. Nodes
+count in the order of their names and sums are in fp64: who came first does not matter."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from phalanx.parallel.gradient import clip_ratio
 from phalanx.spec.swarm import Codec
-from phalanx.swarm.codec import decode, encode
+from phalanx.swarm.codec import Buffer, decode, encode
 from phalanx.swarm.descent import MOMENTS, Descent
 from phalanx.swarm.items import STACKED, Item
 from phalanx.swarm.merge import merge
@@ -27,6 +28,9 @@ from phalanx.swarm.update import heard, sends_weights
 
 Robust = Literal["none", "trimmed"]
 AVERAGE = Outer()
+AT_A_TIME = 2
+"""Pieces under way: while one is computed another is read or written."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,30 +85,40 @@ class State:
 def aggregate(items: Sequence[Item], told: Sequence[Told], rules: Rules, old: State, new: State) -> dict[str, str]:
     """Fill `new` with the state after a round, but for what nodes will have of it (`publish`). Returns, of each piece
     that somebody told, who did if it was only one whose word stands: nobody else changes it; and "" of the others."""
-    told, found = sorted(told, key=lambda one: one.node), {}
+    told, merging = sorted(told, key=lambda one: one.node), bool(rules.merge_alpha and told)
     if rules.descent is not None and told:
         return _descend(items, told, rules, rules.descent, old, new)
-    merging = bool(rules.merge_alpha and told)
-    for item in items:
-        before = old.base.read(item)
+
+    def word(item: Item) -> str | None:
         mine = [one for one in told if item.key in one.file.shapes]
-        moving = old.velocity.read(item) if old.velocity else None
+        merged = merging and item.expert is not None
         if not mine:
             new.keep(item, old)
-            if merging and item.expert is not None:
-                found[item.key] = ""
-            continue
-        values = map(partial(_value, item, before, rules.codec), mine)
-        mean = combined(values, [one.tokens for one in mine], rules.robust)
-        after, velocity = rules.outer.step(before, mean, moving)
-        if new.velocity and velocity is not None:
-            new.velocity.write(item, velocity)
-        new.base.write(item, after)
-        stands = len(mine) == 1 and rules.outer.averages and not (item.expert is not None and merging)
-        found[item.key] = mine[0].node if stands else ""
+            return "" if merged else None
+        _average(item, mine, rules, old, new)
+        return mine[0].node if len(mine) == 1 and rules.outer.averages and not merged else ""
+
+    words = zip(items, _each(items, word), strict=True)
     if merging:
         _merge(items, rules, new.base)
-    return found
+    return {item.key: of_whom for item, of_whom in words if of_whom is not None}
+
+
+def _each(items: Sequence[Item], work: Callable[[Item], T]) -> list[T]:
+    """What becomes of every piece, some at a time."""
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        return list(pool.map(work, items))
+
+
+def _average(item: Item, told: Sequence[Told], rules: Rules, old: State, new: State) -> None:
+    """A piece that these told, after the outer optimizer's step."""
+    before, moving = old.base.read(item), old.velocity.read(item) if old.velocity else None
+    values = map(partial(_value, item, before, rules.codec), told)
+    mean = combined(values, [one.tokens for one in told], rules.robust)
+    after, velocity = rules.outer.step(before, mean, moving)
+    if new.velocity and velocity is not None:
+        new.velocity.write(item, velocity)
+    new.base.write(item, after)
 
 
 def _descend(
@@ -112,18 +126,22 @@ def _descend(
 ) -> dict[str, str]:
     """The same of gradients, which all told of all pieces: of their mean, of at most the norm that the optimizer clips
     to, a step. It takes two passes, since the norm is that of all pieces."""
-    square = torch.zeros((), dtype=torch.float64)
-    for item in items:
+
+    def mean(item: Item) -> Tensor:
         gradients = (decode(one.file.raw(item.key), item.shape, rules.codec) for one in told)
-        mean = combined(gradients, [one.tokens for one in told], rules.robust)
-        square += mean.double().square().sum()
-        new.base.write(item, mean)  # until the second pass has its weights
-    ratio = clip_ratio(square.sqrt(), descent.optimizer.clip_norm)
-    for item in items:
+        found = combined(gradients, [one.tokens for one in told], rules.robust)
+        new.base.write(item, found)  # until the second pass has its weights
+        return found.double().square().sum()
+
+    ratio = clip_ratio(torch.stack(_each(items, mean)).sum().sqrt(), descent.optimizer.clip_norm)
+
+    def step(item: Item) -> None:
         weights, moments = old.base.read(item), {kind: old.files[kind].read(item) for kind in MOMENTS}
         descent.step(item, weights, ratio * new.base.read(item), moments)
         for kind, tensor in {"base": weights, **moments}.items():
             new.files[kind].write(item, tensor)
+
+    _each(items, step)
     return dict.fromkeys((item.key for item in items), "")
 
 
@@ -170,19 +188,22 @@ def publish(
     """Write to `down` what nodes are told of each piece that changed, and have `new` be what they make of it, to the
     bit. What only one node told, and stands, goes on as it came."""
     by_node = {one.node: one.file for one in told}
-    for item in items:
+
+    def tell(item: Item) -> None:
         owner = stands.get(item.key)
         if old.left and new.left and owner != "":
             new.left.write(item, old.left.read(item))
         if owner is None:
-            continue
+            return
         data = by_node[owner].raw(item.key) if owner else _coded(item, codec, old, new)
         down.write_raw(item.key, data)
         if not sends_weights(codec):  # else it is there, bit for bit
             new.base.write(item, heard(item, data, codec, old.base.read))
 
+    _each(items, tell)
 
-def _coded(item: Item, codec: Codec, old: State, new: State) -> bytes:
+
+def _coded(item: Item, codec: Codec, old: State, new: State) -> Buffer:
     """What a piece became, coded; what that leaves out is told another time."""
     after = new.base.read(item)
     if sends_weights(codec):

@@ -21,17 +21,22 @@ class CodecError(ValueError):
     """Bytes that are no coded tensor."""
 
 
-def encode(tensor: Tensor, codec: Codec) -> bytes:
-    """A tensor's bytes. What is not finite stays so in fp32 and bf16, and makes its whole block NaN in the others."""
+Buffer = bytes | bytearray | memoryview
+"""What can be written to a file."""
+
+
+def encode(tensor: Tensor, codec: Codec) -> Buffer:
+    """A tensor's bytes; of fp32 they are in its memory. What is not finite stays so in fp32 and bf16, and makes its
+    whole block NaN in the others."""
     flat = tensor.detach().to("cpu", torch.float32).reshape(-1)
     if codec not in SCALED:
         return _bytes(flat.to(DTYPES[codec]))
     codes, scale = to_blocks(flat, TOP[codec])
     codes = codes.reshape(-1)[: flat.numel()]
-    return _bytes(scale) + _bytes(codes if codec == "int8" else _in_halves(codes))
+    return b"".join([_bytes(scale), _bytes(codes if codec == "int8" else _in_halves(codes))])
 
 
-def decode(data: bytes | bytearray, shape: tuple[int, ...], codec: Codec) -> Tensor:
+def decode(data: Buffer, shape: tuple[int, ...], codec: Codec) -> Tensor:
     """The tensor, in fp32 (of a bytearray in fp32 in its memory). Raises CodecError for too many or too few bytes."""
     data = data if isinstance(data, bytearray) else bytearray(data)
     numbers = int(torch.Size(shape).numel())
@@ -59,5 +64,5 @@ def _of_halves(halves: Tensor) -> Tensor:
     return torch.stack([low, high], dim=1).reshape(-1)
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(torch.uint8).numpy().data

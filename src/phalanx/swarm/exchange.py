@@ -3,11 +3,15 @@ round, and what came of it, put into the weights that all nodes have.
 
     base.safetensors     the weights that all nodes have
     live.safetensors     this node's own, when it last told; of ddp their gradients
-    update               what it told"""
+    update               what it told
+    down                 what a round came to"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from phalanx.cost.shapes import parameter_shapes
@@ -21,7 +25,7 @@ from phalanx.swarm.items import Item, of_round, told_by
 from phalanx.swarm.ownership import Owners
 from phalanx.swarm.tensors import TensorFile
 from phalanx.swarm.update import Feedback, heard, origin, tell
-from phalanx.swarm.wire.client import Client
+from phalanx.swarm.wire.client import Client, Gone
 
 
 class Exchange:
@@ -37,6 +41,8 @@ class Exchange:
         """Rounds that the base has."""
         self.brought_bytes = 0
         """All weights, received before the first round."""
+        self.fetched = -1
+        """The round of which `down` has what it came to."""
         self.feedback: Feedback = {}
         self.telling_seconds = 0.0
         """The last time."""
@@ -86,45 +92,81 @@ class Exchange:
         """Whether nobody else trains this node's experts."""
         return self.swarm.method in SPLIT and self.swarm.replication == 1
 
+    def bring(self) -> int:
+        """Receive all weights; returns how many rounds these have."""
+        assert self.link is not None
+        part, shapes = self.directory / "base.part", parameter_shapes(self.run.model)
+        committed = self.link.get(part, None, (), shapes.__getitem__)
+        part.rename(self.base)
+        if not self.live.exists():
+            TensorFile.create(self.live, shapes).close()
+        return committed
+
+    def fetch(self, number: int, telling: Future[bool], spent: Spent) -> None:
+        """Receive what a round comes to once it is known, while the node learns on; nothing, if the node is to leave or
+        that is gone already."""
+        assert self.link is not None
+        told = telling.result()
+        while self.link.wait_a_while(committed=number + 1) is None:
+            if self.link.leaving:
+                return
+        if self.version == number:
+            with suppress(Gone):
+                self._get(number, told, spent)
+
     def receive(self, committed: int, spent: Spent, told: int | None) -> int:
         """Bring the base to so many rounds: round by round, or, if one of these is gone, whole. Returns how many it has
         then: if all of it was sent, it may be more."""
         assert self.link is not None
-        before, begun = self.link.received_bytes, time.perf_counter()
         try:
             if self.version < 0:
-                raise LookupError
+                raise Gone
             for number in range(self.version, committed):
-                self._receive_round(number, number == told)
-        except LookupError:
-            path, shapes = self.directory / "base.part", parameter_shapes(self.run.model)
-            rounds_only = self.link.received_bytes
-            committed = self.link.get(path, None, (), shapes.__getitem__)
-            spent.whole_bytes += self.link.received_bytes - rounds_only
-            path.rename(self.base)
+                if self.fetched != number:
+                    self._get(number, number == told, spent)
+                self._take(number, number == told, spent)
+        except Gone:
+            before = self.link.received_bytes
+            with self._receiving(spent):
+                committed = self.bring()
+            spent.whole_bytes += self.link.received_bytes - before
             self.feedback.clear()
-            if not self.live.exists():
-                TensorFile.create(self.live, shapes).close()
-        spent.receive_seconds += time.perf_counter() - begun
-        spent.received_bytes += self.link.received_bytes - before
         return max(self.version, committed)
 
-    def _receive_round(self, number: int, told: bool) -> None:
+    @contextmanager
+    def _receiving(self, spent: Spent) -> Iterator[None]:
+        assert self.link is not None
+        before, begun = self.link.received_bytes, time.perf_counter()
+        try:
+            yield
+        finally:
+            spent.receive_seconds += time.perf_counter() - begun
+            spent.received_bytes += self.link.received_bytes - before
+
+    def _get(self, number: int, told: bool, spent: Spent) -> None:
+        """Receive what a round came to."""
+        assert self.link is not None
+        sizes = {item.key: (coded_bytes(item.numbers, self.swarm.coded),) for item in of_round(self.run, number)}
+        with self._receiving(spent):
+            self.link.get(self.directory / "down", number, self._not_needed(number, told), sizes.__getitem__)
+        self.fetched = number
+
+    def _not_needed(self, number: int, told: bool) -> list[str]:
+        """What this node has of a round's result already."""
+        skips = told and self.swarm.method == "spes+" and self.stands(number)
+        return [item.key for item in self.own_experts(number)] if skips else []
+
+    def _take(self, number: int, told: bool, spent: Spent) -> None:
         """Put what a round came to into the base."""
         assert self.link is not None
-        items = of_round(self.run, number)
-        by_key = {item.key: item for item in items}
-        codec = self.swarm.coded
-        skips = told and self.swarm.method == "spes+" and self.stands(number)  # it has these already
-        own = [item.key for item in self.own_experts(number)] if skips else []
-        path = self.directory / "down"
-        self.link.get(path, number, own, lambda key: (coded_bytes(by_key[key].numbers, codec),))
-        own = own if self.link.counted else []
+        begun, path = time.perf_counter(), self.directory / "down"
+        own = self._not_needed(number, told) if self.link.counted else []
         with (
             TensorFile(path) as down, TensorFile(self.base, writable=True) as base,
             TensorFile(self.directory / "update" if own else path) as mine,
         ):  # fmt: skip
-            for item in items:
+            for item in of_round(self.run, number):
                 source = mine if item.key in own else down
                 if item.key in source.shapes:
-                    base.write(item, heard(item, source.raw(item.key), codec, base.read))
+                    base.write(item, heard(item, source.raw(item.key), self.swarm.coded, base.read))
+        spent.code_seconds += time.perf_counter() - begun

@@ -14,7 +14,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.ownership import Owners
 
-PIECE = 2**20
+PIECE = 2**18
 """Numbers of a part of a tensor, unless a row has more."""
 STACKED = ".experts."
 """In the names of tensors that stack a layer's experts."""

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phalanx.cost.shapes import parameter_shapes
 from phalanx.cost.swarm import node_of, state_bytes
 from phalanx.data.prepare import Prepared
 from phalanx.measure.lock import hold, refuse_held
@@ -27,9 +26,9 @@ from phalanx.spec.load import load_run
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SPLIT, SwarmSpec
+from phalanx.swarm.exchange import Exchange
 from phalanx.swarm.guards import Refused
 from phalanx.swarm.node import Node
-from phalanx.swarm.tensors import TensorFile
 from phalanx.swarm.wire.certs import member_of
 from phalanx.swarm.wire.client import Client
 from phalanx.train.corpus import open_corpus
@@ -73,16 +72,17 @@ def join(
         received = ["model.from_hf=", "model.redrawn="]  # weights come from the coordinator, which alone has that path
         run = load_run(directory / "swarm.toml", [*here, *received, *overrides])
         assert run.swarm is not None
+        _check_same(load_run(directory / "swarm.toml", received), run)
         ranks = choose_nproc(run, nproc)
-        capacity = places(run.model, run.swarm, memory_of(run, choose_device(run)))
+        sharing = run.layout.tp * run.layout.ep
+        capacity = places(run.model, run.swarm, memory_of(run, choose_device(run)), sharing)
         for stale in ("base.safetensors", "live.safetensors", "metrics.jsonl"):
             (directory / stale).unlink(missing_ok=True)
         set_up(run, ranks, resume=False)
         place = {"capacity": capacity, "text": text_of(read_directory(directory)[1])}
-        _check_same(load_run(directory / "swarm.toml", received), run)
         link.join(**place, begin=False)
         say(f"{name} receives the weights of {address}")  # before anybody counts on it, for that may take long
-        version = bring_weights(run.model, link, directory)
+        version = Exchange(run, directory, name, link).bring()
     except Refused as refused:
         fix = "see phalanx swarm status, and that both sides have the same version of Phalanx and the same text"
         raise UserError("swarm", address, f"does not take this node: {refused}", fix) from None
@@ -110,23 +110,15 @@ def _check_same(asked: RunSpec, run: RunSpec) -> None:
         raise UserError("--set", other[0], "is the coordinator's to say", fix)
 
 
-def bring_weights(model: ModelSpec, link: Client, directory: Path) -> int:
-    """Receive what all nodes have; returns how many rounds that has."""
-    shapes, part = parameter_shapes(model), directory / "base.part"
-    version = link.get(part, None, (), shapes.__getitem__)
-    part.rename(directory / "base.safetensors")
-    TensorFile.create(directory / "live.safetensors", shapes).close()
-    return version
-
-
-def places(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float) -> int:
-    """How many experts of each layer there is memory to train, beside what a node has at any rate; 1 where nodes train
-    all. Activations come on top.
+def places(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float, sharing: int = 1) -> int:
+    """How many experts of each layer there is memory to train on each rank, beside what it has at any rate, where so
+    many ranks share them; 1 where nodes train all. Activations come on top.
 
     Raises UserError if there is none for a single one.
     """
     experts = model.moe.experts if model.moe is not None and swarm.method in SPLIT else 0
-    needed = [state_bytes(node_of(model, swarm.method, count), swarm.frozen) for count in range(experts + 1)]
+    whole = [state_bytes(node_of(model, swarm.method, count), swarm.frozen) for count in range(experts + 1)]
+    needed = [whole[0] + (size - whole[0]) / sharing for size in whole]
     fitting = sum(size <= memory_bytes for size in needed) - 1
     if fitting < min(1, experts):
         least = needed[min(1, experts)] / 1e9

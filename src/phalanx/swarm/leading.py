@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import signal
 import threading
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from torch import Tensor
 from phalanx.cost.shapes import parameter_shapes
 from phalanx.measure.lock import hold
 from phalanx.model.weights import initial_weight
+from phalanx.parallel.heap import keep_free
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
@@ -26,7 +26,8 @@ from phalanx.train.corpus import initial_weights
 from phalanx.train.setup import RUN_FILE, absolute, run_directory, to_toml
 
 TICK_SECONDS, AGAIN_SECONDS = 0.05, 5.0
-M_ARENA_MAX = -8
+FREE_BYTES, LARGE_BYTES = 2**26, 2**24
+"""Memory that is kept, and what is not taken from it: more than the wire, or a piece of most models, needs at once."""
 
 
 def directory_of(run: RunSpec) -> Path:
@@ -63,7 +64,8 @@ def first_weights(run: RunSpec) -> Weights:
 
 def lead(run: RunSpec, address: str, certificates: Path, say: Callable[[str], None]) -> int:
     """Serve nodes until the last round is done and they have gone, or a signal; returns the exit code."""
-    _keep_one_heap()
+    # Each of the many threads that serve nodes would keep what it freed, and pieces leave gaps: up to two models.
+    keep_free(FREE_BYTES, pieces_below_bytes=LARGE_BYTES, heaps=1)
     directory = directory_of(run)
     lock = hold(directory)
     coordinator = Coordinator(run, directory, first_weights(run))
@@ -95,13 +97,6 @@ def lead(run: RunSpec, address: str, certificates: Path, say: Callable[[str], No
     if lock is not None:
         lock.close()
     return 0
-
-
-def _keep_one_heap() -> None:
-    """Have all threads take memory from one place and give it back there: by glibc's default each of the many that
-    serve nodes keeps what it freed for itself, which was up to two models."""
-    if hasattr(library := ctypes.CDLL(None), "mallopt"):
-        library.mallopt(M_ARENA_MAX, 1)
 
 
 def _words(coordinator: Coordinator) -> str:

@@ -29,7 +29,9 @@ def moments_of(learner: Learner) -> Moments:
 @torch.no_grad()
 def carry(known: Moments, had: Sequence[int], new: Learner, has: Sequence[int]) -> None:
     """Give the optimizers of `new` what was known of parameters that it trains whole on this rank, too, and of stacks
-    of experts for those in both. What is new begins anew; so do experts of which ranks share the rows."""
+    of experts for those in both. What is new begins anew; so do experts of ranks that have different ones, or some rows
+    of them."""
+    apart = new.run.layout.ep > 1
     for name, parameter in new.strategy.trained.items():
         for optimizer in new.optimizers:
             mine = any(parameter is each for group in optimizer.param_groups for each in group["params"])
@@ -38,7 +40,7 @@ def carry(known: Moments, had: Sequence[int], new: Learner, has: Sequence[int]) 
             state = known[name]
             if STACKED not in name:
                 optimizer.state[parameter] = state
-            elif not isinstance(parameter, DTensor):
+            elif not (apart or isinstance(parameter, DTensor)):
                 optimizer.state[parameter] = {
                     key: _of_experts(value, had, has) if isinstance(value, Tensor) and value.ndim else value
                     for key, value in state.items()

@@ -98,6 +98,9 @@ class Node:
                 self._catch_up(task.committed, Spent(task.round), to_the_end=True)
             self.trainer.count_anew()
             return self.trainer.evaluate()
+        except BaseException:
+            self.leave()  # or what goes on beside would wait for the round's end
+            raise
         finally:
             self._over.set()
             self._beside.shutdown()
@@ -130,11 +133,14 @@ class Node:
         self._learn(steps, spent, logs, in_time=True)
         telling = self._tell(task, spent)
         more = 0 if last else min(self.swarm.delay, task.steps - steps)  # who begins has less text than that once
+        fetching = self._beside.submit(self.exchange.fetch, task.round, telling, spent) if more and telling else None
         self.ahead = self._learn(more, spent, logs)
         accepted = self._shared(lambda: telling.result() if telling else None)
         begun = time.perf_counter()
         heard_of = self._until(committed=task.round + 1)
         spent.wait_seconds += time.perf_counter() - begun
+        if fetching is not None:
+            fetching.result()
         if heard_of is not None:
             self._catch_up(heard_of.committed, spent, task.round if accepted else None)
 
@@ -148,7 +154,8 @@ class Node:
             each, tokens = (time.perf_counter() - begun) / max(1, spent.steps - before), trainer.tokens
             if in_time and self.stop_at is not None and time.monotonic() + 2 * each > self.stop_at:
                 trainer.asked_to_stop = True  # all ranks hear of it in this step
-            relieve(trainer.module, self.swarm.balance.ratio(trainer.step, self.run.training.steps))
+            if self.swarm.balance.own < 1:
+                relieve(trainer.module, self.swarm.balance.ratio(trainer.step, self.run.training.steps))
             record = trainer.train_step(self.text)
             for log in logs:
                 log.write(record)
@@ -185,6 +192,7 @@ class Node:
         exchange.version = self._shared(lambda: exchange.receive(committed, spent, told))
         if self.trainer is None:
             return
+        adds = mixed and self.swarm.mixing is None and not to_the_end
         stands = told is not None and mixed and exchange.stands(told)
         if stands:  # what coding left out of these is still in the weights
             for item in exchange.own_experts(committed - 1):
@@ -192,20 +200,21 @@ class Node:
         turns = {number % self.swarm.fragments for number in range(before, exchange.version)}
         begun = time.perf_counter()
         kept = {} if to_the_end else self._kept(turns, mixed, stands)
-        with TensorFile(exchange.base) as base:
-            read_weights(self.trainer.strategy, self._frozen(), self.experts, base.read, kept)
+        with TensorFile(exchange.base) as base, TensorFile(exchange.live) as live:
+            since = live.read if adds else None
+            read_weights(self.trainer.strategy, self._frozen(), self.experts, base.read, kept, since)
         spent.code_seconds += time.perf_counter() - begun
 
     def _kept(self, turns: set[int], mixed: bool, stands: bool) -> dict[str, float]:
         """Of each parameter, how much of what this node made of it stays: all of fragments whose turn it was not; where
-        it learned on since it told, `mixing`, and all of its own experts whose word stands."""
+        it learned on since it told, `mixing`, if that is said, and all of its own experts whose word stands."""
         kept = {}
         for number in range(self.swarm.fragments):
             for item in in_fragment(self.run.model, number, self.swarm.fragments):
-                if number not in turns and self.swarm.fragments > 1:
+                if (number not in turns and self.swarm.fragments > 1) or (stands and item.expert is not None):
                     kept[item.name] = 1.0
-                elif mixed:
-                    kept[item.name] = 1.0 if item.expert is not None and stands else self.swarm.mixing
+                elif mixed and self.swarm.mixing is not None:
+                    kept[item.name] = self.swarm.mixing
         return kept
 
     # -- with the other ranks ----------------------------------------------------------------------------------------

@@ -4,13 +4,14 @@ gradients, written to a file, and weights from a file taken by every rank for it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from phalanx.parallel.apply import fill
+from phalanx.parallel.apply import fill_one
 from phalanx.parallel.frozen import Own, Resting, fill_frozen, of_own
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.parts import local
@@ -66,23 +67,39 @@ def _is_first(mesh: Mesh) -> bool:
     return not any(place for axis, place in mesh.degrees.place(mesh.rank).items() if axis != "pp")
 
 
+@torch.no_grad()
 def read_weights(
-    strategy: Strategy, own: Own | None, experts: int, weights: Weights, kept: Mapping[str, float]
-) -> None:
-    """Take weights: what is trained here and what is frozen. Of a parameter in `kept` so much of what it was stays."""
+    strategy: Strategy, own: Own | None, experts: int, weights: Weights, kept: Mapping[str, float],
+    since: Weights | None = None,
+) -> None:  # fmt: skip
+    """Take weights: what is trained here and what is frozen. Of a parameter in `kept` so much of what it was stays; to
+    the others is added what was learned `since` they were so."""
 
-    def whole(name: str, shape: torch.Size) -> Tensor:
-        if STACKED not in name:
-            return weights(Item(name, tuple(shape)))
-        return torch.stack([weights(Item(name, tuple(shape[1:]), expert)) for expert in range(shape[0])])
+    def take(name: str, source: Weights) -> None:
+        whole = partial(_whole, source)
+        fill_one(strategy, name, of_own(whole, own, experts) if own is not None else whole)
 
-    before = {name: parameter.detach().clone() for name, parameter in strategy.trained.items() if kept.get(name)}
-    fill(strategy, of_own(whole, own, experts) if own is not None else whole)
-    with torch.no_grad():
-        for name, was in before.items():
-            strategy.trained[name].lerp_(was, kept[name])
-    fill_frozen(strategy.module, whole)
+    for name, parameter in strategy.trained.items():  # one at a time: copies are of one
+        told = None if name in kept else since
+        was = parameter.clone() if told is not None or kept.get(name) else None
+        take(name, weights)
+        if was is None:
+            continue
+        if told is None:
+            parameter.lerp_(was, kept[name])
+            continue
+        new = parameter.clone()
+        take(name, told)
+        parameter.neg_().add_(new).add_(was)  # in this order nothing is rounded where both are the same
+    fill_frozen(strategy.module, partial(_whole, weights), experts)
     strategy.publish()
+
+
+def _whole(weights: Weights, name: str, shape: torch.Size) -> Tensor:
+    """A parameter, from its pieces."""
+    if STACKED not in name:
+        return weights(Item(name, tuple(shape)))
+    return torch.stack([weights(Item(name, tuple(shape[1:]), expert)) for expert in range(shape[0])])
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx.cost.shapes import Shape
-from phalanx.swarm.codec import encode
+from phalanx.swarm.codec import Buffer, encode
 from phalanx.swarm.items import Item
 
 DTYPES = {"F32": torch.float32, "U8": torch.uint8}
@@ -53,16 +54,22 @@ class TensorFile:
     @classmethod
     def create(cls, path: Path, shapes: Mapping[str, Shape], dtype: str = "F32") -> Self:
         """A new file, of zeros."""
-        end, entries = 0, {}
-        for name, shape in shapes.items():
-            begin, end = end, end + torch.Size(shape).numel() * DTYPES[dtype].itemsize
-            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % ALIGNED)
+        header, size = _header(shapes, dtype)
         with path.open("wb") as file:
-            file.write(len(text).to_bytes(HEADER_BYTES, "little") + text)
-            file.truncate(HEADER_BYTES + len(text) + end)
+            file.write(header)
+            file.truncate(size)
         return cls(path, writable=True)
+
+    @classmethod
+    def renew(cls, path: Path, shapes: Mapping[str, Shape], dtype: str = "F32") -> Self:
+        """A file of these tensors, for a caller that writes all of their numbers: the one that is there with what is in
+        it, if it has the same tensors, for its memory need not be found anew; else a new one."""
+        header, size = _header(shapes, dtype)
+        if path.exists() and path.stat().st_size == size:
+            with path.open("rb") as file:
+                if file.read(len(header)) == header:
+                    return cls(path, writable=True)
+        return cls.create(path, shapes, dtype)
 
     def __enter__(self) -> Self:
         return self
@@ -78,7 +85,7 @@ class TensorFile:
         """Have all that was written on the disk."""
         os.fsync(self._file)
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Of all tensors, by name."""
         return {name: shape for name, (_, shape, _, _) in self._places.items()}
@@ -105,11 +112,11 @@ class TensorFile:
         """Bytes of the file, at most 2 GiB; less at its end."""
         return os.pread(self._file, size, place)
 
-    def write_at(self, place: int, data: memoryview) -> None:
+    def write_at(self, place: int, data: Buffer) -> None:
         """Put bytes in their place in the file."""
         self._write(place, data, len(data))
 
-    def write_raw(self, name: str, data: bytes | bytearray) -> None:
+    def write_raw(self, name: str, data: Buffer) -> None:
         """Put a whole tensor's bytes in their place."""
         begin, size = self.place(name)
         self._write(begin, data, size)
@@ -135,10 +142,21 @@ class TensorFile:
             done += more
         return data
 
-    def _write(self, begin: int, data: bytes | bytearray | memoryview, size: int) -> None:
+    def _write(self, begin: int, data: Buffer, size: int) -> None:
         if len(data) != size:
             raise TensorFileError(f"{len(data)} bytes do not fit a place of {size} in {self.path.name}")
         view = memoryview(data)
         while view:
             written = os.pwrite(self._file, view, begin)
             begin, view = begin + written, view[written:]
+
+
+def _header(shapes: Mapping[str, Shape], dtype: str) -> tuple[bytes, int]:
+    """What a file of these tensors begins with, and how many bytes it has."""
+    end, entries = 0, {}
+    for name, shape in shapes.items():
+        begin, end = end, end + torch.Size(shape).numel() * DTYPES[dtype].itemsize
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNED)
+    return len(text).to_bytes(HEADER_BYTES, "little") + text, HEADER_BYTES + len(text) + end

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.cost.swarm import coded_bytes
 from phalanx.spec.swarm import Codec, SwarmSpec
-from phalanx.swarm.codec import decode, encode
+from phalanx.swarm.codec import Buffer, decode, encode
 from phalanx.swarm.items import Item
 from phalanx.swarm.tensors import TensorFile
 
@@ -39,13 +39,13 @@ def tell(
 ) -> TensorFile:
     """Write the pieces to a file. `base` are the values that the round began with; `feedback` is kept up."""
     shapes = {item.key: (coded_bytes(item.numbers, codec),) for item in items}
-    file = TensorFile.create(path, shapes, "U8")
+    file = TensorFile.renew(path, shapes, "U8")
     for item in items:
         file.write_raw(item.key, told(item, codec, weights, base, feedback))
     return file
 
 
-def told(item: Item, codec: Codec, weights: Weights, base: Weights, feedback: Feedback) -> bytes:
+def told(item: Item, codec: Codec, weights: Weights, base: Weights, feedback: Feedback) -> Buffer:
     """One piece, coded."""
     now = weights(item).detach().float()
     if sends_weights(codec):
@@ -58,7 +58,7 @@ def told(item: Item, codec: Codec, weights: Weights, base: Weights, feedback: Fe
     return data
 
 
-def heard(item: Item, data: bytes | bytearray, codec: Codec, base: Weights) -> Tensor:
+def heard(item: Item, data: Buffer, codec: Codec, base: Weights) -> Tensor:
     """The value of a piece that somebody told. Raises CodecError for what is none."""
     value = decode(data, item.shape, codec)
     return value if sends_weights(codec) else base(item) + value

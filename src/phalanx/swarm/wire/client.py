@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+import xxhash
 
 from phalanx.spec.errors import UserError
 from phalanx.swarm.coordinator import Task
@@ -43,6 +43,10 @@ REASONS = {
 FOR_GOOD = tuple(REASONS)[:-1]
 """Those that time does not mend."""
 T = TypeVar("T")
+
+
+class Gone(Exception):  # noqa: N818 - not an error: all weights are there instead
+    """A round's result that is not kept any more."""
 
 
 class Client:
@@ -119,7 +123,7 @@ class Client:
 
             def parts() -> Iterator[bytes]:
                 yield pack(head)
-                seen = hashlib.sha256()
+                seen = xxhash.xxh3_128()
                 with path.open("rb") as file:
                     for chunk in chunks(file):
                         seen.update(chunk)
@@ -127,7 +131,7 @@ class Client:
                         self.sent_bytes += len(new)
                         if new:
                             yield new
-                yield pack({"sha256": seen.hexdigest()})
+                yield pack({"checksum": seen.hexdigest()})
 
             call(parts())
 
@@ -141,7 +145,7 @@ class Client:
         """Receive what a round came to, but for the node's own pieces, into a file; or all weights. Returns how many
         rounds are committed. `shapes` are those of pieces by name. Where the link breaks it goes on with the next one.
 
-        Raises LookupError if that is gone, and Refused for what did not arrive as it was sent.
+        Raises Gone if that is not kept any more, and Refused for what did not arrive as it was sent.
         """
         call, committed = self._channel.unary_stream(f"/{SERVICE}/get"), -1
         done: set[str] = set()
@@ -158,7 +162,7 @@ class Client:
             self.counted = bool(head["counted"])
             if not done:
                 kind, committed = "F32" if round is None else "U8", int(head["committed"])
-                TensorFile.create(path, {key: shapes(key) for key in head["pieces"]}, kind).close()
+                TensorFile.renew(path, {key: shapes(key) for key in head["pieces"]}, kind).close()
             with TensorFile(path, writable=True) as file:
                 left = memoryview(b"")
                 for key, digest in head["pieces"].items():
@@ -169,7 +173,7 @@ class Client:
             try:
                 self._tried(receive)
                 return committed
-            except LookupError:  # all weights are kept for a while only; the present ones are there
+            except Gone:  # all weights are kept for a while only; the present ones are there
                 if round is not None:
                     raise
                 done.clear()
@@ -177,7 +181,7 @@ class Client:
     def _into(self, file: TensorFile, key: str, digest: str, stream: Iterator[bytes], left: memoryview) -> memoryview:
         """Take a tensor from a stream, after what was `left` of it; returns what is then."""
         place, size = file.place(key)
-        seen, end = hashlib.sha256(), place + size
+        seen, end = xxhash.xxh3_128(), place + size
         while place < end:
             if not left:
                 left = memoryview(next(stream, b""))
@@ -195,7 +199,7 @@ class Client:
     def _tried(self, call: Callable[[], T]) -> T:
         """Again while the link is broken.
 
-        Raises UserError if that takes too long, Refused and LookupError for what the coordinator says.
+        Raises UserError if that takes too long, Refused and Gone for what the coordinator says.
         """
         begun, pause, moved, noticed = time.monotonic(), 0.1, -1, False
         while True:
@@ -208,7 +212,7 @@ class Client:
             except grpc.RpcError as error:
                 code, said = error.code(), error.details() or ""
                 if code == grpc.StatusCode.NOT_FOUND:
-                    raise LookupError(said) from None
+                    raise Gone(said) from None
                 if code not in BROKEN and not said.startswith(BUSY):
                     raise Refused(said) from None
                 if self.sent_bytes + self.received_bytes != moved:  # it goes on, if slowly

@@ -13,8 +13,9 @@ from phalanx.swarm.guards import BUSY, Refused
 
 UNDER_WAY = 6
 """Calls of a member: twice what a node has, for it may not know yet that a link broke."""
-A_SECOND, AT_ONCE = 20.0, 100.0
-"""Calls that it may begin: a node needs a few in a round, and one every few seconds."""
+A_SECOND, AT_ONCE = 100.0, 500.0
+"""Calls that it may begin: a node needs some five in a round, and small models have several rounds in a second. A small
+one is half a millisecond's work, so that who floods takes a twentieth of a core."""
 
 
 class Pace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import threading
@@ -12,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import grpc
+import xxhash
 
 from phalanx.spec.errors import UserError
 from phalanx.swarm.coordinator import Coordinator
@@ -219,7 +219,7 @@ def _digests_of(file: TensorFile) -> dict[str, str]:
     """The checksum of every tensor in a file."""
     found = {}
     for key in file.shapes:
-        seen = hashlib.sha256()
+        seen = xxhash.xxh3_128()
         for chunk in pieces(file, [key]):
             seen.update(chunk)
         found[key] = seen.hexdigest()
@@ -234,7 +234,7 @@ def _receive(path: Path, offset: int, limit: int, size: int, requests: Iterator[
         raise Refused(f"malformed: it begins at byte {offset}, where {here} are here")
     if size > limit:
         raise Refused(f"oversized: {size} bytes, where {limit} are allowed")
-    seen = hashlib.sha256()
+    seen = xxhash.xxh3_128()
     with path.open("r+b" if path.exists() else "wb") as file:
         file.truncate(offset)
         for chunk in chunks(file) if offset else ():
@@ -248,6 +248,6 @@ def _receive(path: Path, offset: int, limit: int, size: int, requests: Iterator[
                 raise Refused(f"oversized: more than the {size} bytes that it said")
             seen.update(chunk)
             file.write(chunk)
-    if unpack(next(requests))["sha256"] != seen.hexdigest():
+    if unpack(next(requests))["checksum"] != seen.hexdigest():
         path.unlink()
         raise Refused("damaged: its checksum is another")

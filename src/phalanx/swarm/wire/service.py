@@ -1,4 +1,7 @@
-"""The words of the wire, for both ends: methods, messages of JSON, and tensors as raw bytes in chunks of 1 MiB."""
+"""The words of the wire, for both ends: methods, messages of JSON, and tensors as raw bytes in chunks of 1 MiB.
+
+Checksums are XXH3's of 128 bits: who says what is TLS's business; they find what disks, memory and we
+ourselves damage."""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import IO, Any
 
 from phalanx.swarm.tensors import TensorFile
 
-VERSION = 2
+VERSION = 3
 """Of these words: both ends must speak the same."""
 SERVICE = "phalanx.Swarm"
 CHUNK, LONGEST = 2**20, 2**24
