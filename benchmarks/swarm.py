@@ -75,7 +75,7 @@ device = "cpu"
 EVERY = 25
 SWARM = "\n[swarm]\nnodes = 4\nevery = {every}\n"
 DDP = 'method = "ddp"'
-OVERLAP = "delay = 5\nmixing = 0.5"
+OVERLAP = "delay = 10"
 WAYS = {
     "central": "",
     "ddp": DDP,
@@ -98,10 +98,11 @@ NOTES = (
     "- Held-out loss: mean over seeds (the least and the largest); beside that of spes with the same seeds. Bytes",
     "  are a node's, of the whole run, without the weights that it begins with; on the wire is all that its link",
     "  carried, with TLS, TCP and words between.",
+    "- Overlap: ten of a round's 25 steps are learned while it is told and heard of, and added to what came of it.",
     "- Held: weights, gradients and AdamW's moments of a node's trainer, summed as they are in a step.",
     "- Seconds: from the second round's opening to the last one's end; \"learning\": the part of them in which nodes",
     "  train, without the first round; the formula has the measured time of a step, and the bytes above at the link's",
-    "  speed.",
+    "  speed. Rows are of several days: beside other work on these cores seconds are more, losses and bytes are not.",
     f"- Written by `python -m benchmarks.swarm` from docs/benchmarks/swarm.jsonl; {platform.machine()}, torch "
     f"{torch.__version__}.",
 )
