@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from phalanx.cost.compute import forward_flops, training_flops_per_token
 from phalanx.data.loader import prefetch
 from phalanx.testing import ranks
+from phalanx.train.launch import STOPPED
 from phalanx.train.metrics import open_logs, read_metrics
 from phalanx.train.progress import Progress
 from phalanx.train.setup import set_up, to_toml
@@ -128,6 +129,9 @@ def test_learning_happens(text: Path, tmp_path: Path) -> None:
         assert losses[-1] < losses[0] - 0.5, optimizer
 
 
+LONG = {"training.steps": 100_000, "training.precision": "fp32"}
+
+
 def launched(run: Any, tmp_path: Path, *more: str, nproc: int = 2) -> subprocess.Popen[str]:
     file = tmp_path / "run.toml"
     file.write_text(to_toml(run))
@@ -149,11 +153,12 @@ def test_torchrun_starts_the_same_program(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_signal_ends_the_run_with_a_checkpoint(text: Path, tmp_path: Path) -> None:
-    run = described(text, tmp_path, {"training.steps": 100_000, "training.precision": "fp32"})
+    run = described(text, tmp_path, LONG)
     process = launched(run, tmp_path)
     wait_for_steps(process, tmp_path / "parity", 3)
     os.killpg(process.pid, signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
+    assert process.returncode == STOPPED
     last = read_metrics(tmp_path / "parity")[-1]["step"]
     assert f"stopped by a signal after step {last}" in out
     assert (tmp_path / "parity" / "checkpoints" / "latest").read_text() == f"step-{last:08d}\n"
@@ -181,7 +186,7 @@ def test_one_message_says_why_all_ranks_stopped(text: Path, tmp_path: Path) -> N
 )
 def test_the_rank_that_was_killed_is_named(changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
     """The others fail because they lost it; it is the one to look at. Under the parameter server it is a worker."""
-    run = described(text, tmp_path, {"training.steps": 100_000, "training.precision": "fp32", **changes})
+    run = described(text, tmp_path, {**LONG, "recovery.restarts": 0, **changes})
     process = launched(run, tmp_path, nproc=3 if changes else 2)
     wait_for_steps(process, tmp_path / "parity", 3)
     os.kill(process_of_rank(1, str(tmp_path / "parity")), signal.SIGKILL)

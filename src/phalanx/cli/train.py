@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from phalanx.cli.choosing import chosen_for
+from phalanx.cli.choosing import chosen, chosen_for
 from phalanx.measure.record import parse_window
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
 
@@ -32,6 +34,18 @@ def train(
     machine: Annotated[
         str | None,
         typer.Option(help='For layout = "auto": a known machine, or a file by `phalanx calibrate`.', metavar="NAME"),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            help="Nodes of the run, or at least and at most so many: it goes on with fewer when one is lost, and with "
+            "more when one comes. By default cluster.nodes.",
+            metavar="N|LEAST:MOST",
+        ),
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(help="Where nodes meet: the address of one of them, and a free port there.", metavar="HOST:PORT"),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a field, e.g. training.steps=200.", metavar="KEY=VALUE")
@@ -75,7 +89,12 @@ def train(
 
         phalanx train automatic.toml --nproc 2 --machine here.toml
 
+        phalanx train run.toml --nodes 3:4 --rendezvous node0:29400 --resume    (on every node)
+
         torchrun --nproc-per-node 8 -m phalanx.train run.toml
+
+    Ranks that fail are started again from the newest checkpoint ([recovery]). Exit codes: 0 the run is at its end; 1 it
+    failed; 2 something is to be mended first; 75 a signal stopped it, with a checkpoint; 130 Ctrl-C did.
     """
     described = _load(run, set_ or [], machine)
     if described.swarm is not None:
@@ -90,6 +109,11 @@ def train(
         *(["--measure-memory"] if measure_memory else []),
         *(["--trace-steps", trace_steps] if trace_steps else []),
     ]
+    if nodes is not None or rendezvous is not None or described.cluster.nodes > 1:
+        least, most = counted(nodes, described.cluster.nodes)
+        cluster = described.cluster.model_copy(update={"nodes": most})
+        described = described.model_copy(update={"cluster": cluster})
+        raise typer.Exit(_run_on_nodes(described, nproc, resume, options, least, *address(rendezvous)))
     raise typer.Exit(_run(described, nproc, resume, options))
 
 
@@ -128,26 +152,93 @@ def _config(run: RunSpec, nproc: int | None) -> str:
     return f"{note}\n{to_toml(run)}".rstrip()
 
 
-def _run(run: RunSpec, nproc: int | None, resume: bool, options: list[str]) -> int:
-    from phalanx.cli.preparing import preparing
-    from phalanx.train.setup import check_run, set_up
+def counted(nodes: str | None, default: int) -> tuple[int, int]:
+    """How many nodes a run needs, and how many it takes. Raises UserError for what is no such range."""
+    least, _, most = (nodes or str(default)).partition(":")
+    known = least.isdecimal() and (most or least).isdecimal()
+    if not known or not 1 <= int(least) <= int(most or least):
+        raise UserError("--nodes", nodes, "is no number of nodes, and no range", "write 4, or 3:4 for at least 3")
+    return int(least), int(most or least)
 
-    if run.cluster.nodes > 1:
-        raise UserError(
-            "cluster.nodes", run.cluster.nodes, "phalanx train starts the ranks of one node",
-            "start each node with torchrun -m phalanx.train (examples/slurm.sbatch), or set cluster.nodes = 1",
-        )  # fmt: skip
+
+def address(rendezvous: str | None) -> tuple[str, int]:
+    """The host and port where nodes meet. Raises UserError for none."""
+    host, _, port = (rendezvous or "").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        fix = "give the address of one of the nodes and a free port there, the same on all: node0:29400"
+        raise UserError("--rendezvous", rendezvous, "says no place where nodes could meet", fix)
+    return host, int(port)
+
+
+def _run(run: RunSpec, nproc: int | None, resume: bool, options: list[str]) -> int:
+    from phalanx.train.setup import check_run
+
     known = nproc or run.cluster.nproc
     plan = None
     if run.automatic:
         run, plan = chosen_for(run, known)
     if known is not None:
         check_run(run, known, resume)  # before torch is imported, which takes a second
-    from phalanx.train.launch import choose_nproc, spawn
+    from phalanx.train.launch import choose_nproc
+    from phalanx.train.recovery import train_through
 
     ranks = choose_nproc(run, nproc)
+    directory = _set_up(run, ranks, resume, plan)
+    return train_through(directory, run, ranks, partial(layout_for, run, None), options)
+
+
+def _run_on_nodes(
+    run: RunSpec, nproc: int | None, resume: bool, options: list[str], least: int, host: str, port: int
+) -> int:
+    """The same on one of several nodes, each of which runs this command."""
+    from phalanx.cost.stages import check_layout
+    from phalanx.train.agent import Meeting
+    from phalanx.train.launch import choose_nproc
+    from phalanx.train.recovery import train_through
+    from phalanx.train.setup import run_directory
+
+    ranks, most = choose_nproc(run, nproc), run.cluster.nodes
+    plan = None
+    if run.automatic:
+        run, plan = chosen_for(run, ranks)
+    recovery = run.recovery
+    meeting = Meeting(run.name, host, port, least, most, recovery.join_seconds, recovery.last_call_seconds)
+    if meeting.is_here:  # the others find no place to meet before the run directory is there
+        directory = _set_up(run, ranks * most, resume, plan)
+    else:
+        check_layout(run, ranks * most)
+        directory = run_directory(run)
+    return train_through(directory, run, ranks, partial(layout_for, run, ranks), options, meeting)
+
+
+def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> Path:
+    from phalanx.cli.preparing import preparing
+    from phalanx.train.setup import set_up
+
     with preparing() as progress:
         directory = set_up(run, ranks, resume, progress)
     if plan is not None:
         (directory / PLAN_FILE).write_text(plan)
-    return spawn(directory, ranks, *options)
+    return directory
+
+
+def layout_for(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
+    """The planner's for other ranks than a run was meant for, `nproc` of them a node (None: all on this one). Of a
+    machine that nobody described it goes by what the run has measured; before that, the run's own layout must do.
+
+    Raises UserError where no layout fits.
+    """
+    from phalanx.cost.stages import check_layout
+    from phalanx.report.recorded import read_run
+    from phalanx.train.setup import run_directory
+
+    per_node = nproc or ranks
+    found = read_run(run_directory(run)).run
+    cluster = (found or run).cluster.model_copy(update={"nproc": per_node, "nodes": ranks // per_node})
+    if cluster.peak_flops is None:
+        check_layout(run, ranks)
+        return run.layout
+    measured, training = run.cluster.measured, run.training
+    if measured is None or measured.precision != training.precision:  # what the planner knows of any machine
+        training = training.model_copy(update={"precision": "bf16"})
+    return chosen(run.model_copy(update={"cluster": cluster, "training": training}))[0].layout

@@ -18,7 +18,7 @@ from phalanx.plan.calibrate import LEAST_STEPS, WARM_UP
 from phalanx.schedule.named import any_schedule_of
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_machine, load_run
+from phalanx.spec.load import load_machine, load_run, with_kept_layout
 from phalanx.spec.run import RunSpec
 
 Line = dict[str, Any]
@@ -153,7 +153,7 @@ def _read_coordinator(directory: Path, problems: list[str]) -> Recorded:
 def _run(file: Path, world_size: int, problems: list[str]) -> RunSpec | None:
     why = "is not of this version"
     try:
-        run = load_run(file, environment={})
+        run = with_kept_layout(load_run(file, environment={}), file.parent)
         if run.layout.pp > 1:
             why = "names a schedule that is gone"
             any_schedule_of(run.layout)

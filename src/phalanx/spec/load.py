@@ -24,6 +24,8 @@ OF_THE_JOB = (
     "restart_seconds",
 )  # fmt: skip
 """Of a cluster, what says nothing of the machine that it is made of."""
+LAYOUT_FILE = "layout.json"
+"""In a run directory: the layout of its last start, where that had other ranks than the run was meant for."""
 Table = dict[str, Any]
 
 
@@ -108,6 +110,24 @@ def load_model(name: str) -> ModelSpec:
     if path.suffix == ".json" or path.is_dir():
         return parse(ModelSpec, resolve_model({"from_hf": name}), "model")
     return parse(ModelSpec, resolve_model({"preset": name}), "model")
+
+
+def keep_layout(directory: Path, layout: Layout | None) -> None:
+    """Write down what layout a start of the run in a directory has; None for its own."""
+    file = directory / LAYOUT_FILE
+    if layout is None:
+        file.unlink(missing_ok=True)
+    else:
+        file.write_text(layout.model_dump_json(exclude_defaults=True))
+
+
+def with_kept_layout(run: RunSpec, directory: Path) -> RunSpec:
+    """A run as it was last started.
+
+    Raises UserError if the layout kept there is of another version.
+    """
+    file = directory / LAYOUT_FILE
+    return run.model_copy(update={"layout": parse(Layout, _read_json(file))}) if file.exists() else run
 
 
 def _with_tokenizer(data: Any, model: Any) -> Any:

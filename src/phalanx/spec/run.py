@@ -11,6 +11,7 @@ from phalanx.spec.base import Spec, divisors, require
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.layout import Layout, degrees
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.swarm import SPLIT, SwarmSpec
 from phalanx.spec.tokenizer import BYTES_VOCAB
 
@@ -159,6 +160,8 @@ class RunSpec(Spec):
     """When the held-out loss is measured."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """How often the run is saved."""
+    recovery: RecoverySpec = RecoverySpec()
+    """What becomes of it when it breaks."""
     metrics: MetricsSpec = MetricsSpec()
     """What is written down."""
     swarm: SwarmSpec | None = None

@@ -31,6 +31,7 @@ from phalanx.swarm.guards import Refused
 from phalanx.swarm.node import Node
 from phalanx.swarm.wire.certs import member_of
 from phalanx.swarm.wire.client import Client
+from phalanx.train.agent import start_ranks
 from phalanx.train.corpus import open_corpus
 from phalanx.train.launch import (
     LAUNCHER,
@@ -41,7 +42,6 @@ from phalanx.train.launch import (
     on_signal,
     report_failures,
     set_environment,
-    start_ranks,
     write_failure,
 )
 from phalanx.train.manifest import sha256

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+FILES = Path("/etc/netns")
 BUCKET, LONGEST_WAIT = "64kb", "1s"
 """Of a token bucket: how much goes at once, and for how long the rest waits before it is dropped."""
 
@@ -86,12 +88,14 @@ def star(names: Sequence[str], up_mbit: float | None = None, down_mbit: float | 
         _do([*hub.prefix, "ip", "link", "set", "lo", "up"])
         for name, host in hosts.items():
             _connect(hub, host)
+            _name(host, hosts.values())
             if up_mbit is not None:
                 made.shape(name, up_mbit, up_mbit if down_mbit is None else down_mbit)
         yield made
     finally:
         for host in (hub, *hosts.values()):
             subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True, check=False)
+            shutil.rmtree(FILES / host.namespace, ignore_errors=True)
 
 
 def _connect(hub: Host, host: Host) -> None:
@@ -106,6 +110,16 @@ def _connect(hub: Host, host: Host) -> None:
         _do([*prefix, "ip", "link", "set", interface, "up"])
     _do([*host.prefix, "ip", "route", "add", "default", "via", host.hub])
     _do([*hub.prefix, "sysctl", "-qw", "net.ipv4.ip_forward=1"])
+
+
+def _name(host: Host, hosts: Iterable[Host]) -> None:
+    """Names of hosts that resolve at once, as no name server can be reached: `ip netns exec` shows these files in the
+    place of the machine's."""
+    place = FILES / host.namespace
+    place.mkdir(parents=True, exist_ok=True)
+    names = [f"{other.address} {other.name}" for other in hosts]
+    (place / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
+    (place / "nsswitch.conf").write_text("hosts: files\n")
 
 
 def _do(command: Sequence[str]) -> None:

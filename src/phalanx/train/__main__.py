@@ -7,6 +7,7 @@ from pathlib import Path
 
 from phalanx.measure.record import parse_window
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
 from phalanx.train.launch import leave
 from phalanx.train.worker import work
 
@@ -20,6 +21,7 @@ def main() -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a field of the run file"
     )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
+    parser.add_argument("--layout", metavar="JSON", help="the layout for these ranks, instead of the run's")
     parser.add_argument("--measure-memory", action="store_true", help="measure memory and collectives of one step")
     parser.add_argument("--trace-steps", metavar="FIRST:LAST", help="look closely at these steps")
     arguments = parser.parse_args()
@@ -27,7 +29,8 @@ def main() -> None:
         window = parse_window(arguments.trace_steps) if arguments.trace_steps else None
     except UserError as error:
         parser.error(str(error))
-    leave(work(arguments.run, arguments.set, arguments.resume, arguments.measure_memory, window))
+    layout = Layout.model_validate_json(arguments.layout) if arguments.layout else None
+    leave(work(arguments.run, arguments.set, arguments.resume, arguments.measure_memory, window, layout))
 
 
 if __name__ == "__main__":  # DCP's background processes import the main module again

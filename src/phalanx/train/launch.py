@@ -1,4 +1,4 @@
-"""Starting ranks, and ending them: one process here, several through torchrun's own agent."""
+"""What ranks find when they start, how they join and leave, and the word that they leave of a failure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import ctypes
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,14 @@ ENVIRONMENT = {
 }
 
 DEADLY = {-number for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV, signal.SIGILL)}
+LOST_A_PEER = re.compile(
+    "by peer|Broken pipe|Socket closed|Timed out|Read error|remote process exited|communicator was aborted"
+)
+"""What a collective says at a rank whose peer has gone."""
 AT_ONCE_SECONDS = 5.0
+
+STOPPED = 75
+"""Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal ended before its last step, with a checkpoint."""
 
 LAUNCHER = "PHALANX_LAUNCHER"
 """Names to ranks the process that waits for them, reads what they leave in failures/, and prints the first."""
@@ -70,44 +76,6 @@ def choose_nproc(run: RunSpec, asked: int | None) -> int:
     return nproc
 
 
-def spawn(directory: Path, nproc: int, *options: str) -> int:
-    """Train the run of a directory with local ranks; returns the exit code, after printing the first failure.
-
-    A single rank takes this process's place and does not return. `options` are phalanx.train's.
-    """
-    set_environment(nproc)
-    words = "phalanx.train", str(directory), *options
-    if nproc == 1:  # nobody stays behind to read its failure: it prints that itself
-        os.execv(sys.executable, [sys.executable, "-m", *words])
-    return start_ranks(nproc, words, partial(report_failures, directory))
-
-
-def start_ranks(nproc: int, words: Sequence[str], report: Callable[[Any], int]) -> int:
-    """Run a module (its name, and its arguments) as local ranks, through torchrun's agent, and wait for them; returns
-    the exit code. `report` is given what the agent knows of a failure, says why, and returns the exit code."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # we name the failing rank ourselves
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=0, start_method="spawn",
-    )  # fmt: skip
-    os.environ[LAUNCHER] = str(os.getpid())
-    try:
-        elastic_launch(config, sys.executable)("-m", *words)
-    except ChildFailedError as error:
-        return report(error)
-    except SignalException:
-        return 130
-    finally:
-        del os.environ[LAUNCHER]
-    return 0
-
-
 def set_environment(nproc: int) -> None:
     """What processes must find set when they start; what the user has set stays."""
     threads = str(max(1, (os.cpu_count() or 1) // nproc))
@@ -115,29 +83,50 @@ def set_environment(nproc: int) -> None:
         os.environ.setdefault(name, value)
 
 
-def report_failures(directory: Path, error: Any) -> int:
-    """Print which rank failed first, at which step and why; returns the exit code."""
-    first = first_failure(directory, error)
+def report_failures(directory: Path, failures: Mapping[int, Any]) -> int:
+    """Print which rank failed first, at which step and why; returns the exit code. `failures` is what the agent knows
+    of this node's ranks."""
+    return report(directory, first_failure(directory, failures))
+
+
+def report(directory: Path, first: Mapping[str, Any]) -> int:
+    """Print why the rank that failed first did; returns the exit code."""
     if first["code"] == 2:
         print(f"phalanx: {first['reason']}", file=sys.stderr)
         return 2
-    if "step" in first:
-        print(f"phalanx: rank {first['rank']} failed after step {first['step']}: {first['reason']}", file=sys.stderr)
+    print(f"phalanx: {in_words(first)}", file=sys.stderr)
+    if "traceback" in first:
         print(f"  traceback: {_failure_file(directory, first['rank'])}", file=sys.stderr)
-    else:
-        print(f"phalanx: rank {first['rank']} {first['reason']}", file=sys.stderr)
     _say_how_to_go_on(directory)
     return int(first["code"])
 
 
-def first_failure(directory: Path, error: Any) -> dict[str, Any]:
-    """What the rank that failed first left word of (`write_failure`); of one that had no time to, how it ended."""
-    failures = _read_failures(directory)
+def in_words(first: Mapping[str, Any]) -> str:
+    """Which rank failed, when and why."""
+    when = f"failed after step {first['step']}: " if "step" in first else ""
+    if "lost" in first:
+        when += "it lost a rank of another node: "
+    return f"rank {first['rank']} {when}{first['reason']}"
+
+
+def last_step(directory: Path, began: float) -> int:
+    """The last that ranks which failed after `began` say that they finished; 0 if none left word."""
+    told = [failure for failure in _read_failures(directory) if float(failure["time"]) >= began]
+    return max((failure.get("step", 0) for failure in told), default=0)
+
+
+def first_failure(directory: Path, failures: Mapping[int, Any], began: float = 0.0) -> dict[str, Any]:
+    """What the rank that failed first left word of (`write_failure`) after `began`; of one that had no time to, how it
+    ended. Where it only lost a rank of another node that left no word, it says so: "lost"."""
+    told = [failure for failure in _read_failures(directory) if float(failure["time"]) >= began]
     # A rank that was killed left no word, and what the others wrote is that they lost it.
-    killed = [(rank, failure.exitcode) for rank, failure in error.failures.items() if failure.exitcode in DEADLY]
-    if failures and not killed:
-        return min(failures, key=lambda failure: float(failure["time"]))
-    rank, code = killed[0] if killed else (error.get_first_failure()[0], error.get_first_failure()[1].exitcode)
+    killed = [(rank, failure.exitcode) for rank, failure in failures.items() if failure.exitcode in DEADLY]
+    if told and not killed:
+        own = [failure for failure in told if not LOST_A_PEER.search(failure["reason"])]
+        first = min(own or told, key=lambda failure: float(failure["time"]))
+        return first if own else {**first, "lost": True}
+    first_ended = min(failures.items(), key=lambda item: float(item[1].timestamp))
+    rank, code = killed[0] if killed else (first_ended[0], first_ended[1].exitcode)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     record = {"rank": rank, "time": time.time(), "reason": f"{how} without a word; out of memory?", "code": 1}
     with suppress(OSError):  # the disk may be full
@@ -164,8 +153,9 @@ def _read_failures(directory: Path) -> list[dict[str, Any]]:
     return failures
 
 
-def write_failure(directory: Path, rank: int, step: int, error: BaseException) -> None:
-    """Leave word of why this rank failed, for whoever started it. `step` is the last one that it finished."""
+def write_failure(directory: Path, rank: int, step: int, error: BaseException, final: bool = False) -> None:
+    """Leave word of why this rank failed, for whoever started it. `step` is the last one that it finished; `final` says
+    that it would fail again."""
     meant_for_people = isinstance(error, UserError)
     record = {
         "rank": rank,
@@ -173,6 +163,7 @@ def write_failure(directory: Path, rank: int, step: int, error: BaseException) -
         "time": time.time(),
         "reason": str(error) if meant_for_people else f"{type(error).__name__}: {error}",
         "code": 2 if meant_for_people else 1,
+        "final": final,
         "traceback": traceback.format_exc(),
     }
     try:
@@ -205,7 +196,7 @@ def _end_with_launcher() -> None:
 
 def leave(code: int) -> None:
     """End this process. Interpreter shutdown beside gloo's threads aborts now and then, so it is skipped."""
-    if dist.is_initialized() and code == 0:
+    if dist.is_initialized() and code in (0, STOPPED):
         dist.barrier()
         dist.destroy_process_group()
     logging.shutdown()

@@ -43,6 +43,11 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written, by its name."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
 def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in a directory, newest first; unfinished ones (.tmp) do not count."""
     found = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]

@@ -31,6 +31,7 @@ from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
+from phalanx.train.agent import Failures, start_ranks
 from phalanx.train.launch import (
     LAUNCHER,
     choose_device,
@@ -38,7 +39,6 @@ from phalanx.train.launch import (
     join_ranks,
     leave,
     set_environment,
-    start_ranks,
     write_failure,
 )
 from phalanx.train.setup import absolute, to_toml
@@ -226,8 +226,8 @@ def measured(run: RunSpec, nproc: int, options: Sequence[str]) -> dict[str, Any]
         return code or json.loads(out.read_text())
 
 
-def _report(directory: Path, error: Any) -> int:
-    first = first_failure(directory, error)
+def _report(directory: Path, failures: Failures) -> int:
+    first = first_failure(directory, failures)
     where = "" if first["code"] == 2 else f"rank {first['rank']}: "
     print(f"phalanx: {where}{first['reason']}", file=sys.stderr)
     print(first.get("traceback", "") if first["code"] != 2 else "", end="", file=sys.stderr)

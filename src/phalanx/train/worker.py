@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.cost.parameters import parameters
+from phalanx.cost.stages import check_layout
 from phalanx.measure.lock import hold
 from phalanx.measure.matmul import peak_flops
 from phalanx.measure.memory import device_memory_bytes
@@ -21,12 +22,14 @@ from phalanx.measure.products import COMPUTE
 from phalanx.measure.record import FORMAT, Opening, record_file
 from phalanx.parallel.apply import computing
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_machine, load_run, preset_names
+from phalanx.spec.layout import Layout
+from phalanx.spec.load import keep_layout, load_machine, load_run, preset_names
 from phalanx.spec.run import RunSpec
 from phalanx.train.clocks import clock_offset
 from phalanx.train.closely import Closely, measured_number
 from phalanx.train.corpus import open_corpus
-from phalanx.train.launch import LAUNCHER, choose_device, join_ranks, on_signal, write_failure
+from phalanx.train.events import note
+from phalanx.train.launch import LAUNCHER, STOPPED, choose_device, join_ranks, on_signal, write_failure
 from phalanx.train.manifest import checkpoints
 from phalanx.train.measured import compare, forget_measured
 from phalanx.train.metrics import JsonLines, Log, Record, open_logs
@@ -40,9 +43,13 @@ FLUSH_SECONDS = 1.0
 PLACES = {"cpu": "CPU memory", "nvme": "files"}
 
 
-def work(source: Path, overrides: list[str], resume: bool, measure: bool = False, window: range | None = None) -> int:
+def work(
+    source: Path, overrides: list[str], resume: bool, measure: bool = False, window: range | None = None,
+    layout: Layout | None = None,
+) -> int:  # fmt: skip
     """Train on this rank; returns the exit code. `source` is a run directory, or a run file that rank 0 sets up.
-    `measure` asks for what one step holds and sends, `window` for all that these steps do."""
+    `measure` asks for what one step holds and sends, `window` for all that these steps do; `layout` is that of fewer
+    ranks than the run was meant for."""
     directory = source
     trainer: Trainer | None = None
     try:
@@ -54,7 +61,13 @@ def work(source: Path, overrides: list[str], resume: bool, measure: bool = False
         if not prepared:
             directory = _set_up_once(run, resume)
         run, data = read_directory(directory)
-        lock = hold(directory) if not dist.is_initialized() or dist.get_rank() == 0 else None
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        lock = hold(directory) if first else None
+        if layout is not None:
+            run = run.model_copy(update={"layout": layout})
+            check_layout(run, dist.get_world_size())
+        if first:
+            keep_layout(directory, layout)
         fresh = not checkpoints(directory / "checkpoints")
         if measure or window:
             forget_measured(directory)  # of an earlier start, maybe of other ranks
@@ -62,13 +75,15 @@ def work(source: Path, overrides: list[str], resume: bool, measure: bool = False
         _train(trainer, resume or prepared, measure, window)
         if lock is not None:
             lock.close()
+        if trainer.stop and trainer.step < run.training.steps:
+            return STOPPED
     except SystemExit as ended:  # rank 0 says why
         return int(ended.code or 0)
     except BaseException as error:
         rank = trainer.mesh.rank if trainer else dist.get_rank() if dist.is_initialized() else 0
         step = trainer.step if trainer else 0
         if directory.is_dir():
-            write_failure(directory, rank, step, error)
+            write_failure(directory, rank, step, error, final=isinstance(error, DivergenceError))
         if LAUNCHER not in os.environ:
             for_people = isinstance(error, UserError | DivergenceError)
             print(f"phalanx: rank {rank} failed after step {step}: {error}", file=sys.stderr)
@@ -123,6 +138,8 @@ def _train(trainer: Trainer, resume: bool, measure: bool, window: range | None) 
     logs = [] if quiet else open_logs(directory, trainer.step, run.metrics.wandb, run.name, config)
     notes = open_notes(trainer) if run.metrics.record else None
     looked_at = window_of(trainer, measure, window)
+    if trainer.is_main:
+        note(directory, "began", ranks=trainer.mesh.degrees.world_size, step=trainer.step)
     failed = True
     try:
         with (

@@ -1,0 +1,24 @@
+"""What becomes of a run that breaks."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from phalanx.spec.base import Spec
+
+
+class RecoverySpec(Spec):
+    """What becomes of a run whose ranks fail, or whose loss does."""
+
+    restarts: int = Field(3, ge=0)
+    """How often in a row ranks that failed are started again, from the newest checkpoint, without a step won by it;
+    0 ends the run at the first failure. A run of one process has no launcher that could."""
+    join_seconds: float = Field(600, gt=0)
+    """How long nodes wait for as many as a run needs."""
+    last_call_seconds: int = Field(30, gt=0)
+    """How long nodes that are enough for the run wait for the rest."""
+    rollbacks: int = Field(0, ge=0)
+    """How often the run may go back to the checkpoint before a loss that is not finite `training.max_bad_steps` times
+    in a row, or a spike, and pass over the text of the steps since (PaLM, arXiv 2204.02311, section 5.1)."""
+    spike: float | None = Field(None, gt=1, examples=[2.0])
+    """A loss so many times the median of the 50 steps before it is a spike; by default none is."""

@@ -1,0 +1,263 @@
+"""The ranks of one node under torchrun's agent: told which ranks failed, somebody decides whether they start again."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from phalanx.spec.errors import UserError
+from phalanx.train.launch import LAUNCHER, STOPPED
+
+STOP_SECONDS = 600
+"""Between SIGTERM and SIGKILL to ranks that are to end in order: a step and a checkpoint."""
+LAST_WORDS_SECONDS = 3.0
+"""For ranks to say why they failed too, once one has."""
+MONITOR_SECONDS = 0.1
+KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS = 2, 5
+"""Of nodes to the place where they meet; one that is silent for all of them is gone."""
+RETRY_SECONDS = 1.0
+SIOCGIFADDR = 0x8915
+
+Words = Callable[[int], Sequence[str]]
+"""The module to run as so many ranks, and its arguments."""
+Failures = Mapping[int, ProcessFailure]
+"""Those of this node's ranks that did not end well, by rank."""
+
+
+class Then(Enum):
+    """What follows a failure on this node."""
+
+    AGAIN = "ranks are started again"
+    LEAVE = "this node goes, and the others may go on without it"
+    END = "the run is ended, on all nodes"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the nodes of a run meet, and how many there are."""
+
+    name: str
+    """Of the run: nodes of others do not join."""
+    host: str
+    port: int
+    least: int
+    most: int
+    join_seconds: float
+    last_call_seconds: int
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this node is the one where they meet: its address can be bound."""
+        with socket.socket() as probe:
+            try:
+                probe.bind((self.host, 0))
+            except OSError:
+                return False
+        return True
+
+
+ALONE = Meeting("", "localhost", 0, 1, 1, join_seconds=60, last_call_seconds=1)
+"""A node by itself."""
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's, which asks what follows a failure, and leaves no rank hanging in wait of one that failed."""
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, words: Words, judge: Callable[[Failures], Then]):
+        super().__init__(spec, logs)
+        self._words, self._judge = words, judge
+        self.then = Then.END
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        worker_group.spec.args = ("-m", *self._words(worker_group.workers[0].world_size))
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._has_failed():
+            self._end_the_rest()
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self.then = self._judge(result.failures)
+            self._remaining_restarts = int(self.then is Then.AGAIN)
+        return result
+
+    def _has_failed(self) -> bool:
+        """Whether a rank has ended otherwise than well."""
+        return any(status not in (None, 0) for status in map(_status, self._pids()))
+
+    def _end_the_rest(self) -> None:
+        """Ranks that wait for one that is gone fail too, and say so; one that is stopped never would."""
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while (left := [pid for pid in self._pids() if _status(pid) is None]) and time.monotonic() < deadline:
+            time.sleep(MONITOR_SECONDS / 2)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+
+    def _pids(self) -> list[int]:
+        return list(self._pcontext.pids().values()) if self._pcontext else []
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = STOP_SECONDS) -> None:
+        if self._pcontext:
+            self._pcontext.close(death_sig, STOP_SECONDS)
+        super()._shutdown(death_sig)
+
+
+def _status(pid: int) -> int | None:
+    """How one of our processes ended, which is left for torchrun to find; None of one that runs. Of one that torchrun
+    has found already nothing is known but that it ended: 0."""
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    return None if ended is None else ended.si_status
+
+
+def run_ranks(nproc: int, words: Words, judge: Callable[[Failures], Then], meeting: Meeting = ALONE) -> bool:
+    """Run local ranks, together with other nodes' where there are any, until all have ended well, or by what `judge`
+    says of a failure they are not to be started again; returns whether all went well.
+
+    Raises UserError where nodes do not meet, and SystemExit after a signal: 130 of SIGINT, else `STOPPED`.
+    """
+    deadline = time.monotonic() + meeting.join_seconds
+    while True:
+        try:
+            _wait_for_host(meeting, deadline)
+            with _told_apart(), tempfile.TemporaryDirectory(prefix="phalanx-agent-") as folder:
+                return _run_once(nproc, words, judge, meeting, folder)
+        except SignalException as signalled:
+            raise SystemExit(130 if signalled.sigval == signal.SIGINT else STOPPED) from None
+        except RendezvousTimeoutError:
+            fix = "start the command on every node, with the same --rendezvous, or allow fewer: --nodes LEAST:MOST"
+            raise _not_met(
+                meeting, f"fewer than {_nodes(meeting.least)} came in {meeting.join_seconds:g} s", fix
+            ) from None
+        except RendezvousClosedError:
+            raise _not_met(meeting, "the run was ended by another node", "see what was said there") from None
+        except (RendezvousConnectionError, RendezvousStateError) as error:
+            if meeting.is_here:
+                fix = "is another run there? Give another port"
+                raise _not_met(meeting, f"nodes cannot meet here: {error.__cause__}", fix) from None
+            deadline = time.monotonic() + meeting.join_seconds  # that node may be about to start again
+
+
+def _wait_for_host(meeting: Meeting, deadline: float) -> None:
+    """Until the place where nodes meet answers. (PyTorch's store waits too, and prints its stack meanwhile.)"""
+    while not meeting.is_here:
+        with suppress(OSError), socket.create_connection((meeting.host, meeting.port), timeout=RETRY_SECONDS):
+            return
+        if time.monotonic() > deadline:
+            fix = "start the command there too, and check that this port can be reached"
+            raise _not_met(meeting, f"nobody answered in {meeting.join_seconds:g} s", fix)
+        time.sleep(RETRY_SECONDS)
+
+
+def _run_once(nproc: int, words: Words, judge: Callable[[Failures], Then], meeting: Meeting, folder: str) -> bool:
+    handler, own = _meet(meeting), _own_address(meeting)
+    if meeting is not ALONE:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, _interface_of(own))
+    spec = WorkerSpec(
+        role="default", local_world_size=nproc, entrypoint=sys.executable, args=(), rdzv_handler=handler,
+        max_restarts=0, monitor_interval=MONITOR_SECONDS, local_addr=own,
+    )  # fmt: skip
+    agent = Agent(spec, DefaultLogsSpecs(folder), words, judge)
+    result = agent.run()
+    if agent.then is not Then.LEAVE:
+        handler.shutdown()  # nobody can join any more
+    return result is not None and not result.is_failed()
+
+
+def _meet(meeting: Meeting) -> RendezvousHandler:
+    return get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d", endpoint=meeting.endpoint, run_id=meeting.name or uuid.uuid4().hex,
+            min_nodes=meeting.least, max_nodes=meeting.most, local_addr=_own_address(meeting), is_host=meeting.is_here,
+            join_timeout=int(meeting.join_seconds), last_call_timeout=meeting.last_call_seconds, read_timeout=10,
+            keep_alive_interval=KEEP_ALIVE_SECONDS, keep_alive_max_attempt=KEEP_ALIVE_ATTEMPTS,
+        )
+    )  # fmt: skip
+
+
+def _own_address(meeting: Meeting) -> str:
+    """That of this node by which it reaches the others: names of nodes often do not resolve, or to another network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((meeting.host, meeting.port or 1))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _interface_of(address: str) -> str:
+    """The network interface that has an address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    raise UserError("--rendezvous", address, "belongs to no network interface here", "set GLOO_SOCKET_IFNAME")
+
+
+@contextmanager
+def _told_apart() -> Iterator[None]:
+    """Without torchrun's own words on failures, and with our process known to its ranks."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ[LAUNCHER] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[LAUNCHER]
+
+
+def _not_met(meeting: Meeting, problem: str, fix: str) -> UserError:
+    return UserError("--rendezvous", meeting.endpoint, problem, fix)
+
+
+def _nodes(count: int) -> str:
+    return "one node" if count == 1 else f"{count} nodes"
+
+
+def start_ranks(nproc: int, words: Sequence[str], report: Callable[[Failures], int]) -> int:
+    """Run a module (its name, and its arguments) as local ranks and wait for them; returns the exit code. `report` is
+    given what the agent knows of a failure, says why, and returns the code."""
+    code = 0
+
+    def judge(failures: Failures) -> Then:
+        nonlocal code
+        code = report(failures)
+        return Then.END
+
+    run_ranks(nproc, lambda _: words, judge)
+    return code

@@ -1,0 +1,30 @@
+"""What happened to a run between its steps: starts and failures, noted by whoever saw them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+EVENTS_FILE = "events.jsonl"
+"""In the run directory, a line each."""
+
+
+def note(directory: Path, what: str, **facts: Any) -> None:
+    """Add a line to a run's events."""
+    line = {"time": time.time(), "what": what, "host": socket.gethostname(), **facts}
+    with suppress(OSError), (directory / EVENTS_FILE).open("a") as file:  # the disk may be what failed
+        file.write(json.dumps(line) + "\n")
+
+
+def read_events(directory: Path) -> list[Mapping[str, Any]]:
+    """What happened to a run, in order; half a line that a full disk left is passed over."""
+    events, file = [], directory / EVENTS_FILE
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with suppress(ValueError):
+            events.append(json.loads(line))
+    return events

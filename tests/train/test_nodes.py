@@ -1,0 +1,175 @@
+"""Runs of several nodes, each a host in a network of its own: one is lost, cut off, and comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity.trajectory import described, steps, trainer
+
+from phalanx.data.prepare import prepare
+from phalanx.testing.hosts import NoHosts, Star, star
+from phalanx.train.launch import STOPPED
+from phalanx.train.manifest import checkpoints
+from phalanx.train.setup import to_toml
+from tests.train.test_recovery import SECONDS, events, ranks_of, reaches, trained, until
+
+NAMES = ("first", "second")
+PORT = 29_400
+CHANGES = {
+    "training.steps": 100_000, "training.timeout_seconds": 6, "training.tokens_per_step": 64 * 32,
+    "checkpoint.every": 5, "cluster.nproc": 2, "cluster.peak_flops": 5e10,
+    "recovery": {"join_seconds": 60, "last_call_seconds": 3},
+}  # fmt: skip
+
+
+class Nodes:
+    """The launchers of a run's nodes."""
+
+    def __init__(self, network: Star, run: Path, nodes: str) -> None:
+        self.network, self.run, self.nodes = network, run, nodes
+        self.at: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, name: str) -> None:
+        """Start a node, or start it again."""
+        meeting = f"{self.network.hosts['first'].address}:{PORT}"
+        command = [sys.executable, "-m", "phalanx", "train", str(self.run), "--nodes", self.nodes, "--rendezvous",
+                   meeting, "--resume"]  # fmt: skip
+        with (self.run.parent / f"{name}.log").open("a") as log:
+            self.at[name] = subprocess.Popen(
+                [*self.network.hosts[name].prefix, *command], stdout=log, stderr=log, text=True, start_new_session=True
+            )
+
+    def kill(self, name: str) -> None:
+        """A whole node: its launcher, and with it its ranks."""
+        os.kill(self.at[name].pid, signal.SIGKILL)  # ip netns exec has become the launcher
+        self.at[name].wait(timeout=SECONDS)
+
+    def said(self, name: str) -> str:
+        return (self.run.parent / f"{name}.log").read_text()
+
+    def ends(self, name: str) -> int:
+        try:
+            return self.at[name].wait(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{name} does not end: {self.said(name)}") from None
+
+
+@contextmanager
+def nodes(tmp_path: Path, changes: dict[str, Any], count: str = "1:2") -> Iterator[Nodes]:
+    run = described(Path(json.__file__).parent, tmp_path, {**CHANGES, **changes})
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(run))
+    prepare(run.data)
+    try:
+        with star(NAMES) as network:
+            found = Nodes(network, file, count)
+            try:
+                yield found
+            finally:
+                for process in found.at.values():
+                    with suppress(ProcessLookupError):
+                        process.kill()
+                    process.wait(timeout=SECONDS)
+                until(lambda: not ranks_of(tmp_path / "parity"), "no rank is left")
+    except NoHosts as none:
+        pytest.skip(f"this process may not make networks: {none}")
+
+
+def of_one_process(tmp_path: Path, count: int) -> list[Any]:
+    changes = {name: value for name, value in CHANGES.items() if name.startswith("training.")}
+    one = trainer(described(Path(json.__file__).parent, tmp_path / "one", changes))
+    return [pytest.approx(step, rel=1e-10) for step in steps(one, count)]
+
+
+def test_a_lost_node_and_its_return(tmp_path: Path) -> None:
+    """The other goes on alone, in a layout for its two ranks, and with four again when the node is back; all the time
+    they learn what one process learns."""
+    directory = tmp_path / "parity"
+    with nodes(tmp_path, {}) as at:
+        at.start("first")
+        at.start("second")
+        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        at.kill("second")
+        until(lambda: len(events(directory, "began")) > 1, "a start of those who are left")
+        at.start("second")
+        until(lambda: len(events(directory, "began")) > 2, "a start of all")
+        until(reaches(directory, events(directory, "began")[-1]["step"] + 5), "some steps of all")
+        at.at["second"].send_signal(signal.SIGTERM)
+        assert at.ends("second") == STOPPED, at.said("second")
+        until(lambda: len(events(directory, "began")) > 3, "a start of those who stay")
+        at.at["first"].send_signal(signal.SIGTERM)
+        assert at.ends("first") == STOPPED, at.said("first")
+    assert [event["ranks"] for event in events(directory, "began")] == [4, 2, 4, 2]
+    assert [event["reason"] for event in events(directory, "failed")] == []
+    learned = trained(directory)
+    assert learned == of_one_process(tmp_path, len(learned))
+
+
+def test_a_cut_link_and_the_place_to_meet_lost(tmp_path: Path) -> None:
+    """A node that is cut off comes back by itself; where nodes meet, one that is started again finds others waiting."""
+    directory = tmp_path / "parity"
+    with nodes(tmp_path, {}) as at:
+        at.start("first")
+        at.start("second")
+        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        at.network.cut("second")
+        until(lambda: len(events(directory, "began")) > 1, "a start of the node where they meet")
+        at.network.restore("second")
+        until(lambda: len(events(directory, "began")) > 2, "a start of both")
+        until(reaches(directory, events(directory, "began")[-1]["step"] + 2), "some steps of both")
+        at.kill("first")
+        at.start("first")
+        until(lambda: len(events(directory, "began")) > 3, "a start of both again")
+        until(reaches(directory, events(directory, "began")[-1]["step"] + 2), "some more steps")
+    assert [event["ranks"] for event in events(directory, "began")] == [4, 2, 4, 4]
+    learned = trained(directory)
+    assert learned == of_one_process(tmp_path, len(learned))
+
+
+def test_a_node_alone_says_for_whom_it_waited(tmp_path: Path) -> None:
+    with nodes(tmp_path, {"recovery": {"join_seconds": 3, "last_call_seconds": 1}}, "2") as at:
+        at.start("second")
+        assert at.ends("second") == 2
+        at.start("first")
+        assert at.ends("first") == 2
+        assert "nobody answered in 3 s" in at.said("second")
+        assert "fewer than 2 nodes came in 3 s" in at.said("first")
+
+
+def test_two_runs_at_one_place(tmp_path: Path) -> None:
+    """The second finds the port taken, and the first does not notice."""
+    directory = tmp_path / "parity"
+    with nodes(tmp_path, {}, "1") as at:
+        at.start("first")
+        until(reaches(directory, 1), "a step")
+        first = at.at["first"]
+        at.run = at.run.with_name("other.toml")
+        at.run.write_text((tmp_path / "run.toml").read_text().replace('name = "parity"', 'name = "other"'))
+        at.start("first")
+        assert at.ends("first") == 2
+        assert "another run" in at.said("first")
+        last = len(trained(directory))
+        until(reaches(directory, last + 2), "steps of the first run")
+        at.at["first"] = first
+
+
+def test_too_few_ranks_for_any_layout(tmp_path: Path) -> None:
+    """Where the model does not fit what is left, the run says so and ends, and its checkpoint stays."""
+    directory = tmp_path / "parity"
+    with nodes(tmp_path, {"cluster.memory_bytes": 10**7}) as at:
+        at.start("first")
+        at.start("second")
+        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        at.kill("second")
+        assert at.ends("first") == 2
+        assert "no layout of" in at.said("first")
+        assert checkpoints(directory / "checkpoints")

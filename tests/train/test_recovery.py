@@ -1,0 +1,196 @@
+"""Runs that break and go on: real processes, killed, stopped and started again, against the run that never failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity.trajectory import described, steps, trainer
+
+from phalanx.spec.load import LAYOUT_FILE
+from phalanx.train.events import read_events
+from phalanx.train.launch import STOPPED
+from phalanx.train.manifest import checkpoints
+from phalanx.train.metrics import read_metrics
+from phalanx.train.setup import to_toml
+
+SECONDS = 100
+STEPS = 24
+SHORT = {"training.steps": STEPS, "checkpoint.every": 5}
+LONG = {"training.steps": 100_000, "checkpoint.every": 5}
+
+
+@pytest.fixture(scope="module")
+def text() -> Path:
+    return Path(json.__file__).parent
+
+
+@contextmanager
+def training(
+    text: Path, folder: Path, changes: dict[str, Any], nproc: int = 2, *more: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A run under way, in folder/parity. None of its processes is left."""
+    file = folder / "run.toml"
+    file.write_text(to_toml(described(text, folder, changes)))
+    command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", str(nproc), *more]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=SECONDS)
+        until(lambda: not ranks_of(folder / "parity"), "no rank is left")
+
+
+def ranks_of(directory: Path) -> dict[int, int]:
+    """Process ids of the ranks of a run, by rank."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
+            environment = dict(
+                pair.split("=", 1) for pair in (folder / "environ").read_bytes().decode().split("\0") if "=" in pair
+            )
+        except (OSError, UnicodeDecodeError):
+            continue
+        if str(directory) in words and "RANK" in environment:
+            found[int(environment["RANK"])] = int(folder.name)
+    return found
+
+
+def until(true: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline, f"not in {SECONDS} s: {what}"
+        time.sleep(0.01)
+
+
+def reaches(directory: Path, step: int) -> Callable[[], bool]:
+    return lambda: (directory / "metrics.jsonl").exists() and any(r["step"] >= step for r in read_metrics(directory))
+
+
+def trained(directory: Path) -> list[tuple[float, float]]:
+    return [(record["loss"], record["grad_norm"]) for record in read_metrics(directory) if "loss" in record]
+
+
+def events(directory: Path, what: str) -> list[Any]:
+    return [event for event in read_events(directory) if event["what"] == what]
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the run that never failed."""
+    folder = tmp_path_factory.mktemp("whole")
+    with training(text, folder, SHORT) as process:
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    return trained(folder / "parity")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_rank_is_started_again(
+    sent: signal.Signals, whole: list[tuple[float, float]], text: Path, tmp_path: Path
+) -> None:
+    """And the run learns what it would have learned, bit for bit."""
+    directory = tmp_path / "parity"
+    with training(text, tmp_path, SHORT) as process:
+        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        os.kill(ranks_of(directory)[1], sent)
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    assert f"rank 1 was killed by {sent.name}" in said
+    assert "starting again from step-" in said
+    (failed,), (first, again) = events(directory, "failed"), events(directory, "began")
+    assert (failed["rank"], first["step"]) == (1, 0)
+    assert 0 <= failed["step"] - again["step"] <= 5
+    assert trained(directory) == whole
+
+
+def test_a_stopped_rank_is_started_again(whole: list[tuple[float, float]], text: Path, tmp_path: Path) -> None:
+    """SIGSTOP: it lives and answers nothing, and the others' collectives end by their timeout."""
+    directory = tmp_path / "parity"
+    with training(text, tmp_path, {**SHORT, "training.timeout_seconds": 3}) as process:
+        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        os.kill(ranks_of(directory)[1], signal.SIGSTOP)
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    assert "starting again from step-" in said
+    assert trained(directory) == whole
+
+
+def test_a_signal_ends_the_run_to_be_gone_on_with(text: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "parity"
+    with training(text, tmp_path, LONG) as process:
+        until(reaches(directory, 3), "step 3")
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == STOPPED, said
+    last = read_metrics(directory)[-1]["step"]
+    assert checkpoints(directory / "checkpoints")[0].name == f"step-{last:08d}"
+    assert not events(directory, "failed")
+
+
+@contextmanager
+def killing(directory: Path, doomed: Callable[[int], bool]) -> Iterator[None]:
+    """Meanwhile these ranks die whenever they start."""
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.wait(0.05):
+            for rank, process in ranks_of(directory).items():
+                if doomed(rank):
+                    with suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_run_goes_on_without_a_rank_that_always_fails(text: Path, tmp_path: Path) -> None:
+    """The planner lays it over the other two, and it learns what one process learns."""
+    directory, changes = tmp_path / "parity", {**SHORT, "recovery.restarts": 1}
+    with training(text, tmp_path, changes, 3) as process:
+        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        with killing(directory, lambda rank: rank == 2):
+            _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    assert "going on without rank 2, which failed again and again: 2 ranks" in said
+    assert [event["rank"] for event in events(directory, "failed")] == [2, 2]
+    assert [event["ranks"] for event in events(directory, "began")] == [3, 2]
+    assert (directory / LAYOUT_FILE).exists()
+    one = steps(trainer(described(text, tmp_path / "one", SHORT)), STEPS)
+    assert trained(directory) == [pytest.approx(step, rel=1e-10) for step in one]
+
+
+def test_what_always_fails_ends(text: Path, tmp_path: Path) -> None:
+    """Fewer ranks do not help either: nobody starts them for ever."""
+    directory, changes = tmp_path / "parity", {**SHORT, "recovery.restarts": 1}
+    with killing(directory, lambda rank: rank == 0), training(text, tmp_path, changes) as process:
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert said.count("rank 0 was killed by SIGKILL") == 4
+    assert f"there is no checkpoint yet; continue with: phalanx train {directory} --resume" in said
+
+
+def test_nothing_is_started_again_that_would_fail_again(text: Path, tmp_path: Path) -> None:
+    changes = {**SHORT, "optimizer.learning_rate": 1e30, "optimizer.clip_norm": 0.0, "optimizer.name": "sgd"}
+    with training(text, tmp_path, changes) as process:
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "starting again" not in said
+    assert "not finite" in said
