@@ -34,6 +34,13 @@ def job_mtbf_seconds(failures_per_device_hour: float, devices: int) -> float:
     return 3600 / (failures_per_device_hour * devices)
 
 
+def seen_mtbf_seconds(expected_seconds: float, failures: int, seconds: float) -> float:
+    """Mean time between failures of a job that failed so often in so many seconds: what was expected of its devices,
+    until two failures came sooner than that."""
+    check_positive(expected_seconds=expected_seconds)
+    return min(expected_seconds, seconds / failures) if failures > 1 else expected_seconds
+
+
 # -- the interval: seconds of work from the end of one write to the start of the next ---------------------------------
 # `write_seconds` is how long training stands still for a checkpoint, which is less than the write if that goes on
 # behind it; `restart_seconds` is from a failure to the first step again: detection, new start and loading. In formulas

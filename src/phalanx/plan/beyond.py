@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from phalanx.cost.energy import energy_cost, energy_kwh, rental_cost
 from phalanx.cost.memory import model_state_bytes, optimizer_of
 from phalanx.cost.parameters import parameters
-from phalanx.cost.reliability import LLAMA3, days_to, goodput, job_mtbf_seconds, reliability
+from phalanx.cost.reliability import (
+    LLAMA3,
+    best_interval_seconds,
+    days_to,
+    goodput,
+    job_mtbf_seconds,
+    reliability,
+)
 from phalanx.plan.search import Option
 from phalanx.spec.run import RunSpec
 
@@ -36,7 +43,7 @@ def training(run: RunSpec, world_size: int, option: Option, tokens: float | None
     """What it takes to train on `tokens` (by default as many as the run has)."""
     cluster = run.cluster
     tokens = tokens or run.training.steps * run.training.tokens_per_step
-    rate, (saved, write) = _failure_rate(run), _checkpoint(run)
+    rate, (saved, write) = failure_rate(run), _checkpoint(run)
     kept = reliability(rate, world_size, write, cluster.restart_seconds) if write else None
     days = days_to(tokens, option.tokens_per_second, kept.goodput if kept else 1.0)
     hours, watts = 24 * days, cluster.watts
@@ -60,13 +67,16 @@ def own_goodput(run: RunSpec, world_size: int, option: Option) -> float | None:
     """The part of the time that ends up in the model with the run's own interval between checkpoints; None where it
     writes none on the way, or nobody knows how fast they are written."""
     _, write = _checkpoint(run)
-    if not run.checkpoint.every or write is None:
+    every = run.checkpoint.every
+    if not every or write is None:
         return None
-    mtbf = job_mtbf_seconds(_failure_rate(run), world_size)
-    return goodput(run.checkpoint.every * option.step_seconds, write, mtbf, run.cluster.restart_seconds)
+    mtbf = job_mtbf_seconds(failure_rate(run), world_size)
+    interval = best_interval_seconds(write, mtbf) if every == "auto" else every * option.step_seconds
+    return goodput(interval, write, mtbf, run.cluster.restart_seconds)
 
 
-def _failure_rate(run: RunSpec) -> float:
+def failure_rate(run: RunSpec) -> float:
+    """Failures per hour and device: as the run file has it, or those of Llama 3."""
     return run.cluster.failures_per_device_hour or LLAMA3.per_device_hour
 
 

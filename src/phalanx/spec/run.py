@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -118,8 +118,10 @@ class EvaluationSpec(Spec):
 class CheckpointSpec(Spec):
     """How often the run is saved, so that `--resume` can continue it."""
 
-    every: int = Field(500, ge=0)
-    """Steps between checkpoints, beside the one at the end; 0 saves at the end (or when stopped) only."""
+    every: Annotated[int, Field(ge=0)] | Literal["auto"] = 500
+    """Steps between checkpoints, beside the one at the end; 0 saves at the end (or when stopped) only. "auto" takes the
+    interval of the best goodput (Daly, Future Generation Computer Systems 22, 2006), by how long a save keeps training
+    waiting and how often the run fails: as cluster.failures_per_device_hour has it, or as it has failed so far."""
     keep: int = Field(2, gt=0)
     """Newest complete checkpoints to keep."""
 

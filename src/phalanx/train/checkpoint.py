@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,6 +57,8 @@ class Checkpointer:
         self.group = dist.new_group(backend="gloo") if distributed else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.seconds = 0.0
+        """What the last complete save took, most of it behind the training."""
         if self.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             for leftover in directory.glob("*.tmp"):
@@ -92,6 +95,7 @@ class Checkpointer:
         files: dict[str, int] | None,
     ) -> None:
         """`files` gives the number of the file that each tensor is written to; all to one if None."""
+        begun = time.perf_counter()
         try:
             writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=files, save_distributed=True)
             save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
@@ -111,6 +115,7 @@ class Checkpointer:
                 for old in checkpoints(self.directory)[self.keep :]:
                     shutil.rmtree(old)
                     shutil.rmtree(old.with_suffix(BEFORE), ignore_errors=True)
+            self.seconds = time.perf_counter() - begun
         except BaseException as error:  # DCP's CheckpointException is no Exception; `wait` raises it in the main thread
             self._error = error
 

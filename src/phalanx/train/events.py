@@ -21,6 +21,13 @@ def note(directory: Path, what: str, **facts: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+def failures_so_far(directory: Path) -> tuple[int, float]:
+    """How often a run has failed, and the seconds since it first began."""
+    events = read_events(directory)
+    seconds = time.time() - float(events[0]["time"]) if events else 0.0
+    return sum(event["what"] == "failed" for event in events), seconds
+
+
 def read_events(directory: Path) -> list[Mapping[str, Any]]:
     """What happened to a run, in order; half a line that a full disk left is passed over."""
     events, file = [], directory / EVENTS_FILE

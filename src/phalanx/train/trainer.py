@@ -29,6 +29,7 @@ from phalanx.train.learner import Learner, Micro
 from phalanx.train.manifest import check_manifest, read_manifest
 from phalanx.train.metrics import Log, Record
 from phalanx.train.optimizer import Rescaling, learning_rate_ratio
+from phalanx.train.pacing import Pacing
 from phalanx.train.phases import Phases
 from phalanx.train.progress import Progress
 
@@ -56,6 +57,7 @@ class Trainer(Learner):
         and the one before."""
         self.loader = corpus.loader(run, self.cut.sequences, self.mesh.dp_rank, self.cut.dp)
         self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
+        self.pacing = Pacing(run, world_size, directory)
         self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
         again = OWN_RECOMPUTE[run.layout.recompute]
         self.recomputed_flops = recomputed_flops_per_token(run.model, run.training.sequence, again)
@@ -98,6 +100,7 @@ class Trainer(Learner):
         run, bad_in_a_row, heard_of, evaluation = self.run, 0, -1, {}
         step = step or self.train_step
         batches = prefetch(self.loader, self.step, run.training.steps)
+        self.pacing.begin(self.step)
         try:
             while self.step < run.training.steps and not self.stop:
                 record = step(batches)
@@ -120,9 +123,9 @@ class Trainer(Learner):
                 evaluating = last or due(self.step, run.evaluation.every)
                 if evaluating:
                     self.count_anew()  # before it is saved, since a run that resumes does not evaluate again
-                if last or self.stop or due(self.step, run.checkpoint.every):
+                if self.pacing.due(self.step, record["step_seconds"]) or last or self.stop:
                     with self._pausing("checkpoint", notes):
-                        self.save()
+                        self._save_in_pace(progress)
                 if evaluating:
                     with self._pausing("evaluation", notes):
                         evaluation = self.evaluate()
@@ -246,6 +249,20 @@ class Trainer(Learner):
     def count_anew(self) -> None:
         """What was counted of experts until now is told by the next evaluation."""
         self.loads = torch.stack([torch.zeros_like(self.loads[0]), self.loads[0]])
+
+    def _save_in_pace(self, progress: Progress) -> None:
+        """Save, and settle when to do it again."""
+        begun = time.perf_counter()
+        self.save()
+        if self.run.checkpoint.every != "auto":
+            return
+        still, write = time.perf_counter() - begun, self.checkpointer.seconds
+        after = torch.tensor(self.pacing.decide(self.step, still, write), device=self.device)
+        if dist.is_initialized():
+            dist.broadcast(after, src=0)
+        self.pacing.next = int(after)
+        if self.pacing.reason is not None:
+            progress.note(self.pacing.reason)
 
     def save(self) -> None:
         """Begin a checkpoint of this step."""

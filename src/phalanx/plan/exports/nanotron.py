@@ -108,7 +108,8 @@ def _tokens(job: Job) -> Table:
 
 
 def _interval(job: Job) -> int:
-    return job.run.checkpoint.every or job.run.training.steps
+    every = job.run.checkpoint.every
+    return 500 if every == "auto" else every or job.run.training.steps
 
 
 def _optimizer(job: Job) -> Table:

@@ -1,0 +1,69 @@
+"""When checkpoints are due: every so many steps, or as often as the time of a save and the run's failures call for."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from statistics import median
+
+from phalanx.cost.reliability import best_interval_seconds, job_mtbf_seconds, seen_mtbf_seconds
+from phalanx.plan.beyond import failure_rate
+from phalanx.spec.run import RunSpec
+from phalanx.train.events import failures_so_far
+
+FIRST_STEPS = 10
+"""Until the first checkpoint of a start, of which nothing is known yet."""
+SAID_AGAIN = 1.5
+"""Times by which an interval changes before it is said again."""
+
+
+class Pacing:
+    """The steps after which a run is saved. Where `checkpoint.every` is "auto", rank 0 decides after every save when
+    the next is due (`decide`), and tells the others."""
+
+    def __init__(self, run: RunSpec, ranks: int, directory: Path) -> None:
+        self.every, self.directory = run.checkpoint.every, directory
+        self.next = FIRST_STEPS
+        """With "auto", the step after which the next is due."""
+        self.reason: str | None = None
+        """Why, where that is to be said."""
+        self._expected_seconds = job_mtbf_seconds(failure_rate(run), ranks)
+        self._step_seconds: deque[float] = deque(maxlen=50)
+        self._said = 0
+
+    def begin(self, step: int) -> None:
+        """Go on after a step."""
+        self.next = step + FIRST_STEPS
+
+    def due(self, step: int, seconds: float) -> bool:
+        """Whether the state after this step, which took so long, is to be saved."""
+        self._step_seconds.append(seconds)
+        if self.every == "auto":
+            return step >= self.next
+        return self.every > 0 and step % self.every == 0
+
+    def decide(self, step: int, still_seconds: float, write_seconds: float) -> int:
+        """The step after which the next save is due, when this one kept training waiting for `still_seconds` and the
+        one before took `write_seconds` in all, behind it."""
+        failures, seconds = failures_so_far(self.directory)
+        mtbf = seen_mtbf_seconds(self._expected_seconds, failures, seconds)
+        each = median(self._step_seconds)
+        steps = max(1, round(max(best_interval_seconds(still_seconds, mtbf), write_seconds) / each))
+        changed = max(steps, self._said) > SAID_AGAIN * min(steps, self._said)
+        seen = f" ({failures} in {_lasting(seconds)})" if mtbf < self._expected_seconds else ""
+        self.reason = (
+            f"a checkpoint every {steps:,} steps ({_lasting(steps * each)}): one keeps training waiting for "
+            f"{_lasting(still_seconds)}, and a failure is to be expected every {_lasting(mtbf)}{seen}"
+            if changed
+            else None
+        )
+        self._said = steps if changed else self._said
+        self.next = step + steps
+        return self.next
+
+
+def _lasting(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.{1 if seconds < 100 * size else 0}f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
