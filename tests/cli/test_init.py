@@ -48,7 +48,7 @@ def test_the_first_line_names_a_schema_that_is_there(tmp_path):
 def test_every_commented_key_is_right():
     """Uncommented, a key leaves the run as it is, or is an example for a field that has no default."""
     examples = {"from_hf", "dp_shard", "micro_batch", "preset", "nproc", "peak_flops", "memory_bytes", "wandb"}
-    examples |= {"offload_directory", "schedule_file", "first_bucket_mb", "base_ranks", "staleness"}
+    examples |= {"offload_directory", "schedule_file", "first_bucket_mb", "base_ranks", "staleness", "spike"}
     examples |= {"hbm_bytes_per_second", "domain", "link_bytes_per_second", "network_bytes_per_second"}
     examples |= {"watts", "price_per_hour", "matmul_flops", "matmul_flops_8bit", "multiprocessors"}
     examples |= {"cores", "price_per_kwh", "storage_bytes_per_second", "failures_per_device_hour"}

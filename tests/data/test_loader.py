@@ -160,6 +160,17 @@ def test_steps_of_another_size_go_on_where_the_data_was_left(write_tokens):
     assert large.state(4)["tokens"] == small.state(6)["tokens"]
 
 
+def test_text_that_is_passed_over_is_as_if_learned(write_tokens):
+    dataset = write_tokens([list(range(50))])
+    whole, short = (Loader(dataset, 4, 3, seed=1) for _ in range(2))
+    short.resume(whole.state(2))
+    short.pass_over(5)
+    assert rows_of(short.step(3)) == rows_of(whole.step(8))
+    again = Loader(dataset, 4, 3, seed=1)
+    again.resume(short.state(3))
+    assert rows_of(again.step(3)) == rows_of(whole.step(8))
+
+
 def test_state_survives_json_and_knows_its_data(write_tokens):
     dataset = write_tokens([list(range(50)), list(range(30))])
     loader = Loader(dataset, 8, 2, seed=3)

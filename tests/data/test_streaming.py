@@ -140,6 +140,19 @@ def test_a_stream_only_goes_forward(corpus):
         loader.state(2)
 
 
+def test_text_that_is_passed_over_is_as_if_learned(corpus):
+    whole = loader_of(corpus)
+    batches = [whole.step(number) for number in range(8)]
+    short = loader_of(corpus)
+    short.step(0)
+    short.pass_over(3)
+    assert rows_of(short.step(1)) == rows_of(batches[4])
+    assert {**short.state(2), "step": 5} == whole.state(5)
+    again = loader_of(corpus)
+    again.resume(short.state(2))
+    assert rows_of(again.step(2)) == rows_of(batches[5])
+
+
 def test_the_state_of_a_step_that_was_taken_is_known_while_others_are_prefetched(corpus):
     loader, alone = loader_of(corpus), loader_of(corpus)
     for step, _ in enumerate(prefetch(loader, 0, 12, depth=4)):

@@ -44,6 +44,9 @@ class Steps(Protocol):
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
         """Go on from a checkpoint's state; unless steps are `resized` they must be as large as there."""
 
+    def pass_over(self, steps: int) -> None:
+        """Leave out the sequences of so many steps, from where the run goes on."""
+
 
 def gather(
     tokens: np.ndarray, begins: np.ndarray, shifts: np.ndarray, first: np.ndarray, sequence: int, mask: bool
@@ -154,6 +157,11 @@ class Loader:
         """
         check_identity(self._identity, state, resized)
         self._origin = (state["step"], state["epoch"] * self.sequences_per_epoch + state["position"])
+
+    def pass_over(self, steps: int) -> None:
+        """Leave out the sequences of so many steps, from where the run goes on."""
+        from_step, from_sequence = self._origin
+        self._origin = (from_step, from_sequence + steps * self.sequences_per_step)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:

@@ -65,6 +65,7 @@ class StreamingLoader:
         self.rows = share(sequences_per_step, rank, ranks)
         self._parts = parts(data.train)
         self._states: dict[int, dict[str, Any]] = {}
+        self._origin = (0, 0)
         self._go_to(0, Cursor())
 
     def step(self, number: int) -> Batch:
@@ -97,6 +98,15 @@ class StreamingLoader:
         check_identity(self._identity, state, resized)
         cursor = Cursor(**{name: int(state[name]) for name in Cursor.__dataclass_fields__})
         self._go_to(int(state["step"]), cursor, int(state["tokens"]))
+
+    def pass_over(self, steps: int) -> None:
+        """Leave out the sequences of so many steps, from where the run goes on."""
+        sequences = steps * self.sequences_per_step
+        for _ in range(sequences):
+            self._sequence(False)
+        from_step, tokens = self._origin
+        self._origin = (from_step, tokens + sequences * self.sequence)
+        self._remember()
 
     def _go_to(self, step: int, cursor: Cursor, tokens: int = 0) -> None:
         self._origin = (step, tokens)

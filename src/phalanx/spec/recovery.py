@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from phalanx.spec.base import Spec
+from phalanx.spec.base import Spec, require
 
 
 class RecoverySpec(Spec):
@@ -21,4 +21,12 @@ class RecoverySpec(Spec):
     """How often the run may go back to the checkpoint before a loss that is not finite `training.max_bad_steps` times
     in a row, or a spike, and pass over the text of the steps since (PaLM, arXiv 2204.02311, section 5.1)."""
     spike: float | None = Field(None, gt=1, examples=[2.0])
-    """A loss so many times the median of the 50 steps before it is a spike; by default none is."""
+    """A loss so many times the median of the 50 steps before it is a spike (with `rollbacks`); by default none is."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RecoverySpec:
+        require(
+            self.spike is None or self.rollbacks > 0, "recovery.spike", self.spike,
+            "is what a run goes back for, and recovery.rollbacks = 0 says never", "set recovery.rollbacks too",
+        )  # fmt: skip
+        return self

@@ -192,6 +192,10 @@ class RunSpec(Spec):
             optimizer.warmup_steps < training.steps, "optimizer.warmup_steps", optimizer.warmup_steps,
             f"leaves nothing of training.steps ({training.steps})", f"use less than {training.steps}",
         )  # fmt: skip
+        require(
+            not self.recovery.rollbacks or self.layout.staleness is None, "recovery.rollbacks", self.recovery.rollbacks,
+            "needs ranks that are at the same step, and workers of layout.staleness are not", "set it to 0",
+        )  # fmt: skip
         if self.swarm is not None:
             self._check_swarm(self.swarm)
         return self

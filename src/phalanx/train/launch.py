@@ -184,6 +184,16 @@ def join_ranks(device_type: str, timeout_seconds: float) -> torch.device:
     return torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
 
 
+def limit_waits(timeout_seconds: float) -> None:
+    """Give the collectives of every group the run's timeout: those of a mesh have half an hour (gloo), whatever the
+    first group was given."""
+    if dist.is_initialized():
+        first = dist.distributed_c10d._get_default_group()
+        for group in dist.distributed_c10d._world.pg_map:
+            if group is not first:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+
+
 def _end_with_launcher() -> None:
     """Where `start_ranks` waits for this rank, end with it, by SIGKILL: torchrun's agent gives each rank a session of
     its own, and one that outlived the agent would train on unseen, in the way of the run's next start."""

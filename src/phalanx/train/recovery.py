@@ -79,6 +79,8 @@ class Recovery:
         """The ranks that those of this node began with."""
         self.code = 1
         """Of the last failure."""
+        self.final = False
+        """Whether whoever failed last would fail again."""
         self.left_out_after = -1
         """`furthest` when a rank was last left out."""
 
@@ -98,10 +100,10 @@ class Recovery:
         self.code = int(first["code"])
         if here:
             note(self.directory, "failed", rank=first["rank"], step=step, reason=first["reason"])
-        final = first["code"] == 2 or first.get("final", False)
-        if final or self.in_a_row > self.restarts or self.elsewhere > self.restarts * self.nodes:
+        self.final = first["code"] == 2 or first.get("final", False)
+        if self.final or self.in_a_row > self.restarts or self.elsewhere > self.restarts * self.nodes:
             report(self.directory, first)
-            return Then.END if final or self.nodes == 1 or not here else Then.LEAVE
+            return Then.END if self.final or self.nodes == 1 or not here else Then.LEAVE
         source, count = saved[0].name if saved else "the beginning", f" ({self.in_a_row} of {self.restarts} in a row)"
         print(f"phalanx: {in_words(first)}\n  starting again from {source}{count if here else ''}", file=sys.stderr)
         return Then.AGAIN
@@ -109,7 +111,8 @@ class Recovery:
     def without_the_worst(self, nproc: int, choose: Choose) -> int | None:
         """So many ranks to go on with, where it was always the same that failed first and fewer can train; None where
         that cannot help, or did not the last time. On a GPU, the device of that rank is left out."""
-        if self.code == 2 or len(self.culprits) != 1 or not self.restarts or self.left_out_after == self.furthest:
+        again_and_again = len(self.culprits) == 1 and self.in_a_row > self.restarts > 0
+        if self.final or not again_and_again or self.left_out_after == self.furthest:
             return None
         (worst,) = self.culprits
         for ranks in range(nproc - 1, 0, -1):

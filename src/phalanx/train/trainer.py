@@ -25,6 +25,8 @@ from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint import Checkpointer, load_state, newest_checkpoint, restore_random_state, state_tensors
 from phalanx.train.corpus import Corpus
+from phalanx.train.divergence import DivergenceError, Losses, passed_over
+from phalanx.train.launch import limit_waits
 from phalanx.train.learner import Learner, Micro
 from phalanx.train.manifest import check_manifest, read_manifest
 from phalanx.train.metrics import Log, Record
@@ -32,10 +34,6 @@ from phalanx.train.optimizer import Rescaling, learning_rate_ratio
 from phalanx.train.pacing import Pacing
 from phalanx.train.phases import Phases
 from phalanx.train.progress import Progress
-
-
-class DivergenceError(RuntimeError):
-    """Training cannot go on: the gradient was not finite too many times in a row."""
 
 
 class Trainer(Learner):
@@ -57,6 +55,7 @@ class Trainer(Learner):
         and the one before."""
         self.loader = corpus.loader(run, self.cut.sequences, self.mesh.dp_rank, self.cut.dp)
         self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
+        limit_waits(run.training.timeout_seconds)
         self.pacing = Pacing(run, world_size, directory)
         self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
         again = OWN_RECOMPUTE[run.layout.recompute]
@@ -74,6 +73,8 @@ class Trainer(Learner):
         """Steps whose gradient was not finite."""
         self.asked_to_stop = False
         """Set by a signal on this rank, at any time."""
+        self.may_roll_back = False
+        """Whether a spike of the loss ends this trainer, for another to begin where there was none."""
         self.stop_after: int | None = None
         """The step after which all ranks save and end, since some rank was asked to stop."""
 
@@ -98,6 +99,7 @@ class Trainer(Learner):
         """Train to the last step (or until `stop`); returns the last evaluation. `step` stands in for `train_step`;
         `notes` takes what this rank notes of each."""
         run, bad_in_a_row, heard_of, evaluation = self.run, 0, -1, {}
+        losses = Losses(run.recovery.spike if self.may_roll_back else None)
         step = step or self.train_step
         batches = prefetch(self.loader, self.step, run.training.steps)
         self.pacing.begin(self.step)
@@ -118,6 +120,11 @@ class Trainer(Learner):
                     raise DivergenceError(
                         f"step {self.step}: {bad_in_a_row} steps in a row were not finite: {self._reason(record)}; "
                         "lower optimizer.learning_rate or raise optimizer.warmup_steps, and --resume"
+                    )
+                if (ratio := losses.spikes(record["loss"])) is not None:
+                    self.checkpointer.wait()
+                    raise DivergenceError(
+                        f"step {self.step}: loss {record['loss']:.4g} is {ratio:.1f} times what it was before"
                     )
                 last = self.step == run.training.steps
                 evaluating = last or due(self.step, run.evaluation.every)
@@ -287,6 +294,7 @@ class Trainer(Learner):
         """
         checkpoint, damaged = newest_checkpoint(self.checkpointer.directory)
         if checkpoint is None:
+            self._pass_over()
             return 0, damaged
         manifest = read_manifest(checkpoint)
         check_manifest(self.run, manifest)
@@ -302,7 +310,16 @@ class Trainer(Learner):
             warmup = self.run.optimizer.warmup_steps
             rescaling = Rescaling(rescaling.at(self.step - 1), self.cut.learning_rate, self.step, warmup)
         self.rescaling = rescaling
+        self._pass_over()
         return int(manifest["world_size"]), damaged
+
+    def _pass_over(self) -> None:
+        """Leave out text that led this run astray before."""
+        steps = [passed_over(self.directory, self.step)]
+        if dist.is_initialized():
+            dist.broadcast_object_list(steps, src=0)
+        if steps[0]:
+            self.loader.pass_over(steps[0])
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 

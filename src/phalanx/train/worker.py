@@ -28,6 +28,7 @@ from phalanx.spec.run import RunSpec
 from phalanx.train.clocks import clock_offset
 from phalanx.train.closely import Closely, measured_number
 from phalanx.train.corpus import open_corpus
+from phalanx.train.divergence import DivergenceError, roll_back, rollbacks
 from phalanx.train.events import note
 from phalanx.train.launch import LAUNCHER, STOPPED, choose_device, join_ranks, on_signal, write_failure
 from phalanx.train.manifest import checkpoints
@@ -35,7 +36,7 @@ from phalanx.train.measured import compare, forget_measured
 from phalanx.train.metrics import JsonLines, Log, Record, open_logs
 from phalanx.train.progress import Progress
 from phalanx.train.setup import read_directory, set_up
-from phalanx.train.trainer import DivergenceError, Trainer
+from phalanx.train.trainer import Trainer
 
 SAMPLE_TOKENS = 160
 FLUSH_SECONDS = 1.0
@@ -65,14 +66,26 @@ def work(
         lock = hold(directory) if first else None
         if layout is not None:
             run = run.model_copy(update={"layout": layout})
-            check_layout(run, dist.get_world_size())
+            check_layout(run, dist.get_world_size() if dist.is_initialized() else 1)
         if first:
             keep_layout(directory, layout)
         fresh = not checkpoints(directory / "checkpoints")
         if measure or window:
             forget_measured(directory)  # of an earlier start, maybe of other ranks
-        trainer = Trainer(run, open_corpus(run, data, fresh), directory, device, device_peak(run, device))
-        _train(trainer, resume or prepared, measure, window)
+        corpus, peak = open_corpus(run, data, fresh), device_peak(run, device)
+        left = run.recovery.rollbacks and run.recovery.rollbacks - rollbacks(directory)
+        while True:
+            trainer = Trainer(run, corpus, directory, device, peak)
+            trainer.may_roll_back = left > 0
+            try:
+                _train(trainer, resume or prepared, measure, window)
+                break
+            except DivergenceError as error:
+                if not left:
+                    raise
+                left, resume = left - 1, True
+                _go_back(trainer, error)
+                trainer = None
         if lock is not None:
             lock.close()
         if trainer.stop and trainer.step < run.training.steps:
@@ -91,6 +104,16 @@ def work(
                 traceback.print_exc()
         return 2 if isinstance(error, UserError) else 1
     return 0
+
+
+def _go_back(trainer: Trainer, error: DivergenceError) -> None:
+    """Settle from where another trainer goes on."""
+    if trainer.is_main:
+        to = roll_back(trainer.directory, trainer.step, str(error))
+        passed = f"the text of steps {to + 1} to {trainer.step} is passed over"
+        print(f"phalanx: {error}\n  going back to step {to}; {passed}", file=sys.stderr)
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _set_up_once(run: RunSpec, resume: bool) -> Path:

@@ -1,0 +1,102 @@
+"""A loss beyond repair: the run goes back, and passes over the text that led there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity.trajectory import described, prepared_text, steps, trainer
+
+from phalanx.spec.run import RunSpec
+from phalanx.train import worker
+from phalanx.train.divergence import LEAST, Losses, passed_over, rollbacks
+from phalanx.train.events import read_events
+from phalanx.train.learner import Micro
+from phalanx.train.metrics import read_metrics
+from phalanx.train.setup import set_up
+from phalanx.train.trainer import Trainer
+
+STEPS, EVERY, WRONG = 30, 6, 15
+CHANGES = {"training.steps": STEPS, "checkpoint.every": EVERY, "checkpoint.keep": 9, "recovery.rollbacks": 2}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunSpec:
+    prepared_text()
+    return described(Path(json.__file__).parent, tmp_path, CHANGES)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, sequences: range, targets: Any) -> None:
+    """Give these sequences of the text, counted from the run's beginning, other targets."""
+
+    class Spoiled(Trainer):
+        def _micros(self, batch: Any) -> list[Micro]:
+            micros = super()._micros(batch)
+            if self.module.training and self.loader._first(self.step) in sequences:  # type: ignore[attr-defined]
+                return [replace(micro, targets=targets(micro.targets)) for micro in micros]
+            return micros
+
+    monkeypatch.setattr(worker, "Trainer", Spoiled)
+
+
+def learned(directory: Path) -> list[tuple[float, float]]:
+    return [(record["loss"], record["grad_norm"]) for record in read_metrics(directory) if "loss" in record]
+
+
+def backwards(targets: torch.Tensor) -> torch.Tensor:
+    return 256 - targets  # bytes that the model has never seen
+
+
+def test_a_spike_is_gone_back_from(run: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the checkpoint before it; what is learned then is what is learned without the text since."""
+    run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"spike": 1.5})})
+    directory, wrong = set_up(run, 1, resume=False), (WRONG - 1) * 8
+    spoil(monkeypatch, range(wrong, wrong + 8), backwards)
+    assert worker.work(directory, [], resume=True) == 0
+    (back,) = [event for event in read_events(directory) if event["what"] == "rolled back"]
+    assert (back["after"], back["to"]) == (WRONG, 12)
+    assert "times what it was before" in back["reason"]
+    one = trainer(described(Path(json.__file__).parent, tmp_path / "one", CHANGES))
+    before = steps(one, 12)
+    one.loader.pass_over(WRONG - 12)
+    assert learned(directory) == before + steps(one, STEPS)
+
+
+def test_what_is_not_finite_is_gone_back_from(
+    run: RunSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As often as is allowed; then the run ends. Before its first checkpoint it goes back to its beginning."""
+    training = run.training.model_copy(update={"max_bad_steps": 2})
+    run = run.model_copy(update={"training": training})
+    directory = set_up(run, 1, resume=False)
+    forward = Trainer.forward_backward
+
+    def infinite(self: Trainer, micros: list[Micro], told: Any) -> Any:
+        sums = forward(self, micros, told)
+        if self.loader._first(self.step) >= 3 * 8:  # type: ignore[attr-defined]
+            for parameter in self.module.parameters():
+                parameter.grad.fill_(torch.inf)
+        return sums
+
+    monkeypatch.setattr(Trainer, "forward_backward", infinite)
+    assert worker.work(directory, [], resume=True) == 1
+    back = [(event["after"], event["to"]) for event in read_events(directory) if event["what"] == "rolled back"]
+    assert back == [(5, 0), (2, 0)]
+    assert rollbacks(directory) == 2
+    assert passed_over(directory, 0) == 7
+    said = capsys.readouterr().err
+    assert "going back to step 0; the text of steps 1 to 5 is passed over" in said
+    assert said.count("2 steps in a row were not finite") == 3
+
+
+def test_a_spike_is_against_what_is_usual() -> None:
+    losses = Losses(spike=2.0)
+    assert all(losses.spikes(9.0 - step / 10) is None for step in range(LEAST))
+    assert losses.spikes(16.0) is None
+    assert losses.spikes(18.0) == pytest.approx(18 / 8.6, rel=0.02)
+    assert losses.spikes(float("nan")) is None
+    assert all(Losses(spike=None).spikes(loss) is None for loss in (*[1.0] * LEAST, 100.0))
