@@ -135,7 +135,7 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, options: list[str]) -> i
     if run.cluster.nodes > 1:
         raise UserError(
             "cluster.nodes", run.cluster.nodes, "phalanx train starts the ranks of one node",
-            "start each node with torchrun -m phalanx.train (examples/slurm.sbatch), or set cluster.nodes = 1",
+            "see docs/launching.md for several nodes, or set cluster.nodes = 1",
         )  # fmt: skip
     known = nproc or run.cluster.nproc
     plan = None
