@@ -89,9 +89,9 @@ def launch(
     given = {"to": to, "nodes": nodes, "nproc": nproc, "cpus": cpus, "memory": memory, **own}
     options = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
     sets = [word for override in set_ or () for word in ("--set", override)]
-    words = quoted(["phalanx", "launch", str(run), *options, *sets, *(() if check else ("--no-check",))]).replace("\n", " ")
+    words = quoted(["phalanx", "launch", str(run), *options, *sets, *(() if check else ("--no-check",))])
     ranks = ranks_of_a_node(described, nproc)
-    job = Job(described, run, words, least, most, ranks, sets, check, cpus, memory)
+    job = Job(described, run, words.replace("\n", " "), least, most, ranks, sets, check, cpus, memory)
     check_job(job)
     _write(write(job, **own), out)
 
