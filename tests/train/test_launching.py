@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -95,12 +96,16 @@ def test_bash_reads_the_script(file: Path, options: tuple[str, ...]) -> None:
 
 
 def test_what_users_write_stays_a_word(file: Path) -> None:
-    """The line of the command, read by bash as Slurm's task would."""
+    """What follows the run file in the commands, read by bash as Slurm's tasks would."""
     override = "data.text_key='it is $(id) `id` \"'"
     script = written(file, "slurm", "--set", override)
-    words = script[script.index('bash "$run"') :].split(")\n\ncase")[0].removeprefix('bash "$run" ')
-    read = subprocess.run(["bash", "-c", f"printf '%s\\0' {words}"], text=True, capture_output=True, timeout=20).stdout
-    assert read.split("\0")[:-1] == ["--nproc", "8", "--resume", "--set", override]
+    for words, expected in zip(
+        re.findall(r'bash "\$run" (.*?)(?: \| sort -V\)|\))$', script, re.MULTILINE),
+        (["--quick", "--nproc", "8"], ["--nproc", "8", "--resume"]),
+        strict=True,
+    ):
+        read = subprocess.run(["bash", "-c", f"printf '%s\\0' {words}"], text=True, capture_output=True, timeout=20)
+        assert read.stdout.split("\0")[:-1] == [*expected, "--set", override]
 
 
 def test_flight_recorders_write_into_the_run_directory(file: Path) -> None:

@@ -68,6 +68,11 @@ class Job:
         """What is the same on any number of nodes, as words for `phalanx train`."""
         return ["--nproc", str(self.nproc), "--resume", *self.sets]
 
+    @property
+    def checking(self) -> list[str]:
+        """What `phalanx doctor RUN.toml` is told, as words."""
+        return ["--quick", "--nproc", str(self.nproc), *self.sets]
+
     def environment(self, directory: str) -> dict[str, tuple[str, str]]:
         """Variables by name, each with its value and why it is set. `directory` is the run's."""
         if not self.gpus:

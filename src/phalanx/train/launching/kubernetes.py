@@ -6,7 +6,7 @@ import json
 import textwrap
 
 from phalanx.spec.base import require
-from phalanx.train.launching.job import AGAIN, PORT, SAVING_SECONDS, Job
+from phalanx.train.launching.job import AGAIN, PORT, SAVING_SECONDS, Job, quoted
 from phalanx.train.launching.volume import WORK, needed, variables
 
 RUN_FOLDER, RUN_FILE = "/etc/phalanx", "run.toml"
@@ -87,7 +87,7 @@ CHECK = """\
             - sh
             - -c
             - |
-              phalanx doctor {run} --quick
+              phalanx doctor {run} {checking}
               [ $? -ne 2 ] || {{ echo "phalanx: leave this node out: kubectl cordon $NODE_NAME" >&2; exit 1; }}
 {same}"""
 
@@ -135,7 +135,7 @@ def kubernetes(job: Job, image: str | None = None, volume: str | None = None) ->
         words=job.words, name=name, quoted=json.dumps(name), run_file=RUN_FILE, text=text,
         most=job.most, success=SUCCESS if job.least < job.most else "", failures=FAILURES_PER_NODE * job.most,
         again=AGAIN, saving=SAVING_SECONDS, volume=json.dumps(volume), shared_memory=SHARED_MEMORY,
-        check=CHECK.format(run=run, same=same) if job.check else "",
+        check=CHECK.format(run=run, checking=quoted(job.checking), same=same) if job.check else "",
         command=json.dumps(["phalanx", "train", run, *meeting, *job.training]), same=same,
     )  # fmt: skip
 

@@ -37,7 +37,7 @@ head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
 
 CHECK = """\
 # phalanx doctor exits with 2 where something of the node must be mended.
-phalanx doctor {run} --quick
+phalanx doctor {run} {checking}
 [ $? -ne 2 ] || {{ echo "phalanx: this node is not well: see above" >&2; exit 1; }}
 """
 
@@ -65,7 +65,7 @@ def skypilot(job: Job, image: str | None = None, volume: str | None = None, acce
     options = quoted(job.meeting("HEAD")).replace("HEAD", f'"$head:{PORT}"')
     script = [
         f"cd {WORK}\n",
-        *([CHECK.format(run=RUN_FILE)] if job.check else []),
+        *([CHECK.format(run=RUN_FILE, checking=quoted(job.checking))] if job.check else []),
         *([TOGETHER] if several else []),
         " ".join(word for word in ("exec phalanx train", RUN_FILE, options, quoted(job.training)) if word) + "\n",
     ]

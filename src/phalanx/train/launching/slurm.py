@@ -29,7 +29,7 @@ mapfile -t given < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 CHECKED = """
 # Nodes in which `phalanx doctor` finds nothing that must be mended (it exits with 2 where it does), and that answer.
 mapfile -t well < <("${each[@]}" --nodes="${#given[@]}" --ntasks="${#given[@]}" \\
-    bash -c 'phalanx doctor "$0" --quick >&2; [ $? -eq 2 ] || echo "$SLURMD_NODENAME"' "$run" | sort -V)
+    bash -c 'phalanx doctor "$@" >&2; [ $? -eq 2 ] || echo "$SLURMD_NODENAME"' bash "$run" OPTIONS | sort -V)
 if [ "${#well[@]}" -lt "$least" ]; then
     sick=$(printf '%s\\n' "${given[@]}" | grep -vxFf <(printf '%s\\n' "${well[@]}") | paste -sd,)
     echo "phalanx: ${#well[@]} nodes are well, and it takes $least: see above, and submit with --exclude=$sick" >&2
@@ -102,7 +102,7 @@ def slurm(job: Job, time: str | None = None, partition: str | None = None, accou
             *exports,
             THREADS,
             EACH,
-            CHECKED if job.check else UNCHECKED,
+            CHECKED.replace("OPTIONS", quoted(job.checking)) if job.check else UNCHECKED,
             *([TOGETHER] if several else []),
             TRAIN.replace("OPTIONS", f"{meeting} {quoted(job.training)}".strip()),
             ENDED,
