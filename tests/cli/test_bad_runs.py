@@ -225,7 +225,7 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"model.from_hf": '"nowhere"'}, ("model.from_hf = 'nowhere'", "config.json")),
     ({"model.positions": '"learned"', "model.context": 16}, ("training.sequence = 32", "16")),
     ({"cluster.preset": '"h1000"'}, ("cluster.preset = 'h1000'", "did you mean 'h100'")),
-    ({"cluster.nodes": 2}, ("cluster.nodes = 2", "torchrun")),
+    ({"cluster.nodes": 2}, ("cluster.nodes = 2", "docs/launching.md")),
     ({"cluster.device": '"cuda"'}, ("cluster.device = 'cuda'", "no GPU")),
     ({"data.train": '["missing.txt"]'}, ("data.train = 'missing.txt'",)),
     ({"data.train": "[]"}, ("data.train",)),
