@@ -16,7 +16,7 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.data.indexed import IndexedDataset, IndexedWriter
 from phalanx.spec.load import load_run
-from phalanx.train import launch, setup
+from phalanx.train import recovery, setup
 
 GOOD = """
 name = "bad"
@@ -225,7 +225,7 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"model.from_hf": '"nowhere"'}, ("model.from_hf = 'nowhere'", "config.json")),
     ({"model.positions": '"learned"', "model.context": 16}, ("training.sequence = 32", "16")),
     ({"cluster.preset": '"h1000"'}, ("cluster.preset = 'h1000'", "did you mean 'h100'")),
-    ({"cluster.nodes": 2}, ("cluster.nodes = 2", "torchrun")),
+    ({"cluster.nodes": 2}, ("--rendezvous: says no place where nodes could meet", "docs/launching.md")),
     ({"cluster.device": '"cuda"'}, ("cluster.device = 'cuda'", "no GPU")),
     ({"data.train": '["missing.txt"]'}, ("data.train = 'missing.txt'",)),
     ({"data.train": "[]"}, ("data.train",)),
@@ -278,7 +278,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def spawned(*_: object) -> int:
         raise AssertionError("a process was spawned")
 
-    monkeypatch.setattr(launch, "spawn", spawned)
+    monkeypatch.setattr(recovery, "train_through", spawned)
     return tmp_path
 
 

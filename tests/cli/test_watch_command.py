@@ -29,15 +29,18 @@ def _heeding_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+WEB = ("--web", "--port", "0", "--every", "0.2")
+
+
 @contextmanager
-def served(run) -> Iterator[str]:
-    """The address of a page of `phalanx watch --web`; it ends on Ctrl-C, with nothing said."""
-    watch = [sys.executable, "-m", "phalanx", "watch", str(run), "--web", "--port", "0", "--every", "0.2"]
+def served(run, *options: str) -> Iterator[str]:
+    """The address of what `phalanx watch` serves, by default its page; it ends on Ctrl-C, with nothing said."""
+    watch = [sys.executable, "-m", "phalanx", "watch", str(run), *(options or WEB)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # What a shell starts in the background ignores Ctrl-C, and so does all that it starts.
     with subprocess.Popen(watch, **pipes, text=True, preexec_fn=_heeding_ctrl_c) as process:
         try:
-            yield re.match(r"(http://127\.0\.0\.1:\d+/) ", process.stdout.readline())[1]
+            yield re.match(r"(http://[\d.]+:\d+/\w*) ", process.stdout.readline())[1]
             process.send_signal(signal.SIGINT)
             said = process.communicate(timeout=60)
         finally:
@@ -110,3 +113,17 @@ def test_a_port_that_is_taken_is_named():
         port = address.rpartition(":")[2].strip("/")
         with pytest.raises(UserError, match=f"--port = {port}: cannot be served"):
             shown("watch", two_ranks(), "--web", "--port", port)
+
+
+def test_numbers_are_served_to_prometheus():
+    with served(two_ranks(), "--prometheus", "0") as address:
+        answer = urllib.request.urlopen(address.replace("0.0.0.0", "127.0.0.1"), timeout=60)
+        assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert 'phalanx_step{run="two"} 8\n' in answer.read().decode()
+        port = int(re.search(r":(\d+)/metrics", address)[1])
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60)
+        with pytest.raises(UserError, match=f"--prometheus = {port}: cannot be served"):
+            shown("watch", two_ranks(), "--prometheus", port)
+    with pytest.raises(UserError, match="goes without --web"):
+        shown("watch", two_ranks(), "--prometheus", 0, "--web")

@@ -17,9 +17,8 @@ from parity.trajectory import described, steps, trainer
 
 from phalanx.data.prepare import prepare
 from phalanx.testing.hosts import NoHosts, Star, star
-from phalanx.train.launch import STOPPED
 from phalanx.train.manifest import checkpoints
-from phalanx.train.setup import to_toml
+from phalanx.train.setup import STOPPED, to_toml
 from tests.train.test_recovery import SECONDS, events, ranks_of, reaches, trained, until
 
 NAMES = ("first", "second")

@@ -19,10 +19,9 @@ from parity.trajectory import described, steps, trainer
 
 from phalanx.spec.load import LAYOUT_FILE
 from phalanx.train.events import read_events
-from phalanx.train.launch import STOPPED
 from phalanx.train.manifest import checkpoints
 from phalanx.train.metrics import read_metrics
-from phalanx.train.setup import to_toml
+from phalanx.train.setup import STOPPED, to_toml
 
 SECONDS = 100
 STEPS = 24

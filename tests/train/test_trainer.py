@@ -20,10 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from phalanx.cost.compute import forward_flops, training_flops_per_token
 from phalanx.data.loader import prefetch
 from phalanx.testing import ranks
-from phalanx.train.launch import STOPPED
 from phalanx.train.metrics import open_logs, read_metrics
 from phalanx.train.progress import Progress
-from phalanx.train.setup import set_up, to_toml
+from phalanx.train.setup import STOPPED, set_up, to_toml
 from phalanx.train.trainer import DivergenceError, Trainer
 
 

@@ -14,6 +14,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
+from phalanx.train.launching.job import parse_nodes
 
 PLAN_FILE = "plan.json"
 """In the run directory: what the planner offered where `layout = "auto"`."""
@@ -89,7 +90,7 @@ def train(
 
         phalanx train automatic.toml --nproc 2 --machine here.toml
 
-        phalanx train run.toml --nodes 3:4 --rendezvous node0:29400 --resume    (on every node)
+        phalanx train run.toml --nodes 3:4 --rendezvous node0:29500 --resume    (on every node)
 
         torchrun --nproc-per-node 8 -m phalanx.train run.toml
 
@@ -110,7 +111,7 @@ def train(
         *(["--trace-steps", trace_steps] if trace_steps else []),
     ]
     if nodes is not None or rendezvous is not None or described.cluster.nodes > 1:
-        least, most = counted(nodes, described.cluster.nodes)
+        least, most = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
         cluster = described.cluster.model_copy(update={"nodes": most})
         described = described.model_copy(update={"cluster": cluster})
         raise typer.Exit(_run_on_nodes(described, nproc, resume, options, least, *address(rendezvous)))
@@ -152,20 +153,11 @@ def _config(run: RunSpec, nproc: int | None) -> str:
     return f"{note}\n{to_toml(run)}".rstrip()
 
 
-def counted(nodes: str | None, default: int) -> tuple[int, int]:
-    """How many nodes a run needs, and how many it takes. Raises UserError for what is no such range."""
-    least, _, most = (nodes or str(default)).partition(":")
-    known = least.isdecimal() and (most or least).isdecimal()
-    if not known or not 1 <= int(least) <= int(most or least):
-        raise UserError("--nodes", nodes, "is no number of nodes, and no range", "write 4, or 3:4 for at least 3")
-    return int(least), int(most or least)
-
-
 def address(rendezvous: str | None) -> tuple[str, int]:
     """The host and port where nodes meet. Raises UserError for none."""
     host, _, port = (rendezvous or "").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        fix = "give the address of one of the nodes and a free port there, the same on all: node0:29400"
+        fix = "give one of the nodes and a free port there, the same on all: node0:29500 (docs/launching.md)"
         raise UserError("--rendezvous", rendezvous, "says no place where nodes could meet", fix)
     return host, int(port)
 

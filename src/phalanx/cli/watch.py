@@ -1,4 +1,4 @@
-"""`phalanx watch`: a run while it trains, in the terminal or on a local page."""
+"""`phalanx watch`: a run while it trains, in the terminal, on a local page, or for Prometheus."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from phalanx.spec.errors import UserError
+
 
 def watch(
     run: Annotated[Path, typer.Argument(help="The directory of a run.", metavar="RUN_DIR")],
@@ -19,10 +21,20 @@ def watch(
         bool, typer.Option("--web", help="Serve a page that keeps itself new, to this machine only.")
     ] = False,
     port: Annotated[int, typer.Option(help="Of the page; 0 takes a free one.", min=0, max=65535, metavar="N")] = 8642,
+    prometheus: Annotated[
+        int | None,
+        typer.Option(
+            help="Serve the newest numbers at /metrics of this port, to all who reach this machine; 0 takes any.",
+            min=0,
+            max=65535,
+            metavar="PORT",
+        ),
+    ] = None,
 ) -> None:
     """Watch a run while it trains: its loss, its speed, where the time goes, and what keeps it from being faster.
 
-    Ends with the run's last step, or on Ctrl-C. Where the output is no terminal it prints a line for each step.
+    Ends with the run's last step, or on Ctrl-C. Where the output is no terminal it prints a line for each step. Pages
+    and numbers are served until Ctrl-C, also of a run that has ended.
 
     Examples:
 
@@ -31,12 +43,20 @@ def watch(
         phalanx watch runs/first --every 10 > log
 
         phalanx watch runs/first --web --port 0
+
+        phalanx watch runs/first --prometheus 9400
     """
     from phalanx.report.recorded import read_run
 
+    if web and prometheus is not None:
+        raise UserError("--prometheus", prometheus, "goes without --web", "start one command for each")
     read_run(run)  # what is no run directory is refused before anything is shown
     with suppress(KeyboardInterrupt):
-        if web:
+        if prometheus is not None:
+            from phalanx.cli.watch_prometheus import serve as serve_numbers
+
+            serve_numbers(run, prometheus)
+        elif web:
             from phalanx.cli.watch_web import serve
 
             serve(run, port, every)

@@ -95,7 +95,7 @@ def columns(recorded: Recorded) -> Columns | None:
         ranks=[record.rank for record in records],
         whole=of(lambda line: sum(line["seconds"].values())),
         data=of(lambda line: line["seconds"]["data"]),
-        compute=of(lambda line: max(0.0, _passes(line) - _waited(line, "passes"))),
+        compute=of(computed_seconds),
         communication=of(lambda line: sum(_waited(line, phase) for phase in PHASES)),
         pipeline=of(lambda line: _waited(line, "pipeline")),
         passes=of(lambda line: line["seconds"]["passes"]),
@@ -104,6 +104,11 @@ def columns(recorded: Recorded) -> Columns | None:
         rows=rows,
         waits_are_known=all("waited" in rank[0] for rank in lines),
     )
+
+
+def computed_seconds(line: Line) -> float:
+    """Of a step's passes, without waits for collectives in them, as far as these are known."""
+    return max(0.0, _passes(line) - _waited(line, "passes"))
 
 
 def _by_step(record: RankRecord, steps: Sequence[int]) -> list[Line]:

@@ -40,7 +40,7 @@ class Cluster(Spec):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What computes: auto takes the GPU that is there, else the CPU."""
     nodes: int = Field(1, gt=0)
-    """Machines of the run, each with as many ranks; more than one are started with torchrun."""
+    """Machines of the run, each with as many ranks; phalanx train starts on each of them."""
     nproc: int | None = Field(None, gt=0, examples=[2])
     """Ranks per node; by default one per GPU, and on a CPU one. `--nproc` overrides it."""
     peak_flops: float | None = Field(None, gt=0, examples=[1e12])

@@ -33,7 +33,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from phalanx.spec.errors import UserError
-from phalanx.train.launch import LAUNCHER, STOPPED
+from phalanx.train.launch import LAUNCHER
+from phalanx.train.setup import STOPPED
 
 STOP_SECONDS = 600
 """Between SIGTERM and SIGKILL to ranks that are to end in order: a step and a checkpoint."""

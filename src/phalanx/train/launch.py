@@ -23,7 +23,7 @@ import torch.distributed as dist
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.train.manifest import checkpoints
-from phalanx.train.setup import FAILURES
+from phalanx.train.setup import FAILURES, STOPPED
 
 # Without the first, restarted gloo ranks find stale addresses. The next two keep freed memory in the process: a step
 # allocates and frees the same large tensors again and again, and page faults cost up to a tenth of its time. (Not in
@@ -42,8 +42,6 @@ LOST_A_PEER = re.compile(
 """What a collective says at a rank whose peer has gone."""
 AT_ONCE_SECONDS = 5.0
 
-STOPPED = 75
-"""Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal ended before its last step, with a checkpoint."""
 
 LAUNCHER = "PHALANX_LAUNCHER"
 """Names to ranks the process that waits for them, reads what they leave in failures/, and prints the first."""

@@ -16,8 +16,9 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 from phalanx.train.agent import ALONE, Failures, Meeting, Then, run_ranks
 from phalanx.train.events import note
-from phalanx.train.launch import STOPPED, first_failure, in_words, last_step, report, set_environment
+from phalanx.train.launch import first_failure, in_words, last_step, report, set_environment
 from phalanx.train.manifest import checkpoints, step_of
+from phalanx.train.setup import STOPPED
 
 Choose = Callable[[int], Layout]
 """The layout of a run for so many ranks. Raises UserError where none fits."""

@@ -34,6 +34,8 @@ from phalanx.spec.tokenizer import BYTES_VOCAB
 from phalanx.train.manifest import check_manifest, checkpoints, read_manifest
 from phalanx.train.metrics import METRICS_FILE, check_wandb
 
+STOPPED = 75
+"""Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal ended before its last step, with a checkpoint."""
 RUN_FILE, DATA_FILE, TOKENIZER_FILE, FAILURES = "run.toml", "data.json", "tokenizer.json", "failures"
 
 

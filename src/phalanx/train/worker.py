@@ -30,12 +30,12 @@ from phalanx.train.closely import Closely, measured_number
 from phalanx.train.corpus import open_corpus
 from phalanx.train.divergence import DivergenceError, roll_back, rollbacks
 from phalanx.train.events import note
-from phalanx.train.launch import LAUNCHER, STOPPED, choose_device, join_ranks, on_signal, write_failure
+from phalanx.train.launch import LAUNCHER, choose_device, join_ranks, on_signal, write_failure
 from phalanx.train.manifest import checkpoints
 from phalanx.train.measured import compare, forget_measured
 from phalanx.train.metrics import JsonLines, Log, Record, open_logs
 from phalanx.train.progress import Progress
-from phalanx.train.setup import read_directory, set_up
+from phalanx.train.setup import STOPPED, read_directory, set_up
 from phalanx.train.trainer import Trainer
 
 SAMPLE_TOKENS = 160

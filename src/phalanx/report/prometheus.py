@@ -1,0 +1,200 @@
+"""The newest numbers of a run directory in Prometheus' text format (github.com/prometheus/docs, exposition_formats.md).
+
+What rank 0 writes to metrics.jsonl and what each rank notes is followed: each look reads only what is new. So nothing
+is added to the training process, and what it wrote last can still be asked for after it has died."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.measure.lock import is_held
+from phalanx.measure.record import FOLDER, FORMAT
+from phalanx.report.efficiency import computed_seconds
+from phalanx.report.recorded import Line
+from phalanx.spec.errors import UserError
+from phalanx.spec.load import load_run
+
+Sample = tuple[str, Mapping[str, str], float]
+"""Name, labels beside `run`, value."""
+
+NEWEST = {
+    "step": ("phalanx_step", "gauge", "Last step that was done."),
+    "loss": ("phalanx_loss_nats_per_token", "gauge", "Training loss of the last step; NaN where it was not finite."),
+    "grad_norm": ("phalanx_gradient_norm", "gauge", "Of the last step, before clipping; NaN where it was not finite."),
+    "learning_rate": ("phalanx_learning_rate", "gauge", "Of the last step."),
+    "step_seconds": ("phalanx_step_seconds", "gauge", "How long the last step took."),
+    "tokens_per_second": ("phalanx_tokens_per_second", "gauge", "Of the last step, all ranks together."),
+    "mfu": ("phalanx_mfu_ratio", "gauge", "Model FLOP/s of the last step as a share of the devices' peak."),
+    "tokens": ("phalanx_tokens_total", "counter", "Tokens trained on."),
+    "skipped_steps": ("phalanx_skipped_steps_total", "counter", "Steps skipped for a gradient that was not finite."),
+}
+"""Of the newest line of a step in metrics.jsonl, by field: name, type, help."""
+EVALUATED = {
+    "held_out_loss": ("phalanx_held_out_loss_nats_per_token", "gauge", "Of the last evaluation."),
+}
+OTHERS = (
+    ("phalanx_planned_steps", "gauge", "Steps that the run is to do."),
+    ("phalanx_under_way", "gauge", "1 while it trains, 0 when it has ended; not there where that cannot be known."),
+    ("phalanx_last_step_timestamp_seconds", "gauge", "When a step was last written, in seconds since 1970."),
+    ("phalanx_checkpoint_step", "gauge", "Step of the newest complete checkpoint."),
+    ("phalanx_checkpoint_timestamp_seconds", "gauge", "When that was complete, in seconds since 1970."),
+    ("phalanx_starts_total", "counter", "How often it was started."),
+    ("phalanx_failed_ranks", "gauge", "Ranks that left word of a failure since the last start."),
+    ("phalanx_rank_info", "gauge", "1, with the host and the kind of device of each rank."),
+    ("phalanx_rank_step", "gauge", "Last step that each rank noted."),
+    ("phalanx_phase_seconds", "gauge", "What the phases of each rank's last step took, waits in them included."),
+    ("phalanx_wait_seconds", "gauge", "In which a rank stood still for others in its last step, by phase; CPUs only."),
+    ("phalanx_compute_seconds", "gauge", "Of each rank's passes in its last step, without waits on CPUs."),
+    ("phalanx_peak_memory_bytes", "gauge", "The most that each rank has held: of its GPU, or of the host's memory."),
+    ("phalanx_device_memory_bytes", "gauge", "Memory of each rank's device; of a CPU, that of its host."),
+)  # fmt: skip
+FAMILIES = {name: (kind, text) for name, kind, text in (*NEWEST.values(), *EVALUATED.values(), *OTHERS)}
+"""Type and help of all that there may be."""
+
+
+class Follower:
+    """A file of JSON lines that grows, and may be written anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._inode, self._offset = 0, 0
+
+    def news(self) -> tuple[bool, list[Line]]:
+        """Whether all that was read before is no longer so, and the whole lines that are new."""
+        try:
+            status = self.path.stat()
+            anew = status.st_ino != self._inode or status.st_size < self._offset
+            start = 0 if anew else self._offset
+            with self.path.open("rb") as file:
+                file.seek(start)
+                text = file.read()
+        except OSError:
+            anew, self._inode, self._offset = self._inode != 0, 0, 0
+            return anew, []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._inode, self._offset = status.st_ino, start + len(whole)
+        lines = []
+        for line in whole.splitlines():
+            with suppress(ValueError):
+                lines.append(json.loads(line))
+        return anew, [line for line in lines if isinstance(line, dict)]
+
+
+@dataclass
+class Rank:
+    """What a rank noted last."""
+
+    follower: Follower
+    opening: Line = field(default_factory=dict)
+    starts: int = 0
+    step: Line = field(default_factory=dict)
+    """Of the last start."""
+
+    def look(self) -> None:
+        """Take in what is new."""
+        anew, lines = self.follower.news()
+        if anew:
+            self.opening, self.starts, self.step = {}, 0, {}
+        for line in lines:
+            if line.get("format") == FORMAT:
+                self.opening, self.step = line, {}
+                self.starts += 1
+            elif "seconds" in line and "stages" in line:
+                self.step = line
+
+
+class Watched:
+    """A run directory, looked at again and again."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._metrics = Follower(directory / "metrics.jsonl")
+        self._step: Line = {}
+        self._evaluation: Line = {}
+        self._ranks: dict[Path, Rank] = {}
+
+    def text(self, checkpoints: Sequence[Path]) -> str:
+        """What Prometheus is told now; `checkpoints` are the complete ones, the newest first."""
+        planned, name = None, self.directory.resolve().name
+        with suppress(UserError):  # a run file of another version
+            run = load_run(self.directory / "run.toml", environment={})
+            planned, name = run.training.steps, run.name
+        said = [*self._of_run(planned, checkpoints), *self._of_ranks()]
+        return exposition([(metric, {"run": name, **labels}, value) for metric, labels, value in said])
+
+    def _of_run(self, planned: int | None, checkpoints: Sequence[Path]) -> Iterator[Sample]:
+        anew, lines = self._metrics.news()
+        if anew:
+            self._step, self._evaluation = {}, {}
+        for line in lines:
+            self._step = line if "step_seconds" in line else self._step
+            self._evaluation = line if "held_out_loss" in line else self._evaluation
+        for names, line in ((NEWEST, self._step), (EVALUATED, self._evaluation)):
+            for found, (name, _, _) in names.items():
+                if found in line:
+                    yield name, {}, math.nan if line[found] is None else line[found]
+        if self._step:
+            with suppress(OSError):
+                yield "phalanx_last_step_timestamp_seconds", {}, self._metrics.path.stat().st_mtime
+        if planned is not None:
+            yield "phalanx_planned_steps", {}, planned
+        under_way = is_held(self.directory)
+        if under_way is not None:
+            yield "phalanx_under_way", {}, under_way
+        for newest in checkpoints[:1]:
+            with suppress(OSError):  # it may be gone by now
+                yield "phalanx_checkpoint_timestamp_seconds", {}, newest.stat().st_mtime
+                yield "phalanx_checkpoint_step", {}, int(newest.name.removeprefix("step-"))
+        yield "phalanx_failed_ranks", {}, len([*(self.directory / "failures").glob("rank-*.json")])
+
+    def _of_ranks(self) -> Iterator[Sample]:
+        for file in (self.directory / FOLDER).glob("rank-*.jsonl"):
+            self._ranks.setdefault(file, Rank(Follower(file))).look()
+        opened = {rank.opening["rank"]: rank for rank in self._ranks.values() if rank.opening}
+        if 0 not in opened:
+            return
+        first = opened[0]
+        yield "phalanx_starts_total", {}, first.starts
+        for number, rank in sorted(opened.items()):
+            if all(rank.opening[name] == first.opening[name] for name in ("step", "ranks")):  # of the last start
+                yield from _of_rank({"rank": str(number)}, rank.opening, rank.step)
+
+
+def _of_rank(label: dict[str, str], opening: Line, line: Line) -> Iterator[Sample]:
+    yield "phalanx_rank_info", {**label, "host": opening["host"], "device": opening["device"]}, 1
+    yield "phalanx_device_memory_bytes", label, opening["memory_bytes"]
+    if not line:
+        return
+    yield "phalanx_rank_step", label, line["step"]
+    yield "phalanx_compute_seconds", label, computed_seconds(line)
+    yield "phalanx_peak_memory_bytes", label, line["peak_memory_bytes"]
+    for phase, seconds in line["seconds"].items():
+        yield "phalanx_phase_seconds", {**label, "phase": phase}, seconds
+    for phase, seconds in line.get("waited", {}).items():
+        yield "phalanx_wait_seconds", {**label, "phase": phase}, seconds
+
+
+def exposition(samples: Sequence[Sample]) -> str:
+    """Samples as text, those of a name together below its help and type."""
+    lines = []
+    for name, (kind, text) in FAMILIES.items():
+        own = [sample for sample in samples if sample[0] == name]
+        if own:
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+        for _, labels, value in own:
+            pairs = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
+            lines.append(f"{name}{{{pairs}}} {_number(value)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    return "NaN" if math.isnan(value) else repr(float(value)) if isinstance(value, float) else str(int(value))

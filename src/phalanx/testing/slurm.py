@@ -1,0 +1,180 @@
+"""A Slurm of one's own on this machine: munged, slurmctld, and a slurmd for each node, in one directory. All are real;
+only the nodes share a machine. It takes root and Debian's slurm-wlm."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+START_SECONDS = 60.0
+TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")
+CONF = """\
+ClusterName=phalanx
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={place}/munge.socket
+StateSaveLocation={place}/state
+SlurmdSpoolDir={place}/spool-%n
+SlurmctldPidFile={place}/slurmctld.pid
+SlurmdPidFile={place}/slurmd-%n.pid
+SlurmctldLogFile={place}/slurmctld.log
+SlurmdLogFile={place}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+ReturnToService=2
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class NoSlurm(OSError):  # noqa: N818 - a fact about the machine
+    """This process may not start one, or a tool is missing."""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """One that runs."""
+
+    place: Path
+    nodes: tuple[str, ...]
+    environment: dict[str, str] = field(repr=False)
+
+    def do(self, *words: str, cwd: Path | None = None) -> str:
+        """What one of its commands prints."""
+        ended = subprocess.run(words, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 0, f"{' '.join(words)}: {ended.stderr}"
+        return ended.stdout.strip()
+
+    def submit(self, script: Path) -> str:
+        """The number of a job, from a script that runs in its own directory."""
+        return self.do("sbatch", "--parsable", script.name, cwd=script.parent)
+
+    def said(self, job: str) -> dict[str, str]:
+        """What Slurm knows of a job: its fields."""
+        fields = self.do("scontrol", "show", "job", "--oneliner", job).split()
+        return dict(word.partition("=")[::2] for word in fields if "=" in word)
+
+    def wait(self, job: str, true: Callable[[dict[str, str]], bool], seconds: float) -> dict[str, str]:
+        """What Slurm knows of a job, as soon as that is as wanted.
+
+        Raises TimeoutError.
+        """
+        ends = time.monotonic() + seconds
+        while not true(found := self.said(job)):
+            if time.monotonic() > ends:
+                raise TimeoutError(f"job {job} is {found['JobState']} ({found['Reason']}) after {seconds:.0f} s")
+            time.sleep(0.2)
+        return found
+
+
+@contextmanager
+def slurm(place: Path, nodes: int) -> Iterator[Slurm]:
+    """One with so many nodes, each with all cores of this machine. The first has this machine's own name, so that all
+    find it. It is gone afterwards, and so are its jobs.
+
+    Raises NoSlurm where it cannot be had.
+    """
+    missing = [tool for tool in TOOLS if not shutil.which(tool)]
+    if missing:
+        raise NoSlurm(f"{', '.join(missing)}: not installed (apt-get install slurm-wlm)")
+    if os.geteuid() != 0:
+        raise NoSlurm("it takes root")
+    host = socket.gethostname().partition(".")[0]
+    names = (host, *(f"{host}-{number}" for number in range(1, nodes)))
+    found = Slurm(place, names, {**os.environ, "SLURM_CONF": str(place / "slurm.conf")})
+    _write_conf(found, host)
+    with ExitStack() as daemons:
+        daemons.enter_context(_daemon(found, "munge", _munged(place)))
+        daemons.enter_context(_daemon(found, "slurmctld", ["slurmctld"]))
+        for name in names:
+            daemons.enter_context(_daemon(found, f"slurmd-{name}", ["slurmd", "-N", name]))
+        _until(lambda: found.do("sinfo", "-h", "-t", "idle", "-o", "%D") == str(nodes), "its nodes are idle", found)
+        try:
+            yield found
+        finally:
+            found.do("scancel", "--user=root")
+            _until(lambda: not found.do("squeue", "-h"), "its jobs are gone", found)
+
+
+def _munged(place: Path) -> list[str]:
+    key = place / "munge.key"
+    key.write_bytes(secrets.token_bytes(1024))
+    key.chmod(0o400)
+    files = [
+        f"--{name}={place}/munge.{ending}"
+        for name, ending in (
+            ("socket", "socket"),
+            ("key-file", "key"),
+            ("pid-file", "pid"),
+            ("log-file", "log"),
+            ("seed-file", "seed"),
+        )
+    ]
+    return ["munged", "--force", *files]
+
+
+def _write_conf(slurm: Slurm, host: str) -> None:
+    ports = _free_ports(1 + len(slurm.nodes))
+    nodes = "\n".join(
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={os.cpu_count()}"
+        for name, port in zip(slurm.nodes, ports[1:], strict=True)
+    )
+    (slurm.place / "state").mkdir()
+    (slurm.place / "slurm.conf").write_text(CONF.format(host=host, port=ports[0], place=slurm.place, nodes=nodes))
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@contextmanager
+def _daemon(slurm: Slurm, name: str, command: Sequence[str]) -> Iterator[None]:
+    """A process that puts itself into the background, until it is told to end by its pid file."""
+    pid_file = slurm.place / f"{name}.pid"
+    started = subprocess.run(command, env=slurm.environment, capture_output=True, text=True, timeout=60)
+    if started.returncode:
+        raise NoSlurm(f"{' '.join(command)}: {started.stderr.strip()}")
+    _until(lambda: pid_file.is_file() and pid_file.read_text().strip().isdecimal(), f"{name} runs", slurm)
+    pid = int(pid_file.read_text())
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+            _until(lambda: _has_ended(pid), f"{name} has ended", slurm)
+
+
+def _has_ended(pid: int) -> bool:
+    """Also where nobody takes note of it: process 1 of a container may not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
+
+
+def _until(true: Callable[[], bool], what: str, slurm: Slurm) -> None:
+    ends = time.monotonic() + START_SECONDS
+    while not true():
+        if time.monotonic() > ends:
+            logs = "\n".join(f"{log.name}: {log.read_text()[-800:]}" for log in sorted(slurm.place.glob("*.log")))
+            raise TimeoutError(f"waited {START_SECONDS:.0f} s until {what}\n{logs}")
+        time.sleep(0.1)

@@ -1,0 +1,78 @@
+"""A task for SkyPilot."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+from phalanx.spec.base import require
+from phalanx.train.launching.job import PORT, Job, quoted
+from phalanx.train.launching.volume import WORK, needed, variables
+from phalanx.train.setup import STOPPED
+
+RUN_FILE = "~/phalanx/run.toml"
+
+TEMPLATE = """\
+# Written by: {words}
+# Start it with sky jobs launch FILE, from the directory that it was written in. `phalanx` is in the image; what the
+# run file names by relative paths, text and run directories, is on the volume (sky volumes apply).
+name: {name}
+num_nodes: {most}
+resources:
+  image_id: {image}
+{resources}\
+  job_recovery:
+    recover_on_exit_codes: [{again}]  # stopped in order, and saved
+volumes:
+  {work}: {volume}
+file_mounts:
+  {run_file}: {file}
+{envs}\
+run: |
+{script}"""
+
+TOGETHER = """\
+# They meet at the first node.
+head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
+"""
+
+CHECK = """\
+# phalanx doctor exits with 2 where something of the node must be mended.
+phalanx doctor {run} {checking}
+[ $? -ne 2 ] || {{ echo "phalanx: this node is not well: see above" >&2; exit 1; }}
+"""
+
+
+def skypilot(job: Job, image: str | None = None, volume: str | None = None, accelerator: str | None = None) -> str:
+    """The file, with the container image, the volume that all nodes can write to, and SkyPilot's name of a GPU.
+
+    Raises UserError without these, and for what is not on the volume.
+    """
+    image = needed("--image", image, "the container image that has phalanx")
+    volume = needed("--volume", volume, "the SkyPilot volume for text and checkpoints")
+    if job.gpus:
+        accelerator = needed("--accelerator", accelerator, "the GPU, as SkyPilot calls it (sky gpus list)")
+    require(
+        bool(job.gpus) or not accelerator, "--accelerator", accelerator, 'has no meaning with cluster.device = "cpu"',
+        "leave it out, or set another device",
+    )  # fmt: skip
+    resources = {
+        **({"accelerators": f"{accelerator}:{job.gpus}"} if job.gpus else {}),
+        **({"cpus": f"{job.cpus}+"} if job.cpus else {}),
+        **({"memory": f"{job.memory}+"} if job.memory else {}),
+    }
+    listed = "".join(f"  {key}: {json.dumps(value)}  # {why}\n" for key, (value, why) in variables(job).items())
+    several = job.most > 1
+    options = quoted(job.meeting("HEAD")).replace("HEAD", f'"$head:{PORT}"')
+    script = [
+        f"cd {WORK}\n",
+        *([CHECK.format(run=RUN_FILE, checking=quoted(job.checking))] if job.check else []),
+        *([TOGETHER] if several else []),
+        " ".join(word for word in ("exec phalanx train", RUN_FILE, options, quoted(job.training)) if word) + "\n",
+    ]
+    return TEMPLATE.format(
+        words=job.words, name=json.dumps(job.run.name), most=job.most, image=json.dumps(f"docker:{image}"),
+        resources="".join(f"  {key}: {json.dumps(value)}\n" for key, value in resources.items()), again=STOPPED,
+        work=WORK, volume=json.dumps(volume), run_file=RUN_FILE, file=json.dumps(str(job.file)),
+        envs=f"envs:\n{listed}" if listed else "", script=textwrap.indent("".join(script), "  "),
+    )  # fmt: skip

@@ -1,0 +1,127 @@
+"""A batch script for Slurm."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from phalanx.spec.base import require
+from phalanx.train.launching.job import SAVING_SECONDS, Job, quoted
+from phalanx.train.setup import STOPPED
+
+LEGEND = """\
+# Submit it with sbatch, where `phalanx` is on the PATH, from the directory that the paths of the run file start at.
+# `out` and `data.cache` of the run file must be on a disk that all nodes share.
+"""
+
+THREADS = """
+# Threads of a rank: its share of the cores that this job was given, which are not always all that a node has.
+threads=$((SLURM_CPUS_ON_NODE / nproc))
+export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
+"""
+
+EACH = """
+# One task on each node. The death of a task or of a node ends none of the others: `phalanx train` goes on without it.
+each=(srun --cpus-per-task="$SLURM_CPUS_ON_NODE" --no-kill --kill-on-bad-exit=0 --wait=0)
+mapfile -t given < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+"""
+
+CHECKED = """
+# Nodes in which `phalanx doctor` finds nothing that must be mended (it exits with 2 where it does), and that answer.
+mapfile -t well < <("${each[@]}" --nodes="${#given[@]}" --ntasks="${#given[@]}" \\
+    bash -c 'phalanx doctor "$@" >&2; [ $? -eq 2 ] || echo "$SLURMD_NODENAME"' bash "$run" OPTIONS | sort -V)
+if [ "${#well[@]}" -lt "$least" ]; then
+    sick=$(printf '%s\\n' "${given[@]}" | grep -vxFf <(printf '%s\\n' "${well[@]}") | paste -sd,)
+    echo "phalanx: ${#well[@]} nodes are well, and it takes $least: see above, and submit with --exclude=$sick" >&2
+    exit 1
+fi
+"""
+
+UNCHECKED = 'well=("${given[@]}")\n'
+
+TOGETHER = """
+# They meet at the first of them, on a port that no other job there has.
+together=(--nodes "$least:${#well[@]}" --rendezvous "${well[0]}:$((20000 + SLURM_JOB_ID % 10000))")
+"""
+
+TRAIN = """
+# Slurm signals every process of a task, and this shell is to outlive `phalanx train`, whose exit code it tells: srun's
+# own is the highest of all, which a node that died decides. (The script itself has no trap: `scancel` is to end it.)
+codes=$("${each[@]}" --nodes="${#well[@]}" --ntasks="${#well[@]}" --nodelist="$(IFS=,; echo "${well[*]}")" \\
+    bash -c 'trap : TERM; phalanx train "$@" >&2; echo $?' bash "$run" OPTIONS)
+"""
+
+ENDED = f"""
+case " ${{codes//$'\\n'/ }} " in
+    *" 0 "*) exit 0 ;;                              # the last step is reached
+    *" 2 "*) exit 2 ;;                              # something is to be changed first: see above
+    *" {STOPPED} "*) scontrol requeue "$SLURM_JOB_ID" ;;  # stopped in order, and saved
+    *) exit 1 ;;
+esac
+"""
+
+
+def slurm(job: Job, time: str | None = None, partition: str | None = None, account: str | None = None) -> str:
+    """The script.
+
+    Raises UserError for a time limit that leaves nothing before the last checkpoint is saved.
+    """
+    if time is not None:
+        limit = seconds(time)
+        require(
+            limit > SAVING_SECONDS, "--time", time,
+            f"leaves nothing to train: the last {SAVING_SECONDS // 60} minutes are for saving", "give more",
+        )  # fmt: skip
+    settings = [  # without --ntasks-per-node, with which Slurm gives the fewest nodes of a range rather than the most
+        f"--job-name={job.run.name}",
+        "--output=%x-%j.log",
+        "--open-mode=append",
+        f"--nodes={job.least}" + (f"-{job.most}" if job.most > job.least else ""),
+        *([f"--gpus-per-node={job.gpus}"] if job.gpus else []),
+        f"--cpus-per-task={job.cpus}" if job.cpus else "--exclusive",
+        *([f"--mem={job.memory}G"] if job.memory else [] if job.cpus else ["--mem=0"]),
+        *([f"--time={time}"] if time else []),
+        *([f"--partition={partition}"] if partition else []),
+        *([f"--account={account}"] if account else []),
+        f"--signal=TERM@{SAVING_SECONDS}",
+        "--requeue",
+        "--no-kill",
+    ]
+    directory = str(Path(job.run.out).expanduser() / job.run.name)
+    exports = [
+        f"export {name}={shlex.quote(value)}  # {why}\n" for name, (value, why) in job.environment(directory).items()
+    ]
+    several = job.most > 1
+    meeting = '"${together[@]}"' if several else quoted(job.meeting(""))
+    return "".join(
+        [
+            f"#!/bin/bash\n# Written by: {job.words}\n{LEGEND}",
+            *(f"#SBATCH {setting}\n" for setting in settings),
+            "set -uo pipefail\n",
+            f"run={shlex.quote(str(job.file))} nproc={job.nproc} least={job.least}\n",
+            *exports,
+            THREADS,
+            EACH,
+            CHECKED.replace("OPTIONS", quoted(job.checking)) if job.check else UNCHECKED,
+            *([TOGETHER] if several else []),
+            TRAIN.replace("OPTIONS", f"{meeting} {quoted(job.training)}".strip()),
+            ENDED,
+        ]
+    )
+
+
+def seconds(time: str) -> int:
+    """What Slurm's time limits say: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS (sbatch(1), --time).
+
+    Raises UserError for anything else.
+    """
+    found = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})", time)
+    require(found is not None, "--time", time, "is no time limit", "write it as HH:MM:SS, or as D-HH:MM:SS")
+    assert found is not None
+    parts = [int(part) for part in found["rest"].split(":")]
+    if found["days"]:
+        hours, minutes, rest = (*parts, 0, 0)[:3]
+        return ((int(found["days"]) * 24 + hours) * 60 + minutes) * 60 + rest
+    hours, minutes, rest = parts if len(parts) == 3 else (0, *parts, 0)[:3]
+    return (hours * 60 + minutes) * 60 + rest

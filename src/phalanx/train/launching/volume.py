@@ -1,0 +1,41 @@
+"""Where machines come with a container and a volume that all of them share: what lies on it."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from phalanx.spec.base import require
+from phalanx.spec.errors import UserError
+from phalanx.train.launching.job import Job
+
+WORK = PurePosixPath("/work")
+"""Where the volume is, and where paths start at."""
+
+
+def needed(option: str, value: str | None, what: str) -> str:
+    """An option that has no default.
+
+    Raises UserError where it is not given.
+    """
+    if not value:
+        raise UserError(option, None, f"is needed: {what}", f"give {option}")
+    return value
+
+
+def variables(job: Job) -> dict[str, tuple[str, str]]:
+    """Variables by name, each with its value and why it is set.
+
+    Raises UserError for a run directory that is not on the volume.
+    """
+    out = WORK / job.run.out
+    require(
+        out.is_relative_to(WORK) and ".." not in out.parts and not job.run.out.startswith("~"), "out", job.run.out,
+        f"is not on the volume, which is {WORK} there: checkpoints would be lost with their machines",
+        'write it without / in front, as "runs"',
+    )  # fmt: skip
+    found = job.environment(str(out / job.run.name))
+    if "cache" not in job.run.data.model_fields_set:
+        found["PHALANX_DATA__CACHE"] = (str(WORK / ".cache" / "phalanx"), "all nodes read the tokens that one prepares")
+    if job.cpus:
+        found["OMP_NUM_THREADS"] = (str(max(1, job.cpus // job.nproc)), "a rank's share of the cores")
+    return found

@@ -1,0 +1,263 @@
+"""What `phalanx launch` writes: for Slurm as text (test_slurm.py runs it), for Kubernetes by its client's models."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes.client
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.spec.errors import UserError
+from phalanx.train.launching.job import parse_nodes
+from phalanx.train.launching.slurm import seconds
+from tests.cli.commands import shown
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+name = "first"
+[model]
+preset = "tiny"
+[training]
+tokens_per_step = 4096
+sequence = 64
+[layout]
+pp = 2
+"""
+IMAGE = ("--image", "registry.example/phalanx:1", "--volume", "shared")
+CPU = ("--set", "cluster.device=cpu")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "run.toml").write_text(RUN)
+    return tmp_path / "run.toml"
+
+
+def written(file: Path, to: str, *options: str) -> str:
+    """What it writes, of nodes of 8 ranks."""
+    return shown("launch", file, "--to", to, "--nproc", 8, *options)
+
+
+def settings(script: str) -> dict[str, str]:
+    """What a batch script asks Slurm for."""
+    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH --")]
+    return dict(line.partition("=")[::2] for line in lines)
+
+
+def variables(script: str) -> dict[str, str]:
+    return dict(
+        shlex.split(line, comments=True)[1].split("=", 1) for line in script.splitlines() if line[:7] == "export "
+    )
+
+
+def test_the_example_is_what_the_command_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    example = Path("examples/slurm.sbatch").read_text()
+    command = example.splitlines()[1].removeprefix("# Written by: phalanx ")
+    assert shown(*shlex.split(command)) == example
+
+
+def test_slurm_is_asked_for_what_the_run_needs(file: Path) -> None:
+    asked = settings(
+        written(file, "slurm", "--nodes", "3:4", "--time", "1-00", "--partition", "gpu", "--account", "lab")
+    )
+    expected = {"job-name": "first", "nodes": "3-4", "gpus-per-node": "8", "exclusive": "", "mem": "0", "time": "1-00"}
+    expected |= {"partition": "gpu", "account": "lab", "signal": "TERM@660", "requeue": "", "open-mode": "append"}
+    assert asked == expected | {"output": "%x-%j.log", "no-kill": ""}
+    shared = settings(written(file, "slurm", "--cpus", "16", "--memory", "64"))
+    assert (shared["nodes"], shared["cpus-per-task"], shared["mem"]) == ("1", "16", "64G")
+    assert "exclusive" not in shared
+
+
+def test_slurm_starts_the_same_command_on_every_node(file: Path) -> None:
+    several = written(file, "slurm", "--nodes", "2:4")
+    assert '"$run" "${together[@]}" --nproc 8 --resume' in several
+    assert '--nodes "$least:${#well[@]}" --rendezvous "${well[0]}:' in several
+    one = written(file, "slurm")
+    assert '"$run" --nproc 8 --resume)' in one
+    assert "--rendezvous" not in one
+    assert '"$run" --nodes 1 --nproc 8 --resume --set cluster.nodes=4)' in written(
+        file, "slurm", "--nodes", "1", "--set", "cluster.nodes=4"
+    )
+
+
+@pytest.mark.parametrize("options", [(), ("--nodes", "2:4"), ("--no-check",), ("--set", "data.text_key='it''s $(x)'")])
+def test_bash_reads_the_script(file: Path, options: tuple[str, ...]) -> None:
+    script = written(file, "slurm", *options)
+    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=20).stderr == ""
+
+
+def test_what_users_write_stays_a_word(file: Path) -> None:
+    """What follows the run file in the commands, read by bash as Slurm's tasks would."""
+    override = "data.text_key='it is $(id) `id` \"'"
+    script = written(file, "slurm", "--set", override)
+    for words, expected in zip(
+        re.findall(r'bash "\$run" (.*?)(?: \| sort -V\)|\))$', script, re.MULTILINE),
+        (["--quick", "--nproc", "8"], ["--nproc", "8", "--resume"]),
+        strict=True,
+    ):
+        read = subprocess.run(["bash", "-c", f"printf '%s\\0' {words}"], text=True, capture_output=True, timeout=20)
+        assert read.stdout.split("\0")[:-1] == [*expected, "--set", override]
+
+
+def test_flight_recorders_write_into_the_run_directory(file: Path) -> None:
+    assert variables(written(file, "slurm"))["TORCH_FR_DUMP_TEMP_FILE"] == "runs/first/flight-recorder-rank-"
+    assert [name for name in variables(written(file, "slurm", *CPU)) if "NCCL" in name or "TORCH" in name] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90", 5400), ("12:30", 750), ("24:00:00", 86_400), ("2-0", 172_800), ("1-02:03", 93_780), ("1-02:03:04", 93_784)],
+)
+def test_time_limits_are_slurms(text: str, expected: int) -> None:
+    assert seconds(text) == expected
+
+
+@given(st.integers(1, 99), st.integers(0, 99))
+def test_nodes_are_a_number_or_a_range(least: int, more: int) -> None:
+    assert parse_nodes(str(least)) == (least, least)
+    assert parse_nodes(f"{least}:{least + more}") == (least, least + more)
+    for text in (f"{least + more + 1}:{least}", f"{least}:", "0", f"{least}-{least + more}", ""):
+        with pytest.raises(UserError, match="no number of nodes"):
+            parse_nodes(text)
+
+
+def objects(text: str) -> dict[str, Any]:
+    """Those of a file by kind, each as the client's model; a field that the models do not know would be lost."""
+    api, found = kubernetes.client.ApiClient(), {}
+    for table in yaml.safe_load_all(text):
+        kind = table["kind"]
+        found[kind] = api.deserialize(json.dumps(table), f"V1{kind}", "application/json")
+        assert api.sanitize_for_serialization(found[kind]) == table
+    return found
+
+
+def test_the_models_notice_what_is_unknown_or_missing(file: Path) -> None:
+    text = written(file, "kubernetes", *IMAGE)
+    with pytest.raises(AssertionError):
+        objects(text.replace("  completions: 1", "  completion: 1"))
+    with pytest.raises(ValueError, match="template"):
+        objects(text[: text.index("  template:")])
+    with pytest.raises(ValueError, match=r"nvidia\.com/gpu"):
+        objects(text.replace('"nvidia.com/gpu": "8"', '"nvidia.com/gpu": 8'))
+
+
+def test_kubernetes_starts_a_pod_for_each_node(file: Path) -> None:
+    found = objects(written(file, "kubernetes", "--nodes", "2:4", "--cpus", "32", "--memory", "256", *IMAGE))
+    job, service = found["Job"].spec, found["Service"].spec
+    pod = job.template.spec
+    [train], [check] = pod.containers, pod.init_containers
+    assert (job.completion_mode, job.completions, job.parallelism) == ("Indexed", 4, 4)
+    assert job.success_policy.rules[0].succeeded_indexes == "0"
+    first = f"{found['Job'].metadata.name}-0.{pod.subdomain}"
+    assert train.command == [
+        "phalanx", "train", "/etc/phalanx/run.toml", "--nodes", "2:4", "--rendezvous", f"{first}:29500",
+        "--nproc", "8", "--resume",
+    ]  # fmt: skip
+    assert pod.subdomain == found["Service"].metadata.name
+    assert (service.cluster_ip, service.publish_not_ready_addresses) == ("None", True)
+    assert service.selector == {"batch.kubernetes.io/job-name": found["Job"].metadata.name}
+    for container in (train, check):
+        assert container.resources.limits == {"nvidia.com/gpu": "8", "cpu": "32", "memory": "256Gi"}
+        assert {env.name: env.value for env in container.env}["OMP_NUM_THREADS"] == "4"
+    assert pod.termination_grace_period_seconds == 660
+    volumes = {volume.name: volume for volume in pod.volumes}
+    assert volumes["shared-memory"].empty_dir.medium == "Memory"
+    assert volumes["work"].persistent_volume_claim.claim_name == "shared"
+    assert {mount.name: mount.mount_path for mount in train.volume_mounts}["shared-memory"] == "/dev/shm"
+
+
+def test_kubernetes_goes_by_exit_codes(file: Path) -> None:
+    job = objects(written(file, "kubernetes", "--nodes", "2", *IMAGE))["Job"].spec
+    change, again, gone = job.pod_failure_policy.rules
+    assert (change.action, change.on_exit_codes.values) == ("FailJob", [2])
+    assert (again.action, again.on_exit_codes.values) == ("Ignore", [75])
+    assert (gone.action, gone.on_pod_conditions[0].type) == ("Ignore", "DisruptionTarget")
+    assert {rule.on_exit_codes.container_name for rule in (change, again)} == {job.template.spec.containers[0].name}
+    assert job.template.spec.restart_policy == "Never"
+    assert job.success_policy is None
+
+
+def test_the_run_file_comes_along_whole(file: Path) -> None:
+    file.write_text(RUN.replace('"first"', '"1.0"  # "ü": {{x}} {x}').replace("\n", "\n  ") + "\n")
+    with pytest.raises(UserError, match="begin with a letter"):
+        written(file, "kubernetes", *IMAGE)
+    found = objects(written(file, "kubernetes", "--set", "name=on", *IMAGE))
+    assert found["ConfigMap"].data == {"run.toml": file.read_text().strip() + "\n"}
+    assert found["Job"].metadata.name == "on"
+
+
+def test_a_check_that_fails_names_the_node(file: Path) -> None:
+    """The shell of the init container, with a doctor that ends as each of its exit codes says."""
+    job = objects(written(file, "kubernetes", *IMAGE))["Job"].spec
+    [check] = job.template.spec.init_containers
+    assert check.command[:2] == ["sh", "-c"]
+    for code, expected in ((0, 0), (1, 0), (2, 1), (3, 0)):
+        script = f"phalanx() {{ return {code}; }}\n{check.command[2]}"
+        ended = subprocess.run(
+            ["sh", "-c", script], env={"NODE_NAME": "n7"}, capture_output=True, text=True, timeout=20
+        )
+        assert ended.returncode == expected
+        assert ("kubectl cordon n7" in ended.stderr) == (code == 2)
+    unchecked = objects(written(file, "kubernetes", "--no-check", *IMAGE))["Job"].spec
+    assert unchecked.template.spec.init_containers is None
+
+
+def test_skypilot_is_given_a_task(file: Path) -> None:
+    task = yaml.safe_load(written(file, "skypilot", "--nodes", "2", "--accelerator", "H100", *IMAGE))
+    assert (task["name"], task["num_nodes"]) == ("first", 2)
+    assert task["resources"] == {
+        "image_id": "docker:registry.example/phalanx:1", "accelerators": "H100:8",
+        "job_recovery": {"recover_on_exit_codes": [75]},
+    }  # fmt: skip
+    assert (task["volumes"], task["file_mounts"]) == ({"/work": "shared"}, {"~/phalanx/run.toml": str(file)})
+    last = task["run"].splitlines()[-1]
+    assert last == ('exec phalanx train ~/phalanx/run.toml --nodes 2 --rendezvous "$head:29500" --nproc 8 --resume')
+    assert subprocess.run(["sh", "-n"], input=task["run"], text=True, capture_output=True, timeout=20).stderr == ""
+
+
+@pytest.mark.parametrize("to", ["kubernetes", "skypilot"])
+@pytest.mark.parametrize("out", ["/data/runs", "~/runs", "../runs"])
+def test_checkpoints_stay_on_the_volume(file: Path, to: str, out: str) -> None:
+    with pytest.raises(UserError, match="is not on the volume"):
+        written(file, to, *IMAGE, *CPU, "--set", f"out='{out}'")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--to", "pbs"), "is not known"),
+        (("--to", "slurm", "--nodes", "4:2"), "is no number of nodes"),
+        (("--to", "slurm"), "cannot be counted from here"),
+        (("--to", "slurm", "--nproc", "3"), "on 1 node of 3 ranks"),
+        (("--to", "slurm", "--nproc", "1", "--nodes", "1:2"), "on 1 node of 1 rank:"),
+        (("--to", "slurm", "--nproc", "8", "--nodes", "2:48"), "on 48 nodes of 8 ranks: is 64 sequences"),
+        (("--to", "slurm", "--nproc", "8", "--time", "11:00"), "leaves nothing to train"),
+        (("--to", "slurm", "--nproc", "8", "--time", "soon"), "is no time limit"),
+        (("--to", "slurm", "--nproc", "8", "--image", "a"), "means nothing to slurm"),
+        (("--to", "kubernetes", "--nproc", "8"), "is needed: the container image"),
+        (("--to", "kubernetes", "--nproc", "8", "--image", "a"), "is needed: the PersistentVolumeClaim"),
+        (("--to", "skypilot", "--nproc", "8", *IMAGE), "is needed: the GPU"),
+        (("--to", "skypilot", "--nproc", "8", *IMAGE, "--accelerator", "H100", *CPU), "has no meaning with"),
+        (("--to", "kubernetes", "--nproc", "8", *IMAGE, "--set", f"name={'n' * 53}"), "is no name for Kubernetes"),
+        (("--to", "slurm", "--nproc", "8", "--set", "layout='auto'"), "nobody names it"),
+        (("--to", "slurm", "--nproc", "8", "--out", "/nowhere/a.sbatch"), "cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_refused(file: Path, options: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        shown("launch", file, *options)
+
+
+def test_it_goes_to_a_file(file: Path) -> None:
+    place = file.with_name("run.sbatch")
+    assert str(place) in shown("launch", file, "--to", "slurm", "--nproc", "8", "--out", place).replace("\n", "")
+    assert place.read_text().startswith("#!/bin/bash\n")

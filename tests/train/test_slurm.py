@@ -1,0 +1,114 @@
+"""What `phalanx launch --to slurm` writes, run by a real Slurm on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.spec.load import build_run
+from phalanx.testing.slurm import NoSlurm, Slurm, slurm
+from phalanx.train.manifest import checkpoints, damage
+from phalanx.train.setup import to_toml
+from tests.cli.commands import shown
+
+SECONDS = 150.0
+"""For a job, on a machine that does much else."""
+MODEL = {"vocab": 257, "width": 64, "layers": 2, "heads": 4, "ffn": 128, "context": 64}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    path = os.environ["PATH"]
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{path}"  # where `phalanx` is
+    try:
+        with slurm(tmp_path_factory.mktemp("slurm"), nodes=2) as found:
+            yield found
+    except NoSlurm as none:
+        pytest.skip(f"there is no Slurm: {none}")
+    finally:
+        os.environ["PATH"] = path
+
+
+def script(directory: Path, name: str, steps: int) -> Path:
+    """A batch script, beside its run file."""
+    run = build_run(
+        {
+            "name": name,
+            "out": str(directory),
+            "model": MODEL,
+            "data": {"train": [str(Path(json.__file__).parent)], "tokenizer": "bytes", "cache": str(directory)},
+            "training": {"steps": steps, "sequence": 64, "tokens_per_step": 256},
+            "optimizer": {"warmup_steps": 1, "decay": "none"},
+            "evaluation": {"tokens": 128},
+            "cluster": {"device": "cpu", "peak_flops": 1e12},
+        }
+    )
+    file = directory / f"{name}.toml"
+    file.write_text(to_toml(run))
+    batch = directory / f"{name}.sbatch"
+    shown("launch", file, "--to", "slurm", "--nproc", "2", "--no-check", "--out", batch)
+    return batch
+
+
+def steps_done(directory: Path, name: str) -> list[int]:
+    file = directory / name / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return [record["step"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    ends = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < ends, what
+        time.sleep(0.1)
+
+
+def over(job: dict[str, str]) -> bool:
+    return job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
+
+
+@pytest.mark.timeout(400)
+def test_a_job_trains_to_the_end(cluster: Slurm, tmp_path: Path) -> None:
+    job = cluster.submit(script(tmp_path, "whole", steps=4))
+    ended = cluster.wait(job, over, SECONDS)
+    log = (tmp_path / f"whole-{job}.log").read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log
+    assert "on 2 ranks (cpu)" in log
+    assert steps_done(tmp_path, "whole") == [1, 2, 3, 4]
+    [last] = checkpoints(tmp_path / "whole" / "checkpoints")
+    assert (last.name, damage(last)) == ("step-00000004", None)
+
+
+@pytest.mark.timeout(600)
+def test_a_job_that_is_cancelled_saves_and_goes_on_when_it_is_submitted_again(cluster: Slurm, tmp_path: Path) -> None:
+    batch = script(tmp_path, "stopped", steps=100_000)
+    job = cluster.submit(batch)
+    until(lambda: len(steps_done(tmp_path, "stopped")) > 2, "it trains")
+    cluster.do("scancel", job)
+    assert cluster.wait(job, over, SECONDS)["JobState"] == "CANCELLED"  # and is not put into the queue again
+    until(lambda: bool(checkpoints(tmp_path / "stopped" / "checkpoints")), "it has saved")
+    [saved] = checkpoints(tmp_path / "stopped" / "checkpoints")
+    assert damage(saved) is None
+    step = int(saved.name.removeprefix("step-"))
+
+    batch = script(tmp_path, "stopped", steps=step + 2)
+    job = cluster.submit(batch)
+    assert cluster.wait(job, over, SECONDS)["JobState"] == "COMPLETED"
+    assert f"resumed after step {step}" in (tmp_path / f"stopped-{job}.log").read_text()
+    assert steps_done(tmp_path, "stopped") == list(range(1, step + 3))
+
+
+@pytest.mark.timeout(400)
+def test_what_the_user_must_change_ends_it_with_2(cluster: Slurm, tmp_path: Path) -> None:
+    batch = script(tmp_path, "wrong", steps=4)
+    (tmp_path / "wrong.toml").write_text((tmp_path / "wrong.toml").read_text().replace("vocab = 257", "vocab = 200"))
+    job = cluster.submit(batch)
+    ended = cluster.wait(job, over, SECONDS)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0")
+    assert "model.vocab" in (tmp_path / f"wrong-{job}.log").read_text()
