@@ -39,6 +39,7 @@ def training(
     text: Path, folder: Path, changes: dict[str, Any], nproc: int = 2, *more: str
 ) -> Iterator[subprocess.Popen[str]]:
     """A run under way, in folder/parity. None of its processes is left."""
+    folder.mkdir(exist_ok=True)
     file = folder / "run.toml"
     file.write_text(to_toml(described(text, folder, changes)))
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", str(nproc), *more]

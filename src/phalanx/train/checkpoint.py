@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from phalanx.parallel.parts import as_part
+from phalanx.parallel.parts import as_part, local
 from phalanx.parallel.strategy import Strategy, named_buffers
 from phalanx.spec.errors import UserError
 from phalanx.train.manifest import (
@@ -74,23 +74,21 @@ class Checkpointer:
         if self.rank == 0:
             path.mkdir(parents=True)
         self._barrier()
-        random_state = {"torch": torch.get_rng_state().numpy().tobytes().hex()}
-        if torch.cuda.is_available():
-            random_state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
         body = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
         if on_disk:
-            self._write(path, dict(tensors), random_state, body, into_files(tensors, FILE_BYTES))
+            self._write(path, dict(tensors), random_state(), body, into_files(tensors, FILE_BYTES))
             self.wait()
             return
         copies = {name: copy(tensor) for name, tensor in tensors.items()}
-        self._thread = threading.Thread(target=self._write, args=(path, copies, random_state, body, None), daemon=True)
+        arguments = path, copies, random_state(), body, None
+        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
 
     def _write(
         self,
         path: Path,
         tensors: dict[str, Tensor],
-        random_state: dict[str, str],
+        drawn: dict[str, str],
         manifest: dict[str, Any],
         files: dict[str, int] | None,
     ) -> None:
@@ -102,7 +100,7 @@ class Checkpointer:
             mine = sorted(path.glob(f"shard-{self.rank + 1:05d}-*"))
             for file in mine:
                 sync(file)
-            record = {"random": random_state, "sha256": {file.name: sha256(file) for file in mine}}
+            record = {"random": drawn, "sha256": {file.name: sha256(file) for file in mine}}
             write_synced(path / f"rank-{self.rank:05d}.json", json.dumps(record))
             self._barrier()
             if self.rank == 0:
@@ -224,7 +222,19 @@ def load_state(checkpoint: Path, strategy: Strategy, optimizers: list[torch.opti
     strategy.publish()
 
 
-def _make_state(optimizer: torch.optim.Optimizer, strategy: Strategy, saved: dict[str, tuple[int, ...]]) -> None:
+def restore_state(
+    shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, Tensor], strategy: Strategy,
+    optimizers: list[torch.optim.Optimizer],
+) -> None:  # fmt: skip
+    """Have the state of which these are this rank's parts, of tensors of these shapes, in the same layout."""
+    for optimizer in optimizers:
+        _make_state(optimizer, strategy, shapes)
+    for name, tensor in state_tensors(strategy, optimizers).items():
+        local(tensor).copy_(parts[name])
+    strategy.publish()
+
+
+def _make_state(optimizer: torch.optim.Optimizer, strategy: Strategy, saved: Mapping[str, tuple[int, ...]]) -> None:
     """Give an optimizer that has not stepped yet the state that a checkpoint holds for it."""
     mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, shape in saved.items():
@@ -241,7 +251,20 @@ def restore_random_state(checkpoint: Path, rank: int) -> None:
     path = checkpoint / f"rank-{rank:05d}.json"
     if not path.exists():
         return
-    state = {key: bytearray.fromhex(text) for key, text in json.loads(path.read_text())["random"].items()}
+    set_random_state(json.loads(path.read_text())["random"])
+
+
+def random_state() -> dict[str, str]:
+    """This rank's, in JSON's words."""
+    state = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return {name: tensor.numpy().tobytes().hex() for name, tensor in state.items()}
+
+
+def set_random_state(told: Mapping[str, str]) -> None:
+    """Return to what `random_state` said."""
+    state = {key: bytearray.fromhex(text) for key, text in told.items()}
     torch.set_rng_state(torch.frombuffer(state["torch"], dtype=torch.uint8))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.frombuffer(state["cuda"], dtype=torch.uint8))

@@ -15,6 +15,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 from phalanx.train.agent import ALONE, Failures, Meeting, Then, run_ranks
+from phalanx.train.copies import offer_memory
 from phalanx.train.events import note
 from phalanx.train.launch import first_failure, in_words, last_step, report, set_environment
 from phalanx.train.manifest import checkpoints, step_of
@@ -35,6 +36,8 @@ def train_through(
     set_environment(nproc)
     if nproc == 1 and meeting is ALONE:  # nobody stays behind to read its failure: it prints that itself
         os.execv(sys.executable, [sys.executable, "-m", "phalanx.train", str(directory), *options])
+    if run.recovery.copy_every:
+        offer_memory(nproc)
     planned = nproc * meeting.most
     recovery = Recovery(directory, run.recovery.restarts, meeting.most)
 

@@ -53,6 +53,11 @@ def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
         raise UserError(
             "model.vocab", run.model.vocab, f"is less than the tokenizer's {known} tokens", f"set model.vocab = {known}"
         )
+    if run.recovery.copy_every and world_size == 1:
+        raise UserError(
+            "recovery.copy_every", run.recovery.copy_every, "keeps copies in the launcher, and one rank alone has none",
+            "set it to 0",
+        )  # fmt: skip
     if run.metrics.wandb is not None:
         check_wandb(run.metrics.wandb)
     if run.layout.offload_directory is not None:

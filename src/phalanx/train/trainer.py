@@ -23,12 +23,22 @@ from phalanx.measure.record import PauseLine, StepLine
 from phalanx.parallel.frozen import Own
 from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.run import RunSpec
-from phalanx.train.checkpoint import Checkpointer, load_state, newest_checkpoint, restore_random_state, state_tensors
+from phalanx.train.checkpoint import (
+    Checkpointer,
+    load_state,
+    newest_checkpoint,
+    random_state,
+    restore_random_state,
+    restore_state,
+    set_random_state,
+    state_tensors,
+)
+from phalanx.train.copies import Copies
 from phalanx.train.corpus import Corpus
 from phalanx.train.divergence import DivergenceError, Losses, passed_over
 from phalanx.train.launch import limit_waits
 from phalanx.train.learner import Learner, Micro
-from phalanx.train.manifest import check_manifest, read_manifest
+from phalanx.train.manifest import check_manifest, read_manifest, step_of
 from phalanx.train.metrics import Log, Record
 from phalanx.train.optimizer import Rescaling, learning_rate_ratio
 from phalanx.train.pacing import Pacing
@@ -55,6 +65,10 @@ class Trainer(Learner):
         and the one before."""
         self.loader = corpus.loader(run, self.cut.sequences, self.mesh.dp_rank, self.cut.dp)
         self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
+        self.copies = None
+        if run.recovery.copy_every:
+            described = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
+            self.copies = Copies({"ranks": world_size, **described}, dist.new_group(backend="gloo"))
         limit_waits(run.training.timeout_seconds)
         self.pacing = Pacing(run, world_size, directory)
         self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
@@ -133,6 +147,9 @@ class Trainer(Learner):
                 if self.pacing.due(self.step, record["step_seconds"]) or last or self.stop:
                     with self._pausing("checkpoint", notes):
                         self._save_in_pace(progress)
+                if due(self.step, run.recovery.copy_every):
+                    with self._pausing("copy", notes):
+                        self._copy()
                 if evaluating:
                     with self._pausing("evaluation", notes):
                         evaluation = self.evaluate()
@@ -271,10 +288,22 @@ class Trainer(Learner):
         if self.pacing.reason is not None:
             progress.note(self.pacing.reason)
 
+    def _copy(self) -> None:
+        """Keep this step's state where it outlives this rank."""
+        if self.copies is not None:
+            self.strategy.settle()
+            manifest = {**self._manifest(), "step": self.step, "random": random_state()}
+            self.copies.keep(self.step, state_tensors(self.strategy, self.optimizers), manifest)
+
     def save(self) -> None:
         """Begin a checkpoint of this step."""
         self.strategy.settle()
-        manifest = {
+        tensors = state_tensors(self.strategy, self.optimizers)
+        self.checkpointer.save(self.step, tensors, self._manifest(), on_disk=self.run.layout.offload == "nvme")
+
+    def _manifest(self) -> Record:
+        """What a run is, beside its tensors."""
+        return {
             "tokens": self.tokens,
             "skipped": self.skipped,
             "loader": self.loader.state(self.step),
@@ -283,8 +312,6 @@ class Trainer(Learner):
             "optimizer": self.run.optimizer.name,
             "expert_tokens": self.loads.long().tolist(),
         }
-        tensors = state_tensors(self.strategy, self.optimizers)
-        self.checkpointer.save(self.step, tensors, manifest, on_disk=self.run.layout.offload == "nvme")
 
     def resume(self) -> tuple[int, dict[str, str]]:
         """Continue from the newest intact checkpoint, if there is one; says how many ranks wrote it (0: there is none),
@@ -293,14 +320,26 @@ class Trainer(Learner):
         Raises UserError if the checkpoint is of another model or other data.
         """
         checkpoint, damaged = newest_checkpoint(self.checkpointer.directory)
+        kept = self.copies.newest() if self.copies is not None else None
+        if kept is not None and kept.step >= (step_of(checkpoint) if checkpoint else 0):
+            restore_state(kept.shapes, kept.tensors, self.strategy, self.optimizers)
+            set_random_state(kept.manifest["random"])
+            self._go_on(kept.manifest)
+            return self.mesh.degrees.world_size, damaged
         if checkpoint is None:
             self._pass_over()
             return 0, damaged
         manifest = read_manifest(checkpoint)
         check_manifest(self.run, manifest)
-        self.loader.resume(manifest["loader"], resized=self.run.training.scaling != "keep")
         load_state(checkpoint, self.strategy, self.optimizers)
         restore_random_state(checkpoint, self.mesh.rank)
+        self._go_on(manifest)
+        self._pass_over()
+        return int(manifest["world_size"]), damaged
+
+    def _go_on(self, manifest: Record) -> None:
+        """Be where a manifest says that the run was."""
+        self.loader.resume(manifest["loader"], resized=self.run.training.scaling != "keep")
         if self.moe_layers and "expert_tokens" in manifest:
             self.loads.copy_(torch.tensor(manifest["expert_tokens"]))
         self.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]
@@ -310,8 +349,6 @@ class Trainer(Learner):
             warmup = self.run.optimizer.warmup_steps
             rescaling = Rescaling(rescaling.at(self.step - 1), self.cut.learning_rate, self.step, warmup)
         self.rescaling = rescaling
-        self._pass_over()
-        return int(manifest["world_size"]), damaged
 
     def _pass_over(self) -> None:
         """Leave out text that led this run astray before."""

@@ -108,6 +108,8 @@ def work(
 
 def _go_back(trainer: Trainer, error: DivergenceError) -> None:
     """Settle from where another trainer goes on."""
+    if trainer.copies is not None:
+        trainer.copies.drop()
     if trainer.is_main:
         to = roll_back(trainer.directory, trainer.step, str(error))
         passed = f"the text of steps {to + 1} to {trainer.step} is passed over"

@@ -1,0 +1,238 @@
+"""Copies of a run's state that outlive its ranks: in memory of the launcher that started each, and of the next node's.
+
+A rank that dies takes nothing with it then that its launcher does not have, and a node that dies nothing that its
+neighbour does not have (Gemini, SOSP 2023, keeps checkpoints in the memory of other machines so). The memory has no
+name and belongs to the launcher (memfd_create): it is gone when that has ended, however it ends."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.parts import local
+from phalanx.spec.errors import UserError
+
+VARIABLE = "PHALANX_COPIES"
+"""Names to ranks the launcher's process, and its memory: four places of each of its ranks, one rank after the other."""
+OWN, NEIGHBOURS = (0, 1), (2, 3)
+"""Two places of each kind, in turn: while one is written the other is whole."""
+HEADER = struct.Struct("<qqq")
+"""The step, -1 while the copy is not whole; the rank whose state it is; and the length of what describes it."""
+ALIGNED = 64
+
+
+def offer_memory(ranks: int) -> None:
+    """Give the ranks that this process is about to start places for their copies. They take memory when written."""
+    places = [os.memfd_create(f"phalanx-copy-{number}") for number in range(len(OWN + NEIGHBOURS) * ranks)]
+    os.environ[VARIABLE] = f"{os.getpid()}:{','.join(map(str, places))}"
+
+
+class Place:
+    """A copy in memory of the launcher."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("r+b", buffering=0)
+        self._map: mmap.mmap | None = None
+
+    def grow(self, size: int) -> None:
+        """Have room for so many bytes."""
+        if os.fstat(self._file.fileno()).st_size < size:
+            self._file.truncate(size)
+            self._map = None
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """All of it."""
+        if self._map is None:
+            self._map = mmap.mmap(self._file.fileno(), 0)
+        return self._map
+
+    @property
+    def held(self) -> tuple[int, int, int]:
+        """The step, the rank and the length of the description of a whole copy; a step of -1 where there is none."""
+        empty = os.fstat(self._file.fileno()).st_size < HEADER.size
+        return (-1, 0, 0) if empty else HEADER.unpack_from(self.memory)
+
+    def clear(self) -> None:
+        """Say that what is here is not whole."""
+        self.grow(HEADER.size)
+        HEADER.pack_into(self.memory, 0, -1, 0, 0)
+
+    def seal(self, step: int, rank: int, described: int) -> None:
+        """Say that it is."""
+        HEADER.pack_into(self.memory, 0, step, rank, described)
+
+    def bytes(self) -> Tensor:
+        """Of the copy, behind its header, as a tensor of the same memory."""
+        return torch.frombuffer(self.memory, dtype=torch.uint8, offset=HEADER.size)
+
+    def description(self, length: int) -> dict[str, Any]:
+        """What the copy says of itself."""
+        return dict(json.loads(self.memory[HEADER.size : HEADER.size + length]))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A copy that every rank has of its own state."""
+
+    step: int
+    manifest: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    """Of whole tensors."""
+    tensors: dict[str, Tensor]
+    """This rank's parts of them."""
+
+
+class Copies:
+    """This rank's access to the copies of its launcher.
+
+    Raises UserError where no launcher offers memory.
+    """
+
+    def __init__(self, identity: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+        """`identity` says of what the state is: only the same is restored. `group` exchanges copies in CPU memory."""
+        offered = os.environ.get(VARIABLE)
+        if offered is None:
+            fix = "start the run with phalanx train and several ranks, or set it to 0"
+            raise UserError("recovery.copy_every", None, "needs a launcher that keeps the copies", fix)
+        process, _, numbers = offered.partition(":")
+        first = int(os.environ["LOCAL_RANK"]) * len(OWN + NEIGHBOURS)
+        mine = numbers.split(",")[first : first + len(OWN + NEIGHBOURS)]
+        self._places = [Place(Path(f"/proc/{process}/fd/{number}")) for number in mine]
+        self._identity = json.loads(json.dumps(identity))
+        self._group = group
+        self.rank, ranks = dist.get_rank(), dist.get_world_size()
+        on_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        self._next, self._before = (self.rank + on_node) % ranks, (self.rank - on_node) % ranks
+        self._turn = 0
+
+    def keep(self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
+        """Copy this rank's state after a step, here and at the next node. A collective."""
+        own, neighbours = (self._places[places[self._turn]] for places in (OWN, NEIGHBOURS))
+        self._turn = 1 - self._turn
+        own.clear()
+        parts = {name: local(tensor) for name, tensor in tensors.items()}
+        entries = {
+            name: {"shape": list(part.shape), "whole": list(tensors[name].shape), "dtype": str(part.dtype)}
+            for name, part in parts.items()
+        }
+        said = json.dumps({"identity": self._identity, "manifest": manifest, "tensors": entries}).encode()
+        own.grow(HEADER.size + _aligned(len(said)) + sum(_aligned(part.nbytes) for part in parts.values()))
+        own.memory[HEADER.size : HEADER.size + len(said)] = said
+        places = _places_of(own.bytes()[_aligned(len(said)) :], [(part.shape, part.dtype) for part in parts.values()])
+        for place, part in zip(places, parts.values(), strict=True):
+            place.copy_(part)
+        own.seal(step, self.rank, len(said))
+        if self._next != self.rank:
+            neighbours.clear()
+            self._pass_on(own, self._next, neighbours, self._before)
+            neighbours.seal(step, self._before, self._described)
+
+    def _pass_on(self, mine: Place, to: int, theirs: Place, source: int) -> None:
+        """Send a copy, and receive another."""
+        body = mine.bytes()
+        sizes, coming = torch.tensor([body.numel(), mine.held[2]]), torch.zeros(2, dtype=torch.int64)
+        _exchange(sizes, to, coming, source, self._group)
+        theirs.grow(HEADER.size + int(coming[0]))
+        self._described = int(coming[1])
+        _exchange(body, to, theirs.bytes()[: int(coming[0])], source, self._group)
+
+    def newest(self) -> Kept | None:
+        """The newest copy of which every rank's part is somewhere, brought to its rank. A collective."""
+        mine = [place.held[:2] for place in self._places if place.held[0] >= 0 and self._fits(place)]
+        told: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(told, mine, group=self._group)
+        found = common(told)
+        if found is None:
+            return None
+        step, holders = found
+        for rank, holder in enumerate(holders):
+            if holder != rank and self.rank in (holder, rank):
+                self._bring(step, rank, holder)
+        return self._read(self._place(step, self.rank))
+
+    def _fits(self, place: Place) -> bool:
+        return bool(place.description(place.held[2])["identity"] == self._identity)
+
+    def _place(self, step: int, rank: int) -> Place:
+        return next(place for place in self._places if place.held[:2] == (step, rank))
+
+    def _bring(self, step: int, rank: int, holder: int) -> None:
+        """Send a rank its state from whoever holds it."""
+        if self.rank == holder:
+            place = self._place(step, rank)
+            body = place.bytes()
+            dist.send(torch.tensor([body.numel(), place.held[2]]), rank, group=self._group)
+            dist.send(body, rank, group=self._group)
+            return
+        sizes = torch.zeros(2, dtype=torch.int64)
+        dist.recv(sizes, holder, group=self._group)
+        place = self._places[OWN[0]]
+        place.clear()
+        place.grow(HEADER.size + int(sizes[0]))
+        dist.recv(place.bytes()[: int(sizes[0])], holder, group=self._group)
+        place.seal(step, rank, int(sizes[1]))
+
+    def _read(self, place: Place) -> Kept:
+        step, _, length = place.held
+        said = place.description(length)
+        entries = said["tensors"]
+        kinds = [(torch.Size(entry["shape"]), getattr(torch, entry["dtype"].removeprefix("torch."))) for entry in
+                 entries.values()]  # fmt: skip
+        parts = _places_of(place.bytes()[_aligned(length) :], kinds)
+        self._turn = 1 - OWN.index(self._places.index(place)) if place in self._places[:2] else 0
+        shapes = {name: tuple(entry["whole"]) for name, entry in entries.items()}
+        return Kept(step, said["manifest"], shapes, dict(zip(entries, parts, strict=True)))
+
+    def drop(self) -> None:
+        """Forget all copies: the run goes back behind them."""
+        for place in self._places:
+            place.clear()
+
+
+def common(told: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, list[int]] | None:
+    """The newest step of which somebody holds every rank's state, and for each rank who does: itself, if it can.
+
+    `told` has for each rank what it holds: the step and the rank of each copy.
+    """
+    ranks = len(told)
+    for step in sorted({step for held in told for step, _ in held}, reverse=True):
+        holders = [
+            next((holder for holder in (rank, *range(ranks)) if (step, rank) in told[holder]), None)
+            for rank in range(ranks)
+        ]
+        known = [holder for holder in holders if holder is not None]
+        if len(known) == ranks:
+            return step, known
+    return None
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _places_of(memory: Tensor, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> Iterator[Tensor]:
+    """Tensors of these shapes and types in a stretch of memory, one after the other."""
+    at = 0
+    for shape, dtype in kinds:
+        size = shape.numel() * dtype.itemsize
+        yield memory[at : at + size].view(dtype).view(shape)
+        at += _aligned(size)
+
+
+def _exchange(sent: Tensor, to: int, received: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+    """Send to one rank while another sends."""
+    works = [dist.isend(sent, to, group=group), dist.irecv(received, source, group=group)]
+    for work in works:
+        if work is not None:
+            work.wait()

@@ -1,0 +1,134 @@
+"""Copies in memory: a lost rank costs no more than a step, and its state comes from whoever has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from parity.trajectory import MOE, described, prepared_text, steps, trainer
+
+from phalanx.data.prepare import prepare
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+from phalanx.testing import ranks
+from phalanx.train.copies import VARIABLE, common, offer_memory
+from phalanx.train.setup import set_up
+from tests.train.test_nodes import nodes
+from tests.train.test_recovery import SECONDS, SHORT, events, ranks_of, reaches, trained, training, until
+
+TEXT = Path(json.__file__).parent
+COPIED = {"recovery.copy_every": 1, "checkpoint.every": 0}
+KILLS = 3
+
+
+@given(st.data())
+def test_what_all_have_is_found(data: st.DataObject) -> None:
+    """However copies lie around: the newest step that is whole, and only holders that hold it."""
+    world = data.draw(st.integers(1, 5))
+    copies = st.tuples(st.integers(0, 3), st.integers(0, world - 1))
+    told = data.draw(st.lists(st.lists(copies, max_size=4), min_size=world, max_size=world))
+    whole = [step for step in range(4) if all(any((step, rank) in held for held in told) for rank in range(world))]
+    found = common(told)
+    if found is None:
+        assert not whole
+        return
+    step, holders = found
+    assert step == max(whole)
+    for rank, holder in enumerate(holders):
+        assert (step, rank) in told[holder]
+        assert holder == rank or (step, rank) not in told[rank]
+
+
+def train_and_return(run: RunSpec, memory: str, lost: int | None, last: int) -> list[tuple[float, float]]:
+    """Train, lose what one rank has of itself, and go on in another trainer with what was kept."""
+    os.environ[VARIABLE], os.environ["LOCAL_WORLD_SIZE"] = memory, "1"  # each rank is a node
+    under_way = trainer(run)
+    found = []
+    for step in range(1, last + 1):
+        found += steps(under_way, step)
+        under_way._copy()
+    assert under_way.copies is not None
+    if lost is not None and under_way.mesh.rank == lost:
+        under_way.copies.drop()
+    again = trainer(run)
+    again.resume()
+    assert again.step == last
+    return found + steps(again, 2 * last)
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ({}, 2),
+        ({"layout.data": "zero1", "training.precision": "bf16"}, 2),
+        ({"layout.data": "zero3"}, 2),
+        ({"layout.data": "zero2", "layout.offload": "cpu"}, 2),
+        ({"layout.tp": 2, "optimizer.name": "muon"}, 2),
+        ({"layout.ep": 2, "layout.data": "zero1", "model": MOE}, 2),
+        ({"layout.pp": 2, "layout.data": "zero1"}, 4),
+    ],
+    ids=["ddp", "zero1-bf16", "zero3", "zero2-offload", "tp-muon", "ep-zero1", "pp-zero1"],
+)
+def test_state_returns_to_the_bit(changes: dict[str, Any], count: int, tmp_path: Path) -> None:
+    """Also that of a rank that has lost it, from the neighbour."""
+    prepared_text()
+    run = described(TEXT, tmp_path, {**COPIED, **changes})
+    prepare(run.data)
+    offer_memory(count)
+    memory = os.environ.pop(VARIABLE)
+    last = 3
+    for lost in (None, 1):
+        for told in ranks(count).run(train_and_return, run, memory, lost, last):
+            whole = ranks(count).run(of_one_go, described(TEXT, tmp_path, changes), 2 * last)[0]
+            assert told == whole
+
+
+def of_one_go(run: RunSpec, last: int) -> list[tuple[float, float]]:
+    return steps(trainer(run), last)
+
+
+def test_killed_ranks_cost_no_more_than_a_step(tmp_path: Path) -> None:
+    directory, kills = tmp_path / "parity", random.Random(7)
+    with training(TEXT, tmp_path, {**SHORT, **COPIED, "training.steps": 60}) as process:
+        for number in range(KILLS):
+            began = (events(directory, "began") or [{"step": 0}])[-1]["step"]
+            until(reaches(directory, began + kills.randint(4, 9)), "some steps")
+            os.kill(ranks_of(directory)[kills.randint(0, 1)], signal.SIGKILL)
+            until(lambda number=number: len(events(directory, "began")) > number + 1, "a start")
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    failed, (_, *again) = events(directory, "failed"), events(directory, "began")
+    assert len(failed) == len(again) == KILLS
+    assert all(0 <= before["step"] - after["step"] <= 1 for before, after in zip(failed, again, strict=True))
+    with training(TEXT, tmp_path / "whole", {**SHORT, "training.steps": 60}) as process:
+        process.communicate(timeout=SECONDS)
+    assert trained(directory) == trained(tmp_path / "whole" / "parity")
+
+
+def test_a_lost_node_comes_back_to_its_state(tmp_path: Path) -> None:
+    """Nothing was ever written to disk: the other node had it."""
+    directory = tmp_path / "parity"
+    with nodes(tmp_path, COPIED, "2") as at:
+        at.start("first")
+        at.start("second")
+        until(reaches(directory, 5), "some steps")
+        at.kill("second")
+        last = trained(directory)
+        at.start("second")
+        until(lambda: len(events(directory, "began")) > 1, "a start of both")
+        first, again = events(directory, "began")
+        assert (first["ranks"], again["ranks"]) == (4, 4)
+        assert again["step"] >= len(last) - 1
+        until(reaches(directory, again["step"] + 3), "some more steps")
+
+
+def test_one_rank_has_nobody_to_keep_a_copy(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"recovery\.copy_every = 1: keeps copies in the launcher"):
+        set_up(described(TEXT, tmp_path, COPIED), 1, resume=False)
