@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity.trajectory import described, steps, trainer
+from parity.trajectory import DENSE, described, steps, trainer
 
 from phalanx.data.prepare import prepare
 from phalanx.testing.hosts import NoHosts, Star, star
@@ -132,6 +132,26 @@ def test_a_cut_link_and_the_place_to_meet_lost(tmp_path: Path) -> None:
     assert [event["ranks"] for event in events(directory, "began")] == [4, 2, 4, 4]
     learned = trained(directory)
     assert learned == of_one_process(tmp_path, len(learned))
+
+
+ODD = {
+    "training.sequence": 31, "training.tokens_per_step": 7 * 31, "cluster.nproc": 1, "training.steps": 12,
+    "layout.data": "zero3",
+    "model": {**DENSE, "layers": 1, "heads": 3, "kv_heads": 3, "width": 48, "ffn": 51},
+}  # fmt: skip
+
+
+def test_nodes_that_no_layout_has_a_place_for_stand_by(tmp_path: Path) -> None:
+    """Seven sequences a step are for seven ranks or one: of two nodes one trains, and both end well."""
+    directory = tmp_path / "parity"
+    with nodes(tmp_path, ODD, "1:7") as at:
+        at.start("first")
+        at.start("second")
+        assert (at.ends("first"), at.ends("second")) == (0, 0), at.said("first") + at.said("second")
+        assert "1 of 2 ranks train, as no layout fits more" in at.said("first")
+        assert "which 2 data-parallel ranks cannot share" in at.said("first")
+    assert [event["ranks"] for event in events(directory, "began")] == [1]
+    assert len(trained(directory)) == 12
 
 
 def test_a_node_alone_says_for_whom_it_waited(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from phalanx.measure.record import parse_window
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.train.launch import leave
-from phalanx.train.worker import work
+from phalanx.train.worker import Fewer, stand_by, work
 
 
 def main() -> None:
@@ -22,6 +23,7 @@ def main() -> None:
     )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
     parser.add_argument("--layout", metavar="JSON", help="the layout for these ranks, instead of the run's")
+    parser.add_argument("--ranks", type=int, metavar="N", help="how many of the ranks train; the others stand by")
     parser.add_argument("--measure-memory", action="store_true", help="measure memory and collectives of one step")
     parser.add_argument("--trace-steps", metavar="FIRST:LAST", help="look closely at these steps")
     arguments = parser.parse_args()
@@ -30,7 +32,10 @@ def main() -> None:
     except UserError as error:
         parser.error(str(error))
     layout = Layout.model_validate_json(arguments.layout) if arguments.layout else None
-    leave(work(arguments.run, arguments.set, arguments.resume, arguments.measure_memory, window, layout))
+    if arguments.ranks is not None and int(os.environ["RANK"]) >= arguments.ranks:
+        leave(stand_by(arguments.run))
+    fewer = None if layout is None else Fewer(layout, arguments.ranks)
+    leave(work(arguments.run, arguments.set, arguments.resume, arguments.measure_memory, window, fewer))
 
 
 if __name__ == "__main__":  # DCP's background processes import the main module again

@@ -30,6 +30,7 @@ from phalanx.train.setup import FAILURES, STOPPED
 # huge pages: PyTorch's aligned blocks leave gaps between them that cost a sixth to two fifths of the peak.)
 ENVIRONMENT = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a store whose server is gone warns with its whole stack
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds between SIGTERM and SIGKILL: a step and a checkpoint
@@ -170,15 +171,17 @@ def write_failure(directory: Path, rank: int, step: int, error: BaseException, f
         print(f"phalanx: rank {rank} failed after step {step}: {record['reason']}", file=sys.stderr)
 
 
-def join_ranks(device_type: str, timeout_seconds: float) -> torch.device:
-    """Join the process group that torchrun's environment describes, if any; returns this rank's device."""
-    _end_with_launcher()
+def join_ranks(device_type: str, timeout_seconds: float, ranks: int | None = None) -> torch.device:
+    """Join the process group that torchrun's environment describes, if any, or that of the first `ranks` of it; returns
+    this rank's device."""
+    end_with_launcher()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device_type == "cuda":
         torch.cuda.set_device(local_rank)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        rank, ranks = (-1, -1) if ranks is None else (int(os.environ["RANK"]), ranks)  # -1: as the environment says
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), rank=rank, world_size=ranks)
     return torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
 
 
@@ -192,7 +195,7 @@ def limit_waits(timeout_seconds: float) -> None:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
-def _end_with_launcher() -> None:
+def end_with_launcher() -> None:
     """Where `start_ranks` waits for this rank, end with it, by SIGKILL: torchrun's agent gives each rank a session of
     its own, and one that outlived the agent would train on unseen, in the way of the run's next start."""
     launcher = int(os.environ.get(LAUNCHER, "0"))

@@ -54,6 +54,12 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted(found, reverse=True)
 
 
+def reached(run_directory: Path, steps: int) -> bool:
+    """Whether a run's last step is saved."""
+    saved = checkpoints(run_directory / "checkpoints")
+    return bool(saved) and step_of(saved[0]) == steps
+
+
 def sha256(path: Path) -> str:
     """Checksum of a file's content."""
     with path.open("rb") as file:

@@ -18,7 +18,7 @@ from phalanx.train.agent import ALONE, Failures, Meeting, Then, run_ranks
 from phalanx.train.copies import offer_memory
 from phalanx.train.events import note
 from phalanx.train.launch import first_failure, in_words, last_step, report, set_environment
-from phalanx.train.manifest import checkpoints, step_of
+from phalanx.train.manifest import checkpoints, reached, step_of
 from phalanx.train.setup import STOPPED
 
 Choose = Callable[[int], Layout]
@@ -42,7 +42,7 @@ def train_through(
     recovery = Recovery(directory, run.recovery.restarts, meeting.most)
 
     def words(ranks: int) -> Sequence[str]:
-        other = () if ranks == planned else ("--layout", choose(ranks).model_dump_json(exclude_defaults=True))
+        other = () if ranks == planned else as_many(ranks, nproc if meeting is not ALONE else 1, choose)
         return "phalanx.train", str(directory), *other, *options
 
     try:
@@ -57,10 +57,24 @@ def train_through(
     return 0
 
 
-def reached(directory: Path, steps: int) -> bool:
-    """Whether a run's last step is saved."""
-    saved = checkpoints(directory / "checkpoints")
-    return bool(saved) and step_of(saved[0]) == steps
+def as_many(ranks: int, each: int, choose: Choose) -> Sequence[str]:
+    """The layout of as many of these ranks as one fits, `each` of a node, as options of phalanx.train; the rest stand
+    by.
+
+    Raises UserError where none fits any.
+    """
+    why: UserError | None = None
+    for used in range(ranks, 0, -each):
+        try:
+            layout = choose(used)
+        except UserError as error:
+            why = why or error
+            continue
+        if why is not None:
+            print(f"phalanx: {used} of {ranks} ranks train, as no layout fits more: {why}", file=sys.stderr)
+        return "--layout", layout.model_dump_json(exclude_defaults=True), "--ranks", str(used)
+    assert why is not None
+    raise why
 
 
 class Recovery:

@@ -6,12 +6,15 @@ import os
 import socket
 import sys
 import traceback
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from phalanx.cost.parameters import parameters
 from phalanx.cost.stages import check_layout
@@ -30,8 +33,8 @@ from phalanx.train.closely import Closely, measured_number
 from phalanx.train.corpus import open_corpus
 from phalanx.train.divergence import DivergenceError, roll_back, rollbacks
 from phalanx.train.events import note
-from phalanx.train.launch import LAUNCHER, choose_device, join_ranks, on_signal, write_failure
-from phalanx.train.manifest import checkpoints
+from phalanx.train.launch import LAUNCHER, choose_device, end_with_launcher, join_ranks, on_signal, write_failure
+from phalanx.train.manifest import checkpoints, reached
 from phalanx.train.measured import compare, forget_measured
 from phalanx.train.metrics import JsonLines, Log, Record, open_logs
 from phalanx.train.progress import Progress
@@ -44,13 +47,31 @@ FLUSH_SECONDS = 1.0
 PLACES = {"cpu": "CPU memory", "nvme": "files"}
 
 
+@dataclass(frozen=True)
+class Fewer:
+    """Other ranks than a run was meant for."""
+
+    layout: Layout
+    ranks: int
+
+
+def stand_by(directory: Path) -> int:
+    """Of a rank that no layout has a place for: wait until the others have ended; returns the exit code."""
+    end_with_launcher()
+    steps = read_directory(directory)[0].training.steps
+    with suppress(dist.DistError):
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        TCPStore(*address, is_master=False, timeout=timedelta(minutes=5)).wait(["over"], timedelta(days=365))
+    return 0 if reached(directory, steps) else STOPPED
+
+
 def work(
     source: Path, overrides: list[str], resume: bool, measure: bool = False, window: range | None = None,
-    layout: Layout | None = None,
+    fewer: Fewer | None = None,
 ) -> int:  # fmt: skip
     """Train on this rank; returns the exit code. `source` is a run directory, or a run file that rank 0 sets up.
-    `measure` asks for what one step holds and sends, `window` for all that these steps do; `layout` is that of fewer
-    ranks than the run was meant for."""
+    `measure` asks for what one step holds and sends, `window` for all that these steps do; `fewer` ranks may
+    train than the run was meant for."""
     directory = source
     trainer: Trainer | None = None
     try:
@@ -58,17 +79,17 @@ def work(
         if prepared and overrides:
             raise UserError("--set", overrides, "has no effect on a run directory", "give the run file instead")
         run = read_directory(source)[0] if prepared else load_run(source, overrides)
-        device = join_ranks(choose_device(run), run.training.timeout_seconds)
+        device = join_ranks(choose_device(run), run.training.timeout_seconds, fewer.ranks if fewer else None)
         if not prepared:
             directory = _set_up_once(run, resume)
         run, data = read_directory(directory)
         first = not dist.is_initialized() or dist.get_rank() == 0
         lock = hold(directory) if first else None
-        if layout is not None:
-            run = run.model_copy(update={"layout": layout})
-            check_layout(run, dist.get_world_size() if dist.is_initialized() else 1)
+        if fewer is not None:
+            run = run.model_copy(update={"layout": fewer.layout})
+            check_layout(run, fewer.ranks)
         if first:
-            keep_layout(directory, layout)
+            keep_layout(directory, fewer.layout if fewer else None)
         fresh = not checkpoints(directory / "checkpoints")
         if measure or window:
             forget_measured(directory)  # of an earlier start, maybe of other ranks
