@@ -28,7 +28,7 @@ BANDWIDTH = Rule(
     "phalanx placement RUN.toml; phalanx doctor --nccl-log LOG",
 )  # fmt: skip
 PAIR = Rule(
-    "between.slow_node", "bandwidth of a node's pairs with others, of the median pair's", "FAIL", f"at least {SLOW:.0%}",
+    "between.slow_node", "bandwidth of a node's pairs, of the median pair's", "FAIL", f"at least {SLOW:.0%}",
     "%", "NVRx (straggler below 0.75 of the median)", "leave the node out, and look at its cards, cables and counters",
     "srun --exclude=$(cat failing_nodes.txt) ...",
 )  # fmt: skip

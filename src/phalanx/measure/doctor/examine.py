@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from phalanx.measure.doctor import (
     clock,
+    counters,
     cpu,
     disk,
     ecc,
@@ -32,7 +34,9 @@ from phalanx.measure.doctor import (
 )
 from phalanx.measure.doctor.children import Child
 from phalanx.measure.doctor.expected import Expected
+from phalanx.measure.doctor.facts import Facts, facts
 from phalanx.measure.doctor.finding import Finding, Rule, Skip
+from phalanx.measure.doctor.gather import Node
 from phalanx.measure.doctor.machine import Machine, Stuck
 
 CHECKS = (
@@ -51,16 +55,24 @@ UNREADABLE = Rule(
     "send a record of this machine (phalanx doctor --record DIR) with a bug report", "phalanx doctor --record DIR",
 )  # fmt: skip
 RULES = (STUCK, UNREADABLE)
+FACTS, MODULE = "facts", "phalanx.measure.doctor.examine"
 Check = Callable[[Machine, Expected], list[Finding]]
 
 
 def examine(machine: Machine, expected: Expected) -> list[Finding]:
     """What all checks find, in their order, with the host's name."""
+    return list(node(machine, expected, with_facts=False).findings)
+
+
+def node(machine: Machine, expected: Expected, with_facts: bool = True, ahead_seconds: float = 0.0) -> Node:
+    """The same with what nodes should have in common, to be held against other nodes."""
     if machine.root is None:
-        found = _apart(machine, expected)
+        found, known = _apart(machine, expected, with_facts)
     else:
         found = [each for file in CHECKS for each in findings(file, machine, expected)]
-    return [replace(finding, host=machine.host) for finding in found]
+        known = facts(machine) if with_facts else {}
+    named = tuple(replace(finding, host=machine.host) for finding in found)
+    return Node(machine.host, ahead_seconds, known, named)
 
 
 def name_of(check: object) -> str:
@@ -82,29 +94,46 @@ def findings(file: object, machine: Machine, expected: Expected) -> list[Finding
         return [UNREADABLE.broken(name, f"{type(error).__name__}: {error}")]
 
 
-def _apart(machine: Machine, expected: Expected) -> list[Finding]:
+def _apart(machine: Machine, expected: Expected, with_facts: bool) -> tuple[list[Finding], Facts]:
     asked = json.dumps({**asdict(expected), "record": str(machine.record or "")})
-    words = sys.executable, "-m", "phalanx.measure.doctor.examine"
-    children = {name_of(file): Child([*words, name_of(file), asked]) for file in CHECKS}
+    names = [*map(name_of, CHECKS), *([FACTS] if with_facts else [])]
+    children = {name: Child([sys.executable, "-m", MODULE, name, asked]) for name in names}
     deadline = time.monotonic() + CHECK_SECONDS
-    return [each for name, child in children.items() for each in _told(name, child, deadline)]
+    found: list[Finding] = []
+    known: Facts = {}
+    for name, child in children.items():
+        told = _told(name, child, deadline)
+        if isinstance(told, Finding):
+            found.append(told)
+        elif name == FACTS:
+            known = told
+        else:
+            found += [Finding(**each) for each in told]
+    return found, known
 
 
-def _told(name: str, child: Child, deadline: float) -> list[Finding]:
+def _told(name: str, child: Child, deadline: float) -> Any:
+    """What a child says, or a finding that it says nothing."""
     answer = child.answer(max(0.0, deadline - time.monotonic()))
+    last = answer.text.strip().rpartition("\n")[2]
     if answer.code is None:
-        return [STUCK.broken(name, f"check {name}: no answer in {CHECK_SECONDS} s")]
+        return STUCK.broken(name, f"no answer in {CHECK_SECONDS} s")
     try:
-        return [Finding(**each) for each in json.loads(answer.text.strip().rpartition("\n")[2])]
-    except (ValueError, TypeError):
-        return [UNREADABLE.broken(name, answer.text.strip().rpartition("\n")[2] or f"exit code {answer.code}")]
+        return json.loads(last)
+    except ValueError:
+        return UNREADABLE.broken(name, last or f"exit code {answer.code}")
 
 
 def main() -> None:
-    """One check, in a process of its own: its name, and what is expected."""
+    """One check, or the facts, in a process of its own: its name, and what is expected."""
     name, asked = sys.argv[1], json.loads(sys.argv[2])
     record = asked.pop("record")
     machine = Machine(record=Path(record) if record else None)
+    if name == FACTS:
+        if machine.record:
+            counters.read(machine)
+        print(json.dumps(facts(machine)))
+        return
     file = next(file for file in CHECKS if name_of(file) == name)
     print(json.dumps([asdict(finding) for finding in findings(file, machine, Expected(**asked))]))
 

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -29,6 +29,8 @@ MUST_AGREE = (
 )
 """Runs fail, or slow down, where nodes differ in these."""
 ENDING = ".node.json"
+COLLECTIVES = "collectives.json"
+"""What the ranks of a run found together (`phalanx.train.checkup`)."""
 NODES = Rule(
     "nodes.missing", "nodes that left word", "FAIL", "all of the run", "nodes", "the run (cluster.nodes)",
     "see why the others did not: unreachable, stuck, or not started",
@@ -91,6 +93,16 @@ def collect(directory: Path) -> list[Node]:
     return [_node(file) for file in files]
 
 
+def of_collectives(directory: Path) -> list[Finding]:
+    """What ranks found together, if they left it there. Raises UserError for another file of that name."""
+    file = directory / COLLECTIVES
+    try:
+        return [Finding(**finding) for finding in json.loads(file.read_text())] if file.exists() else []
+    except (OSError, ValueError, TypeError) as error:
+        problem = f"is not what phalanx.train.checkup writes ({type(error).__name__})"
+        raise UserError("--gather", str(file), problem, "remove it, and measure again") from None
+
+
 def _node(file: Path) -> Node:
     try:
         known = json.loads(file.read_text())
@@ -106,16 +118,19 @@ def between(nodes: Sequence[Node], wanted: int = 0) -> list[Finding]:
     missing = [NODES.broken("", len(nodes), f"{wanted}")] if len(nodes) < wanted else []
     names = sorted({name for node in nodes for name in node.facts})
     drift = [each for name in names for each in _drift(name, nodes)]
-    middle = median(node.ahead_seconds for node in nodes)
-    ahead = {node.host: round(node.ahead_seconds - middle, 1) for node in nodes}
-    skewed = [
-        CLOCK.broken("clock", seconds, host=host) for host, seconds in ahead.items() if abs(seconds) > OFFSET_SECONDS
-    ]
     return [
         *(missing or [NODES.well(len(nodes))]),
         *(drift or [DRIFT.well(f"{len(nodes)} nodes agree in {len(names)} facts")]),
-        *(skewed or [CLOCK.well(max(map(abs, ahead.values())))]),
+        *skew({node.host: node.ahead_seconds for node in nodes}),
     ]
+
+
+def skew(ahead_seconds: Mapping[str, float]) -> list[Finding]:
+    """Of hosts whose clocks are so far ahead of something, those that are far from the median."""
+    middle = median(ahead_seconds.values())
+    off = {host: round(seconds - middle, 1) for host, seconds in ahead_seconds.items()}
+    far = [CLOCK.broken("clock", seconds, host=host) for host, seconds in off.items() if abs(seconds) > OFFSET_SECONDS]
+    return far or [CLOCK.well(max(map(abs, off.values())))]
 
 
 def _drift(name: str, nodes: Sequence[Node]) -> list[Finding]:

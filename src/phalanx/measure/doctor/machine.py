@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from glob import glob
 from pathlib import Path
+from typing import IO
 
 from phalanx.measure.doctor.children import Answer, run
 
@@ -17,7 +18,8 @@ VARIABLES = re.compile(r"(NCCL|GLOO|TORCH_NCCL|CUDA|UCX)_\w+|MASTER_ADDR|OMP_NUM
 HOSTNAME = "/proc/sys/kernel/hostname"
 COMMAND_SECONDS = 10
 """Twice what nvidia-smi may take to answer before Primus calls that a failure (smi latency > 5 s)."""
-MOST_BYTES = 4 << 20
+PIECE_BYTES, MOST_PIECES = 1 << 16, 64
+"""Of a file that are read: under /proc/sys the kernel refuses to be asked for megabytes at once."""
 ENDED = re.compile(r"\n?\[(exit (-?\d+)|no answer)\]\s*$")
 """The last line of a recorded answer that was not well."""
 
@@ -50,7 +52,7 @@ class Machine:
         """The text of a file, without white space around it; None where it is not there or cannot be read."""
         try:
             with self._place(path).open("rb") as file:
-                text = file.read(MOST_BYTES).decode(errors="replace").replace("\0", "").strip()
+                text = b"".join(_pieces(file)).decode(errors="replace").replace("\0", "").strip()
         except OSError:
             return None
         self._keep(path, text + "\n")
@@ -98,6 +100,14 @@ class Machine:
         elif text or not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(text)
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    for _ in range(MOST_PIECES):
+        piece = file.read(PIECE_BYTES)
+        if not piece:
+            return
+        yield piece
 
 
 def _asked(words: tuple[str, ...], seconds: float) -> Answer | None:
