@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.cost.stages import check_layout
 from phalanx.measure.doctor import between, counters
 from phalanx.measure.doctor.between import LARGE_BYTES, Reached, rounds
 from phalanx.measure.doctor.finding import Finding
@@ -45,8 +46,10 @@ from phalanx.train.launch import (
 from phalanx.train.measuring import collectives
 from phalanx.train.setup import absolute, to_toml
 
-PAIR_BYTES = 64 * 2**20
-"""Sent each way between two ranks of a pair of nodes (Primus: 64 MB)."""
+PAIR_BYTES, TRIED_BYTES = 64 * 2**20, 2**20
+"""Sent each way between two ranks of a pair of nodes (Primus: 64 MB), and to learn how long that would take."""
+PAIR_SECONDS = 0.5
+"""Of the slowest pair for one message: over slow networks these are smaller."""
 TIMEOUT_SECONDS = 120
 """Primus: then a report, not a hang."""
 ITERATIONS = 5
@@ -118,12 +121,21 @@ def link_bytes_per_second(way: dict[str, Any], hosts: Sequence[str], cluster: Cl
 
 
 def pairs(hosts: Sequence[str], device: torch.device) -> dict[tuple[str, str], float]:
-    """Bytes per second that each two hosts exchange each way, all of their ranks at once; pairs that share no host at
-    the same time."""
+    """Bytes per second that each two hosts exchange each way, all of their ranks at once."""
+    tried = _exchanges(hosts, device, TRIED_BYTES)
+    if not tried:
+        return {}
+    slowest = TRIED_BYTES / min(speed / ranks for speed, ranks in tried.values())
+    size = int(min(PAIR_BYTES, TRIED_BYTES * max(1.0, PAIR_SECONDS / slowest)))
+    return {pair: speed for pair, (speed, _) in _exchanges(hosts, device, size).items()}
+
+
+def _exchanges(hosts: Sequence[str], device: torch.device, size_bytes: int) -> dict[tuple[str, str], tuple[float, int]]:
+    """The same for messages of a size, and how many ranks of a host took part; pairs that share no host at once."""
     names = list(dict.fromkeys(hosts))
     ranks = {name: [rank for rank, host in enumerate(hosts) if host == name] for name in names}
-    sent, received = (torch.zeros(PAIR_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    found: dict[tuple[str, str], float] = {}
+    sent, received = (torch.zeros(size_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    found: dict[tuple[str, str], tuple[float, int]] = {}
     for matched in rounds(len(names)) if len(names) > 1 else []:
         dist.barrier()
         mine = None
@@ -135,8 +147,8 @@ def pairs(hosts: Sequence[str], device: torch.device) -> dict[tuple[str, str], f
                 mine = (names[a], names[b]), median(seconds_each(call, device, ITERATIONS))
         told = [each for each in _gathered(mine) if each is not None]
         for pair in {each[0] for each in told}:
-            slowest = [seconds for of, seconds in told if of == pair]
-            found[pair] = len(slowest) / 2 * PAIR_BYTES / max(slowest)
+            seconds = [each[1] for each in told if each[0] == pair]
+            found[pair] = len(seconds) / 2 * size_bytes / max(seconds), len(seconds) // 2
     return found
 
 
@@ -184,19 +196,20 @@ def main() -> None:
 
 def work(asked: argparse.Namespace) -> int:
     """Check on this rank; returns the exit code."""
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    asked.out.mkdir(parents=True, exist_ok=True)
     try:
         run = load_run(asked.run, environment={})
-        device = join_ranks(choose_device(run), min(TIMEOUT_SECONDS, run.training.timeout_seconds))
-        if not dist.is_initialized():
-            raise UserError("phalanx.train.checkup", 1, "is one rank, which sends nothing", "start several by torchrun")
-        found = check(run, device)
-        if dist.get_rank() == 0:
-            asked.out.mkdir(parents=True, exist_ok=True)
+        if ranks == 1:
+            raise UserError("phalanx.train.checkup", ranks, "rank sends nothing", "start several by torchrun")
+        check_layout(run, ranks)  # before they wait for each other
+        found = check(run, join_ranks(choose_device(run), min(TIMEOUT_SECONDS, run.training.timeout_seconds)))
+        if rank == 0:
             (asked.out / COLLECTIVES).write_text(json.dumps([asdict(each) for each in found], indent=1))
     except Exception as error:
-        write_failure(asked.out, int(os.environ.get("RANK", "0")), 0, error)
+        write_failure(asked.out, rank, 0, error)
         if LAUNCHER not in os.environ:
-            traceback.print_exc()
+            print(f"phalanx: {error}" if isinstance(error, UserError) else traceback.format_exc(), file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     return 0
 

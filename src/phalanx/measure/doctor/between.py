@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_high
 
 from phalanx.measure.doctor.finding import Finding, Rule
 
@@ -28,14 +28,14 @@ BANDWIDTH = Rule(
     "phalanx placement RUN.toml; phalanx doctor --nccl-log LOG",
 )  # fmt: skip
 PAIR = Rule(
-    "between.slow_node", "bandwidth of a node's pairs, of the median pair's", "FAIL", f"at least {SLOW:.0%}",
-    "%", "NVRx (straggler below 0.75 of the median)", "leave the node out, and look at its cards, cables and counters",
-    "srun --exclude=$(cat failing_nodes.txt) ...",
+    "between.slow_node", "bandwidth of a node with its best partner, of the median node's", "FAIL",
+    f"at least {SLOW:.0%}", "%", "NVRx (straggler below 0.75 of the median)",
+    "leave the node out, and look at its cards, cables and counters", "srun --exclude=$(cat failing_nodes.txt) ...",
 )  # fmt: skip
 LINK = Rule(
-    "between.slow_pair", "bandwidth between two nodes, of the median pair's", "WARN", f"at least {SLOW:.0%}", "%",
+    "between.slow_pair", "bandwidth between two nodes, of the same", "WARN", f"at least {SLOW:.0%}", "%",
     "NVRx (straggler below 0.75 of the median)", "look at what lies between these two: cables, leaf switches, routing",
-    "phalanx doctor RUN.toml under torchrun, on these two nodes",
+    "torchrun --nnodes 2 ... -m phalanx.train.checkup RUN.toml --out DIR",
 )  # fmt: skip
 RULES = (WRONG, BANDWIDTH, PAIR, LINK)
 
@@ -74,19 +74,21 @@ def _slow(each: Reached) -> Finding:
 
 
 def pairs(bytes_per_second: Mapping[tuple[str, str], float]) -> list[Finding]:
-    """Which node is slow, by what each pair reached: one of whose pairs the median is slow. Of two nodes, or where only
-    one pair is slow, the pair."""
+    """Which node is slow: one that no other reaches at a usual speed. One that some do is not to blame: then a pair is.
+    Usual is the median of what nodes reach with their best partner, which is healthy where more than half of them
+    are; of all pairs of three nodes two are slow with one."""
     if not bytes_per_second:
         return [PAIR.skipped("one node")]
-    usual = median(bytes_per_second.values())
-    shares = {pair: round(100 * speed / usual, 1) for pair, speed in bytes_per_second.items()}
-    hosts = sorted({host for pair in shares for host in pair})
-    of_hosts = {host: median(share for pair, share in shares.items() if host in pair) for host in hosts}
-    bad = [host for host, share in of_hosts.items() if share < 100 * SLOW and len(hosts) > 2]
-    slow = [pair for pair, share in shares.items() if share < 100 * SLOW and not set(pair) & set(bad)]
+    hosts = sorted({host for pair in bytes_per_second for host in pair})
+    best = {host: max(speed for pair, speed in bytes_per_second.items() if host in pair) for host in hosts}
+    usual = median_high(best.values())
+    of_hosts = {host: round(100 * speed / usual, 1) for host, speed in best.items()}
+    of_pairs = {pair: round(100 * speed / usual, 1) for pair, speed in bytes_per_second.items()}
+    bad = [host for host, share in of_hosts.items() if share < 100 * SLOW]
+    slow = [pair for pair, share in of_pairs.items() if share < 100 * SLOW and not set(pair) & set(bad)]
     return [
         *([PAIR.broken("network", of_hosts[host], host=host) for host in bad] or [PAIR.well(min(of_hosts.values()))]),
-        *([LINK.broken(" - ".join(pair), shares[pair]) for pair in slow] or [LINK.well(min(shares.values()))]),
+        *([LINK.broken(" - ".join(pair), of_pairs[pair]) for pair in slow] or [LINK.well(min(of_pairs.values()))]),
     ]
 
 
