@@ -72,8 +72,8 @@ def doctor(
 
         phalanx doctor --record mine; phalanx doctor --sysroot mine
     """
-    _check_options(run, {"--sysroot": sysroot, "--record": record, "--leave": leave, "--gather": gather,
-                         "--collectives": collectives or None})  # fmt: skip
+    _check_options(run, {"--sysroot": sysroot, "--record": record, "--leave": leave, "--topology": topology},
+                   {"--gather": gather, "--collectives": collectives or None})  # fmt: skip
     expected = replace(_expected(run, nproc, set_ or []), quick=quick, nccl_log=str(nccl_log) if nccl_log else None)
     if gather is not None:
         found, out = _gathered(gather, expected.nodes), out or gather
@@ -84,9 +84,9 @@ def doctor(
     _tell(found, out, json_)
 
 
-def _check_options(run: Path | None, modes: dict[str, object]) -> None:
-    given = [option for option, value in modes.items() if value is not None]
-    if len(given) > 1 and given != ["--record", "--leave"]:
+def _check_options(run: Path | None, of_machines: dict[str, object], alone: dict[str, object]) -> None:
+    given = [option for option, value in {**alone, **of_machines}.items() if value is not None]
+    if (len(given) > 1 and given[0] in alone) or {"--sysroot", "--record"} <= set(given):
         raise UserError(" ".join(given), None, "do not go together", "give one of them")
     if given == ["--collectives"] and run is None:
         raise UserError("--collectives", None, "needs a run file, whose layout says what is sent", "name it")

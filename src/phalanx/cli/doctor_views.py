@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from phalanx.measure.doctor.finding import Finding
 from phalanx.measure.doctor.report import failing, ordered
 
 STYLES = {"FAIL": "bold red", "WARN": "yellow"}
+NAMES = (("FAIL", "failures"), ("WARN", "warnings"), ("OK", "well"), ("SKIP", "not checked"))
 
 
 def show(found: Sequence[Finding]) -> None:
@@ -22,16 +24,16 @@ def show(found: Sequence[Finding]) -> None:
     if wrong:
         console.print(_table(wrong, len(hosts) > 1))
         console.print()
-    for severity, title in (("SKIP", "not checked"), ("OK", "well")):
-        for line in _lines([each for each in found if each.severity == severity], severity == "SKIP"):
-            console.print(Text(f"{title}: {line}", "dim"), soft_wrap=True)
-    counts = ", ".join(f"{sum(each.severity == kind for each in found)} {name}" for kind, name in _NAMES)
+    for reason, ids in _reasons([each for each in found if each.severity == "SKIP"]).items():
+        console.print(Text(f"not checked: {', '.join(ids)}: {reason}", "dim"), soft_wrap=True)
+    well = Counter(each.id.partition(".")[0] for each in found if each.severity == "OK")
+    if well:
+        listed = ", ".join(f"{count} of {room}" for room, count in well.items())
+        console.print(Text(f"well: {listed}", "dim"), soft_wrap=True)
+    counts = ", ".join(f"{sum(each.severity == kind for each in found)} {name}" for kind, name in NAMES)
     console.print(f"\n{', '.join(sorted(hosts)) or 'ranks'}: {counts}", style="bold", soft_wrap=True)
     if len(hosts) > 1 and failing(found):
         console.print(f"leave out: --exclude={','.join(failing(found))}", soft_wrap=True)
-
-
-_NAMES = (("FAIL", "failures"), ("WARN", "warnings"), ("OK", "well"), ("SKIP", "not checked"))
 
 
 def _table(wrong: Sequence[Finding], several: bool) -> Table:
@@ -47,11 +49,10 @@ def _table(wrong: Sequence[Finding], several: bool) -> Table:
     return table
 
 
-def _lines(found: Sequence[Finding], by_reason: bool) -> list[str]:
-    """Names; of what was skipped those with the same reason in a line."""
-    if not by_reason:
-        return [", ".join(dict.fromkeys(each.id for each in found))] if found else []
+def _reasons(skipped: Sequence[Finding]) -> dict[str, list[str]]:
+    """What was not looked at, by why."""
     reasons: dict[str, list[str]] = {}
-    for each in found:
-        reasons.setdefault(str(each.measured), []).append(each.id)
-    return [f"{', '.join(dict.fromkeys(ids))}: {reason}" for reason, ids in reasons.items()]
+    for each in skipped:
+        mine = reasons.setdefault(str(each.measured), [])
+        mine += [each.id] if each.id not in mine else []
+    return reasons

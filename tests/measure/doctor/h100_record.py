@@ -1,5 +1,5 @@
-"""A record of a machine like a DGX H100 with a RoCE network: 8 GPUs behind NVSwitches, 8 cards of 400 Gb/s each below the
-PCIe switch of a GPU, one more interface for the host.
+"""A record of a machine like a DGX H100 with a RoCE network: 8 GPUs behind NVSwitches, 8 cards of 400 Gb/s each below
+the PCIe switch of a GPU, one more interface for the host.
 
 It was written, not captured: from documented formats (nvidia-smi's and mlnx_qos' manuals, Linux's sysfs ABI, NCCL's
 log), with the matrix of `nvidia-smi topo -m` of a DGX H100 (NVIDIA DGX H100 User Guide)."""
@@ -18,23 +18,23 @@ QOS = """\
 DCBX mode: OS controlled
 Priority trust state: dscp
 dscp2prio mapping:
-	prio:0 dscp:07,06,05,04,03,02,01,00,
-	prio:1 dscp:15,14,13,12,11,10,09,08,
-	prio:2 dscp:23,22,21,20,19,18,17,16,
-	prio:3 dscp:31,30,29,28,27,26,25,24,
-	prio:4 dscp:39,38,37,36,35,34,33,32,
-	prio:5 dscp:47,46,45,44,43,42,41,40,
-	prio:6 dscp:55,54,53,52,51,50,49,48,
-	prio:7 dscp:63,62,61,60,59,58,57,56,
+  prio:0 dscp:07,06,05,04,03,02,01,00,
+  prio:1 dscp:15,14,13,12,11,10,09,08,
+  prio:2 dscp:23,22,21,20,19,18,17,16,
+  prio:3 dscp:31,30,29,28,27,26,25,24,
+  prio:4 dscp:39,38,37,36,35,34,33,32,
+  prio:5 dscp:47,46,45,44,43,42,41,40,
+  prio:6 dscp:55,54,53,52,51,50,49,48,
+  prio:7 dscp:63,62,61,60,59,58,57,56,
 default priority:
 Receive buffer size (bytes): 20016,156096,0,0,0,0,0,0,max_buffer_size=1027728
 Cable len: 7
 PFC configuration:
-	priority    0   1   2   3   4   5   6   7
-	enabled     0   0   0   1   0   0   0   0
-	buffer      0   0   0   1   0   0   0   0
+  priority    0   1   2   3   4   5   6   7
+  enabled     0   0   0   1   0   0   0   0
+  buffer      0   0   0   1   0   0   0   0
 tc: 0 ratelimit: unlimited, tsa: vendor
-	 priority:  1
+   priority:  1
 """
 KERNEL_LOG = """\
 Linux version 6.8.0-60-generic (buildd@lcy02-amd64-054) (x86_64-linux-gnu-gcc-13)
@@ -75,6 +75,7 @@ node2:3811:3902 [0] NCCL INFO NCCL version 2.26.2+cuda12.8
 node2:3811:3902 [0] NCCL INFO Using network IB
 node2:3811:3902 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA
 """
+DF = "Filesystem 1024-blocks Used Available Capacity Mounted on"
 PLAIN = {
     "environment": ENVIRONMENT,
     "nccl.log": LOG,
@@ -92,8 +93,8 @@ PLAIN = {
     "sys/class/net/eno1/mtu": "1500",
     "sys/class/net/lo/operstate": "unknown",
     "sys/class/net/docker0/operstate": "down",
-    "commands/df_shm.txt": "Filesystem 1024-blocks Used Available Capacity Mounted on\ntmpfs 1056706176 0 1056706176 0% /dev/shm",
-    "commands/df_runs.txt": "Filesystem 1024-blocks Used Available Capacity Mounted on\n/dev/nvme0n1p2 7501123456 1500224691 6000898765 20% /",
+    "commands/df_shm.txt": f"{DF}\ntmpfs 1056706176 0 1056706176 0% /dev/shm",
+    "commands/df_runs.txt": f"{DF}\n/dev/nvme0n1p2 7501123456 1500224691 6000898765 20% /",
     "commands/write.txt": "268435456 bytes in 0.1342 s",
     "commands/chrony.txt": CHRONY,
     "commands/kernel_log.txt": KERNEL_LOG,
@@ -125,7 +126,8 @@ def _pci() -> dict[str, str]:
                 "vendor": vendor, "class": kind, "numa_node": str(i // 4),
                 "max_link_width": "16", "current_link_width": "16",
                 "max_link_speed": "32.0 GT/s PCIe", "current_link_speed": "32.0 GT/s PCIe",
-                "aer_dev_nonfatal": "Undefined 0\nTOTAL_ERR_NONFATAL 0", "aer_dev_fatal": "Undefined 0\nTOTAL_ERR_FATAL 0",
+                "aer_dev_nonfatal": "Undefined 0\nTOTAL_ERR_NONFATAL 0",
+                "aer_dev_fatal": "Undefined 0\nTOTAL_ERR_FATAL 0",
             }  # fmt: skip
             files |= {f"sys/bus/pci/devices/{address}/{name}": value for name, value in values.items()}
     for address in GPUS:  # at rest they run slower

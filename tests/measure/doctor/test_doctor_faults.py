@@ -17,7 +17,8 @@ from phalanx.measure.doctor.machine import Machine
 from tests.measure.doctor import h100_record
 
 HERE = Path(__file__).parent
-EXPECTED = Expected(gpus=8, ranks=8, nodes=2, nccl_log="/nccl.log", network_bytes_per_second=50e9, rank_bytes=60 * 2**30,
+EXPECTED = Expected(gpus=8, ranks=8, nodes=2, nccl_log="/nccl.log", network_bytes_per_second=50e9,
+    rank_bytes=60 * 2**30,
                     checkpoints_bytes=10**12)  # fmt: skip
 Plant = Callable[[Path], None]
 
@@ -142,7 +143,8 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     "rows to be remapped": (row("remapped", 2, "No, No", "Yes, No"), "ecc.remap_pending", "FAIL", "00000000:52:00.0"),
     "no spare rows": (row("remapped", 2, "No, No", "No, Yes"), "ecc.remap_failed", "FAIL", "00000000:52:00.0"),
     "an NVLink is down": (
-        edit("commands/smi_nvlink.txt", "\t Link 5: 26.562 GB/s", "\t Link 5: <inactive>"), "nvlink.active", "FAIL", "GPU0"
+        edit("commands/smi_nvlink.txt", "\t Link 5: 26.562 GB/s", "\t Link 5: <inactive>"), "nvlink.active", "FAIL",
+        "GPU0"
     ),
     "an NVLink is missing": (
         edit("commands/smi_nvlink.txt", "\t Link 17: 26.562 GB/s\nGPU 1", "GPU 1"), "nvlink.count", "FAIL", "GPU0"
@@ -170,7 +172,8 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     "fatal PCIe errors": (pci(GPU2, "aer_dev_fatal", "TOTAL_ERR_FATAL 2"), "pcie.errors", "WARN", GPU2),
     "a BIOS without NUMA nodes": (pci(GPU2, "numa_node", "-1"), "pcie.numa", "WARN", GPU2),
     "PyTorch does not start": (
-        put("commands/torch.txt", "ModuleNotFoundError: No module named 'torch'\n[exit 1]"), "software.torch", "FAIL", "torch"
+        put("commands/torch.txt", "ModuleNotFoundError: No module named 'torch'\n[exit 1]"), "software.torch",
+        "FAIL", "torch"
     ),
     "PyTorch hangs": (put("commands/torch.txt", "[no answer]"), "software.torch", "FAIL", "torch"),
     "PyTorch sees no GPU": (edit("commands/torch.txt", '"gpus": 8', '"gpus": 0'), "software.cuda", "FAIL", "torch"),
@@ -179,7 +182,8 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
         both(put("proc/modules", "nvidia 1 0"), edit("proc/driver/nvidia/version", "Open Kernel", "Kernel")),
         "software.peer_memory", "WARN", "nvidia_peermem",
     ),
-    "a port is down": (both(port(4, "state", "1: DOWN"), port(4, "phys_state", "3: Disabled")), "rdma.state", "FAIL", "mlx5_4"),
+    "a port is down": (both(port(4, "state", "1: DOWN"), port(4, "phys_state", "3: Disabled")), "rdma.state", "FAIL",
+        "mlx5_4"),
     "a port trains": (port(4, "state", "2: INIT"), "rdma.state", "FAIL", "mlx5_4"),
     "a slow port": (port(6, "rate", "200 Gb/sec (4X HDR)"), "rdma.rate", "FAIL", "mlx5_6"),
     "a link that flaps": (port(1, "counters/link_downed", "80"), "rdma.flaps", "WARN", "mlx5_1"),
@@ -191,10 +195,12 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     ),
     "a GID of RoCE v1": (port(2, "gid_attrs/types/3", "IB/RoCE v1"), "roce.gid_index", "FAIL", "mlx5_2"),
     "another MTU": (put("sys/class/net/ens3np0/mtu", "4200"), "mtu.same", "FAIL", "ens3np0"),
-    "PCP is trusted": (edit("commands/mlnx_qos_ens1np0.txt", "state: dscp", "state: pcp"), "roce.trust", "FAIL", "ens1np0"),
+    "PCP is trusted": (edit("commands/mlnx_qos_ens1np0.txt", "state: dscp", "state: pcp"), "roce.trust", "FAIL",
+        "ens1np0"),
     "no PFC": (edit("commands/mlnx_qos_ens2np0.txt", "enabled     0   0   0   1", "enabled     0   0   0   0"),
                "roce.pfc", "FAIL", "ens2np0"),
-    "PFC on two priorities": (edit("commands/mlnx_qos_ens2np0.txt", "enabled     0   0   0   1", "enabled     1   0   0   1"),
+    "PFC on two priorities": (edit("commands/mlnx_qos_ens2np0.txt", "enabled     0   0   0   1",
+        "enabled     1   0   0   1"),
                               "roce.pfc", "FAIL", "ens2np0"),
     "PFC on another priority": (
         both(edit("commands/mlnx_qos_ens2np0.txt", "enabled     0   0   0   1   0", "enabled     0   0   0   0   1"),
@@ -202,73 +208,97 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
         "roce.traffic_class", "FAIL", "ens2np0",
     ),
     "a DSCP of another priority": (
-        edit("commands/mlnx_qos_ens2np0.txt", "prio:3 dscp:31,30,29,28,27,26,25,24,", "prio:2 dscp:31,30,29,28,27,26,25,24,"),
+        edit("commands/mlnx_qos_ens2np0.txt", "prio:3 dscp:31,30,29,28,27,26,25,24,",
+        "prio:2 dscp:31,30,29,28,27,26,25,24,"),
         "roce.traffic_class", "FAIL", "ens2np0",
     ),
-    "no ECN where packets come": (put("sys/class/net/ens0np0/ecn/roce_np/enable/3", "0"), "roce.ecn", "FAIL", "ens0np0"),
-    "no ECN where they are sent": (put("sys/class/net/ens0np0/ecn/roce_rp/enable/3", "0"), "roce.ecn", "FAIL", "ens0np0"),
+    "no ECN where packets come": (put("sys/class/net/ens0np0/ecn/roce_np/enable/3", "0"), "roce.ecn", "FAIL",
+        "ens0np0"),
+    "no ECN where they are sent": (put("sys/class/net/ens0np0/ecn/roce_rp/enable/3", "0"), "roce.ecn", "FAIL",
+        "ens0np0"),
     "CNPs among the data": (put("sys/class/net/ens0np0/ecn/roce_np/cnp_802p_prio", "3"), "roce.cnp", "WARN", "ens0np0"),
     "mlnx_qos says nothing": (put("commands/mlnx_qos_ens5np0.txt", "Interface ens5np0 is not supported"),
                               "roce.readable", "WARN", "ens5np0"),
-    "mlnx_qos hangs": (put("commands/mlnx_qos_ens0np0.txt", "[no answer]"), "doctor.stuck", "FAIL", "mlnx_qos -i ens0np0"),
-    "an interface that is not there": (variable("NCCL_SOCKET_IFNAME", "bond0"), "nccl.interface", "FAIL", "NCCL_SOCKET_IFNAME"),
-    "only docker's interface": (variable("NCCL_SOCKET_IFNAME", "docker0"), "nccl.interface_local", "FAIL", "NCCL_SOCKET_IFNAME"),
-    "gloo on the loopback": (variable("GLOO_SOCKET_IFNAME", "lo"), "nccl.interface_local", "FAIL", "GLOO_SOCKET_IFNAME"),
-    "the interface is down": (put("sys/class/net/eno1/operstate", "down"), "nccl.interface_up", "FAIL", "NCCL_SOCKET_IFNAME"),
+    "mlnx_qos hangs": (put("commands/mlnx_qos_ens0np0.txt", "[no answer]"), "doctor.stuck", "FAIL",
+        "mlnx_qos -i ens0np0"),
+    "an interface that is not there": (variable("NCCL_SOCKET_IFNAME", "bond0"), "nccl.interface", "FAIL",
+        "NCCL_SOCKET_IFNAME"),
+    "only docker's interface": (variable("NCCL_SOCKET_IFNAME", "docker0"), "nccl.interface_local", "FAIL",
+        "NCCL_SOCKET_IFNAME"),
+    "gloo on the loopback": (variable("GLOO_SOCKET_IFNAME", "lo"), "nccl.interface_local", "FAIL",
+        "GLOO_SOCKET_IFNAME"),
+    "the interface is down": (put("sys/class/net/eno1/operstate", "down"), "nccl.interface_up", "FAIL",
+        "NCCL_SOCKET_IFNAME"),
     "the route is another": (edit("commands/route.txt", "dev eno1", "dev ens0np0"), "nccl.route", "WARN", "ens0np0"),
-    "a card that is not there": (variable("NCCL_IB_HCA", "=" + ",".join(f"mlx5_{card}" for card in (*range(8), 9))), "nccl.hca", "FAIL", "mlx5_9"),
+    "a card that is not there": (variable("NCCL_IB_HCA", "=" + ",".join(f"mlx5_{card}" for card in (*range(8), 9))),
+        "nccl.hca", "FAIL", "mlx5_9"),
     "RDMA switched off": (variable("NCCL_IB_DISABLE", "1"), "nccl.left_over", "WARN", "NCCL_IB_DISABLE"),
     "P2P switched off": (variable("NCCL_P2P_DISABLE", "1"), "nccl.left_over", "WARN", "NCCL_P2P_DISABLE"),
     "NCCL fell back to sockets": (
         edit("nccl.log", "node2:3811:3902 [0] NCCL INFO Using network IB",
-             "node2:3811:3902 [0] NCCL INFO NET/IB : No device found.\nnode2:3811:3902 [0] NCCL INFO Using network Socket"),
+             "node2:3811:3902 [0] NCCL INFO NET/IB : No device found.\n"
+             "node2:3811:3902 [0] NCCL INFO Using network Socket"),
         "nccl.fallback", "FAIL", "node2",
     ),
     "no GPUDirect": (edit("nccl.log", "[send] via NET/IB/0/GDRDMA", "[send] via NET/IB/0"), "nccl.gdr", "WARN", ""),
-    "NCCL warns": (add("nccl.log", "node2:3811:3902 [0] transport/net_ib.cc:1295 NCCL WARN NET/IB : Got completion with error 12"),
+    "NCCL warns": (add("nccl.log",
+        "node2:3811:3902 [0] transport/net_ib.cc:1295 NCCL WARN NET/IB : Got completion with error 12"),
                    "nccl.warnings", "WARN", "node2"),
-    "another NCCL": (edit("nccl.log", "node2:3811:3902 [0] NCCL INFO NCCL version 2.26.2", "node2:3811:3902 [0] NCCL INFO NCCL version 2.21.5"),
+    "another NCCL": (edit("nccl.log", "node2:3811:3902 [0] NCCL INFO NCCL version 2.26.2",
+        "node2:3811:3902 [0] NCCL INFO NCCL version 2.21.5"),
                      "nccl.version", "FAIL", "node2"),
     "a limit on locked memory": (edit("proc/self/limits", "memory         unlimited", "memory         65536"),
                                  "host.memlock", "FAIL", "memlock"),
-    "docker's shared memory": (edit("commands/df_shm.txt", "1056706176 0 1056706176", "65536 0 65536"), "host.shm", "FAIL", "/dev/shm"),
-    "shared memory that was left": (edit("commands/df_shm.txt", "0 1056706176", "1056000000 706176"), "host.shm_free", "WARN", "/dev/shm"),
+    "docker's shared memory": (edit("commands/df_shm.txt", "1056706176 0 1056706176", "65536 0 65536"), "host.shm",
+        "FAIL", "/dev/shm"),
+    "shared memory that was left": (edit("commands/df_shm.txt", "0 1056706176", "1056000000 706176"),
+        "host.shm_free", "WARN", "/dev/shm"),
     "a disk that fills": (edit("commands/df_runs.txt", "20%", "88%"), "disk.full", "WARN", "."),
     "a full disk": (edit("commands/df_runs.txt", "20%", "97%"), "disk.very_full", "FAIL", "."),
     "no room for checkpoints": (edit("commands/df_runs.txt", "6000898765", "600089876"), "disk.room", "FAIL", "."),
     "a slow disk": (put("commands/write.txt", "268435456 bytes in 9.9000 s"), "disk.write", "WARN", "."),
-    "a disk that hangs": (put("commands/write.txt", "[no answer]"), "doctor.stuck", "FAIL", "phalanx.measure.doctor.write"),
+    "a disk that hangs": (put("commands/write.txt", "[no answer]"), "doctor.stuck", "FAIL",
+        "phalanx.measure.doctor.write"),
     "a read-only disk": (put("commands/write.txt", "OSError: [Errno 30] Read-only file system: '/data'\n[exit 1]"),
                          "disk.writable", "FAIL", "."),
-    "little memory": (edit("proc/meminfo", "MemAvailable:   2040109465", "MemAvailable:   104010946"), "memory.available", "WARN", ""),
-    "a clock on its own": (edit("commands/chrony.txt", ": Normal", ": Not synchronised"), "clock.synchronised", "WARN", ""),
+    "little memory": (edit("proc/meminfo", "MemAvailable:   2040109465", "MemAvailable:   104010946"),
+        "memory.available", "WARN", ""),
+    "a clock on its own": (edit("commands/chrony.txt", ": Normal", ": Not synchronised"), "clock.synchronised",
+        "WARN", ""),
     "a clock that is off": (edit("commands/chrony.txt", "0.000012931", "45.2"), "clock.offset", "FAIL", ""),
-    "cores that save power": (put("sys/devices/system/cpu/cpu1/cpufreq/scaling_governor", "powersave"), "cpu.governor", "WARN", "cpu1"),
-    "cores switched off": (lambda root: (root / "sys/devices/system/cpu/offline").write_text("3-5\n"), "cpu.offline", "WARN", "3-5"),
+    "cores that save power": (put("sys/devices/system/cpu/cpu1/cpufreq/scaling_governor", "powersave"),
+        "cpu.governor", "WARN", "cpu1"),
+    "cores switched off": (lambda root: (root / "sys/devices/system/cpu/offline").write_text("3-5\n"), "cpu.offline",
+        "WARN", "3-5"),
     "NUMA balancing": (put("proc/sys/kernel/numa_balancing", "1"), "cpu.numa_balancing", "WARN", ""),
     "an Xid of hardware": (xid(48), "kernel.xid", "FAIL", GPU2),
     "an Xid of a program": (xid(31), "kernel.xid_software", "WARN", GPU2),
     "a GPU fell off the bus": (
         both(add(KERNEL, "NVRM: GPU at PCI:0000:52:00: GPU-5cf1f6c5"),
-             add(KERNEL, "NVRM: Xid (PCI:0000:52:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.")),
+             add(KERNEL,
+             "NVRM: Xid (PCI:0000:52:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.")),
         "kernel.gpu_lost", "FAIL", GPU2,
     ),
-    "an NVSwitch failed": (add(KERNEL, "nvidia-nvswitch0: SXid (PCI:0000:07:00.0): 24007, Fatal, Link 46 sourcing error"),
+    "an NVSwitch failed": (add(KERNEL,
+        "nvidia-nvswitch0: SXid (PCI:0000:07:00.0): 24007, Fatal, Link 46 sourcing error"),
                            "kernel.sxid", "FAIL", "nvidia-nvswitch0"),
     "a limited card": (
-        add(KERNEL, f"pci {CARD3}: 126.016 Gb/s available PCIe bandwidth, limited by 16.0 GT/s PCIe x8 link at 0000:5d:00.0"),
+        add(KERNEL,
+        f"pci {CARD3}: 126.016 Gb/s available PCIe bandwidth, limited by 16.0 GT/s PCIe x8 link at 0000:5d:00.0"),
         "kernel.pcie_limited", "WARN", CARD3,
     ),
     "uncorrected PCIe errors": (
         add(KERNEL, f"nvidia {GPU2}: PCIe Bus Error: severity=Uncorrected (Non-Fatal), type=Transaction Layer"),
         "kernel.aer", "FAIL", GPU2,
     ),
-    "a machine check": (add(KERNEL, "mce: [Hardware Error]: Machine check events logged"), "kernel.machine_check", "WARN", ""),
+    "a machine check": (add(KERNEL, "mce: [Hardware Error]: Machine check events logged"), "kernel.machine_check",
+        "WARN", ""),
     "memory errors of the host": (add(KERNEL, "EDAC MC3: 1 CE memory read error on CPU_SrcID#0_MC#3_Chan#0_DIMM#0"),
                                   "kernel.machine_check", "WARN", "MC3"),
     "a program killed for memory": (add(KERNEL, "Out of memory: Killed process 4711 (python) total-vm:9000kB"),
                                     "kernel.out_of_memory", "WARN", "python"),
-    "a disk with errors": (add(KERNEL, "I/O error, dev nvme1n1, sector 2048 op 0x0:(READ)"), "kernel.disk", "FAIL", "nvme1n1"),
+    "a disk with errors": (add(KERNEL, "I/O error, dev nvme1n1, sector 2048 op 0x0:(READ)"), "kernel.disk", "FAIL",
+        "nvme1n1"),
     "a file system made read-only": (add(KERNEL, "EXT4-fs (nvme0n1p2): Remounting filesystem read-only"),
                                      "kernel.disk", "FAIL", "nvme0n1p2"),
 }  # fmt: skip
@@ -343,6 +373,17 @@ def test_a_fault_of_all_cards_is_found_on_each(name: str, h100: Path) -> None:
     found = wrong(h100)
     assert {(each.id, each.severity) for each in found} == {(rule, severity)}
     assert len({each.device for each in found}) == 8
+
+
+def test_infiniband_needs_nothing_of_roce(h100: Path) -> None:
+    for path in h100.glob("sys/class/infiniband/*/ports/1/link_layer"):
+        path.write_text("InfiniBand\n")
+    assert wrong(h100) == []
+    found = {each.id: each.severity for each in examine(Machine(h100), EXPECTED)}
+    assert (found["roce"], found["gid"], found["mtu"], found["rdma.rate"]) == ("SKIP", "SKIP", "SKIP", "OK")
+    (h100 / "sys/class/infiniband/mlx5_3/ports/1/phys_state").write_text("2: Polling\n")
+    (found_one,) = wrong(h100)
+    assert (found_one.id, found_one.device) == ("rdma.state", "mlx5_3")
 
 
 def test_every_rule_is_broken_by_some_fault() -> None:

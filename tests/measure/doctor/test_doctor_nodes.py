@@ -127,7 +127,8 @@ def test_a_clock_beside_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 PORT = "sys/class/infiniband/mlx5_2/ports/1"
 GROWN: dict[str, tuple[str, Callable[[str], str], str, str, str]] = {
     "symbols": (f"{PORT}/counters/symbol_error", lambda _: "12", "counters.link", "FAIL", "mlx5_2 symbol_error"),
-    "a link that went down": (f"{PORT}/counters/link_downed", lambda _: "1", "counters.link", "FAIL", "mlx5_2 link_downed"),
+    "a link that went down": (f"{PORT}/counters/link_downed", lambda _: "1", "counters.link", "FAIL",
+        "mlx5_2 link_downed"),
     "packets out of order": (
         f"{PORT}/hw_counters/out_of_sequence", lambda _: "90", "counters.resent", "WARN", "mlx5_2 out_of_sequence",
     ),
@@ -151,10 +152,12 @@ GROWN: dict[str, tuple[str, Callable[[str], str], str, str, str]] = {
         "counters.pcie", "FAIL", "0000:52:00.0",
     ),
     "NVLink": (
-        "commands/smi_nvlink_errors.txt", lambda text: text.replace("Link 4: Replay Errors: 0", "Link 4: Replay Errors: 2", 1),
+        "commands/smi_nvlink_errors.txt", lambda text: text.replace("Link 4: Replay Errors: 0",
+        "Link 4: Replay Errors: 2", 1),
         "counters.nvlink", "FAIL", "GPU0 link 4",
     ),
-    "ECC": ("commands/smi_uncorrected.txt", lambda text: text.replace("\n5, 0", "\n5, 1"), "counters.ecc", "FAIL", "GPU5"),
+    "ECC": ("commands/smi_uncorrected.txt", lambda text: text.replace("\n5, 0", "\n5, 1"), "counters.ecc", "FAIL",
+        "GPU5"),
     "TCP": ("proc/net/snmp", lambda text: text.replace("100000 3", "101000 53"), "counters.tcp", "WARN", "tcp"),
 }  # fmt: skip
 

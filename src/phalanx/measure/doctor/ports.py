@@ -23,7 +23,8 @@ STATE = Rule(
 )  # fmt: skip
 RATE = Rule(
     "rdma.rate", "rate of each port", "FAIL", "as fast as the others, and as the run counts on", "Gb/s",
-    "AZNHC (rate 400), OCI", "check cable and transceiver of {device}, and the speed of its switch port",
+    "AZNHC (rate 400), OCI",
+    "check cable, transceiver and switch port of {device}; a card for storage is left out by NCCL_IB_HCA",
     "cat /sys/class/infiniband/*/ports/*/rate; mlxlink -d {device}",
 )  # fmt: skip
 FLAPPING = Rule(
