@@ -82,6 +82,7 @@ PLAIN = {
     "proc/sys/kernel/hostname": "node1",
     "proc/sys/kernel/osrelease": "6.8.0-60-generic",
     "proc/sys/kernel/numa_balancing": "0",
+    "sys/devices/system/cpu/offline": "",
     "proc/self/limits": LIMITS,
     "proc/meminfo": "MemTotal:       2113412352 kB\nMemFree:        1992294400 kB\nMemAvailable:   2040109465 kB",
     "proc/uptime": "864000.00 190000000.00",

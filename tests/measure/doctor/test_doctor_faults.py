@@ -227,6 +227,10 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
         "NCCL_SOCKET_IFNAME"),
     "gloo on the loopback": (variable("GLOO_SOCKET_IFNAME", "lo"), "nccl.interface_local", "FAIL",
         "GLOO_SOCKET_IFNAME"),
+    "docker's interface too": (
+        both(variable("NCCL_SOCKET_IFNAME", "^lo"), put("sys/class/net/docker0/operstate", "up")),
+        "nccl.interface_local", "FAIL", "NCCL_SOCKET_IFNAME",
+    ),
     "the interface is down": (put("sys/class/net/eno1/operstate", "down"), "nccl.interface_up", "FAIL",
         "NCCL_SOCKET_IFNAME"),
     "the route is another": (edit("commands/route.txt", "dev eno1", "dev ens0np0"), "nccl.route", "WARN", "ens0np0"),

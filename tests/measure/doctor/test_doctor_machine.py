@@ -62,12 +62,15 @@ def test_a_hung_nvidia_smi_is_a_finding(tmp_path: Path, monkeypatch: pytest.Monk
     assert {each.id for each in found if each.severity == "OK"} >= {"host.shm", "disk.write", "kernel.xid"}
 
 
-def test_a_check_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a program that it asks, but it itself, as one that reads a file of a driver that hangs."""
-    monkeypatch.setattr(examine, "CHECK_SECONDS", 0)
-    found = examine.examine(Machine(), Expected())
-    assert {each.id for each in found} == {"doctor.stuck"}
-    assert [each.device for each in found] == [examine.name_of(check) for check in examine.CHECKS]
+def test_a_check_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a program that it asks, but it itself, by a file that never ends; others are not held up."""
+    os.mkfifo(tmp_path / "log")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "log"))
+    monkeypatch.setattr(examine, "CHECK_SECONDS", 15)
+    found = examine.examine(Machine(), Expected(quick=True))
+    (stuck,) = [each for each in found if each.severity == "FAIL"]
+    assert (stuck.id, stuck.device, stuck.measured) == ("doctor.stuck", "nccl_log", "no answer in 15 s")
+    assert {each.id for each in found if each.severity == "OK"} >= {"host.shm", "disk.write", "kernel.xid"}
 
 
 def test_a_recorded_answer_that_failed(tmp_path: Path) -> None:

@@ -21,31 +21,33 @@ BALANCING = Rule(
     "AMD, ROCm system optimization (pages that move stall GPUs); NVIDIA says the same of GH200", "switch it off",
     "sysctl -w kernel.numa_balancing=0",
 )  # fmt: skip
+UNKNOWN = OFFLINE.skipped("the kernel does not show it")
 RULES = (GOVERNOR, OFFLINE, BALANCING)
 
 
 def check(machine: Machine, _: Expected) -> list[Finding]:
     """What the kernel shows: of most virtual machines little."""
-    paths = machine.listing(f"{CPUS}/cpu[0-9]*/cpufreq/scaling_governor")
-    governors = {path.split("/")[5]: machine.read(path) or "" for path in paths}
-    other = {
-        word: cores for word in set(governors.values()) if word != "performance" and (cores := _cores(governors, word))
-    }
     offline, balancing = machine.read(f"{CPUS}/offline"), machine.read("/proc/sys/kernel/numa_balancing")
     several = len(machine.listing("/sys/devices/system/node/node[0-9]*")) > 1
-    judged = several and bool(pci.devices(machine, pci.GPU, pci.NVIDIA)) and balancing is not None
+    with_gpus = several and bool(pci.devices(machine, pci.GPU, pci.NVIDIA))
     return [
+        *_governors(machine),
+        *([OFFLINE.broken(offline, offline)] if offline else [OFFLINE.well("none") if offline == "" else UNKNOWN]),
         *(
-            [GOVERNOR.broken(cores, word) for word, cores in other.items()]
-            or ([GOVERNOR.well("performance")] if governors else [GOVERNOR.skipped("the kernel does not show it")])
-        ),
-        *(judge(OFFLINE, {offline or "": offline or "none"}, lambda cores: cores != "none")),
-        *(
-            judge(BALANCING, {"": balancing or ""}, lambda flag: flag != "0")
-            if judged
+            judge(BALANCING, {"": balancing}, lambda flag: flag != "0")
+            if with_gpus and balancing is not None
             else [BALANCING.skipped("no GPUs on several NUMA nodes")]
         ),
     ]
+
+
+def _governors(machine: Machine) -> list[Finding]:
+    paths = machine.listing(f"{CPUS}/cpu[0-9]*/cpufreq/scaling_governor")
+    governors = {path.split("/")[5]: machine.read(path) or "" for path in paths}
+    if not governors:
+        return [GOVERNOR.skipped("the kernel does not show it")]
+    others = sorted({word for word in governors.values() if word != "performance"})
+    return [GOVERNOR.broken(_cores(governors, word), word) for word in others] or [GOVERNOR.well("performance")]
 
 
 def _cores(governors: dict[str, str], word: str) -> str:

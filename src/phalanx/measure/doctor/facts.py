@@ -53,7 +53,7 @@ def _of_gpus(machine: Machine) -> dict[str, str | None]:
 def _of_torch(machine: Machine) -> dict[str, str | None]:
     try:
         known = software.torch_facts(machine)
-    except (Skip, Stuck):
+    except (Skip, Stuck, software.NotImportedError):
         return {}
     return {"PyTorch": known["torch"], "CUDA of PyTorch": known["cuda"], "NCCL": known["nccl"]}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.measure.doctor import ports
 from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.finding import Finding, Rule, judge
+from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge
 from phalanx.measure.doctor.machine import Machine
 
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -17,7 +17,7 @@ EXISTS = Rule(
     "name an interface of this node in {device}, or unset it", "ip -br link; env | grep SOCKET_IFNAME",
 )  # fmt: skip
 REACHED = Rule(
-    "nccl.interface_local", "the first of them", "FAIL", "not lo, docker, veth or virbr", "",
+    "nccl.interface_local", "those of them that no other node reaches", "FAIL", "none (lo, docker, veth, virbr)", "",
     "NCCL (its own default leaves lo and docker to the last)",
     "name the interface in {device} by which other nodes are reached", "ip -br addr",
 )  # fmt: skip
@@ -42,32 +42,44 @@ FORCED = Rule(
 RULES = (EXISTS, REACHED, UP, ROUTE, CARDS, FORCED)
 
 
-def check(machine: Machine, expected: Expected) -> list[Finding]:
+def check(machine: Machine, _: Expected) -> list[Finding]:
     """What is set; of a node alone the network matters little, and is judged all the same."""
+    if not any(name.startswith(("NCCL_", "GLOO_")) for name in machine.environment):
+        raise Skip("no variable of NCCL or gloo is set")
     there = [path.rpartition("/")[2] for path in machine.listing("/sys/class/net/*")]
     named = {name: machine.environment[name] for name in INTERFACES if machine.environment.get(name)}
     taken = {name: [each for each in there if takes(value, each)] for name, value in named.items()}
-    missing = [
-        EXISTS.broken(name, named[name], f"one of {', '.join(there)}") for name, mine in taken.items() if not mine
-    ]
-    first = {name: mine[0] for name, mine in taken.items() if mine}
-    reached = {name: each for name, each in first.items() if not each.startswith(LOCAL)}
-    states = {name: _states(machine, taken[name]) for name in reached}
     forced = {name: machine.environment[name] for name in LEFT_OVER if _forced(machine, name)}
-    if not named:
-        network = [rule.skipped("no variable names an interface") for rule in (EXISTS, REACHED, UP)]
-    else:
-        network = [
-            *(missing or [EXISTS.well(", ".join(first.values()))]),
-            *(judge(REACHED, first, lambda each: each.startswith(LOCAL)) if expected.nodes > 1 or first else ()),
-            *judge(UP, states, lambda said: "up" not in said.split()),
-        ]
     return [
-        *network,
-        _route(machine, taken.get(INTERFACES[0], []) if reached else []),
+        *_interfaces(machine, named, taken, there),
+        _route(machine, [name for name in taken.get(INTERFACES[0], []) if not name.startswith(LOCAL)]),
         *_cards(machine),
         *([FORCED.broken(name, value) for name, value in forced.items()] or [FORCED.well("none")]),
     ]
+
+
+def _interfaces(
+    machine: Machine, named: dict[str, str], taken: dict[str, list[str]], there: list[str]
+) -> list[Finding]:
+    """Of the interfaces that each variable takes: some are there, others are reached by them, and one is up."""
+    if not named:
+        return [rule.skipped("no variable names an interface") for rule in (EXISTS, REACHED, UP)]
+    states = {name: _state(machine, name) for name in there}
+    missing = [EXISTS.broken(name, named[name], f"one of {', '.join(there)}") for name in named if not taken[name]]
+    local = {name: _local(mine, states) for name, mine in taken.items() if mine}
+    far = {name: " ".join(states[each] for each in taken[name]) for name, mine in local.items() if not mine}
+    return [
+        *(missing or [EXISTS.well(", ".join(mine[0] for mine in taken.values()))]),
+        *judge(REACHED, local, bool),
+        *judge(UP, far, lambda said: "up" not in said.split()),
+    ]
+
+
+def _local(mine: list[str], states: dict[str, str]) -> str:
+    """The interfaces among these that no other node reaches, if they would be used: they are up, or all are such."""
+    local = [name for name in mine if name.startswith(LOCAL)]
+    used = local if len(local) == len(mine) else [name for name in local if states[name] == "up"]
+    return ", ".join(used)
 
 
 def takes(value: str, interface: str) -> bool:
@@ -79,10 +91,10 @@ def takes(value: str, interface: str) -> bool:
     return taken != value.startswith("^")
 
 
-def _states(machine: Machine, interfaces: list[str]) -> str:
+def _state(machine: Machine, interface: str) -> str:
     """Of a virtual interface the kernel does not know; that is taken for up."""
-    found = [machine.read(f"/sys/class/net/{name}/operstate") or "unknown" for name in interfaces]
-    return " ".join("up" if state == "unknown" else state for state in found)
+    state = machine.read(f"/sys/class/net/{interface}/operstate") or "unknown"
+    return "up" if state == "unknown" else state
 
 
 def _forced(machine: Machine, name: str) -> bool:

@@ -42,14 +42,18 @@ PROGRAM = (
 )
 
 
+class NotImportedError(Exception):
+    """PyTorch cannot be imported: the message is its last word."""
+
+
 def check(machine: Machine, _: Expected) -> list[Finding]:
     """PyTorch, and on nodes with GPUs the driver."""
     try:
         known = torch_facts(machine)
-    except Stuck as error:
+    except Stuck:
+        return [IMPORTS.broken("torch", f"no answer in {TORCH_SECONDS} s")]
+    except NotImportedError as error:
         return [IMPORTS.broken("torch", str(error))]
-    except Skip as skipped:
-        return [IMPORTS.broken("torch", str(skipped))]
     imported = IMPORTS.well(str(known["torch"]))
     if not pci.devices(machine, pci.GPU, pci.NVIDIA) and not known["gpus"]:
         return [imported, *(rule.skipped("no NVIDIA GPU") for rule in (CUDA, DRIVER, PEER))]
@@ -57,8 +61,8 @@ def check(machine: Machine, _: Expected) -> list[Finding]:
 
 
 def torch_facts(machine: Machine) -> dict[str, Any]:
-    """Versions of PyTorch, its CUDA and NCCL, and the GPUs that it sees, told by a process of its own. Raises Skip
-    where it does not tell, and Stuck."""
+    """Versions of PyTorch, its CUDA and NCCL, and the GPUs that it sees, told by a process of its own. Raises
+    NotImportedError with its last word where it does not tell, Skip where that was not recorded, and Stuck."""
     said = machine.ask("torch", sys.executable, "-c", PROGRAM, seconds=TORCH_SECONDS)
     if said is None:
         raise Skip("not recorded")
@@ -67,7 +71,7 @@ def torch_facts(machine: Machine) -> dict[str, Any]:
         known = json.loads(line)
         return {name: known[name] for name in ("torch", "cuda", "nccl", "gpus")}
     except (ValueError, KeyError, TypeError):
-        raise Skip(line or "nothing") from None
+        raise NotImportedError(line or "nothing") from None
 
 
 def _cuda(machine: Machine, known: dict[str, Any]) -> list[Finding]:
