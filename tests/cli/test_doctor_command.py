@@ -115,6 +115,29 @@ def test_the_topology_goes_to_placement(h100: Path, run: Path, tmp_path: Path) -
         shown("--sysroot", CPU, "--topology", file)
 
 
+def test_ranks_of_this_machine_check_what_a_run_sends(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[model]\npreset = "tiny"\nlayers = 2\n[training]\nsequence = 64\ntokens_per_step = 1024\nprecision = "fp32"\n'
+        '[cluster]\ndevice = "cpu"\n[layout]\ndata = "zero3"\n'
+    )
+    found = {each["id"]: each for each in known(path, "--collectives", "--nproc", 2)["findings"]}
+    assert found["between.wrong"]["severity"] == "OK"
+    assert found["between.slow_node"]["measured"] == "one node"
+    assert found["counters.tcp"]["host"]
+    for words, problem in (
+        (["--nproc", "1"], "leaves nobody"),
+        (["--nproc", "2", "--set", "cluster.nodes=2"], "torchrun"),
+        (["--nproc", "2", "--set", "layout.tp=7"], "layout.tp"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            CliRunner().invoke(app, ["doctor", str(path), "--collectives", *words], catch_exceptions=False)
+
+
+def test_ranks_alone_ask_for_no_gpu() -> None:
+    assert known("--sysroot", CPU, "--nproc", 2)["exit_code"] == 0
+
+
 def test_mistakes_are_said(run: Path, tmp_path: Path) -> None:
     for words, problem in (
         (["--collectives"], "needs a run file"),

@@ -94,17 +94,13 @@ def _check_options(run: Path | None, of_machines: dict[str, object], alone: dict
 
 def _expected(run: Path | None, nproc: int | None, overrides: list[str]) -> Expected:
     if run is None:
-        return Expected(gpus=nproc, ranks=nproc)
+        return Expected(ranks=nproc)
     from phalanx.measure.doctor.asked import expected_of
     from phalanx.spec.load import load_run
 
     expected = expected_of(load_run(run, overrides), nproc)
-    there = next(
-        path
-        for path in (Path(expected.directory).absolute(), *Path(expected.directory).absolute().parents)
-        if path.is_dir()
-    )
-    return replace(expected, directory=str(there))
+    written = Path(expected.directory).absolute()
+    return replace(expected, directory=str(next(path for path in (written, *written.parents) if path.is_dir())))
 
 
 def _examined(
@@ -146,14 +142,27 @@ def _gathered(directory: Path, wanted: int) -> list[Finding]:
 
 
 def _collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> list[Finding]:
+    from phalanx.cli.choosing import chosen_for
+    from phalanx.cost.stages import check_layout
     from phalanx.spec.load import load_run
 
     assert run is not None
     described = load_run(run, overrides)
+    if described.cluster.nodes > 1:
+        raise UserError(
+            "cluster.nodes", described.cluster.nodes, "--collectives starts the ranks of one node",
+            "start each node with torchrun -m phalanx.train.checkup, or set cluster.nodes = 1",
+        )  # fmt: skip
+    if described.automatic:
+        described, _ = chosen_for(described, nproc or described.cluster.nproc)
     from phalanx.train.checkup import checked
     from phalanx.train.launch import choose_nproc
 
-    found = checked(described, choose_nproc(described, nproc))
+    ranks = choose_nproc(described, nproc)
+    if ranks == 1:
+        raise UserError("--nproc", 1, "leaves nobody to send to", "start 2 ranks or more")
+    check_layout(described, ranks)
+    found = checked(described, ranks)
     if isinstance(found, int):
         raise typer.Exit(found)
     return found
@@ -166,9 +175,8 @@ def _tell(found: list[Finding], out: Path | None, as_json: bool) -> None:
         write(out, found, "phalanx doctor")
         print(f"wrote {out}/findings.json, findings.md and failing_nodes.txt", file=sys.stderr)
     if as_json:
-        print(
-            json.dumps({"exit_code": exit_code(found), "findings": [asdict(each) for each in ordered(found)]}, indent=2)
-        )
+        listed = [asdict(each) for each in ordered(found)]
+        print(json.dumps({"exit_code": exit_code(found), "findings": listed}, indent=2))
     else:
         from phalanx.cli.doctor_views import show
 

@@ -73,14 +73,14 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
     rows = _identity(machine)
     if isinstance(rows, Finding):
         return [rows]
-    wanted = expected.gpus or len(there) or len(rows)
-    need = (expected.rank_bytes or 0) / MIB
+    wanted = max(expected.gpus or 0, len(there))
+    need = 0 if expected.gpus == 0 else (expected.rank_bytes or 0) / MIB
     total, used = smi.numbers(rows, "memory.total"), smi.numbers(rows, "memory.used")
     free = {gpu: total[gpu] - used[gpu] for gpu in total if gpu in used}
     models = smi.words(rows, "name")
     return [
         ANSWERS.well("it answers"),
-        *judge(COUNT, {"": len(rows)}, lambda count: count < max(wanted, len(there)), f"{max(wanted, len(there))}"),
+        *judge(COUNT, {"": len(rows)}, lambda count: count < wanted, f"{wanted}"),
         *judge(MODEL, models, lambda name: name != usual(models.values()), usual(models.values()) or ""),
         *judge(BUSY, used, lambda mib: mib >= BUSY_MIB),
         *(judge(HEADROOM, free, lambda mib: mib < need, f"at least {need:.0f}") if need else ()),

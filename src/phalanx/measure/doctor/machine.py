@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from glob import glob
 from pathlib import Path
@@ -46,7 +47,7 @@ class Machine:
     @property
     def host(self) -> str:
         """Its name."""
-        return self.read(HOSTNAME) or "unknown"
+        return self.read(HOSTNAME) or (socket.gethostname() if self.root is None else "unknown")
 
     def read(self, path: str) -> str | None:
         """The text of a file, without white space around it; None where it is not there or cannot be read."""
@@ -60,8 +61,7 @@ class Machine:
 
     def listing(self, pattern: str) -> list[str]:
         """Paths by a pattern of the shell, in order."""
-        root = self.root or Path("/")
-        found = sorted("/" + os.path.relpath(path, root) for path in glob(f"{root}/{pattern.lstrip('/')}"))
+        found = sorted(f"/{path}" for path in glob(pattern.lstrip("/"), root_dir=self.root or "/"))
         for path in found if self.record else []:
             self._keep(path, None if self._place(path).is_dir() else "")
         return found
