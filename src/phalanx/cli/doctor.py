@@ -18,7 +18,7 @@ from phalanx.spec.errors import UserError
 
 
 def doctor(
-    run: Annotated[Path | None, typer.Argument(help="A run file: what it is for.", metavar="[RUN.toml]")] = None,
+    run: Annotated[Path | None, typer.Argument(help="A run file: what it is for.", metavar="RUN.toml")] = None,
     nproc: Annotated[
         int | None, typer.Option(help="Ranks of the run on a node; by default cluster.nproc.", min=1, metavar="N")
     ] = None,
