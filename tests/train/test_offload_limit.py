@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from benchmarks.limit import base_bytes, memory_limit
-from phalanx.cost.memory import rank_memory
+from phalanx.cost.memory import checkpoint_bytes, rank_memory
 from phalanx.cost.parameters import parameters
 from phalanx.spec.load import build_run, load_run
 from phalanx.train.manifest import checkpoints, damage
-from phalanx.train.setup import checkpoint_bytes, to_toml
+from phalanx.train.setup import to_toml
 
 PHALANX = [sys.executable, "-c", "from phalanx.cli.main import main; main()"]
 MODEL = {"vocab": 257, "width": 512, "layers": 20, "heads": 8, "kv_heads": 8, "ffn": 1408, "context": 64}

@@ -15,7 +15,7 @@ from phalanx.cost.activations import ActivationBytes, InFlight, Stage, activatio
 from phalanx.cost.buffers import Sending, exchange_bytes, link_bytes, sendings, server_buffers
 from phalanx.cost.moments import Kept, moments, moments_in_flight, update_bytes
 from phalanx.cost.network import Strategy
-from phalanx.cost.parameters import ParameterCount
+from phalanx.cost.parameters import ParameterCount, parameters
 from phalanx.cost.precision import COMPUTED, KEPT, Precision
 from phalanx.cost.shapes import Shape, Shapes, elements, muon_trains, owned_elements, parameter_shapes
 from phalanx.cost.shares import Held, rank_shapes
@@ -72,6 +72,12 @@ def model_state_bytes(count: ParameterCount, optimizer: Optimizer, precision: Pr
         return state_bytes(optimizer, precision) * count.total
     rest = count.total - count.block_matrices
     return state_bytes("muon", precision) * count.block_matrices + state_bytes("adamw", precision) * rest
+
+
+def checkpoint_bytes(run: RunSpec) -> int:
+    """Bytes of one checkpoint: parameters and optimizer state."""
+    state = model_state_bytes(parameters(run.model), optimizer_of(run.optimizer), run.training.precision)
+    return state.parameters + state.optimizer
 
 
 def optimizer_of(spec: OptimizerSpec) -> Optimizer:

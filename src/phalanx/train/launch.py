@@ -88,6 +88,16 @@ def report_failures(directory: Path, failures: Mapping[int, Any]) -> int:
     return report(directory, first_failure(directory, failures))
 
 
+def report_plainly(directory: Path, failures: Mapping[int, Any]) -> int:
+    """The same of ranks whose directory will be gone: with the traceback, where it is not the user's to mend."""
+    first = first_failure(directory, failures)
+    mine = first["code"] != 2
+    where = f"rank {first['rank']}: " if mine else ""
+    print(f"phalanx: {where}{first['reason']}", file=sys.stderr)
+    print(first.get("traceback", "") if mine else "", end="", file=sys.stderr)
+    return int(first["code"])
+
+
 def report(directory: Path, first: Mapping[str, Any]) -> int:
     """Print why the rank that failed first did; returns the exit code."""
     if first["code"] == 2:

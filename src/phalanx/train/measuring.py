@@ -31,13 +31,13 @@ from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
-from phalanx.train.agent import Failures, start_ranks
+from phalanx.train.agent import start_ranks
 from phalanx.train.launch import (
     LAUNCHER,
     choose_device,
-    first_failure,
     join_ranks,
     leave,
+    report_plainly,
     set_environment,
     write_failure,
 )
@@ -222,16 +222,8 @@ def measured(run: RunSpec, nproc: int, options: Sequence[str]) -> dict[str, Any]
         file, out = directory / "run.toml", directory / "measured.json"
         file.write_text(to_toml(absolute(run)))
         words = __name__, str(file), "--out", str(out), *options
-        code = start_ranks(nproc, words, partial(_report, directory))
+        code = start_ranks(nproc, words, partial(report_plainly, directory))
         return code or json.loads(out.read_text())
-
-
-def _report(directory: Path, failures: Failures) -> int:
-    first = first_failure(directory, failures)
-    where = "" if first["code"] == 2 else f"rank {first['rank']}: "
-    print(f"phalanx: {where}{first['reason']}", file=sys.stderr)
-    print(first.get("traceback", "") if first["code"] != 2 else "", end="", file=sys.stderr)
-    return int(first["code"])
 
 
 def main() -> None:

@@ -18,8 +18,7 @@ from typing import Any
 
 import tomli_w
 
-from phalanx.cost.memory import in_files_bytes, model_state_bytes, optimizer_of
-from phalanx.cost.parameters import parameters
+from phalanx.cost.memory import checkpoint_bytes, in_files_bytes
 from phalanx.cost.stages import check_layout
 from phalanx.data.indexed import IndexedDataset
 from phalanx.data.loader import Loader
@@ -107,12 +106,6 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
             f"{count} checkpoints need {needed / 1e9:.2f} GB and {existing} has {free / 1e9:.2f} GB free",
             "free space, lower checkpoint.keep, or set out to another disk",
         )  # fmt: skip
-
-
-def checkpoint_bytes(run: RunSpec) -> int:
-    """Bytes of one checkpoint: parameters and optimizer state."""
-    state = model_state_bytes(parameters(run.model), optimizer_of(run.optimizer), run.training.precision)
-    return state.parameters + state.optimizer
 
 
 def set_up(run: RunSpec, world_size: int, resume: bool, progress: Callable[..., None] | None = None) -> Path:

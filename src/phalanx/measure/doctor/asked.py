@@ -1,0 +1,26 @@
+"""What a run asks of each of its nodes, from its run file."""
+
+from __future__ import annotations
+
+from phalanx.cost.memory import checkpoint_bytes, rank_memory
+from phalanx.measure.doctor.expected import Expected
+from phalanx.spec.run import RunSpec
+
+
+def expected_of(run: RunSpec, nproc: int | None = None) -> Expected:
+    """What is known of it: memory where its layout and its ranks are said, GPUs where its device is.
+
+    Raises UserError if its layout cannot run on so many ranks.
+    """
+    cluster, ranks = run.cluster, nproc or run.cluster.nproc
+    gpus = {"cuda": ranks or 1, "cpu": 0, "auto": None}[cluster.device]
+    held = rank_memory(run, ranks * cluster.nodes) if ranks and not run.automatic else {}
+    return Expected(
+        directory=run.out,
+        nodes=cluster.nodes,
+        gpus=gpus,
+        ranks=ranks,
+        rank_bytes=max((memory.total for memory in held.values()), default=None),
+        checkpoints_bytes=(run.checkpoint.keep + 1) * checkpoint_bytes(run),
+        network_bytes_per_second=cluster.network_bytes_per_second,
+    )

@@ -1,0 +1,104 @@
+"""Between nodes: what a run's collectives reach, and each pair of nodes. What is measured elsewhere is judged here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_high
+
+from phalanx.measure.doctor.finding import Finding, Rule
+
+GB = 1e9
+LARGE_BYTES = 64 * 2**20
+"""From which size on a collective is judged by bandwidth (Primus: 64 MB and 1 GB): smaller ones by latency."""
+SHARE = 0.8
+"""Of what links carry that collectives reach: stas00/ml-engineering's "about 80 % of spec is good"; of 8 A100 and H100
+235 of 300 and 367 of 450 GB/s are published."""
+SLOW = 0.75
+"""NVRx takes a rank for a straggler below 0.75 of the median."""
+WRONG = Rule(
+    "between.wrong", "numbers of a collective that did not arrive as they should", "FAIL", "0", "numbers",
+    "nccl-tests (#wrong)", "drain these nodes: some memory, link or GPU changes data silently",
+    "phalanx measure collectives RUN.toml; dcgmi diag -r 3",
+)  # fmt: skip
+BANDWIDTH = Rule(
+    "between.busbw", f"bus bandwidth of a collective of {LARGE_BYTES // 2**20} MiB and more", "WARN",
+    f"at least {SHARE:.0%} of what the links carry", "GB/s", "stas00/ml-engineering (80 % of spec)",
+    "see which links it goes over, whether NCCL fell back to sockets, and the pairs below",
+    "phalanx placement RUN.toml; phalanx doctor --nccl-log LOG",
+)  # fmt: skip
+PAIR = Rule(
+    "between.slow_node", "bandwidth of a node with its best partner, of the median node's", "FAIL",
+    f"at least {SLOW:.0%}", "%", "NVRx (straggler below 0.75 of the median)",
+    "leave the node out, and look at its cards, cables and counters", "srun --exclude=$(cat failing_nodes.txt) ...",
+)  # fmt: skip
+LINK = Rule(
+    "between.slow_pair", "bandwidth between two nodes, of the same", "WARN", f"at least {SLOW:.0%}", "%",
+    "NVRx (straggler below 0.75 of the median)", "look at what lies between these two: cables, leaf switches, routing",
+    "torchrun --nnodes 2 ... -m phalanx.train.checkup RUN.toml --out DIR",
+)  # fmt: skip
+RULES = (WRONG, BANDWIDTH, PAIR, LINK)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What one collective reached, at one size."""
+
+    name: str
+    """all_reduce among data."""
+    ranks: int
+    size_bytes: int
+    bus_bytes_per_second: float
+    link_bytes_per_second: float | None
+    """What a rank's links carry of it; None where that is not known."""
+    wrong: int
+
+
+def collectives(reached: Sequence[Reached]) -> list[Finding]:
+    """Each collective at its largest size."""
+    wrong = [WRONG.broken(each.name, each.wrong) for each in reached if each.wrong]
+    largest = {each.name: each for each in sorted(reached, key=lambda each: each.size_bytes)}
+    known = [each for each in largest.values() if each.size_bytes >= LARGE_BYTES and each.link_bytes_per_second]
+    slow = [_slow(each) for each in known if each.bus_bytes_per_second < SHARE * (each.link_bytes_per_second or 0)]
+    if not known:
+        slow = [BANDWIDTH.skipped("nothing so large is sent over links whose speed is known")]
+    elif not slow:
+        slow = [BANDWIDTH.well(f"{len(known)} collectives")]
+    return [*(wrong or [WRONG.well(0)]), *slow]
+
+
+def _slow(each: Reached) -> Finding:
+    wanted = SHARE * (each.link_bytes_per_second or 0) / GB
+    shown = f"{each.name}, {each.ranks} ranks, {each.size_bytes:,} B"
+    return BANDWIDTH.broken(shown, round(each.bus_bytes_per_second / GB, 2), f"at least {wanted:.3g}")
+
+
+def pairs(bytes_per_second: Mapping[tuple[str, str], float]) -> list[Finding]:
+    """Which node is slow: one that no other reaches at a usual speed. One that some do is not to blame: then a pair is.
+    Usual is the median of what nodes reach with their best partner, which is healthy where more than half of them
+    are; of all pairs of three nodes two are slow with one."""
+    if not bytes_per_second:
+        return [PAIR.skipped("one node")]
+    hosts = sorted({host for pair in bytes_per_second for host in pair})
+    best = {host: max(speed for pair, speed in bytes_per_second.items() if host in pair) for host in hosts}
+    usual = median_high(best.values())
+    of_hosts = {host: round(100 * speed / usual, 1) for host, speed in best.items()}
+    of_pairs = {pair: round(100 * speed / usual, 1) for pair, speed in bytes_per_second.items()}
+    bad = [host for host, share in of_hosts.items() if share < 100 * SLOW]
+    slow = [pair for pair, share in of_pairs.items() if share < 100 * SLOW and not set(pair) & set(bad)]
+    return [
+        *([PAIR.broken("network", of_hosts[host], host=host) for host in bad] or [PAIR.well(min(of_hosts.values()))]),
+        *([LINK.broken(" - ".join(pair), of_pairs[pair]) for pair in slow] or [LINK.well(min(of_pairs.values()))]),
+    ]
+
+
+def rounds(nodes: int) -> list[list[tuple[int, int]]]:
+    """All pairs of nodes in rounds in which each has one partner at most: a tournament, by the circle method."""
+    seats: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
+    found = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        matched = zip(seats[:half], reversed(seats[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in matched if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found

@@ -1,0 +1,54 @@
+"""Programs as child processes that end in time, or are left behind: a driver that hangs holds whoever asks it in the
+kernel, where no signal reaches, so nothing here waits for the dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+MOST_BYTES = 4 << 20
+"""Of an answer that are read."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a program said, on stdout and stderr together, and its exit code; None where it gave none in time."""
+
+    text: str
+    code: int | None = 0
+
+
+class Child:
+    """A program that runs in a session of its own, with its words in a file: pipes end only with its own children."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        """Raises OSError if there is no such program."""
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `answer`)
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=self._said, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, "LC_ALL": "C"},
+        )  # fmt: skip
+
+    def answer(self, seconds: float) -> Answer:
+        """What it said once it ended; after so many seconds it is killed, with its children."""
+        try:
+            code: int | None = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(1)
+        self._said.seek(0)
+        with self._said:
+            return Answer(self._said.read(MOST_BYTES).decode(errors="replace"), code)
+
+
+def run(words: Sequence[str], seconds: float) -> Answer:
+    """Run a program for so many seconds at most. Raises OSError if there is none of that name."""
+    return Child(words).answer(seconds)

@@ -1,0 +1,56 @@
+"""The host's CPUs."""
+
+from __future__ import annotations
+
+from phalanx.measure.doctor import pci
+from phalanx.measure.doctor.expected import Expected
+from phalanx.measure.doctor.finding import Finding, Rule, judge
+from phalanx.measure.doctor.machine import Machine
+
+CPUS = "/sys/devices/system/cpu"
+GOVERNOR = Rule(
+    "cpu.governor", "what sets the clock of the cores", "WARN", "performance", "", "GCM (governor performance)",
+    "let cores run at full clock: ranks wait for the host else", "cpupower frequency-set -g performance",
+)  # fmt: skip
+OFFLINE = Rule(
+    "cpu.offline", "cores that are switched off", "WARN", "none", "", "ours: the node is weaker than its fellows",
+    "switch them on, or say why they are off", "cat /sys/devices/system/cpu/offline; lscpu",
+)  # fmt: skip
+BALANCING = Rule(
+    "cpu.numa_balancing", "automatic NUMA balancing, on nodes with GPUs", "WARN", "0", "",
+    "AMD, ROCm system optimization (pages that move stall GPUs); NVIDIA says the same of GH200", "switch it off",
+    "sysctl -w kernel.numa_balancing=0",
+)  # fmt: skip
+UNKNOWN = OFFLINE.skipped("the kernel does not show it")
+RULES = (GOVERNOR, OFFLINE, BALANCING)
+
+
+def check(machine: Machine, _: Expected) -> list[Finding]:
+    """What the kernel shows: of most virtual machines little."""
+    offline, balancing = machine.read(f"{CPUS}/offline"), machine.read("/proc/sys/kernel/numa_balancing")
+    several = len(machine.listing("/sys/devices/system/node/node[0-9]*")) > 1
+    with_gpus = several and bool(pci.devices(machine, pci.GPU, pci.NVIDIA))
+    return [
+        *_governors(machine),
+        *([OFFLINE.broken(offline, offline)] if offline else [OFFLINE.well("none") if offline == "" else UNKNOWN]),
+        *(
+            judge(BALANCING, {"": balancing}, lambda flag: flag != "0")
+            if with_gpus and balancing is not None
+            else [BALANCING.skipped("no GPUs on several NUMA nodes")]
+        ),
+    ]
+
+
+def _governors(machine: Machine) -> list[Finding]:
+    paths = machine.listing(f"{CPUS}/cpu[0-9]*/cpufreq/scaling_governor")
+    governors = {path.split("/")[5]: machine.read(path) or "" for path in paths}
+    if not governors:
+        return [GOVERNOR.skipped("the kernel does not show it")]
+    others = sorted({word for word in governors.values() if word != "performance"})
+    return [GOVERNOR.broken(_cores(governors, word), word) for word in others] or [GOVERNOR.well("performance")]
+
+
+def _cores(governors: dict[str, str], word: str) -> str:
+    """Those with a governor, as one device: cpu0, or the first of several and how many."""
+    mine = [core for core, governor in governors.items() if governor == word]
+    return mine[0] if len(mine) == 1 else f"{mine[0]} and {len(mine) - 1} more"

@@ -1,0 +1,96 @@
+"""The disk on which runs are written: room for checkpoints, and how fast it takes them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+
+from phalanx.measure.doctor.expected import Expected
+from phalanx.measure.doctor.finding import Finding, Rule, judge
+from phalanx.measure.doctor.machine import Machine
+from phalanx.measure.doctor.smi import first_line
+
+FULL_WARN, FULL_FAIL = 80, 95
+WRITE_MB_PER_SECOND = 100
+MIB, MB, GB = 2**20, 1e6, 1e9
+WRITTEN_MIB, QUICKLY_MIB = 256, 64
+WRITE_SECONDS = 20
+FULL = Rule(
+    "disk.full", "share of the disk that is in use", "WARN", f"less than {FULL_WARN}", "%", "GCM (80 %)",
+    "make room on {device}", "df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
+)  # fmt: skip
+VERY_FULL = Rule(
+    "disk.very_full", "share of the disk that is in use", "FAIL", f"less than {FULL_FAIL}", "%",
+    "Imbue (disk >= 95 %)", "make room on {device} before the run: it will die of it",
+    "df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
+)  # fmt: skip
+ROOM = Rule(
+    "disk.room", "free space", "FAIL", "at least the checkpoints that the run keeps, and one more", "GB",
+    "the run (checkpoint.keep)", "make room on {device}, set out to a larger disk, or keep fewer (checkpoint.keep)",
+    "df -h {device}",
+)  # fmt: skip
+WRITE = Rule(
+    "disk.write", "speed of a file that is written and synced", "WARN", f"at least {WRITE_MB_PER_SECOND}", "MB/s",
+    "ours: a rank that saves 1 GB waits for 10 s",
+    "write to a faster disk (`out` in the run file); look who else writes there",
+    "dd if=/dev/zero of={device}/test bs=1M count=256 conv=fsync; iostat -x 1",
+)  # fmt: skip
+WRITABLE = Rule(
+    "disk.writable", "whether files can be written", "FAIL", "yes", "", "ours",
+    "mount it for writing, or set `out` to another", "touch {device}/test",
+)  # fmt: skip
+RULES = (FULL, VERY_FULL, ROOM, WRITABLE, WRITE)
+
+
+@dataclass(frozen=True)
+class Space:
+    """Of a file system."""
+
+    size_bytes: int
+    free_bytes: int
+    """That this user may fill."""
+    percent: int
+    """In use, of what this user may fill."""
+
+
+def space(machine: Machine, name: str, path: str) -> Space | None:
+    """Of the file system of a path, by POSIX's df; None where it does not say."""
+    said = machine.ask(name, "df", "-Pk", path)
+    row = re.search(r"\s(\d+)\s+(\d+)\s+(\d+)\s+(\d+)%", said.text if said else "")
+    return Space(int(row[1]) * 1024, int(row[3]) * 1024, int(row[4])) if row else None
+
+
+def check(machine: Machine, expected: Expected) -> list[Finding]:
+    """Where the run would write."""
+    where = expected.directory
+    found = space(machine, "df_runs", where)
+    return [
+        *(_space(found, expected) if found else [FULL.skipped(f"df says nothing of {where}")]),
+        *_write(machine, expected),
+    ]
+
+
+def _space(found: Space, expected: Expected) -> list[Finding]:
+    where, need = expected.directory, expected.checkpoints_bytes or 0
+    full = judge(VERY_FULL, {where: found.percent}, lambda percent: percent >= FULL_FAIL)
+    if full[0].severity == "OK":
+        full += judge(FULL, {where: found.percent}, lambda percent: percent >= FULL_WARN)
+    free, needed = {where: round(found.free_bytes / GB, 3)}, f"at least {need / GB:.3g}"
+    return [
+        *full,
+        *(judge(ROOM, free, lambda gb: gb < need / GB, needed) if need else [ROOM.skipped("no run was given")]),
+    ]
+
+
+def _write(machine: Machine, expected: Expected) -> list[Finding]:
+    where, size = expected.directory, str(QUICKLY_MIB if expected.quick else WRITTEN_MIB)
+    words = sys.executable, "-m", "phalanx.measure.doctor.write", where, size
+    said = machine.ask("write", *words, seconds=WRITE_SECONDS)
+    found = re.search(r"(\d+) bytes in ([\d.]+) s", said.text) if said and said.code == 0 else None
+    if said is None:
+        return [WRITE.skipped("not recorded")]
+    if found is None:
+        return [WRITABLE.broken(where, first_line(said.text.strip().rpartition("\n")[2]))]
+    speed = round(int(found[1]) / max(float(found[2]), 1e-6) / MB)
+    return [WRITABLE.well("yes"), *judge(WRITE, {where: speed}, lambda mb: mb < WRITE_MB_PER_SECOND)]

@@ -1,0 +1,142 @@
+"""All checks of one machine, each in a child process of its own where the machine is this one: a file of a driver that
+hangs holds its reader for good, and must hold nobody else."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.measure.doctor import (
+    clock,
+    counters,
+    cpu,
+    disk,
+    ecc,
+    gid,
+    gpus,
+    kernel_log,
+    limits,
+    memory,
+    mtu,
+    nccl_log,
+    nccl_variables,
+    nvlinks,
+    pcie,
+    ports,
+    roce,
+    software,
+    topology,
+)
+from phalanx.measure.doctor.children import Child
+from phalanx.measure.doctor.expected import Expected
+from phalanx.measure.doctor.facts import Facts, facts
+from phalanx.measure.doctor.finding import Finding, Rule, Skip
+from phalanx.measure.doctor.gather import Node
+from phalanx.measure.doctor.machine import Machine, Stuck
+
+CHECKS = (
+    gpus, ecc, nvlinks, topology, pcie, software, ports, gid, mtu, roce, nccl_variables, nccl_log, limits, memory, disk,
+    clock, cpu, kernel_log,
+)  # fmt: skip
+"""Each a file with RULES and `check(machine, expected)`."""
+CHECK_SECONDS = 50
+"""For all of them, which run at once: more than any one program may take, and less than --quick's minute."""
+STUCK = Rule(
+    "doctor.stuck", "whether a check ends", "FAIL", "in time", "s", "ours: what hangs here hangs a run",
+    "find out why {device} hangs; a driver that does needs a reboot", "cat /proc/PID/stack; dmesg | tail",
+)  # fmt: skip
+UNREADABLE = Rule(
+    "doctor.unreadable", "whether an answer can be understood", "WARN", "yes", "", "ours",
+    "send a record of this machine (phalanx doctor --record DIR) with a bug report", "phalanx doctor --record DIR",
+)  # fmt: skip
+RULES = (STUCK, UNREADABLE)
+FACTS, MODULE = "facts", "phalanx.measure.doctor.examine"
+Check = Callable[[Machine, Expected], list[Finding]]
+
+
+def examine(machine: Machine, expected: Expected) -> list[Finding]:
+    """What all checks find, in their order, with the host's name."""
+    return list(node(machine, expected, with_facts=False).findings)
+
+
+def node(machine: Machine, expected: Expected, with_facts: bool = True, ahead_seconds: float = 0.0) -> Node:
+    """The same with what nodes should have in common, to be held against other nodes."""
+    if machine.root is None:
+        found, known = _apart(machine, expected, with_facts)
+    else:
+        found = [each for file in CHECKS for each in findings(file, machine, expected)]
+        known = facts(machine) if with_facts else {}
+    named = tuple(replace(finding, host=machine.host) for finding in found)
+    return Node(machine.host, ahead_seconds, known, named)
+
+
+def name_of(check: object) -> str:
+    """A check's: that of its file."""
+    return str(getattr(check, "__name__", "")).rpartition(".")[2]
+
+
+def findings(file: object, machine: Machine, expected: Expected) -> list[Finding]:
+    """What one check finds, whatever becomes of it."""
+    name = name_of(file)
+    check: Check = file.check  # type: ignore[attr-defined]
+    try:
+        return check(machine, expected)
+    except Skip as skipped:
+        return [Finding(name, "SKIP", "", "", str(skipped), "", "", "", "", "")]
+    except Stuck as stuck:
+        return [STUCK.broken(stuck.command, str(stuck))]
+    except Exception as error:  # of what no parser has seen yet
+        return [UNREADABLE.broken(name, f"{type(error).__name__}: {error}")]
+
+
+def _apart(machine: Machine, expected: Expected, with_facts: bool) -> tuple[list[Finding], Facts]:
+    asked = json.dumps({**asdict(expected), "record": str(machine.record or "")})
+    names = [*map(name_of, CHECKS), *([FACTS] if with_facts else [])]
+    children = {name: Child([sys.executable, "-m", MODULE, name, asked]) for name in names}
+    deadline = time.monotonic() + CHECK_SECONDS
+    found: list[Finding] = []
+    known: Facts = {}
+    for name, child in children.items():
+        told = _told(name, child, deadline)
+        if isinstance(told, Finding):
+            found.append(told)
+        elif name == FACTS:
+            known = told
+        else:
+            found += [Finding(**each) for each in told]
+    return found, known
+
+
+def _told(name: str, child: Child, deadline: float) -> Any:
+    """What a child says, or a finding that it says nothing."""
+    answer = child.answer(max(0.0, deadline - time.monotonic()))
+    last = answer.text.strip().rpartition("\n")[2]
+    if answer.code is None:
+        return STUCK.broken(name, f"no answer in {CHECK_SECONDS} s")
+    try:
+        return json.loads(last)
+    except ValueError:
+        return UNREADABLE.broken(name, last or f"exit code {answer.code}")
+
+
+def main() -> None:
+    """One check, or the facts, in a process of its own: its name, and what is expected."""
+    name, asked = sys.argv[1], json.loads(sys.argv[2])
+    record = asked.pop("record")
+    machine = Machine(record=Path(record) if record else None)
+    if name == FACTS:
+        if machine.record:
+            counters.read(machine)
+        print(json.dumps(facts(machine)))
+        return
+    file = next(file for file in CHECKS if name_of(file) == name)
+    print(json.dumps([asdict(finding) for finding in findings(file, machine, Expected(**asked))]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Several nodes: each leaves word of itself on storage that they share; together they show who differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from phalanx.measure.doctor.clock import OFFSET_SECONDS
+from phalanx.measure.doctor.facts import Facts
+from phalanx.measure.doctor.finding import Finding, Rule, usual
+from phalanx.spec.errors import UserError
+
+MUST_AGREE = (
+    "NVIDIA driver",
+    "NCCL",
+    "PyTorch",
+    "CUDA of PyTorch",
+    "phalanx",
+    "GPUs on the bus",
+    "RDMA MTU",
+    "RDMA rate",
+)
+"""Runs fail, or slow down, where nodes differ in these."""
+ENDING = ".node.json"
+COLLECTIVES = "collectives.json"
+"""What the ranks of a run found together (`phalanx.train.checkup`)."""
+NODES = Rule(
+    "nodes.missing", "nodes that left word", "FAIL", "all of the run", "nodes", "the run (cluster.nodes)",
+    "see why the others did not: unreachable, stuck, or not started",
+    "sinfo -N; srun --nodes=N phalanx doctor RUN.toml --leave DIR",
+)  # fmt: skip
+BREAKS = Rule(
+    "nodes.drift_breaks", f"{', '.join(MUST_AGREE)}", "FAIL", "that of most nodes", "",
+    "Primus, GCM (drift against the majority)", "bring the node to what most have, or leave it out",
+    "phalanx doctor --gather DIR --json",
+)  # fmt: skip
+DRIFT = Rule(
+    "nodes.drift", "kernel, firmware, VBIOS, hardware, NCCL_* and other facts", "WARN", "those of most nodes", "",
+    "Primus, GCM (drift against the majority)", "bring the node to what most have",
+    "phalanx doctor --gather DIR --json",
+)  # fmt: skip
+CLOCK = Rule(
+    "nodes.clock", "clock beside that of the shared storage, against the median node's", "FAIL",
+    f"at most {OFFSET_SECONDS}", "s", "Primus (clock skew 30 s)", "set the clock of the node", "chronyc makestep",
+)  # fmt: skip
+RULES = (NODES, BREAKS, DRIFT, CLOCK)
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node leaves."""
+
+    host: str
+    ahead_seconds: float
+    """Of its clock, beside that of whoever stamps files of the shared storage."""
+    facts: Facts
+    findings: tuple[Finding, ...]
+
+
+def storage_clock(directory: Path) -> float:
+    """How far this host's clock is ahead of the one that stamps files in a directory; a file server does on its own
+    clock, so that nodes can be compared without talking to each other. To about as exactly as a file is made."""
+    with tempfile.NamedTemporaryFile(dir=directory) as file:
+        before = time.time()
+        os.write(file.fileno(), b"now")
+        os.fsync(file.fileno())
+        return (before + time.time()) / 2 - os.stat(file.name).st_mtime
+
+
+def leave(directory: Path, node: Node) -> Path:
+    """Write what a node found; returns the file."""
+    file = directory / f"{re.sub(r'[^A-Za-z0-9._-]', '_', node.host)}{ENDING}"
+    draft = file.with_suffix(".part")
+    draft.write_text(json.dumps(asdict(node), indent=1))
+    draft.replace(file)
+    return file
+
+
+def collect(directory: Path) -> list[Node]:
+    """What nodes left. Raises UserError where there is nothing, or where a file is none of theirs."""
+    files = sorted(directory.glob(f"*{ENDING}"))
+    if not files:
+        raise UserError(
+            "--gather", str(directory), f"has no *{ENDING}", "run `phalanx doctor --leave` there on every node"
+        )
+    return [_node(file) for file in files]
+
+
+def of_collectives(directory: Path) -> list[Finding]:
+    """What ranks found together, if they left it there. Raises UserError for another file of that name."""
+    file = directory / COLLECTIVES
+    try:
+        return [Finding(**finding) for finding in json.loads(file.read_text())] if file.exists() else []
+    except (OSError, ValueError, TypeError) as error:
+        problem = f"is not what phalanx.train.checkup writes ({type(error).__name__})"
+        raise UserError("--gather", str(file), problem, "remove it, and measure again") from None
+
+
+def _node(file: Path) -> Node:
+    try:
+        known = json.loads(file.read_text())
+        found = tuple(Finding(**finding) for finding in known["findings"])
+        return Node(str(known["host"]), float(known["ahead_seconds"]), dict(known["facts"]), found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"is not what a node leaves ({type(error).__name__})"
+        raise UserError("--gather", str(file), problem, "run `phalanx doctor --leave` on that node again") from None
+
+
+def between(nodes: Sequence[Node], wanted: int = 0) -> list[Finding]:
+    """In which nodes differ from most, by facts and clocks. `wanted` nodes should have left word."""
+    missing = [NODES.broken("", len(nodes), f"{wanted}")] if len(nodes) < wanted else []
+    names = sorted({name for node in nodes for name in node.facts})
+    drift = [each for name in names for each in _drift(name, nodes)]
+    return [
+        *(missing or [NODES.well(len(nodes))]),
+        *(drift or [DRIFT.well(f"{len(nodes)} nodes agree in {len(names)} facts")]),
+        *skew({node.host: node.ahead_seconds for node in nodes}),
+    ]
+
+
+def skew(ahead_seconds: Mapping[str, float]) -> list[Finding]:
+    """Of hosts whose clocks are so far ahead of something, those that are far from the median."""
+    middle = median(ahead_seconds.values())
+    off = {host: round(seconds - middle, 1) for host, seconds in ahead_seconds.items()}
+    far = [CLOCK.broken("clock", seconds, host=host) for host, seconds in off.items() if abs(seconds) > OFFSET_SECONDS]
+    return far or [CLOCK.well(max(map(abs, off.values())))]
+
+
+def _drift(name: str, nodes: Sequence[Node]) -> list[Finding]:
+    """The nodes with another value than more than half of them; if no value has so many, one finding of no host."""
+    values = {node.host: node.facts.get(name, "none") for node in nodes}
+    rule, most = BREAKS if name in MUST_AGREE else DRIFT, usual(values.values())
+    if len(set(values.values())) == 1 or most is None:
+        return []
+    if 2 * list(values.values()).count(most) <= len(nodes):
+        return [rule.broken(name, "; ".join(f"{host}: {value}" for host, value in values.items()), "the same on all")]
+    return [rule.broken(name, value, most, host) for host, value in values.items() if value != most]

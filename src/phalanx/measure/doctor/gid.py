@@ -1,0 +1,52 @@
+"""GIDs of RoCE ports: the addresses that RDMA uses over Ethernet."""
+
+from __future__ import annotations
+
+from phalanx.measure.doctor import ports
+from phalanx.measure.doctor.expected import Expected
+from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge
+from phalanx.measure.doctor.machine import Machine
+
+V2 = "RoCE v2"
+INDEX = "NCCL_IB_GID_INDEX"
+ROUTABLE = Rule(
+    "roce.gid", "RoCE v2 GIDs of each port", "FAIL", "at least 1", "GIDs", "Primus (0 RoCE-v2 GIDs fail)",
+    "give the interface of {device} an IP address, and the card RoCE v2 as its mode",
+    "show_gids {device}; cma_roce_mode -d {device}",
+)  # fmt: skip
+CHOSEN = Rule(
+    "roce.gid_index", f"the GID that {INDEX} names", "FAIL", V2, "", "NCCL (NCCL_IB_GID_INDEX); RoCE v1 is not routed",
+    f"set {INDEX} to the index of a RoCE v2 GID with an IPv4 address, or unset it: NCCL 2.21 and newer find it",
+    "show_gids {device}",
+)  # fmt: skip
+RULES = (ROUTABLE, CHOSEN)
+
+
+def check(machine: Machine, _: Expected) -> list[Finding]:
+    """Of the ports that NCCL would use and that are up."""
+    over_ethernet = {
+        name: port
+        for name, port in ports.selected(machine).items()
+        if port.roce and (machine.read(f"{port.path}/state") or "").startswith("4:")
+    }
+    if not over_ethernet:
+        raise Skip("no RoCE port is up")
+    kinds = {name: _kinds(machine, port) for name, port in over_ethernet.items()}
+    index = machine.environment.get(INDEX, "-1")
+    named = {name: mine.get(index, "none") for name, mine in kinds.items()}
+    return [
+        *judge(
+            ROUTABLE, {name: list(mine.values()).count(V2) for name, mine in kinds.items()}, lambda count: count < 1
+        ),
+        *([CHOSEN.skipped(f"{INDEX} is not set")] if index == "-1" else judge(CHOSEN, named, lambda kind: kind != V2)),
+    ]
+
+
+def _kinds(machine: Machine, port: ports.Port) -> dict[str, str]:
+    """The kind of each GID that is not zero, by index."""
+    found = {}
+    for path in machine.listing(f"{port.path}/gids/*"):
+        index = path.rpartition("/")[2]
+        if (machine.read(path) or "").replace(":", "").strip("0"):
+            found[index] = machine.read(f"{port.path}/gid_attrs/types/{index}") or "unknown"
+    return found

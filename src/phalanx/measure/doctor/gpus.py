@@ -1,0 +1,122 @@
+"""GPUs: that all are there, answer, are free, and run as they are built to."""
+
+from __future__ import annotations
+
+from phalanx.measure.doctor import pci, smi
+from phalanx.measure.doctor.expected import Expected
+from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge, usual
+from phalanx.measure.doctor.machine import COMMAND_SECONDS, Machine, Stuck
+
+BUSY_MIB = 2048
+"""Primus: HBM in use of 2 GiB and more before a run."""
+MIB = 2**20
+IDENTITY = ("index", "name", "pci.bus_id", "memory.total", "memory.used", "driver_version", "vbios_version")
+STATE = (
+    "index", "persistence_mode", "mig.mode.current", "compute_mode", "power.limit", "power.default_limit",
+    "clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown",
+)  # fmt: skip
+ANSWERS = Rule(
+    "gpu.answers", "nvidia-smi", "FAIL", f"answers within {COMMAND_SECONDS} s", "", "Primus (smi latency > 5 s fails)",
+    "drain the node and reboot it; if nvidia-smi still hangs or fails, reinstall the driver or replace the GPU",
+    "nvidia-smi; dmesg | grep -i -e nvrm -e xid",
+)  # fmt: skip
+COUNT = Rule(
+    "gpu.count", "GPUs that nvidia-smi lists", "FAIL", "as many as the run asks for, and as are on the PCI bus",
+    "GPUs", "AZNHC, GCM (manifest)", "drain the node: a GPU is lost; reboot, then have it reseated or replaced",
+    "nvidia-smi -L; lspci -d 10de:; dmesg | grep -i 'fallen off the bus'",
+)  # fmt: skip
+MODEL = Rule(
+    "gpu.model", "name of each GPU", "WARN", "the same as the others'", "", "Primus (drift against the majority)",
+    "use nodes with GPUs of one kind: the slowest decides", "nvidia-smi -L",
+)  # fmt: skip
+BUSY = Rule(
+    "gpu.busy", "memory in use", "WARN", f"less than {BUSY_MIB}", "MiB", "Primus (HBM busy >= 2 GiB)",
+    "end the processes that an earlier job left on {device}",
+    "nvidia-smi --query-compute-apps=gpu_bus_id,pid,name,used_memory --format=csv",
+)  # fmt: skip
+HEADROOM = Rule(
+    "gpu.headroom", "free memory", "FAIL", "at least what the run's fullest rank needs", "MiB",
+    "the run (`phalanx memory`)", "free {device}, or take a layout that needs less: phalanx advise oom RUN.toml",
+    "phalanx memory RUN.toml; nvidia-smi",
+)  # fmt: skip
+PERSISTENCE = Rule(
+    "gpu.persistence", "persistence mode", "WARN", "Enabled", "", "NVIDIA, Driver Persistence",
+    "keep the driver loaded: each first use takes seconds without it", "systemctl enable --now nvidia-persistenced",
+)  # fmt: skip
+MIG = Rule(
+    "gpu.mig", "MIG mode", "FAIL", "Disabled", "", "NVIDIA, MIG User Guide (no P2P between instances)",
+    "switch MIG off on {device}", "nvidia-smi -i {device} -mig 0",
+)  # fmt: skip
+COMPUTE = Rule(
+    "gpu.compute_mode", "compute mode", "FAIL", "not Prohibited", "", "nvidia-smi manual (no process may use it)",
+    "allow processes on {device}", "nvidia-smi -i {device} -c DEFAULT",
+)  # fmt: skip
+POWER = Rule(
+    "gpu.power_limit", "power limit", "WARN", "at least the default", "W", "DCGM diag (target_power, H100 700 W)",
+    "lift the power limit of {device}", "nvidia-smi -i {device} -pl DEFAULT_WATTS",
+)  # fmt: skip
+SLOWDOWN = Rule(
+    "gpu.slowdown", "slowed down by heat or by the power supply", "FAIL", "Not Active", "",
+    "NVML, clocks event reasons (HW thermal slowdown, HW power brake)",
+    "mend cooling or power of {device}, and drain the node until then",
+    "nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
+)  # fmt: skip
+RULES = (ANSWERS, COUNT, MODEL, BUSY, HEADROOM, PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)
+SLOW = ("clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown")
+
+
+def check(machine: Machine, expected: Expected) -> list[Finding]:
+    """GPUs of NVIDIA; of none Skip is raised, but where the run needs some."""
+    there = pci.devices(machine, pci.GPU, pci.NVIDIA)
+    if not there and not expected.gpus and machine.ask("smi_list", "nvidia-smi", "-L") is None:
+        raise Skip("no NVIDIA GPU")
+    rows = _identity(machine)
+    if isinstance(rows, Finding):
+        return [rows]
+    wanted = max(expected.gpus or 0, len(there))
+    need = 0 if expected.gpus == 0 else (expected.rank_bytes or 0) / MIB
+    total, used = smi.numbers(rows, "memory.total"), smi.numbers(rows, "memory.used")
+    free = {gpu: total[gpu] - used[gpu] for gpu in total if gpu in used}
+    models = smi.words(rows, "name")
+    return [
+        ANSWERS.well("it answers"),
+        *judge(COUNT, {"": len(rows)}, lambda count: count < wanted, f"{wanted}"),
+        *judge(MODEL, models, lambda name: name != usual(models.values()), usual(models.values()) or ""),
+        *judge(BUSY, used, lambda mib: mib >= BUSY_MIB),
+        *(judge(HEADROOM, free, lambda mib: mib < need, f"at least {need:.0f}") if need else ()),
+        *_state(machine),
+    ]
+
+
+def _identity(machine: Machine) -> dict[str, smi.Row] | Finding:
+    fields = ",".join(IDENTITY)
+    try:
+        said = machine.ask("smi_identity", "nvidia-smi", f"--query-gpu={fields}", "--format=csv,nounits")
+    except Stuck:
+        return ANSWERS.broken("", f"no answer in {COMMAND_SECONDS} s")
+    if said is None:
+        return ANSWERS.broken("", "not installed")
+    if said.code or "," not in said.text:
+        return ANSWERS.broken("", smi.first_line(said.text))
+    return smi.table(said.text, IDENTITY)
+
+
+def _state(machine: Machine) -> list[Finding]:
+    try:
+        rows = smi.query(machine, "smi_state", "gpu", *STATE)
+    except Skip as skipped:
+        return [rule.skipped(str(skipped)) for rule in (PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)]
+    limits, defaults = smi.numbers(rows, "power.limit"), smi.numbers(rows, "power.default_limit")
+    capped = [
+        POWER.broken(gpu, limit, f"at least {defaults[gpu]:g}")
+        for gpu, limit in limits.items()
+        if limit < defaults.get(gpu, 0)
+    ]
+    slow = {gpu: " ".join(smi.words({gpu: row}, field).get(gpu, "") for field in SLOW) for gpu, row in rows.items()}
+    return [
+        *judge(PERSISTENCE, smi.words(rows, "persistence_mode"), lambda mode: mode == "Disabled"),
+        *judge(MIG, smi.words(rows, "mig.mode.current"), lambda mode: mode == "Enabled"),
+        *judge(COMPUTE, smi.words(rows, "compute_mode"), lambda mode: mode == "Prohibited"),
+        *(capped or judge(POWER, limits, lambda _: False)),
+        *judge(SLOWDOWN, slow, lambda said: "Active" in said.replace("Not Active", "")),
+    ]

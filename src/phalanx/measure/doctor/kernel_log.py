@@ -1,0 +1,105 @@
+"""The kernel's log: what drivers and hardware told it since boot."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.measure.doctor import pci
+from phalanx.measure.doctor.expected import Expected
+from phalanx.measure.doctor.finding import Finding, Rule, Skip
+from phalanx.measure.doctor.machine import Machine
+
+OF_HARDWARE = frozenset((
+    48, *range(56, 59), *range(62, 65), *range(68, 78), *range(79, 87), 88, 89, 92, *range(94, 106), *range(110, 121),
+    *range(122, 126),
+))  # fmt: skip
+"""Xids that OCI takes for the hardware's; others mostly follow from a program's mistake."""
+XID = Rule(
+    "kernel.xid", "Xids of hardware in the kernel's log", "FAIL", "none", "Xid",
+    "OCI (its set of Xids); NVIDIA, XID Errors",
+    "drain the node, reset {device} or reboot; replace the GPU if it comes back",
+    "dmesg | grep -i xid; nvidia-bug-report.sh",
+)  # fmt: skip
+OTHER_XID = Rule(
+    "kernel.xid_software", "other Xids in the kernel's log", "WARN", "none", "Xid", "NVIDIA, XID Errors",
+    "most follow from a program's mistake; if other programs on {device} have them too, have it tested",
+    "dmesg | grep -i xid",
+)  # fmt: skip
+SWITCH = Rule(
+    "kernel.sxid", "fatal errors of NVSwitches in the kernel's log", "FAIL", "none", "SXid",
+    "NVIDIA, Fabric Manager User Guide (SXid)", "drain the node; reset all GPUs and switches",
+    "dmesg | grep -i sxid; nvidia-smi --gpu-reset",
+)  # fmt: skip
+LOST = Rule(
+    "kernel.gpu_lost", "GPUs that fell off the bus", "FAIL", "none", "", "NVIDIA, XID Errors (79)",
+    "drain the node, power it off and on; have {device} reseated", "dmesg | grep 'fallen off the bus'",
+)  # fmt: skip
+LIMITED = Rule(
+    "kernel.pcie_limited", "PCIe devices that the kernel says are limited", "WARN", "none", "",
+    "Imbue (available PCIe bandwidth, limited by)", "have {device} reseated, or put it into another slot",
+    "dmesg | grep 'limited by'",
+)  # fmt: skip
+AER = Rule(
+    "kernel.aer", "uncorrected PCIe errors in the kernel's log", "FAIL", "none", "", "Linux, PCIe AER; DCGM",
+    "have {device} reseated", "dmesg | grep -i aer; lspci -s {device} -vv",
+)  # fmt: skip
+MACHINE_CHECK = Rule(
+    "kernel.machine_check", "errors of CPU or memory", "WARN", "none", "", "Linux, machine check",
+    "have memory and CPU tested", "dmesg | grep -i 'hardware error'; ras-mc-ctl --summary",
+)  # fmt: skip
+OUT_OF_MEMORY = Rule(
+    "kernel.out_of_memory", "programs that the kernel killed for memory", "WARN", "none", "", "Linux (oom-killer)",
+    "see whose memory it was, and whether that job is gone", "dmesg | grep -i 'killed process'",
+)  # fmt: skip
+DISK = Rule(
+    "kernel.disk", "errors of disks, or file systems made read-only", "FAIL", "none", "", "Linux (blk, ext4, xfs)",
+    "replace {device}; check its file system",
+    "dmesg | grep -i -e 'I/O error' -e read-only; smartctl -a /dev/{device}",
+)  # fmt: skip
+RULES = (XID, OTHER_XID, SWITCH, LOST, LIMITED, AER, MACHINE_CHECK, OUT_OF_MEMORY, DISK)
+AN_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
+AT = r"(?P<device>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.\d)"
+PATTERNS = (
+    (SWITCH, r"(?P<device>nvidia-nvswitch\d+): SXid \([^)]*\): (?P<what>\d+), Fatal"),
+    (LIMITED, AT + r": (?P<what>[\d.]+ Gb/s available PCIe bandwidth, limited by)"),
+    (AER, AT + r": PCIe Bus Error: severity=(?P<what>Uncorrect\w+ \([\w-]+\))"),
+    (MACHINE_CHECK, r"mce: (?P<what>\[Hardware Error\]: .*)"),
+    (MACHINE_CHECK, r"EDAC (?P<device>MC\d+): (?P<what>\d+ [CU]E)"),
+    (OUT_OF_MEMORY, r"Out of memory: Killed process \d+ \((?P<device>[^)]*)\)"),
+    (DISK, r"I/O error, dev (?P<device>\w+)"),
+    (DISK, r"EXT4-fs \((?P<device>\w+)\): (?P<what>Remounting filesystem read-only)"),
+)
+"""As drivers write them (Linux: drivers/pci, drivers/edac, mm/oom_kill.c, block, fs/ext4; NVIDIA's for the first)."""
+A_LOSS = re.compile(r"NVRM: .*PCI:([0-9a-fA-F:.]+)\).*fallen off the bus")
+
+
+def check(machine: Machine, _: Expected) -> list[Finding]:
+    """One finding for each kind of trouble of each device, with what was said last."""
+    said = machine.ask("kernel_log", "dmesg", "--notime") or machine.ask(
+        "kernel_journal", "journalctl", "-k", "-b", "-o", "cat"
+    )
+    if said is None:
+        raise Skip("neither dmesg nor journalctl is there")
+    if said.code:
+        raise Skip("the kernel's log may not be read: ask as root, or set kernel.dmesg_restrict=0")
+    broken = [*_of_gpus(said.text), *_of_patterns(said.text)]
+    ids = {finding.id for finding in broken}
+    return [*broken, *(rule.well("none") for rule in RULES if rule.id not in ids)]
+
+
+def _of_gpus(text: str) -> list[Finding]:
+    """Xids, the last of each kind, of each GPU; of one that is lost, that."""
+    lost = sorted({pci.address(at.rstrip(":")) for at in A_LOSS.findall(text)})
+    last = {(pci.address(at), int(xid) in OF_HARDWARE): int(xid) for at, xid in AN_XID.findall(text)}
+    xids = [(XID if hardware else OTHER_XID).broken(at, xid) for (at, hardware), xid in last.items() if at not in lost]
+    return [*(LOST.broken(at, "fallen off the bus") for at in lost), *xids]
+
+
+def _of_patterns(text: str) -> list[Finding]:
+    last: dict[tuple[str, str], Finding] = {}
+    for rule, pattern in PATTERNS:
+        for match in re.finditer(pattern, text):
+            groups = match.groupdict()
+            device = groups.get("device") or ""
+            last[rule.id, device] = rule.broken(device, groups.get("what") or match[0])
+    return list(last.values())

@@ -1,0 +1,122 @@
+"""All that a check may ask of a machine: files, names of files, answers of programs, variables of the environment. Of
+this machine, or of one that was recorded: a directory with its files under their paths, and answers under commands/."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from glob import glob
+from pathlib import Path
+from typing import IO
+
+from phalanx.measure.doctor.children import Answer, run
+
+COMMANDS, ENVIRONMENT = "commands", "environment"
+VARIABLES = re.compile(r"(NCCL|GLOO|TORCH_NCCL|CUDA|UCX)_\w+|MASTER_ADDR|OMP_NUM_THREADS|LD_LIBRARY_PATH")
+"""Of the environment, what checks may know and a record may hold."""
+HOSTNAME = "/proc/sys/kernel/hostname"
+COMMAND_SECONDS = 10
+"""Twice what nvidia-smi may take to answer before Primus calls that a failure (smi latency > 5 s)."""
+PIECE_BYTES, MOST_PIECES = 1 << 16, 64
+"""Of a file that are read: under /proc/sys the kernel refuses to be asked for megabytes at once."""
+ENDED = re.compile(r"\n?\[(exit (-?\d+)|no answer)\]\s*$")
+"""The last line of a recorded answer that was not well."""
+
+
+class Stuck(Exception):  # noqa: N818
+    """A program gave no answer in time."""
+
+    def __init__(self, command: str, seconds: float) -> None:
+        self.command, self.seconds = command, seconds
+        super().__init__(f"{command}: no answer in {seconds:g} s")
+
+
+class Machine:
+    """This machine, or with `root` a recorded one; what is asked of it is recorded to `record`."""
+
+    def __init__(self, root: Path | None = None, record: Path | None = None) -> None:
+        self.root, self.record = root, record
+        here = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
+        self.environment: Mapping[str, str] = here if root is None else _variables(root / ENVIRONMENT)
+        if record is not None:
+            lines = [f"{name}={value}\n" for name, value in sorted(here.items())]
+            self._keep(ENVIRONMENT, "".join(lines))
+
+    @property
+    def host(self) -> str:
+        """Its name."""
+        return self.read(HOSTNAME) or (socket.gethostname() if self.root is None else "unknown")
+
+    def read(self, path: str) -> str | None:
+        """The text of a file, without white space around it; None where it is not there or cannot be read."""
+        try:
+            with self._place(path).open("rb") as file:
+                text = b"".join(_pieces(file)).decode(errors="replace").replace("\0", "").strip()
+        except OSError:
+            return None
+        self._keep(path, text + "\n")
+        return text
+
+    def listing(self, pattern: str) -> list[str]:
+        """Paths by a pattern of the shell, in order."""
+        found = sorted(f"/{path}" for path in glob(pattern.lstrip("/"), root_dir=self.root or "/"))
+        for path in found if self.record else []:
+            self._keep(path, None if self._place(path).is_dir() else "")
+        return found
+
+    def ask(self, name: str, *words: str, seconds: float = COMMAND_SECONDS) -> Answer | None:
+        """What a program answers; None where it is not installed. `name` is that of its record. Raises Stuck if it
+        gives no answer in time."""
+        answer = self._recorded(name) if self.root else _asked(words, seconds)
+        if answer is None:
+            return None
+        end = "" if answer.code == 0 else "[no answer]\n" if answer.code is None else f"[exit {answer.code}]\n"
+        self._keep(f"{COMMANDS}/{name}.txt", f"{answer.text.rstrip()}\n{end}")
+        if answer.code is None:
+            raise Stuck(" ".join(words), seconds)
+        return answer
+
+    def _recorded(self, name: str) -> Answer | None:
+        text = self.read(f"/{COMMANDS}/{name}.txt")
+        if text is None:
+            return None
+        end = ENDED.search(text)
+        if end is None:
+            return Answer(text)
+        return Answer(text[: end.start()], int(end[2]) if end[2] else None)
+
+    def _place(self, path: str) -> Path:
+        return Path(path) if self.root is None else self.root / path.lstrip("/")
+
+    def _keep(self, path: str, text: str | None) -> None:
+        """Record a file, or a directory. What was read is not replaced by what was only listed."""
+        if self.record is None:
+            return
+        place = self.record / path.lstrip("/")
+        if text is None:
+            place.mkdir(parents=True, exist_ok=True)
+        elif text or not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text)
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    for _ in range(MOST_PIECES):
+        piece = file.read(PIECE_BYTES)
+        if not piece:
+            return
+        yield piece
+
+
+def _asked(words: tuple[str, ...], seconds: float) -> Answer | None:
+    try:
+        return run(words, seconds)
+    except OSError:
+        return None
+
+
+def _variables(file: Path) -> dict[str, str]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}

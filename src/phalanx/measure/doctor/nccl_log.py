@@ -1,0 +1,69 @@
+"""A log of NCCL (NCCL_DEBUG=INFO): which network it took in the end."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from phalanx.measure.doctor import ports
+from phalanx.measure.doctor.expected import Expected
+from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge, usual
+from phalanx.measure.doctor.machine import Machine
+
+SOCKETS = Rule(
+    "nccl.fallback", "network that NCCL took", "FAIL", "not sockets, where there are RDMA devices", "",
+    "NCCL (NET/IB to NET/Socket)",
+    "find out why RDMA failed: NCCL_IB_HCA, memlock, /dev/infiniband in the container, the lines before it "
+    "in the log", "grep -e NET/ -e WARN LOG; NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET",
+)  # fmt: skip
+DIRECT = Rule(
+    "nccl.gdr", "channels over the network without GPUDirect RDMA", "WARN", "0", "channels",
+    "NCCL (via NET/IB/0/GDRDMA)",
+    "load nvidia_peermem, or use a kernel and driver with dma-buf; see the way from GPU to card",
+    "modprobe nvidia_peermem; grep 'via NET' LOG",
+)  # fmt: skip
+WARNINGS = Rule(
+    "nccl.warnings", "warnings", "WARN", "none", "", "NCCL (NCCL WARN)", "read what NCCL says", "grep 'NCCL WARN' LOG",
+)  # fmt: skip
+VERSION = Rule(
+    "nccl.version", "NCCL of each host", "FAIL", "the same", "", "NCCL (ranks of one communicator need one version)",
+    "install the same PyTorch on {device}", "python -c 'import torch; print(torch.cuda.nccl.version())'",
+)  # fmt: skip
+RULES = (SOCKETS, DIRECT, WARNINGS, VERSION)
+LINE = re.compile(r"^(?:.*?\s)?([\w.-]+):\d+:\d+ \[\d+\] (?:\S+:\d+ )?NCCL (INFO|WARN) (.*)$")
+"""host:pid:tid [device] NCCL INFO ..., and of a warning its place in the source, as NCCL's src/debug.cc writes them."""
+BEFORE_TIME = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?\]\s*")
+
+
+def check(machine: Machine, expected: Expected) -> list[Finding]:
+    """The log that was given, else the one that NCCL_DEBUG_FILE names without a pattern."""
+    path = expected.nccl_log or machine.environment.get("NCCL_DEBUG_FILE", "")
+    if not path:
+        raise Skip("no log: give --nccl-log FILE, of a run with NCCL_DEBUG=INFO")
+    text = machine.read(path if machine.root else str(Path(path).absolute()))
+    if text is None:
+        raise Skip(f"{path} cannot be read")
+    return judged(text, bool(ports.devices(machine)))
+
+
+def judged(text: str, rdma: bool) -> list[Finding]:
+    """What a log says, on machines with RDMA devices or without."""
+    matches = [LINE.match(BEFORE_TIME.sub("", line)) for line in text.splitlines()]
+    lines = [(match[1], match[2], match[3]) for match in matches if match]
+    if not lines:
+        raise Skip("no line of NCCL in the log")
+    took = {host: said.rpartition(" ")[2] for host, _, said in lines if said.startswith("Using network ")}
+    slow = {host: network for host, network in took.items() if network == "Socket"}
+    no_card = any("NET/IB : No device found" in said for _, _, said in lines)
+    over = [said for _, _, said in lines if "via NET/" in said and "/Socket" not in said]
+    warnings = [(host, said) for host, level, said in lines if level == "WARN"]
+    versions = {host: said.split()[2] for host, _, said in lines if re.match(r"NCCL version \S", said)}
+    seen = "Socket" + (" (NET/IB : No device found)" if no_card else "")
+    fallback = [SOCKETS.broken(host, seen) for host in slow] if rdma or len(slow) < len(took) else []
+    indirect = sum("GDRDMA" not in said for said in over)
+    return [
+        *(fallback or [SOCKETS.well(", ".join(sorted(set(took.values()))) or "not said")]),
+        *(judge(DIRECT, {"": indirect}, lambda count: count > 0) if over else [DIRECT.skipped("no channel over RDMA")]),
+        *([WARNINGS.broken(host, said) for host, said in dict(warnings).items()] or [WARNINGS.well("none")]),
+        *judge(VERSION, versions, lambda version: version != usual(versions.values())),
+    ]

@@ -1,0 +1,128 @@
+"""Variables of NCCL and gloo, held against the interfaces and cards that are there."""
+
+from __future__ import annotations
+
+from phalanx.measure.doctor import ports
+from phalanx.measure.doctor.expected import Expected
+from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge
+from phalanx.measure.doctor.machine import Machine
+
+INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+LOCAL = ("lo", "docker", "veth", "virbr")
+"""Beginnings of interfaces that no other node reaches."""
+LEFT_OVER = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO")
+EXISTS = Rule(
+    "nccl.interface", "interfaces that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME take", "FAIL",
+    "at least one that is there", "", "NCCL (NCCL_SOCKET_IFNAME); Primus",
+    "name an interface of this node in {device}, or unset it", "ip -br link; env | grep SOCKET_IFNAME",
+)  # fmt: skip
+REACHED = Rule(
+    "nccl.interface_local", "those of them that no other node reaches", "FAIL", "none (lo, docker, veth, virbr)", "",
+    "NCCL (its own default leaves lo and docker to the last)",
+    "name the interface in {device} by which other nodes are reached", "ip -br addr",
+)  # fmt: skip
+UP = Rule(
+    "nccl.interface_up", "their state", "FAIL", "one is up", "", "Linux (operstate)",
+    "bring the interface up, or name another in {device}", "ip -br link",
+)  # fmt: skip
+ROUTE = Rule(
+    "nccl.route", "interface of the route to MASTER_ADDR", "WARN", "one of NCCL_SOCKET_IFNAME's", "",
+    "PyTorch and NCCL meet at MASTER_ADDR first",
+    "let both use one network: NCCL_SOCKET_IFNAME, or another MASTER_ADDR", "ip route get $MASTER_ADDR",
+)  # fmt: skip
+CARDS = Rule(
+    "nccl.hca", "RDMA devices that NCCL_IB_HCA names", "FAIL", "are there", "", "NCCL (NCCL_IB_HCA)",
+    "name devices of this node in NCCL_IB_HCA, or unset it: NCCL falls back to sockets",
+    "ls /sys/class/infiniband; echo $NCCL_IB_HCA",
+)  # fmt: skip
+FORCED = Rule(
+    "nccl.left_over", "variables that switch transports or algorithms off", "WARN", "not set", "",
+    "NCCL, environment variables (meant for debugging)", "unset {device}: it costs bandwidth", "unset {device}",
+)  # fmt: skip
+RULES = (EXISTS, REACHED, UP, ROUTE, CARDS, FORCED)
+
+
+def check(machine: Machine, _: Expected) -> list[Finding]:
+    """What is set; of a node alone the network matters little, and is judged all the same."""
+    if not any(name.startswith(("NCCL_", "GLOO_")) for name in machine.environment):
+        raise Skip("no variable of NCCL or gloo is set")
+    there = [path.rpartition("/")[2] for path in machine.listing("/sys/class/net/*")]
+    named = {name: machine.environment[name] for name in INTERFACES if machine.environment.get(name)}
+    taken = {name: [each for each in there if takes(value, each)] for name, value in named.items()}
+    forced = {name: machine.environment[name] for name in LEFT_OVER if _forced(machine, name)}
+    return [
+        *_interfaces(machine, named, taken, there),
+        _route(machine, [name for name in taken.get(INTERFACES[0], []) if not name.startswith(LOCAL)]),
+        *_cards(machine),
+        *([FORCED.broken(name, value) for name, value in forced.items()] or [FORCED.well("none")]),
+    ]
+
+
+def _interfaces(
+    machine: Machine, named: dict[str, str], taken: dict[str, list[str]], there: list[str]
+) -> list[Finding]:
+    """Of the interfaces that each variable takes: some are there, others are reached by them, and one is up."""
+    if not named:
+        return [rule.skipped("no variable names an interface") for rule in (EXISTS, REACHED, UP)]
+    states = {name: _state(machine, name) for name in there}
+    missing = [EXISTS.broken(name, named[name], f"one of {', '.join(there)}") for name in named if not taken[name]]
+    local = {name: _local(mine, states) for name, mine in taken.items() if mine}
+    far = {name: " ".join(states[each] for each in taken[name]) for name, mine in local.items() if not mine}
+    return [
+        *(missing or [EXISTS.well(", ".join(mine[0] for mine in taken.values()))]),
+        *judge(REACHED, local, bool),
+        *judge(UP, far, lambda said: "up" not in said.split()),
+    ]
+
+
+def _local(mine: list[str], states: dict[str, str]) -> str:
+    """The interfaces among these that no other node reaches, if they would be used: they are up, or all are such."""
+    local = [name for name in mine if name.startswith(LOCAL)]
+    used = local if len(local) == len(mine) else [name for name in local if states[name] == "up"]
+    return ", ".join(used)
+
+
+def takes(value: str, interface: str) -> bool:
+    """Whether a list in the form of NCCL_SOCKET_IFNAME takes an interface: beginnings of names; with = the very names;
+    with ^ all others."""
+    names = [name for name in value.lstrip("^=").split(",") if name]
+    exact = "=" in value[:2]
+    taken = any(interface == name if exact else interface.startswith(name) for name in names)
+    return taken != value.startswith("^")
+
+
+def _state(machine: Machine, interface: str) -> str:
+    """Of a virtual interface the kernel does not know; that is taken for up."""
+    state = machine.read(f"/sys/class/net/{interface}/operstate") or "unknown"
+    return "up" if state == "unknown" else state
+
+
+def _forced(machine: Machine, name: str) -> bool:
+    value = machine.environment.get(name, "")
+    return value == "0" if name.endswith("ENABLE") else value not in ("", "0")
+
+
+def _route(machine: Machine, allowed: list[str]) -> Finding:
+    master = machine.environment.get("MASTER_ADDR")
+    if not master or not allowed:
+        return ROUTE.skipped("MASTER_ADDR and NCCL_SOCKET_IFNAME are not both set, and well")
+    said = machine.ask("route", "ip", "route", "get", master)
+    words = said.text.split() if said else []
+    device = words[words.index("dev") + 1] if "dev" in words[:-1] else None
+    if device is None or device == "lo":
+        return ROUTE.skipped(f"no route to {master} over a network")
+    return ROUTE.well(device) if device in allowed else ROUTE.broken(device, device, f"one of {', '.join(allowed)}")
+
+
+def _cards(machine: Machine) -> list[Finding]:
+    chosen, there = machine.environment.get("NCCL_IB_HCA", ""), ports.ports(machine)
+    if not chosen:
+        return [CARDS.skipped("NCCL_IB_HCA is not set")]
+    mark = "=" if "=" in chosen[:2] else ""
+    names = [name for name in chosen.lstrip("^=").split(",") if name]
+    missing = [name for name in names if not any(ports.matches(mark + name, port) for port in there.values())]
+    if not there:
+        missing = names
+    return [CARDS.broken(name, "not there", f"some of {', '.join(there) or 'none'}") for name in missing] or [
+        CARDS.well(chosen)
+    ]

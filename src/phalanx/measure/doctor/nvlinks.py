@@ -1,0 +1,93 @@
+"""NVLinks: all up, as fast as each other, without errors, and what routes them at work."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.measure.doctor import pci, smi
+from phalanx.measure.doctor.expected import Expected
+from phalanx.measure.doctor.finding import Finding, Rule, judge, usual
+from phalanx.measure.doctor.machine import Machine
+
+ERRORS = 5
+"""Imbue warns of 5 errors of a link; a few since boot are usual."""
+SLOWER = 0.99
+"""Of the usual speed of a link: its figures are rounded."""
+ACTIVE = Rule(
+    "nvlink.active", "inactive links", "FAIL", "none where the GPU has active ones", "links",
+    "Imbue (inactive is an error)",
+    "drain the node; reset the GPUs, restart the fabric manager, then have {device} reseated",
+    "nvidia-smi nvlink --status",
+)  # fmt: skip
+COUNT = Rule(
+    "nvlink.count", "links of each GPU", "FAIL", "as many as the others'", "links", "OCI (count and speed)",
+    "drain the node and have {device} and its baseboard tested", "nvidia-smi nvlink --status; nvidia-smi topo -m",
+)  # fmt: skip
+SPEED = Rule(
+    "nvlink.speed", "slowest link of each GPU", "FAIL", "as fast as the others", "GB/s", "OCI (count and speed)",
+    "reset {device}; if the link stays slow, have it replaced", "nvidia-smi nvlink --status",
+)  # fmt: skip
+ERRORS_RULE = Rule(
+    "nvlink.errors", "replay, recovery and CRC errors of its worst link since the driver was loaded", "WARN",
+    f"less than {ERRORS}", "errors", "Imbue (>= 5 errors warn)",
+    "watch whether they grow in a benchmark; if so, have {device} reseated", "nvidia-smi nvlink -e",
+)  # fmt: skip
+FABRIC = Rule(
+    "nvlink.fabric_manager", "nvidia-fabricmanager, where there are NVSwitches", "FAIL", "active", "",
+    "NVIDIA, Fabric Manager User Guide",
+    "start it, of the driver's very version: without it CUDA fails on this machine",
+    "systemctl restart nvidia-fabricmanager; journalctl -u nvidia-fabricmanager",
+)  # fmt: skip
+RULES = (ACTIVE, COUNT, SPEED, ERRORS_RULE, FABRIC)
+LINK = re.compile(r"Link (\d+): (?:(<?inactive>?)|([\d.]+) GB/s)", re.IGNORECASE)
+ERROR = re.compile(r"Link (\d+): .*Errors?: (\d+)")
+
+
+def check(machine: Machine, _: Expected) -> list[Finding]:
+    """NVLinks of GPUs that have some."""
+    status = {gpu: LINK.findall("\n".join(lines)) for gpu, lines in _lines(machine, "smi_nvlink", "--status").items()}
+    speeds = {gpu: [float(speed) for _, down, speed in links if not down] for gpu, links in status.items()}
+    if not any(speeds.values()):
+        return [rule.skipped("the GPUs have no NVLinks") for rule in RULES]
+    down = {gpu: sum(bool(off) for _, off, _ in links) for gpu, links in status.items() if speeds[gpu]}
+    counts = {gpu: len(links) for gpu, links in status.items()}
+    slowest = {gpu: min(mine) for gpu, mine in speeds.items() if mine}
+    usually, fast = usual(counts.values()), usual(slowest.values()) or 0.0
+    return [
+        *judge(ACTIVE, down, lambda count: count > 0),
+        *judge(COUNT, counts, lambda count: count != usually, f"{usually}"),
+        *judge(SPEED, slowest, lambda speed: speed < SLOWER * fast, f"{fast:g}"),
+        *judge(ERRORS_RULE, worst_errors(machine), lambda count: count >= ERRORS),
+        *_fabric_manager(machine),
+    ]
+
+
+def errors(machine: Machine) -> dict[str, int]:
+    """Errors of every kind of each link, as "GPU0 link 3"; raises Skip where nvidia-smi does not say."""
+    found: dict[str, int] = {}
+    for gpu, lines in _lines(machine, "smi_nvlink_errors", "-e").items():
+        for link, count in ERROR.findall("\n".join(lines)):
+            found[f"{gpu} link {link}"] = found.get(f"{gpu} link {link}", 0) + int(count)
+    return found
+
+
+def worst_errors(machine: Machine) -> dict[str, int]:
+    """Of each GPU those of its worst link."""
+    found: dict[str, int] = {}
+    for link, count in errors(machine).items():
+        gpu = link.partition(" ")[0]
+        found[gpu] = max(found.get(gpu, 0), count)
+    return found
+
+
+def _lines(machine: Machine, name: str, flag: str) -> dict[str, list[str]]:
+    return smi.by_gpu(smi.answer(machine, name, "nvlink", flag))
+
+
+def _fabric_manager(machine: Machine) -> list[Finding]:
+    if not pci.devices(machine, pci.BRIDGE, pci.NVIDIA):
+        return [FABRIC.skipped("no NVSwitch")]
+    said = machine.ask("fabric_manager", "systemctl", "is-active", "nvidia-fabricmanager")
+    if said is None or "systemd" in said.text or "bus" in said.text:
+        return [FABRIC.skipped("systemd does not answer here (in a container?)")]
+    return judge(FABRIC, {"nvidia-fabricmanager": smi.first_line(said.text)}, lambda state: state != "active")

@@ -1,0 +1,26 @@
+"""What is on the PCI bus, from sysfs."""
+
+from __future__ import annotations
+
+from phalanx.measure.doctor.machine import Machine
+
+DEVICES = "/sys/bus/pci/devices"
+NVIDIA, MELLANOX = "0x10de", "0x15b3"
+GPU, BRIDGE, NETWORK = ("0x0300", "0x0302"), ("0x0680",), ("0x0200", "0x0207")
+"""Beginnings of class codes (PCI Code and ID Assignment Specification); an NVSwitch is a bridge."""
+
+
+def devices(machine: Machine, kinds: tuple[str, ...], vendor: str | None = None) -> list[str]:
+    """Addresses of the devices of some classes: 0000:1b:00.0."""
+    found = []
+    for path in machine.listing(f"{DEVICES}/*"):
+        kind = machine.read(f"{path}/class") or ""
+        if kind.startswith(kinds) and vendor in (None, machine.read(f"{path}/vendor")):
+            found.append(path.rpartition("/")[2])
+    return found
+
+
+def address(text: str) -> str:
+    """An address of nvidia-smi (00000000:1B:00.0) or of the driver's log (0000:1b:00) as sysfs has it."""
+    domain, _, rest = text.strip().lower().partition(":")
+    return f"{domain[-4:]}:{rest}" + ("" if "." in rest else ".0")

@@ -1,0 +1,136 @@
+"""RDMA devices and their ports, from sysfs: no tool is needed, in containers either."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from phalanx.measure.doctor.expected import Expected
+from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge, usual
+from phalanx.measure.doctor.machine import Machine
+from phalanx.measure.doctor.smi import number
+
+NONE = "no RDMA device"
+ROOT = "/sys/class/infiniband"
+FLAPS = 5
+"""AZNHC: more than 5 link flaps in 24 h."""
+DAY = 86400
+ROUNDED = 0.99
+STATE = Rule(
+    "rdma.state", "state of each port", "FAIL", "4: ACTIVE, 5: LinkUp", "", "GCM, OCI",
+    "check cable and transceiver of {device}, and its switch port; leave it out with NCCL_IB_HCA until then",
+    "cat /sys/class/infiniband/*/ports/*/{state,phys_state}; mlxlink -d {device}",
+)  # fmt: skip
+RATE = Rule(
+    "rdma.rate", "rate of each port", "FAIL", "as fast as the others, and as the run counts on", "Gb/s",
+    "AZNHC (rate 400), OCI",
+    "check cable, transceiver and switch port of {device}; a card for storage is left out by NCCL_IB_HCA",
+    "cat /sys/class/infiniband/*/ports/*/rate; mlxlink -d {device}",
+)  # fmt: skip
+FLAPPING = Rule(
+    "rdma.flaps", "times that a link went down, in 24 h since boot", "WARN", f"at most {FLAPS}", "flaps",
+    "AZNHC (> 5 flaps in 24 h)", "clean or replace cable and transceiver of {device}",
+    "cat /sys/class/infiniband/*/ports/*/counters/link_downed",
+)  # fmt: skip
+FIRMWARE = Rule(
+    "rdma.firmware", "firmware of cards of one kind", "WARN", "the same", "", "Primus, GCM (manifest)",
+    "update {device} to the firmware of the others", "mlxfwmanager --query",
+)  # fmt: skip
+RULES = (STATE, RATE, FLAPPING, FIRMWARE)
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port of an RDMA device."""
+
+    device: str
+    number: str
+    roce: bool
+    """Over Ethernet."""
+    interface: str | None
+    """Its Ethernet interface, or that of IP over InfiniBand."""
+
+    @property
+    def path(self) -> str:
+        """Its directory."""
+        return f"{ROOT}/{self.device}/ports/{self.number}"
+
+
+def devices(machine: Machine) -> list[str]:
+    """mlx5_0, ..."""
+    return [path.rpartition("/")[2] for path in machine.listing(f"{ROOT}/*")]
+
+
+def ports(machine: Machine) -> dict[str, Port]:
+    """Every port by its name: mlx5_0, or of a device with several mlx5_0:2."""
+    found = {}
+    for device in devices(machine):
+        interfaces = [path.rpartition("/")[2] for path in machine.listing(f"{ROOT}/{device}/device/net/*")]
+        for path in machine.listing(f"{ROOT}/{device}/ports/*"):
+            number = path.rpartition("/")[2]
+            roce = machine.read(f"{path}/link_layer") == "Ethernet"
+            name = device if number == "1" else f"{device}:{number}"
+            found[name] = Port(device, number, roce, interfaces[0] if interfaces else None)
+    return found
+
+
+def selected(machine: Machine) -> dict[str, Port]:
+    """The ports that NCCL would use: those that NCCL_IB_HCA names, or all. Raises Skip where there are none."""
+    found = ports(machine)
+    if not found:
+        raise Skip(NONE)
+    chosen = machine.environment.get("NCCL_IB_HCA", "")
+    return {name: port for name, port in found.items() if not chosen or matches(chosen, port)}
+
+
+def matches(chosen: str, port: Port) -> bool:
+    """Whether a list in the form of NCCL_IB_HCA takes a port: names, or beginnings of names; with = the very names;
+    with ^ all others (NCCL's documentation)."""
+    listed = [name.partition(":") for name in chosen.lstrip("^=").split(",") if name]
+    exact = "=" in chosen[:2]
+    taken = any(
+        (port.device == name if exact else port.device.startswith(name)) and number in ("", port.number)
+        for name, _, number in listed
+    )
+    return taken != chosen.startswith("^")
+
+
+def check(machine: Machine, expected: Expected) -> list[Finding]:
+    """State and speed of the ports that NCCL would use."""
+    mine = selected(machine)
+    states = {name: _joined(machine, port, "state", "phys_state") for name, port in mine.items()}
+    up = {name: port for name, port in mine.items() if states[name].startswith("4:")}
+    rates = {name: number(machine.read(f"{port.path}/rate") or "") or 0.0 for name, port in up.items()}
+    wanted = max(_wanted_gbps(expected, len(mine)), usual(rates.values()) or 0.0)
+    days = max(1.0, (number(machine.read("/proc/uptime") or "") or 0) / DAY)
+    downs = {
+        name: number(machine.read(f"{port.path}/counters/link_downed") or "") or 0.0 for name, port in mine.items()
+    }
+    return [
+        *judge(STATE, states, lambda state: not re.match(r"4:.*5:", state)),
+        *judge(RATE, rates, lambda rate: rate < ROUNDED * wanted, f"at least {wanted:g}"),
+        *judge(FLAPPING, {name: round(count / days, 1) for name, count in downs.items()}, lambda count: count > FLAPS),
+        *_firmware(machine, mine),
+    ]
+
+
+def _joined(machine: Machine, port: Port, *names: str) -> str:
+    return ", ".join(machine.read(f"{port.path}/{name}") or "unknown" for name in names)
+
+
+def _wanted_gbps(expected: Expected, cards: int) -> float:
+    """What each card must carry for the network that the run's cluster is said to have."""
+    speed, ranks = expected.network_bytes_per_second, expected.ranks
+    return 8e-9 * speed * ranks / cards if speed and ranks else 0.0
+
+
+def _firmware(machine: Machine, mine: dict[str, Port]) -> list[Finding]:
+    versions = {port.device: machine.read(f"{ROOT}/{port.device}/fw_ver") or "" for port in mine.values()}
+    kinds = {device: machine.read(f"{ROOT}/{device}/board_id") or "" for device in versions}
+    common = {kind: usual(versions[device] for device in versions if kinds[device] == kind) for kind in kinds.values()}
+    other = [
+        FIRMWARE.broken(device, version, common[kinds[device]] or "")
+        for device, version in versions.items()
+        if version != common[kinds[device]]
+    ]
+    return other or judge(FIRMWARE, versions, lambda _: False)

@@ -1,0 +1,42 @@
+"""Every rule in one table, for docs/doctor.md: `python -m phalanx.measure.doctor.rules` prints it."""
+
+from __future__ import annotations
+
+from phalanx.measure.doctor import between, counters, examine, gather
+from phalanx.measure.doctor.finding import Rule
+
+TITLES = {
+    "gpus": "GPUs", "ecc": "Memory of GPUs", "nvlinks": "NVLink", "topology": "Topology", "pcie": "PCIe",
+    "software": "Drivers and libraries", "ports": "RDMA ports", "gid": "RoCE: addresses",
+    "mtu": "RoCE: sizes of packets", "roce": "RoCE: without loss", "nccl_variables": "Variables of NCCL",
+    "nccl_log": "NCCL's log", "limits": "Limits", "memory": "Memory", "disk": "Disk", "clock": "Clock", "cpu": "CPUs",
+    "kernel_log": "The kernel's log",
+}  # fmt: skip
+
+
+def sections() -> dict[str, tuple[Rule, ...]]:
+    """Rules by what they are about."""
+    return {
+        **{TITLES[examine.name_of(check)]: check.RULES for check in examine.CHECKS},
+        "Whatever a check asks": examine.RULES,
+        "Nodes beside each other (`--gather`)": gather.RULES,
+        "Between nodes (`phalanx.train.checkup`, `--collectives`)": between.RULES,
+        "Error counters, before and after that": counters.RULES,
+    }
+
+
+def table() -> str:
+    """In Markdown."""
+    lines = []
+    for title, rules in sections().items():
+        lines += [f"## {title}", "", "| id | | measured | well | source | what to do |", "|---|---|---|---|---|---|"]
+        for rule in rules:
+            well = f"{rule.threshold} {rule.unit}".strip()
+            cells = (f"`{rule.id}`", rule.severity, rule.measures, well, rule.source, rule.remedy)
+            lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

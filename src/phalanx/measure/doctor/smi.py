@@ -1,0 +1,74 @@
+"""nvidia-smi's answers."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.measure.doctor import pci
+from phalanx.measure.doctor.finding import Skip
+from phalanx.measure.doctor.machine import Machine, Stuck
+
+Row = dict[str, str]
+GPU_LINE = re.compile(r"GPU (\d+):")
+
+
+def answer(machine: Machine, name: str, *words: str) -> str:
+    """What nvidia-smi says; raises Skip where it says nothing, which is for the check of GPUs to judge."""
+    try:
+        said = machine.ask(name, "nvidia-smi", *words)
+    except Stuck as error:
+        raise Skip(str(error)) from None
+    if said is None:
+        raise Skip("no NVIDIA GPU" if not pci.devices(machine, pci.GPU, pci.NVIDIA) else "no nvidia-smi")
+    if said.code:
+        raise Skip(f"nvidia-smi {' '.join(words)}: {first_line(said.text)}")
+    return said.text
+
+
+def query(machine: Machine, name: str, what: str, *fields: str) -> dict[str, Row]:
+    """Some fields of each GPU."""
+    return table(answer(machine, name, f"--query-{what}={','.join(fields)}", "--format=csv,nounits"), fields)
+
+
+def table(text: str, fields: tuple[str, ...]) -> dict[str, Row]:
+    """Rows of --format=csv,nounits by GPU: GPU0 by `index`, else by the first field. By order: what heads a column is
+    not always what was asked for (clocks_throttle_reasons of new drivers). A row that is cut off has what it has."""
+    lines = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if "," in line][1:]
+    if not lines:
+        raise Skip(f"nvidia-smi has no table: {first_line(text)}")
+    rows = [dict(zip(fields, line, strict=False)) for line in lines]
+    return {f"GPU{row['index']}" if "index" in row else row[fields[0]]: row for row in rows}
+
+
+def numbers(rows: dict[str, Row], field: str) -> dict[str, float]:
+    """A field of each GPU that has a number there (not "[N/A]")."""
+    found = {gpu: number(row.get(field, "")) for gpu, row in rows.items()}
+    return {gpu: value for gpu, value in found.items() if value is not None}
+
+
+def words(rows: dict[str, Row], field: str) -> dict[str, str]:
+    """A field of each GPU that has one (not "[N/A]")."""
+    return {gpu: row[field] for gpu, row in rows.items() if row.get(field) and "N/A" not in row[field]}
+
+
+def by_gpu(text: str) -> dict[str, list[str]]:
+    """The lines below each "GPU 0: ..." of nvidia-smi nvlink."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        match = GPU_LINE.match(line.strip())
+        if match:
+            found[f"GPU{match[1]}"] = mine = []
+        elif found:
+            mine.append(line.strip())
+    return found
+
+
+def number(text: str) -> float | None:
+    """The number that a text begins with."""
+    match = re.match(r"\s*(-?\d+(\.\d+)?)", text)
+    return float(match[1]) if match else None
+
+
+def first_line(text: str) -> str:
+    """The first line that says something."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "nothing")

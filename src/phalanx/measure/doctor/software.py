@@ -1,0 +1,108 @@
+"""Drivers and libraries of one node: that they fit each other. Whether nodes have the same is judged where several are
+gathered."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from phalanx.measure.doctor import pci, ports, smi
+from phalanx.measure.doctor.expected import Expected
+from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge
+from phalanx.measure.doctor.machine import Machine, Stuck
+
+TORCH_SECONDS = 40
+"""From a cold network disk its libraries take long."""
+IMPORTS = Rule(
+    "software.torch", "PyTorch", "FAIL", f"is imported within {TORCH_SECONDS} s", "", "ours",
+    "install it, or move the environment to a faster disk", "python -X importtime -c 'import torch'",
+)  # fmt: skip
+CUDA = Rule(
+    "software.cuda", "GPUs that PyTorch can use", "FAIL", "all that nvidia-smi lists, or CUDA_VISIBLE_DEVICES names",
+    "GPUs", "Primus (torch count = smi count)",
+    "install a PyTorch for this driver's CUDA, or a newer driver; start the fabric manager",
+    "python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count()); torch.zeros(1).cuda()'",
+)  # fmt: skip
+DRIVER = Rule(
+    "software.driver", "NVIDIA's kernel module and its libraries", "FAIL", "of one version", "",
+    "NVIDIA (Driver/library version mismatch)", "reboot, or load the module of the installed version",
+    "cat /proc/driver/nvidia/version; nvidia-smi",
+)  # fmt: skip
+PEER = Rule(
+    "software.peer_memory", "nvidia_peermem, or dma-buf by the open kernel module", "WARN", "one of them is there", "",
+    "NVIDIA, GPUDirect RDMA", "load it: RDMA goes through the host's memory else", "modprobe nvidia_peermem",
+)  # fmt: skip
+RULES = (IMPORTS, CUDA, DRIVER, PEER)
+PROGRAM = (
+    "import json, torch; there = torch.cuda.is_available(); "
+    "print(json.dumps({'torch': torch.__version__, 'cuda': torch.version.cuda, 'gpus': torch.cuda.device_count(), "
+    "'nccl': '.'.join(map(str, torch.cuda.nccl.version())) if there else None, "
+    "'devices': [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}))"
+)
+
+
+class NotImportedError(Exception):
+    """PyTorch cannot be imported: the message is its last word."""
+
+
+def check(machine: Machine, _: Expected) -> list[Finding]:
+    """PyTorch, and on nodes with GPUs the driver."""
+    try:
+        known = torch_facts(machine)
+    except Stuck:
+        return [IMPORTS.broken("torch", f"no answer in {TORCH_SECONDS} s")]
+    except NotImportedError as error:
+        return [IMPORTS.broken("torch", str(error))]
+    imported = IMPORTS.well(str(known["torch"]))
+    if not pci.devices(machine, pci.GPU, pci.NVIDIA) and not known["gpus"]:
+        return [imported, *(rule.skipped("no NVIDIA GPU") for rule in (CUDA, DRIVER, PEER))]
+    return [imported, *_cuda(machine, known), *_driver(machine), *_peer_memory(machine)]
+
+
+def torch_facts(machine: Machine) -> dict[str, Any]:
+    """Versions of PyTorch, its CUDA and NCCL, and the GPUs that it sees, told by a process of its own. Raises
+    NotImportedError with its last word where it does not tell, Skip where that was not recorded, and Stuck."""
+    said = machine.ask("torch", sys.executable, "-c", PROGRAM, seconds=TORCH_SECONDS)
+    if said is None:
+        raise Skip("not recorded")
+    line = said.text.strip().rpartition("\n")[2]
+    try:
+        known = json.loads(line)
+        return {name: known[name] for name in ("torch", "cuda", "nccl", "gpus")}
+    except (ValueError, KeyError, TypeError):
+        raise NotImportedError(line or "nothing") from None
+
+
+def _cuda(machine: Machine, known: dict[str, Any]) -> list[Finding]:
+    visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
+    try:
+        there = len(smi.query(machine, "smi_names", "gpu", "index", "name"))
+    except Skip as skipped:
+        return [CUDA.skipped(str(skipped))]
+    wanted = there if visible is None else min(there, len([each for each in visible.split(",") if each]))
+    return judge(CUDA, {"torch": int(known["gpus"])}, lambda count: count < wanted, f"{wanted}")
+
+
+def _driver(machine: Machine) -> list[Finding]:
+    module = machine.read("/sys/module/nvidia/version")
+    try:
+        rows = smi.query(machine, "smi_driver", "gpu", "index", "driver_version")
+    except Skip as skipped:
+        return [DRIVER.skipped(str(skipped))]
+    if module is None:
+        return [DRIVER.skipped("/sys/module/nvidia/version is not there (in a container?)")]
+    library = next(iter(smi.words(rows, "driver_version").values()), "unknown")
+    return judge(DRIVER, {"nvidia": module}, lambda version: version != library, library)
+
+
+def _peer_memory(machine: Machine) -> list[Finding]:
+    if not ports.devices(machine):
+        return [PEER.skipped(ports.NONE)]
+    opened = "Open Kernel Module" in (machine.read("/proc/driver/nvidia/version") or "")
+    loaded = "nvidia_peermem" in (machine.read("/proc/modules") or "")
+    return (
+        [PEER.well("nvidia_peermem" if loaded else "dma-buf")]
+        if loaded or opened
+        else [PEER.broken("nvidia_peermem", "not loaded")]
+    )

@@ -1,0 +1,58 @@
+"""What joins GPUs and network cards, by `nvidia-smi topo -m`: the matrix that `phalanx placement --topology` takes."""
+
+from __future__ import annotations
+
+from phalanx.measure.doctor import ports, smi
+from phalanx.measure.doctor.expected import Expected
+from phalanx.measure.doctor.finding import Finding, Rule, judge
+from phalanx.measure.doctor.machine import Machine
+from phalanx.spec.errors import UserError
+from phalanx.spec.node import PATHS
+from phalanx.spec.nvidia_smi import parse_matrix
+
+NEAR = "PXB"
+"""NCCL takes GPUDirect RDMA up to here by default: over PCIe bridges, not over the CPU (NCCL_NET_GDR_LEVEL)."""
+READABLE = Rule(
+    "topology.readable", "the matrix of nvidia-smi topo -m", "WARN", "can be read", "", "phalanx.spec.nvidia_smi",
+    "look at it: `phalanx placement` cannot use it", "nvidia-smi topo -m",
+)  # fmt: skip
+ISLANDS = Rule(
+    "topology.nvlink", "GPUs that NVLinks join", "FAIL", "groups of one size, each GPU with as many links", "",
+    "NVIDIA, NVSwitch (every pair joined)", "drain the node: some GPUs talk over PCIe; reset GPUs and fabric manager",
+    "nvidia-smi topo -m",
+)  # fmt: skip
+LOCALITY = Rule(
+    "topology.nic", "way from each GPU to its nearest network card", "WARN", f"PIX or {NEAR}", "",
+    "NCCL (NCCL_NET_GDR_LEVEL, default PXB)",
+    "give each GPU a card below its own PCIe switch, or have it moved there: data of {device} goes through the CPU",
+    "nvidia-smi topo -m; phalanx placement RUN.toml --topology FILE",
+)  # fmt: skip
+RULES = (READABLE, ISLANDS, LOCALITY)
+
+
+def check(machine: Machine, _: Expected) -> list[Finding]:
+    """The matrix, if there are GPUs."""
+    text = matrix(machine)
+    try:
+        node = parse_matrix(text)
+    except UserError as error:
+        return [READABLE.broken("", error.problem)]
+    domains = node.domains()
+    linked = [count for count in node.nvlinks if count is not None]
+    sizes = sorted(len(domain) for domain in domains)
+    uneven = len(set(sizes)) > 1 or len(set(linked)) > 1
+    few = min(range(len(linked)), key=linked.__getitem__, default=0)
+    groups = ", ".join(map(str, sizes))
+    islands = f"groups of {groups}; {min(linked, default=0)} to {max(linked, default=0)} links"
+    nearest = {gpu: min(paths, key=PATHS.index) for gpu, paths in zip(node.gpus, node.nic_paths, strict=True) if paths}
+    far = PATHS[PATHS.index(NEAR) + 1 :]
+    return [
+        READABLE.well(f"{len(node.gpus)} GPUs, {len(node.nics)} network cards"),
+        ISLANDS.broken(node.gpus[few], islands) if uneven else ISLANDS.well(islands),
+        *(judge(LOCALITY, nearest, far.__contains__) if ports.devices(machine) else [LOCALITY.skipped(ports.NONE)]),
+    ]
+
+
+def matrix(machine: Machine) -> str:
+    """What nvidia-smi topo -m prints; raises Skip where there is no GPU."""
+    return smi.answer(machine, "smi_topology", "topo", "-m")

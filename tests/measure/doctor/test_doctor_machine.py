@@ -1,0 +1,184 @@
+"""What checks ask of a machine: in time, recorded and played back, and whatever it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from phalanx.measure.doctor import examine
+from phalanx.measure.doctor.children import Answer, run
+from phalanx.measure.doctor.counters import read
+from phalanx.measure.doctor.expected import Expected
+from phalanx.measure.doctor.facts import facts
+from phalanx.measure.doctor.finding import Finding, Skip
+from phalanx.measure.doctor.machine import COMMAND_SECONDS, Machine, Stuck
+from tests.measure.doctor import h100_record
+
+CPU = Path(__file__).parent / "cpu_record"
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ended, within 10 s."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    """It ignores SIGTERM, and its child holds its stdout."""
+    pids = tmp_path / "pids"
+    program = f"trap '' TERM; sleep 1000 & echo $$ $! > {pids}; echo begun; wait"
+    begun = time.monotonic()
+    answer = run(["sh", "-c", program], 2)
+    assert time.monotonic() - begun < 60
+    assert (answer.text, answer.code) == ("begun\n", None)
+    assert all(gone(int(pid)) for pid in pids.read_text().split())
+
+
+def test_what_hangs_is_a_finding_and_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this machine, for real: an nvidia-smi that never answers, a check that hangs by itself, in a file that never
+    ends; and beside them faults of the environment."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nsleep 1000\n")
+    program.chmod(0o755)
+    os.mkfifo(tmp_path / "log")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "log"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setattr(examine, "CHECK_SECONDS", 20)
+    begun = time.monotonic()
+    found = examine.examine(Machine(), Expected(gpus=8, quick=True))
+    assert time.monotonic() - begun < 60  # what --quick promises
+    wrong = {each.id: each for each in found if each.severity in ("FAIL", "WARN")}
+    assert set(wrong) == {"gpu.answers", "doctor.stuck", "nccl.interface", "nccl.left_over"}
+    assert wrong["gpu.answers"].measured == f"no answer in {COMMAND_SECONDS} s"
+    assert (wrong["doctor.stuck"].device, wrong["doctor.stuck"].measured) == ("nccl_log", "no answer in 20 s")
+    assert (wrong["nccl.interface"].device, wrong["nccl.interface"].measured) == ("GLOO_SOCKET_IFNAME", "nosuch0")
+    assert all(each.remedy for each in wrong.values())
+    assert {each.id for each in found if each.severity == "OK"} >= {"host.shm", "disk.write", "kernel.xid"}
+
+
+def test_a_recorded_answer_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "commands").mkdir()
+    (tmp_path / "commands/one.txt").write_text("what it said\n[exit 7]\n")
+    (tmp_path / "commands/two.txt").write_text("[no answer]\n")
+    machine = Machine(tmp_path)
+    assert machine.ask("one", "anything") == Answer("what it said", 7)
+    with pytest.raises(Stuck):
+        machine.ask("two", "anything")
+    assert machine.ask("three", "anything") is None
+
+
+def test_a_machine_is_recorded_and_played_back(tmp_path: Path) -> None:
+    """This one: its record says of it what it itself says."""
+    here = examine.node(Machine(record=tmp_path / "record"), Expected(quick=True, directory=str(tmp_path)))
+    again = examine.node(Machine(tmp_path / "record"), Expected(quick=True, directory=str(tmp_path)))
+    assert again == here
+    assert here.facts["kernel"] == os.uname().release
+    assert {each.id for each in here.findings} >= {"software.torch", "host.shm", "disk.write", "kernel.xid"}
+    assert read(Machine(tmp_path / "record")).keys() == read(Machine()).keys()
+
+
+def test_a_recorded_failure_plays_back(tmp_path: Path) -> None:
+    here = Machine(record=tmp_path)
+    here.ask("false", sys.executable, "-c", "print('no'); raise SystemExit(3)")
+    assert Machine(tmp_path).ask("false") == Answer("no", 3)
+    with pytest.raises(Stuck):
+        here.ask("slow", "sleep", "1000", seconds=0.2)
+    with pytest.raises(Stuck):
+        Machine(tmp_path).ask("slow")
+
+
+def test_the_captured_machine_is_well() -> None:
+    """Two cores, no GPU, no RDMA: what has no meaning there is skipped with a reason, and nothing is found."""
+    found = examine.examine(Machine(CPU), Expected(gpus=0, ranks=2, rank_bytes=2**30, checkpoints_bytes=10**9))
+    assert {each.severity for each in found} == {"OK", "SKIP"}
+    skipped = {each.id: each.measured for each in found if each.severity == "SKIP"}
+    assert skipped["gpus"] == skipped["software.cuda"] == "no NVIDIA GPU"
+    assert skipped["ports"] == skipped["host.memlock"] == "no RDMA device"
+    assert all(skipped.values())
+    assert "memory.headroom" in {each.id for each in found if each.severity == "OK"}
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "rule", "severity", "device"),
+    [
+        ("commands/df_shm.txt", r"tmpfs .*", "shm 65536 0 65536 0% /dev/shm", "host.shm", "FAIL", "/dev/shm"),
+        ("commands/df_runs.txt", r"\d+%", "99%", "disk.very_full", "FAIL", "."),
+        ("commands/write.txt", r"in [\d.]+ s", "in 30.1 s", "disk.write", "WARN", "."),
+        ("commands/torch.txt", r"(?s).*", "[no answer]", "software.torch", "FAIL", "torch"),
+        ("proc/meminfo", r"MemAvailable: +\d+", "MemAvailable: 900000", "memory.available", "WARN", ""),
+        ("sys/devices/system/cpu/offline", r"\s*$", "1", "cpu.offline", "WARN", "1"),
+        ("commands/kernel_log.txt", r"$", "Out of memory: Killed process 7 (pt_main)", "kernel.out_of_memory",
+        "WARN", "pt_main"),
+        ("commands/kernel_log.txt", r"$", "I/O error, dev vda, sector 8", "kernel.disk", "FAIL", "vda"),
+    ],
+)  # fmt: skip
+def test_a_fault_planted_in_the_captured_machine_is_found(
+    path: str, old: str, new: str, rule: str, severity: str, device: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "record"
+    shutil.copytree(CPU, root)
+    text = (root / path).read_text()
+    (root / path).write_text(re.sub(old, new, text, count=1))
+    assert (root / path).read_text() != text
+    (found,) = [each for each in examine.examine(Machine(root), Expected()) if each.severity in ("WARN", "FAIL")]
+    assert (found.id, found.severity, found.device) == (rule, severity, device)
+
+
+def test_a_run_for_gpus_fails_where_there_are_none() -> None:
+    found = [each for each in examine.examine(Machine(CPU), Expected(gpus=8)) if each.severity == "FAIL"]
+    assert [(each.id, each.measured) for each in found] == [("gpu.answers", "not installed")]
+
+
+@pytest.mark.parametrize("mutilated", ["", "\x00\ufffd ][,:%\n-1 nan\n", "half"])
+def test_nothing_that_a_machine_says_is_an_error(mutilated: str, tmp_path: Path) -> None:
+    """Each file of the record empty, nonsense, or cut off: checks find, skip, or do without; none raises."""
+    h100_record.write(tmp_path)
+    expected = Expected(gpus=8, ranks=8, nccl_log="/nccl.log")
+    others = re.compile("mlx5_[1-7]|ens[1-7]|0000:[4569cd]")  # the first of each kind is enough
+    files = [path for path in sorted(tmp_path.rglob("*")) if path.is_file() and not others.search(str(path))]
+    assert len(files) > 80
+    for path in files:
+        text = path.read_text()
+        path.write_text(text[: len(text) // 2] if mutilated == "half" else mutilated)
+        machine = Machine(tmp_path)
+        found = [each for check in examine.CHECKS for each in _raising(check, machine, expected)]
+        assert found
+        facts(machine)
+        read(machine)
+        path.write_text(text)
+
+
+def _raising(check: object, machine: Machine, expected: Expected) -> list[Finding]:
+    """As `examine.findings` without its last resort."""
+    with suppress(Skip):
+        return check.check(machine, expected)  # type: ignore[attr-defined]
+    return []
+
+
+def test_what_no_parser_has_seen_yet_is_a_finding(tmp_path: Path) -> None:
+    class Broken:
+        __name__ = "phalanx.measure.doctor.broken"
+
+        @staticmethod
+        def check(machine: Machine, expected: Expected) -> list[Finding]:
+            raise ZeroDivisionError("a bug")
+
+    (found,) = examine.findings(Broken(), Machine(tmp_path), Expected())
+    assert (found.id, found.device, found.severity) == ("doctor.unreadable", "broken", "WARN")
+    assert found.measured == "ZeroDivisionError: a bug"

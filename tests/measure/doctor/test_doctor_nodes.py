@@ -1,0 +1,254 @@
+"""Several nodes: facts in which one differs, clocks, error counters around a benchmark, collectives and pairs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.measure.doctor import between, counters, examine, gather
+from phalanx.measure.doctor.between import LARGE_BYTES, Reached
+from phalanx.measure.doctor.expected import Expected
+from phalanx.measure.doctor.finding import Finding
+from phalanx.measure.doctor.gather import Node
+from phalanx.measure.doctor.machine import Machine
+from phalanx.spec.errors import UserError
+from tests.measure.doctor import h100_record
+
+HOSTS = ("node1", "node2", "node3", "node4")
+
+
+def wrong(found: list[Finding]) -> list[Finding]:
+    return [each for each in found if each.severity in ("WARN", "FAIL")]
+
+
+@pytest.fixture(scope="module")
+def h100(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("h100")
+    h100_record.write(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def nodes(h100: Path) -> list[Node]:
+    one = examine.node(Machine(h100), Expected())
+    return [replace(one, host=host, ahead_seconds=0.01 * number) for number, host in enumerate(HOSTS)]
+
+
+def changed(nodes: list[Node], number: int, **facts: str) -> list[Node]:
+    other = replace(nodes[number], facts=nodes[number].facts | facts)
+    return [*nodes[:number], other, *nodes[number + 1 :]]
+
+
+def test_facts_are_those_of_the_record(nodes: list[Node]) -> None:
+    known = nodes[0].facts
+    assert known["NVIDIA driver"] == "570.124.06"
+    assert (known["NCCL"], known["PyTorch"], known["CUDA of PyTorch"]) == ("2.26.2", "2.7.0+cu128", "12.8")
+    assert (known["RDMA firmware"], known["RDMA MTU"], known["VBIOS"]) == ("28.42.1000", "9000", "96.00.89.00.01")
+    assert (known["kernel"], known["GPUs on the bus"], known["NCCL_IB_TC"]) == ("6.8.0-60-generic", "8", "106")
+
+
+def test_nodes_that_agree_have_no_finding(nodes: list[Node]) -> None:
+    assert wrong(gather.between(nodes, 4)) == []
+
+
+DRIFT = {
+    "NVIDIA driver": ("550.90.07", "FAIL"), "NCCL": ("2.21.5", "FAIL"), "PyTorch": ("2.6.0+cu124", "FAIL"),
+    "RDMA MTU": ("1500", "FAIL"), "GPUs on the bus": ("7", "FAIL"), "kernel": ("5.15.0-118-generic", "WARN"),
+    "RDMA firmware": ("28.39.1002", "WARN"), "VBIOS": ("96.00.74.00.01", "WARN"), "NCCL_IB_TC": ("0", "WARN"),
+    "memory GiB": ("1008", "WARN"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRIFT)
+def test_a_node_that_differs_is_found(name: str, nodes: list[Node]) -> None:
+    value, severity = DRIFT[name]
+    (found,) = wrong(gather.between(changed(nodes, 2, **{name: value}), 4))
+    assert (found.severity, found.host, found.device, found.measured) == (severity, "node3", name, value)
+    assert found.threshold == nodes[0].facts[name]
+    assert found.remedy
+
+
+def test_a_fact_that_one_node_lacks(nodes: list[Node]) -> None:
+    less = replace(nodes[1], facts={name: value for name, value in nodes[1].facts.items() if name != "NCCL_IB_TC"})
+    (found,) = wrong(gather.between([nodes[0], less, nodes[2]]))
+    assert (found.host, found.device, found.measured) == ("node2", "NCCL_IB_TC", "none")
+
+
+def test_of_two_that_differ_neither_is_blamed(nodes: list[Node]) -> None:
+    (found,) = wrong(gather.between(changed(nodes[:2], 1, NCCL="2.21.5")))
+    assert (found.host, found.severity) == ("", "FAIL")
+    assert found.measured == "node1: 2.26.2; node2: 2.21.5"
+
+
+def test_a_clock_that_is_off(nodes: list[Node]) -> None:
+    late = [*nodes[:3], replace(nodes[3], ahead_seconds=-41.0)]
+    (found,) = wrong(gather.between(late))
+    assert (found.id, found.host, found.measured) == ("nodes.clock", "node4", -41)
+
+
+def test_a_node_that_left_no_word(nodes: list[Node]) -> None:
+    (found,) = wrong(gather.between(nodes[:3], 4))
+    assert (found.id, found.measured, found.threshold) == ("nodes.missing", 3, "4")
+
+
+def test_nodes_leave_word_and_are_collected(nodes: list[Node], tmp_path: Path) -> None:
+    for node in nodes:
+        gather.leave(tmp_path, node)
+    assert gather.collect(tmp_path) == nodes
+    (tmp_path / "bad.node.json").write_text("[]")
+    with pytest.raises(UserError, match=r"bad\.node\.json"):
+        gather.collect(tmp_path)
+    with pytest.raises(UserError, match="has no"):
+        gather.collect(tmp_path / "nowhere")
+
+
+def test_the_clock_of_storage_is_that_of_this_machine(tmp_path: Path) -> None:
+    """Files here are stamped by this kernel, which may round to its ticks."""
+    assert abs(gather.storage_clock(tmp_path)) < 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_clock_beside_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 100)
+    assert gather.storage_clock(tmp_path) == pytest.approx(100, abs=1)
+
+
+# -- counters ----------------------------------------------------------------------------------------------------------
+
+
+PORT = "sys/class/infiniband/mlx5_2/ports/1"
+GROWN: dict[str, tuple[str, Callable[[str], str], str, str, str]] = {
+    "symbols": (f"{PORT}/counters/symbol_error", lambda _: "12", "counters.link", "FAIL", "mlx5_2 symbol_error"),
+    "a link that went down": (f"{PORT}/counters/link_downed", lambda _: "1", "counters.link", "FAIL",
+        "mlx5_2 link_downed"),
+    "packets out of order": (
+        f"{PORT}/hw_counters/out_of_sequence", lambda _: "90", "counters.resent", "WARN", "mlx5_2 out_of_sequence",
+    ),
+    "no answer": (
+        f"{PORT}/hw_counters/local_ack_timeout_err", lambda _: "3", "counters.resent", "WARN",
+        "mlx5_2 local_ack_timeout_err",
+    ),
+    "pause frames": (
+        "commands/ethtool_ens2np0.txt", lambda text: text.replace("pause: 0", "pause: 77"), "counters.pause", "WARN",
+        "ens2np0 rx_prio3_pause",
+    ),
+    "drops of a card": (
+        "commands/ethtool_ens2np0.txt", lambda text: text.replace("phy: 0", "phy: 5"), "counters.dropped", "WARN",
+        "ens2np0 rx_discards_phy",
+    ),
+    "broken packets": (
+        "sys/class/net/ens2np0/statistics/rx_errors", lambda _: "4", "counters.dropped", "WARN", "ens2np0 rx_errors",
+    ),
+    "PCIe": (
+        "sys/bus/pci/devices/0000:52:00.0/aer_dev_nonfatal", lambda text: text.replace("NONFATAL 0", "NONFATAL 1"),
+        "counters.pcie", "FAIL", "0000:52:00.0",
+    ),
+    "NVLink": (
+        "commands/smi_nvlink_errors.txt", lambda text: text.replace("Link 4: Replay Errors: 0",
+        "Link 4: Replay Errors: 2", 1),
+        "counters.nvlink", "FAIL", "GPU0 link 4",
+    ),
+    "ECC": ("commands/smi_uncorrected.txt", lambda text: text.replace("\n5, 0", "\n5, 1"), "counters.ecc", "FAIL",
+        "GPU5"),
+    "TCP": ("proc/net/snmp", lambda text: text.replace("100000 3", "101000 53"), "counters.tcp", "WARN", "tcp"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_a_counter_that_grew_is_found(name: str, tmp_path: Path) -> None:
+    path, edit, rule, severity, device = GROWN[name]
+    h100_record.write(tmp_path)
+    before = counters.read(Machine(tmp_path))
+    text = (tmp_path / path).read_text()
+    (tmp_path / path).write_text(edit(text))
+    assert (tmp_path / path).read_text() != text
+    after = counters.read(Machine(tmp_path))
+    (found,) = wrong(counters.grown(before, after))
+    assert (found.id, found.severity, found.device) == (rule, severity, device)
+    assert found.remedy
+    assert wrong(counters.grown(after, after)) == []  # what is old is nobody's fault
+
+
+def test_marked_packets_count_by_their_share(tmp_path: Path) -> None:
+    h100_record.write(tmp_path)
+    before = counters.read(Machine(tmp_path))
+    (tmp_path / f"{PORT}/counters/port_rcv_packets").write_text("2000000")
+    for marked, expected in ((900, []), (1100, ["mlx5_2"])):
+        (tmp_path / f"{PORT}/hw_counters/np_ecn_marked_roce_packets").write_text(f"{marked}\n")
+        found = wrong(counters.grown(before, counters.read(Machine(tmp_path))))
+        assert [each.device for each in found] == expected
+
+
+def test_every_counter_has_a_rule_that_a_fault_breaks(h100: Path) -> None:
+    broken = {fault[2] for fault in GROWN.values()} | {"counters.ecn"}
+    assert {rule.id for rule in counters.RULES} == broken
+    assert set(counters.read(Machine(h100))) == broken | {counters.PACKETS, counters.SEGMENTS}
+
+
+def test_a_counter_that_began_anew(h100: Path) -> None:
+    before = counters.read(Machine(h100))
+    reset = {**before, "counters.link": {"mlx5_0 symbol_error": 2}}
+    high = {**before, "counters.link": {"mlx5_0 symbol_error": 50}}
+    assert [each.measured for each in wrong(counters.grown(high, reset))] == [2]
+
+
+# -- collectives and pairs ---------------------------------------------------------------------------------------------
+
+
+def speeds(slow_hosts: dict[str, float] | None = None, slow_pairs: dict[tuple[str, str], float] | None = None) -> Any:
+    found = {(a, b): 50e9 for i, a in enumerate(HOSTS) for b in HOSTS[i + 1 :]}
+    for host, share in (slow_hosts or {}).items():
+        found = {pair: speed * share if host in pair else speed for pair, speed in found.items()}
+    return found | {pair: 50e9 * share for pair, share in (slow_pairs or {}).items()}
+
+
+def test_the_slow_node_is_found() -> None:
+    assert wrong(between.pairs(speeds())) == []
+    (found,) = wrong(between.pairs(speeds({"node3": 0.5})))
+    assert (found.id, found.severity, found.host, found.measured) == ("between.slow_node", "FAIL", "node3", 50)
+
+
+def test_a_slow_pair_blames_neither_node() -> None:
+    (found,) = wrong(between.pairs(speeds(slow_pairs={("node1", "node4"): 0.4})))
+    assert (found.id, found.device, found.measured) == ("between.slow_pair", "node1 - node4", 40)
+    assert [each.severity for each in between.pairs({})] == ["SKIP"]
+    assert wrong(between.pairs({("a", "b"): 1.0})) == []
+
+
+def test_collectives_are_held_against_links() -> None:
+    good = Reached("all_reduce among data", 16, LARGE_BYTES, 330e9, 400e9, 0)
+    assert wrong(between.collectives([good])) == []
+    (slow,) = wrong(between.collectives([replace(good, bus_bytes_per_second=310e9)]))
+    assert (slow.id, slow.measured, slow.threshold) == ("between.busbw", 310, "at least 320")
+    (damaged,) = wrong(between.collectives([replace(good, wrong=3)]))
+    assert (damaged.id, damaged.severity, damaged.measured) == ("between.wrong", "FAIL", 3)
+    small = replace(good, size_bytes=1024, bus_bytes_per_second=1.0)  # that is latency
+    assert wrong(between.collectives([small])) == []
+
+
+@pytest.mark.parametrize("nodes", range(2, 10))
+def test_rounds_have_every_pair_once(nodes: int) -> None:
+    rounds = between.rounds(nodes)
+    pairs = [pair for matched in rounds for pair in matched]
+    assert sorted(pairs) == [(a, b) for a in range(nodes) for b in range(a + 1, nodes)]
+    assert all(len({host for pair in matched for host in pair}) == 2 * len(matched) for matched in rounds)
+    assert len(rounds) == nodes - 1 + nodes % 2
+
+
+def test_what_ranks_found_is_gathered(tmp_path: Path) -> None:
+    assert gather.of_collectives(tmp_path) == []
+    finding = between.PAIR.broken("network", 50, host="node3")
+    (tmp_path / gather.COLLECTIVES).write_text(json.dumps([finding.__dict__]))
+    assert gather.of_collectives(tmp_path) == [finding]
+    (tmp_path / gather.COLLECTIVES).write_text("{")
+    with pytest.raises(UserError, match="is not what"):
+        gather.of_collectives(tmp_path)
+    os.remove(tmp_path / gather.COLLECTIVES)

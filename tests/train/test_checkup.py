@@ -1,0 +1,108 @@
+"""The nodes of a run, checked by its ranks: on real ranks, and on real hosts of which one has a slow link."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.measure.doctor.finding import Finding
+from phalanx.measure.doctor.gather import COLLECTIVES
+from phalanx.spec.cluster import Cluster
+from phalanx.spec.load import build_run
+from phalanx.testing import ranks
+from phalanx.testing.hosts import NoHosts, star
+from phalanx.train import checkup
+from phalanx.train.setup import to_toml
+
+RUN = {
+    "model": {"vocab": 96, "width": 32, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 64, "context": 32},
+    "training": {"sequence": 32, "tokens_per_step": 1536, "precision": "fp32"},
+    "layout": {"data": "zero3", "micro_batch": 1},
+    "cluster": {"device": "cpu"},
+}
+SLOW, FAST = 100.0, 1000.0
+"""Mbit/s of hosts' links."""
+
+
+def way(operation: str, *groups: tuple[int, ...]) -> dict[str, Any]:
+    return {"operation": operation, "groups": groups}
+
+
+def test_what_links_allow() -> None:
+    """2 nodes of 4 GPUs with 400 GB/s inside, 50 GB/s of a card for each outside."""
+    cluster, hosts = Cluster(link_bytes_per_second=400e9, network_bytes_per_second=50e9), ["a"] * 4 + ["b"] * 4
+    for asked, expected in (
+        (way("all_reduce", (0, 1, 2, 3), (4, 5, 6, 7)), 400e9),
+        (way("all_reduce", tuple(range(8))), 200e9),
+        (way("all_gather", (0, 4), (1, 5)), 50e9),
+        (way("all_to_all", tuple(range(8))), 50e9 * 7 / 4),
+        (way("send", tuple(range(8))), 50e9),
+    ):
+        assert checkup.link_bytes_per_second(asked, hosts, cluster) == pytest.approx(expected)
+    assert checkup.link_bytes_per_second(way("all_reduce", (0, 4)), hosts, Cluster()) is None
+
+
+def _pairs() -> dict[tuple[str, str], float]:
+    return checkup.pairs(["a", "a", "b", "b"] if dist.get_world_size() == 4 else ["a", "b", "c"], torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(4, {("a", "b")}), (3, {("a", "b"), ("a", "c"), ("b", "c")})])
+def test_every_pair_of_hosts_is_measured(world_size: int, expected: set[tuple[str, str]]) -> None:
+    found = ranks(world_size).run(_pairs)
+    assert all(set(speeds) == expected and all(speed > 0 for speed in speeds.values()) for speeds in found)
+
+
+def _checked() -> list[dict[str, Any]]:
+    run = build_run(json.loads(json.dumps(RUN)))
+    return [asdict(each) for each in checkup.check(run, torch.device("cpu"))]
+
+
+def test_ranks_of_one_node_check_what_the_run_sends() -> None:
+    first, *others = ranks(2).run(_checked)
+    found = {each["id"]: each for each in first}
+    assert others == [first]
+    assert {each["severity"] for each in first} <= {"OK", "SKIP", "WARN"}  # others may use the network of this machine
+    assert found["between.wrong"]["severity"] == "OK"
+    assert found["nodes.clock"]["severity"] == "OK"
+    assert found["between.slow_node"]["measured"] == "one node"
+    assert found["counters.tcp"]["host"]
+
+
+def test_a_host_with_a_slow_link_is_found(tmp_path: Path) -> None:
+    """Three hosts of their own names and networks, one of them on a link of a tenth."""
+    run = tmp_path / "run.toml"
+    run.write_text(to_toml(build_run(json.loads(json.dumps(RUN)))))
+    try:
+        with star(["n1", "n2", "n3"], FAST) as network:
+            network.shape("n3", SLOW, SLOW)
+            master = network.hosts["n1"].address
+            started = []
+            for rank, host in enumerate(network.hosts.values()):
+                environment = os.environ | {
+                    "RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                    "MASTER_ADDR": master, "MASTER_PORT": "29611", "GLOO_SOCKET_IFNAME": host.interface,
+                    "OMP_NUM_THREADS": "1",
+                }  # fmt: skip
+                program = [sys.executable, "-m", "phalanx.train.checkup", str(run), "--out", str(tmp_path / "out")]
+                named = ["unshare", "--uts", "sh", "-c", f'hostname {host.name}; exec "$@"', "sh", *program]
+                started.append(subprocess.Popen([*host.prefix, *named], env=environment))
+            try:
+                assert [process.wait(200) for process in started] == [0, 0, 0]
+            finally:
+                for process in started:
+                    process.kill()
+    except NoHosts as error:
+        pytest.skip(f"no hosts can be made here: {error}")
+    found = [Finding(**each) for each in json.loads((tmp_path / "out" / COLLECTIVES).read_text())]
+    failed = [(each.id, each.host) for each in found if each.severity == "FAIL"]
+    assert failed == [("between.slow_node", "n3")]
+    assert {each.host for each in found if each.id == "counters.tcp"} == {"n1", "n2", "n3"}
