@@ -123,7 +123,7 @@ def test_a_run_that_is_started_again_with_fewer_ranks_has_only_these(tmp_path: P
 def test_a_run_that_has_done_nothing_yet_has_a_plan(tmp_path: Path) -> None:
     shutil.copy(two_ranks() / "run.toml", tmp_path)
     assert {name: values[()] for name, values in told(tmp_path).items()} == {
-        "phalanx_planned_steps": 8, "phalanx_failed_ranks": 0,
+        "phalanx_planned_steps": 8, "phalanx_failed_ranks": 0, "phalanx_failures_total": 0,
     }  # fmt: skip
 
 

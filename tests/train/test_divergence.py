@@ -11,10 +11,10 @@ import pytest
 import torch
 from parity.trajectory import described, prepared_text, steps, trainer
 
+from phalanx.measure.events import read_events
 from phalanx.spec.run import RunSpec
 from phalanx.train import worker
 from phalanx.train.divergence import LEAST, Losses, passed_over, rollbacks
-from phalanx.train.events import read_events
 from phalanx.train.learner import Micro
 from phalanx.train.metrics import read_metrics
 from phalanx.train.setup import set_up

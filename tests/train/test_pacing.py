@@ -12,9 +12,9 @@ from parity.trajectory import described, prepared_text, trainer
 
 from phalanx.cost.reliability import best_interval_seconds
 from phalanx.data.prepare import prepare
+from phalanx.measure.events import EVENTS_FILE
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
-from phalanx.train.events import EVENTS_FILE
 from phalanx.train.manifest import checkpoints
 from phalanx.train.pacing import FIRST_STEPS, Pacing
 from phalanx.train.progress import Progress

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from parity.trajectory import described, steps, trainer
 
+from phalanx.measure.events import read_events
 from phalanx.spec.load import LAYOUT_FILE
-from phalanx.train.events import read_events
 from phalanx.train.manifest import checkpoints
 from phalanx.train.metrics import read_metrics
 from phalanx.train.setup import STOPPED, to_toml

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.cost.parameters import parameters
+from phalanx.measure.events import BEGAN, seconds_until
 from phalanx.plan.beside import beside
 from phalanx.plan.beyond import own_goodput
 from phalanx.plan.candidates import candidate_of
@@ -199,15 +200,19 @@ def _planned(run: RunSpec, world_size: int) -> Timeline | None:
 
 
 def _goodput(recorded: Recorded) -> float | None:
-    """The share of the time since the start in which steps were done that count: not in checkpoints and evaluations."""
+    """The share of the time in which steps were done that count: not in checkpoints and evaluations, nor in what was
+    lost by failures, or in starting again after them."""
     records = [record for record in recorded.ranks.values() if record.steps]
     if not records:
         return None
     first = records[0]
     lines = [*first.steps, *first.pauses]
     ends = [line["began"] + _seconds(line) for line in lines]
-    whole = max(ends) - min(line["began"] for line in lines)
-    return sum(_seconds(line) for line in first.steps) / whole if whole else None
+    whole = max(ends) - min(line["began"] for line in lines) + seconds_until(recorded.happened, BEGAN)
+    every = recorded.run.metrics.every if recorded.run else 1
+    earlier = recorded.trained if recorded.happened else []
+    before = sum(line["step_seconds"] * every for line in earlier if line["step"] <= recorded.began_after)
+    return (before + sum(_seconds(line) for line in first.steps)) / whole if whole else None
 
 
 def _seconds(line: Line) -> float:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phalanx.measure.events import failures_so_far
 from phalanx.measure.lock import is_held
 from phalanx.measure.record import FOLDER, FORMAT
 from phalanx.report.efficiency import computed_seconds
@@ -44,6 +45,7 @@ OTHERS = (
     ("phalanx_checkpoint_step", "gauge", "Step of the newest complete checkpoint."),
     ("phalanx_checkpoint_timestamp_seconds", "gauge", "When that was complete, in seconds since 1970."),
     ("phalanx_starts_total", "counter", "How often it was started."),
+    ("phalanx_failures_total", "counter", "How often ranks of it failed, and were started again or not."),
     ("phalanx_failed_ranks", "gauge", "Ranks that left word of a failure since the last start."),
     ("phalanx_rank_info", "gauge", "1, with the host and the kind of device of each rank."),
     ("phalanx_rank_step", "gauge", "Last step that each rank noted."),
@@ -150,6 +152,7 @@ class Watched:
             with suppress(OSError):  # it may be gone by now
                 yield "phalanx_checkpoint_timestamp_seconds", {}, newest.stat().st_mtime
                 yield "phalanx_checkpoint_step", {}, int(newest.name.removeprefix("step-"))
+        yield "phalanx_failures_total", {}, failures_so_far(self.directory)[0]
         yield "phalanx_failed_ranks", {}, len([*(self.directory / "failures").glob("rank-*.json")])
 
     def _of_ranks(self) -> Iterator[Sample]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 from phalanx.cost.compute import training_flops_per_token
 from phalanx.cost.stages import check_layout
+from phalanx.measure.events import read_events
 from phalanx.measure.lock import is_held
 from phalanx.measure.record import FOLDER, FORMAT
 from phalanx.measure.rounds import JOURNAL_FILE, ROUNDS_FILE, Spent
@@ -70,6 +71,8 @@ class Recorded:
     """Whether it goes on; None where nobody can tell."""
     rounds: list[Spent] = field(default_factory=list)
     """Of a swarm's node."""
+    happened: list[Mapping[str, Any]] = field(default_factory=list)
+    """Its starts, failures and ends (`measure.events`)."""
     events: list[Line] | None = None
     """What a swarm's coordinator wrote down, which trains nothing; None of other runs."""
 
@@ -137,8 +140,9 @@ def read_run(directory: Path, machine: Cluster | None = None) -> Recorded:
         problems.append(f"step {steps[-1]['step']} of {run.training.steps}: {HOW[under_way]}")
     measured = _measured(directory / "measured", began_after, world_size, problems)
     return Recorded(
-        directory, run, world_size, began_after, ranks, metrics, measured, problems, failure, under_way, rounds
-    )
+        directory, run, world_size, began_after, ranks, metrics, measured, problems, failure, under_way, rounds,
+        read_events(directory),
+    )  # fmt: skip
 
 
 def _read_coordinator(directory: Path, problems: list[str]) -> Recorded:

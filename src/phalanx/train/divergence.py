@@ -7,7 +7,7 @@ from collections import deque
 from pathlib import Path
 from statistics import median
 
-from phalanx.train.events import note, read_events
+from phalanx.measure.events import note, read_events
 from phalanx.train.manifest import newest_intact, step_of
 
 HISTORY, LEAST = 50, 10

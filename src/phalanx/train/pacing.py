@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import median
 
 from phalanx.cost.reliability import best_interval_seconds, job_mtbf_seconds, seen_mtbf_seconds
+from phalanx.measure.events import failures_so_far
 from phalanx.plan.beyond import failure_rate
 from phalanx.spec.run import RunSpec
-from phalanx.train.events import failures_so_far
 
 FIRST_STEPS = 10
 """Until the first checkpoint of a start, of which nothing is known yet."""

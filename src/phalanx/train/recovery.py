@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from phalanx.measure.events import FAILED, note
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 from phalanx.train.agent import ALONE, Failures, Meeting, Then, run_ranks
 from phalanx.train.copies import offer_memory
-from phalanx.train.events import note
 from phalanx.train.launch import first_failure, in_words, last_step, report, set_environment
 from phalanx.train.manifest import checkpoints, reached, step_of
 from phalanx.train.setup import STOPPED
@@ -117,7 +117,7 @@ class Recovery:
         self.culprits |= {first["rank"]} if here else set()
         self.code = int(first["code"])
         if here:
-            note(self.directory, "failed", rank=first["rank"], step=step, reason=first["reason"])
+            note(self.directory, FAILED, rank=first["rank"], step=step, reason=first["reason"])
         self.final = first["code"] == 2 or first.get("final", False)
         if self.final or self.in_a_row > self.restarts or self.elsewhere > self.restarts * self.nodes:
             report(self.directory, first)

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from phalanx.cost.parameters import parameters
 from phalanx.cost.stages import check_layout
+from phalanx.measure.events import BEGAN, ENDED, note
 from phalanx.measure.lock import hold
 from phalanx.measure.matmul import peak_flops
 from phalanx.measure.memory import device_memory_bytes
@@ -32,7 +33,6 @@ from phalanx.train.clocks import clock_offset
 from phalanx.train.closely import Closely, measured_number
 from phalanx.train.corpus import open_corpus
 from phalanx.train.divergence import DivergenceError, roll_back, rollbacks
-from phalanx.train.events import note
 from phalanx.train.launch import LAUNCHER, choose_device, end_with_launcher, join_ranks, on_signal, write_failure
 from phalanx.train.manifest import checkpoints, reached
 from phalanx.train.measured import compare, forget_measured
@@ -185,7 +185,7 @@ def _train(trainer: Trainer, resume: bool, measure: bool, window: range | None) 
     notes = open_notes(trainer) if run.metrics.record else None
     looked_at = window_of(trainer, measure, window)
     if trainer.is_main:
-        note(directory, "began", ranks=trainer.mesh.degrees.world_size, step=trainer.step)
+        note(directory, BEGAN, ranks=trainer.mesh.degrees.world_size, step=trainer.step)
     failed = True
     try:
         with (
@@ -202,6 +202,8 @@ def _train(trainer: Trainer, resume: bool, measure: bool, window: range | None) 
                 progress.note(f"memory is not metered: step {closely.settled} is the first that is like all after it")
             evaluation = trainer.train(logs, progress, closely, notes)
         failed = False
+        if trainer.is_main:
+            note(directory, ENDED, step=trainer.step)
     finally:
         for log in [*logs, *([notes] if notes else [])]:
             log.close(failed)

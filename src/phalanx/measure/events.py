@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 EVENTS_FILE = "events.jsonl"
 """In the run directory, a line each."""
+BEGAN, FAILED, ENDED = "began", "failed", "ended"
+"""Ranks began, after a step and so many; the first of them failed; all came to the last step, or were told to stop."""
 
 
 def note(directory: Path, what: str, **facts: Any) -> None:
@@ -21,11 +24,18 @@ def note(directory: Path, what: str, **facts: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+def seconds_until(events: Sequence[Mapping[str, Any]], what: str) -> float:
+    """From a run's first event to the last of a kind, without the time between an end and the next start."""
+    last = max((at for at, event in enumerate(events) if event["what"] == what), default=0)
+    pairs = pairwise(events[: last + 1])
+    return sum(float(after["time"] - before["time"]) for before, after in pairs if before["what"] != ENDED)
+
+
 def failures_so_far(directory: Path) -> tuple[int, float]:
     """How often a run has failed, and the seconds since it first began."""
     events = read_events(directory)
     seconds = time.time() - float(events[0]["time"]) if events else 0.0
-    return sum(event["what"] == "failed" for event in events), seconds
+    return sum(event["what"] == FAILED for event in events), seconds
 
 
 def read_events(directory: Path) -> list[Mapping[str, Any]]:

@@ -1,0 +1,36 @@
+"""What happened to a run between its steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.measure.events import BEGAN, ENDED, EVENTS_FILE, FAILED, failures_so_far, note, read_events, seconds_until
+
+
+def test_time_between_an_end_and_a_start_is_nobodys() -> None:
+    """Ten seconds of training, five of starting again, twenty of training; the night between does not count."""
+    times = [(0.0, BEGAN), (10.0, FAILED), (15.0, BEGAN), (35.0, ENDED), (9035.0, BEGAN), (9040.0, FAILED)]
+    events = [{"time": time, "what": what} for time, what in times]
+    assert seconds_until(events, BEGAN) == 35
+    assert seconds_until(events, FAILED) == 40
+    assert seconds_until(events[:1], BEGAN) == 0
+    assert seconds_until([], BEGAN) == 0
+
+
+def test_half_a_line_is_passed_over(tmp_path: Path) -> None:
+    """As a full disk leaves it."""
+    note(tmp_path, BEGAN, ranks=2, step=0)
+    note(tmp_path, FAILED, rank=1, step=7, reason="was killed")
+    with (tmp_path / EVENTS_FILE).open("a") as file:
+        file.write('{"time": 12')
+    assert [(event["what"], event["step"]) for event in read_events(tmp_path)] == [(BEGAN, 0), (FAILED, 7)]
+    count, seconds = failures_so_far(tmp_path)
+    assert count == 1
+    assert seconds == pytest.approx(0, abs=60)
+
+
+def test_a_disk_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
+    note(tmp_path / "gone", BEGAN, step=0)
+    assert read_events(tmp_path / "gone") == []
