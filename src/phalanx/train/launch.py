@@ -21,10 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.measure.hang import headline
+from phalanx.measure.incident import FAILURES
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
+from phalanx.train.flight import record_collectives
 from phalanx.train.manifest import checkpoints
-from phalanx.train.setup import FAILURES
 
 # Without the first, restarted gloo ranks find stale addresses. The next two keep freed memory in the process: a step
 # allocates and frees the same large tensors again and again, and page faults cost up to a tenth of its time. (Not in
@@ -126,6 +128,8 @@ def report_failures(directory: Path, error: Any) -> int:
         print(f"  traceback: {_failure_file(directory, first['rank'])}", file=sys.stderr)
     else:
         print(f"phalanx: rank {first['rank']} {first['reason']}", file=sys.stderr)
+    for line in headline(directory):
+        print(f"  {line}", file=sys.stderr)
     _say_how_to_go_on(directory)
     return int(first["code"])
 
@@ -188,8 +192,13 @@ def join_ranks(device_type: str, timeout_seconds: float) -> torch.device:
     if device_type == "cuda":
         torch.cuda.set_device(local_rank)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        record_collectives()
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        timeout = timedelta(seconds=timeout_seconds)
+        dist.init_process_group(backend, timeout=timeout)
+        # Groups that are made later, those of a mesh among them, take PyTorch's own timeouts: half an hour on gloo.
+        c10d: Any = dist.distributed_c10d
+        c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     return torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
 
 

@@ -33,6 +33,7 @@ from phalanx.train.metrics import JsonLines, Log, Record, open_logs
 from phalanx.train.progress import Progress
 from phalanx.train.setup import read_directory, set_up
 from phalanx.train.trainer import DivergenceError, Trainer
+from phalanx.train.watchdog import Watchdog
 
 SAMPLE_TOKENS = 160
 FLUSH_SECONDS = 1.0
@@ -58,8 +59,10 @@ def work(source: Path, overrides: list[str], resume: bool, measure: bool = False
         fresh = not checkpoints(directory / "checkpoints")
         if measure or window:
             forget_measured(directory)  # of an earlier start, maybe of other ranks
-        trainer = Trainer(run, open_corpus(run, data, fresh), directory, device, device_peak(run, device))
-        _train(trainer, resume or prepared, measure, window)
+        with Watchdog(directory, run.training.timeout_seconds) as watchdog:
+            corpus = open_corpus(run, data, fresh)
+            watchdog.trainer = trainer = Trainer(run, corpus, directory, device, device_peak(run, device))
+            _train(trainer, resume or prepared, measure, window)
         if lock is not None:
             lock.close()
     except SystemExit as ended:  # rank 0 says why

@@ -1,0 +1,121 @@
+"""Runs of real processes that stand still: a rank is stopped, late, or calls other collectives than the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity.trajectory import described
+from train.test_trainer import process_of_rank, wait_for_steps
+
+from phalanx.measure.hang import Explanation, explain_run
+from phalanx.train.launch import report_failures, set_environment, start_ranks
+from phalanx.train.setup import set_up
+
+TIMEOUT = 6.0
+ENDED = 60.0
+"""Seconds after which a test gives up."""
+
+
+@pytest.fixture(scope="module")
+def text() -> Path:
+    return Path(json.__file__).parent
+
+
+def directory_of(text: Path, out: Path, nproc: int, layout: dict[str, Any]) -> Path:
+    changes = {"training.steps": 100_000, "training.timeout_seconds": TIMEOUT, "training.precision": "fp32"}
+    run = described(text, out, {**changes, **layout})
+    return set_up(run, nproc, resume=False)
+
+
+def started(directory: Path, nproc: int, fault: str) -> subprocess.Popen[str]:
+    program = "import sys; from train.test_hangs import launch; launch(*sys.argv[1:])"
+    command = [sys.executable, "-c", program, str(directory), str(nproc), fault]
+    tests = Path(__file__).parents[1]
+    places = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests))), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=places, start_new_session=True)
+
+
+def launch(directory: str, nproc: str, fault: str) -> None:
+    """What `phalanx train` does, but for the program of the ranks."""
+    set_environment(int(nproc))
+    words = "tests.train.faults", fault, directory
+    sys.exit(start_ranks(int(nproc), words, partial(report_failures, Path(directory))))
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What the launcher said; every process of the run is gone then."""
+    try:
+        _, said = process.communicate(timeout=ENDED)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == 1, said
+    return said
+
+
+def explained(directory: Path, said: str) -> Explanation:
+    found = explain_run(directory)
+    assert f"why: {found.verdict.said}" in said
+    assert f"phalanx debug {directory}" in said
+    assert said.count("phalanx: ") == 1
+    print(said)
+    print(found)
+    return found
+
+
+PIPELINE = {"layout.pp": 2, "layout.tp": 2, "layout.micro_batch": 1}
+
+
+@pytest.mark.parametrize(("nproc", "layout"), [(2, {}), (4, PIPELINE)], ids=["ddp", "pp-tp"])
+def test_a_stopped_rank_is_named_within_the_timeout(nproc: int, layout: Any, text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, nproc, layout)
+    process = started(directory, nproc, "none")
+    try:
+        wait_for_steps(process, directory, 3)
+        os.kill(process_of_rank(1, str(directory)), signal.SIGSTOP)
+        begun = time.monotonic()
+        while not list((directory / "hangs").glob("rank-00000.json")):
+            assert time.monotonic() < begun + ENDED
+            time.sleep(0.02)
+        print(f"named after {time.monotonic() - begun:.1f} s of {TIMEOUT}")
+        found = explain_run(directory).verdict
+        assert (found.kind, found.ranks) == ("stopped", (1,))
+    finally:
+        said = ended(process)
+    found = explained(directory, said)
+    assert (found.verdict.kind, found.verdict.ranks) == ("stopped", (1,))
+    assert f"rank 1 ({'pp=0, tp=1' if layout else 'dp=1'}) is stopped (SIGSTOP)" in found.verdict.said
+
+
+def test_a_late_rank_is_told_from_a_dead_one(text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 2, {})
+    found = explained(directory, ended(started(directory, 2, "late")))
+    assert (found.verdict.kind, found.verdict.ranks, found.step) == ("absent", (1,), 3)
+    assert "rank 1 (dp=1) was in train/faults.py" in found.verdict.said
+    assert "rank 0 (dp=0) waited in all_reduce" in found.verdict.said
+
+
+@pytest.mark.parametrize(
+    ("fault", "theirs", "own"),
+    [
+        ("shape", "all_reduce of [4] Float", "all_reduce of [5] Float"),
+        ("skipped", "all_reduce of [4] Float", "all_to_all of [3, "),
+        ("order", "all_reduce of [4] Float", "all_gather of [4] Float"),
+    ],
+)
+def test_a_mismatch_is_told_from_a_late_rank(fault: str, theirs: str, own: str, text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 3, {"layout.data": "zero1", "training.tokens_per_step": 288})
+    found = explained(directory, ended(started(directory, 3, fault)))
+    assert (found.verdict.kind, found.verdict.ranks, found.step) == ("mismatch", (1,), 3)
+    assert f"rank 1 (dp=1) called {own}" in found.verdict.said
+    assert f"called {theirs} at train/faults.py" in found.verdict.said
