@@ -80,7 +80,7 @@ def dump(rank: int, sizes: Degrees, calls: Any, place: Any, **more: Any) -> Dump
     named = {f"{name}{ranks_of(sizes, name, rank)[0]}": list(ranks_of(sizes, name, rank)) for name in members(sizes)}
     found = {"format": FORMAT, "rank": rank, "ranks": sizes.world_size, "host": "here", "pid": rank, "time": 1.0}
     found |= {"step": 3, "why": "nothing moved", "stood_seconds": 1.0, "stack": [place], "groups": named}
-    return {**found, "calls": calls, "beside": {}, **more}  # type: ignore[return-value, typeddict-item]
+    return {**found, "calls": calls, "beside": {}, "oom_kills": 0, **more}  # type: ignore[return-value, typeddict-item]
 
 
 OPS = st.tuples(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -46,11 +47,20 @@ def another_order() -> None:
 
 
 def memory() -> None:
-    """More memory than there is."""
-    torch.empty(2**50, dtype=torch.uint8)
+    """More memory than this process may have, asked for at once."""
+    before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (before + 2**28, before + 2**28))
+    torch.empty(2**30, dtype=torch.uint8)
 
 
-ALONE = {"late": late, "memory": memory}
+def much() -> None:
+    """More memory than the group of processes may have, bit by bit."""
+    kept = []
+    while True:
+        kept.append(torch.ones(2**24))
+
+
+ALONE = {"late": late, "memory": memory, "much": much}
 TOGETHER = {"shape": another_shape, "skipped": one_skipped, "order": another_order}
 
 

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from parity.trajectory import described
 from train.test_trainer import process_of_rank, wait_for_steps
 
 from phalanx.measure.hang import Explanation, explain_run
+from phalanx.measure.incident import read_failures
 from phalanx.train.launch import report_failures, set_environment, start_ranks
 from phalanx.train.setup import set_up
 
@@ -36,12 +39,14 @@ def directory_of(text: Path, out: Path, nproc: int, layout: dict[str, Any]) -> P
     return set_up(run, nproc, resume=False)
 
 
-def started(directory: Path, nproc: int, fault: str) -> subprocess.Popen[str]:
+def started(directory: Path, nproc: int, fault: str, inside: Callable[[], None] | None = None) -> subprocess.Popen[str]:
     program = "import sys; from train.test_hangs import launch; launch(*sys.argv[1:])"
     command = [sys.executable, "-c", program, str(directory), str(nproc), fault]
     tests = Path(__file__).parents[1]
     places = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests))), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=places, start_new_session=True)
+    return subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=places, start_new_session=True, preexec_fn=inside
+    )
 
 
 def launch(directory: str, nproc: str, fault: str) -> None:
@@ -119,3 +124,48 @@ def test_a_mismatch_is_told_from_a_late_rank(fault: str, theirs: str, own: str, 
     assert (found.verdict.kind, found.verdict.ranks, found.step) == ("mismatch", (1,), 3)
     assert f"rank 1 (dp=1) called {own}" in found.verdict.said
     assert f"called {theirs} at train/faults.py" in found.verdict.said
+
+
+def test_a_rank_without_memory_says_what_it_held(text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 2, {})
+    said = ended(started(directory, 2, "memory"))
+    print(said)
+    assert "rank 1 failed after step 3: out of memory: 1.07 GB were wanted beside the" in said
+    left = read_failures(directory)[1]
+    held = left["held_bytes"]
+    assert left["wanted_bytes"] == 2**30
+    assert held["parameters"] == 4 * 32_000
+    assert held["optimizer"] == 2 * held["parameters"]  # AdamW's two moments; gradients were dropped before
+    assert sum(held[part] for part in ("parameters", "gradients", "optimizer", "rest")) == held["total"]
+    assert 0 < held["total"] <= held["peak"]
+    found = explain_run(directory).verdict
+    assert (found.kind, found.ranks) == ("error", (1,))
+
+
+@contextmanager
+def limited(most_bytes: int) -> Iterator[Callable[[], None]]:
+    """A group of processes that may hold so much together (cgroup v1); what it gives has a process join it."""
+    group = Path(f"/sys/fs/cgroup/memory/phalanx-test-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(most_bytes))
+    except OSError as error:
+        pytest.skip(f"needs to make a cgroup with a limit of memory: {error}")
+    try:
+        yield lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None
+    finally:
+        deadline = time.monotonic() + 10
+        while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        group.rmdir()
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_is_named(text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 2, {})
+    with limited(3 * 2**29) as inside:
+        said = ended(started(directory, 2, "much", inside))
+    print(said)
+    assert "phalanx: rank 1 was killed by SIGKILL, by the kernel, for want of memory" in said
+    found = explain_run(directory).verdict
+    assert (found.kind, found.ranks) == ("killed", (1,))
+    assert "by the kernel, for want of memory" in found.said

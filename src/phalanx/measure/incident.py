@@ -59,6 +59,8 @@ class Dump(TypedDict):
     groups: dict[str, list[int]]
     calls: list[Call]
     """The last ones, oldest first."""
+    oom_kills: int
+    """Processes of its group that the kernel killed for want of memory since it began."""
     beside: dict[str, str]
     """Of the other ranks on this host: the state of their process in /proc, or "gone"."""
 

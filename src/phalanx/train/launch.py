@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from phalanx.measure.hang import headline
 from phalanx.measure.incident import FAILURES
+from phalanx.measure.shortage import in_words, why_killed
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.train.flight import record_collectives
@@ -143,7 +144,7 @@ def first_failure(directory: Path, error: Any) -> dict[str, Any]:
         return min(failures, key=lambda failure: float(failure["time"]))
     rank, code = killed[0] if killed else (error.get_first_failure()[0], error.get_first_failure()[1].exitcode)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    record = {"rank": rank, "time": time.time(), "reason": f"{how} without a word; out of memory?", "code": 1}
+    record = {"rank": rank, "time": time.time(), "reason": why_killed(directory, rank, how), "code": 1}
     with suppress(OSError):  # the disk may be full
         _failure_file(directory, rank).write_text(json.dumps(record, indent=1))
     return record
@@ -168,16 +169,20 @@ def _read_failures(directory: Path) -> list[dict[str, Any]]:
     return failures
 
 
-def write_failure(directory: Path, rank: int, step: int, error: BaseException) -> None:
-    """Leave word of why this rank failed, for whoever started it. `step` is the last one that it finished."""
+def write_failure(
+    directory: Path, rank: int, step: int, error: BaseException, memory: Mapping[str, Any] | None = None
+) -> None:
+    """Leave word of why this rank failed, for whoever started it. `step` is the last one that it finished, `memory`
+    what it held where that was not enough (`held.account`)."""
     meant_for_people = isinstance(error, UserError)
     record = {
         "rank": rank,
         "step": step,
         "time": time.time(),
-        "reason": str(error) if meant_for_people else f"{type(error).__name__}: {error}",
+        "reason": in_words(memory or {}) or (str(error) if meant_for_people else f"{type(error).__name__}: {error}"),
         "code": 2 if meant_for_people else 1,
         "traceback": traceback.format_exc(),
+        **(memory or {}),
     }
     try:
         _failure_file(directory, rank).write_text(json.dumps(record, indent=1))

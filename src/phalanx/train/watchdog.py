@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from phalanx.measure.calls import BACKWARD
 from phalanx.measure.incident import ABORTED, FAILED, FORMAT, STOOD, Dump, Place, dump_file, fault_file, write_dump
+from phalanx.measure.shortage import oom_kills
 from phalanx.spec.errors import UserError
 from phalanx.train.beside import beside, wake
 from phalanx.train.flight import calls, group_ranks, moved
@@ -46,6 +47,7 @@ class Watchdog:
         self.deadline_seconds = PATIENCE * timeout_seconds
         self.trainer: Trainer | None = None
         """Of which it says how many steps are done, once there is one."""
+        self._killed = oom_kills() or 0
         self._main = threading.main_thread().ident or 0
         self._pause = min(LOOK_SECONDS, timeout_seconds / LOOKS)
         self._ended, self._writing = threading.Event(), threading.Lock()
@@ -135,6 +137,7 @@ class Watchdog:
             "stack": stack,
             "groups": group_ranks(),
             "calls": [],
+            "oom_kills": (oom_kills() or 0) - self._killed,
             "beside": {str(rank): state for rank, (_, state) in beside().items()},
         }
         if error is not None:

@@ -26,6 +26,7 @@ from phalanx.spec.run import RunSpec
 from phalanx.train.clocks import clock_offset
 from phalanx.train.closely import Closely, measured_number
 from phalanx.train.corpus import open_corpus
+from phalanx.train.held import account
 from phalanx.train.launch import LAUNCHER, choose_device, join_ranks, on_signal, write_failure
 from phalanx.train.manifest import checkpoints
 from phalanx.train.measured import compare, forget_measured
@@ -71,7 +72,7 @@ def work(source: Path, overrides: list[str], resume: bool, measure: bool = False
         rank = trainer.mesh.rank if trainer else dist.get_rank() if dist.is_initialized() else 0
         step = trainer.step if trainer else 0
         if directory.is_dir():
-            write_failure(directory, rank, step, error)
+            write_failure(directory, rank, step, error, account(error, trainer))
         if LAUNCHER not in os.environ:
             for_people = isinstance(error, UserError | DivergenceError)
             print(f"phalanx: rank {rank} failed after step {step}: {error}", file=sys.stderr)
