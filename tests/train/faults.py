@@ -60,6 +60,12 @@ def much() -> None:
         kept.append(torch.ones(2**24))
 
 
+def bit(trainer: Trainer) -> None:
+    """One bit of the last parameter of all."""
+    *_, last = trainer.strategy.trained.values()
+    last.detach().view(-1).view(torch.uint8)[0] ^= 4
+
+
 ALONE = {"late": late, "memory": memory, "much": much}
 TOGETHER = {"shape": another_shape, "skipped": one_skipped, "order": another_order}
 
@@ -72,6 +78,8 @@ def main(fault: str, directory: str) -> None:
         if self.step == STEP:
             if fault in TOGETHER:
                 TOGETHER[fault]()
+            elif fault == "bit" and dist.get_rank() == GUILTY:
+                bit(self)
             elif fault in ALONE and dist.get_rank() == GUILTY:
                 ALONE[fault]()
         return step(self, batches)

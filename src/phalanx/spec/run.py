@@ -72,6 +72,8 @@ class TrainingSpec(Spec):
     """Stop after this many steps in a row whose gradient is not finite; each such step is skipped and counted."""
     timeout_seconds: float = Field(600, gt=0)
     """How long a collective may take before the run stops."""
+    check_replicas_every: int = Field(0, ge=0)
+    """Steps between comparisons of what ranks must hold alike, bit by bit, to find silent corruption; 0 never."""
 
 
 class OptimizerSpec(Spec):
@@ -186,6 +188,12 @@ class RunSpec(Spec):
         require(
             optimizer.warmup_steps < training.steps, "optimizer.warmup_steps", optimizer.warmup_steps,
             f"leaves nothing of training.steps ({training.steps})", f"use less than {training.steps}",
+        )  # fmt: skip
+        require(
+            not training.check_replicas_every or self.layout.data != "parameter_server",
+            "training.check_replicas_every", training.check_replicas_every,
+            'has nothing to compare with layout.data = "parameter_server": servers own what workers only borrow',
+            "set it to 0",
         )  # fmt: skip
         if self.swarm is not None:
             self._check_swarm(self.swarm)

@@ -31,10 +31,11 @@ from phalanx.train.metrics import Log, Record
 from phalanx.train.optimizer import Rescaling, learning_rate_ratio
 from phalanx.train.phases import Phases
 from phalanx.train.progress import Progress
+from phalanx.train.replicas import check_replicas
 
 
 class DivergenceError(RuntimeError):
-    """Training cannot go on: the gradient was not finite too many times in a row."""
+    """Training cannot go on: gradients were not finite too many times in a row, or replicas are no longer alike."""
 
 
 class Trainer(Learner):
@@ -110,6 +111,8 @@ class Trainer(Learner):
                 if notes is not None and self.line is not None:
                     notes.write(dict(self.line))
                 progress.advance(record)
+                if due(self.step, run.training.check_replicas_every):
+                    self._check_replicas()
                 if bad_in_a_row >= run.training.max_bad_steps:
                     self.checkpointer.wait()
                     raise DivergenceError(
@@ -319,6 +322,14 @@ class Trainer(Learner):
                 "step": self.step, "pause": pause, "began": begun, "seconds": time.perf_counter() - begun
             }  # fmt: skip
             notes.write(dict(line))
+
+    def _check_replicas(self) -> None:
+        """Raise DivergenceError if ranks do not hold alike what they must."""
+        every = self.run.training.check_replicas_every
+        said = check_replicas(self.strategy, self.optimizers, self.mesh.degrees, self.step, every)
+        if said:
+            self.checkpointer.wait()
+            raise DivergenceError(said)
 
     def _write(self, logs: list[Log], record: Record, every: int) -> None:
         if record["step"] % every == 0 or record["step"] == self.run.training.steps:
