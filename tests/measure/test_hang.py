@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from phalanx.measure import hang
 from phalanx.measure.calls import minority
 from phalanx.measure.hang import coordinates, explain
-from phalanx.measure.incident import FORMAT, Dump, read_dumps, write_dump
+from phalanx.measure.incident import FORMAT, STOOD, Dump, read_dumps, write_dump
 from phalanx.spec.layout import Degrees, groups
 
 WAITING = ("/x/torch/distributed/distributed_c10d.py", 3245, "all_reduce")
@@ -79,7 +79,14 @@ def run(programs: list[Program], sizes: Degrees) -> dict[int, Dump] | None:
 def dump(rank: int, sizes: Degrees, calls: Any, place: Any, **more: Any) -> Dump:
     named = {f"{name}{ranks_of(sizes, name, rank)[0]}": list(ranks_of(sizes, name, rank)) for name in members(sizes)}
     found = {"format": FORMAT, "rank": rank, "ranks": sizes.world_size, "host": "here", "pid": rank, "time": 1.0}
-    found |= {"step": 3, "why": "nothing moved", "stood_seconds": 1.0, "stack": [place], "groups": named}
+    found |= {
+        "step": 3,
+        "why": STOOD,
+        "stood_seconds": 1.0,
+        "stack": [place],
+        "waiting": place is WAITING,
+        "groups": named,
+    }
     return {**found, "calls": calls, "beside": {}, "oom_kills": 0, **more}  # type: ignore[return-value, typeddict-item]
 
 
@@ -155,6 +162,19 @@ def test_a_call_that_was_left_out_among_equal_ones_is_found_by_its_line() -> Non
     assert (found.kind, found.ranks) == ("absent", (1,))
     assert "from number 2 of all ranks on its calls came from other lines (mine/model.py:30 (step)" in found.said
     assert "where others were at mine/model.py:20 (step)" in found.said
+
+
+def test_messages_of_a_pipeline_are_in_no_recorder() -> None:
+    """A rank that waits for one is not the cause; one that does something else is."""
+    sizes = Degrees(1, 1, 3, 1, 1)
+    inside = ("/x/phalanx/parallel/links.py", 68, "receive")
+    dumps = {rank: dump(rank, sizes, [], BUSY if rank == 1 else inside, waiting=rank != 1) for rank in range(3)}
+    found = explain(dumps, {}, sizes).verdict
+    assert (found.kind, found.ranks) == ("absent", (1,))
+    assert found.said == (
+        "rank 1 (pp=1) was in mine/model.py:7 (forward); "
+        "rank 0 (pp=0) and rank 2 (pp=2) waited in parallel/links.py:68 (receive)"
+    )
 
 
 def test_all_came_and_it_did_not_end() -> None:

@@ -24,6 +24,11 @@ def late() -> None:
     time.sleep(1000)
 
 
+def pause() -> None:
+    """On all ranks: longer than the watchdog's patience, and no longer than that of a collective."""
+    time.sleep(5.5)
+
+
 def another_shape() -> None:
     """One collective more for everybody; of other sizes on the guilty rank."""
     dist.all_reduce(torch.ones(5 if dist.get_rank() == GUILTY else 4))
@@ -67,7 +72,7 @@ def bit(trainer: Trainer) -> None:
 
 
 ALONE = {"late": late, "memory": memory, "much": much}
-TOGETHER = {"shape": another_shape, "skipped": one_skipped, "order": another_order}
+TOGETHER = {"pause": pause, "shape": another_shape, "skipped": one_skipped, "order": another_order}
 
 
 def main(fault: str, directory: str) -> None:

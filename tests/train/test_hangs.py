@@ -78,13 +78,9 @@ def explained(directory: Path, said: str) -> Explanation:
     return found
 
 
-PIPELINE = {"layout.pp": 2, "layout.tp": 2, "layout.micro_batch": 1}
-
-
-@pytest.mark.parametrize(("nproc", "layout"), [(2, {}), (4, PIPELINE)], ids=["ddp", "pp-tp"])
-def test_a_stopped_rank_is_named_within_the_timeout(nproc: int, layout: Any, text: Path, tmp_path: Path) -> None:
-    directory = directory_of(text, tmp_path, nproc, layout)
-    process = started(directory, nproc, "none")
+def test_a_stopped_rank_is_named_within_the_timeout(text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 4, {"layout.pp": 2, "layout.tp": 2, "layout.micro_batch": 1})
+    process = started(directory, 4, "none")
     try:
         wait_for_steps(process, directory, 3)
         os.kill(process_of_rank(1, str(directory)), signal.SIGSTOP)
@@ -99,15 +95,37 @@ def test_a_stopped_rank_is_named_within_the_timeout(nproc: int, layout: Any, tex
         said = ended(process)
     found = explained(directory, said)
     assert (found.verdict.kind, found.verdict.ranks) == ("stopped", (1,))
-    assert f"rank 1 ({'pp=0, tp=1' if layout else 'dp=1'}) is stopped (SIGSTOP)" in found.verdict.said
+    assert "rank 1 (pp=0, tp=1) was stopped (SIGSTOP)" in found.verdict.said
 
 
-def test_a_late_rank_is_told_from_a_dead_one(text: Path, tmp_path: Path) -> None:
-    directory = directory_of(text, tmp_path, 2, {})
+@pytest.mark.parametrize(
+    ("layout", "where", "waited"),
+    [({}, "dp", "all_reduce"), ({"layout.pp": 2, "layout.micro_batch": 1}, "pp", "parallel/links.py")],
+    ids=["ddp", "pp"],
+)
+def test_a_late_rank_is_told_from_a_dead_one(
+    layout: dict[str, Any], where: str, waited: str, text: Path, tmp_path: Path
+) -> None:
+    directory = directory_of(text, tmp_path, 2, layout)
     found = explained(directory, ended(started(directory, 2, "late")))
     assert (found.verdict.kind, found.verdict.ranks, found.step) == ("absent", (1,), 3)
-    assert "rank 1 (dp=1) was in train/faults.py" in found.verdict.said
-    assert "rank 0 (dp=0) waited in all_reduce" in found.verdict.said
+    assert f"rank 1 ({where}=1) was in train/faults.py" in found.verdict.said
+    assert f"rank 0 ({where}=0) waited in {waited}" in found.verdict.said
+
+
+def test_a_run_that_goes_on_leaves_no_word_of_its_pause(text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 2, {"training.steps": 6})
+    process = started(directory, 2, "pause")
+    try:
+        seen, deadline = False, time.monotonic() + ENDED
+        while process.poll() is None and time.monotonic() < deadline:
+            seen = seen or bool(list((directory / "hangs").glob("*.json")))
+            time.sleep(0.02)
+    finally:
+        _, said = process.communicate(timeout=ENDED)
+    assert seen, "it was longer than the watchdog's patience"
+    assert process.returncode == 0, said
+    assert not list((directory / "hangs").iterdir())
 
 
 @pytest.mark.parametrize(

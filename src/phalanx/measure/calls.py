@@ -16,8 +16,6 @@ Calls = dict[int, dict[int, Call]]
 
 SAME_SIZE = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast", "reduce")
 """Collectives to which every rank gives as many numbers (of the others each rank may have its own share)."""
-WAITS = ("torch/distributed/", "phalanx/parallel/exposed.py", "phalanx/parallel/collectives.py")
-"""Files in which a rank waits for others."""
 BACKWARD = "torch/autograd/graph.py"
 """In which it computes, or waits in a hook that is not Python's (DDP's)."""
 LOST = ("gloo", "NCCL", "DistNetworkError", "DistStoreError", "DistBackendError", "Connection", "SIGABRT")
@@ -54,11 +52,10 @@ def minority(said: Mapping[int, Hashable]) -> list[int]:
 
 
 def waits(dump: Dump) -> bool:
-    """Whether this rank waited for others."""
-    stack, error = dump["stack"], dump.get("error", "")
-    inside = any(part in place[0] for place in stack[:4] for part in WAITS) or is_loss(error)
-    passing = bool(stack) and BACKWARD in stack[0][0]
-    return inside or (passing and any(not call["over"] for call in dump["calls"]))
+    """Whether this rank waited for others, or failed because they were gone or late."""
+    passing = bool(dump["stack"]) and BACKWARD in dump["stack"][0][0]
+    inside = passing and any(not call["over"] for call in dump["calls"])
+    return dump["waiting"] or inside or is_loss(dump.get("error", ""))
 
 
 def is_loss(error: str) -> bool:

@@ -23,14 +23,15 @@ from phalanx.measure.calls import (
     standing,
     waits,
 )
-from phalanx.measure.incident import FAILED, Call, Dump, read_dumps, read_failures
+from phalanx.measure.incident import FAILED, STOOD, Call, Dump, read_dumps, read_failures
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Degrees, degrees
 from phalanx.spec.load import load_run
 
 Kind = Literal["mismatch", "killed", "stopped", "error", "silent", "absent", "crossed", "lost", "nothing"]
-STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": "has died", "X": "has died",
-          "D": "waits for a disk or a driver (state D)"}  # fmt: skip
+STATES = {"T": "was stopped (SIGSTOP)", "t": "was stopped by a debugger", "Z": "had died", "X": "had died",
+          "gone": "was gone", "D": "waited for a disk or a driver (state D)"}  # fmt: skip
+"""Of a process, as its neighbours saw it."""
 STOPPED = ("T", "t")
 
 
@@ -164,10 +165,12 @@ class _Case:
         state, failure = self.states.get(rank), self.failures.get(rank)
         if rank not in self.dumps:
             word = STATES.get(state or "", "left no word")
-            return f"{word}; {failure['reason']}" if failure else word
+            own = failure is not None and not is_loss(str(failure["reason"]))
+            return f"{word}; {failure['reason']}" if failure and own else word
         dump = self.dumps[rank]
         call = self.last_call(rank)
-        said = [f"after step {dump['step']}: {self.where(rank)}", *([f"in {call}"] if call else [])]
+        still = f", still for {dump['stood_seconds']:.0f} s" if dump["why"] == STOOD else ""
+        said = [f"after step {dump['step']}{still}: {self.where(rank)}", *([f"in {call}"] if call else [])]
         if state in STATES:
             said.append(STATES[state or ""])
         return "; ".join(said)
@@ -220,7 +223,7 @@ def _mismatch(case: _Case) -> Verdict | None:
 FIX = {
     "operation": "every rank must call the same collectives in the same order: look for a branch that depends on the "
     "rank or its data above these lines",
-    "shape": "every rank must give this collective as many numbers of one dtype: look at what sizes this tensor there",
+    "shape": "every rank must give this collective as many numbers of one dtype: look at how this tensor gets its size",
 }
 
 
@@ -252,7 +255,7 @@ def _stopped(case: _Case) -> Verdict | None:
         return None
     rank = min(found, key=lambda rank: (case.states[rank] not in STOPPED, rank))
     state = case.states[rank]
-    said = f"{case.name(rank)} {STATES.get(state, 'is gone')}{_missed(case, [rank])}"
+    said = f"{case.name(rank)} {STATES[state]}{_missed(case, [rank])}"
     if state in STOPPED:
         return Verdict("stopped", (rank,), said, "find who stopped it (a debugger, Ctrl-Z, a scheduler), or kill -CONT")
     return Verdict("killed", (rank,), said, "see the node's log (dmesg), and continue with --resume")

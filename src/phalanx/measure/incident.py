@@ -56,6 +56,8 @@ class Dump(TypedDict):
     """What it failed with then, or before that."""
     stack: list[Place]
     """Of its main thread, innermost first; of an error, where that was raised."""
+    waiting: bool
+    """Whether it waited for others there."""
     groups: dict[str, list[int]]
     calls: list[Call]
     """The last ones, oldest first."""

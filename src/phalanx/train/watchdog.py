@@ -22,7 +22,7 @@ from typing import IO, Self
 import torch.distributed as dist
 
 from phalanx.measure.calls import BACKWARD
-from phalanx.measure.incident import ABORTED, FAILED, FORMAT, STOOD, Dump, Place, dump_file, fault_file, write_dump
+from phalanx.measure.incident import ABORTED, FAILED, FORMAT, STOOD, Dump, dump_file, fault_file, write_dump
 from phalanx.measure.shortage import oom_kills
 from phalanx.spec.errors import UserError
 from phalanx.train.beside import beside, wake
@@ -83,7 +83,7 @@ class Watchdog:
     def failed(self, error: BaseException) -> None:
         """Write down where this rank stood when it failed, and let stopped ranks beside it go on, to end."""
         with self._writing:
-            stack = _of_error(error)
+            stack = traceback.extract_tb(error.__traceback__)
             said = f"{type(error).__name__}: {error}"
             if self._wrote is not None:  # before the collective gave up, and so the better word
                 self._wrote["error"] = said
@@ -122,7 +122,7 @@ class Watchdog:
         ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
         os.kill(os.getpid(), signal.SIGABRT)
 
-    def _dump(self, why: str, stack: list[Place], error: str | None = None) -> None:
+    def _dump(self, why: str, stack: traceback.StackSummary, error: str | None = None) -> None:
         """Once quickly, and once more with the lines that collectives were called from."""
         dump: Dump = {
             "format": FORMAT,
@@ -134,7 +134,8 @@ class Watchdog:
             "step": self.step,
             "why": why,
             "stood_seconds": round(time.monotonic() - self._stood_since, 1),
-            "stack": stack,
+            "stack": [(place.filename, place.lineno or 0, place.name) for place in reversed(stack)][:DEPTH],
+            "waiting": _waits(stack),
             "groups": group_ranks(),
             "calls": [],
             "oom_kills": (oom_kills() or 0) - self._killed,
@@ -158,21 +159,21 @@ class Watchdog:
             dump_file(self.directory, self.rank).unlink(missing_ok=True)
 
 
-def _stack(thread: int) -> list[Place]:
-    """Where a thread stands, innermost first."""
+def _stack(thread: int) -> traceback.StackSummary:
+    """Where a thread stands, outermost first."""
     frames = sys._current_frames()
     found = traceback.extract_stack(frames.get(thread))
     # On a GPU backward passes run in a thread of PyTorch's, which Python does not know by name.
     unnamed = set(frames) - {known.ident for known in threading.enumerate()}
     if unnamed and found and BACKWARD in found[-1].filename:
         found += traceback.extract_stack(frames[min(unnamed)])
-    return [(place.filename, place.lineno or 0, place.name) for place in reversed(found)][:DEPTH]
+    return found
 
 
-def _of_error(error: BaseException) -> list[Place]:
-    """Where it was raised, innermost first."""
-    found = traceback.extract_tb(error.__traceback__)
-    return [(place.filename, place.lineno or 0, place.name) for place in reversed(found)][:DEPTH]
+def _waits(found: traceback.StackSummary) -> bool:
+    """Whether a thread that stands there waits for other ranks: in PyTorch's collectives, or for one under way."""
+    inside = any("torch/distributed/" in place.filename for place in found[-4:])
+    return inside or (bool(found) and ".wait(" in (found[-1].line or ""))
 
 
 def _tell_of_aborts(file: IO[str]) -> None:
