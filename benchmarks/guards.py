@@ -38,7 +38,7 @@ from phalanx.train.watchdog import LOOK_SECONDS, Watchdog
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "guards.md"
 GOAL = 1.01
-ROUNDS, STARTS, CALLS = 30, 2, 5000
+ROUNDS, STARTS, CALLS = 12, 1, 5000
 TINY = {**SMALL, "width": 64, "layers": 2, "ffn": 128}
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tiny, tp 2": (TINY, {"tp": 2}),

@@ -30,8 +30,8 @@ def pause() -> None:
 
 
 def another_shape() -> None:
-    """One collective more for everybody; of other sizes on the guilty rank."""
-    dist.all_reduce(torch.ones(5 if dist.get_rank() == GUILTY else 4))
+    """One collective more for everybody; of other sizes on the guilty rank, which gloo aborts for it."""
+    dist.all_reduce(torch.ones(1_000 if dist.get_rank() == GUILTY else 400_000))
 
 
 def one_skipped() -> None:

@@ -69,11 +69,11 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 def explained(directory: Path, said: str) -> Explanation:
+    print(said)
     found = explain_run(directory)
     assert f"why: {found.verdict.said}" in said
     assert f"phalanx debug {directory}" in said
     assert said.count("phalanx: ") == 1
-    print(said)
     print(found)
     return found
 
@@ -131,7 +131,7 @@ def test_a_run_that_goes_on_leaves_no_word_of_its_pause(text: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("fault", "theirs", "own"),
     [
-        ("shape", "all_reduce of [4] Float", "all_reduce of [5] Float"),
+        ("shape", "all_reduce of [400000] Float", "all_reduce of [1000] Float"),
         ("skipped", "all_reduce of [4] Float", "all_to_all of [3, "),
         ("order", "all_reduce of [4] Float", "all_gather of [4] Float"),
     ],

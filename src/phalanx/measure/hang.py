@@ -171,7 +171,7 @@ class _Case:
         call = self.last_call(rank)
         still = f", still for {dump['stood_seconds']:.0f} s" if dump["why"] == STOOD else ""
         said = [f"after step {dump['step']}{still}: {self.where(rank)}", *([f"in {call}"] if call else [])]
-        if state in STATES:
+        if state in (*STOPPED, "D"):  # one that has died did so after its word
             said.append(STATES[state or ""])
         return "; ".join(said)
 

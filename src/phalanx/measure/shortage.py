@@ -55,6 +55,8 @@ def why_killed(directory: Path, rank: int, how: str) -> str:
         limit = limit_bytes()
         most = f" (limit of its group: {size(limit)})" if limit else ""
         return f"{how}, by the kernel, for want of memory{most}{_last_peak(directory, rank)}"
+    if "SIGKILL" not in how:
+        return f"{how} without a word"
     hint = f": the kernel has killed {kills} processes of this group for that" if (kills := oom_kills()) else ""
     return f"{how} without a word; out of memory?{hint}"
 

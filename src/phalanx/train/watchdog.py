@@ -98,6 +98,7 @@ class Watchdog:
         while not self._ended.wait(self._pause):
             if self._aborting():
                 self._end_aborted()
+                return
             now = time.monotonic()
             seen = self.step, moved()
             if seen != self._seen:
