@@ -16,8 +16,8 @@ from phalanx.cli.usage import in_our_words
 from phalanx.spec.errors import UserError
 
 COMMANDS = (
-    "data", "pipeline", "advise", "calibrate", "doctor", "dryrun", "experts", "export", "generate", "info", "init",
-    "launch",
+    "data", "pipeline", "advise", "calibrate", "debug", "doctor", "dryrun", "experts", "export", "generate", "info",
+    "init", "launch",
     "memory", "measure", "mesh", "placement", "plan", "report", "swarm", "train", "watch",
 )  # fmt: skip
 """Each a file beside this one with a function of its name, or with an `app` of several."""

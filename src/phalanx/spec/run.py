@@ -73,6 +73,8 @@ class TrainingSpec(Spec):
     """Stop after this many steps in a row whose gradient is not finite; each such step is skipped and counted."""
     timeout_seconds: float = Field(600, gt=0)
     """How long a collective may take before the run stops."""
+    check_replicas_every: int = Field(0, ge=0)
+    """Steps between comparisons of what ranks must hold alike, bit by bit, to find silent corruption; 0 never."""
 
 
 class OptimizerSpec(Spec):
@@ -195,6 +197,12 @@ class RunSpec(Spec):
         require(
             not self.recovery.rollbacks or self.layout.staleness is None, "recovery.rollbacks", self.recovery.rollbacks,
             "needs ranks that are at the same step, and workers of layout.staleness are not", "set it to 0",
+        )  # fmt: skip
+        require(
+            not training.check_replicas_every or self.layout.data != "parameter_server",
+            "training.check_replicas_every", training.check_replicas_every,
+            'has nothing to compare with layout.data = "parameter_server": servers own what workers only borrow',
+            "set it to 0",
         )  # fmt: skip
         if self.swarm is not None:
             self._check_swarm(self.swarm)

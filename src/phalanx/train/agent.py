@@ -99,6 +99,8 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs)
         self._words, self._judge = words, judge
         self.then = Then.END
+        self._killed: set[int] = set()
+        """Processes that did not end by themselves, which is not their failure."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         worker_group.spec.args = ("-m", *self._words(worker_group.workers[0].world_size))
@@ -110,7 +112,8 @@ class Agent(LocalElasticAgent):
             self._end_the_rest()
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
-            self.then = self._judge(result.failures)
+            own = {rank: failure for rank, failure in result.failures.items() if failure.pid not in self._killed}
+            self.then = self._judge(own or result.failures)
             self._remaining_restarts = int(self.then is Then.AGAIN)
         return result
 
@@ -125,6 +128,7 @@ class Agent(LocalElasticAgent):
             time.sleep(MONITOR_SECONDS / 2)
         for pid in left:
             os.kill(pid, signal.SIGKILL)
+        self._killed |= set(left)
 
     def _pids(self) -> list[int]:
         return list(self._pcontext.pids().values()) if self._pcontext else []

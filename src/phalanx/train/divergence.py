@@ -19,6 +19,10 @@ class DivergenceError(RuntimeError):
     """Training cannot go on from here."""
 
 
+class CorruptionError(DivergenceError):
+    """Ranks no longer hold alike what they must: nobody knows since when, so that no checkpoint is known to be good."""
+
+
 class Losses:
     """The losses of the last steps."""
 

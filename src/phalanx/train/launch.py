@@ -20,10 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.measure.hang import headline
+from phalanx.measure.incident import FAILURES
+from phalanx.measure.shortage import in_words, why_killed
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
+from phalanx.train.flight import record_collectives
 from phalanx.train.manifest import checkpoints
-from phalanx.train.setup import FAILURES, STOPPED
+from phalanx.train.setup import STOPPED
 
 # Without the first, restarted gloo ranks find stale addresses. The next two keep freed memory in the process: a step
 # allocates and frees the same large tensors again and again, and page faults cost up to a tenth of its time. (Not in
@@ -103,14 +107,16 @@ def report(directory: Path, first: Mapping[str, Any]) -> int:
     if first["code"] == 2:
         print(f"phalanx: {first['reason']}", file=sys.stderr)
         return 2
-    print(f"phalanx: {in_words(first)}", file=sys.stderr)
+    print(f"phalanx: {said_of(first)}", file=sys.stderr)
     if "traceback" in first:
         print(f"  traceback: {_failure_file(directory, first['rank'])}", file=sys.stderr)
+    for line in headline(directory):
+        print(f"  {line}", file=sys.stderr)
     _say_how_to_go_on(directory)
     return int(first["code"])
 
 
-def in_words(first: Mapping[str, Any]) -> str:
+def said_of(first: Mapping[str, Any]) -> str:
     """Which rank failed, when and why."""
     when = f"failed after step {first['step']}: " if "step" in first else ""
     if "lost" in first:
@@ -137,7 +143,7 @@ def first_failure(directory: Path, failures: Mapping[int, Any], began: float = 0
     first_ended = min(failures.items(), key=lambda item: float(item[1].timestamp))
     rank, code = killed[0] if killed else (first_ended[0], first_ended[1].exitcode)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    record = {"rank": rank, "time": time.time(), "reason": f"{how} without a word; out of memory?", "code": 1}
+    record = {"rank": rank, "time": time.time(), "reason": why_killed(directory, rank, how), "code": 1}
     with suppress(OSError):  # the disk may be full
         _failure_file(directory, rank).write_text(json.dumps(record, indent=1))
     return record
@@ -162,18 +168,22 @@ def _read_failures(directory: Path) -> list[dict[str, Any]]:
     return failures
 
 
-def write_failure(directory: Path, rank: int, step: int, error: BaseException, final: bool = False) -> None:
-    """Leave word of why this rank failed, for whoever started it. `step` is the last one that it finished; `final` says
-    that it would fail again."""
+def write_failure(
+    directory: Path, rank: int, step: int, error: BaseException, memory: Mapping[str, Any] | None = None,
+    final: bool = False,
+) -> None:  # fmt: skip
+    """Leave word of why this rank failed, for whoever started it. `step` is the last one that it finished, `memory`
+    what it held where that was not enough (`held.account`); `final` says that it would fail again."""
     meant_for_people = isinstance(error, UserError)
     record = {
         "rank": rank,
         "step": step,
         "time": time.time(),
-        "reason": str(error) if meant_for_people else f"{type(error).__name__}: {error}",
+        "reason": in_words(memory or {}) or (str(error) if meant_for_people else f"{type(error).__name__}: {error}"),
         "code": 2 if meant_for_people else 1,
         "final": final,
         "traceback": traceback.format_exc(),
+        **(memory or {}),
     }
     try:
         _failure_file(directory, rank).write_text(json.dumps(record, indent=1))
@@ -189,20 +199,15 @@ def join_ranks(device_type: str, timeout_seconds: float, ranks: int | None = Non
     if device_type == "cuda":
         torch.cuda.set_device(local_rank)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        record_collectives()
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        timeout = timedelta(seconds=timeout_seconds)
         rank, ranks = (-1, -1) if ranks is None else (int(os.environ["RANK"]), ranks)  # -1: as the environment says
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), rank=rank, world_size=ranks)
+        dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=ranks)
+        # Groups that are made later, those of a mesh among them, take PyTorch's own timeouts: half an hour on gloo.
+        c10d: Any = dist.distributed_c10d
+        c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     return torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
-
-
-def limit_waits(timeout_seconds: float) -> None:
-    """Give the collectives of every group the run's timeout: those of a mesh have half an hour (gloo), whatever the
-    first group was given."""
-    if dist.is_initialized():
-        first = dist.distributed_c10d._get_default_group()
-        for group in dist.distributed_c10d._world.pg_map:
-            if group is not first:
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
 def end_with_launcher() -> None:

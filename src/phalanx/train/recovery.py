@@ -12,12 +12,14 @@ from pathlib import Path
 import torch
 
 from phalanx.measure.events import FAILED, note
+from phalanx.measure.hang import headline
+from phalanx.measure.incident import dump_file
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 from phalanx.train.agent import ALONE, Failures, Meeting, Then, run_ranks
 from phalanx.train.copies import offer_memory
-from phalanx.train.launch import first_failure, in_words, last_step, report, set_environment
+from phalanx.train.launch import first_failure, last_step, report, said_of, set_environment
 from phalanx.train.manifest import checkpoints, reached, step_of
 from phalanx.train.setup import STOPPED
 
@@ -116,14 +118,18 @@ class Recovery:
         self.in_a_row, self.elsewhere = self.in_a_row + here, self.elsewhere + (not here)
         self.culprits |= {first["rank"]} if here else set()
         self.code = int(first["code"])
+        verdict = headline(self.directory)
         if here:
-            note(self.directory, FAILED, rank=first["rank"], step=step, reason=first["reason"])
+            note(self.directory, FAILED, rank=first["rank"], step=step, reason=first["reason"], verdict=verdict)
         self.final = first["code"] == 2 or first.get("final", False)
         if self.final or self.in_a_row > self.restarts or self.elsewhere > self.restarts * self.nodes:
             report(self.directory, first)
             return Then.END if self.final or self.nodes == 1 or not here else Then.LEAVE
         source, count = saved[0].name if saved else "the beginning", f" ({self.in_a_row} of {self.restarts} in a row)"
-        print(f"phalanx: {in_words(first)}\n  starting again from {source}{count if here else ''}", file=sys.stderr)
+        lines = f"phalanx: {said_of(first)}", *verdict, f"starting again from {source}{count if here else ''}"
+        print("\n  ".join(lines), file=sys.stderr)
+        for rank in failures:  # what is written of the next failure must not be held against words of this one
+            dump_file(self.directory, rank).unlink(missing_ok=True)
         return Then.AGAIN
 
     def without_the_worst(self, nproc: int, choose: Choose) -> int | None:

@@ -3,7 +3,8 @@
 RUN_DIR/run.toml          the whole run, resolved
 RUN_DIR/data.json         where the tokens lie
 RUN_DIR/tokenizer.json
-RUN_DIR/metrics.jsonl     RUN_DIR/tensorboard/     RUN_DIR/checkpoints/     RUN_DIR/failures/"""
+RUN_DIR/metrics.jsonl     RUN_DIR/tensorboard/     RUN_DIR/checkpoints/     RUN_DIR/failures/
+RUN_DIR/hangs/"""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from phalanx.data.indexed import IndexedDataset
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.data.tokenizer import load_tokenizer
+from phalanx.measure.incident import FAILURES, HANGS
 from phalanx.measure.lock import refuse_held
 from phalanx.spec.errors import UserError
 from phalanx.spec.installed import refuse_unsupported
@@ -35,7 +37,7 @@ from phalanx.train.metrics import METRICS_FILE, check_wandb
 
 STOPPED = 75
 """Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal ended before its last step, with a checkpoint."""
-RUN_FILE, DATA_FILE, TOKENIZER_FILE, FAILURES = "run.toml", "data.json", "tokenizer.json", "failures"
+RUN_FILE, DATA_FILE, TOKENIZER_FILE = "run.toml", "data.json", "tokenizer.json"
 
 
 def run_directory(run: RunSpec) -> Path:
@@ -134,7 +136,8 @@ def set_up(run: RunSpec, world_size: int, resume: bool, progress: Callable[..., 
         raise UserError(
             "out", str(directory), f"cannot be written: {error.strerror}", "set out to another directory"
         ) from None
-    shutil.rmtree(directory / FAILURES, ignore_errors=True)
+    for left in (FAILURES, HANGS):  # by an earlier start
+        shutil.rmtree(directory / left, ignore_errors=True)
     return directory
 
 

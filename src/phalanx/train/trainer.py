@@ -35,8 +35,7 @@ from phalanx.train.checkpoint import (
 )
 from phalanx.train.copies import Copies
 from phalanx.train.corpus import Corpus
-from phalanx.train.divergence import DivergenceError, Losses, passed_over
-from phalanx.train.launch import limit_waits
+from phalanx.train.divergence import CorruptionError, DivergenceError, Losses, passed_over
 from phalanx.train.learner import Learner, Micro
 from phalanx.train.manifest import check_manifest, read_manifest, step_of
 from phalanx.train.metrics import Log, Record
@@ -44,6 +43,7 @@ from phalanx.train.optimizer import Rescaling, learning_rate_ratio
 from phalanx.train.pacing import Pacing
 from phalanx.train.phases import Phases
 from phalanx.train.progress import Progress
+from phalanx.train.replicas import check_replicas
 
 
 class Trainer(Learner):
@@ -69,7 +69,6 @@ class Trainer(Learner):
         if run.recovery.copy_every:
             described = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
             self.copies = Copies({"ranks": world_size, **described}, dist.new_group(backend="gloo"))
-        limit_waits(run.training.timeout_seconds)
         self.pacing = Pacing(run, world_size, directory)
         self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
         again = OWN_RECOMPUTE[run.layout.recompute]
@@ -129,6 +128,8 @@ class Trainer(Learner):
                 if notes is not None and self.line is not None:
                     notes.write(dict(self.line))
                 progress.advance(record)
+                if due(self.step, run.training.check_replicas_every):
+                    self._check_replicas()
                 if bad_in_a_row >= run.training.max_bad_steps:
                     self.checkpointer.wait()
                     raise DivergenceError(
@@ -390,6 +391,14 @@ class Trainer(Learner):
                 "step": self.step, "pause": pause, "began": begun, "seconds": time.perf_counter() - begun
             }  # fmt: skip
             notes.write(dict(line))
+
+    def _check_replicas(self) -> None:
+        """Raise CorruptionError if ranks do not hold alike what they must."""
+        every = self.run.training.check_replicas_every
+        said = check_replicas(self.strategy, self.optimizers, self.mesh.degrees, self.step, every)
+        if said:
+            self.checkpointer.wait()
+            raise CorruptionError(said)
 
     def _write(self, logs: list[Log], record: Record, every: int) -> None:
         if record["step"] % every == 0 or record["step"] == self.run.training.steps:

@@ -32,7 +32,8 @@ from phalanx.spec.run import RunSpec
 from phalanx.train.clocks import clock_offset
 from phalanx.train.closely import Closely, measured_number
 from phalanx.train.corpus import open_corpus
-from phalanx.train.divergence import DivergenceError, roll_back, rollbacks
+from phalanx.train.divergence import CorruptionError, DivergenceError, roll_back, rollbacks
+from phalanx.train.held import account
 from phalanx.train.launch import LAUNCHER, choose_device, end_with_launcher, join_ranks, on_signal, write_failure
 from phalanx.train.manifest import checkpoints, reached
 from phalanx.train.measured import compare, forget_measured
@@ -40,6 +41,7 @@ from phalanx.train.metrics import JsonLines, Log, Record, open_logs
 from phalanx.train.progress import Progress
 from phalanx.train.setup import STOPPED, read_directory, set_up
 from phalanx.train.trainer import Trainer
+from phalanx.train.watchdog import Watchdog
 
 SAMPLE_TOKENS = 160
 FLUSH_SECONDS = 1.0
@@ -95,18 +97,19 @@ def work(
             forget_measured(directory)  # of an earlier start, maybe of other ranks
         corpus, peak = open_corpus(run, data, fresh), device_peak(run, device)
         left = run.recovery.rollbacks and run.recovery.rollbacks - rollbacks(directory)
-        while True:
-            trainer = Trainer(run, corpus, directory, device, peak)
-            trainer.may_roll_back = left > 0
-            try:
-                _train(trainer, resume or prepared, measure, window)
-                break
-            except DivergenceError as error:
-                if not left:
-                    raise
-                left, resume = left - 1, True
-                _go_back(trainer, error)
-                trainer = None
+        with Watchdog(directory, run.training.timeout_seconds) as watchdog:
+            while True:
+                watchdog.trainer = trainer = Trainer(run, corpus, directory, device, peak)
+                trainer.may_roll_back = left > 0
+                try:
+                    _train(trainer, resume or prepared, measure, window)
+                    break
+                except DivergenceError as error:
+                    if left < 1 or isinstance(error, CorruptionError):
+                        raise
+                    left, resume = left - 1, True
+                    _go_back(trainer, error)
+                    watchdog.trainer = trainer = None
         if lock is not None:
             lock.close()
         if trainer.stop and trainer.step < run.training.steps:
@@ -117,7 +120,8 @@ def work(
         rank = trainer.mesh.rank if trainer else dist.get_rank() if dist.is_initialized() else 0
         step = trainer.step if trainer else 0
         if directory.is_dir():
-            write_failure(directory, rank, step, error, final=isinstance(error, DivergenceError))
+            memory, final = account(error, trainer), isinstance(error, DivergenceError)
+            write_failure(directory, rank, step, error, memory, final)
         if LAUNCHER not in os.environ:
             for_people = isinstance(error, UserError | DivergenceError)
             print(f"phalanx: rank {rank} failed after step {step}: {error}", file=sys.stderr)

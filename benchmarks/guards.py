@@ -1,0 +1,167 @@
+"""What the guards cost in their default setting: the flight recorder, and the thread that looks whether anything moves.
+
+    python -m benchmarks.guards        # prints the table and writes docs/benchmarks/guards.md
+
+Whether collectives are recorded is settled when a process makes its first group. So two pairs of ranks train the same
+run, one with the guards and one without, and take steps in turn: while one pair does a step the other waits. Steps
+differ by more than the guards cost, so what they add to a step is also timed alone: a collective of one rank, with and
+without the recorder, and a look of the thread, each many times over."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+
+from benchmarks.recording import LARGER, SMALL, described
+from phalanx.data.loader import prefetch
+from phalanx.train.corpus import open_corpus
+from phalanx.train.flight import BUFFER, REMEMBERED, moved
+from phalanx.train.launch import join_ranks
+from phalanx.train.replicas import check_replicas
+from phalanx.train.setup import read_directory, set_up
+from phalanx.train.trainer import Trainer
+from phalanx.train.watchdog import LOOK_SECONDS, Watchdog
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "guards.md"
+GOAL = 1.01
+ROUNDS, STARTS, CALLS = 12, 1, 5000
+TINY = {**SMALL, "width": 64, "layers": 2, "ffn": 128}
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tiny, tp 2": (TINY, {"tp": 2}),
+    "small, ddp": (SMALL, {}),
+    "small, tp 2": (SMALL, {"tp": 2}),
+    "small, pp 2, 16 micro-batches": (SMALL, {"pp": 2, "micro_batch": 1}),
+    "larger, zero3": (LARGER, {"data": "zero3"}),
+}
+CLOCKS = time.perf_counter, time.process_time, time.thread_time
+Ranks = list[subprocess.Popen[str]]
+
+
+def serve(directory: str) -> None:
+    """On a rank: do what each line asks for, and say how many seconds it took."""
+    run, data = read_directory(Path(directory))
+    torch.set_num_threads(1)
+    join_ranks("cpu", 600)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    guarded = os.environ[BUFFER] != "0"
+    trainer = Trainer(run, open_corpus(run, data, True), Path(directory), torch.device("cpu"), 1e11)
+    if guarded:
+        watchdog = Watchdog(Path(directory), run.training.timeout_seconds)
+        watchdog.trainer = trainer
+        watchdog.__enter__()
+    batches, one = prefetch(trainer.loader, 0, run.training.steps), torch.ones(1)
+    asked: dict[str, Callable[[], Any]] = {
+        "step": lambda: trainer.train_step(batches),
+        "collectives": lambda: [dist.all_reduce(one, group=alone) for _ in range(CALLS)],
+        "looks": lambda: [(trainer.step, moved()) for _ in range(CALLS)],
+        "replicas": lambda: check_replicas(trainer.strategy, trainer.optimizers, trainer.mesh.degrees, 1, 1),
+    }
+    for line in sys.stdin:
+        before, clocks = recorded(), [clock() for clock in CLOCKS]
+        asked[line.strip()]()
+        took = [clock() - begun for clock, begun in zip(CLOCKS, clocks, strict=True)]
+        print(json.dumps([*took, recorded() - before]), flush=True)
+    os._exit(0)
+
+
+def recorded() -> int:
+    """Collectives recorded until now."""
+    entries = pickle.loads(c10d._dump_fr_trace(True, False, False))["entries"]  # type: ignore[attr-defined]
+    return int(entries[-1]["record_id"]) if entries else 0
+
+
+def started(directory: Path, guarded: bool) -> Ranks:
+    """A pair of ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    known |= {"LOCAL_WORLD_SIZE": "2", BUFFER: str(REMEMBERED if guarded else 0)}
+    command = [sys.executable, "-m", "benchmarks.guards", str(directory)]
+    return [
+        subprocess.Popen(
+            command, env={**os.environ, **known, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def ask(pair: Ranks, what: str) -> tuple[float, float, float, int]:
+    """Have both do it: seconds of the slower, of both processes' work, of rank 0's own thread; collectives recorded."""
+    for rank in pair:
+        assert rank.stdin is not None
+        rank.stdin.write(f"{what}\n")
+        rank.stdin.flush()
+    said = [json.loads(rank.stdout.readline()) for rank in pair if rank.stdout is not None]
+    return max(one[0] for one in said), sum(one[1] for one in said), said[0][2], said[0][3]
+
+
+def row(name: str, out: Path) -> tuple[str, float]:
+    """A line of the table, and its last number."""
+    directory = set_up(described(out, *RUNS[name]), 2, resume=False)
+    walls, works, steps, recorder, looks, replicas, calls = [], [], [], [], [], [], 0
+    for start in range(STARTS):
+        pairs = {guarded: started(directory, guarded) for guarded in ((True, False), (False, True))[start % 2]}
+        for pair in pairs.values():
+            for _ in range(3):
+                ask(pair, "step")
+        for at in range(ROUNDS):
+            took = {guarded: ask(pairs[guarded], "step") for guarded in ((True, False), (False, True))[at % 2]}
+            walls.append(took[True][0] / took[False][0])
+            works.append(took[True][1] / took[False][1])
+            steps.append(took[False][0])
+            calls = took[True][3]
+        each = {guarded: min(ask(pair, "collectives")[2] for _ in range(5)) / CALLS for guarded, pair in pairs.items()}
+        recorder.append(each[True] - each[False])
+        looks.append(min(ask(pairs[True], "looks")[2] for _ in range(3)) / CALLS)
+        replicas.append(ask(pairs[True], "replicas")[0])
+        for rank in (rank for pair in pairs.values() for rank in pair):
+            rank.communicate()
+    step, each_call, look = median(steps), median(recorder), median(looks)
+    least = 1 + calls * each_call / step + look / LOOK_SECONDS
+    cells = [f"{step * 1e3:.0f}", str(calls), f"{median(walls):.3f}", f"{median(works):.3f}", f"{each_call * 1e6:.1f}"]
+    cells += [f"{look * 1e6:.0f}", f"{least:.4f}", f"{median(replicas) * 1e3:.0f}"]
+    return f"| {' | '.join([name, *cells])} |", least
+
+
+def main() -> None:
+    """Print the table and write it to docs/."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows, shares = zip(*(row(name, Path(folder) / str(at)) for at, name in enumerate(RUNS)), strict=True)
+    worst = max(shares)
+    text = f"""# Guards: what they cost
+
+| run, 2 ranks | step, ms | collectives recorded | on / off | of processor time | recorder, microseconds each | a look, microseconds | so much is it at least | a comparison of replicas, ms |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|
+{chr(10).join(rows)}
+
+On is the default: PyTorch's flight recorder remembers {REMEMBERED:,} collectives of every rank, and a thread looks
+{1 / LOOK_SECONDS:.0f} times in a second whether anything moved. The goal is at most {GOAL}: {"met" if worst <= GOAL else "missed"} by the last column but one
+({worst:.4f} at most), which adds up what is timed alone, as the work of one thread: a collective of one rank with the
+recorder less one without it ({CALLS:,} of them, the best of five), times those of a step, and the looks. On / off are
+medians over {ROUNDS * STARTS} steps of two pairs of ranks that take turns; neighbouring steps differ by more than that. On a CPU
+gloo's messages of a pipeline are not recorded. Comparing replicas
+(`training.check_replicas_every`) is off by default.
+
+`python -m benchmarks.guards`, on one thread a rank.
+"""  # noqa: E501
+    print(text)
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1]) if len(sys.argv) > 1 else main()

@@ -1,0 +1,103 @@
+"""The collectives that ranks remember, held against each other, and words for them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from phalanx.measure.incident import Call, Dump, Place
+
+Key = tuple[str, tuple[int, ...]]
+"""A process group: its name, which ranks may use for other groups too, and its ranks."""
+Calls = dict[int, dict[int, Call]]
+"""Of a group: by rank, and by number."""
+
+SAME_SIZE = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast", "reduce")
+"""Collectives to which every rank gives as many numbers (of the others each rank may have its own share)."""
+BACKWARD = "torch/autograd/graph.py"
+"""In which it computes, or waits in a hook that is not Python's (DDP's)."""
+LOST = ("gloo", "NCCL", "DistNetworkError", "DistStoreError", "DistBackendError", "Connection", "SIGABRT")
+"""Words in the errors of ranks whose peers are gone or late."""
+
+
+def groups_of(dumps: Mapping[int, Dump]) -> dict[Key, Calls]:
+    """The collectives that ranks remember, by group; in the order in which groups were used."""
+    found: dict[Key, Calls] = defaultdict(dict)
+    for rank, dump in sorted(dumps.items()):
+        for call in dump["calls"]:
+            key = call["group"], tuple(dump["groups"].get(call["group"], ()))
+            found[key].setdefault(rank, {})[call["number"]] = call
+        for name, ranks in dump["groups"].items():
+            if rank in ranks:
+                found[name, tuple(ranks)].setdefault(rank, {})
+    return dict(found)
+
+
+def signature(call: Call) -> tuple[Hashable, ...]:
+    """What must be the same on all ranks."""
+    operation = call["operation"]
+    if operation.lstrip("_") not in SAME_SIZE:
+        return (operation,)
+    return operation, tuple(prod(shape) for shape in call["inputs"]), tuple(call["dtypes"])
+
+
+def minority(said: Mapping[int, Hashable]) -> list[int]:
+    """Who says something else than most; all, where no answer has more than the others."""
+    counts = Counter(said.values()).most_common()
+    if len(counts) > 1 and counts[0][1] == counts[1][1]:
+        return list(said)
+    return [rank for rank, what in said.items() if what != counts[0][0]]
+
+
+def waits(dump: Dump) -> bool:
+    """Whether this rank waited for others, or failed because they were gone or late."""
+    passing = bool(dump["stack"]) and BACKWARD in dump["stack"][0][0]
+    inside = passing and any(not call["over"] for call in dump["calls"])
+    return dump["waiting"] or inside or is_loss(dump.get("error", ""))
+
+
+def is_loss(error: str) -> bool:
+    """Whether a rank failed because others were gone or late."""
+    return any(word in error for word in LOST)
+
+
+def first_difference(calls: Calls, of: Callable[[Call], Hashable]) -> int | None:
+    """The first number under which ranks have different calls."""
+    seen: dict[int, Hashable] = {}
+    different = []
+    for mine in calls.values():
+        for number, call in mine.items():
+            if seen.setdefault(number, of(call)) != of(call):
+                different.append(number)
+    return min(different, default=None)
+
+
+def called(call: Call) -> str:
+    """ "all_reduce of [4] Float"."""
+    shapes = listed([str(shape) for shape in call["inputs"][:3]]) + (", ..." if len(call["inputs"]) > 3 else "")
+    if call["operation"] == "barrier" or not call["inputs"]:
+        return call["operation"]
+    return f"{call['operation']} of {shapes} {call['dtypes'][0] if call['dtypes'] else ''}".rstrip()
+
+
+def at(place: Sequence[Any] | None) -> str:
+    """ "trainer.py:83 (reduce)", with the folder that it is in."""
+    return "an unknown line" if not place else f"{'/'.join(str(place[0]).split('/')[-2:])}:{place[1]} ({place[2]})"
+
+
+def standing(stack: Sequence[Place]) -> str:
+    """Where a stack stood: its innermost place outside of PyTorch and the standard library."""
+    own = next((place for place in stack if is_own(place[0])), None)
+    return at(own or (stack[0] if stack else None))
+
+
+def is_own(file: str) -> bool:
+    """Whether a file is neither PyTorch's nor Python's."""
+    return not ("/torch/" in file or ("/lib/python3" in file and "site-packages" not in file) or file.startswith("<"))
+
+
+def listed(words: Sequence[str]) -> str:
+    """ "a, b and c"."""
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)

@@ -1,0 +1,104 @@
+"""What ranks leave behind when a run stands still or breaks off, in the run directory.
+
+RUN_DIR/hangs/rank-00000.json       of each rank that still could: where it stood, and its last collectives
+RUN_DIR/hangs/rank-00000.fault      where it stood when a signal killed it (SIGABRT, SIGSEGV, ...), by faulthandler
+RUN_DIR/failures/rank-00000.json    why a rank failed"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+HANGS, FAILURES = "hangs", "failures"
+FORMAT = 1
+STOOD, FAILED, ABORTED = "nothing moved", "it failed", "it was aborted"
+"""Why a rank left word."""
+
+Place = tuple[str, int, str]
+"""Of a stack: file, line, function."""
+
+
+class Call(TypedDict):
+    """One collective that a rank called."""
+
+    group: str
+    number: int
+    """Which of the group's collectives, from 1: on every rank the same one has the same number."""
+    operation: str
+    inputs: list[list[int]]
+    outputs: list[list[int]]
+    dtypes: list[str]
+    """Of the inputs."""
+    over: bool
+    """Whether it had ended."""
+    at: Place | None
+    """Who called it."""
+
+
+class Dump(TypedDict):
+    """What a rank tells of itself and of its neighbours."""
+
+    format: int
+    rank: int
+    ranks: int
+    host: str
+    pid: int
+    time: float
+    step: int
+    """The last that it had finished."""
+    why: str
+    stood_seconds: float
+    """How long nothing had moved."""
+    error: NotRequired[str]
+    """What it failed with then, or before that."""
+    stack: list[Place]
+    """Of its main thread, innermost first; of an error, where that was raised."""
+    waiting: bool
+    """Whether it waited for others there."""
+    groups: dict[str, list[int]]
+    calls: list[Call]
+    """The last ones, oldest first."""
+    oom_kills: int
+    """Processes of its group that the kernel killed for want of memory since it began."""
+    beside: dict[str, str]
+    """Of the other ranks on this host: the state of their process in /proc, or "gone"."""
+
+
+def dump_file(directory: Path, rank: int) -> Path:
+    """Where a rank tells where it stood."""
+    return directory / HANGS / f"rank-{rank:05d}.json"
+
+
+def fault_file(directory: Path, rank: int) -> Path:
+    """Where faulthandler writes, of a rank that a signal ends."""
+    return directory / HANGS / f"rank-{rank:05d}.fault"
+
+
+def write_dump(directory: Path, dump: Dump) -> None:
+    """Leave it where others find it whole or not at all."""
+    file = dump_file(directory, dump["rank"])
+    file.parent.mkdir(exist_ok=True)
+    aside = file.with_suffix(".partial")
+    aside.write_text(json.dumps(dump))
+    aside.replace(file)
+
+
+def read_dumps(directory: Path) -> dict[int, Dump]:
+    """Of every rank that left one."""
+    return {int(found["rank"]): found for found in _read(directory / HANGS) if found.get("format") == FORMAT}  # type: ignore[misc]
+
+
+def read_failures(directory: Path) -> dict[int, dict[str, Any]]:
+    """What every rank that failed, or whoever started it, wrote of that."""
+    return {int(found["rank"]): dict(found) for found in _read(directory / FAILURES) if "rank" in found}
+
+
+def _read(folder: Path) -> list[Mapping[str, Any]]:
+    found = []
+    for file in sorted(folder.glob("rank-*.json")):
+        with suppress(ValueError, OSError):  # the disk may have been full
+            found.append(json.loads(file.read_text()))
+    return [record for record in found if isinstance(record, dict)]

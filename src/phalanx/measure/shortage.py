@@ -1,0 +1,89 @@
+"""Want of memory: the limit under which this process runs (its cgroup), whether the kernel killed for it, and words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from phalanx.measure.incident import read_dumps
+from phalanx.measure.record import record_file
+
+CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def oom_kills() -> int | None:
+    """Processes of this one's group that the kernel has killed for want of memory; None where it does not say.
+
+    cgroup v2 counts in memory.events, v1 in memory.oom_control (Documentation/admin-guide/cgroup-v2.rst, and
+    cgroup-v1/memory.rst).
+    """
+    for file in _files("memory.events", "memory.oom_control"):
+        for line in file.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return None
+
+
+def limit_bytes() -> int | None:
+    """The most that the group may hold; None where there is no limit, or nobody says so."""
+    for file in _files("memory.max", "memory.limit_in_bytes"):
+        text = file.read_text().strip()
+        if text.isdecimal() and int(text) < 2**62:  # v1 writes the largest number of pages where there is none
+            return int(text)
+    return None
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """An account for people; "" where there is none."""
+    if not found:
+        return ""
+    held, wanted, limit = found["held_bytes"], found["wanted_bytes"], found["limit_bytes"]
+    parts = ", ".join(f"{name} {size(held[name])}" for name in held if name not in ("total", "peak", "reserved"))
+    asked = f"{size(wanted)} were wanted beside the" if wanted else "it held"
+    reserved = f", {size(held['reserved'])} reserved" if "reserved" in held else ""
+    most = f" (limit {size(limit)})" if limit else ""
+    return f"out of memory: {asked} {size(held['total'])}{' held' if wanted else ''}{most}: {parts}{reserved}"
+
+
+def why_killed(directory: Path, rank: int, how: str) -> str:
+    """Of a rank that ended without a word: whether the kernel killed it for want of memory, and what it last held."""
+    if any(dump.get("oom_kills") for dump in read_dumps(directory).values()):
+        limit = limit_bytes()
+        most = f" (limit of its group: {size(limit)})" if limit else ""
+        return f"{how}, by the kernel, for want of memory{most}{_last_peak(directory, rank)}"
+    if "SIGKILL" not in how:
+        return f"{how} without a word"
+    hint = f": the kernel has killed {kills} processes of this group for that" if (kills := oom_kills()) else ""
+    return f"{how} without a word; out of memory?{hint}"
+
+
+def _last_peak(directory: Path, rank: int) -> str:
+    """The last that the rank itself noted: it writes them down about once in a second."""
+    with suppress(OSError, ValueError):
+        lines = [json.loads(line) for line in record_file(directory, rank).read_text().splitlines() if line[-1:] == "}"]
+        for line in reversed(lines):
+            if "peak_memory_bytes" in line:
+                return f"; it had noted a peak of {size(line['peak_memory_bytes'])} by step {line['step']}"
+    return ""
+
+
+def size(value: int) -> str:
+    """1.23 GB; less than that in MB."""
+    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
+
+
+def _files(version_2: str, version_1: str) -> Iterator[Path]:
+    """The file of this process's group, under its path or, in a container that sees its own as the root, there."""
+    with suppress(OSError):
+        for line in OWN.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            named = "memory" in controllers.split(",")
+            root, name = (CGROUPS / "memory", version_1) if named else (CGROUPS, version_2)
+            for file in (root / path.lstrip("/") / name, root / name):
+                if (named or not controllers) and file.is_file():
+                    yield file
+                    break

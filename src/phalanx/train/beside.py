@@ -1,0 +1,47 @@
+"""The other ranks on this host, as the kernel sees them: a rank that is stopped or gone cannot tell."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+PROC = Path("/proc")
+GONE = "gone"
+
+
+def beside() -> dict[int, tuple[int, str]]:
+    """Process and state (a letter as in /proc/PID/stat, or GONE with process 0) of the ranks that were started with
+    this one; nothing where the launcher does not say which those are, or there is no /proc."""
+    local, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    first = int(os.environ.get("RANK", "0")) - local
+    if size == 1 or not PROC.exists():
+        return {}
+    found = dict.fromkeys(range(first, first + size), (0, GONE))
+    for folder in PROC.glob("[0-9]*"):
+        with suppress(OSError, ValueError):
+            # pid (name) state parent ...; the name may hold anything, brackets too
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getppid():
+                rank = _rank_of(folder)
+                if rank in found:
+                    found[rank] = int(folder.name), state
+    found.pop(first + local)
+    return found
+
+
+def wake(processes: dict[int, tuple[int, str]]) -> None:
+    """Let ranks go on that are stopped, so that they can end with the run: they hear no other signal."""
+    for process, state in processes.values():
+        if state == "T":
+            with suppress(OSError):
+                os.kill(process, signal.SIGCONT)
+
+
+def _rank_of(folder: Path) -> int | None:
+    for variable in (folder / "environ").read_bytes().split(b"\0"):
+        name, _, value = variable.partition(b"=")
+        if name == b"RANK":
+            return int(value)
+    return None

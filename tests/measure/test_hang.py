@@ -1,0 +1,246 @@
+"""Why a run stood still, from hand-made words of its ranks, and from programs into which a fault was planted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from phalanx.measure import hang
+from phalanx.measure.calls import minority
+from phalanx.measure.hang import coordinates, explain
+from phalanx.measure.incident import FORMAT, STOOD, Dump, read_dumps, write_dump
+from phalanx.spec.layout import Degrees, groups
+
+WAITING = ("/x/torch/distributed/distributed_c10d.py", 3245, "all_reduce")
+BUSY = ("/x/mine/model.py", 7, "forward")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One line of a program: a collective of a group."""
+
+    group: str
+    operation: str
+    size: int
+    line: int
+
+
+Program = list[Op]
+
+
+def members(sizes: Degrees) -> dict[str, list[tuple[int, ...]]]:
+    """The groups that a program names, each of which is several groups of ranks."""
+    every = tuple(range(sizes.world_size))
+    return {"all": [every], "tp": groups(sizes, "tp"), "dp": groups(sizes, "dp_replicate", "dp_shard")}
+
+
+def ranks_of(sizes: Degrees, name: str, rank: int) -> tuple[int, ...]:
+    return next(group for group in members(sizes)[name] if rank in group)
+
+
+def run(programs: list[Program], sizes: Degrees) -> dict[int, Dump] | None:
+    """What ranks that block in every collective tell when none of them can go on; None if they come to the end."""
+    done = [0] * len(programs)
+    count: list[dict[str, int]] = [{} for _ in programs]
+    calls: list[list[dict[str, Any]]] = [[] for _ in programs]
+    inside: list[Op | None] = [None] * len(programs)
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            if inside[rank] is None and done[rank] < len(program):
+                op = program[done[rank]]
+                inside[rank], moved = op, True
+                count[rank][op.group] = count[rank].get(op.group, 0) + 1
+                call = {"group": f"{op.group}{ranks_of(sizes, op.group, rank)[0]}", "number": count[rank][op.group]}
+                call |= {"operation": op.operation, "inputs": [[op.size]], "outputs": [], "dtypes": ["Float"]}
+                calls[rank].append(call | {"over": False, "at": ("mine/model.py", op.line, "step")})
+        for rank, op in enumerate(inside):
+            if op is None:
+                continue
+            group = ranks_of(sizes, op.group, rank)
+            here = [inside[other] for other in group]
+            same = {(o.group, o.operation, o.size) if o else None for o in here}
+            if len(same) == 1 and len({count[other][op.group] for other in group}) == 1:
+                for other in group:
+                    inside[other], moved = None, True
+                    calls[other][-1]["over"] = True
+                    done[other] += 1
+    if all(op is None for op in inside):
+        return None
+    return {rank: dump(rank, sizes, calls[rank], WAITING if inside[rank] else BUSY) for rank in range(len(programs))}
+
+
+def dump(rank: int, sizes: Degrees, calls: Any, place: Any, **more: Any) -> Dump:
+    named = {f"{name}{ranks_of(sizes, name, rank)[0]}": list(ranks_of(sizes, name, rank)) for name in members(sizes)}
+    found = {"format": FORMAT, "rank": rank, "ranks": sizes.world_size, "host": "here", "pid": rank, "time": 1.0}
+    found |= {
+        "step": 3,
+        "why": STOOD,
+        "stood_seconds": 1.0,
+        "stack": [place],
+        "waiting": place is WAITING,
+        "groups": named,
+    }
+    return {**found, "calls": calls, "beside": {}, "oom_kills": 0, **more}  # type: ignore[return-value, typeddict-item]
+
+
+OPS = st.tuples(
+    st.sampled_from(["all", "tp", "dp"]), st.sampled_from(["all_reduce", "all_gather", "all_to_all"]), st.integers(1, 3)
+)
+LAYOUTS = [Degrees(1, 4, 1, 1, 1), Degrees(3, 1, 1, 1, 2), Degrees(1, 4, 1, 1, 2), Degrees(1, 3, 1, 1, 3)]
+
+
+@st.composite
+def faults(draw: Any) -> tuple[Degrees, list[Program], int, int, str]:
+    """A random program of random ranks, in which one rank skips, misshapes or misnames one collective of all ranks."""
+    sizes = draw(st.sampled_from(LAYOUTS))
+    drawn = draw(st.lists(OPS, min_size=1, max_size=12))
+    program = [Op(group, operation, size, line) for line, (group, operation, size) in enumerate(drawn)]
+    rank, place = draw(st.integers(0, sizes.world_size - 1)), draw(st.integers(0, len(program) - 1))
+    fault = draw(st.sampled_from(["skip", "shape", "operation"]))
+    program[place] = replace(program[place], group="all", operation="all_reduce")
+    mine = list(program)
+    if fault == "skip":
+        del mine[place]
+    else:
+        wrong = {"size": program[place].size + 1} if fault == "shape" else {"operation": "broadcast"}
+        mine[place] = replace(program[place], **wrong)
+    programs = [mine if at == rank else program for at in range(sizes.world_size)]
+    return sizes, programs, rank, place, fault
+
+
+@settings(max_examples=150, deadline=None)
+@given(faults())
+def test_one_planted_fault_is_named(planted: tuple[Degrees, list[Program], int, int, str]) -> None:
+    sizes, programs, rank, place, fault = planted
+    dumps = run(programs, sizes)
+    assert dumps is not None
+    found = explain(dumps, {}, sizes).verdict
+    assert found.ranks == (rank,)
+    assert f"rank {rank} (" in found.said
+    if fault != "skip":
+        right = programs[(rank + 1) % sizes.world_size][place]
+        number = sum(op.group == "all" for op in programs[rank][: place + 1])
+        assert found.kind == "mismatch"
+        assert f"in collective {number} of all ranks, rank {rank}" in found.said
+        assert f"{right.operation} of [{right.size}] Float at mine/model.py:{right.line} (step)" in found.said
+    else:
+        assert found.kind in ("mismatch", "absent", "crossed")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.lists(OPS, min_size=1, max_size=12), st.data())
+def test_a_rank_that_stands_elsewhere_is_the_cause(sizes: Degrees, drawn: Any, data: Any) -> None:
+    """One rank stands still outside of collectives; whoever waits for it, or for those that do, is not blamed."""
+    program = [Op(group, operation, size, line) for line, (group, operation, size) in enumerate(drawn)]
+    program.append(Op("all", "all_reduce", 1, 99))
+    rank, place = data.draw(st.integers(0, sizes.world_size - 1)), data.draw(st.integers(0, len(program) - 1))
+    dumps = run([program[:place] if at == rank else program for at in range(sizes.world_size)], sizes)
+    assert dumps is not None
+    late = explain(dumps, {}, sizes).verdict
+    assert (late.kind, late.ranks) == ("absent", (rank,))
+    assert "mine/model.py:7 (forward)" in late.said
+    silent = explain({at: told for at, told in dumps.items() if at != rank}, {}, sizes).verdict
+    assert (silent.kind, silent.ranks) == ("silent", (rank,))
+    other = dumps[(rank + 1) % sizes.world_size]
+    other["beside"] = {str(rank): "T"}
+    assert explain(dumps, {}, sizes).verdict.kind == "stopped"
+
+
+def test_a_call_that_was_left_out_among_equal_ones_is_found_by_its_line() -> None:
+    sizes = Degrees(1, 3, 1, 1, 1)
+    program = [Op("all", "all_reduce", 4, line) for line in (10, 20, 30, 40)]
+    dumps = run([program, [*program[:1], *program[2:]], program], sizes)
+    assert dumps is not None
+    found = explain(dumps, {}, sizes).verdict
+    assert (found.kind, found.ranks) == ("absent", (1,))
+    assert "from number 2 of all ranks on its calls came from other lines (mine/model.py:30 (step)" in found.said
+    assert "where others were at mine/model.py:20 (step)" in found.said
+
+
+def test_messages_of_a_pipeline_are_in_no_recorder() -> None:
+    """A rank that waits for one is not the cause; one that does something else is."""
+    sizes = Degrees(1, 1, 3, 1, 1)
+    inside = ("/x/phalanx/parallel/links.py", 68, "receive")
+    dumps = {rank: dump(rank, sizes, [], BUSY if rank == 1 else inside, waiting=rank != 1) for rank in range(3)}
+    found = explain(dumps, {}, sizes).verdict
+    assert (found.kind, found.ranks) == ("absent", (1,))
+    assert found.said == (
+        "rank 1 (pp=1) was in mine/model.py:7 (forward); "
+        "rank 0 (pp=0) and rank 2 (pp=2) waited in parallel/links.py:68 (receive)"
+    )
+
+
+def test_all_came_and_it_did_not_end() -> None:
+    sizes = Degrees(1, 2, 1, 1, 1)
+    call = {
+        "group": "all0",
+        "number": 1,
+        "operation": "all_reduce",
+        "inputs": [[4]],
+        "outputs": [],
+        "dtypes": ["Float"],
+    }
+    calls = [{**call, "over": False, "at": ("mine/model.py", 1, "step")}]
+    found = explain({rank: dump(rank, sizes, calls, WAITING) for rank in range(2)}, {}, sizes).verdict
+    assert found.kind == "lost"
+    assert "all ranks came to all_reduce of [4] Float, number 1, and it did not end" in found.said
+
+
+def test_who_was_killed_or_failed_by_itself_comes_before_who_lost_it() -> None:
+    sizes = Degrees(1, 2, 1, 1, 1)
+    calls = run([[Op("all", "all_reduce", 4, 1)], []], sizes)
+    assert calls is not None
+    calls[0]["error"] = "RuntimeError: gloo: Connection closed by peer"
+    lost = {"rank": 0, "reason": calls[0]["error"], "time": 1.0, "traceback": "..."}
+    killed = {"rank": 1, "reason": "was killed by SIGKILL without a word", "time": 2.0}
+    found = explain(calls, {0: lost, 1: killed}, sizes).verdict
+    assert (found.kind, found.ranks) == ("killed", (1,))
+    own = {"rank": 1, "reason": "ValueError: no such file", "time": 2.0, "traceback": "..."}
+    found = explain(calls, {0: lost, 1: own}, sizes).verdict
+    assert (found.kind, found.ranks) == ("error", (1,))
+    assert "ValueError: no such file; the others lost it" in found.said
+
+
+def test_nothing_is_made_up() -> None:
+    assert explain({}, {}, Degrees(1, 2, 1, 1, 1)).verdict.kind == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rank", "said"),
+    [
+        (Degrees(1, 1, 1, 1, 1), 0, ""),
+        (Degrees(1, 2, 4, 1, 8), 21, "pp=2, tp=5, dp=0"),
+        (Degrees(2, 2, 1, 1, 1), 3, "dp_replicate=1, dp_shard=1"),
+        (Degrees(2, 1, 1, 1, 1, servers=1), 0, "server 0"),
+        (Degrees(2, 1, 1, 1, 1, servers=1), 2, "dp=1"),
+    ],
+)
+def test_coordinates_are_the_layouts(sizes: Degrees, rank: int, said: str) -> None:
+    assert coordinates(sizes, rank) == said
+
+
+@given(st.dictionaries(st.integers(0, 9), st.integers(0, 2), min_size=1))
+@example({0: 1, 1: 2})
+def test_the_minority_is_never_most(said: dict[int, int]) -> None:
+    few = minority(said)
+    if 0 < len(few) < len(said):
+        most = {said[rank] for rank in said if rank not in few}
+        assert len(most) == 1
+        assert not most & {said[rank] for rank in few}
+
+
+def test_dumps_come_back_and_damaged_ones_are_passed_over(tmp_path: Any) -> None:
+    sizes = Degrees(1, 2, 1, 1, 1)
+    told = dump(1, sizes, [], BUSY)
+    write_dump(tmp_path, told)
+    (tmp_path / "hangs" / "rank-00000.json").write_text('{"format": 1, "ra')
+    (tmp_path / "hangs" / "rank-00002.json").write_text("[]")
+    assert json.loads(json.dumps(read_dumps(tmp_path))) == {"1": json.loads(json.dumps(told))}
+    assert list(hang.STATES)

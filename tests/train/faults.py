@@ -1,0 +1,97 @@
+"""`python -m tests.train.faults FAULT RUN_DIR`: a rank of a run. In the fourth step rank 1 does something wrong."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.train.launch import leave
+from phalanx.train.trainer import Trainer
+from phalanx.train.worker import work
+
+GUILTY, STEP = 1, 3
+
+
+def late() -> None:
+    """Far too late to the collectives of a step."""
+    time.sleep(1000)
+
+
+def pause() -> None:
+    """On all ranks: longer than the watchdog's patience, and no longer than that of a collective."""
+    time.sleep(5.5)
+
+
+def another_shape() -> None:
+    """One collective more for everybody; of other sizes on the guilty rank, which gloo aborts for it."""
+    dist.all_reduce(torch.ones(1_000 if dist.get_rank() == GUILTY else 400_000))
+
+
+def one_skipped() -> None:
+    """One collective more for everybody but the guilty rank."""
+    if dist.get_rank() != GUILTY:
+        dist.all_reduce(torch.ones(4))
+
+
+def another_order() -> None:
+    """Two collectives more, which the guilty rank calls in another order."""
+    mine, parts = torch.ones(4), [torch.empty(4) for _ in range(dist.get_world_size())]
+    if dist.get_rank() == GUILTY:
+        dist.all_gather(parts, mine)
+        dist.all_reduce(mine)
+    else:
+        dist.all_reduce(mine)
+        dist.all_gather(parts, mine)
+
+
+def memory() -> None:
+    """More memory than this process may have, asked for at once."""
+    before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (before + 2**28, before + 2**28))
+    torch.empty(2**30, dtype=torch.uint8)
+
+
+def much() -> None:
+    """More memory than the group of processes may have, bit by bit."""
+    kept = []
+    while True:
+        kept.append(torch.ones(2**24))
+
+
+def bit(trainer: Trainer) -> None:
+    """One bit of the last parameter of all."""
+    *_, last = trainer.strategy.trained.values()
+    last.detach().view(-1).view(torch.uint8)[0] ^= 4
+
+
+ALONE = {"late": late, "memory": memory, "much": much}
+TOGETHER = {"pause": pause, "shape": another_shape, "skipped": one_skipped, "order": another_order}
+
+
+def main(fault: str, directory: str) -> None:
+    """Train, with a fault."""
+    step = Trainer.train_step
+
+    def faulty(self: Trainer, batches: Iterator[Any]) -> Any:
+        if self.step == STEP:
+            if fault in TOGETHER:
+                TOGETHER[fault]()
+            elif fault == "bit" and dist.get_rank() == GUILTY:
+                bit(self)
+            elif fault in ALONE and dist.get_rank() == GUILTY:
+                ALONE[fault]()
+        return step(self, batches)
+
+    Trainer.train_step = faulty  # type: ignore[method-assign]
+    leave(work(Path(directory), [], resume=False))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

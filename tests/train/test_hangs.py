@@ -1,0 +1,189 @@
+"""Runs of real processes that stand still: a rank is stopped, late, or calls other collectives than the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity.trajectory import described
+from train.test_trainer import process_of_rank, wait_for_steps
+
+from phalanx.measure.hang import Explanation, explain_run
+from phalanx.measure.incident import read_failures
+from phalanx.train.launch import report_failures, set_environment, start_ranks
+from phalanx.train.setup import set_up
+
+TIMEOUT = 6.0
+ENDED = 60.0
+"""Seconds after which a test gives up."""
+
+
+@pytest.fixture(scope="module")
+def text() -> Path:
+    return Path(json.__file__).parent
+
+
+def directory_of(text: Path, out: Path, nproc: int, layout: dict[str, Any]) -> Path:
+    changes = {"training.steps": 100_000, "training.timeout_seconds": TIMEOUT, "training.precision": "fp32"}
+    run = described(text, out, {**changes, **layout})
+    return set_up(run, nproc, resume=False)
+
+
+def started(directory: Path, nproc: int, fault: str, inside: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+    program = "import sys; from train.test_hangs import launch; launch(*sys.argv[1:])"
+    command = [sys.executable, "-c", program, str(directory), str(nproc), fault]
+    tests = Path(__file__).parents[1]
+    places = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests))), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=places, start_new_session=True, preexec_fn=inside
+    )
+
+
+def launch(directory: str, nproc: str, fault: str) -> None:
+    """What `phalanx train` does, but for the program of the ranks."""
+    set_environment(int(nproc))
+    words = "tests.train.faults", fault, directory
+    sys.exit(start_ranks(int(nproc), words, partial(report_failures, Path(directory))))
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What the launcher said; every process of the run is gone then."""
+    try:
+        _, said = process.communicate(timeout=ENDED)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == 1, said
+    return said
+
+
+def explained(directory: Path, said: str) -> Explanation:
+    print(said)
+    found = explain_run(directory)
+    assert f"why: {found.verdict.said}" in said
+    assert f"phalanx debug {directory}" in said
+    assert said.count("phalanx: ") == 1
+    print(found)
+    return found
+
+
+def test_a_stopped_rank_is_named_within_the_timeout(text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 4, {"layout.pp": 2, "layout.tp": 2, "layout.micro_batch": 1})
+    process = started(directory, 4, "none")
+    try:
+        wait_for_steps(process, directory, 3)
+        os.kill(process_of_rank(1, str(directory)), signal.SIGSTOP)
+        begun = time.monotonic()
+        while not list((directory / "hangs").glob("rank-00000.json")):
+            assert time.monotonic() < begun + ENDED
+            time.sleep(0.02)
+        print(f"named after {time.monotonic() - begun:.1f} s of {TIMEOUT}")
+        found = explain_run(directory).verdict
+        assert (found.kind, found.ranks) == ("stopped", (1,))
+    finally:
+        said = ended(process)
+    found = explained(directory, said)
+    assert (found.verdict.kind, found.verdict.ranks) == ("stopped", (1,))
+    assert "rank 1 (pp=0, tp=1) was stopped (SIGSTOP)" in found.verdict.said
+
+
+@pytest.mark.parametrize(
+    ("layout", "where", "waited"),
+    [({}, "dp", "all_reduce"), ({"layout.pp": 2, "layout.micro_batch": 1}, "pp", "parallel/links.py")],
+    ids=["ddp", "pp"],
+)
+def test_a_late_rank_is_told_from_a_dead_one(
+    layout: dict[str, Any], where: str, waited: str, text: Path, tmp_path: Path
+) -> None:
+    directory = directory_of(text, tmp_path, 2, layout)
+    found = explained(directory, ended(started(directory, 2, "late")))
+    assert (found.verdict.kind, found.verdict.ranks, found.step) == ("absent", (1,), 3)
+    assert f"rank 1 ({where}=1) was in train/faults.py" in found.verdict.said
+    assert f"rank 0 ({where}=0) waited in {waited}" in found.verdict.said
+
+
+def test_a_run_that_goes_on_leaves_no_word_of_its_pause(text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 2, {"training.steps": 6})
+    process = started(directory, 2, "pause")
+    try:
+        seen, deadline = False, time.monotonic() + ENDED
+        while process.poll() is None and time.monotonic() < deadline:
+            seen = seen or bool(list((directory / "hangs").glob("*.json")))
+            time.sleep(0.02)
+    finally:
+        _, said = process.communicate(timeout=ENDED)
+    assert seen, "it was longer than the watchdog's patience"
+    assert process.returncode == 0, said
+    assert not list((directory / "hangs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("fault", "theirs", "own"),
+    [
+        ("shape", "all_reduce of [400000] Float", "all_reduce of [1000] Float"),
+        ("skipped", "all_reduce of [4] Float", "all_to_all of [3, "),
+        ("order", "all_reduce of [4] Float", "all_gather of [4] Float"),
+    ],
+)
+def test_a_mismatch_is_told_from_a_late_rank(fault: str, theirs: str, own: str, text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 3, {"layout.data": "zero1", "training.tokens_per_step": 288})
+    found = explained(directory, ended(started(directory, 3, fault)))
+    assert (found.verdict.kind, found.verdict.ranks, found.step) == ("mismatch", (1,), 3)
+    assert f"rank 1 (dp=1) called {own}" in found.verdict.said
+    assert f"called {theirs} at train/faults.py" in found.verdict.said
+
+
+def test_a_rank_without_memory_says_what_it_held(text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 2, {})
+    said = ended(started(directory, 2, "memory"))
+    print(said)
+    assert "rank 1 failed after step 3: out of memory: 1.07 GB were wanted beside the" in said
+    left = read_failures(directory)[1]
+    held = left["held_bytes"]
+    assert left["wanted_bytes"] == 2**30
+    assert held["parameters"] == 4 * 32_000
+    assert held["optimizer"] == 2 * held["parameters"]  # AdamW's two moments; gradients were dropped before
+    assert sum(held[part] for part in ("parameters", "gradients", "optimizer", "rest")) == held["total"]
+    assert 0 < held["total"] <= held["peak"]
+    found = explain_run(directory).verdict
+    assert (found.kind, found.ranks) == ("error", (1,))
+
+
+@contextmanager
+def limited(most_bytes: int) -> Iterator[Callable[[], None]]:
+    """A group of processes that may hold so much together (cgroup v1); what it gives has a process join it."""
+    group = Path(f"/sys/fs/cgroup/memory/phalanx-test-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(most_bytes))
+    except OSError as error:
+        pytest.skip(f"needs to make a cgroup with a limit of memory: {error}")
+    try:
+        yield lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None
+    finally:
+        deadline = time.monotonic() + 10
+        while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        group.rmdir()
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_is_named(text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 2, {})
+    with limited(3 * 2**29) as inside:
+        said = ended(started(directory, 2, "much", inside))
+    print(said)
+    assert "phalanx: rank 1 was killed by SIGKILL, by the kernel, for want of memory" in said
+    found = explain_run(directory).verdict
+    assert (found.kind, found.ranks) == ("killed", (1,))
+    assert "by the kernel, for want of memory" in found.said

@@ -1,0 +1,29 @@
+"""Which errors are want of memory, and what allocators say was asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx.train.held import is_out_of_memory, wanted_bytes
+
+
+def test_pytorchs_own_words_are_understood() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert wanted_bytes(str(caught.value)) == 2**50
+
+
+@pytest.mark.parametrize(
+    ("error", "known", "wanted"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ..."), True, 3 * 2**29),
+        (MemoryError(), True, None),
+        (OSError(12, "Cannot allocate memory"), True, None),
+        (RuntimeError("shapes do not match"), False, None),
+        (KeyError("not enough memory"), False, None),
+    ],
+)
+def test_errors(error: BaseException, known: bool, wanted: int | None) -> None:
+    assert (is_out_of_memory(error), wanted_bytes(str(error))) == (known, wanted)
