@@ -20,7 +20,8 @@ from train.test_trainer import process_of_rank, wait_for_steps
 
 from phalanx.measure.hang import Explanation, explain_run
 from phalanx.measure.incident import read_failures
-from phalanx.train.launch import report_failures, set_environment, start_ranks
+from phalanx.train.agent import start_ranks
+from phalanx.train.launch import report_failures, set_environment
 from phalanx.train.setup import set_up
 
 TIMEOUT = 6.0

@@ -141,7 +141,7 @@ def test_the_run_stops_and_names_rank_tensor_and_step(text: Path, tmp_path: Path
     directory = directory_of(text, tmp_path, 3, {**changes, "training.tokens_per_step": 288})
     said = ended(started(directory, 3, "bit"))
     print(said)
-    assert "DivergenceError: step 4: model." in said
+    assert "CorruptionError: step 4: model." in said
     assert "differs on rank 1 (dp=1) from the 2 others, where it must be equal; it was equal after step 2" in said
     assert "why:" not in said
     assert not list((directory / "hangs").glob("*.json"))

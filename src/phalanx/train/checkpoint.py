@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,6 @@ from phalanx.train.manifest import (
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-WRITING = timedelta(minutes=30)
-"""How long ranks wait for each other while they write: disks may be slower than collectives may be."""
 FILE_BYTES = 32 * 2**20
 """Tensors that rest on disk are saved in files of about so much: DCP makes each whole in memory."""
 
@@ -57,7 +54,7 @@ class Checkpointer:
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
         # Its own group: the thread's collectives must not mix with the training's.
-        self.group = dist.new_group(backend="gloo", timeout=WRITING) if distributed else None
+        self.group = dist.new_group(backend="gloo") if distributed else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.seconds = 0.0

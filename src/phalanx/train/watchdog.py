@@ -125,7 +125,7 @@ class Watchdog:
         os.kill(os.getpid(), signal.SIGABRT)
 
     def _dump(self, why: str, stack: traceback.StackSummary, error: str | None = None) -> None:
-        """Once quickly, and once more with the lines that collectives were called from."""
+        """First without collectives, then with them, then with the lines that they were called from."""
         dump: Dump = {
             "format": FORMAT,
             "rank": self.rank,
@@ -146,6 +146,7 @@ class Watchdog:
         if error is not None:
             dump["error"] = error
         self._wrote = dump
+        self._leave(dump)  # a driver that hangs may not answer what its recorder holds
         for with_lines in (False, True):
             dump["calls"] = calls(with_lines)
             self._leave(dump)
