@@ -9,7 +9,6 @@ import signal
 import socket
 import struct
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -92,11 +91,21 @@ ALONE = Meeting("", "localhost", 0, 1, 1, join_seconds=60, last_call_seconds=1)
 """A node by itself."""
 
 
+class NoLogs(LogsSpecs):
+    """Ranks print where we do: torchrun's own makes a folder for files, which who is killed leaves behind."""
+
+    root_log_dir = os.devnull
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        none = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=none, stderrs=none, error_files=none)
+
+
 class Agent(LocalElasticAgent):
     """torchrun's, which asks what follows a failure, and leaves no rank hanging in wait of one that failed."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, words: Words, judge: Callable[[Failures], Then]):
-        super().__init__(spec, logs)
+    def __init__(self, spec: WorkerSpec, words: Words, judge: Callable[[Failures], Then]):
+        super().__init__(spec, NoLogs())
         self._words, self._judge = words, judge
         self.then = Then.END
 
@@ -155,8 +164,8 @@ def run_ranks(nproc: int, words: Words, judge: Callable[[Failures], Then], meeti
     while True:
         try:
             _wait_for_host(meeting, deadline)
-            with _told_apart(), tempfile.TemporaryDirectory(prefix="phalanx-agent-") as folder:
-                return _run_once(nproc, words, judge, meeting, folder)
+            with _told_apart():
+                return _run_once(nproc, words, judge, meeting)
         except SignalException as signalled:
             raise SystemExit(130 if signalled.sigval == signal.SIGINT else STOPPED) from None
         except RendezvousTimeoutError:
@@ -184,7 +193,7 @@ def _wait_for_host(meeting: Meeting, deadline: float) -> None:
         time.sleep(RETRY_SECONDS)
 
 
-def _run_once(nproc: int, words: Words, judge: Callable[[Failures], Then], meeting: Meeting, folder: str) -> bool:
+def _run_once(nproc: int, words: Words, judge: Callable[[Failures], Then], meeting: Meeting) -> bool:
     handler, own = _meet(meeting), _own_address(meeting)
     if meeting is not ALONE:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -193,7 +202,7 @@ def _run_once(nproc: int, words: Words, judge: Callable[[Failures], Then], meeti
         role="default", local_world_size=nproc, entrypoint=sys.executable, args=(), rdzv_handler=handler,
         max_restarts=0, monitor_interval=MONITOR_SECONDS, local_addr=own,
     )  # fmt: skip
-    agent = Agent(spec, DefaultLogsSpecs(folder), words, judge)
+    agent = Agent(spec, words, judge)
     result = agent.run()
     if agent.then is not Then.LEAVE:
         handler.shutdown()  # nobody can join any more
