@@ -154,11 +154,31 @@ def _status(pid: int) -> int | None:
     return None if ended is None else ended.si_status
 
 
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Signals end what goes on here in order, whether or not there are ranks: torchrun hears them only then.
+
+    Raises SystemExit after one: 130 of SIGINT, else `STOPPED`.
+    """
+
+    def stop(number: int, _: object) -> None:
+        raise SignalException(f"signal {number}", signal.Signals(number))
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    except SignalException as signalled:
+        raise SystemExit(130 if signalled.sigval == signal.SIGINT else STOPPED) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_ranks(nproc: int, words: Words, judge: Callable[[Failures], Then], meeting: Meeting = ALONE) -> bool:
     """Run local ranks, together with other nodes' where there are any, until all have ended well, or by what `judge`
     says of a failure they are not to be started again; returns whether all went well.
 
-    Raises UserError where nodes do not meet, and SystemExit after a signal: 130 of SIGINT, else `STOPPED`.
+    Raises UserError where nodes do not meet.
     """
     deadline = time.monotonic() + meeting.join_seconds
     while True:
@@ -166,8 +186,6 @@ def run_ranks(nproc: int, words: Words, judge: Callable[[Failures], Then], meeti
             _wait_for_host(meeting, deadline)
             with _told_apart():
                 return _run_once(nproc, words, judge, meeting)
-        except SignalException as signalled:
-            raise SystemExit(130 if signalled.sigval == signal.SIGINT else STOPPED) from None
         except RendezvousTimeoutError:
             fix = "start the command on every node, with the same --rendezvous, or allow fewer: --nodes LEAST:MOST"
             raise _not_met(
@@ -269,5 +287,6 @@ def start_ranks(nproc: int, words: Sequence[str], report: Callable[[Failures], i
         code = report(failures)
         return Then.END
 
-    run_ranks(nproc, lambda _: words, judge)
+    with stoppable():
+        run_ranks(nproc, lambda _: words, judge)
     return code
