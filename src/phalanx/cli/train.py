@@ -227,7 +227,7 @@ def layout_for(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
     per_node = nproc or ranks
     found = read_run(run_directory(run)).run
     cluster = (found or run).cluster.model_copy(update={"nproc": per_node, "nodes": ranks // per_node})
-    if cluster.peak_flops is None:
+    if cluster.peak_flops is None or cluster.memory_bytes is None:
         check_layout(run, ranks)
         return run.layout
     measured, training = run.cluster.measured, run.training
