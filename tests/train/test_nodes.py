@@ -17,9 +17,10 @@ from parity.trajectory import DENSE, described, steps, trainer
 
 from phalanx.data.prepare import prepare
 from phalanx.testing.hosts import NoHosts, Star, star
+from phalanx.testing.runs import SECONDS, ranks_of, until
 from phalanx.train.manifest import checkpoints
 from phalanx.train.setup import STOPPED, to_toml
-from tests.train.test_recovery import SECONDS, events, ranks_of, reaches, trained, until
+from tests.train.test_recovery import events, reaches, trained
 
 NAMES = ("first", "second")
 PORT = 29_400

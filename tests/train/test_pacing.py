@@ -50,6 +50,14 @@ def test_no_save_begins_before_the_last_has_ended(tmp_path: Path) -> None:
     assert paced(tmp_path).decide(FIRST_STEPS, still_seconds=0.001, write_seconds=600) == FIRST_STEPS + 6000
 
 
+def test_one_save_that_took_long_does_not_count(tmp_path: Path) -> None:
+    pacing = paced(tmp_path)
+    usual = pacing.decide(FIRST_STEPS, still_seconds=1, write_seconds=1) - FIRST_STEPS
+    pacing.decide(pacing.next, still_seconds=1, write_seconds=1)
+    before = pacing.next
+    assert pacing.decide(before, still_seconds=50, write_seconds=1) - before == usual
+
+
 def test_a_run_that_fails_more_often_is_saved_more_often(tmp_path: Path) -> None:
     began = {"time": time.time() - 400, "what": "began"}
     failed = [{"time": time.time() - at, "what": "failed"} for at in (350, 250, 150, 50)]

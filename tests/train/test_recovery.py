@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,11 +18,11 @@ from parity.trajectory import described, steps, trainer
 
 from phalanx.measure.events import read_events
 from phalanx.spec.load import LAYOUT_FILE
+from phalanx.testing.runs import SECONDS, ranks_of, until
 from phalanx.train.manifest import checkpoints
 from phalanx.train.metrics import read_metrics
 from phalanx.train.setup import STOPPED, to_toml
 
-SECONDS = 100
 STEPS = 24
 SHORT = {"training.steps": STEPS, "checkpoint.every": 5}
 LONG = {"training.steps": 100_000, "checkpoint.every": 5}
@@ -50,29 +49,6 @@ def training(
         process.kill()
         process.wait(timeout=SECONDS)
         until(lambda: not ranks_of(folder / "parity"), "no rank is left")
-
-
-def ranks_of(directory: Path) -> dict[int, int]:
-    """Process ids of the ranks of a run, by rank."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().decode().split("\0")
-            environment = dict(
-                pair.split("=", 1) for pair in (folder / "environ").read_bytes().decode().split("\0") if "=" in pair
-            )
-        except (OSError, UnicodeDecodeError):
-            continue
-        if str(directory) in words and "RANK" in environment:
-            found[int(environment["RANK"])] = int(folder.name)
-    return found
-
-
-def until(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not true():
-        assert time.monotonic() < deadline, f"not in {SECONDS} s: {what}"
-        time.sleep(0.01)
 
 
 def reaches(directory: Path, step: int) -> Callable[[], bool]:

@@ -6,14 +6,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from phalanx.measure.events import read_events
 from phalanx.spec.load import build_run
 from phalanx.testing.slurm import NoSlurm, Slurm, slurm
-from phalanx.train.manifest import checkpoints, damage
+from phalanx.train.manifest import checkpoints, damage, step_of
 from phalanx.train.setup import to_toml
 from tests.cli.commands import shown
 
@@ -35,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         os.environ["PATH"] = path
 
 
-def script(directory: Path, name: str, steps: int) -> Path:
+def script(directory: Path, name: str, steps: int, options: Sequence[str] = ("--nproc", "2")) -> Path:
     """A batch script, beside its run file."""
     run = build_run(
         {
@@ -46,13 +47,14 @@ def script(directory: Path, name: str, steps: int) -> Path:
             "training": {"steps": steps, "sequence": 64, "tokens_per_step": 256},
             "optimizer": {"warmup_steps": 1, "decay": "none"},
             "evaluation": {"tokens": 128},
+            "recovery": {"join_seconds": SECONDS, "last_call_seconds": 3},
             "cluster": {"device": "cpu", "peak_flops": 1e12},
         }
     )
     file = directory / f"{name}.toml"
     file.write_text(to_toml(run))
     batch = directory / f"{name}.sbatch"
-    shown("launch", file, "--to", "slurm", "--nproc", "2", "--no-check", "--out", batch)
+    shown("launch", file, "--to", "slurm", *options, "--no-check", "--out", batch)
     return batch
 
 
@@ -112,3 +114,46 @@ def test_what_the_user_must_change_ends_it_with_2(cluster: Slurm, tmp_path: Path
     ended = cluster.wait(job, over, SECONDS)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0")
     assert "model.vocab" in (tmp_path / f"wrong-{job}.log").read_text()
+
+
+def again_in_the_queue(job: dict[str, str]) -> bool:
+    return job["JobState"] == "PENDING" and job["Reason"] == "BeginTime"
+
+
+@pytest.mark.timeout(600)
+def test_a_job_that_slurm_stops_saves_and_is_put_into_the_queue_again(cluster: Slurm, tmp_path: Path) -> None:
+    """With the signal that `#SBATCH --signal` sends before the time limit: to the steps, not to the script."""
+    job = cluster.submit(script(tmp_path, "again", steps=100_000))
+    until(lambda: len(steps_done(tmp_path, "again")) > 2, "it trains")
+    cluster.do("scancel", "--signal=TERM", job)
+    cluster.wait(job, again_in_the_queue, SECONDS)
+    [saved] = checkpoints(tmp_path / "again" / "checkpoints")
+    step = step_of(saved)
+
+    script(tmp_path, "again", steps=step + 2)
+    cluster.do("scontrol", "update", f"JobId={job}", "StartTime=now+3")  # rather than two minutes later
+    ended = cluster.wait(job, over, SECONDS)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
+    assert f"resumed after step {step}" in (tmp_path / f"again-{job}.log").read_text()
+    assert steps_done(tmp_path, "again") == list(range(1, step + 3))
+
+
+@pytest.mark.timeout(600)
+def test_a_job_of_two_nodes_goes_on_without_one(cluster: Slurm, tmp_path: Path) -> None:
+    """And what becomes of it is decided by the node that stays, not by what srun says of the other."""
+    job = cluster.submit(script(tmp_path, "two", steps=100_000, options=("--nodes", "1:2", "--nproc", "1")))
+    until(lambda: len(steps_done(tmp_path, "two")) > 2, "it trains")
+    assert cluster.said(job)["NumNodes"] == "2"
+    cluster.do("scontrol", "update", f"NodeName={cluster.nodes[1]}", "State=down", "Reason=test")
+    until(lambda: ranks_that_began(tmp_path, "two") == [2, 1], "it goes on alone")
+    until(lambda: len(steps_done(tmp_path, "two")) > 2, "it trains alone")
+    cluster.do("scancel", "--signal=TERM", job)
+    cluster.wait(job, again_in_the_queue, SECONDS)
+    cluster.do("scancel", job)
+    done = len(steps_done(tmp_path, "two"))
+    assert steps_done(tmp_path, "two") == list(range(1, done + 1))
+    assert step_of(checkpoints(tmp_path / "two" / "checkpoints")[0]) == done
+
+
+def ranks_that_began(directory: Path, name: str) -> list[int]:
+    return [event["ranks"] for event in read_events(directory / name) if event["what"] == "began"]

@@ -1,5 +1,5 @@
 """A Slurm of one's own on this machine: munged, slurmctld, and a slurmd for each node, in one directory. All are real;
-only the nodes share a machine. It takes root and Debian's slurm-wlm."""
+only the nodes share a machine, each in a network of its own (hosts.py). It takes root and Debian's slurm-wlm."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phalanx.testing.hosts import NoHosts, Star, star
+
 START_SECONDS = 60.0
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")
 CONF = """\
 ClusterName=phalanx
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={port}
+SlurmctldHost={host}({address})
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={place}/munge.socket
@@ -50,12 +51,17 @@ class Slurm:
     """One that runs."""
 
     place: Path
-    nodes: tuple[str, ...]
+    network: Star
     environment: dict[str, str] = field(repr=False)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(self.network.hosts)
 
     def do(self, *words: str, cwd: Path | None = None) -> str:
         """What one of its commands prints."""
-        ended = subprocess.run(words, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60)
+        command = [*self.network.hub.prefix, *words]
+        ended = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60)
         assert ended.returncode == 0, f"{' '.join(words)}: {ended.stderr}"
         return ended.stdout.strip()
 
@@ -95,13 +101,18 @@ def slurm(place: Path, nodes: int) -> Iterator[Slurm]:
         raise NoSlurm("it takes root")
     host = socket.gethostname().partition(".")[0]
     names = (host, *(f"{host}-{number}" for number in range(1, nodes)))
-    found = Slurm(place, names, {**os.environ, "SLURM_CONF": str(place / "slurm.conf")})
-    _write_conf(found, host)
     with ExitStack() as daemons:
+        try:
+            network = daemons.enter_context(star(names))
+        except NoHosts as none:
+            raise NoSlurm(str(none)) from None
+        found = Slurm(place, network, {**os.environ, "SLURM_CONF": str(place / "slurm.conf")})
+        _write_conf(found, host)
         daemons.enter_context(_daemon(found, "munge", _munged(place)))
-        daemons.enter_context(_daemon(found, "slurmctld", ["slurmctld"]))
+        daemons.enter_context(_daemon(found, "slurmctld", [*network.hub.prefix, "slurmctld"]))
         for name in names:
-            daemons.enter_context(_daemon(found, f"slurmd-{name}", ["slurmd", "-N", name]))
+            command = [*network.hosts[name].prefix, "slurmd", "-N", name]
+            daemons.enter_context(_daemon(found, f"slurmd-{name}", command))
         _until(lambda: found.do("sinfo", "-h", "-t", "idle", "-o", "%D") == str(nodes), "its nodes are idle", found)
         try:
             yield found
@@ -128,21 +139,16 @@ def _munged(place: Path) -> list[str]:
 
 
 def _write_conf(slurm: Slurm, host: str) -> None:
-    ports = _free_ports(1 + len(slurm.nodes))
     nodes = "\n".join(
-        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={os.cpu_count()}"
-        for name, port in zip(slurm.nodes, ports[1:], strict=True)
+        f"NodeName={name} NodeHostname={host} NodeAddr={at.address} CPUs={os.cpu_count()}"
+        for name, at in slurm.network.hosts.items()
     )
     (slurm.place / "state").mkdir()
-    (slurm.place / "slurm.conf").write_text(CONF.format(host=host, port=ports[0], place=slurm.place, nodes=nodes))
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    address = slurm.network.hosts[host].hub
+    (slurm.place / "cgroup.conf").write_text(
+        "CgroupPlugin=cgroup/v1\n"
+    )  # none is used, or can be seen from a namespace
+    (slurm.place / "slurm.conf").write_text(CONF.format(host=host, address=address, place=slurm.place, nodes=nodes))
 
 
 @contextmanager

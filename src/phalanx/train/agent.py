@@ -9,7 +9,6 @@ import signal
 import socket
 import struct
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -92,11 +91,21 @@ ALONE = Meeting("", "localhost", 0, 1, 1, join_seconds=60, last_call_seconds=1)
 """A node by itself."""
 
 
+class NoLogs(LogsSpecs):
+    """Ranks print where we do: torchrun's own makes a folder for files, which who is killed leaves behind."""
+
+    root_log_dir = os.devnull
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        none = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=none, stderrs=none, error_files=none)
+
+
 class Agent(LocalElasticAgent):
     """torchrun's, which asks what follows a failure, and leaves no rank hanging in wait of one that failed."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, words: Words, judge: Callable[[Failures], Then]):
-        super().__init__(spec, logs)
+    def __init__(self, spec: WorkerSpec, words: Words, judge: Callable[[Failures], Then]):
+        super().__init__(spec, NoLogs())
         self._words, self._judge = words, judge
         self.then = Then.END
         self._killed: set[int] = set()
@@ -149,20 +158,38 @@ def _status(pid: int) -> int | None:
     return None if ended is None else ended.si_status
 
 
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Signals end what goes on here in order, whether or not there are ranks: torchrun hears them only then.
+
+    Raises SystemExit after one: 130 of SIGINT, else `STOPPED`.
+    """
+
+    def stop(number: int, _: object) -> None:
+        raise SignalException(f"signal {number}", signal.Signals(number))
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    except SignalException as signalled:
+        raise SystemExit(130 if signalled.sigval == signal.SIGINT else STOPPED) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_ranks(nproc: int, words: Words, judge: Callable[[Failures], Then], meeting: Meeting = ALONE) -> bool:
     """Run local ranks, together with other nodes' where there are any, until all have ended well, or by what `judge`
     says of a failure they are not to be started again; returns whether all went well.
 
-    Raises UserError where nodes do not meet, and SystemExit after a signal: 130 of SIGINT, else `STOPPED`.
+    Raises UserError where nodes do not meet.
     """
     deadline = time.monotonic() + meeting.join_seconds
     while True:
         try:
             _wait_for_host(meeting, deadline)
-            with _told_apart(), tempfile.TemporaryDirectory(prefix="phalanx-agent-") as folder:
-                return _run_once(nproc, words, judge, meeting, folder)
-        except SignalException as signalled:
-            raise SystemExit(130 if signalled.sigval == signal.SIGINT else STOPPED) from None
+            with _told_apart():
+                return _run_once(nproc, words, judge, meeting)
         except RendezvousTimeoutError:
             fix = "start the command on every node, with the same --rendezvous, or allow fewer: --nodes LEAST:MOST"
             raise _not_met(
@@ -188,7 +215,7 @@ def _wait_for_host(meeting: Meeting, deadline: float) -> None:
         time.sleep(RETRY_SECONDS)
 
 
-def _run_once(nproc: int, words: Words, judge: Callable[[Failures], Then], meeting: Meeting, folder: str) -> bool:
+def _run_once(nproc: int, words: Words, judge: Callable[[Failures], Then], meeting: Meeting) -> bool:
     handler, own = _meet(meeting), _own_address(meeting)
     if meeting is not ALONE:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -197,7 +224,7 @@ def _run_once(nproc: int, words: Words, judge: Callable[[Failures], Then], meeti
         role="default", local_world_size=nproc, entrypoint=sys.executable, args=(), rdzv_handler=handler,
         max_restarts=0, monitor_interval=MONITOR_SECONDS, local_addr=own,
     )  # fmt: skip
-    agent = Agent(spec, DefaultLogsSpecs(folder), words, judge)
+    agent = Agent(spec, words, judge)
     result = agent.run()
     if agent.then is not Then.LEAVE:
         handler.shutdown()  # nobody can join any more
@@ -264,5 +291,6 @@ def start_ranks(nproc: int, words: Sequence[str], report: Callable[[Failures], i
         code = report(failures)
         return Then.END
 
-    run_ranks(nproc, lambda _: words, judge)
+    with stoppable():
+        run_ranks(nproc, lambda _: words, judge)
     return code

@@ -116,6 +116,7 @@ class Checkpointer:
             self.seconds = time.perf_counter() - begun
         except BaseException as error:  # DCP's CheckpointException is no Exception; `wait` raises it in the main thread
             self._error = error
+            shutil.rmtree(path, ignore_errors=True)  # what it takes of a full disk is needed to say so
 
     def wait(self) -> None:
         """Wait until the save under way, if any, is complete. Raises UserError if it failed."""

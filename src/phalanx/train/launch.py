@@ -144,8 +144,10 @@ def first_failure(directory: Path, failures: Mapping[int, Any], began: float = 0
     rank, code = killed[0] if killed else (first_ended[0], first_ended[1].exitcode)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     record = {"rank": rank, "time": time.time(), "reason": why_killed(directory, rank, how), "code": 1}
-    with suppress(OSError):  # the disk may be full
+    try:
         _failure_file(directory, rank).write_text(json.dumps(record, indent=1))
+    except OSError as error:  # why it could leave no word
+        record["reason"] = f"{how}, and {directory} cannot be written to: {error.strerror}; free space or check it"
     return record
 
 

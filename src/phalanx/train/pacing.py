@@ -29,6 +29,8 @@ class Pacing:
         """Why, where that is to be said."""
         self._expected_seconds = job_mtbf_seconds(failure_rate(run), ranks)
         self._step_seconds: deque[float] = deque(maxlen=50)
+        self._still_seconds: deque[float] = deque(maxlen=9)
+        """Of the last saves; that of one alone may be several times another's."""
         self._said = 0
 
     def begin(self, step: int) -> None:
@@ -44,16 +46,17 @@ class Pacing:
 
     def decide(self, step: int, still_seconds: float, write_seconds: float) -> int:
         """The step after which the next save is due, when this one kept training waiting for `still_seconds` and the
-        one before took `write_seconds` in all, behind it."""
+        one before took `write_seconds` in all, behind it. What counts is the median wait of the last ones."""
         failures, seconds = failures_so_far(self.directory)
         mtbf = seen_mtbf_seconds(self._expected_seconds, failures, seconds)
-        each = median(self._step_seconds)
-        steps = max(1, round(max(best_interval_seconds(still_seconds, mtbf), write_seconds) / each))
+        self._still_seconds.append(still_seconds)
+        each, still = median(self._step_seconds), median(self._still_seconds)
+        steps = max(1, round(max(best_interval_seconds(still, mtbf), write_seconds) / each))
         changed = max(steps, self._said) > SAID_AGAIN * min(steps, self._said)
         seen = f" ({failures} in {_lasting(seconds)})" if mtbf < self._expected_seconds else ""
         self.reason = (
             f"a checkpoint every {steps:,} steps ({_lasting(steps * each)}): one keeps training waiting for "
-            f"{_lasting(still_seconds)}, and a failure is to be expected every {_lasting(mtbf)}{seen}"
+            f"{_lasting(still)}, and a failure is to be expected every {_lasting(mtbf)}{seen}"
             if changed
             else None
         )

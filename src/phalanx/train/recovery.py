@@ -17,7 +17,7 @@ from phalanx.measure.incident import dump_file
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
-from phalanx.train.agent import ALONE, Failures, Meeting, Then, run_ranks
+from phalanx.train.agent import ALONE, Failures, Meeting, Then, run_ranks, stoppable
 from phalanx.train.copies import offer_memory
 from phalanx.train.launch import first_failure, last_step, report, said_of, set_environment
 from phalanx.train.manifest import checkpoints, reached, step_of
@@ -48,11 +48,12 @@ def train_through(
         return "phalanx.train", str(directory), *other, *options
 
     try:
-        while not run_ranks(nproc, words, recovery.judge, meeting):
-            fewer = recovery.without_the_worst(nproc, choose) if meeting is ALONE else None
-            if fewer is None:
-                return recovery.code
-            nproc = fewer
+        with stoppable():
+            while not run_ranks(nproc, words, recovery.judge, meeting):
+                fewer = recovery.without_the_worst(nproc, choose) if meeting is ALONE else None
+                if fewer is None:
+                    return recovery.code
+                nproc = fewer
     except SystemExit:
         if not reached(directory, run.training.steps):
             raise

@@ -1,0 +1,292 @@
+"""How much of its time a run keeps whose ranks are killed again and again, beside what the planner says of that.
+
+    python -m benchmarks.goodput       # half an hour; prints the table and writes docs/benchmarks/goodput.md
+
+Two ranks train a small model on the Python library's source by `phalanx train`. A rank, drawn by chance, is killed by
+SIGKILL at exponentially distributed times, at any time: while the run starts again, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from phalanx.cost.reliability import goodput
+from phalanx.measure.events import read_events
+from phalanx.measure.record import record_file
+from phalanx.spec.load import build_run
+from phalanx.spec.run import RunSpec
+from phalanx.testing.runs import ranks_of, until
+from phalanx.train.metrics import METRICS_FILE, read_metrics
+from phalanx.train.setup import STOPPED, to_toml
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "goodput.md"
+RANKS, LIMIT, END_SECONDS = 2, 0.1, 300
+LOOK_SECONDS = 0.05
+LAST_BYTES = 4096
+"""Of metrics.jsonl, in which its last line is."""
+MODEL = {"vocab": 257, "width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 512, "context": 128}
+
+
+def described(out: Path, every_seconds: float) -> RunSpec:
+    """A run that would last for days. It is told how often ranks fail, as the planner is."""
+    return build_run(
+        {
+            "name": "goodput",
+            "out": str(out),
+            "model": MODEL,
+            "data": {"train": ["stdlib"], "tokenizer": "bytes", "cache": str(out / "cache")},
+            "training": {"steps": 10**7, "sequence": 128, "tokens_per_step": 8 * 128, "precision": "fp32"},
+            "optimizer": {"decay": "none"},
+            "evaluation": {"tokens": 1024},
+            "checkpoint": {"every": "auto"},
+            "recovery": {"restarts": 20},
+            "cluster": {
+                "device": "cpu", "nproc": RANKS, "peak_flops": 1e11,
+                "failures_per_device_hour": 3600 / every_seconds / RANKS,
+            },
+        }
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What was seen of a run from outside. Times are those of time.time()."""
+
+    killed: Sequence[float]
+    seen: Sequence[tuple[float, int]]
+    """When the last step that is written down became another, and which."""
+    ended: float
+    """When the run was told to end."""
+
+
+def watched(directory: Path, seconds: float, every_seconds: float, seed: int) -> Watched:
+    """Kill ranks of a run for so long after its first step, and watch."""
+    chance, seen, killed = random.Random(seed), [], []
+    with watching(directory / METRICS_FILE, seen):
+        until(lambda: seen, "a first step")
+        end = time.time() + seconds
+        at = time.time() + chance.expovariate(1 / every_seconds)
+        while at < end:
+            time.sleep(max(0.0, at - time.time()))
+            killed.append(kill_one(directory, chance))
+            at += chance.expovariate(1 / every_seconds)
+        time.sleep(max(0.0, end - time.time()))
+        return Watched(killed, list(seen), time.time())
+
+
+def kill_one(directory: Path, chance: random.Random) -> float:
+    """Kill a rank, as soon as there is one; says when."""
+    while True:
+        ranks = ranks_of(directory)
+        if ranks:
+            with suppress(ProcessLookupError):
+                os.kill(chance.choice(list(ranks.values())), signal.SIGKILL)
+                return time.time()
+        time.sleep(LOOK_SECONDS)
+
+
+@contextmanager
+def watching(file: Path, seen: list[tuple[float, int]]) -> Iterator[None]:
+    """Meanwhile, when which step was the last that is written down."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_SECONDS):
+            step = last_written(file)
+            if step is not None and (not seen or seen[-1][1] != step):
+                seen.append((time.time(), step))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def last_written(file: Path) -> int | None:
+    """The step of the last whole line."""
+    try:
+        with file.open("rb") as opened:
+            opened.seek(max(0, opened.seek(0, os.SEEK_END) - LAST_BYTES))
+            lines = opened.read().split(b"\n")[:-1]
+    except OSError:
+        return None
+    return int(json.loads(lines[-1])["step"]) if lines else None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One, and what came of it."""
+
+    detect_seconds: float
+    """From the kill until the launcher has noted it."""
+    resume_seconds: float | None
+    """From the kill to the end of the first step after it; None where another failure came before that."""
+    steps_lost: int
+
+
+def failures_of(watched: Watched, events: Sequence[Mapping[str, Any]]) -> list[Failure]:
+    """Those of a run, by its events."""
+    failed = [event for event in events if event["what"] == "failed"]
+    ends = [*(float(event["time"]) for event in failed[1:]), watched.ended]
+    found, since = [], 0.0
+    for event, end in zip(failed, ends, strict=True):
+        noted = float(event["time"])
+        kill = min(at for at in watched.killed if since < at <= noted)
+        since = noted
+        began = [e for e in events if e["what"] == "began" and noted < e["time"] < end]
+        steps = [at for at, step in watched.seen if began and began[-1]["time"] < at < end and step > began[-1]["step"]]
+        again = next((e["step"] for e in events if e["what"] == "began" and e["time"] > noted), event["step"])
+        found.append(Failure(noted - kill, steps[0] - kill if steps else None, event["step"] - again))
+    return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run, in the planner's words."""
+
+    wall_seconds: float
+    steps: int
+    """That ended up in the model."""
+    step_seconds: float
+    mean_step_seconds: float
+    interval_seconds: float
+    """Of work between two saves."""
+    write_seconds: float
+    """For which a save keeps training waiting."""
+    failures: Sequence[Failure]
+
+    @property
+    def goodput(self) -> float:
+        return self.steps * self.step_seconds / self.wall_seconds
+
+    @property
+    def mtbf_seconds(self) -> float:
+        return self.wall_seconds / len(self.failures)
+
+    @property
+    def restart_seconds(self) -> float:
+        """Without those that another failure cut short, which the planner's formula counts by itself."""
+        return mean(each.resume_seconds for each in self.failures if each.resume_seconds is not None)
+
+    @property
+    def predicted(self) -> float:
+        return goodput(self.interval_seconds, self.write_seconds, self.mtbf_seconds, self.restart_seconds)
+
+
+def measured(directory: Path, watched: Watched) -> Measured:
+    """What a run came to, from what it wrote down."""
+    events = read_events(directory)
+    began = float(next(event["time"] for event in events if event["what"] == "began"))
+    seconds = [record["step_seconds"] for record in read_metrics(directory) if "loss" in record]
+    saves = [line for line in map(json.loads, record_file(directory, 0).read_text().splitlines())
+             if "pause" in line or "format" in line]  # fmt: skip
+    between = [b["step"] - a["step"] for a, b in pairwise(saves) if "pause" in a and "pause" in b]
+    step = median(seconds)
+    return Measured(
+        wall_seconds=watched.ended - began,
+        steps=watched.seen[-1][1],
+        step_seconds=step,
+        mean_step_seconds=mean(seconds),
+        interval_seconds=median(between) * step,
+        write_seconds=mean(line["seconds"] for line in saves if "pause" in line),
+        failures=failures_of(watched, events),
+    )
+
+
+def run_through(seconds: float, every_seconds: float, seed: int) -> Measured:
+    """Train, kill, and count."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-goodput-") as scratch:
+        folder = Path(scratch)
+        run = described(folder, every_seconds)
+        file, directory = folder / "run.toml", folder / run.name
+        file.write_text(to_toml(run))
+        with (folder / "said").open("w+") as said:
+            train = subprocess.Popen([sys.executable, "-m", "phalanx", "train", str(file)], stdout=said, stderr=said)
+            try:
+                found = watched(directory, seconds, every_seconds, seed)
+                train.send_signal(signal.SIGTERM)
+                code = train.wait(timeout=END_SECONDS)
+            finally:
+                train.kill()
+                until(lambda: not ranks_of(directory), "no rank is left")
+                print((folder / "said").read_text(), file=sys.stderr)
+        assert code == STOPPED, code
+        return measured(directory, found)
+
+
+def page(found: Measured, every_seconds: float) -> str:
+    """What is written to docs/."""
+    failures, off = found.failures, found.goodput / found.predicted - 1
+    whole = [each for each in failures if each.resume_seconds is not None]
+    rows = {
+        "goodput, measured": f"{found.goodput:.1%}",
+        "goodput, as the planner's formula has it": f"{found.predicted:.1%}",
+        "measured / formula": f"{1 + off:.3f}",
+        "goodput, measured, by the mean step": f"{found.goodput * found.mean_step_seconds / found.step_seconds:.1%}",
+        "wall-clock time": f"{found.wall_seconds / 60:.1f} min",
+        "steps in the model": f"{found.steps:,}",
+        "step, median (mean)": f"{found.step_seconds * 1e3:.0f} ms ({found.mean_step_seconds * 1e3:.0f} ms)",
+        "failures": f"{len(failures)}, {len(failures) - len(whole)} of them before the first step after another",
+        "mean time between failures": f"{found.mtbf_seconds:.0f} s",
+        "work between saves, median": f"{found.interval_seconds:.1f} s",
+        "a save keeps training waiting, mean": f"{found.write_seconds * 1e3:.0f} ms",
+        "from a kill to its note, median": f"{median(each.detect_seconds for each in failures):.1f} s",
+        "from a kill to the first step after it, median": f"{median(e.resume_seconds or 0 for e in whole):.1f} s",
+        "the same, mean: the formula's restart": f"{found.restart_seconds:.1f} s",
+        "steps lost by a failure, median (mean)": f"{median(each.steps_lost for each in failures):.0f} "
+        f"({mean(each.steps_lost for each in failures):.0f})",
+    }  # fmt: skip
+    lines = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"""# Goodput of a run whose ranks are killed
+
+| | |
+|---|---:|
+{lines}
+
+Target: a measured goodput within {LIMIT:.0%} of the formula's: {off:+.1%} ({"met" if abs(off) <= LIMIT else "missed"}).
+
+- Two ranks on two cores, a model of {MODEL["layers"]} layers and width {MODEL["width"]}; `checkpoint.every = "auto"`
+  and `cluster.failures_per_device_hour` as often as ranks are killed: at exponentially distributed times with a mean of
+  {every_seconds:.0f} s, whatever the run is doing.
+- Measured: steps in the model x median step / time from the first start until the run is told to stop. The formula is
+  `phalanx.cost.reliability.goodput`, given the interval, wait, mean time between failures and restart of this table.
+- Other work used the same two cores meanwhile, so steps and starts took longer than they would alone.
+- Written by `python -m benchmarks.goodput`.
+"""
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--every", type=float, default=90.0, help="mean seconds between failures")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    found = run_through(60 * asked.minutes, asked.every, asked.seed)
+    print(found, file=sys.stderr)
+    text = page(found, asked.every)
+    print(text)
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

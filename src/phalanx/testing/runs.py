@@ -1,0 +1,34 @@
+"""Runs of `phalanx train` as tests and benchmarks see them from outside: the processes of their ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SECONDS = 100.0
+"""Until something happens, on a machine that does much else."""
+
+
+def ranks_of(directory: Path) -> dict[int, int]:
+    """Process ids of the ranks of a run, by rank."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
+            environment = dict(
+                pair.split("=", 1) for pair in (folder / "environ").read_bytes().decode().split("\0") if "=" in pair
+            )
+        except (OSError, UnicodeDecodeError):
+            continue
+        if str(directory) in words and "RANK" in environment:
+            found[int(environment["RANK"])] = int(folder.name)
+    return found
+
+
+def until(true: Callable[[], object], what: str, seconds: float = SECONDS) -> None:
+    """Wait until something is true; fails after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not in {seconds:g} s: {what}"
+        time.sleep(0.01)

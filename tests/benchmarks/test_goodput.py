@@ -1,0 +1,40 @@
+"""The arithmetic of the benchmark of goodput; no run is killed here."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.goodput import Failure, Measured, Watched, failures_of, page
+from phalanx.cost.reliability import goodput
+
+EVENTS = [
+    {"time": 0.0, "what": "began", "step": 0},
+    {"time": 100.5, "what": "failed", "step": 58},
+    {"time": 105.0, "what": "failed", "step": 50},
+    {"time": 110.0, "what": "began", "step": 50},
+    {"time": 200.25, "what": "failed", "step": 99},
+    {"time": 206.0, "what": "began", "step": 98},
+]
+SEEN = [(1.0, 1), (99.0, 58), (109.5, 50), (111.0, 51), (200.0, 99), (205.0, 98), (208.0, 99), (300.0, 150)]
+
+
+def test_failures_are_counted_from_their_kills() -> None:
+    """A second kill while the first is dealt with makes no failure of its own; one before the first step after another
+    leaves that other without a return, and loses nothing more."""
+    watched = Watched(killed=[100.0, 104.0, 104.5, 200.0], seen=SEEN, ended=300.0)
+    assert failures_of(watched, EVENTS) == [
+        Failure(0.5, None, 8), Failure(1.0, 7.0, 0), Failure(0.25, 8.0, 1)
+    ]  # fmt: skip
+
+
+def test_the_formula_is_given_what_was_measured() -> None:
+    failures = [Failure(0.5, 9.0, 8), Failure(1.0, None, 0), Failure(0.5, 11.0, 1)]
+    found = Measured(300.0, 2400, 0.1, 0.11, 5.0, 0.05, failures)
+    assert found.goodput == pytest.approx(0.8)
+    assert found.predicted == goodput(
+        interval_seconds=5.0, write_seconds=0.05, mtbf_seconds=100.0, restart_seconds=10.0
+    )
+    text = page(found, 90)
+    assert "| goodput, measured | 80.0% |" in text
+    assert "| goodput, measured, by the mean step | 88.0% |" in text
+    assert "3, 1 of them before the first step after another" in text

@@ -1,0 +1,269 @@
+"""What a run outlives, or ends at in order: full disks, damaged checkpoints, slow ranks, a launcher that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity.trajectory import described, steps, trainer
+
+from phalanx.testing.runs import SECONDS, ranks_of, until
+from phalanx.train.launch import LAUNCHER
+from phalanx.train.manifest import checkpoints, damage, step_of
+from phalanx.train.setup import STOPPED, to_toml
+from tests.train.test_recovery import LONG, events, reaches, trained, training
+
+TEXT = Path(json.__file__).parent
+
+
+def of_one_process(folder: Path, changes: dict[str, Any], count: int) -> list[Any]:
+    """What a run learns that never fails."""
+    one = trainer(described(TEXT, folder / "one", changes))
+    return [pytest.approx(step, rel=1e-10) for step in steps(one, count)]
+
+
+def stopped(process: subprocess.Popen[str]) -> str:
+    """End a run in order; returns what it said."""
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == STOPPED, said
+    return said
+
+
+# -- a full disk ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def small_disk(place: Path, size_bytes: int) -> Iterator[None]:
+    """A filesystem of its own, in memory."""
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "phalanx-test", str(place)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this process may not mount a filesystem")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(place: Path, but_bytes: int = 0) -> Path:
+    """Take the space that is left; returns the file that has it."""
+    others = place / "others"
+    with others.open("ab", buffering=0) as file:
+        for size in (2**20, 2**12, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(b"0" * size)
+        file.truncate(file.tell() - but_bytes)
+    return others
+
+
+def test_a_full_disk_ends_a_run_which_goes_on_when_there_is_space(tmp_path: Path) -> None:
+    """Where nothing fits it ends after it was started again in vain; where a checkpoint does not, at once, if that was
+    the first thing that did not."""
+    disk = tmp_path / "disk"
+    directory, changes = disk / "parity", {**LONG, "recovery.restarts": 1}
+
+    def ends_when_full(but_bytes: int) -> tuple[int, str]:
+        begun = len(events(directory, "began"))
+        with training(TEXT, disk, changes, 2, "--resume") as process:
+            until(lambda: len(events(directory, "began")) > begun, "it has begun")
+            before = events(directory, "began")[-1]["step"]
+            until(lambda: any(step_of(each) > before for each in checkpoints(directory / "checkpoints")), "it saves")
+            others = fill(disk, but_bytes)
+            saved = checkpoints(directory / "checkpoints")
+            _, said = process.communicate(timeout=SECONDS)
+        assert saved
+        assert [damage(checkpoint) for checkpoint in saved if checkpoint.exists()] == [None] * len(saved)
+        others.unlink()
+        return process.returncode, said
+
+    with small_disk(disk, 64 * 2**20):
+        code, said = ends_when_full(but_bytes=300_000)
+        assert code == 2 or "starting again from step-" in said, said
+        assert "No space left on device" in said
+        assert "free space" in said
+
+        code, said = ends_when_full(but_bytes=0)
+        assert code == 1, said
+        assert "starting again from step-" in said
+        assert f"and {directory} cannot be written to: No space left on device; free space" in said
+
+        begun = len(events(directory, "began"))
+        with training(TEXT, disk, changes, 2, "--resume") as process:
+            until(lambda: len(events(directory, "began")) > begun, "it goes on")
+            stopped(process)
+        learned = trained(directory)
+        assert learned == of_one_process(tmp_path, changes, len(learned))
+
+
+# -- damaged checkpoints ----------------------------------------------------------------------------------------------
+
+
+def cut_short(file: Path) -> None:
+    """Half of it is gone."""
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip(file: Path) -> None:
+    """One bit is another."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_run_starts_again_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
+    """By itself, however the newest was damaged while its ranks were killed."""
+    directory, changes = tmp_path / "parity", {**LONG, "checkpoint.keep": 3}
+    with training(TEXT, tmp_path, changes) as process:
+        for number, harm in enumerate((cut_short, flip, Path.unlink), 1):
+            until(lambda at=number: len(events(directory, "began")) == at, "it trains")  # type: ignore[misc]
+            began = events(directory, "began")[-1]["step"]
+            until(lambda after=began: saved_after(directory, after) > 1, "two checkpoints")  # type: ignore[misc]
+            ranks = ranks_of(directory)
+            for pid in ranks.values():
+                os.kill(pid, signal.SIGSTOP)
+            newest, before, *_ = checkpoints(directory / "checkpoints")
+            harm(next(newest.glob("shard-*")))
+            for pid in ranks.values():
+                os.kill(pid, signal.SIGKILL)
+            until(lambda at=number: len(events(directory, "began")) > at, "it trains again")  # type: ignore[misc]
+            assert events(directory, "began")[-1]["step"] == step_of(before)
+            assert newest.with_name(f"{newest.name}.damaged").exists()
+        until(reaches(directory, step_of(before) + 5), "it goes on")
+        said = stopped(process)
+    assert said.count("is damaged and was set aside") == 3
+    learned = trained(directory)
+    assert learned == of_one_process(tmp_path, changes, len(learned))
+
+
+def saved_after(directory: Path, step: int) -> int:
+    """How many checkpoints there are of later steps."""
+    return sum(step_of(each) > step for each in checkpoints(directory / "checkpoints"))
+
+
+# -- slow ranks -------------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_rank_is_no_failure(tmp_path: Path) -> None:
+    """One that stands still again and again, for less long than collectives may take."""
+    directory, changes = tmp_path / "parity", {**LONG, "training.timeout_seconds": 10}
+    with training(TEXT, tmp_path, changes) as process:
+        until(reaches(directory, 1), "it trains")
+        slow = ranks_of(directory)[1]
+        for _ in range(8):
+            os.kill(slow, signal.SIGSTOP)
+            stands = len(trained(directory))
+            time.sleep(0.4)
+            assert len(trained(directory)) <= stands + 1
+            os.kill(slow, signal.SIGCONT)
+            until(reaches(directory, stands + 3), "it goes on")
+        assert ranks_of(directory)[1] == slow
+        stopped(process)
+    assert events(directory, "failed") == []
+    learned = trained(directory)
+    assert learned == of_one_process(tmp_path, changes, len(learned))
+
+
+# -- the launcher -----------------------------------------------------------------------------------------------------
+
+
+def family(launcher: int) -> list[int]:
+    """The processes of a launcher's ranks, and theirs, beside itself."""
+    mark, found = f"{LAUNCHER}={launcher}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def ports(pids: list[int]) -> set[str]:
+    """The ports at which processes listen."""
+    sockets = set()
+    for pid in pids:
+        for handle in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                sockets.add(os.readlink(handle))
+    return {port for port, name in listening() if name in sockets}
+
+
+def listening() -> Iterator[tuple[str, str]]:
+    """Ports at which anybody listens, with their sockets."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":
+                yield words[1], f"socket:[{words[9]}]"
+
+
+def shared(pids: list[int]) -> set[str]:
+    """Files of shared memory that processes have."""
+    lines = {line.split()[-1] for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+    return {name for name in lines if name.startswith("/dev/shm/")}
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where processes put what they mean to take away."""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    return place
+
+
+@pytest.mark.parametrize("when", ["trains", "begins"])
+def test_a_launcher_that_is_killed_leaves_nothing(when: str, temporary: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "parity"
+    with training(TEXT, tmp_path, LONG) as process:
+        until(reaches(directory, 3) if when == "trains" else lambda: len(ranks_of(directory)) == 2, f"it {when}")
+        left = family(process.pid)
+        assert len(left) >= 2
+        taken, files = ports([process.pid, *left]), shared([process.pid, *left])
+        assert taken
+        process.kill()
+        process.wait(timeout=SECONDS)
+        until(lambda: not family(process.pid), "no process is left")
+        until(lambda: not taken & {port for port, _ in listening()}, "nobody listens any longer")
+        assert [name for name in files if Path(name).exists()] == []
+        assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("when", ["at once", "when ranks are there"])
+def test_a_signal_while_a_run_starts_again_ends_it(when: str, temporary: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "parity"
+    with training(TEXT, tmp_path, LONG) as process:
+        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        before = set(ranks_of(directory).values())
+        os.kill(max(before), signal.SIGKILL)
+        until(lambda: events(directory, "failed"), "the failure is noted")
+        if when == "when ranks are there":
+            until(lambda: set(ranks_of(directory).values()) - before, "new ranks")
+        said = stopped(process)
+        assert "Traceback" not in said
+        until(lambda: not family(process.pid), "no process is left")
+        assert list(temporary.iterdir()) == []
+
+
+def test_a_signal_while_nodes_are_waited_for_ends_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(described(TEXT, tmp_path, {**LONG, "recovery": {"join_seconds": SECONDS}})))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2"]
+    meeting = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{port}"]
+    with subprocess.Popen([*command, *meeting], stderr=subprocess.PIPE, text=True) as process:
+        until(lambda: any(name.endswith(f":{port:04X}") for name, _ in listening()), "it waits")
+        said = stopped(process)
+    assert "Traceback" not in said
