@@ -26,13 +26,12 @@ import torch
 from benchmarks.goodput import watching
 from phalanx.data.loader import prefetch
 from phalanx.data.prepare import prepare
-from phalanx.measure.events import read_events
+from phalanx.measure.events import ROLLED_BACK, read_events
 from phalanx.spec.load import build_run, load_run
 from phalanx.spec.run import RunSpec
 from phalanx.testing.hosts import star
 from phalanx.testing.runs import ranks_of, until
 from phalanx.train.corpus import open_corpus
-from phalanx.train.divergence import ROLLED_BACK
 from phalanx.train.launch import leave
 from phalanx.train.manifest import checkpoints, step_of
 from phalanx.train.metrics import METRICS_FILE, read_metrics

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.measure.events import BEGAN, ENDED, EVENTS_FILE, FAILED, failures_so_far, note, read_events, seconds_until
+from phalanx.measure.events import (
+    BEGAN,
+    ENDED,
+    EVENTS_FILE,
+    FAILED,
+    ROLLED_BACK,
+    failures_so_far,
+    note,
+    read_events,
+    seconds_until,
+)
 
 
 def test_time_between_an_end_and_a_start_is_nobodys() -> None:
@@ -26,9 +36,30 @@ def test_half_a_line_is_passed_over(tmp_path: Path) -> None:
     with (tmp_path / EVENTS_FILE).open("a") as file:
         file.write('{"time": 12')
     assert [(event["what"], event["step"]) for event in read_events(tmp_path)] == [(BEGAN, 0), (FAILED, 7)]
+    note(tmp_path, BEGAN, ranks=2, step=5)
+    assert [event["step"] for event in read_events(tmp_path)] == [0, 7, 5]
     count, seconds = failures_so_far(tmp_path)
     assert count == 1
     assert seconds == pytest.approx(0, abs=60)
+
+
+@pytest.mark.parametrize(
+    ("happened", "count"),
+    [
+        ([], 0),
+        ([BEGAN], 0),
+        ([BEGAN, FAILED], 1),
+        ([BEGAN, FAILED, BEGAN], 1),
+        ([BEGAN, BEGAN], 1),  # a node was killed, and nobody was left to say so
+        ([BEGAN, FAILED, FAILED, BEGAN], 1),  # noticed by two nodes
+        ([BEGAN, ENDED, BEGAN], 0),
+        ([BEGAN, ROLLED_BACK, BEGAN], 0),
+    ],
+)
+def test_what_broke_off_is_counted_once(happened: list[str], count: int, tmp_path: Path) -> None:
+    for what in happened:
+        note(tmp_path, what)
+    assert failures_so_far(tmp_path)[0] == count
 
 
 def test_a_disk_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from parity.trajectory import MOE, described, prepared_text, steps, trainer
@@ -19,6 +20,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
 from phalanx.train.copies import VARIABLE, common, offer_memory
+from phalanx.train.divergence import roll_back
 from phalanx.train.setup import set_up
 from tests.train.test_nodes import nodes
 from tests.train.test_recovery import SECONDS, SHORT, events, ranks_of, reaches, trained, training, until
@@ -132,3 +134,53 @@ def test_a_lost_node_comes_back_to_its_state(tmp_path: Path) -> None:
 def test_one_rank_has_nobody_to_keep_a_copy(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"recovery\.copy_every = 1: keeps copies in the launcher"):
         set_up(described(TEXT, tmp_path, COPIED), 1, resume=False)
+
+
+def keep_and_move(run: RunSpec, memories: list[str], last: int) -> list[int]:
+    """Ranks change places between two starts, and one node's memory is new: who has what goes to whom needs it."""
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "1", "0"
+    os.environ[VARIABLE] = memories[rank]
+    under_way = trainer(run)
+    for step in range(1, last + 1):
+        steps(under_way, step)
+        under_way._copy()
+    os.environ[VARIABLE] = memories[-1] if rank == 3 else memories[(rank + 1) % 3]
+    again = trainer(run)
+    again.resume()
+    return [again.step]
+
+
+@pytest.mark.parametrize("last", [3, 4])
+def test_ranks_that_change_places_find_their_state(last: int, tmp_path: Path) -> None:
+    """Three nodes of four have moved up by one, the last is new; in either of the two places a copy may be."""
+    prepared_text()
+    run = described(TEXT, tmp_path, {**COPIED, "layout.data": "zero3"})
+    prepare(run.data)
+    memories = []
+    for _ in range(5):
+        offer_memory(1)
+        memories.append(os.environ.pop(VARIABLE))
+    assert ranks(4).run(keep_and_move, run, memories, last) == [[last]] * 4
+
+
+def test_copies_from_before_the_run_went_back_are_not_gone_on_from(tmp_path: Path) -> None:
+    prepared_text()
+    run = described(TEXT, tmp_path, {**COPIED, "recovery.rollbacks": 1})
+    prepare(run.data)
+    offer_memory(2)
+    memory = os.environ.pop(VARIABLE)
+    assert ranks(2).run(copy_and_go_back, run, memory) == [0, 0]
+
+
+def copy_and_go_back(run: RunSpec, memory: str) -> int:
+    os.environ[VARIABLE], os.environ["LOCAL_WORLD_SIZE"] = memory, "2"
+    under_way = trainer(run)
+    steps(under_way, 3)
+    under_way._copy()
+    if under_way.is_main:
+        roll_back(under_way.directory, 3, "a spike")
+    dist.barrier()
+    again = trainer(run)
+    again.resume()
+    return again.step

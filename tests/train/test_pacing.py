@@ -59,9 +59,9 @@ def test_one_save_that_took_long_does_not_count(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_more_often_is_saved_more_often(tmp_path: Path) -> None:
-    began = {"time": time.time() - 400, "what": "began"}
-    failed = [{"time": time.time() - at, "what": "failed"} for at in (350, 250, 150, 50)]
-    lines = "".join(json.dumps(event) + "\n" for event in (began, *failed))
+    kinds = ["began", "failed", "began", "failed", "began", "began", "failed"]  # one failure that nobody noticed
+    events = [{"time": time.time() - 400 + 50 * at, "what": what} for at, what in enumerate(kinds)]
+    lines = "".join(json.dumps(event) + "\n" for event in events)
     (tmp_path / EVENTS_FILE).write_text(lines + '{"half a line')
     pacing = paced(tmp_path)
     steps = pacing.decide(FIRST_STEPS, still_seconds=0.5, write_seconds=1) - FIRST_STEPS

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
+from socket import gethostbyname
 from typing import Annotated
 
 import typer
@@ -159,6 +161,13 @@ def address(rendezvous: str | None) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         fix = "give one of the nodes and a free port there, the same on all: node0:29500 (docs/launching.md)"
         raise UserError("--rendezvous", rendezvous, "says no place where nodes could meet", fix)
+    try:
+        place = ip_address(gethostbyname(host))
+    except OSError as error:
+        fix = "give a name that all nodes know, or an address"
+        raise UserError("--rendezvous", rendezvous, f"{host} is not known here: {error.strerror}", fix) from None
+    if place.is_unspecified:
+        raise UserError("--rendezvous", rendezvous, "is any address", "give that of one of the nodes")
     return host, int(port)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -13,15 +14,18 @@ from typing import Any
 
 EVENTS_FILE = "events.jsonl"
 """In the run directory, a line each."""
-BEGAN, FAILED, ENDED = "began", "failed", "ended"
-"""Ranks began, after a step and so many; the first of them failed; all came to the last step, or were told to stop."""
+BEGAN, FAILED, ENDED, ROLLED_BACK = "began", "failed", "ended", "rolled back"
+"""Ranks began, after a step and so many; the first of them failed; all came to the last step, or were told to stop; the
+run went back, and the same ranks begin again."""
 
 
 def note(directory: Path, what: str, **facts: Any) -> None:
     """Add a line to a run's events."""
-    line = {"time": time.time(), "what": what, "host": socket.gethostname(), **facts}
-    with suppress(OSError), (directory / EVENTS_FILE).open("a") as file:  # the disk may be what failed
-        file.write(json.dumps(line) + "\n")
+    line = json.dumps({"time": time.time(), "what": what, "host": socket.gethostname(), **facts})
+    with suppress(OSError), (directory / EVENTS_FILE).open("ab+") as file:  # the disk may be what failed
+        file.seek(-min(1, file.tell()), os.SEEK_END)
+        whole = file.read() in (b"", b"\n")  # a full disk leaves half a line
+        file.write((line if whole else "\n" + line).encode() + b"\n")
 
 
 def seconds_until(events: Sequence[Mapping[str, Any]], what: str) -> float:
@@ -32,10 +36,15 @@ def seconds_until(events: Sequence[Mapping[str, Any]], what: str) -> float:
 
 
 def failures_so_far(directory: Path) -> tuple[int, float]:
-    """How often a run has failed, and the seconds since it first began."""
+    """How often a run has broken off, whoever noticed, and the seconds that it was under way."""
     events = read_events(directory)
-    seconds = time.time() - float(events[0]["time"]) if events else 0.0
-    return sum(event["what"] == FAILED for event in events), seconds
+    orderly = ENDED, ROLLED_BACK
+    broken = sum(after["what"] == BEGAN and before["what"] not in orderly for before, after in pairwise(events))
+    if not events:
+        return 0, 0.0
+    what, when = events[-1]["what"], float(events[-1]["time"])
+    under_way = 0.0 if what == ENDED else time.time() - when
+    return broken + (what == FAILED), seconds_until(events, what) + under_way
 
 
 def read_events(directory: Path) -> list[Mapping[str, Any]]:

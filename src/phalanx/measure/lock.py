@@ -17,14 +17,14 @@ LOCK_FILE = "lock"
 ENDS_WITHIN_SECONDS = 5.0
 
 
-def hold(directory: Path) -> IO[str] | None:
+def hold(directory: Path, patience_seconds: float = ENDS_WITHIN_SECONDS) -> IO[str] | None:
     """Keep others out of a run directory as long as what is returned lives; None where the file system has no locks.
 
-    Raises UserError if somebody is in it.
+    Raises UserError if somebody is in it for longer than `patience_seconds`.
     """
     file = (directory / LOCK_FILE).open("a+")
     try:
-        _wait_until(lambda: _taken(file), directory)
+        _wait_until(lambda: _taken(file), directory, patience_seconds)
     except OSError:
         return None
     file.truncate(0)
@@ -58,9 +58,9 @@ def _taken(file: IO[str]) -> bool:
     return True
 
 
-def _wait_until(free: Callable[[], bool], directory: Path) -> None:
+def _wait_until(free: Callable[[], bool], directory: Path, seconds: float = ENDS_WITHIN_SECONDS) -> None:
     """Raise UserError if it does not become so soon, as where somebody was just killed, or only looked."""
-    deadline = time.monotonic() + ENDS_WITHIN_SECONDS
+    deadline = time.monotonic() + seconds
     while not free():
         if time.monotonic() > deadline:
             raise _in_use(directory)

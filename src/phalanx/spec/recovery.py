@@ -19,8 +19,8 @@ class RecoverySpec(Spec):
     """How long nodes that are enough for the run wait for the rest."""
     copy_every: int = Field(0, ge=0)
     """Steps between copies of every rank's state in its launcher's memory, and in that of the next node: a rank that is
-    lost then costs the steps since, not those since a checkpoint. Each rank's state is there twice (of several nodes
-    four times). 0 keeps none."""
+    lost then costs the steps since, not those since a checkpoint, where as many ranks go on as before. Each rank's
+    state is there twice (of several nodes four times). 0 keeps none."""
     rollbacks: int = Field(0, ge=0)
     """How often the run may go back to the checkpoint before a loss that is not finite `training.max_bad_steps` times
     in a row, or a spike, and pass over the text of the steps since (PaLM, arXiv 2204.02311, section 5.1)."""

@@ -210,6 +210,11 @@ class RunSpec(Spec):
 
     def _check_swarm(self, swarm: SwarmSpec) -> None:
         moe, split = self.model.moe, swarm.method in SPLIT
+        for field in ("copy_every", "rollbacks"):
+            require(
+                not getattr(self.recovery, field), f"recovery.{field}", getattr(self.recovery, field),
+                "is not for the nodes of a swarm, whose coordinator has the last round", "set it to 0",
+            )  # fmt: skip
         require(
             moe is not None or not split, "swarm.method", swarm.method, "shares out experts, and the model has none",
             'set model.moe, or swarm.method = "diloco"',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import Enum
 from typing import Any
 
@@ -43,6 +45,10 @@ MONITOR_SECONDS = 0.1
 KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS = 2, 5
 """Of nodes to the place where they meet; one that is silent for all of them is gone."""
 RETRY_SECONDS = 1.0
+MET_SECONDS = 30.0
+"""Who was so long in touch with the place where nodes meet had met others there."""
+AGREED, CHOOSING_SECONDS = "phalanx/words", 300
+"""Where the first node says what all start, and how long that may take."""
 SIOCGIFADDR = 0x8915
 
 Words = Callable[[int], Sequence[str]]
@@ -101,6 +107,10 @@ class NoLogs(LogsSpecs):
         return LogsDest(stdouts=none, stderrs=none, error_files=none)
 
 
+class EndedElsewhere(Exception):  # noqa: N818 - no error of this node's
+    """Another node has ended the run."""
+
+
 class Agent(LocalElasticAgent):
     """torchrun's, which asks what follows a failure, and leaves no rank hanging in wait of one that failed."""
 
@@ -112,9 +122,29 @@ class Agent(LocalElasticAgent):
         """Processes that did not end by themselves, which is not their failure."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        worker_group.spec.args = ("-m", *self._words(worker_group.workers[0].world_size))
+        worker_group.spec.args = ("-m", *self._agreed(worker_group))
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
+
+    def _agreed(self, group: WorkerGroup) -> Sequence[str]:
+        """What all nodes start: the first of them says so, for a layout may be chosen by what the moment shows."""
+        ranks = group.workers[0].world_size
+        if group.group_world_size == 1:
+            return self._words(ranks)
+        assert group.store is not None
+        if group.group_rank == 0:
+            try:
+                words = list(self._words(ranks))
+            except UserError as error:
+                group.store.set(AGREED, json.dumps({"error": [error.field, None, error.problem, error.fix]}))
+                raise
+            group.store.set(AGREED, json.dumps({"words": words}))
+            return words
+        group.store.wait([AGREED], timedelta(seconds=CHOOSING_SECONDS))
+        told = json.loads(group.store.get(AGREED))
+        if "error" in told:
+            raise UserError(*told["error"])
+        return [str(word) for word in told["words"]]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._has_failed():
@@ -186,6 +216,7 @@ def run_ranks(nproc: int, words: Words, judge: Callable[[Failures], Then], meeti
     """
     deadline = time.monotonic() + meeting.join_seconds
     while True:
+        begun = time.monotonic()
         try:
             _wait_for_host(meeting, deadline)
             with _told_apart():
@@ -196,12 +227,15 @@ def run_ranks(nproc: int, words: Words, judge: Callable[[Failures], Then], meeti
                 meeting, f"fewer than {_nodes(meeting.least)} came in {meeting.join_seconds:g} s", fix
             ) from None
         except RendezvousClosedError:
-            raise _not_met(meeting, "the run was ended by another node", "see what was said there") from None
+            raise EndedElsewhere("the run was ended by another node: see what was said there") from None
         except (RendezvousConnectionError, RendezvousStateError) as error:
             if meeting.is_here:
                 fix = "is another run there? Give another port"
                 raise _not_met(meeting, f"nodes cannot meet here: {error.__cause__}", fix) from None
-            deadline = time.monotonic() + meeting.join_seconds  # that node may be about to start again
+            if time.monotonic() - begun > MET_SECONDS:  # that node may be about to start again
+                deadline = time.monotonic() + meeting.join_seconds
+            elif time.monotonic() > deadline:
+                raise _not_met(meeting, f"who answers there is no such place: {error}", "give another port") from None
 
 
 def _wait_for_host(meeting: Meeting, deadline: float) -> None:
@@ -219,7 +253,8 @@ def _run_once(nproc: int, words: Words, judge: Callable[[Failures], Then], meeti
     handler, own = _meet(meeting), _own_address(meeting)
     if meeting is not ALONE:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, _interface_of(own))
+            if name not in os.environ:
+                os.environ[name] = _interface_of(own)
     spec = WorkerSpec(
         role="default", local_world_size=nproc, entrypoint=sys.executable, args=(), rdzv_handler=handler,
         max_restarts=0, monitor_interval=MONITOR_SECONDS, local_addr=own,

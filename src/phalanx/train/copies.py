@@ -177,7 +177,7 @@ class Copies:
             return
         sizes = torch.zeros(2, dtype=torch.int64)
         dist.recv(sizes, holder, group=self._group)
-        place = self._places[OWN[0]]
+        place = next(place for place in self._places[: len(OWN)] if place.held[0] != step)  # others may want that
         place.clear()
         place.grow(HEADER.size + int(sizes[0]))
         dist.recv(place.bytes()[: int(sizes[0])], holder, group=self._group)

@@ -7,12 +7,12 @@ from collections import deque
 from pathlib import Path
 from statistics import median
 
-from phalanx.measure.events import note, read_events
+from phalanx.measure.events import ROLLED_BACK, note, read_events
+from phalanx.spec.errors import UserError
 from phalanx.train.manifest import newest_intact, step_of
 
 HISTORY, LEAST = 50, 10
 """Steps whose losses say what is usual, and how many it takes."""
-ROLLED_BACK = "rolled back"
 
 
 class DivergenceError(RuntimeError):
@@ -49,10 +49,14 @@ def roll_back(directory: Path, step: int, reason: str) -> int:
     """Note that a run goes back from a step to its newest checkpoint, or to its beginning; returns to which step.
 
     The text of the steps between is passed over then, and whenever the run returns to that checkpoint.
+    Raises UserError where that cannot be noted.
     """
     checkpoint, _ = newest_intact(directory / "checkpoints")
     to = step_of(checkpoint) if checkpoint else 0
+    before = rollbacks(directory)
     note(directory, ROLLED_BACK, after=step, to=to, reason=reason)
+    if rollbacks(directory) == before:
+        raise UserError("out", str(directory), "cannot be written to, and a run that goes back must note it there")
     return to
 
 

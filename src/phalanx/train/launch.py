@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -124,22 +124,19 @@ def said_of(first: Mapping[str, Any]) -> str:
     return f"rank {first['rank']} {when}{first['reason']}"
 
 
-def last_step(directory: Path, began: float) -> int:
-    """The last that ranks which failed after `began` say that they finished; 0 if none left word."""
-    told = [failure for failure in _read_failures(directory) if float(failure["time"]) >= began]
-    return max((failure.get("step", 0) for failure in told), default=0)
-
-
-def first_failure(directory: Path, failures: Mapping[int, Any], began: float = 0.0) -> dict[str, Any]:
-    """What the rank that failed first left word of (`write_failure`) after `began`; of one that had no time to, how it
-    ended. Where it only lost a rank of another node that left no word, it says so: "lost"."""
-    told = [failure for failure in _read_failures(directory) if float(failure["time"]) >= began]
+def first_failure(
+    directory: Path, failures: Mapping[int, Any], told: Sequence[Mapping[str, Any]] | None = None
+) -> dict[str, Any]:
+    """What the rank that failed first left word of (`write_failure`); of one that had no time to, how it ended. Where
+    it only lost a rank of another node that left no word, it says so: "lost". `told` are the words that count, if not
+    all that are there do."""
+    told = read_failures(directory) if told is None else told
     # A rank that was killed left no word, and what the others wrote is that they lost it.
     killed = [(rank, failure.exitcode) for rank, failure in failures.items() if failure.exitcode in DEADLY]
     if told and not killed:
         own = [failure for failure in told if not LOST_A_PEER.search(failure["reason"])]
         first = min(own or told, key=lambda failure: float(failure["time"]))
-        return first if own else {**first, "lost": True}
+        return dict(first) if own else {**first, "lost": True}
     first_ended = min(failures.items(), key=lambda item: float(item[1].timestamp))
     rank, code = killed[0] if killed else (first_ended[0], first_ended[1].exitcode)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -162,7 +159,13 @@ def _failure_file(directory: Path, rank: int) -> Path:
     return directory / FAILURES / f"rank-{rank:05d}.json"
 
 
-def _read_failures(directory: Path) -> list[dict[str, Any]]:
+def forget_failure(directory: Path, rank: int) -> None:
+    """What a rank left word of, when it begins anew."""
+    (directory / FAILURES / f"rank-{rank:05d}.json").unlink(missing_ok=True)
+
+
+def read_failures(directory: Path) -> list[dict[str, Any]]:
+    """The words that ranks left."""
     failures = []
     for file in (directory / FAILURES).glob("rank-*.json"):
         with suppress(ValueError):  # the disk may have been full

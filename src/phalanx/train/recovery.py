@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from phalanx.measure.events import FAILED, note
+from phalanx.measure.events import BEGAN, FAILED, note, read_events
 from phalanx.measure.hang import headline
 from phalanx.measure.incident import dump_file
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
+from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.run import RunSpec
-from phalanx.train.agent import ALONE, Failures, Meeting, Then, run_ranks, stoppable
+from phalanx.train.agent import ALONE, EndedElsewhere, Failures, Meeting, Then, run_ranks, stoppable
 from phalanx.train.copies import offer_memory
-from phalanx.train.launch import first_failure, last_step, report, said_of, set_environment
+from phalanx.train.launch import first_failure, read_failures, report, said_of, set_environment
 from phalanx.train.manifest import checkpoints, reached, step_of
 from phalanx.train.setup import STOPPED
 
@@ -41,7 +42,7 @@ def train_through(
     if run.recovery.copy_every:
         offer_memory(nproc)
     planned = nproc * meeting.most
-    recovery = Recovery(directory, run.recovery.restarts, meeting.most)
+    recovery = Recovery(directory, run.recovery, meeting)
 
     def words(ranks: int) -> Sequence[str]:
         other = () if ranks == planned else as_many(ranks, nproc if meeting is not ALONE else 1, choose)
@@ -54,9 +55,15 @@ def train_through(
                 if fewer is None:
                     return recovery.code
                 nproc = fewer
-    except SystemExit:
-        if not reached(directory, run.training.steps):
-            raise
+    except (SystemExit, EndedElsewhere) as end:
+        if reached(directory, run.training.steps):
+            return 0
+        if isinstance(end, EndedElsewhere):
+            print(f"phalanx: {end}", file=sys.stderr)
+            return 1
+        if words_left := recovery.new_words():  # it was not stopped in order
+            return report(directory, first_failure(directory, {}, words_left))
+        raise
     return 0
 
 
@@ -87,9 +94,12 @@ class Recovery:
     and those of a long run that goes on never add up.
     """
 
-    def __init__(self, directory: Path, restarts: int, nodes: int) -> None:
-        self.directory, self.restarts, self.nodes = directory, restarts, nodes
-        self.began = time.time()
+    def __init__(self, directory: Path, spec: RecoverySpec, meeting: Meeting) -> None:
+        self.directory, self.restarts, self.copied = directory, spec.restarts, spec.copy_every > 0
+        self.nodes = meeting.most
+        self.alone = meeting.most == 1 or meeting.is_here
+        """Whether the others cannot go on without this node: there are none, or they meet here."""
+        self._seen = {_mark(word) for word in read_failures(directory)}
         self.furthest = -1
         """The last step that was finished before a failure."""
         self.in_a_row = 0
@@ -109,29 +119,40 @@ class Recovery:
         """What follows these failures of ranks of this node; says on stderr what happened, and notes it."""
         if all(failure.exitcode == STOPPED for failure in failures.values()):
             return Then.AGAIN  # a node was told to stop, or one has come: those that stay go on
-        first = first_failure(self.directory, failures, self.began)
+        words = self.new_words()
+        first = first_failure(self.directory, failures, words)
         saved = checkpoints(self.directory / "checkpoints")
-        step = max(last_step(self.directory, self.began), step_of(saved[0]) if saved else 0)
-        self.began = time.time()
+        began = [event["step"] for event in read_events(self.directory) if event["what"] == BEGAN]
+        step = max([*(word.get("step", 0) for word in words), *map(step_of, saved[:1]), *began[-1:]], default=0)
         if step > self.furthest:
             self.furthest, self.in_a_row, self.elsewhere, self.culprits = step, 0, 0, set()
-        here = self.nodes == 1 or (first["rank"] in failures and "lost" not in first)
+        # NCCL aborts those whose peers are gone.
+        lost = "lost" in first or first["reason"].startswith("was killed by SIGABRT")
+        here = self.nodes == 1 or (first["rank"] in failures and not lost)
         self.in_a_row, self.elsewhere = self.in_a_row + here, self.elsewhere + (not here)
         self.culprits |= {first["rank"]} if here else set()
         self.code = int(first["code"])
         verdict = headline(self.directory)
         if here:
             note(self.directory, FAILED, rank=first["rank"], step=step, reason=first["reason"], verdict=verdict)
-        self.final = first["code"] == 2 or first.get("final", False)
+        self.final = "lost" not in first and (first["code"] == 2 or first.get("final", False))
         if self.final or self.in_a_row > self.restarts or self.elsewhere > self.restarts * self.nodes:
             report(self.directory, first)
-            return Then.END if self.final or self.nodes == 1 or not here else Then.LEAVE
+            leaves = here and not self.final and self.restarts > 0 and not self.alone
+            return Then.LEAVE if leaves else Then.END
         source, count = saved[0].name if saved else "the beginning", f" ({self.in_a_row} of {self.restarts} in a row)"
+        source += ", or copies that are newer" if self.copied else ""
         lines = f"phalanx: {said_of(first)}", *verdict, f"starting again from {source}{count if here else ''}"
         print("\n  ".join(lines), file=sys.stderr)
         for rank in failures:  # what is written of the next failure must not be held against words of this one
             dump_file(self.directory, rank).unlink(missing_ok=True)
         return Then.AGAIN
+
+    def new_words(self) -> list[dict[str, Any]]:
+        """What ranks left word of since this was asked before. (Not by their clocks, which may differ.)"""
+        words = [word for word in read_failures(self.directory) if _mark(word) not in self._seen]
+        self._seen |= {_mark(word) for word in words}
+        return words
 
     def without_the_worst(self, nproc: int, choose: Choose) -> int | None:
         """So many ranks to go on with, where it was always the same that failed first and fewer can train; None where
@@ -151,6 +172,10 @@ class Recovery:
         note(self.directory, "left out", rank=worst)
         print(f"phalanx: going on without rank {worst}, which failed again and again: {ranks} ranks", file=sys.stderr)
         return ranks
+
+
+def _mark(word: Mapping[str, Any]) -> tuple[int, float]:
+    return word["rank"], word["time"]
 
 
 def leave_out_device(rank: int) -> None:

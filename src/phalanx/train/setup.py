@@ -19,7 +19,7 @@ from typing import Any
 
 import tomli_w
 
-from phalanx.cost.memory import checkpoint_bytes, in_files_bytes
+from phalanx.cost.memory import checkpoint_bytes, in_files_bytes, rank_states
 from phalanx.cost.stages import check_layout
 from phalanx.data.indexed import IndexedDataset
 from phalanx.data.loader import Loader
@@ -54,17 +54,32 @@ def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
         raise UserError(
             "model.vocab", run.model.vocab, f"is less than the tokenizer's {known} tokens", f"set model.vocab = {known}"
         )
-    if run.recovery.copy_every and world_size == 1:
-        raise UserError(
-            "recovery.copy_every", run.recovery.copy_every, "keeps copies in the launcher, and one rank alone has none",
-            "set it to 0",
-        )  # fmt: skip
+    if run.recovery.copy_every:
+        _check_copies(run, world_size)
     if run.metrics.wandb is not None:
         check_wandb(run.metrics.wandb)
     if run.layout.offload_directory is not None:
         _check_offload(run, run.layout.offload_directory, world_size)
     _check_directory(run, resume)
     refuse_held(run_directory(run))
+
+
+def _check_copies(run: RunSpec, world_size: int) -> None:
+    def refuse(problem: str) -> None:
+        raise UserError("recovery.copy_every", run.recovery.copy_every, problem, "set it to 0")
+
+    if world_size == 1:
+        refuse("keeps copies in the launcher, and one rank alone has none")
+    if not hasattr(os, "memfd_create"):
+        refuse("needs memory without a name (memfd_create), which this system has not")
+    if run.layout.offload == "nvme":
+        refuse('keeps copies in memory of what rests on disk there (layout.offload = "nvme")')
+    each = max(state.parameters + state.optimizer for state in rank_states(run, world_size))
+    copies = 2 if run.cluster.nodes == 1 else 4
+    needed = copies * each * world_size / run.cluster.nodes
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        refuse(f"takes {needed / 1e9:.1f} GB of this machine's {memory / 1e9:.1f} for {copies} copies of each state")
 
 
 def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:

@@ -35,7 +35,7 @@ from phalanx.train.checkpoint import (
 )
 from phalanx.train.copies import Copies
 from phalanx.train.corpus import Corpus
-from phalanx.train.divergence import CorruptionError, DivergenceError, Losses, passed_over
+from phalanx.train.divergence import CorruptionError, DivergenceError, Losses, passed_over, rollbacks
 from phalanx.train.learner import Learner, Micro
 from phalanx.train.manifest import check_manifest, read_manifest, step_of
 from phalanx.train.metrics import Log, Record
@@ -66,9 +66,10 @@ class Trainer(Learner):
         self.loader = corpus.loader(run, self.cut.sequences, self.mesh.dp_rank, self.cut.dp)
         self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
         self.copies = None
-        if run.recovery.copy_every:
+        if run.recovery.copy_every and world_size > 1:
             described = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
-            self.copies = Copies({"ranks": world_size, **described}, dist.new_group(backend="gloo"))
+            back = told_by_first(rollbacks(directory))  # what was copied before it is not gone on from
+            self.copies = Copies({"ranks": world_size, "back": back, **described}, dist.new_group(backend="gloo"))
         self.pacing = Pacing(run, world_size, directory)
         self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
         again = OWN_RECOMPUTE[run.layout.recompute]
@@ -353,11 +354,9 @@ class Trainer(Learner):
 
     def _pass_over(self) -> None:
         """Leave out text that led this run astray before."""
-        steps = [passed_over(self.directory, self.step)]
-        if dist.is_initialized():
-            dist.broadcast_object_list(steps, src=0)
-        if steps[0]:
-            self.loader.pass_over(steps[0])
+        steps = told_by_first(passed_over(self.directory, self.step))
+        if steps:
+            self.loader.pass_over(steps)
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
@@ -413,6 +412,14 @@ class Trainer(Learner):
             with self.strategy.exposed.waiting():
                 dist.all_reduce(values, group=self.mesh.loss_group)
         return values
+
+
+def told_by_first(number: int) -> int:
+    """What rank 0 found: files may look otherwise to others."""
+    told = [number]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
 def due(step: int, every: int) -> bool:

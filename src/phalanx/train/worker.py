@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from phalanx.cost.parameters import parameters
 from phalanx.cost.stages import check_layout
 from phalanx.measure.events import BEGAN, ENDED, note
-from phalanx.measure.lock import hold
+from phalanx.measure.lock import ENDS_WITHIN_SECONDS, hold
 from phalanx.measure.matmul import peak_flops
 from phalanx.measure.memory import device_memory_bytes
 from phalanx.measure.products import COMPUTE
@@ -34,13 +35,21 @@ from phalanx.train.closely import Closely, measured_number
 from phalanx.train.corpus import open_corpus
 from phalanx.train.divergence import CorruptionError, DivergenceError, roll_back, rollbacks
 from phalanx.train.held import account
-from phalanx.train.launch import LAUNCHER, choose_device, end_with_launcher, join_ranks, on_signal, write_failure
+from phalanx.train.launch import (
+    LAUNCHER,
+    choose_device,
+    end_with_launcher,
+    forget_failure,
+    join_ranks,
+    on_signal,
+    write_failure,
+)
 from phalanx.train.manifest import checkpoints, reached
 from phalanx.train.measured import compare, forget_measured
 from phalanx.train.metrics import JsonLines, Log, Record, open_logs
 from phalanx.train.progress import Progress
 from phalanx.train.setup import STOPPED, read_directory, set_up
-from phalanx.train.trainer import Trainer
+from phalanx.train.trainer import Trainer, told_by_first
 from phalanx.train.watchdog import Watchdog
 
 SAMPLE_TOKENS = 160
@@ -81,12 +90,16 @@ def work(
         if prepared and overrides:
             raise UserError("--set", overrides, "has no effect on a run directory", "give the run file instead")
         run = read_directory(source)[0] if prepared else load_run(source, overrides)
+        if prepared:
+            forget_failure(source, int(os.environ.get("RANK", "0")))
         device = join_ranks(choose_device(run), run.training.timeout_seconds, fewer.ranks if fewer else None)
         if not prepared:
             directory = _set_up_once(run, resume)
         run, data = read_directory(directory)
         first = not dist.is_initialized() or dist.get_rank() == 0
-        lock = hold(directory) if first else None
+        # Of a start before, a rank that lost the others notices it when a collective's time is over.
+        patience = run.training.timeout_seconds if LAUNCHER in os.environ else ENDS_WITHIN_SECONDS
+        lock = hold(directory, patience + ENDS_WITHIN_SECONDS) if first else None
         if fewer is not None:
             run = run.model_copy(update={"layout": fewer.layout})
             check_layout(run, fewer.ranks)
@@ -96,11 +109,11 @@ def work(
         if measure or window:
             forget_measured(directory)  # of an earlier start, maybe of other ranks
         corpus, peak = open_corpus(run, data, fresh), device_peak(run, device)
-        left = run.recovery.rollbacks and run.recovery.rollbacks - rollbacks(directory)
-        with Watchdog(directory, run.training.timeout_seconds) as watchdog:
+        left, asked = run.recovery.rollbacks and run.recovery.rollbacks - told_by_first(rollbacks(directory)), Event()
+        with Watchdog(directory, run.training.timeout_seconds) as watchdog, on_signal(asked.set):
             while True:
                 watchdog.trainer = trainer = Trainer(run, corpus, directory, device, peak)
-                trainer.may_roll_back = left > 0
+                trainer.may_roll_back, trainer.asked_to_stop = left > 0, asked.is_set()
                 try:
                     _train(trainer, resume or prepared, measure, window)
                     break
@@ -109,6 +122,8 @@ def work(
                         raise
                     left, resume = left - 1, True
                     _go_back(trainer, error)
+                    if trainer.asked_to_stop:
+                        asked.set()
                     watchdog.trainer = trainer = None
         if lock is not None:
             lock.close()

@@ -1,0 +1,99 @@
+"""What a launcher makes of failures, from the words that ranks left."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.measure.events import BEGAN, FAILED, note, read_events
+from phalanx.spec.recovery import RecoverySpec
+from phalanx.train.agent import ALONE, Meeting, Then
+from phalanx.train.recovery import Recovery
+from phalanx.train.setup import STOPPED
+
+ELSEWHERE = Meeting("run", "192.0.2.1", 29500, 1, 2, join_seconds=1, last_call_seconds=1)
+"""Two nodes, which meet at an address that is not this machine's."""
+LOST = "RuntimeError: Connection closed by peer [10.0.0.2]:1234"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What torchrun says of a rank."""
+
+    exitcode: int
+    timestamp: float = 0.0
+    pid: int = 0
+
+
+def word(directory: Path, rank: int, reason: str, **more: Any) -> None:
+    """What a rank leaves."""
+    (directory / "failures").mkdir(exist_ok=True)
+    told = {"rank": rank, "step": 7, "time": time.time(), "reason": reason, "code": 1, **more}
+    (directory / "failures" / f"rank-{rank:05d}.json").write_text(json.dumps(told))
+
+
+def judge(directory: Path, meeting: Meeting = ALONE, restarts: int = 1) -> Recovery:
+    return Recovery(directory, RecoverySpec(restarts=restarts), meeting)
+
+
+def test_steps_won_are_seen_where_nobody_left_word(tmp_path: Path) -> None:
+    """All ranks were killed at once, again and again, but each start went on from later."""
+    recovery = judge(tmp_path)
+    for step in range(0, 60, 15):
+        note(tmp_path, BEGAN, ranks=2, step=step)
+        assert recovery.judge({0: Ended(-9), 1: Ended(-9)}) is Then.AGAIN
+    assert recovery.judge({0: Ended(-9), 1: Ended(-9)}) is Then.END
+
+
+def test_words_of_an_earlier_failure_do_not_count(tmp_path: Path) -> None:
+    """Whatever clocks say: those of nodes differ."""
+    word(tmp_path, 5, "ValueError: of another day", final=True, time=time.time() + 1000)
+    recovery = judge(tmp_path)
+    word(tmp_path, 0, "RuntimeError: first", time=100.0)
+    assert recovery.judge({0: Ended(1)}) is Then.AGAIN
+    word(tmp_path, 1, "RuntimeError: second", time=50.0)
+    recovery.judge({1: Ended(1)})
+    assert [event["reason"] for event in read_events(tmp_path)] == ["RuntimeError: first", "RuntimeError: second"]
+
+
+def test_what_would_fail_again_ends_the_run(tmp_path: Path) -> None:
+    recovery = judge(tmp_path, restarts=9)
+    word(tmp_path, 1, "training.steps: is wrong", code=2)
+    assert recovery.judge({1: Ended(2)}) is Then.END
+    assert recovery.code == 2
+
+
+@pytest.mark.parametrize("reason", [LOST, "checkpoint: could not be written: Connection reset by peer"])
+def test_who_lost_others_is_not_to_blame(reason: str, tmp_path: Path) -> None:
+    """Also where that looks like something for people to mend; nobody here leaves, or notes a failure of its own."""
+    recovery = judge(tmp_path, ELSEWHERE)
+    for _ in range(2):
+        word(tmp_path, 0, reason, code=2 if "checkpoint" in reason else 1)
+        assert recovery.judge({0: Ended(1)}) is Then.AGAIN
+    assert recovery.judge({0: Ended(-6), 1: Ended(-6)}) is Then.END  # NCCL aborts; and it was often enough
+    assert not [event for event in read_events(tmp_path) if event["what"] == FAILED]
+
+
+def test_a_node_that_fails_again_and_again_leaves(tmp_path: Path) -> None:
+    for meeting, restarts, then in (
+        (ELSEWHERE, 1, Then.LEAVE),
+        (replace(ELSEWHERE, host="127.0.0.1"), 1, Then.END),  # the others meet here, and cannot go on without it
+        (ELSEWHERE, 0, Then.END),
+        (ALONE, 1, Then.END),
+    ):
+        recovery = judge(tmp_path, meeting, restarts)
+        for number in range(restarts + 1):
+            word(tmp_path, 1, f"RuntimeError: an ECC error, the {number}th of {meeting}")
+            found = recovery.judge({1: Ended(1)})
+        assert found is then
+
+
+def test_ranks_that_were_told_to_stop_are_no_failure(tmp_path: Path) -> None:
+    recovery = judge(tmp_path, ELSEWHERE)
+    assert recovery.judge({0: Ended(STOPPED), 1: Ended(STOPPED)}) is Then.AGAIN
+    assert recovery.in_a_row == recovery.elsewhere == 0
