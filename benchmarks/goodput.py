@@ -38,6 +38,8 @@ from phalanx.train.setup import STOPPED, to_toml
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "goodput.md"
 RANKS, LIMIT, END_SECONDS = 2, 0.1, 300
 LOOK_SECONDS = 0.05
+BEHIND = 5
+"""So many steps after a save are taken for those behind which it is written."""
 LAST_BYTES = 4096
 """Of metrics.jsonl, in which its last line is."""
 MODEL = {"vocab": 257, "width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 512, "context": 128}
@@ -170,8 +172,10 @@ class Measured:
     mean_step_seconds: float
     interval_seconds: float
     """Of work between two saves."""
-    write_seconds: float
+    wait_seconds: float
     """For which a save keeps training waiting."""
+    slowed_seconds: float
+    """By how much the steps after a save are longer than the median together: it is written behind them."""
     failures: Sequence[Failure]
 
     @property
@@ -188,8 +192,17 @@ class Measured:
         return mean(each.resume_seconds for each in self.failures if each.resume_seconds is not None)
 
     @property
+    def write_seconds(self) -> float:
+        """What a save costs training."""
+        return self.wait_seconds + self.slowed_seconds
+
+    @property
     def predicted(self) -> float:
-        return goodput(self.interval_seconds, self.write_seconds, self.mtbf_seconds, self.restart_seconds)
+        return self.formula(self.write_seconds)
+
+    def formula(self, write_seconds: float) -> float:
+        """The planner's, where a save costs so much."""
+        return goodput(self.interval_seconds, write_seconds, self.mtbf_seconds, self.restart_seconds)
 
 
 def measured(directory: Path, watched: Watched) -> Measured:
@@ -197,19 +210,32 @@ def measured(directory: Path, watched: Watched) -> Measured:
     events = read_events(directory)
     began = float(next(event["time"] for event in events if event["what"] == "began"))
     seconds = [record["step_seconds"] for record in read_metrics(directory) if "loss" in record]
-    saves = [line for line in map(json.loads, record_file(directory, 0).read_text().splitlines())
-             if "pause" in line or "format" in line]  # fmt: skip
+    lines = [json.loads(line) for line in record_file(directory, 0).read_text().splitlines()]
+    saves = [line for line in lines if "pause" in line or "format" in line]
     between = [b["step"] - a["step"] for a, b in pairwise(saves) if "pause" in a and "pause" in b]
-    step = median(seconds)
     return Measured(
         wall_seconds=watched.ended - began,
         steps=watched.seen[-1][1],
-        step_seconds=step,
+        step_seconds=median(seconds),
         mean_step_seconds=mean(seconds),
-        interval_seconds=median(between) * step,
-        write_seconds=mean(line["seconds"] for line in saves if "pause" in line),
+        interval_seconds=median(between) * median(seconds),
+        wait_seconds=mean(line["seconds"] for line in saves if "pause" in line),
+        slowed_seconds=slowed_seconds(lines),
         failures=failures_of(watched, events),
     )
+
+
+def slowed_seconds(lines: Sequence[Mapping[str, Any]]) -> float:
+    """By how much the first steps after a save, on average, are longer than those before the next one, together."""
+    after: list[list[float]] = []
+    for line in lines:
+        if "pause" in line:
+            after.append([])
+        elif "seconds" in line and after:
+            after[-1].append(sum(line["seconds"].values()))
+    first = [steps[:BEHIND] for steps in after if len(steps) >= 2 * BEHIND]
+    usual = mean(second for steps in after if len(steps) >= 2 * BEHIND for second in steps[BEHIND:])
+    return max(0.0, mean(sum(steps) - BEHIND * usual for steps in first))
 
 
 def run_through(seconds: float, every_seconds: float, seed: int) -> Measured:
@@ -241,6 +267,7 @@ def page(found: Measured, every_seconds: float) -> str:
         "goodput, measured": f"{found.goodput:.1%}",
         "goodput, as the planner's formula has it": f"{found.predicted:.1%}",
         "measured / formula": f"{1 + off:.3f}",
+        "the formula, if a save cost no more than the wait for it": f"{found.formula(found.wait_seconds):.1%}",
         "goodput, measured, by the mean step": f"{found.goodput * found.mean_step_seconds / found.step_seconds:.1%}",
         "wall-clock time": f"{found.wall_seconds / 60:.1f} min",
         "steps in the model": f"{found.steps:,}",
@@ -248,7 +275,8 @@ def page(found: Measured, every_seconds: float) -> str:
         "failures": f"{len(failures)}, {len(failures) - len(whole)} of them before the first step after another",
         "mean time between failures": f"{found.mtbf_seconds:.0f} s",
         "work between saves, median": f"{found.interval_seconds:.1f} s",
-        "a save keeps training waiting, mean": f"{found.write_seconds * 1e3:.0f} ms",
+        "a save keeps training waiting, mean": f"{found.wait_seconds * 1e3:.0f} ms",
+        "and makes the steps behind which it is written longer, mean": f"{found.slowed_seconds * 1e3:.0f} ms",
         "from a kill to its note, median": f"{median(each.detect_seconds for each in failures):.1f} s",
         "from a kill to the first step after it, median": f"{median(e.resume_seconds or 0 for e in whole):.1f} s",
         "the same, mean: the formula's restart": f"{found.restart_seconds:.1f} s",
@@ -268,7 +296,8 @@ Target: a measured goodput within {LIMIT:.0%} of the formula's: {off:+.1%} ({"me
   and `cluster.failures_per_device_hour` as often as ranks are killed: at exponentially distributed times with a mean of
   {every_seconds:.0f} s, whatever the run is doing.
 - Measured: steps in the model x median step / time from the first start until the run is told to stop. The formula is
-  `phalanx.cost.reliability.goodput`, given the interval, wait, mean time between failures and restart of this table.
+  `phalanx.cost.reliability.goodput`, given the interval, both costs of a save together, the mean time between failures
+  and the restart of this table. (Longer: the first {BEHIND} steps after a save beside those after them.)
 - Other work used the same two cores meanwhile, so steps and starts took longer than they would alone.
 - Written by `python -m benchmarks.goodput`.
 """

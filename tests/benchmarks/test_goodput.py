@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.goodput import Failure, Measured, Watched, failures_of, page
+from benchmarks.goodput import BEHIND, Failure, Measured, Watched, failures_of, page, slowed_seconds
 from phalanx.cost.reliability import goodput
 
 EVENTS = [
@@ -29,12 +29,23 @@ def test_failures_are_counted_from_their_kills() -> None:
 
 def test_the_formula_is_given_what_was_measured() -> None:
     failures = [Failure(0.5, 9.0, 8), Failure(1.0, None, 0), Failure(0.5, 11.0, 1)]
-    found = Measured(300.0, 2400, 0.1, 0.11, 5.0, 0.05, failures)
+    found = Measured(300.0, 2400, 0.1, 0.11, 5.0, 0.05, 0.1, failures)
     assert found.goodput == pytest.approx(0.8)
     assert found.predicted == goodput(
-        interval_seconds=5.0, write_seconds=0.05, mtbf_seconds=100.0, restart_seconds=10.0
+        interval_seconds=5.0, write_seconds=0.15, mtbf_seconds=100.0, restart_seconds=10.0
     )
     text = page(found, 90)
     assert "| goodput, measured | 80.0% |" in text
     assert "| goodput, measured, by the mean step | 88.0% |" in text
     assert "3, 1 of them before the first step after another" in text
+
+
+def test_steps_behind_a_save_are_held_against_those_after_them() -> None:
+    """The first of them takes 0.2 s longer; a start that fails soon after a save says nothing."""
+    save, step, slow = (
+        {"pause": "checkpoint"},
+        {"seconds": {"passes": 0.09, "reduce": 0.01}},
+        {"seconds": {"passes": 0.3}},
+    )
+    lines = 20 * [slow] + 3 * [save, slow, *(2 * BEHIND * [step])] + [save, slow, slow]
+    assert slowed_seconds(lines) == pytest.approx(0.2)

@@ -12,7 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from phalanx.cli.main import app
+from phalanx.cli.train import layout_for
 from phalanx.spec.load import build_run, load_run
+from phalanx.train.setup import to_toml
 
 RUN = """
 name = "first"
@@ -95,3 +97,12 @@ def test_it_starts_without_torch(command: list[str], file: Path) -> None:
     cost = json.loads(ended.stderr.splitlines()[-1])
     assert cost["heavy"] == []
     print(f"phalanx {' '.join(command)}: {cost['seconds']:.2f} s of CPU time")
+
+
+def test_fewer_ranks_keep_the_layout_where_nobody_knows_the_machines_memory(tmp_path: Path) -> None:
+    """A node may be lost before the run has measured anything; the planner could not choose then."""
+    cluster, layout = {"peak_flops": 1e12}, {"data": "zero2"}
+    run = build_run({"out": str(tmp_path), "model": {"preset": "tiny"}, "cluster": cluster, "layout": layout})
+    (tmp_path / run.name).mkdir()
+    (tmp_path / run.name / "run.toml").write_text(to_toml(run))
+    assert layout_for(run, 1, 1) == run.layout

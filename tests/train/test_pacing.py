@@ -58,6 +58,17 @@ def test_one_save_that_took_long_does_not_count(tmp_path: Path) -> None:
     assert pacing.decide(before, still_seconds=50, write_seconds=1) - before == usual
 
 
+def test_steps_that_a_save_slows_count_as_its_cost(tmp_path: Path) -> None:
+    """The wait of half a second, and two steps of 1.1 s instead of 0.1 behind which it was written."""
+    pacing = paced(tmp_path)
+    begun = pacing.decide(FIRST_STEPS, still_seconds=0.5, write_seconds=1) - 40
+    for step, (seconds, writing) in enumerate([(1.1, True), (1.1, False)] + 38 * [(0.1, False)], begun + 1):
+        pacing.due(step, seconds, writing)
+    found = pacing.decide(begun + 40, still_seconds=0.5, write_seconds=2) - begun - 40
+    mtbf = LLAMA3_HOURS * 3600
+    assert found == pytest.approx(best_interval_seconds(2.5, mtbf) / 0.1, rel=0.01)
+
+
 def test_a_run_that_fails_more_often_is_saved_more_often(tmp_path: Path) -> None:
     kinds = ["began", "failed", "began", "failed", "began", "began", "failed"]  # one failure that nobody noticed
     events = [{"time": time.time() - 400 + 50 * at, "what": what} for at, what in enumerate(kinds)]

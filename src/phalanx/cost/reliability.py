@@ -42,9 +42,10 @@ def seen_mtbf_seconds(expected_seconds: float, failures: int, seconds: float) ->
 
 
 # -- the interval: seconds of work from the end of one write to the start of the next ---------------------------------
-# `write_seconds` is how long training stands still for a checkpoint, which is less than the write if that goes on
-# behind it; `restart_seconds` is from a failure to the first step again: detection, new start and loading. In formulas
-# they are d and R, the interval tau, and the mean time between failures M.
+# `write_seconds` is what a checkpoint costs training: how long that stands still, which is less than the write if it
+# goes on behind it, and by how much the steps behind which it does are slower; `restart_seconds` is from a failure to
+# the first step again: detection, new start and loading. In formulas they are d and R, the interval tau, and the mean
+# time between failures M.
 
 
 def young_interval_seconds(write_seconds: float, mtbf_seconds: float) -> float:

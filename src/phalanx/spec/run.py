@@ -122,8 +122,9 @@ class CheckpointSpec(Spec):
 
     every: Annotated[int, Field(ge=0)] | Literal["auto"] = 500
     """Steps between checkpoints, beside the one at the end; 0 saves at the end (or when stopped) only. "auto" takes the
-    interval of the best goodput (Daly, Future Generation Computer Systems 22, 2006), by how long a save keeps training
-    waiting and how often the run fails: as cluster.failures_per_device_hour has it, or as it has failed so far."""
+    interval of the best goodput (Daly, Future Generation Computer Systems 22, 2006), by what a save costs training
+    (which waits for it, and is slow behind it) and how often the run fails: as cluster.failures_per_device_hour has it,
+    or as it has failed so far."""
     keep: int = Field(2, gt=0)
     """Newest complete checkpoints to keep."""
 

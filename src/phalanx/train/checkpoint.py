@@ -130,6 +130,11 @@ class Checkpointer:
                 "free space or check the directory; the checkpoints before it are intact",
             ) from error  # fmt: skip
 
+    @property
+    def writing(self) -> bool:
+        """Whether a save is under way, behind the training."""
+        return self._thread is not None and self._thread.is_alive()
+
     def _barrier(self) -> None:
         if self.group is not None:
             dist.barrier(group=self.group)

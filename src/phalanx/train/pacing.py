@@ -29,34 +29,49 @@ class Pacing:
         """Why, where that is to be said."""
         self._expected_seconds = job_mtbf_seconds(failure_rate(run), ranks)
         self._step_seconds: deque[float] = deque(maxlen=50)
-        self._still_seconds: deque[float] = deque(maxlen=9)
-        """Of the last saves; that of one alone may be several times another's."""
+        self._still_seconds: float | None = None
+        """For which the last save kept training waiting."""
+        self._written_behind, self._behind, self._behind_seconds = False, 0, 0.0
+        """Whether it was being written when the next step began; of how many steps that was so, and how long they took
+        together."""
+        self._cost_seconds: deque[float] = deque(maxlen=9)
+        """Of the saves before it; that of one alone may be several times another's."""
         self._said = 0
 
     def begin(self, step: int) -> None:
         """Go on after a step."""
         self.next = step + FIRST_STEPS
 
-    def due(self, step: int, seconds: float) -> bool:
-        """Whether the state after this step, which took so long, is to be saved."""
+    def due(self, step: int, seconds: float, writing: bool = False) -> bool:
+        """Whether the state after this step, which took so long, is to be saved; `writing` says that the last one saved
+        is not all on disk yet."""
         self._step_seconds.append(seconds)
+        if self._written_behind:
+            self._behind, self._behind_seconds = self._behind + 1, self._behind_seconds + seconds
+        self._written_behind = writing
         if self.every == "auto":
             return step >= self.next
         return self.every > 0 and step % self.every == 0
 
     def decide(self, step: int, still_seconds: float, write_seconds: float) -> int:
         """The step after which the next save is due, when this one kept training waiting for `still_seconds` and the
-        one before took `write_seconds` in all, behind it. What counts is the median wait of the last ones."""
+        one before took `write_seconds` in all, behind it. A save costs that wait, and by how much longer than usual the
+        steps took behind which it was written."""
         failures, seconds = failures_so_far(self.directory)
         mtbf = seen_mtbf_seconds(self._expected_seconds, failures, seconds)
-        self._still_seconds.append(still_seconds)
-        each, still = median(self._step_seconds), median(self._still_seconds)
-        steps = max(1, round(max(best_interval_seconds(still, mtbf), write_seconds) / each))
+        each = median(self._step_seconds)
+        if self._still_seconds is not None:  # writing takes cores, and memory's and the network's speed
+            slowed_by = max(0.0, self._behind_seconds - self._behind * each)
+            self._cost_seconds.append(self._still_seconds + slowed_by)
+        self._still_seconds = still_seconds
+        self._written_behind, self._behind, self._behind_seconds = True, 0, 0.0
+        cost = median(self._cost_seconds or [still_seconds])
+        steps = max(1, round(max(best_interval_seconds(cost, mtbf), write_seconds) / each))
         changed = max(steps, self._said) > SAID_AGAIN * min(steps, self._said)
         seen = f" ({failures} in {_lasting(seconds)})" if mtbf < self._expected_seconds else ""
         self.reason = (
-            f"a checkpoint every {steps:,} steps ({_lasting(steps * each)}): one keeps training waiting for "
-            f"{_lasting(still)}, and a failure is to be expected every {_lasting(mtbf)}{seen}"
+            f"a checkpoint every {steps:,} steps ({_lasting(steps * each)}): one costs "
+            f"{_lasting(cost)} of training, and a failure is to be expected every {_lasting(mtbf)}{seen}"
             if changed
             else None
         )

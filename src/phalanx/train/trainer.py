@@ -146,7 +146,7 @@ class Trainer(Learner):
                 evaluating = last or due(self.step, run.evaluation.every)
                 if evaluating:
                     self.count_anew()  # before it is saved, since a run that resumes does not evaluate again
-                if self.pacing.due(self.step, record["step_seconds"]) or last or self.stop:
+                if self.pacing.due(self.step, record["step_seconds"], self.checkpointer.writing) or last or self.stop:
                     with self._pausing("checkpoint", notes):
                         self._save_in_pace(progress)
                 if due(self.step, run.recovery.copy_every):
