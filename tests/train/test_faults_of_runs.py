@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from parity.trajectory import described, steps, trainer
 
+from phalanx.spec.load import build_run
 from phalanx.testing.runs import SECONDS, ranks_of, until
 from phalanx.train.launch import LAUNCHER
 from phalanx.train.manifest import checkpoints, damage, step_of
@@ -219,6 +220,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place = tmp_path / "temporary"
     place.mkdir()
     monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # PyTorch's own, which is to stay
     return place
 
 
@@ -267,3 +269,14 @@ def test_a_signal_while_nodes_are_waited_for_ends_the_run(tmp_path: Path) -> Non
         until(lambda: any(name.endswith(f":{port:04X}") for name, _ in listening()), "it waits")
         said = stopped(process)
     assert "Traceback" not in said
+
+
+def test_a_signal_while_text_is_prepared_ends_the_run(tmp_path: Path) -> None:
+    file, cache = tmp_path / "run.toml", tmp_path / "cache"
+    data = {"train": ["stdlib"], "tokenizer": "bpe", "cache": str(cache)}
+    file.write_text(to_toml(build_run({"out": str(tmp_path), "model": {"preset": "tiny"}, "data": data})))
+    command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        until(cache.exists, "it prepares text")
+        stopped(process)
+    assert not (tmp_path / "run").exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -108,6 +110,9 @@ def train(
     if print_config:
         print(_config(described, nproc))
         return
+    from phalanx.train.setup import STOPPED
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # until there are ranks, which save before they end
     options = [
         *(["--measure-memory"] if measure_memory else []),
         *(["--trace-steps", trace_steps] if trace_steps else []),
