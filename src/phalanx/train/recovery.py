@@ -121,6 +121,7 @@ class Recovery:
             return Then.AGAIN  # a node was told to stop, or one has come: those that stay go on
         words = self.new_words()
         first = first_failure(self.directory, failures, words)
+        self._seen.add(_mark(first))  # of one without a word it was written down just now
         saved = checkpoints(self.directory / "checkpoints")
         began = [event["step"] for event in read_events(self.directory) if event["what"] == BEGAN]
         step = max([*(word.get("step", 0) for word in words), *map(step_of, saved[:1]), *began[-1:]], default=0)

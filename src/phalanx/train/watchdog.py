@@ -34,6 +34,8 @@ PATIENCE = 0.85
 """Of the time that a collective may take, so much may pass without anything moving: the rest is for writing."""
 LOOKS, LOOK_SECONDS = 40, 0.25
 """So many looks in that time, or one in so many seconds."""
+LAST_LOOK_SECONDS = 5.0
+"""For what is being written to be written, before it is removed."""
 DEPTH = 40
 """Of a stack, so many places are kept."""
 
@@ -68,7 +70,10 @@ class Watchdog:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._ended.set()
-        if error is not None and not isinstance(error, SystemExit | UserError | DivergenceError):
+        if error is None:
+            self._thread.join(LAST_LOOK_SECONDS)
+            self._forget()
+        elif not isinstance(error, SystemExit | UserError | DivergenceError):
             self.failed(error)
         if self._faults is not None:
             faulthandler.disable()
