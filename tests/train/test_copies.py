@@ -58,7 +58,8 @@ def train_and_return(run: RunSpec, memory: str, lost: int | None, last: int) -> 
         under_way._copy()
     assert under_way.copies is not None
     if lost is not None and under_way.mesh.rank == lost:
-        under_way.copies.drop()
+        for place in under_way.copies._places:
+            place.clear()
     again = trainer(run)
     again.resume()
     assert again.step == last

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 from parity.trajectory import described
-from train.test_trainer import process_of_rank, wait_for_steps
+from train.test_trainer import wait_for_steps
 
 from phalanx.measure.hang import Explanation, explain_run
 from phalanx.measure.incident import read_failures
+from phalanx.testing.runs import ranks_of
 from phalanx.train.agent import start_ranks
 from phalanx.train.launch import report_failures, set_environment
 from phalanx.train.setup import set_up
@@ -84,7 +85,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(text: Path, tmp_path: Path) 
     process = started(directory, 4, "none")
     try:
         wait_for_steps(process, directory, 3)
-        os.kill(process_of_rank(1, str(directory)), signal.SIGSTOP)
+        os.kill(ranks_of(directory)[1], signal.SIGSTOP)
         begun = time.monotonic()
         while not list((directory / "hangs").glob("rank-00000.json")):
             assert time.monotonic() < begun + ENDED

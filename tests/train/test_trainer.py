@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from phalanx.cost.compute import forward_flops, training_flops_per_token
 from phalanx.data.loader import prefetch
 from phalanx.testing import ranks
+from phalanx.testing.runs import ranks_of
 from phalanx.train.metrics import open_logs, read_metrics
 from phalanx.train.progress import Progress
 from phalanx.train.setup import STOPPED, set_up, to_toml
@@ -188,7 +189,7 @@ def test_the_rank_that_was_killed_is_named(changes: dict[str, Any], text: Path, 
     run = described(text, tmp_path, {**LONG, "recovery.restarts": 0, **changes})
     process = launched(run, tmp_path, nproc=3 if changes else 2)
     wait_for_steps(process, tmp_path / "parity", 3)
-    os.kill(process_of_rank(1, str(tmp_path / "parity")), signal.SIGKILL)
+    os.kill(ranks_of(tmp_path / "parity")[1], signal.SIGKILL)
     _, said = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "phalanx: rank 1 was killed by SIGKILL" in said
@@ -204,19 +205,6 @@ def wait_for_steps(process: subprocess.Popen[str], directory: Path, count: int) 
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def process_of_rank(rank: int, directory: str) -> int:
-    """The process id of a rank of the run in a directory."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            arguments = (folder / "cmdline").read_bytes().decode().split("\0")
-            environment = (folder / "environ").read_bytes().decode().split("\0")
-        except (OSError, UnicodeDecodeError):
-            continue
-        if directory in arguments and f"RANK={rank}" in environment:
-            return int(folder.name)
-    raise AssertionError(f"no process of rank {rank} in {directory}")
 
 
 def stop_of(run: Any, told: int) -> int | None:

@@ -135,17 +135,17 @@ class Copies:
         own.seal(step, self.rank, len(said))
         if self._next != self.rank:
             neighbours.clear()
-            self._pass_on(own, self._next, neighbours, self._before)
-            neighbours.seal(step, self._before, self._described)
+            described = self._pass_on(own, self._next, neighbours, self._before)
+            neighbours.seal(step, self._before, described)
 
-    def _pass_on(self, mine: Place, to: int, theirs: Place, source: int) -> None:
-        """Send a copy, and receive another."""
+    def _pass_on(self, mine: Place, to: int, theirs: Place, source: int) -> int:
+        """Send a copy, and receive another; returns the length of what describes that."""
         body = mine.bytes()
         sizes, coming = torch.tensor([body.numel(), mine.held[2]]), torch.zeros(2, dtype=torch.int64)
         _exchange(sizes, to, coming, source, self._group)
         theirs.grow(HEADER.size + int(coming[0]))
-        self._described = int(coming[1])
         _exchange(body, to, theirs.bytes()[: int(coming[0])], source, self._group)
+        return int(coming[1])
 
     def newest(self) -> Kept | None:
         """The newest copy of which every rank's part is somewhere, brought to its rank. A collective."""
@@ -193,11 +193,6 @@ class Copies:
         self._turn = 1 - OWN.index(self._places.index(place)) if place in self._places[:2] else 0
         shapes = {name: tuple(entry["whole"]) for name, entry in entries.items()}
         return Kept(step, said["manifest"], shapes, dict(zip(entries, parts, strict=True)))
-
-    def drop(self) -> None:
-        """Forget all copies: the run goes back behind them."""
-        for place in self._places:
-            place.clear()
 
 
 def common(told: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, list[int]] | None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class Trainer(Learner):
         self.copies = None
         if run.recovery.copy_every and world_size > 1:
             described = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
-            back = told_by_first(rollbacks(directory))  # what was copied before it is not gone on from
+            back = told_by_first(partial(rollbacks, directory))  # what was copied before it is not gone on from
             self.copies = Copies({"ranks": world_size, "back": back, **described}, dist.new_group(backend="gloo"))
         self.pacing = Pacing(run, world_size, directory)
         self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
@@ -283,10 +284,7 @@ class Trainer(Learner):
         if self.run.checkpoint.every != "auto":
             return
         still, write = time.perf_counter() - begun, self.checkpointer.seconds
-        after = torch.tensor(self.pacing.decide(self.step, still, write), device=self.device)
-        if dist.is_initialized():
-            dist.broadcast(after, src=0)
-        self.pacing.next = int(after)
+        self.pacing.next = told_by_first(partial(self.pacing.decide, self.step, still, write))
         if self.pacing.reason is not None:
             progress.note(self.pacing.reason)
 
@@ -354,7 +352,7 @@ class Trainer(Learner):
 
     def _pass_over(self) -> None:
         """Leave out text that led this run astray before."""
-        steps = told_by_first(passed_over(self.directory, self.step))
+        steps = told_by_first(partial(passed_over, self.directory, self.step))
         if steps:
             self.loader.pass_over(steps)
 
@@ -414,9 +412,9 @@ class Trainer(Learner):
         return values
 
 
-def told_by_first(number: int) -> int:
-    """What rank 0 found: files may look otherwise to others."""
-    told = [number]
+def told_by_first(find: Callable[[], int]) -> int:
+    """What rank 0 finds: files may look otherwise to others, and need not be read by all."""
+    told = [find() if not dist.is_initialized() or dist.get_rank() == 0 else 0]
     if dist.is_initialized():
         dist.broadcast_object_list(told, src=0)
     return told[0]

@@ -109,7 +109,8 @@ def work(
         if measure or window:
             forget_measured(directory)  # of an earlier start, maybe of other ranks
         corpus, peak = open_corpus(run, data, fresh), device_peak(run, device)
-        left, asked = run.recovery.rollbacks and run.recovery.rollbacks - told_by_first(rollbacks(directory)), Event()
+        allowed, asked = run.recovery.rollbacks, Event()
+        left = allowed and allowed - told_by_first(partial(rollbacks, directory))
         with Watchdog(directory, run.training.timeout_seconds) as watchdog, on_signal(asked.set):
             while True:
                 watchdog.trainer = trainer = Trainer(run, corpus, directory, device, peak)
@@ -148,8 +149,6 @@ def work(
 
 def _go_back(trainer: Trainer, error: DivergenceError) -> None:
     """Settle from where another trainer goes on."""
-    if trainer.copies is not None:
-        trainer.copies.drop()
     if trainer.is_main:
         to = roll_back(trainer.directory, trainer.step, str(error))
         passed = f"the text of steps {to + 1} to {trainer.step} is passed over"
