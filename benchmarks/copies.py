@@ -54,22 +54,25 @@ def run_file(folder: Path) -> Path:
 
 def lost_steps(directory: Path, kills: int, chance: random.Random) -> list[int]:
     """Kill a rank so often; the steps that each time were lost."""
+    finished = []
     for number in range(kills):
-        until(lambda number=number: starts(directory) > number, "a start")
+        until(lambda number=number: happened(directory, BEGAN) > number, "a start")
         after = read_events(directory)[-1]["step"]
         until(lambda after=after: any(line["step"] > after for line in read_metrics(directory)), "a step")
         time.sleep(chance.uniform(0, LATEST_SECONDS))
         os.kill(ranks_of(directory)[chance.randrange(2)], signal.SIGKILL)
-    until(lambda: starts(directory) > kills, "the last start")
-    events = read_events(directory)
-    failed = [event["step"] for event in events if event["what"] == FAILED]
-    again = [event["step"] for event in events if event["what"] == BEGAN][1:]
-    return [before - after for before, after in zip(failed, again, strict=True)]
+        until(lambda number=number: happened(directory, FAILED) > number, "a failure")
+        told = [event["step"] for event in read_events(directory) if event["what"] == FAILED][-1]  # by who was left
+        finished.append(max(told, read_metrics(directory)[-1]["step"]))
+    until(lambda: happened(directory, BEGAN) > kills, "the last start")
+    again = [event["step"] for event in read_events(directory) if event["what"] == BEGAN][1:]
+    # A copy of a step is there a moment before that step is written down.
+    return [max(0, before - after) for before, after in zip(finished, again, strict=True)]
 
 
-def starts(directory: Path) -> int:
-    """How often ranks of the run have begun."""
-    return sum(event["what"] == BEGAN for event in read_events(directory))
+def happened(directory: Path, what: str) -> int:
+    """How often something did."""
+    return sum(event["what"] == what for event in read_events(directory))
 
 
 def main() -> None:

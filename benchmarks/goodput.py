@@ -1,15 +1,17 @@
 """How much of its time a run keeps whose ranks are killed again and again, beside what the planner says of that.
 
-    python -m benchmarks.goodput       # half an hour; prints the table and writes docs/benchmarks/goodput.md
+    python -m benchmarks.goodput       # 35 minutes; prints the table and writes docs/benchmarks/goodput.md
 
 Two ranks train a small model on the Python library's source by `phalanx train`. A rank, drawn by chance, is killed by
-SIGKILL at exponentially distributed times, at any time: while the run starts again, too.
+SIGKILL at exponentially distributed times, at any time: while the run starts again, too. The same run, neither killed
+nor saved, is the measure of what is kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -45,8 +47,9 @@ LAST_BYTES = 4096
 MODEL = {"vocab": 257, "width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 512, "context": 128}
 
 
-def described(out: Path, every_seconds: float) -> RunSpec:
-    """A run that would last for days. It is told how often ranks fail, as the planner is."""
+def described(out: Path, every_seconds: float | None) -> RunSpec:
+    """A run that would last for days. It is told how often ranks fail, as the planner is; None: never, and it saves
+    nothing."""
     return build_run(
         {
             "name": "goodput",
@@ -56,11 +59,11 @@ def described(out: Path, every_seconds: float) -> RunSpec:
             "training": {"steps": 10**7, "sequence": 128, "tokens_per_step": 8 * 128, "precision": "fp32"},
             "optimizer": {"decay": "none"},
             "evaluation": {"tokens": 1024},
-            "checkpoint": {"every": "auto"},
+            "checkpoint": {"every": "auto" if every_seconds else 0},
             "recovery": {"restarts": 20},
             "cluster": {
                 "device": "cpu", "nproc": RANKS, "peak_flops": 1e11,
-                "failures_per_device_hour": 3600 / every_seconds / RANKS,
+                "failures_per_device_hour": 3600 / every_seconds / RANKS if every_seconds else None,
             },
         }
     )  # fmt: skip
@@ -77,17 +80,21 @@ class Watched:
     """When the run was told to end."""
 
 
-def watched(directory: Path, seconds: float, every_seconds: float, seed: int) -> Watched:
-    """Kill ranks of a run for so long after its first step, and watch."""
+def watched(directory: Path, seconds: float, every_seconds: float | None, seed: int) -> Watched:
+    """Kill ranks of a run for so long after its first step (None: never), and watch."""
     chance, seen, killed = random.Random(seed), [], []
+
+    def next_one() -> float:
+        return chance.expovariate(1 / every_seconds) if every_seconds else math.inf
+
     with watching(directory / METRICS_FILE, seen):
         until(lambda: seen, "a first step")
         end = time.time() + seconds
-        at = time.time() + chance.expovariate(1 / every_seconds)
+        at = time.time() + next_one()
         while at < end:
             time.sleep(max(0.0, at - time.time()))
             killed.append(kill_one(directory, chance))
-            at += chance.expovariate(1 / every_seconds)
+            at += next_one()
         time.sleep(max(0.0, end - time.time()))
         return Watched(killed, list(seen), time.time())
 
@@ -168,8 +175,9 @@ class Measured:
     wall_seconds: float
     steps: int
     """That ended up in the model."""
-    step_seconds: float
-    mean_step_seconds: float
+    undisturbed_seconds: float
+    """From one step to the next, of the run that is neither killed nor saved."""
+    median_step_seconds: float
     interval_seconds: float
     """Of work between two saves."""
     wait_seconds: float
@@ -180,7 +188,7 @@ class Measured:
 
     @property
     def goodput(self) -> float:
-        return self.steps * self.step_seconds / self.wall_seconds
+        return self.steps * self.undisturbed_seconds / self.wall_seconds
 
     @property
     def mtbf_seconds(self) -> float:
@@ -205,7 +213,7 @@ class Measured:
         return goodput(self.interval_seconds, write_seconds, self.mtbf_seconds, self.restart_seconds)
 
 
-def measured(directory: Path, watched: Watched) -> Measured:
+def measured(directory: Path, watched: Watched, undisturbed_seconds: float) -> Measured:
     """What a run came to, from what it wrote down."""
     events = read_events(directory)
     began = float(next(event["time"] for event in events if event["what"] == "began"))
@@ -216,9 +224,9 @@ def measured(directory: Path, watched: Watched) -> Measured:
     return Measured(
         wall_seconds=watched.ended - began,
         steps=watched.seen[-1][1],
-        step_seconds=median(seconds),
-        mean_step_seconds=mean(seconds),
-        interval_seconds=median(between) * median(seconds),
+        undisturbed_seconds=undisturbed_seconds,
+        median_step_seconds=median(seconds),
+        interval_seconds=median(between) * undisturbed_seconds,
         wait_seconds=mean(line["seconds"] for line in saves if "pause" in line),
         slowed_seconds=slowed_seconds(lines),
         failures=failures_of(watched, events),
@@ -238,8 +246,9 @@ def slowed_seconds(lines: Sequence[Mapping[str, Any]]) -> float:
     return max(0.0, mean(sum(steps) - BEHIND * usual for steps in first))
 
 
-def run_through(seconds: float, every_seconds: float, seed: int) -> Measured:
-    """Train, kill, and count."""
+@contextmanager
+def run_through(seconds: float, every_seconds: float | None, seed: int) -> Iterator[tuple[Path, Watched]]:
+    """Train, kill, and give the run directory with what was seen."""
     with tempfile.TemporaryDirectory(prefix="phalanx-goodput-") as scratch:
         folder = Path(scratch)
         run = described(folder, every_seconds)
@@ -256,24 +265,30 @@ def run_through(seconds: float, every_seconds: float, seed: int) -> Measured:
                 until(lambda: not ranks_of(directory), "no rank is left")
                 print((folder / "said").read_text(), file=sys.stderr)
         assert code == STOPPED, code
-        return measured(directory, found)
+        yield directory, found
+
+
+def undisturbed(seconds: float) -> float:
+    """Seconds from one step to the next, of a run that is neither killed nor saved, for so long."""
+    with run_through(seconds, None, 0) as (_, found):
+        (first, before), (last, after) = found.seen[0], found.seen[-1]
+        return (last - first) / (after - before)
 
 
 def page(found: Measured, every_seconds: float) -> str:
     """What is written to docs/."""
     failures, off = found.failures, found.goodput / found.predicted - 1
-    by_mean, waiting = found.goodput * found.mean_step_seconds / found.step_seconds, found.formula(found.wait_seconds)
-    mean_more = found.mean_step_seconds / found.step_seconds - 1
+    by_median = found.goodput * found.median_step_seconds / found.undisturbed_seconds
     whole = [each for each in failures if each.resume_seconds is not None]
     rows = {
         "goodput, measured": f"{found.goodput:.1%}",
         "goodput, as the planner's formula has it": f"{found.predicted:.1%}",
         "measured / formula": f"{1 + off:.3f}",
-        "the formula, if a save cost no more than the wait for it": f"{waiting:.1%}",
-        "goodput, measured, by the mean step": f"{by_mean:.1%}",
+        "goodput, measured, by the median step": f"{by_median:.1%}",
         "wall-clock time": f"{found.wall_seconds / 60:.1f} min",
         "steps in the model": f"{found.steps:,}",
-        "step, median (mean)": f"{found.step_seconds * 1e3:.0f} ms ({found.mean_step_seconds * 1e3:.0f} ms)",
+        "from step to step, undisturbed": f"{found.undisturbed_seconds * 1e3:.1f} ms",
+        "step, median": f"{found.median_step_seconds * 1e3:.1f} ms",
         "failures": f"{len(failures)}, {len(failures) - len(whole)} of them before the first step after another",
         "mean time between failures": f"{found.mtbf_seconds:.0f} s",
         "work between saves, median": f"{found.interval_seconds:.1f} s",
@@ -297,13 +312,11 @@ Target: a measured goodput within {LIMIT:.0%} of the formula's: {off:+.1%} ({"me
 - Two ranks on two cores, a model of {MODEL["layers"]} layers and width {MODEL["width"]}; `checkpoint.every = "auto"`
   and `cluster.failures_per_device_hour` as often as ranks are killed: at exponentially distributed times with a mean of
   {every_seconds:.0f} s, whatever the run is doing.
-- Measured: steps in the model x median step / time from the first start until the run is told to stop. The formula is
-  `phalanx.cost.reliability.goodput`, given the interval, both costs of a save together, the mean time between failures
-  and the restart of this table. (Longer: the first {BEHIND} steps after a save beside those after them.)
-- Other work used the same two cores meanwhile, and came and went: the mean step is {mean_more:.0%} longer than the
-  median, and what it is longer by counts above as time lost, though no failure took it. By the mean step, which also
-  has in it what saves make longer, goodput is {by_mean:.1%} beside the formula's {waiting:.1%} for a save that costs no
-  more than its wait: {by_mean / waiting - 1:+.1%}.
+- Measured: steps in the model / time from the first start until the run is told to stop, beside the same of a run that
+  is neither killed nor saved, in the same hour. The formula is `phalanx.cost.reliability.goodput`, given the interval,
+  both costs of a save together, the mean time between failures and the restart of this table. (Longer: the first
+  {BEHIND} steps after a save beside those after them.)
+- By the median step: this run's own, as if all steps could take as long, whatever else makes some longer.
 - Written by `python -m benchmarks.goodput`.
 """
 
@@ -312,10 +325,13 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--alone", type=float, default=5.0, help="minutes of the run that is neither killed nor saved")
     parser.add_argument("--every", type=float, default=90.0, help="mean seconds between failures")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    found = run_through(60 * asked.minutes, asked.every, asked.seed)
+    step = undisturbed(60 * asked.alone)
+    with run_through(60 * asked.minutes, asked.every, asked.seed) as (directory, seen):
+        found = measured(directory, seen, step)
     print(found, file=sys.stderr)
     text = page(found, asked.every)
     print(text)

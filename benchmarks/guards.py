@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from phalanx.train.watchdog import LOOK_SECONDS, Watchdog
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "guards.md"
 GOAL = 1.01
-ROUNDS, STARTS, CALLS = 12, 1, 5000
+ROUNDS, STARTS, CALLS = 30, 4, 5000
 TINY = {**SMALL, "width": 64, "layers": 2, "ffn": 128}
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tiny, tp 2": (TINY, {"tp": 2}),
@@ -133,9 +133,16 @@ def row(name: str, out: Path) -> tuple[str, float]:
             rank.communicate()
     step, each_call, look = median(steps), median(recorder), median(looks)
     least = 1 + calls * each_call / step + look / LOOK_SECONDS
-    cells = [f"{step * 1e3:.0f}", str(calls), f"{median(walls):.3f}", f"{median(works):.3f}", f"{each_call * 1e6:.1f}"]
+    cells = [f"{step * 1e3:.0f}", str(calls), about(walls), about(works), f"{each_call * 1e6:.1f}"]
     cells += [f"{look * 1e6:.0f}", f"{least:.4f}", f"{median(replicas) * 1e3:.0f}"]
     return f"| {' | '.join([name, *cells])} |", least
+
+
+def about(ratios: Sequence[float]) -> str:
+    """Their median, and how far off it may be: notches of box plots (McGill, Tukey and Larsen, The American
+    Statistician 32, 1978, section 7)."""
+    first, middle, third = quantiles(ratios, n=4)
+    return f"{middle:.3f} ± {1.57 * (third - first) / len(ratios) ** 0.5:.3f}"
 
 
 def main() -> None:
@@ -153,8 +160,8 @@ On is the default: PyTorch's flight recorder remembers {REMEMBERED:,} collective
 {1 / LOOK_SECONDS:.0f} times in a second whether anything moved. The goal is at most {GOAL}: {"met" if worst <= GOAL else "missed"} by the last column but one
 ({worst:.4f} at most), which adds up what is timed alone, as the work of one thread: a collective of one rank with the
 recorder less one without it ({CALLS:,} of them, the best of five), times those of a step, and the looks. On / off are
-medians over {ROUNDS * STARTS} steps of two pairs of ranks that take turns; neighbouring steps differ by more than that. On a CPU
-gloo's messages of a pipeline are not recorded. Comparing replicas
+medians over {ROUNDS * STARTS} steps of two pairs of ranks that take turns, {STARTS} pairs of pairs one after the other, with how far off such a
+median may be by its notch. On a CPU gloo's messages of a pipeline are not recorded. Comparing replicas
 (`training.check_replicas_every`) is off by default.
 
 `python -m benchmarks.guards`, on one thread a rank.

@@ -36,7 +36,7 @@ def test_the_formula_is_given_what_was_measured() -> None:
     )
     text = page(found, 90)
     assert "| goodput, measured | 80.0% |" in text
-    assert "| goodput, measured, by the mean step | 88.0% |" in text
+    assert "| goodput, measured, by the median step | 88.0% |" in text
     assert "3, 1 of them before the first step after another" in text
 
 

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.cost.memory import checkpoint_bytes
 from phalanx.data.indexed import IndexedDataset, IndexedWriter
+from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from phalanx.train import recovery, setup
 
@@ -45,6 +47,7 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"trainin.steps": 3}, ("trainin", "did you mean 'training'")),
     ({"training.steps": '"ten"'}, ("training.steps = 'ten'", "whole number")),
     ({"training.steps": 1.5}, ("training.steps = 1.5", "whole number")),
+    ({"checkpoint.every": '"auto2"'}, ("checkpoint.every = 'auto2'", "must be 'auto'", "write a whole number")),
     ({"training.steps": 0}, ("training.steps = 0", "greater than 0")),
     ({"training.steps": -5}, ("training.steps = -5", "greater than 0")),
     ({"training.compile": '"yes"'}, ("training.compile = 'yes'", "true")),
@@ -186,6 +189,7 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     ({"layout.offload": '"cpu"'}, ("layout.offload = 'cpu'", 'no meaning with layout.data = "ddp"', "zero1")),
     ({"layout.offload_directory": '"EMPTY"'}, ("layout.offload_directory = 'EMPTY'", "no meaning", "nvme")),
+    ({"recovery.spike": 2.0}, ("phalanx: recovery.spike = 2.0", "recovery.rollbacks = 0 says never")),
     ({**NVME}, ("layout.offload_directory", "is needed", "local disk")),
     ({**NVME, "layout.offload_directory": '"missing"'}, ("layout.offload_directory = 'missing'", "no directory")),
     ({**NVME, "layout.offload_directory": '"FILE"'}, ("layout.offload_directory = 'FILE'", "no directory")),
@@ -370,6 +374,28 @@ def test_no_space(place: Path, monkeypatch: Any, capsys: Any) -> None:
     said = message(["train", "run.toml"], monkeypatch, capsys)
     assert "GB free" in said
     assert "checkpoint.keep" in said
+
+
+def test_a_run_that_is_resumed_has_room_for_the_checkpoints_that_it_has(place: Path, monkeypatch: Any) -> None:
+    """Of a disk that was large enough when it began."""
+    run = load_run(place / "run.toml")
+    usage, each = setup.shutil.disk_usage(place), checkpoint_bytes(run)
+
+    def free(checkpoints: float) -> None:
+        monkeypatch.setattr(setup.shutil, "disk_usage", lambda _: usage._replace(free=round(checkpoints * each)))
+
+    free(run.checkpoint.keep + 1)
+    setup.check_run(run, 1, resume=True)
+    for step in range(run.checkpoint.keep):
+        directory = setup.run_directory(run) / "checkpoints" / f"step-{step:08d}"
+        directory.mkdir(parents=True)
+        manifest = {"format": "phalanx-checkpoint", "step": step, "model": run.model.model_dump(mode="json")}
+        (directory / "manifest.json").write_text(json.dumps({**manifest, "optimizer": run.optimizer.name}))
+    free(1)
+    setup.check_run(run, 1, resume=True)
+    free(0.9)
+    with pytest.raises(UserError, match="GB free"):
+        setup.check_run(run, 1, resume=True)
 
 
 def test_environment_values_are_checked_too(place: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from measure.test_hang import Op, run
 
-from phalanx.measure.incident import write_dump
+from phalanx.measure.events import BEGAN, ENDED, FAILED, ROLLED_BACK, note
+from phalanx.measure.incident import write_dump, write_failure
+from phalanx.measure.lock import hold
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Degrees
+from phalanx.spec.layout import Degrees, Layout
+from phalanx.spec.load import keep_layout
 from tests.cli.commands import known, shown
 
-RUN = 'name = "first"\n[model]\npreset = "tiny"\n'
+RUN = 'name = "first"\n[model]\npreset = "tiny"\n[training]\nsteps = 50\n'
 
 
 @pytest.fixture
@@ -52,3 +56,63 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
 def test_a_run_that_left_nothing_is_not_explained(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RUN)
     assert "no rank left word" in shown("debug", tmp_path)
+
+
+def test_of_a_run_that_went_on_it_tells_what_broke_it_before(tmp_path: Path) -> None:
+    """Ranks that were started again have taken their words away."""
+    (tmp_path / "run.toml").write_text(RUN)
+    note(tmp_path, BEGAN, ranks=2, step=0)
+    verdict = ["why: rank 1 (dp=1) was stopped (SIGSTOP)", "details: phalanx debug runs/first"]
+    note(tmp_path, FAILED, rank=0, step=41, reason="RuntimeError: Timed out", verdict=verdict)
+    note(tmp_path, BEGAN, ranks=2, step=40)
+    held = hold(tmp_path)
+    assert held is not None
+    first, _, before, *_ = shown("debug", tmp_path).splitlines()
+    assert first == "the run is under way, and no rank has stood still for long since it began"
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "rank-00000.jsonl").write_text("")
+    assert re.search(r"; ranks last noted a step \d+ s ago\nwhat to do: wait: ", shown("debug", tmp_path))
+    told = ": rank 0 RuntimeError: Timed out, step 41; why: rank 1 (dp=1) was stopped (SIGSTOP)"
+    assert before.startswith("before: ")
+    assert before.endswith(told)
+    held.close()
+    assert shown("debug", tmp_path).startswith("the run broke off without a word: its launcher was killed, or")
+    note(tmp_path, ROLLED_BACK, after=47, to=40, reason="a spike")
+    assert "before: " in shown("debug", tmp_path)
+    assert ": a spike; from step 47 to step 40" in shown("debug", tmp_path)
+    note(tmp_path, ENDED, step=49)
+    assert shown("debug", tmp_path).startswith(
+        "the run was stopped in order, after step 49 of 50\nwhat to do: phalanx "
+    )
+    note(tmp_path, ENDED, step=50)
+    assert shown("debug", tmp_path).startswith("the run ended in order, after step 50")
+    reason = "DistStoreError: Timed out"
+    write_failure(tmp_path, {"rank": 1, "step": 50, "time": 1.0, "reason": reason, "code": 1, "traceback": "..."})
+    assert shown("debug", tmp_path).startswith("rank 1 failed: DistStoreError: Timed out")
+
+
+def test_of_a_run_that_went_on_and_stands_still_it_tells_both(directory: Path) -> None:
+    """What broke it before is no word on what its ranks stand in now."""
+    note(directory, BEGAN, ranks=3, step=0)
+    note(directory, FAILED, rank=2, step=7, reason="was killed by SIGKILL", verdict=[])
+    assert "before: " not in shown("debug", directory)
+    note(directory, BEGAN, ranks=3, step=5)
+    said = shown("debug", directory)
+    assert "rank 1 (dp=1) called all_gather" in said
+    assert "before: " in said
+    assert ": rank 2 was killed by SIGKILL, step 7" in said
+
+
+def test_coordinates_are_those_of_the_last_start(directory: Path) -> None:
+    """Which may have had fewer ranks than the run was meant for, in another layout."""
+    (directory / "run.toml").write_text(RUN + "[layout]\npp = 2\n")
+    keep_layout(directory, Layout(tp=3))
+    assert "rank 1 (tp=1) called all_gather" in shown("debug", directory)
+
+
+def test_coordinates_of_a_rank_that_failed_alone(tmp_path: Path) -> None:
+    """It says nothing of how many ranks there were."""
+    (tmp_path / "run.toml").write_text(RUN + "[layout]\npp = 2\ntp = 2\n")
+    write_failure(tmp_path, {"rank": 1, "reason": "ValueError: its own", "time": 1.0, "traceback": "..."})
+    note(tmp_path, BEGAN, ranks=4, step=0)
+    assert shown("debug", tmp_path).startswith("rank 1 (pp=0, tp=1) failed by itself: ValueError: its own")

@@ -79,6 +79,11 @@ def test_a_run_that_the_machine_is_too_small_for(run: Path, h100: Path) -> None:
     assert ("gpu.answers", "not installed") in {(each["id"], each["measured"]) for each in found}
 
 
+def test_a_log_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--nccl-log = .* is no file"):
+        shown("--nccl-log", tmp_path / "nolog")
+
+
 def test_a_layout_that_cannot_be_is_refused(run: Path, h100: Path) -> None:
     with pytest.raises(UserError, match="does not divide"):
         shown(run, "--sysroot", h100, "--set", "layout.tp=3")

@@ -7,12 +7,15 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from socket import gaierror
 
 import pytest
 from typer.testing import CliRunner
 
+from phalanx.cli import train
 from phalanx.cli.main import app
 from phalanx.cli.train import layout_for
+from phalanx.spec.errors import UserError
 from phalanx.spec.load import build_run, load_run
 from phalanx.train.setup import to_toml
 
@@ -106,3 +109,24 @@ def test_fewer_ranks_keep_the_layout_where_nobody_knows_the_machines_memory(tmp_
     (tmp_path / run.name).mkdir()
     (tmp_path / run.name / "run.toml").write_text(to_toml(run))
     assert layout_for(run, 1, 1) == run.layout
+
+
+def test_a_name_that_is_not_known_yet_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the first pod's, which has one when it has an address."""
+    answers: list[OSError] = [gaierror(-2, "Name or service not known")] * 2
+
+    def look_up(host: str) -> str:
+        assert host == "first-0.first"
+        if answers:
+            raise answers.pop()
+        return "10.0.0.7"
+
+    monkeypatch.setattr(train, "gethostbyname", look_up)
+    monkeypatch.setattr(train, "RETRY_SECONDS", 0)
+    assert train.address("first-0.first:29500", 60) == ("first-0.first", 29500)
+    assert capsys.readouterr().err.count("first-0.first is not known here") == 1
+    answers += [gaierror(-2, "Name or service not known")]
+    with pytest.raises(UserError, match=r"first-0\.first is not known here: Name or service not known"):
+        train.address("first-0.first:29500", -1)

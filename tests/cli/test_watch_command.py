@@ -6,15 +6,18 @@ import io
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Thread
 
 import pytest
 
+from phalanx.cli import serving
 from phalanx.cli.report_views import live, newest, sparkline
 from phalanx.report import words
 from phalanx.report.compare import together
@@ -115,9 +118,22 @@ def test_a_port_that_is_taken_is_named():
             shown("watch", two_ranks(), "--web", "--port", port)
 
 
+def test_who_connects_and_asks_nothing_holds_no_thread_for_long(monkeypatch):
+    monkeypatch.setattr(serving, "PATIENCE_SECONDS", 0.1)
+    with serving.server("--port", "127.0.0.1", 0, lambda path, host: (200, "text/plain", path)) as found:
+        serves = Thread(target=found.serve_forever)
+        serves.start()
+        try:
+            with socket.create_connection(found.server_address, timeout=SECONDS) as silent:
+                assert silent.recv(1) == b""
+        finally:
+            found.shutdown()
+            serves.join()
+
+
 def test_numbers_are_served_to_prometheus():
     with served(two_ranks(), "--prometheus", "0") as address:
-        answer = urllib.request.urlopen(address.replace("0.0.0.0", "127.0.0.1"), timeout=60)
+        answer = urllib.request.urlopen(address.replace("0.0.0.0", "127.0.0.1") + "?by=name", timeout=60)
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         assert 'phalanx_step{run="two"} 8\n' in answer.read().decode()
         port = int(re.search(r":(\d+)/metrics", address)[1])

@@ -18,6 +18,7 @@ from phalanx.cost.reliability import (
     goodput,
     job_mtbf_seconds,
     reliability,
+    seen_mtbf_seconds,
     young_interval_seconds,
 )
 from phalanx.spec.errors import UserError
@@ -34,6 +35,12 @@ def test_llama_3_failed_every_three_hours():
     assert 1 / LLAMA3.per_device_hour == pytest.approx(50_677, abs=0.5)
     assert 1 / LLAMA3.per_device_hour / (24 * 365.25) == pytest.approx(5.78, abs=0.005)
     assert LLAMA3.per_device_hour * 8 * 24 * 1000 == pytest.approx(3.79, abs=0.005)
+
+
+def test_what_was_seen_counts_from_two_failures_that_came_sooner_on():
+    assert [seen_mtbf_seconds(100, failures, 60) for failures in (0, 1, 2)] == [100, 100, 30]
+    assert seen_mtbf_seconds(100, 2, 600) == 100
+    assert seen_mtbf_seconds(100, 2, -0.5) == 100  # by clocks that differ
 
 
 def test_a_rate_of_6_5_per_1000_node_days_stops_16_384_gpus_every_1_8_hours():

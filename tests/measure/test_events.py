@@ -13,6 +13,7 @@ from phalanx.measure.events import (
     FAILED,
     ROLLED_BACK,
     failures_so_far,
+    failures_told,
     note,
     read_events,
     seconds_until,
@@ -54,12 +55,32 @@ def test_half_a_line_is_passed_over(tmp_path: Path) -> None:
         ([BEGAN, FAILED, FAILED, BEGAN], 1),  # noticed by two nodes
         ([BEGAN, ENDED, BEGAN], 0),
         ([BEGAN, ROLLED_BACK, BEGAN], 0),
+        ([FAILED], 1),
+        ([FAILED, BEGAN], 1),
+        ([BEGAN, FAILED, "left out"], 1),
+        ([BEGAN, FAILED, "left out", BEGAN, FAILED], 2),
     ],
 )
 def test_what_broke_off_is_counted_once(happened: list[str], count: int, tmp_path: Path) -> None:
+    counts = [0]
     for what in happened:
         note(tmp_path, what)
-    assert failures_so_far(tmp_path)[0] == count
+        counts.append(failures_so_far(tmp_path)[0])
+    assert counts[-1] == count
+    assert counts == sorted(counts)
+
+
+def test_a_failure_that_several_nodes_noted_is_told_as_where_it_began(tmp_path: Path) -> None:
+    note(tmp_path, BEGAN, ranks=4, step=0)
+    note(tmp_path, FAILED, rank=0, step=7, reason="lost ranks of another node", here=False)
+    note(tmp_path, FAILED, rank=2, step=7, reason="was killed", here=True)
+    note(tmp_path, FAILED, rank=1, step=7, reason="lost ranks of another node", here=False)
+    note(tmp_path, BEGAN, ranks=4, step=5)
+    note(tmp_path, FAILED, rank=0, step=9, reason="lost ranks of another node", here=False)
+    first, second = failures_told(read_events(tmp_path), but_last=False)
+    assert first.endswith(": rank 2 was killed, step 7")
+    assert second.endswith(": rank 0 lost ranks of another node, step 9")
+    assert failures_told(read_events(tmp_path), but_last=True) == [first]
 
 
 def test_a_disk_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:

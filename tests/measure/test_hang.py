@@ -10,10 +10,22 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from phalanx.measure import hang
-from phalanx.measure.calls import minority
+from phalanx.measure.calls import is_loss, minority
 from phalanx.measure.hang import coordinates, explain
-from phalanx.measure.incident import FORMAT, STOOD, Dump, read_dumps, write_dump
+from phalanx.measure.incident import (
+    ABORTED,
+    FORMAT,
+    STOOD,
+    Dump,
+    dump_file,
+    failure_file,
+    forget,
+    forget_from,
+    read_dumps,
+    read_failures,
+    write_dump,
+    write_failure,
+)
 from phalanx.spec.layout import Degrees, groups
 
 WAITING = ("/x/torch/distributed/distributed_c10d.py", 3245, "all_reduce")
@@ -146,8 +158,14 @@ def test_a_rank_that_stands_elsewhere_is_the_cause(sizes: Degrees, drawn: Any, d
     late = explain(dumps, {}, sizes).verdict
     assert (late.kind, late.ranks) == ("absent", (rank,))
     assert "mine/model.py:7 (forward)" in late.said
+    on_gpus = {at: {**told, "stack": [BUSY], "waiting": False} for at, told in dumps.items()}
+    found = explain(on_gpus, {}, sizes).verdict  # type: ignore[arg-type]
+    assert (found.kind, found.ranks) == ("absent", (rank,)), "their main threads wait for the device, in their own code"
     silent = explain({at: told for at, told in dumps.items() if at != rank}, {}, sizes).verdict
     assert (silent.kind, silent.ranks) == ("silent", (rank,))
+    del on_gpus[rank]
+    found = explain(on_gpus, {}, sizes).verdict  # type: ignore[arg-type]
+    assert (found.kind, found.ranks) == ("silent", (rank,))
     other = dumps[(rank + 1) % sizes.world_size]
     other["beside"] = {str(rank): "T"}
     assert explain(dumps, {}, sizes).verdict.kind == "stopped"
@@ -193,6 +211,29 @@ def test_all_came_and_it_did_not_end() -> None:
     assert "all ranks came to all_reduce of [4] Float, number 1, and it did not end" in found.said
 
 
+@pytest.mark.parametrize(
+    ("error", "loss"),
+    [
+        ("RuntimeError: Timed out waiting 1000ms for recv operation to complete", True),
+        ("RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4", True),
+        ("DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.", True),
+        (
+            "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, remote process exited or there was a network",
+            True,
+        ),
+        (
+            "DistBackendError: Watchdog caught collective operation timeout: ran for 10 milliseconds before timing out",
+            True,
+        ),
+        ("RuntimeError: [enforce fail at gloo/transport/tcp/device.cc:84] Unable to find address for: nosuch0", False),
+        ("DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled cuda error", False),
+        ("ValueError: no such file", False),
+    ],
+)
+def test_who_lost_others_is_told_from_who_failed_by_itself(error: str, loss: bool) -> None:
+    assert is_loss(error) is loss
+
+
 def test_who_was_killed_or_failed_by_itself_comes_before_who_lost_it() -> None:
     sizes = Degrees(1, 2, 1, 1, 1)
     calls = run([[Op("all", "all_reduce", 4, 1)], []], sizes)
@@ -206,6 +247,66 @@ def test_who_was_killed_or_failed_by_itself_comes_before_who_lost_it() -> None:
     found = explain(calls, {0: lost, 1: own}, sizes).verdict
     assert (found.kind, found.ranks) == ("error", (1,))
     assert "ValueError: no such file; the others lost it" in found.said
+
+
+def call(number: int, over: bool = False, **more: Any) -> dict[str, Any]:
+    """A collective of all of two ranks."""
+    found = {"group": "all0", "number": number, "operation": "all_reduce", "inputs": [[4]], "outputs": []}
+    return {**found, "dtypes": ["Float"], "over": over, "at": ("mine/model.py", number, "step"), **more}
+
+
+def test_of_several_under_way_the_first_that_a_rank_did_not_come_to_is_named() -> None:
+    """Ranks run ahead of a device, and of what they called without waiting for it."""
+    sizes = Degrees(1, 3, 1, 1, 1)
+    ahead = dump(0, sizes, [call(1, over=True), *map(call, (2, 3, 4))], WAITING)
+    behind = dump(2, sizes, [call(1, over=True), call(2)], WAITING)
+    late = dump(1, sizes, [call(1, over=True)], BUSY)
+    found = explain({0: ahead, 1: late, 2: behind}, {}, sizes).verdict
+    assert (found.kind, found.ranks) == ("absent", (1,))
+    assert "rank 2 (dp=2) waited in all_reduce of [4] Float, number 2 of all ranks" in found.said
+
+
+@pytest.mark.parametrize("operation", ["_all_gather_base", "_reduce_scatter_base"])
+def test_sizes_count_in_collectives_of_one_tensor_as_nccl_names_them(operation: str) -> None:
+    sizes = Degrees(1, 3, 1, 1, 1)
+    dumps = {
+        rank: dump(rank, sizes, [call(1, operation=operation, inputs=[[6 if rank == 2 else 4]])], WAITING)
+        for rank in range(3)
+    }
+    found = explain(dumps, {}, sizes).verdict
+    assert (found.kind, found.ranks) == ("mismatch", (2,))
+
+
+def test_a_rank_that_a_library_aborts_is_no_late_one() -> None:
+    sizes = Degrees(1, 2, 1, 1, 1)
+    lost = dump(0, sizes, [call(1)], WAITING, error="RuntimeError: gloo: Connection closed by peer")
+    aborted = dump(1, sizes, [], BUSY, why=ABORTED, error="aborted (SIGABRT) by a library: see its last output")
+    failures = {1: {"rank": 1, "reason": "was killed by SIGABRT without a word", "time": 2.0}}
+    found = explain({0: lost, 1: aborted}, failures, sizes).verdict
+    assert (found.kind, found.ranks) == ("killed", (1,))
+    assert found.said == "rank 1 (dp=1) was aborted (SIGABRT) in mine/model.py:7 (forward); the others lost it"
+    # NCCL's watchdog aborts who waited too long.
+    waited, late = dump(0, sizes, [call(1)], BUSY, why=ABORTED), dump(1, sizes, [], BUSY)
+    found = explain({0: waited, 1: late}, {}, sizes).verdict
+    assert (found.kind, found.ranks) == ("absent", (1,))
+
+
+def test_a_server_elsewhere_that_does_not_answer_is_no_lost_peer() -> None:
+    sizes = Degrees(1, 2, 1, 1, 1)
+    reason = "ConnectionError: no connection to the host of the text"
+    dumps = {0: dump(0, sizes, [call(1)], WAITING), 1: dump(1, sizes, [], BUSY, error=reason)}
+    found = explain(dumps, {1: {"rank": 1, "reason": reason, "time": 2.0, "traceback": "..."}}, sizes).verdict
+    assert (found.kind, found.ranks) == ("error", (1,))
+
+
+def test_a_group_over_both_data_axes_is_named_once() -> None:
+    sizes = Degrees(2, 2, 2, 1, 1)
+    ranks = [0, 2, 4, 6]
+    calls = [call(1, group="loss")]
+    dumps = {rank: dump(rank, sizes, calls * (rank != 6), WAITING if rank != 6 else BUSY) for rank in ranks}
+    for told in dumps.values():
+        told["groups"]["loss"] = ranks
+    assert "number 1 of the dp ranks 0, 2, 4, 6" in explain(dumps, {}, sizes).verdict.said
 
 
 def test_nothing_is_made_up() -> None:
@@ -243,4 +344,16 @@ def test_dumps_come_back_and_damaged_ones_are_passed_over(tmp_path: Any) -> None
     (tmp_path / "hangs" / "rank-00000.json").write_text('{"format": 1, "ra')
     (tmp_path / "hangs" / "rank-00002.json").write_text("[]")
     assert json.loads(json.dumps(read_dumps(tmp_path))) == {"1": json.loads(json.dumps(told))}
-    assert list(hang.STATES)
+
+
+def test_what_an_earlier_start_left_is_forgotten_rank_by_rank(tmp_path: Any) -> None:
+    for rank in range(4):
+        write_dump(tmp_path, dump(rank, Degrees(1, 4, 1, 1, 1), [], BUSY))
+        write_failure(tmp_path, {"rank": rank, "reason": "it was late", "time": 1.0})
+    forget(tmp_path, 1)
+    assert list(read_dumps(tmp_path)) == list(read_failures(tmp_path)) == [0, 2, 3]
+    forget_from(tmp_path, 3)
+    assert list(read_dumps(tmp_path)) == list(read_failures(tmp_path)) == [0, 2]
+    forget(tmp_path, 7)
+    for file in (dump_file(tmp_path, 0), failure_file(tmp_path, 0)):
+        assert {path.name for path in file.parent.iterdir()} == {"rank-00000.json", "rank-00002.json"}

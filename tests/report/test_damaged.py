@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from phalanx.measure.events import FAILED, ROLLED_BACK, note
 from phalanx.measure.lock import hold
 from phalanx.report.facts import facts
 from phalanx.report.recorded import read_run
@@ -207,6 +208,17 @@ def test_of_ranks_that_failed_the_one_that_was_killed_is_named(tmp_path):
         (directory / "failures" / f"rank-0000{word['rank']}.json").write_text(json.dumps(word))
     said = read_run(directory).problems
     assert said[0] == "rank 1 was killed by SIGKILL without a word; out of memory?"
+
+
+def test_what_a_run_went_on_from_is_told(tmp_path):
+    directory = copied(two_ranks(), tmp_path)
+    for step in (3, 5):
+        note(directory, FAILED, rank=1, step=step, reason="was killed by SIGKILL", verdict=[])
+    assert read_run(directory).problems[-1].startswith("it broke off 2 times and went on, the last time at ")
+    assert read_run(directory).problems[-1].endswith("rank 1 was killed by SIGKILL, step 5")
+    note(directory, ROLLED_BACK, after=7, to=4, reason="a spike")
+    assert read_run(directory).problems[-1].startswith("it went back once, the last time at ")
+    assert read_run(directory).problems[-1].endswith(": a spike; from step 7 to step 4")
 
 
 def test_a_run_that_was_ended_is_watched_no_longer(tmp_path):

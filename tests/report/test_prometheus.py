@@ -17,10 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from phalanx.measure.events import BEGAN, note
 from phalanx.measure.lock import hold
 from phalanx.report.prometheus import FAMILIES, Follower, Watched, exposition
 from phalanx.report.recorded import read_run
 from phalanx.train.manifest import checkpoints
+from phalanx.train.metrics import JsonLines
 from tests.report.runs import copied, hybrid, two_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +52,7 @@ def test_it_tells_what_the_run_wrote(run: Callable[[], Path]) -> None:
         "phalanx_step": last["step"], "phalanx_loss_nats_per_token": last["loss"],
         "phalanx_gradient_norm": last["grad_norm"], "phalanx_learning_rate": last["learning_rate"],
         "phalanx_step_seconds": last["step_seconds"], "phalanx_tokens_per_second": last["tokens_per_second"],
-        "phalanx_mfu_ratio": last["mfu"], "phalanx_tokens_total": last["tokens"], "phalanx_skipped_steps_total": 0,
+        "phalanx_mfu_ratio": last["mfu"], "phalanx_tokens": last["tokens"], "phalanx_skipped_steps": 0,
         "phalanx_held_out_loss_nats_per_token": recorded.evaluations[-1]["held_out_loss"],
         "phalanx_planned_steps": 8, "phalanx_checkpoint_step": 8, "phalanx_under_way": 0, "phalanx_failed_ranks": 0,
         "phalanx_starts_total": 1,
@@ -99,7 +101,7 @@ def test_what_goes_wrong_is_told(tmp_path: Path) -> None:
     found = told(run, watched)
     lock.close()
     assert math.isnan(found["phalanx_loss_nats_per_token"][()])
-    assert (found["phalanx_step"][()], found["phalanx_skipped_steps_total"][()]) == (9, 1)
+    assert (found["phalanx_step"][()], found["phalanx_skipped_steps"][()]) == (9, 1)
     assert (found["phalanx_failed_ranks"][()], found["phalanx_under_way"][()]) == (1, 1)
     assert "phalanx_checkpoint_step" not in found
 
@@ -116,14 +118,36 @@ def test_a_run_that_is_started_again_with_fewer_ranks_has_only_these(tmp_path: P
     aside.replace(file)
     found = told(run, watched)
     assert [labels[-1] for labels in found["phalanx_rank_info"]] == ["0"]
-    assert found["phalanx_starts_total"][()] == 2
     assert "phalanx_rank_step" not in found  # it did no step yet
+
+
+def test_no_counter_falls_where_a_run_goes_back(tmp_path: Path) -> None:
+    """Prometheus takes a counter that falls for one that began at 0. Starts after a checkpoint that was lost leave
+    ranks' records, as steps do."""
+    run = copied(two_ranks(), tmp_path)
+    record, watched = run / "trace" / "rank-00000.jsonl", Watched(run)
+    opening = json.loads(record.read_text().splitlines()[0])
+
+    def start(after_step: int) -> Told:
+        JsonLines(run / "metrics.jsonl", after_step).close()
+        notes = JsonLines(record, after_step)
+        notes.write({**opening, "step": after_step})
+        notes.close()
+        note(run, BEGAN, step=after_step)
+        return told(run, watched)
+
+    before = [start(8), start(8)][-1]
+    after = start(4)
+    assert (before["phalanx_starts_total"][()], after["phalanx_starts_total"][()]) == (3, 4)
+    assert after["phalanx_tokens"][()] == before["phalanx_tokens"][()] / 2
+    for name, (kind, _) in FAMILIES.items():
+        assert kind == "gauge" or after[name][()] >= before[name][()]
 
 
 def test_a_run_that_has_done_nothing_yet_has_a_plan(tmp_path: Path) -> None:
     shutil.copy(two_ranks() / "run.toml", tmp_path)
     assert {name: values[()] for name, values in told(tmp_path).items()} == {
-        "phalanx_planned_steps": 8, "phalanx_failed_ranks": 0, "phalanx_failures_total": 0,
+        "phalanx_planned_steps": 8, "phalanx_failed_ranks": 0, "phalanx_failures_total": 0, "phalanx_starts_total": 0,
     }  # fmt: skip
 
 

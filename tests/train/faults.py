@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.train import checkpoint
 from phalanx.train.launch import leave
 from phalanx.train.trainer import Trainer
 from phalanx.train.worker import work
@@ -65,14 +69,35 @@ def much() -> None:
         kept.append(torch.ones(2**24))
 
 
+def aborting_library() -> None:
+    """Other than Python's own abort, it lets other threads run."""
+    ctypes.CDLL(None).abort()
+
+
+def slow_disk() -> None:
+    """On all ranks: what is saved takes longer to be written than the watchdog's patience."""
+    checkpoint.sync = lambda file: time.sleep(9.0)
+
+
 def bit(trainer: Trainer) -> None:
     """One bit of the last parameter of all."""
     *_, last = trainer.strategy.trained.values()
     last.detach().view(-1).view(torch.uint8)[0] ^= 4
 
 
-ALONE = {"late": late, "memory": memory, "much": much}
-TOGETHER = {"pause": pause, "shape": another_shape, "skipped": one_skipped, "order": another_order}
+def told_early() -> None:
+    """A rank is told to stop while it reads where the run is."""
+    resume = Trainer.resume
+
+    def told(self: Trainer) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return resume(self)
+
+    Trainer.resume = told  # type: ignore[method-assign]
+
+
+ALONE = {"late": late, "memory": memory, "much": much, "abort": os.abort, "library": aborting_library}
+TOGETHER = {"pause": pause, "disk": slow_disk, "shape": another_shape, "skipped": one_skipped, "order": another_order}
 
 
 def main(fault: str, directory: str) -> None:
@@ -90,6 +115,8 @@ def main(fault: str, directory: str) -> None:
         return step(self, batches)
 
     Trainer.train_step = faulty  # type: ignore[method-assign]
+    if fault == "told early":
+        told_early()
     leave(work(Path(directory), [], resume=False))
 
 

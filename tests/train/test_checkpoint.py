@@ -21,10 +21,11 @@ from phalanx.measure.lock import is_held
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
+from phalanx.testing.faults import cut_short
 from phalanx.train.checkpoint import read_tensors
 from phalanx.train.manifest import check_manifest, checkpoints, damage, newest_intact
 from phalanx.train.metrics import read_metrics
-from phalanx.train.setup import set_up, to_toml
+from phalanx.train.setup import check_run, set_up, to_toml
 
 HALF = 5
 SHORT = {"training.steps": 2 * HALF}
@@ -302,6 +303,23 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
     ]  # fmt: skip
     assert (directory / "latest").read_text() == "step-00000004\n"
     assert newest_intact(directory) == (directory / "step-00000004", {})
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(text: Path, saved: Path, tmp_path: Path) -> None:
+    """Not at the second time either, when they have been set aside; before there are ranks, and in them."""
+    directory = tmp_path / "parity" / "checkpoints"
+    shutil.copytree(saved, directory)
+    for shard in directory.glob("step-*/shard-*"):
+        cut_short(shard)
+    run = described(text, tmp_path, {"model": MOE})
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"no intact checkpoint: step-00000002.damaged, step-00000004.damaged"):
+            trainer(run).resume()
+    with pytest.raises(UserError, match="no intact checkpoint"):
+        check_run(run, 1, resume=True)
+    for aside in directory.glob("*.damaged"):
+        shutil.rmtree(aside)
+    assert trainer(run).resume() == (0, {})
 
 
 def test_an_unfinished_checkpoint_does_not_count_and_is_swept(text: Path, saved: Path, tmp_path: Path) -> None:

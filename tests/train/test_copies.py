@@ -55,7 +55,7 @@ def train_and_return(run: RunSpec, memory: str, lost: int | None, last: int) -> 
     found = []
     for step in range(1, last + 1):
         found += steps(under_way, step)
-        under_way._copy()
+        under_way.copy()
     assert under_way.copies is not None
     if lost is not None and under_way.mesh.rank == lost:
         for place in under_way.copies._places:
@@ -145,7 +145,7 @@ def keep_and_move(run: RunSpec, memories: list[str], last: int) -> list[int]:
     under_way = trainer(run)
     for step in range(1, last + 1):
         steps(under_way, step)
-        under_way._copy()
+        under_way.copy()
     os.environ[VARIABLE] = memories[-1] if rank == 3 else memories[(rank + 1) % 3]
     again = trainer(run)
     again.resume()
@@ -178,7 +178,7 @@ def copy_and_go_back(run: RunSpec, memory: str) -> int:
     os.environ[VARIABLE], os.environ["LOCAL_WORLD_SIZE"] = memory, "2"
     under_way = trainer(run)
     steps(under_way, 3)
-    under_way._copy()
+    under_way.copy()
     if under_way.is_main:
         roll_back(under_way.directory, 3, "a spike")
     dist.barrier()

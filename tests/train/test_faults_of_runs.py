@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 from parity.trajectory import described, steps, trainer
 
 from phalanx.spec.load import build_run
+from phalanx.testing.faults import NotAllowed, cut_short, fill, flip, small_disk
 from phalanx.testing.runs import SECONDS, ranks_of, until
 from phalanx.train.launch import LAUNCHER
 from phalanx.train.manifest import checkpoints, damage, step_of
@@ -44,35 +45,20 @@ def stopped(process: subprocess.Popen[str]) -> str:
 # -- a full disk ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def small_disk(place: Path, size_bytes: int) -> Iterator[None]:
-    """A filesystem of its own, in memory."""
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "phalanx-test", str(place)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("this process may not mount a filesystem")
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small one."""
+    place = tmp_path / "disk"
     try:
-        yield
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
+        with small_disk(place, 64 * 2**20):
+            yield place
+    except NotAllowed as not_allowed:
+        pytest.skip(str(not_allowed))
 
 
-def fill(place: Path, but_bytes: int = 0) -> Path:
-    """Take the space that is left; returns the file that has it."""
-    others = place / "others"
-    with others.open("ab", buffering=0) as file:
-        for size in (2**20, 2**12, 1):
-            with suppress(OSError):
-                while True:
-                    file.write(b"0" * size)
-        file.truncate(file.tell() - but_bytes)
-    return others
-
-
-def test_a_full_disk_ends_a_run_which_goes_on_when_there_is_space(tmp_path: Path) -> None:
+def test_a_full_disk_ends_a_run_which_goes_on_when_there_is_space(disk: Path, tmp_path: Path) -> None:
     """Where nothing fits it ends after it was started again in vain; where a checkpoint does not, at once, if that was
     the first thing that did not."""
-    disk = tmp_path / "disk"
     directory, changes = disk / "parity", {**LONG, "recovery.restarts": 1}
 
     def ends_when_full(but_bytes: int) -> tuple[int, str]:
@@ -89,38 +75,25 @@ def test_a_full_disk_ends_a_run_which_goes_on_when_there_is_space(tmp_path: Path
         others.unlink()
         return process.returncode, said
 
-    with small_disk(disk, 64 * 2**20):
-        code, said = ends_when_full(but_bytes=300_000)
-        assert code == 2 or "starting again from step-" in said, said
-        assert "No space left on device" in said
-        assert "free space" in said
+    code, said = ends_when_full(but_bytes=300_000)
+    assert code == 2 or "starting again from step-" in said, said
+    assert "No space left on device" in said
+    assert "free space" in said
 
-        code, said = ends_when_full(but_bytes=0)
-        assert code == 1, said
-        assert "starting again from step-" in said
-        assert f"and {directory} cannot be written to: No space left on device; free space" in said
+    code, said = ends_when_full(but_bytes=0)
+    assert code == 1, said
+    assert "starting again from step-" in said
+    assert f"and {directory} cannot be written to: No space left on device; free space" in said
 
-        begun = len(events(directory, "began"))
-        with training(TEXT, disk, changes, 2, "--resume") as process:
-            until(lambda: len(events(directory, "began")) > begun, "it goes on")
-            stopped(process)
-        learned = trained(directory)
-        assert learned == of_one_process(tmp_path, changes, len(learned))
+    begun = len(events(directory, "began"))
+    with training(TEXT, disk, changes, 2, "--resume") as process:
+        until(lambda: len(events(directory, "began")) > begun, "it goes on")
+        stopped(process)
+    learned = trained(directory)
+    assert learned == of_one_process(tmp_path, changes, len(learned))
 
 
 # -- damaged checkpoints ----------------------------------------------------------------------------------------------
-
-
-def cut_short(file: Path) -> None:
-    """Half of it is gone."""
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def flip(file: Path) -> None:
-    """One bit is another."""
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 def test_a_run_starts_again_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:

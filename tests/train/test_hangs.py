@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,18 @@ import pytest
 from parity.trajectory import described
 from train.test_trainer import wait_for_steps
 
-from phalanx.measure.hang import Explanation, explain_run
+from phalanx.measure.explained import explain_run
+from phalanx.measure.hang import Explanation
 from phalanx.measure.incident import read_failures
-from phalanx.testing.runs import ranks_of
+from phalanx.testing.faults import NotAllowed, limited
+from phalanx.testing.runs import SECONDS, ranks_of
 from phalanx.train.agent import start_ranks
 from phalanx.train.launch import report_failures, set_environment
-from phalanx.train.setup import set_up
+from phalanx.train.manifest import checkpoints
+from phalanx.train.metrics import read_metrics
+from phalanx.train.setup import STOPPED, set_up
 
 TIMEOUT = 6.0
-ENDED = 60.0
-"""Seconds after which a test gives up."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def launch(directory: str, nproc: str, fault: str) -> None:
 def ended(process: subprocess.Popen[str]) -> str:
     """What the launcher said; every process of the run is gone then."""
     try:
-        _, said = process.communicate(timeout=ENDED)
+        _, said = process.communicate(timeout=SECONDS)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -88,7 +89,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(text: Path, tmp_path: Path) 
         os.kill(ranks_of(directory)[1], signal.SIGSTOP)
         begun = time.monotonic()
         while not list((directory / "hangs").glob("rank-00000.json")):
-            assert time.monotonic() < begun + ENDED
+            assert time.monotonic() < begun + SECONDS
             time.sleep(0.02)
         print(f"named after {time.monotonic() - begun:.1f} s of {TIMEOUT}")
         found = explain_run(directory).verdict
@@ -119,12 +120,12 @@ def test_a_run_that_goes_on_leaves_no_word_of_its_pause(text: Path, tmp_path: Pa
     directory = directory_of(text, tmp_path, 2, {"training.steps": 6})
     process = started(directory, 2, "pause")
     try:
-        seen, deadline = False, time.monotonic() + ENDED
+        seen, deadline = False, time.monotonic() + SECONDS
         while process.poll() is None and time.monotonic() < deadline:
             seen = seen or bool(list((directory / "hangs").glob("*.json")))
             time.sleep(0.02)
     finally:
-        _, said = process.communicate(timeout=ENDED)
+        _, said = process.communicate(timeout=SECONDS)
     assert seen, "it was longer than the watchdog's patience"
     assert process.returncode == 0, said
     assert not list((directory / "hangs").iterdir())
@@ -146,6 +147,58 @@ def test_a_mismatch_is_told_from_a_late_rank(fault: str, theirs: str, own: str, 
     assert f"called {theirs} at train/faults.py" in found.verdict.said
 
 
+def test_a_rank_that_is_told_to_stop_has_time_to_save(text: Path, tmp_path: Path) -> None:
+    """Also longer than collectives may take, since it waits for none."""
+    directory = directory_of(text, tmp_path, 2, {})
+    process = started(directory, 2, "disk")
+    try:
+        wait_for_steps(process, directory, 5)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == STOPPED, said
+    assert checkpoints(directory / "checkpoints")[0].name == f"step-{read_metrics(directory)[-1]['step']:08d}", said
+    assert not list((directory / "hangs").iterdir())
+
+
+def test_a_rank_that_is_told_to_stop_before_it_trains_does(text: Path, tmp_path: Path) -> None:
+    """While it reads where the run is, which may take minutes."""
+    directory = directory_of(text, tmp_path, 1, {})
+    command = [sys.executable, "-m", "tests.train.faults", "told early", str(directory)]
+    one = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=one, cwd=Path(__file__).parents[2]) as process:
+        try:
+            assert process.wait(timeout=SECONDS) == STOPPED
+        finally:
+            process.kill()
+    assert [path.name for path in checkpoints(directory / "checkpoints")] == ["step-00000001"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [("library", "was aborted (SIGABRT) in train/faults.py"), ("abort", "was killed by SIGABRT without a word")],
+)
+def test_a_library_that_aborts_is_named(fault: str, how: str, text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 2, {})
+    said = ended(started(directory, 2, fault))
+    print(said)
+    assert "phalanx: rank 1 was killed by SIGABRT without a word" in said
+    assert "why:" not in said, "nobody left a collective out"
+    found = explain_run(directory).verdict
+    assert (found.kind, found.ranks) == ("killed", (1,))
+    assert f"rank 1 (dp=1) {how}" in found.said
+
+
+def test_a_mismatch_is_told_where_python_reports_faults_of_its_own(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
+    directory = directory_of(text, tmp_path, 2, {"training.timeout_seconds": 60.0})  # long after it was aborted
+    found = explained(directory, ended(started(directory, 2, "shape"))).verdict
+    assert (found.kind, found.ranks) == ("mismatch", (0, 1))
+
+
 def test_a_rank_without_memory_says_what_it_held(text: Path, tmp_path: Path) -> None:
     directory = directory_of(text, tmp_path, 2, {})
     said = ended(started(directory, 2, "memory"))
@@ -162,28 +215,13 @@ def test_a_rank_without_memory_says_what_it_held(text: Path, tmp_path: Path) -> 
     assert (found.kind, found.ranks) == ("error", (1,))
 
 
-@contextmanager
-def limited(most_bytes: int) -> Iterator[Callable[[], None]]:
-    """A group of processes that may hold so much together (cgroup v1); what it gives has a process join it."""
-    group = Path(f"/sys/fs/cgroup/memory/phalanx-test-{os.getpid()}")
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(most_bytes))
-    except OSError as error:
-        pytest.skip(f"needs to make a cgroup with a limit of memory: {error}")
-    try:
-        yield lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None
-    finally:
-        deadline = time.monotonic() + 10
-        while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        group.rmdir()
-
-
 def test_a_rank_that_the_kernel_killed_for_memory_is_named(text: Path, tmp_path: Path) -> None:
     directory = directory_of(text, tmp_path, 2, {})
-    with limited(3 * 2**29) as inside:
-        said = ended(started(directory, 2, "much", inside))
+    try:
+        with limited(3 * 2**29) as join:
+            said = ended(started(directory, 2, "much", lambda: join(os.getpid())))
+    except NotAllowed as not_allowed:
+        pytest.skip(str(not_allowed))
     print(said)
     assert "phalanx: rank 1 was killed by SIGKILL, by the kernel, for want of memory" in said
     found = explain_run(directory).verdict

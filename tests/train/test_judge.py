@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from measure.test_hang import WAITING, dump
 
 from phalanx.measure.events import BEGAN, FAILED, note, read_events
+from phalanx.measure.incident import write_dump
+from phalanx.spec.layout import Degrees, Layout
 from phalanx.spec.recovery import RecoverySpec
-from phalanx.train.agent import ALONE, Meeting, Then
+from phalanx.train.agent import Then
+from phalanx.train.meeting import ALONE, Meeting
 from phalanx.train.recovery import Recovery
 from phalanx.train.setup import STOPPED
 
@@ -50,6 +54,14 @@ def test_steps_won_are_seen_where_nobody_left_word(tmp_path: Path) -> None:
     assert recovery.judge({0: Ended(-9), 1: Ended(-9)}) is Then.END
 
 
+def test_ranks_of_one_machine_that_were_told_to_stop_are_not_started_again(tmp_path: Path) -> None:
+    """On several, one node may have been told, and the others go on."""
+    recovery = judge(tmp_path)
+    assert recovery.judge({0: Ended(STOPPED), 1: Ended(STOPPED)}) is Then.END
+    assert recovery.code == STOPPED
+    assert judge(tmp_path, ELSEWHERE).judge({0: Ended(STOPPED)}) is Then.AGAIN
+
+
 def test_words_of_an_earlier_failure_do_not_count(tmp_path: Path) -> None:
     """Whatever clocks say: those of nodes differ."""
     word(tmp_path, 5, "ValueError: of another day", final=True, time=time.time() + 1000)
@@ -68,7 +80,23 @@ def test_what_would_fail_again_ends_the_run(tmp_path: Path) -> None:
     assert recovery.code == 2
 
 
-@pytest.mark.parametrize("reason", [LOST, "checkpoint: could not be written: Connection reset by peer"])
+def test_who_was_aborted_for_want_of_a_rank_that_failed_is_not_to_blame(tmp_path: Path) -> None:
+    """NCCL aborts ranks whose peers are gone."""
+    recovery = judge(tmp_path, restarts=9)
+    word(tmp_path, 1, "DivergenceError: step 7: loss nan", final=True)
+    assert recovery.judge({0: Ended(-6), 1: Ended(1)}) is Then.END
+    assert [(event["rank"], event["reason"][:15]) for event in read_events(tmp_path)] == [(1, "DivergenceError")]
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        LOST,
+        "checkpoint: could not be written: Connection reset by peer",
+        "DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?",
+        "DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//cpu//0/1",
+    ],
+)
 def test_who_lost_others_is_not_to_blame(reason: str, tmp_path: Path) -> None:
     """Also where that looks like something for people to mend; nobody here leaves, or notes a failure of its own."""
     recovery = judge(tmp_path, ELSEWHERE)
@@ -76,7 +104,7 @@ def test_who_lost_others_is_not_to_blame(reason: str, tmp_path: Path) -> None:
         word(tmp_path, 0, reason, code=2 if "checkpoint" in reason else 1)
         assert recovery.judge({0: Ended(1)}) is Then.AGAIN
     assert recovery.judge({0: Ended(-6), 1: Ended(-6)}) is Then.END  # NCCL aborts; and it was often enough
-    assert not [event for event in read_events(tmp_path) if event["what"] == FAILED]
+    assert {event["here"] for event in read_events(tmp_path) if event["what"] == FAILED} == {False}
 
 
 def test_a_node_that_fails_again_and_again_leaves(tmp_path: Path) -> None:
@@ -91,6 +119,21 @@ def test_a_node_that_fails_again_and_again_leaves(tmp_path: Path) -> None:
             word(tmp_path, 1, f"RuntimeError: an ECC error, the {number}th of {meeting}")
             found = recovery.judge({1: Ended(1)})
         assert found is then
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_the_rank_that_others_wait_for_is_left_out_not_the_one_that_says_so(seen: bool, tmp_path: Path) -> None:
+    """And none where it is not known which that was."""
+    recovery = judge(tmp_path, restarts=2)
+    (tmp_path / "run.toml").write_text('name = "first"\n[model]\npreset = "tiny"\n')
+    if seen:
+        write_dump(tmp_path, dump(0, Degrees(3, 1, 1, 1, 1), [], WAITING, beside={"1": "T", "2": "S"}))
+    for number in range(3):
+        word(tmp_path, 0, f"RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting {number}ms", traceback="...")
+        then = recovery.judge({0: Ended(1)})
+    assert then is Then.END
+    assert recovery.without_the_worst(3, lambda _: Layout()) == (2 if seen else None)
+    assert [event["rank"] for event in read_events(tmp_path) if event["what"] == "left out"] == ([1] if seen else [])
 
 
 def test_ranks_that_were_told_to_stop_are_no_failure(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from phalanx.spec.errors import UserError
 from phalanx.train.launching.job import parse_nodes
 from phalanx.train.launching.slurm import seconds
 from tests.cli.commands import shown
+from tests.measure.doctor import h100_record
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -187,12 +188,48 @@ def test_kubernetes_goes_by_exit_codes(file: Path) -> None:
 
 
 def test_the_run_file_comes_along_whole(file: Path) -> None:
-    file.write_text(RUN.replace('"first"', '"1.0"  # "ü": {{x}} {x}').replace("\n", "\n  ") + "\n")
+    file.write_text(RUN.replace('"first"', '"1.0"  # "ü": {{x}} {x}').replace("\n", "\n  ") + "\n\t\n  [evaluation]\n")
     with pytest.raises(UserError, match="begin with a letter"):
         written(file, "kubernetes", *IMAGE)
     found = objects(written(file, "kubernetes", "--set", "name=on", *IMAGE))
     assert found["ConfigMap"].data == {"run.toml": file.read_text().strip() + "\n"}
     assert found["Job"].metadata.name == "on"
+
+
+def test_the_check_counts_on_all_nodes(file: Path, tmp_path: Path) -> None:
+    """Of a run that eight ranks could not have, on a node that is well."""
+    file.write_text(RUN.replace("tiny", "llama3-8b").replace("pp = 2", "pp = 16"))
+    h100_record.write(tmp_path / "node")
+    [check] = objects(written(file, "kubernetes", "--nodes", "2", *IMAGE))["Job"].spec.template.spec.init_containers
+    assert check.args[0] == "/etc/phalanx/run.toml"
+    assert "0 failures" in shown("doctor", file, *check.args[1:], "--sysroot", tmp_path / "node")
+    for to, options in (("slurm", ()), ("skypilot", ("--accelerator", "H100", *IMAGE))):
+        assert f" {shlex.join(check.args[1:])}" in written(file, to, "--nodes", "2", *options)
+
+
+def expanded(word: str) -> str:
+    """What a container is given for it, where only NODE_NAME is set (k8s.io/kubernetes, expansion.go)."""
+    return re.sub(r"\$(?:(\$)|\((\w+)\))", lambda found: found[1] or {"NODE_NAME": "n7"}.get(found[2], found[0]), word)
+
+
+def test_kubernetes_leaves_words_and_values_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_DATA__TRAIN", "['$(NODE_NAME)',\n'$$']")
+    override = "data.held_out=['$(NODE_NAME)',\r\n'$$']"
+    pod = objects(written(file, "kubernetes", "--set", override, *IMAGE))["Job"].spec.template.spec
+    [train], [check] = pod.containers, pod.init_containers
+    assert [expanded(word) for word in train.command[-2:]] == ["--set", override]
+    assert [expanded(word) for word in check.args[-2:]] == ["--set", override]
+    assert [expanded(env.value) for env in train.env if env.name == "PHALANX_DATA__TRAIN"] == [
+        "['$(NODE_NAME)',\n'$$']"
+    ]
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ((), None), (("--nodes", "2"), "86400"), (("--nodes", "2", "--set", "recovery.join_seconds=60"), None),
+])  # fmt: skip
+def test_pods_wait_for_others_that_have_no_room_yet(file: Path, options: tuple[str, ...], expected: str | None) -> None:
+    [train] = objects(written(file, "kubernetes", *IMAGE, *options))["Job"].spec.template.spec.containers
+    assert {env.name: env.value for env in train.env}.get("PHALANX_RECOVERY__JOIN_SECONDS") == expected
 
 
 def test_a_check_that_fails_names_the_node(file: Path) -> None:
@@ -245,6 +282,7 @@ def test_checkpoints_stay_on_the_volume(file: Path, to: str, out: str) -> None:
         (("--to", "slurm", "--nproc", "8", "--image", "a"), "means nothing to slurm"),
         (("--to", "kubernetes", "--nproc", "8"), "is needed: the container image"),
         (("--to", "kubernetes", "--nproc", "8", "--image", "a"), "is needed: the PersistentVolumeClaim"),
+        (("--to", "skypilot", "--nproc", "8"), "(?s)^--image: .*\n--volume: .*\n--accelerator: "),
         (("--to", "skypilot", "--nproc", "8", *IMAGE), "is needed: the GPU"),
         (("--to", "skypilot", "--nproc", "8", *IMAGE, "--accelerator", "H100", *CPU), "has no meaning with"),
         (("--to", "kubernetes", "--nproc", "8", *IMAGE, "--set", f"name={'n' * 53}"), "is no name for Kubernetes"),

@@ -40,9 +40,8 @@ class Nodes:
 
     def start(self, name: str) -> None:
         """Start a node, or start it again."""
-        meeting = f"{self.network.hosts['first'].address}:{PORT}"
         command = [sys.executable, "-m", "phalanx", "train", str(self.run), "--nodes", self.nodes, "--rendezvous",
-                   meeting, "--resume"]  # fmt: skip
+                   f"first:{PORT}", "--resume"]  # fmt: skip
         with (self.run.parent / f"{name}.log").open("a") as log:
             self.at[name] = subprocess.Popen(
                 [*self.network.hosts[name].prefix, *command], stdout=log, stderr=log, text=True, start_new_session=True
@@ -108,8 +107,10 @@ def test_a_lost_node_and_its_return(tmp_path: Path) -> None:
         until(lambda: len(events(directory, "began")) > 3, "a start of those who stay")
         at.at["first"].send_signal(signal.SIGTERM)
         assert at.ends("first") == STOPPED, at.said("first")
+        for met in ("2 of 2 nodes met: 4 ranks start", "1 of 2 nodes met: 2 ranks start"):
+            assert met in at.said("first")
     assert [event["ranks"] for event in events(directory, "began")] == [4, 2, 4, 2]
-    assert [event["reason"] for event in events(directory, "failed")] == []
+    assert [event["reason"] for event in events(directory, "failed")] == ["lost ranks of another node"]
     learned = trained(directory)
     assert learned == of_one_process(tmp_path, len(learned))
 
@@ -158,9 +159,9 @@ def test_nodes_that_no_layout_has_a_place_for_stand_by(tmp_path: Path) -> None:
 def test_a_node_alone_says_for_whom_it_waited(tmp_path: Path) -> None:
     with nodes(tmp_path, {"recovery": {"join_seconds": 3, "last_call_seconds": 1}}, "2") as at:
         at.start("second")
-        assert at.ends("second") == 2
+        assert at.ends("second") == 1  # what starts it again may have more luck
         at.start("first")
-        assert at.ends("first") == 2
+        assert at.ends("first") == 1
         assert "nobody answered in 3 s" in at.said("second")
         assert "fewer than 2 nodes came in 3 s" in at.said("first")
 

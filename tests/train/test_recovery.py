@@ -104,11 +104,14 @@ def test_a_stopped_rank_is_started_again(whole: list[tuple[float, float]], text:
     assert trained(directory) == whole
 
 
-def test_a_signal_ends_the_run_to_be_gone_on_with(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", ["the launcher", "a rank"])
+def test_a_signal_ends_the_run_to_be_gone_on_with(told: str, text: Path, tmp_path: Path) -> None:
+    """Whoever wants the run directory is told of the launcher."""
     directory = tmp_path / "parity"
     with training(text, tmp_path, LONG) as process:
         until(reaches(directory, 3), "step 3")
-        process.send_signal(signal.SIGTERM)
+        assert (directory / "lock").read_text().split()[0] == str(process.pid)
+        os.kill(process.pid if told == "the launcher" else ranks_of(directory)[1], signal.SIGTERM)
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == STOPPED, said
     last = read_metrics(directory)[-1]["step"]

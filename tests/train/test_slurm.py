@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -36,7 +39,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         os.environ["PATH"] = path
 
 
-def script(directory: Path, name: str, steps: int, options: Sequence[str] = ("--nproc", "2")) -> Path:
+def script(
+    directory: Path, name: str, steps: int, options: Sequence[str] = ("--nproc", "2"), check: bool = False
+) -> Path:
     """A batch script, beside its run file."""
     run = build_run(
         {
@@ -54,8 +59,19 @@ def script(directory: Path, name: str, steps: int, options: Sequence[str] = ("--
     file = directory / f"{name}.toml"
     file.write_text(to_toml(run))
     batch = directory / f"{name}.sbatch"
-    shown("launch", file, "--to", "slurm", *options, "--no-check", "--out", batch)
+    shown("launch", file, "--to", "slurm", *options, "--check" if check else "--no-check", "--out", batch)
     return batch
+
+
+@contextmanager
+def shared_memory(cluster: Slurm, node: str, size: str) -> Iterator[list[str]]:
+    """Another /dev/shm for what a node runs, which its daemon alone sees; yields what to put before a command there."""
+    there = ["nsenter", "--mount", "--target", (cluster.place / f"slurmd-{node}.pid").read_text().strip()]
+    subprocess.run([*there, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"], check=True)
+    try:
+        yield there
+    finally:
+        subprocess.run([*there, "umount", "/dev/shm"], check=True)
 
 
 def steps_done(directory: Path, name: str) -> list[int]:
@@ -77,14 +93,49 @@ def over(job: dict[str, str]) -> bool:
 
 @pytest.mark.timeout(400)
 def test_a_job_trains_to_the_end(cluster: Slurm, tmp_path: Path) -> None:
-    job = cluster.submit(script(tmp_path, "whole", steps=4))
-    ended = cluster.wait(job, over, SECONDS)
+    """On a node of which `phalanx doctor` has no more to say than a warning."""
+    with shared_memory(cluster, cluster.nodes[0], "8g") as there:
+        subprocess.run(
+            [*there, "dd", "if=/dev/zero", "of=/dev/shm/left", "bs=1M", "count=16", "status=none"], check=True
+        )
+        job = cluster.submit(script(tmp_path, "whole", steps=4, check=True))
+        ended = cluster.wait(job, over, SECONDS)
     log = (tmp_path / f"whole-{job}.log").read_text()
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log
+    assert re.search(r"^WARN +host.shm_free ", log, re.MULTILINE)
     assert "on 2 ranks (cpu)" in log
     assert steps_done(tmp_path, "whole") == [1, 2, 3, 4]
     [last] = checkpoints(tmp_path / "whole" / "checkpoints")
     assert (last.name, damage(last)) == ("step-00000004", None)
+
+
+@pytest.mark.timeout(400)
+def test_a_node_that_is_not_well_is_left_out(cluster: Slurm, tmp_path: Path) -> None:
+    sick = cluster.nodes[1]
+    batches = [
+        script(tmp_path, name, steps=4, options=("--nodes", nodes, "--nproc", "1"), check=True)
+        for name, nodes in (("one", "1:2"), ("both", "2"))
+    ]
+    with shared_memory(cluster, cluster.nodes[0], "16g"), shared_memory(cluster, sick, "64m"):
+        one, both = (cluster.wait(cluster.submit(batch), over, SECONDS) for batch in batches)
+    logs = [(tmp_path / f"{job['JobName']}-{job['JobId']}.log").read_text() for job in (one, both)]
+    assert (one["NumNodes"], one["JobState"], one["ExitCode"]) == ("2", "COMPLETED", "0:0"), logs[0]
+    assert ranks_that_began(tmp_path, "one") == [1]
+    assert (both["JobState"], both["ExitCode"]) == ("FAILED", "1:0"), logs[1]
+    assert f"1 nodes are well, and it takes 2: see above, and submit with --exclude={sick}\n" in logs[1]
+    assert all(len(re.findall(r"^FAIL +host.shm ", log, re.MULTILINE)) == 1 for log in logs)
+    assert not (tmp_path / "both").exists()
+
+
+@pytest.mark.timeout(400)
+def test_a_run_file_that_is_not_there_is_no_fault_of_the_nodes(cluster: Slurm, tmp_path: Path) -> None:
+    batch = script(tmp_path, "elsewhere", steps=4, check=True)
+    batch.with_suffix(".toml").unlink()
+    ended = cluster.wait(job := cluster.submit(batch), over, SECONDS)
+    log = (tmp_path / f"elsewhere-{job}.log").read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "2:0"), log
+    assert "elsewhere.toml is not here" in log
+    assert "--exclude" not in log
 
 
 @pytest.mark.timeout(600)

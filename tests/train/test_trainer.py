@@ -23,7 +23,7 @@ from phalanx.testing import ranks
 from phalanx.testing.runs import ranks_of
 from phalanx.train.metrics import open_logs, read_metrics
 from phalanx.train.progress import Progress
-from phalanx.train.setup import STOPPED, set_up, to_toml
+from phalanx.train.setup import INTERRUPTED, STOPPED, set_up, to_toml
 from phalanx.train.trainer import DivergenceError, Trainer
 
 
@@ -152,13 +152,19 @@ def test_torchrun_starts_the_same_program(text: Path, tmp_path: Path) -> None:
     assert [(r["loss"], r["grad_norm"]) for r in trained] == [pytest.approx(step, rel=1e-10) for step in whole]
 
 
-def test_a_signal_ends_the_run_with_a_checkpoint(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "nproc", "code"),
+    [(signal.SIGTERM, 2, STOPPED), (signal.SIGINT, 2, INTERRUPTED), (signal.SIGINT, 1, INTERRUPTED)],
+)
+def test_a_signal_ends_the_run_with_a_checkpoint(
+    number: int, nproc: int, code: int, text: Path, tmp_path: Path
+) -> None:
     run = described(text, tmp_path, LONG)
-    process = launched(run, tmp_path)
+    process = launched(run, tmp_path, nproc=nproc)
     wait_for_steps(process, tmp_path / "parity", 3)
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, number)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == STOPPED
+    assert process.returncode == code
     last = read_metrics(tmp_path / "parity")[-1]["step"]
     assert f"stopped by a signal after step {last}" in out
     assert (tmp_path / "parity" / "checkpoints" / "latest").read_text() == f"step-{last:08d}\n"

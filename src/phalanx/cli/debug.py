@@ -21,7 +21,8 @@ def debug(
 ) -> None:
     """Say why a run stood still or broke off: which rank to look at, what every rank did, and what to do next.
 
-    It compares what the ranks left in hangs/ and failures/: the last collectives of each, and where it stood.
+    It compares what the ranks left in hangs/ and failures/: the last collectives of each, and where it stood. Ranks
+    that are started again take these away; of failures before, events.jsonl keeps what was found.
 
     Examples:
 
@@ -29,7 +30,7 @@ def debug(
 
         phalanx debug runs/first --json
     """
-    from phalanx.measure.hang import explain_run
+    from phalanx.measure.explained import explain_run
 
     if not (run / "run.toml").is_file():
         raise UserError("run directory", str(run), "has no run.toml", "give the directory of a run")
@@ -51,6 +52,8 @@ def _show(found: Explanation) -> None:
     say(f"what to do: {verdict.fix}")
     if found.step is not None:
         say(f"the last step that all ranks which told finished: {found.step}")
+    for line in found.before:
+        say(f"before: {line}")
     say("")
     for rank, line in found.ranks.items():
         marked = rank in verdict.ranks

@@ -42,7 +42,7 @@ def doctor(
         Path | None, typer.Option(help="Hold against each other what nodes left there.", metavar="DIR")
     ] = None,
     collectives: Annotated[
-        bool, typer.Option("--collectives", help="Benchmark, by ranks on this node, what the run sends.")
+        bool, typer.Option("--collectives", help="Benchmark instead, by ranks on this node, what the run sends.")
     ] = False,
     out: Annotated[
         Path | None,
@@ -74,9 +74,11 @@ def doctor(
     """
     _check_options(run, {"--sysroot": sysroot, "--record": record, "--leave": leave, "--topology": topology},
                    {"--gather": gather, "--collectives": collectives or None})  # fmt: skip
+    if nccl_log is not None and sysroot is None and not nccl_log.exists():
+        raise UserError("--nccl-log", str(nccl_log), "is no file", "name what NCCL_DEBUG_FILE named")
     expected = replace(_expected(run, nproc, set_ or []), quick=quick, nccl_log=str(nccl_log) if nccl_log else None)
     if gather is not None:
-        found, out = _gathered(gather, expected.nodes), out or gather
+        found, out = _gathered(gather, expected.nodes or 0), out or gather
     elif collectives:
         found = _collectives(run, nproc, set_ or [])
     else:
@@ -97,8 +99,11 @@ def _expected(run: Path | None, nproc: int | None, overrides: list[str]) -> Expe
         return Expected(ranks=nproc)
     from phalanx.measure.doctor.asked import expected_of
     from phalanx.spec.load import load_run
+    from phalanx.train.manifest import checkpoints
+    from phalanx.train.setup import run_directory
 
-    expected = expected_of(load_run(run, overrides), nproc)
+    described = load_run(run, overrides)
+    expected = expected_of(described, nproc, len(checkpoints(run_directory(described) / "checkpoints")))
     written = Path(expected.directory).absolute()
     return replace(expected, directory=str(next(path for path in (written, *written.parents) if path.is_dir())))
 
@@ -135,10 +140,11 @@ def _write_topology(machine: Machine, file: Path) -> None:
 
 
 def _gathered(directory: Path, wanted: int) -> list[Finding]:
-    from phalanx.measure.doctor.gather import between, collect, of_collectives
+    from phalanx.measure.doctor.gather import between, collect, of_collectives, old
 
     nodes = collect(directory)
-    return [*between(nodes, wanted), *of_collectives(directory), *(each for node in nodes for each in node.findings)]
+    of_nodes = (each for node in nodes for each in node.findings)
+    return [*between(nodes, wanted), *old(directory), *of_collectives(directory), *of_nodes]
 
 
 def _collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> list[Finding]:

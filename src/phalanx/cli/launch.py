@@ -49,11 +49,14 @@ def launch(
     partition: Annotated[str | None, typer.Option(help="Slurm: the partition.", metavar="NAME")] = None,
     account: Annotated[str | None, typer.Option(help="Slurm: the account.", metavar="NAME")] = None,
     image: Annotated[
-        str | None, typer.Option(help="Kubernetes, SkyPilot: the container image that has phalanx.", metavar="IMAGE")
+        str | None,
+        typer.Option(
+            help="Kubernetes, SkyPilot, which need it: the container image that has phalanx.", metavar="IMAGE"
+        ),
     ] = None,
     volume: Annotated[
         str | None,
-        typer.Option(help="Kubernetes, SkyPilot: the volume for text and checkpoints, one for all.", metavar="NAME"),
+        typer.Option(help="Kubernetes, SkyPilot, which need it: the volume for text and checkpoints.", metavar="NAME"),
     ] = None,
     accelerator: Annotated[
         str | None, typer.Option(help="SkyPilot: the GPU, as it calls it: H100.", metavar="NAME")
@@ -91,7 +94,7 @@ def launch(
     sets = [word for override in set_ or () for word in ("--set", override)]
     words = quoted(["phalanx", "launch", str(run), *options, *sets, *(() if check else ("--no-check",))])
     ranks = ranks_of_a_node(described, nproc)
-    job = Job(described, run, words.replace("\n", " "), least, most, ranks, sets, check, cpus, memory)
+    job = Job(described, run, " ".join(words.splitlines()), least, most, ranks, sets, check, cpus, memory)
     check_job(job)
     _write(write(job, **own), out)
 

@@ -11,6 +11,8 @@ from phalanx.spec.errors import UserError
 
 Answer = tuple[int, str, str]
 """Status code, kind and text."""
+PATIENCE_SECONDS = 30.0
+"""For one who is connected: each holds a thread."""
 
 
 def server(option: str, host: str, port: int, answer: Callable[[str, str], Answer]) -> ThreadingHTTPServer:
@@ -21,9 +23,11 @@ def server(option: str, host: str, port: int, answer: Callable[[str, str], Answe
     """
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = PATIENCE_SECONDS
+
         def do_GET(self) -> None:
             try:
-                code, kind, text = answer(self.path, self.headers.get("Host", "").partition(":")[0])
+                code, kind, text = answer(self.path.partition("?")[0], self.headers.get("Host", "").partition(":")[0])
             except UserError as error:
                 code, kind, text = 500, "text/plain", str(error)
             body = text.encode()

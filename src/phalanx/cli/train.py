@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from functools import partial
-from ipaddress import ip_address
+from ipaddress import IPv4Address
 from pathlib import Path
 from socket import gethostbyname
 from typing import Annotated
@@ -22,6 +23,8 @@ from phalanx.train.launching.job import parse_nodes
 
 PLAN_FILE = "plan.json"
 """In the run directory: what the planner offered where `layout = "auto"`."""
+RETRY_SECONDS = 1.0
+"""Until a name that is not known is looked up again."""
 
 
 def _ranks(text: str) -> int:
@@ -34,7 +37,9 @@ def train(
     run: Annotated[Path, typer.Argument(help="A run file, or the directory of a run to continue.", metavar="RUN.toml")],
     nproc: Annotated[
         int | None,
-        typer.Option(help="Ranks on this machine; by default one per GPU, or one.", parser=_ranks, metavar="N"),
+        typer.Option(
+            help="Ranks on this machine; by default cluster.nproc, one per GPU, or one.", parser=_ranks, metavar="N"
+        ),
     ] = None,
     machine: Annotated[
         str | None,
@@ -121,7 +126,8 @@ def train(
         least, most = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
         cluster = described.cluster.model_copy(update={"nodes": most})
         described = described.model_copy(update={"cluster": cluster})
-        raise typer.Exit(_run_on_nodes(described, nproc, resume, options, least, *address(rendezvous)))
+        place = address(rendezvous, described.recovery.join_seconds)
+        raise typer.Exit(_run_on_nodes(described, nproc, resume, options, least, *place))
     raise typer.Exit(_run(described, nproc, resume, options))
 
 
@@ -160,20 +166,34 @@ def _config(run: RunSpec, nproc: int | None) -> str:
     return f"{note}\n{to_toml(run)}".rstrip()
 
 
-def address(rendezvous: str | None) -> tuple[str, int]:
-    """The host and port where nodes meet. Raises UserError for none."""
+def address(rendezvous: str | None, patience_seconds: float) -> tuple[str, int]:
+    """The host and port where nodes meet, once that name is known here: a machine's that is being started may not be.
+
+    Raises UserError for none, and for a name that is not known in so many seconds.
+    """
     host, _, port = (rendezvous or "").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         fix = "give one of the nodes and a free port there, the same on all: node0:29500 (docs/launching.md)"
         raise UserError("--rendezvous", rendezvous, "says no place where nodes could meet", fix)
-    try:
-        place = ip_address(gethostbyname(host))
-    except OSError as error:
-        fix = "give a name that all nodes know, or an address"
-        raise UserError("--rendezvous", rendezvous, f"{host} is not known here: {error.strerror}", fix) from None
+    waiting, deadline = False, time.monotonic() + patience_seconds
+    while isinstance(place := _looked_up(host), OSError):
+        if time.monotonic() > deadline:
+            fix = "give a name that all nodes know, or an address"
+            raise UserError("--rendezvous", rendezvous, f"{host} is not known here: {place.strerror}", fix)
+        if not waiting:
+            print(f"phalanx: {host} is not known here, waiting for it: {place.strerror}", file=sys.stderr)
+        waiting = True
+        time.sleep(RETRY_SECONDS)
     if place.is_unspecified:
         raise UserError("--rendezvous", rendezvous, "is any address", "give that of one of the nodes")
     return host, int(port)
+
+
+def _looked_up(host: str) -> IPv4Address | OSError:
+    try:
+        return IPv4Address(gethostbyname(host))
+    except OSError as error:
+        return error
 
 
 def _run(run: RunSpec, nproc: int | None, resume: bool, options: list[str]) -> int:
@@ -198,8 +218,8 @@ def _run_on_nodes(
 ) -> int:
     """The same on one of several nodes, each of which runs this command."""
     from phalanx.cost.stages import check_layout
-    from phalanx.train.agent import Meeting
     from phalanx.train.launch import choose_nproc
+    from phalanx.train.meeting import Meeting, NotMetError
     from phalanx.train.recovery import train_through
     from phalanx.train.setup import run_directory
 
@@ -214,7 +234,11 @@ def _run_on_nodes(
     else:
         check_layout(run, ranks * most)
         directory = run_directory(run)
-    return train_through(directory, run, ranks, partial(layout_for, run, ranks), options, meeting)
+    try:
+        return train_through(directory, run, ranks, partial(layout_for, run, ranks), options, meeting)
+    except NotMetError as error:
+        print(f"phalanx: {error}", file=sys.stderr)
+        return 1
 
 
 def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> Path:

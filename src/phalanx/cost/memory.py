@@ -80,6 +80,12 @@ def checkpoint_bytes(run: RunSpec) -> int:
     return state.parameters + state.optimizer
 
 
+def room_for_checkpoints_bytes(run: RunSpec, there: int) -> int:
+    """Bytes that the checkpoints of a run still need beside those that are there: the oldest goes when a new one has
+    come."""
+    return max(1, run.checkpoint.keep + 1 - there) * checkpoint_bytes(run)
+
+
 def optimizer_of(spec: OptimizerSpec) -> Optimizer:
     """What a run's optimizer is called here."""
     if spec.name == "sgd":

@@ -36,9 +36,9 @@ def job_mtbf_seconds(failures_per_device_hour: float, devices: int) -> float:
 
 def seen_mtbf_seconds(expected_seconds: float, failures: int, seconds: float) -> float:
     """Mean time between failures of a job that failed so often in so many seconds: what was expected of its devices,
-    until two failures came sooner than that."""
+    until two failures came sooner than that. (No time at all may have passed by clocks of hosts that differ.)"""
     check_positive(expected_seconds=expected_seconds)
-    return min(expected_seconds, seconds / failures) if failures > 1 else expected_seconds
+    return min(expected_seconds, seconds / failures) if failures > 1 and seconds > 0 else expected_seconds
 
 
 # -- the interval: seconds of work from the end of one write to the start of the next ---------------------------------

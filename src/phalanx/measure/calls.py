@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import prod
@@ -14,12 +15,15 @@ Key = tuple[str, tuple[int, ...]]
 Calls = dict[int, dict[int, Call]]
 """Of a group: by rank, and by number."""
 
-SAME_SIZE = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast", "reduce")
+SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
 """Collectives to which every rank gives as many numbers (of the others each rank may have its own share)."""
 BACKWARD = "torch/autograd/graph.py"
 """In which it computes, or waits in a hook that is not Python's (DDP's)."""
-LOST = ("gloo", "NCCL", "DistNetworkError", "DistStoreError", "DistBackendError", "Connection", "SIGABRT")
-"""Words in the errors of ranks whose peers are gone or late."""
+LOST = re.compile(
+    "by peer|Broken pipe|Socket closed|Timed out|timing out|Read error|remote process exited|communicator was aborted|"
+    "pair closure|connectFullMesh|likely closed|wait timeout|client socket has (timed out|failed)"
+)
+"""What gloo, NCCL, and the store by which ranks find each other say where a peer is gone or late."""
 
 
 def groups_of(dumps: Mapping[int, Dump]) -> dict[Key, Calls]:
@@ -38,7 +42,7 @@ def groups_of(dumps: Mapping[int, Dump]) -> dict[Key, Calls]:
 def signature(call: Call) -> tuple[Hashable, ...]:
     """What must be the same on all ranks."""
     operation = call["operation"]
-    if operation.lstrip("_") not in SAME_SIZE:
+    if operation.lstrip("_").removesuffix("_base") not in SAME_SIZE:  # NCCL: _all_gather_base, _reduce_scatter_base
         return (operation,)
     return operation, tuple(prod(shape) for shape in call["inputs"]), tuple(call["dtypes"])
 
@@ -60,7 +64,7 @@ def waits(dump: Dump) -> bool:
 
 def is_loss(error: str) -> bool:
     """Whether a rank failed because others were gone or late."""
-    return any(word in error for word in LOST)
+    return LOST.search(error) is not None
 
 
 def first_difference(calls: Calls, of: Callable[[Call], Hashable]) -> int | None:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,15 +37,51 @@ def seconds_until(events: Sequence[Mapping[str, Any]], what: str) -> float:
 
 
 def failures_so_far(directory: Path) -> tuple[int, float]:
-    """How often a run has broken off, whoever noticed, and the seconds that it was under way."""
+    """How often a run has broken off, whoever noticed, which never falls, and the seconds that it was under way."""
     events = read_events(directory)
-    orderly = ENDED, ROLLED_BACK
-    broken = sum(after["what"] == BEGAN and before["what"] not in orderly for before, after in pairwise(events))
     if not events:
         return 0, 0.0
-    what, when = events[-1]["what"], float(events[-1]["time"])
-    under_way = 0.0 if what == ENDED else time.time() - when
-    return broken + (what == FAILED), seconds_until(events, what) + under_way
+    happened = [event["what"] for event in events]
+    # Several may note one failure, or nobody: then a start follows another.
+    broken = sum(after == FAILED != before or after == BEGAN == before for before, after in pairwise([None, *happened]))
+    under_way = 0.0 if happened[-1] == ENDED else time.time() - float(events[-1]["time"])
+    return broken, seconds_until(events, happened[-1]) + under_way
+
+
+def failures_told(events: Sequence[Mapping[str, Any]], but_last: bool) -> list[str]:
+    """A line on each failure of a run: when, which rank, why, and what was found out of it; `but_last` leaves out the
+    one that it broke off by, if it has not begun since."""
+    since = [event for event in events if event["what"] in (BEGAN, FAILED)]
+    told: list[Mapping[str, Any]] = []
+    for before, event in pairwise([{"what": BEGAN}, *since]):
+        if event["what"] != FAILED:
+            continue
+        if before["what"] == FAILED and not (_is_here(before) and _is_here(event)):  # one, noted on several nodes
+            told[-1] = max(told[-1], event, key=_is_here)
+        else:
+            told.append(event)
+    ended = bool(since) and since[-1]["what"] == FAILED
+    return [_told(event) for event in (told[:-1] if but_last and ended else told)]
+
+
+def _is_here(failed: Mapping[str, Any]) -> bool:
+    """Whether a failure was noted by the node on which it began."""
+    return bool(failed.get("here", True))
+
+
+def _told(event: Mapping[str, Any]) -> str:
+    verdict = [line for line in event.get("verdict", []) if not line.startswith("details: ")]
+    return "; ".join([f"{_when(event)}: rank {event['rank']} {event['reason']}, step {event['step']}", *verdict])
+
+
+def returns_told(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line on each time that a run went back: when, why, from which step and to which."""
+    back = [event for event in events if event["what"] == ROLLED_BACK]
+    return [f"{_when(event)}: {event['reason']}; from step {event['after']} to step {event['to']}" for event in back]
+
+
+def _when(event: Mapping[str, Any]) -> str:
+    return datetime.fromtimestamp(event["time"]).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def read_events(directory: Path) -> list[Mapping[str, Any]]:

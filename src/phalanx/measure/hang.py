@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.measure.calls import (
@@ -23,10 +21,8 @@ from phalanx.measure.calls import (
     standing,
     waits,
 )
-from phalanx.measure.incident import FAILED, STOOD, Call, Dump, read_dumps, read_failures
-from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Degrees, degrees
-from phalanx.spec.load import load_run
+from phalanx.measure.incident import ABORTED, FAILED, STOOD, Call, Dump
+from phalanx.spec.layout import Degrees
 
 Kind = Literal["mismatch", "killed", "stopped", "error", "silent", "absent", "crossed", "lost", "nothing"]
 STATES = {"T": "was stopped (SIGSTOP)", "t": "was stopped by a debugger", "Z": "had died", "X": "had died",
@@ -55,6 +51,8 @@ class Explanation:
     """The last that all ranks which told had finished."""
     ranks: dict[int, str]
     """A line on each."""
+    before: tuple[str, ...] = ()
+    """A line on each failure that the run went on from."""
 
 
 def coordinates(sizes: Degrees, rank: int) -> str:
@@ -69,35 +67,10 @@ def coordinates(sizes: Degrees, rank: int) -> str:
     return ", ".join(f"{axis}={place[axis]}" for axis in order if axis in place and size[axis] > 1)
 
 
-def explain_run(directory: Path) -> Explanation:
-    """The same of a run directory.
-
-    Raises UserError if it is none.
-    """
-    run = load_run(directory / "run.toml", environment={})
-    dumps, failures = read_dumps(directory), read_failures(directory)
-    told = [dump["ranks"] for dump in dumps.values()]
-    ranks = told[0] if told else max(failures, default=0) + 1
-    try:
-        sizes = degrees(run.layout, ranks)
-    except UserError:  # of failures alone nobody knows how many ranks there were
-        sizes = Degrees(ranks, 1, 1, 1, 1)
-    return explain(dumps, failures, sizes)
-
-
-def headline(directory: Path) -> list[str]:
-    """Of a run that broke off: what its ranks did, where their words say more than the first failure does."""
-    with suppress(UserError):
-        found = explain_run(directory)
-        if found.verdict.kind not in ("killed", "error", "nothing"):
-            return [f"why: {found.verdict.said}", f"details: phalanx debug {directory}"]
-    return []
-
-
 def explain(dumps: Mapping[int, Dump], failures: Mapping[int, Mapping[str, Any]], sizes: Degrees) -> Explanation:
     """Hold the ranks' words against each other. `sizes` is the layout on the ranks of the run."""
     case = _Case(dumps, failures, sizes)
-    found = (look(case) for look in (_killed, _own_error, _mismatch, _stopped, _absent, _lost))
+    found = (look(case) for look in (_killed, _own_error, _mismatch, _aborted, _stopped, _absent, _lost))
     verdict = next((one for one in found if one is not None), None)
     steps = [dump["step"] for dump in dumps.values()]
     lines = {rank: case.line(rank) for rank in range(sizes.world_size)}
@@ -138,7 +111,8 @@ class _Case:
         places = [self.sizes.place(rank) for rank in ranks if rank >= self.sizes.servers]
         axes = [axis for axis in self.sizes.axes if len({place[axis] for place in places}) > 1]
         shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        return f"the {' x '.join('dp' if axis.startswith('dp') else axis for axis in axes)} ranks {shown}"
+        named = dict.fromkeys("dp" if axis.startswith("dp") else axis for axis in axes)
+        return f"the {' x '.join(named)} ranks {shown}"
 
     def where(self, rank: int) -> str:
         return standing(self.dumps[rank]["stack"]) if rank in self.dumps else ""
@@ -248,6 +222,19 @@ def _alike(one: Call | None, other: Call | None) -> bool:
     return one is not None and other is not None and (signature(one), one["at"]) == (signature(other), other["at"])
 
 
+def _aborted(case: _Case) -> Verdict | None:
+    """A rank that a library ended, and not because it waited too long or for other numbers than came."""
+    told = [rank for rank, dump in case.dumps.items() if dump["why"] == ABORTED and not waits(dump)]
+    found = {rank: f"was aborted (SIGABRT) in {case.where(rank)}" for rank in told if not case.last_call(rank)}
+    ended = {rank: str(case.failures[rank]["reason"]) for rank in case.silent if rank in case.failures}
+    found |= {rank: reason for rank, reason in ended.items() if "SIGABRT" in reason}  # in what no thread can look into
+    if not found:
+        return None
+    rank = min(found)
+    fix = "its last output says why; where its threads stood is in hangs/"
+    return Verdict("killed", (rank,), f"{case.name(rank)} {found[rank]}; the others lost it", fix)
+
+
 def _stopped(case: _Case) -> Verdict | None:
     """A process that stands still by a signal, or is gone."""
     found = [rank for rank in case.silent if case.states.get(rank) in (*STOPPED, "Z", "X", "gone")]
@@ -268,7 +255,10 @@ def _absent(case: _Case) -> Verdict | None:
     if not behind and all(waiting.values()) and not case.silent:
         return None
     busy = [rank for rank, waits_too in waiting.items() if not waits_too]
-    roots = [rank for rank in busy if rank in behind] or [rank for rank in case.silent if rank in behind]
+    # On a GPU who waits stands in its own code too, but has come further than others somewhere else.
+    ahead = set().union(*behind.values())
+    roots = [rank for rank in busy if rank in behind and rank not in ahead]
+    roots = roots or [rank for rank in case.silent if rank in behind] or [rank for rank in busy if rank in behind]
     if not roots and any(waiting.values()):  # messages of a pipeline are in no recorder
         roots = busy or case.silent
     if not roots:
@@ -316,14 +306,17 @@ def _lost(case: _Case) -> Verdict | None:
 
 
 def _fronts(case: _Case) -> Iterator[tuple[Key, Call, list[int], list[int]]]:
-    """Collectives in which ranks wait for others: the group, the call, who came and waits, and who did not come."""
+    """Of each group in which ranks wait for others: the group, the first collective that some did not come to, who came
+    and waits, and who did not come."""
     for key, calls in case.groups.items():
         last = {rank: max(mine, default=0) for rank, mine in calls.items()}
-        most = max(last.values(), default=0)
-        came = [rank for rank in last if most and last[rank] == most and case.under_way(rank, calls[rank][most])]
-        missing = [rank for rank in key[1] if last.get(rank, 0) < most]
-        if came and missing:
-            yield key, calls[came[0]][most], came, missing
+        waited = {n for rank, mine in calls.items() for n, call in mine.items() if case.under_way(rank, call)}
+        for number in sorted(waited):
+            missing = [rank for rank in key[1] if last.get(rank, 0) < number]
+            if missing:
+                came = [rank for rank, mine in calls.items() if number in mine and case.under_way(rank, mine[number])]
+                yield key, calls[came[0]][number], came, missing
+                break
 
 
 def _waited_for(case: _Case) -> dict[int, set[int]]:

@@ -77,12 +77,40 @@ def fault_file(directory: Path, rank: int) -> Path:
     return directory / HANGS / f"rank-{rank:05d}.fault"
 
 
+def failure_file(directory: Path, rank: int) -> Path:
+    """Where a rank, or whoever started it, tells why it failed."""
+    return directory / FAILURES / f"rank-{rank:05d}.json"
+
+
 def write_dump(directory: Path, dump: Dump) -> None:
-    """Leave it where others find it whole or not at all."""
-    file = dump_file(directory, dump["rank"])
+    """Leave what a rank tells of where it stood."""
+    _write(dump_file(directory, dump["rank"]), json.dumps(dump))
+
+
+def write_failure(directory: Path, record: Mapping[str, Any]) -> None:
+    """Leave why a rank failed."""
+    _write(failure_file(directory, record["rank"]), json.dumps(record, indent=1))
+
+
+def forget(directory: Path, rank: int) -> None:
+    """What a rank left of an earlier start."""
+    for file in (dump_file(directory, rank), failure_file(directory, rank)):
+        file.unlink(missing_ok=True)
+
+
+def forget_from(directory: Path, rank: int) -> None:
+    """What was left by this rank and those after it, of an earlier start that had them."""
+    for folder in (HANGS, FAILURES):
+        for file in (directory / folder).glob("rank-*"):
+            if file.stem >= f"rank-{rank:05d}":
+                file.unlink(missing_ok=True)
+
+
+def _write(file: Path, text: str) -> None:
+    """Where others find it whole or not at all."""
     file.parent.mkdir(exist_ok=True)
     aside = file.with_suffix(".partial")
-    aside.write_text(json.dumps(dump))
+    aside.write_text(text)
     aside.replace(file)
 
 

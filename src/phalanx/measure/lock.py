@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,8 +18,9 @@ LOCK_FILE = "lock"
 ENDS_WITHIN_SECONDS = 5.0
 
 
-def hold(directory: Path, patience_seconds: float = ENDS_WITHIN_SECONDS) -> IO[str] | None:
+def hold(directory: Path, patience_seconds: float = ENDS_WITHIN_SECONDS, ender: int | None = None) -> IO[str] | None:
     """Keep others out of a run directory as long as what is returned lives; None where the file system has no locks.
+    They are told of the process to end (`ender`), if that is not this one.
 
     Raises UserError if somebody is in it for longer than `patience_seconds`.
     """
@@ -28,7 +30,7 @@ def hold(directory: Path, patience_seconds: float = ENDS_WITHIN_SECONDS) -> IO[s
     except OSError:
         return None
     file.truncate(0)
-    file.write(f"{os.getpid()} on {socket.gethostname()}")
+    file.write(f"{ender or os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
 
@@ -44,9 +46,11 @@ def is_held(directory: Path) -> bool | None:
     return None
 
 
-def refuse_held(directory: Path) -> None:
-    """Raise UserError if somebody is at work in a run directory."""
-    _wait_until(lambda: not is_held(directory), directory)
+def refuse_held(directory: Path, patience_seconds: float = ENDS_WITHIN_SECONDS) -> None:
+    """Raise UserError if somebody is at work in a run directory for longer than `patience_seconds`."""
+    if patience_seconds > ENDS_WITHIN_SECONDS and is_held(directory):
+        print(f"phalanx: waiting for up to {patience_seconds:g} s: {_whose(directory)}", file=sys.stderr)
+    _wait_until(lambda: not is_held(directory), directory, patience_seconds)
 
 
 def _taken(file: IO[str]) -> bool:
@@ -58,7 +62,7 @@ def _taken(file: IO[str]) -> bool:
     return True
 
 
-def _wait_until(free: Callable[[], bool], directory: Path, seconds: float = ENDS_WITHIN_SECONDS) -> None:
+def _wait_until(free: Callable[[], bool], directory: Path, seconds: float) -> None:
     """Raise UserError if it does not become so soon, as where somebody was just killed, or only looked."""
     deadline = time.monotonic() + seconds
     while not free():
@@ -68,6 +72,15 @@ def _wait_until(free: Callable[[], bool], directory: Path, seconds: float = ENDS
 
 
 def _in_use(directory: Path) -> UserError:
+    process = _holder(directory)[0]
+    return UserError("name", directory.name, _whose(directory), f"wait for it, or end it: kill {process}")
+
+
+def _whose(directory: Path) -> str:
+    process, host = _holder(directory)
+    return f"{directory} is in use: process {process} on {host} works there"
+
+
+def _holder(directory: Path) -> tuple[str, str]:
     process, _, host = (directory / LOCK_FILE).read_text().partition(" on ")
-    problem = f"{directory} is in use: process {process} on {host} works there"
-    return UserError("name", directory.name, problem, f"wait for it, or end it: kill {process}")
+    return process, host

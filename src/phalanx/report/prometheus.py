@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.measure.events import failures_so_far
+from phalanx.measure.events import BEGAN, failures_so_far, read_events
 from phalanx.measure.lock import is_held
 from phalanx.measure.record import FOLDER, FORMAT
 from phalanx.report.efficiency import computed_seconds
@@ -31,10 +31,11 @@ NEWEST = {
     "step_seconds": ("phalanx_step_seconds", "gauge", "How long the last step took."),
     "tokens_per_second": ("phalanx_tokens_per_second", "gauge", "Of the last step, all ranks together."),
     "mfu": ("phalanx_mfu_ratio", "gauge", "Model FLOP/s of the last step as a share of the devices' peak."),
-    "tokens": ("phalanx_tokens_total", "counter", "Tokens trained on."),
-    "skipped_steps": ("phalanx_skipped_steps_total", "counter", "Steps skipped for a gradient that was not finite."),
+    "tokens": ("phalanx_tokens", "gauge", "Tokens trained on."),
+    "skipped_steps": ("phalanx_skipped_steps", "gauge", "Steps skipped for a gradient that was not finite."),
 }
-"""Of the newest line of a step in metrics.jsonl, by field: name, type, help."""
+"""Of the newest line of a step in metrics.jsonl, by field: name, type, help. None is a counter: a run that is started
+again goes on from a checkpoint, and counts less than before."""
 EVALUATED = {
     "held_out_loss": ("phalanx_held_out_loss_nats_per_token", "gauge", "Of the last evaluation."),
 }
@@ -93,7 +94,6 @@ class Rank:
 
     follower: Follower
     opening: Line = field(default_factory=dict)
-    starts: int = 0
     step: Line = field(default_factory=dict)
     """Of the last start."""
 
@@ -101,11 +101,10 @@ class Rank:
         """Take in what is new."""
         anew, lines = self.follower.news()
         if anew:
-            self.opening, self.starts, self.step = {}, 0, {}
+            self.opening, self.step = {}, {}
         for line in lines:
             if line.get("format") == FORMAT:
                 self.opening, self.step = line, {}
-                self.starts += 1
             elif "seconds" in line and "stages" in line:
                 self.step = line
 
@@ -152,6 +151,7 @@ class Watched:
             with suppress(OSError):  # it may be gone by now
                 yield "phalanx_checkpoint_timestamp_seconds", {}, newest.stat().st_mtime
                 yield "phalanx_checkpoint_step", {}, int(newest.name.removeprefix("step-"))
+        yield "phalanx_starts_total", {}, sum(event["what"] == BEGAN for event in read_events(self.directory))
         yield "phalanx_failures_total", {}, failures_so_far(self.directory)[0]
         yield "phalanx_failed_ranks", {}, len([*(self.directory / "failures").glob("rank-*.json")])
 
@@ -162,7 +162,6 @@ class Watched:
         if 0 not in opened:
             return
         first = opened[0]
-        yield "phalanx_starts_total", {}, first.starts
         for number, rank in sorted(opened.items()):
             if all(rank.opening[name] == first.opening[name] for name in ("step", "ranks")):  # of the last start
                 yield from _of_rank({"rank": str(number)}, rank.opening, rank.step)

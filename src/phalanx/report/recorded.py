@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.cost.compute import training_flops_per_token
 from phalanx.cost.stages import check_layout
-from phalanx.measure.events import read_events
+from phalanx.measure.events import failures_told, read_events, returns_told
 from phalanx.measure.lock import is_held
 from phalanx.measure.record import FOLDER, FORMAT
 from phalanx.measure.rounds import JOURNAL_FILE, ROUNDS_FILE, Spent
@@ -138,10 +138,17 @@ def read_run(directory: Path, machine: Cluster | None = None) -> Recorded:
         problems.append("no step has been written yet")
     elif run is not None and steps[-1]["step"] < run.training.steps:
         problems.append(f"step {steps[-1]['step']} of {run.training.steps}: {HOW[under_way]}")
+    happened = read_events(directory)
+    if survived := failures_told(happened, but_last=failure is not None):
+        often = "once" if len(survived) == 1 else f"{len(survived)} times"
+        problems.append(f"it broke off {often} and went on, the last time at {survived[-1]}")
+    if returns := returns_told(happened):
+        often = "once" if len(returns) == 1 else f"{len(returns)} times"
+        problems.append(f"it went back {often}, the last time at {returns[-1]}")
     measured = _measured(directory / "measured", began_after, world_size, problems)
     return Recorded(
         directory, run, world_size, began_after, ranks, metrics, measured, problems, failure, under_way, rounds,
-        read_events(directory),
+        happened,
     )  # fmt: skip
 
 

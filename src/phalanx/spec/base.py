@@ -42,8 +42,12 @@ def parse(kind: type[S], table: dict[str, Any], where: str = "") -> S:
         raise UserErrors([_explain(kind, table, where, dict(item)) for item in error.errors()]) from None
 
 
+INNER = "function-", "constrained-", "literal["
+"""How places begin that pydantic names inside a field."""
+
+
 def _explain(kind: type[Spec], table: dict[str, Any], where: str, item: dict[str, Any]) -> UserError:
-    path = [str(part) for part in item["loc"] if not str(part).startswith("function-")]
+    path = [str(part) for part in item["loc"] if not str(part).startswith(INNER)]
     field = ".".join([where, *path] if where else path) or where or kind.__name__
     context = item.get("ctx", {})
     inner = context.get("error")

@@ -30,7 +30,7 @@ class RecoverySpec(Spec):
     @model_validator(mode="after")
     def _check(self) -> RecoverySpec:
         require(
-            self.spike is None or self.rollbacks > 0, "recovery.spike", self.spike,
+            self.spike is None or self.rollbacks > 0, "spike", self.spike,
             "is what a run goes back for, and recovery.rollbacks = 0 says never", "set recovery.rollbacks too",
         )  # fmt: skip
         return self

@@ -124,7 +124,7 @@ class CheckpointSpec(Spec):
     """Steps between checkpoints, beside the one at the end; 0 saves at the end (or when stopped) only. "auto" takes the
     interval of the best goodput (Daly, Future Generation Computer Systems 22, 2006), by what a save costs training
     (which waits for it, and is slow behind it) and how often the run fails: as cluster.failures_per_device_hour has it,
-    or as it has failed so far."""
+    and from its second failure on as it has failed so far. The first save is soon, to see what it costs."""
     keep: int = Field(2, gt=0)
     """Newest complete checkpoints to keep."""
 

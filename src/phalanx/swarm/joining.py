@@ -157,7 +157,7 @@ def work(directory: Path) -> int:
         if link is not None:
             link.place = where["place"]
             link.join(**link.place)
-        with on_signal(node.leave):  # after the round that it is in
+        with on_signal(lambda _: node.leave()):  # after the round that it is in
             evaluation = node.learn(logs, rounds, _say)
         if link is not None:
             for log in logs:

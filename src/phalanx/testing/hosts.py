@@ -114,11 +114,11 @@ def _connect(hub: Host, host: Host) -> None:
 
 def _name(host: Host, hosts: Iterable[Host]) -> None:
     """Names of hosts that resolve at once, as no name server can be reached: `ip netns exec` shows these files in the
-    place of the machine's."""
+    place of the machine's. A host's own name is its loopback's, as Debian's installer has it."""
     place = FILES / host.namespace
     place.mkdir(parents=True, exist_ok=True)
-    names = [f"{other.address} {other.name}" for other in hosts]
-    (place / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
+    names = [f"{other.address} {other.name}" for other in hosts if other is not host]
+    (place / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {host.name}", *names, ""]))
     (place / "nsswitch.conf").write_text("hosts: files\n")
 
 

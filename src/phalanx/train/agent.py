@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import signal
-import socket
-import struct
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import Enum
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
@@ -26,30 +22,24 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousParameters,
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from phalanx.spec.errors import UserError
 from phalanx.train.launch import LAUNCHER
-from phalanx.train.setup import STOPPED
+from phalanx.train.meeting import ALONE, Meeting, NotMetError, interface_of, meet, nodes, own_address, wait_for_host
+from phalanx.train.setup import INTERRUPTED, STOPPED
 
 STOP_SECONDS = 600
 """Between SIGTERM and SIGKILL to ranks that are to end in order: a step and a checkpoint."""
 LAST_WORDS_SECONDS = 3.0
 """For ranks to say why they failed too, once one has."""
 MONITOR_SECONDS = 0.1
-KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS = 2, 5
-"""Of nodes to the place where they meet; one that is silent for all of them is gone."""
-RETRY_SECONDS = 1.0
 MET_SECONDS = 30.0
 """Who was so long in touch with the place where nodes meet had met others there."""
 AGREED, CHOOSING_SECONDS = "phalanx/words", 300
 """Where the first node says what all start, and how long that may take."""
-SIOCGIFADDR = 0x8915
 
 Words = Callable[[int], Sequence[str]]
 """The module to run as so many ranks, and its arguments."""
@@ -63,38 +53,6 @@ class Then(Enum):
     AGAIN = "ranks are started again"
     LEAVE = "this node goes, and the others may go on without it"
     END = "the run is ended, on all nodes"
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the nodes of a run meet, and how many there are."""
-
-    name: str
-    """Of the run: nodes of others do not join."""
-    host: str
-    port: int
-    least: int
-    most: int
-    join_seconds: float
-    last_call_seconds: int
-
-    @property
-    def endpoint(self) -> str:
-        return f"{self.host}:{self.port}"
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this node is the one where they meet: its address can be bound."""
-        with socket.socket() as probe:
-            try:
-                probe.bind((self.host, 0))
-            except OSError:
-                return False
-        return True
-
-
-ALONE = Meeting("", "localhost", 0, 1, 1, join_seconds=60, last_call_seconds=1)
-"""A node by itself."""
 
 
 class NoLogs(LogsSpecs):
@@ -114,15 +72,26 @@ class EndedElsewhere(Exception):  # noqa: N818 - no error of this node's
 class Agent(LocalElasticAgent):
     """torchrun's, which asks what follows a failure, and leaves no rank hanging in wait of one that failed."""
 
-    def __init__(self, spec: WorkerSpec, words: Words, judge: Callable[[Failures], Then]):
+    def __init__(self, spec: WorkerSpec, words: Words, judge: Callable[[Failures], Then], nodes: int) -> None:
         super().__init__(spec, NoLogs())
-        self._words, self._judge = words, judge
+        self._words, self._judge, self._nodes = words, judge, nodes
         self.then = Then.END
         self._killed: set[int] = set()
         """Processes that did not end by themselves, which is not their failure."""
 
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        """Meet, and start ranks. Where a node is lost before it has said what it must, the others meet once more."""
+        while True:
+            try:
+                return super()._initialize_workers(worker_group)
+            except DistError as error:
+                print(f"phalanx: a node did not come to start its ranks, meeting again: {error}", file=sys.stderr)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         worker_group.spec.args = ("-m", *self._agreed(worker_group))
+        if self._nodes > 1:
+            here = f"{worker_group.group_world_size} of {nodes(self._nodes)}"
+            print(f"phalanx: {here} met: {worker_group.workers[0].world_size} ranks start", file=sys.stderr)
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
@@ -192,7 +161,7 @@ def _status(pid: int) -> int | None:
 def stoppable() -> Iterator[None]:
     """Signals end what goes on here in order, whether or not there are ranks: torchrun hears them only then.
 
-    Raises SystemExit after one: 130 of SIGINT, else `STOPPED`.
+    Raises SystemExit after one: `INTERRUPTED` or `STOPPED`.
     """
 
     def stop(number: int, _: object) -> None:
@@ -202,7 +171,7 @@ def stoppable() -> Iterator[None]:
     try:
         yield
     except SignalException as signalled:
-        raise SystemExit(130 if signalled.sigval == signal.SIGINT else STOPPED) from None
+        raise SystemExit(INTERRUPTED if signalled.sigval == signal.SIGINT else STOPPED) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -212,87 +181,51 @@ def run_ranks(nproc: int, words: Words, judge: Callable[[Failures], Then], meeti
     """Run local ranks, together with other nodes' where there are any, until all have ended well, or by what `judge`
     says of a failure they are not to be started again; returns whether all went well.
 
-    Raises UserError where nodes do not meet.
+    Raises UserError where nodes cannot meet, NotMetError where they do not.
     """
+    if meeting.most > 1:
+        wanted = f"{meeting.least} to {nodes(meeting.most)}" if meeting.least < meeting.most else nodes(meeting.most)
+        print(f"phalanx: {wanted} meet at {meeting.endpoint}, in {meeting.join_seconds:g} s at most", file=sys.stderr)
     deadline = time.monotonic() + meeting.join_seconds
     while True:
         begun = time.monotonic()
         try:
-            _wait_for_host(meeting, deadline)
+            wait_for_host(meeting, deadline)
             with _told_apart():
                 return _run_once(nproc, words, judge, meeting)
         except RendezvousTimeoutError:
             fix = "start the command on every node, with the same --rendezvous, or allow fewer: --nodes LEAST:MOST"
-            raise _not_met(
-                meeting, f"fewer than {_nodes(meeting.least)} came in {meeting.join_seconds:g} s", fix
-            ) from None
+            problem = f"fewer than {nodes(meeting.least)} came in {meeting.join_seconds:g} s"
+            raise NotMetError("--rendezvous", meeting.endpoint, problem, fix) from None
         except RendezvousClosedError:
             raise EndedElsewhere("the run was ended by another node: see what was said there") from None
         except (RendezvousConnectionError, RendezvousStateError) as error:
             if meeting.is_here:
-                fix = "is another run there? Give another port"
-                raise _not_met(meeting, f"nodes cannot meet here: {error.__cause__}", fix) from None
+                fix = "is another run there, or another node of this one on this machine? Give another port, or --nproc"
+                problem = f"nodes cannot meet here: {error.__cause__}"
+                raise UserError("--rendezvous", meeting.endpoint, problem, fix) from None
             if time.monotonic() - begun > MET_SECONDS:  # that node may be about to start again
                 deadline = time.monotonic() + meeting.join_seconds
             elif time.monotonic() > deadline:
-                raise _not_met(meeting, f"who answers there is no such place: {error}", "give another port") from None
-
-
-def _wait_for_host(meeting: Meeting, deadline: float) -> None:
-    """Until the place where nodes meet answers. (PyTorch's store waits too, and prints its stack meanwhile.)"""
-    while not meeting.is_here:
-        with suppress(OSError), socket.create_connection((meeting.host, meeting.port), timeout=RETRY_SECONDS):
-            return
-        if time.monotonic() > deadline:
-            fix = "start the command there too, and check that this port can be reached"
-            raise _not_met(meeting, f"nobody answered in {meeting.join_seconds:g} s", fix)
-        time.sleep(RETRY_SECONDS)
+                problem = f"nodes cannot meet there: {error}"
+                raise UserError("--rendezvous", meeting.endpoint, problem, "give another port") from None
 
 
 def _run_once(nproc: int, words: Words, judge: Callable[[Failures], Then], meeting: Meeting) -> bool:
-    handler, own = _meet(meeting), _own_address(meeting)
+    handler, own = meet(meeting), own_address(meeting)
     if meeting is not ALONE:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             if name not in os.environ:
-                os.environ[name] = _interface_of(own)
+                os.environ[name] = interface_of(own)
     spec = WorkerSpec(
         role="default", local_world_size=nproc, entrypoint=sys.executable, args=(), rdzv_handler=handler,
         max_restarts=0, monitor_interval=MONITOR_SECONDS, local_addr=own,
     )  # fmt: skip
-    agent = Agent(spec, words, judge)
+    agent = Agent(spec, words, judge, meeting.most)
     result = agent.run()
     if agent.then is not Then.LEAVE:
         handler.shutdown()  # nobody can join any more
     return result is not None and not result.is_failed()
-
-
-def _meet(meeting: Meeting) -> RendezvousHandler:
-    return get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d", endpoint=meeting.endpoint, run_id=meeting.name or uuid.uuid4().hex,
-            min_nodes=meeting.least, max_nodes=meeting.most, local_addr=_own_address(meeting), is_host=meeting.is_here,
-            join_timeout=int(meeting.join_seconds), last_call_timeout=meeting.last_call_seconds, read_timeout=10,
-            keep_alive_interval=KEEP_ALIVE_SECONDS, keep_alive_max_attempt=KEEP_ALIVE_ATTEMPTS,
-        )
-    )  # fmt: skip
-
-
-def _own_address(meeting: Meeting) -> str:
-    """That of this node by which it reaches the others: names of nodes often do not resolve, or to another network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((meeting.host, meeting.port or 1))  # sends nothing
-        return str(probe.getsockname()[0])
-
-
-def _interface_of(address: str) -> str:
-    """The network interface that has an address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has none
-                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    raise UserError("--rendezvous", address, "belongs to no network interface here", "set GLOO_SOCKET_IFNAME")
 
 
 @contextmanager
@@ -306,14 +239,6 @@ def _told_apart() -> Iterator[None]:
         yield
     finally:
         del os.environ[LAUNCHER]
-
-
-def _not_met(meeting: Meeting, problem: str, fix: str) -> UserError:
-    return UserError("--rendezvous", meeting.endpoint, problem, fix)
-
-
-def _nodes(count: int) -> str:
-    return "one node" if count == 1 else f"{count} nodes"
 
 
 def start_ranks(nproc: int, words: Sequence[str], report: Callable[[Failures], int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch._C._distributed_c10d as c10d
@@ -18,8 +18,8 @@ BUFFER, REMEMBERED = "TORCH_FR_BUFFER_SIZE", 2000
 """Collectives that a rank remembers."""
 KEPT, KEPT_OF_GROUP = 300, 4
 """Of these, so many are written down: the last ones of all, and of every group."""
-RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
-"""PyTorch's: of gloo, and where it has CUDA of NCCL."""
+RECORDERS = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
+"""PyTorch's, by backend; that of NCCL is where it has CUDA."""
 
 
 def record_collectives() -> None:
@@ -29,26 +29,29 @@ def record_collectives() -> None:
 
 def moved() -> bytes:
     """Something that changes whenever a collective or a message is begun or has ended: a tenth of a millisecond."""
-    return b"".join(_recorder(name, False, False) for name in RECORDERS)
+    return b"".join(dump(False, False, False) for dump in _recorders().values())
 
 
 def calls(with_lines: bool) -> list[Call]:
     """The last ones that this rank remembers, oldest first. With the lines that they were called from it takes a second
     the first time: PyTorch then reads its own symbols."""
-    found: list[dict[str, Any]] = []
-    for name in RECORDERS:
-        dumped = _recorder(name, True, with_lines)
-        if dumped:
-            # Not from outside: PyTorch made these bytes in this process, a moment ago.
-            found += pickle.loads(dumped).get("entries", [])
-    found.sort(key=lambda entry: entry["time_created_ns"])
-    return kept([_call(entry) for entry in found if not entry["is_p2p"]])
+    found: list[tuple[str, dict[str, Any]]] = []
+    for backend, dump in _recorders().items():
+        # Not from outside: PyTorch made these bytes in this process, a moment ago.
+        entries = pickle.loads(dump(True, with_lines, False)).get("entries", [])
+        found += [(backend, entry) for entry in entries if not entry["is_p2p"]]
+    found.sort(key=lambda one: one[1]["time_created_ns"])
+    return kept([_call(backend, entry) for backend, entry in found])
 
 
 def group_ranks() -> dict[str, list[int]]:
     """The ranks of this rank's process groups, by the names that its collectives have."""
     known = list(dist.distributed_c10d._world.pg_map)
-    return {group.group_name: dist.get_process_group_ranks(group) for group in known}
+    return {
+        _name(group.group_name, backend): dist.get_process_group_ranks(group)
+        for group in known
+        for backend in _recorders()
+    }
 
 
 def kept(found: Sequence[Call]) -> list[Call]:
@@ -62,15 +65,20 @@ def kept(found: Sequence[Call]) -> list[Call]:
     return chosen[::-1]
 
 
-def _recorder(name: str, collectives: bool, stacks: bool) -> bytes:
-    dump = getattr(c10d, name, None)
-    return b"" if dump is None else dump(collectives, stacks, False)
+def _recorders() -> dict[str, Callable[[bool, bool, bool], bytes]]:
+    """Each is asked for collectives, their stacks, and no others than those under way."""
+    return {backend: getattr(c10d, name) for backend, name in RECORDERS.items() if hasattr(c10d, name)}
 
 
-def _call(entry: dict[str, Any]) -> Call:
+def _name(group: str, backend: str) -> str:
+    """A group of several backends counts the collectives of each by itself."""
+    return f"{group} ({backend})"
+
+
+def _call(backend: str, entry: dict[str, Any]) -> Call:
     places: list[Place] = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", ())]
     return {
-        "group": entry["process_group"][0],
+        "group": _name(entry["process_group"][0], backend),
         "number": entry["collective_seq_id"],
         "operation": entry["profiling_name"].partition(":")[2],
         "inputs": entry["input_sizes"],

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import os
-import re
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,14 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.measure.hang import headline
-from phalanx.measure.incident import FAILURES
+from phalanx.measure import incident
+from phalanx.measure.calls import is_loss
+from phalanx.measure.explained import headline
 from phalanx.measure.shortage import in_words, why_killed
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.train.flight import record_collectives
 from phalanx.train.manifest import checkpoints
-from phalanx.train.setup import STOPPED
+from phalanx.train.setup import INTERRUPTED, STOPPED
 
 # Without the first, restarted gloo ranks find stale addresses. The next two keep freed memory in the process: a step
 # allocates and frees the same large tensors again and again, and page faults cost up to a tenth of its time. (Not in
@@ -41,10 +40,6 @@ ENVIRONMENT = {
 }
 
 DEADLY = {-number for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV, signal.SIGILL)}
-LOST_A_PEER = re.compile(
-    "by peer|Broken pipe|Socket closed|Timed out|Read error|remote process exited|communicator was aborted"
-)
-"""What a collective says at a rank whose peer has gone."""
 AT_ONCE_SECONDS = 5.0
 
 
@@ -109,7 +104,7 @@ def report(directory: Path, first: Mapping[str, Any]) -> int:
         return 2
     print(f"phalanx: {said_of(first)}", file=sys.stderr)
     if "traceback" in first:
-        print(f"  traceback: {_failure_file(directory, first['rank'])}", file=sys.stderr)
+        print(f"  traceback: {incident.failure_file(directory, first['rank'])}", file=sys.stderr)
     for line in headline(directory):
         print(f"  {line}", file=sys.stderr)
     _say_how_to_go_on(directory)
@@ -120,7 +115,7 @@ def said_of(first: Mapping[str, Any]) -> str:
     """Which rank failed, when and why."""
     when = f"failed after step {first['step']}: " if "step" in first else ""
     if "lost" in first:
-        when += "it lost a rank of another node: "
+        when += "it lost another rank: "
     return f"rank {first['rank']} {when}{first['reason']}"
 
 
@@ -128,13 +123,13 @@ def first_failure(
     directory: Path, failures: Mapping[int, Any], told: Sequence[Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
     """What the rank that failed first left word of (`write_failure`); of one that had no time to, how it ended. Where
-    it only lost a rank of another node that left no word, it says so: "lost". `told` are the words that count, if not
+    it only lost another rank that left no word, it says so: "lost". `told` are the words that count, if not
     all that are there do."""
     told = read_failures(directory) if told is None else told
-    # A rank that was killed left no word, and what the others wrote is that they lost it.
+    own = [failure for failure in told if not is_loss(failure["reason"])]
+    # A rank that was killed left no word, and what the others wrote is that they lost it. NCCL aborts who lost others.
     killed = [(rank, failure.exitcode) for rank, failure in failures.items() if failure.exitcode in DEADLY]
-    if told and not killed:
-        own = [failure for failure in told if not LOST_A_PEER.search(failure["reason"])]
+    if told and (not killed or (own and all(code == -signal.SIGABRT for _, code in killed))):
         first = min(own or told, key=lambda failure: float(failure["time"]))
         return dict(first) if own else {**first, "lost": True}
     first_ended = min(failures.items(), key=lambda item: float(item[1].timestamp))
@@ -142,7 +137,7 @@ def first_failure(
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     record = {"rank": rank, "time": time.time(), "reason": why_killed(directory, rank, how), "code": 1}
     try:
-        _failure_file(directory, rank).write_text(json.dumps(record, indent=1))
+        incident.write_failure(directory, record)
     except OSError as error:  # why it could leave no word
         record["reason"] = f"{how}, and {directory} cannot be written to: {error.strerror}; free space or check it"
     return record
@@ -154,23 +149,9 @@ def _say_how_to_go_on(directory: Path) -> None:
     print(f"  {last}; continue with: phalanx train {directory} --resume", file=sys.stderr)
 
 
-def _failure_file(directory: Path, rank: int) -> Path:
-    (directory / FAILURES).mkdir(exist_ok=True)
-    return directory / FAILURES / f"rank-{rank:05d}.json"
-
-
-def forget_failure(directory: Path, rank: int) -> None:
-    """What a rank left word of, when it begins anew."""
-    (directory / FAILURES / f"rank-{rank:05d}.json").unlink(missing_ok=True)
-
-
 def read_failures(directory: Path) -> list[dict[str, Any]]:
     """The words that ranks left."""
-    failures = []
-    for file in (directory / FAILURES).glob("rank-*.json"):
-        with suppress(ValueError):  # the disk may have been full
-            failures.append(json.loads(file.read_text()))
-    return failures
+    return list(incident.read_failures(directory).values())
 
 
 def write_failure(
@@ -191,7 +172,7 @@ def write_failure(
         **(memory or {}),
     }
     try:
-        _failure_file(directory, rank).write_text(json.dumps(record, indent=1))
+        incident.write_failure(directory, record)
     except OSError:  # the disk may be what failed
         print(f"phalanx: rank {rank} failed after step {step}: {record['reason']}", file=sys.stderr)
 
@@ -237,17 +218,17 @@ def leave(code: int) -> None:
 
 
 @contextmanager
-def on_signal(heard: Callable[[], None]) -> Iterator[None]:
+def on_signal(heard: Callable[[int], None]) -> Iterator[None]:
     """SIGTERM (Slurm, torchrun) and Ctrl-C are `heard`, so that the process can end in order; one more, some seconds
     later, ends it at once. (Ctrl-C reaches a rank twice: from the terminal and from torchrun.)"""
     first: float | None = None
 
-    def stop(*_: object) -> None:
+    def stop(number: int, _: object) -> None:
         nonlocal first
         first = first or time.monotonic()
         if time.monotonic() - first > AT_ONCE_SECONDS:
-            os._exit(130)
-        heard()
+            os._exit(INTERRUPTED)
+        heard(number)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -2,6 +2,7 @@
 
     checkpoints/latest                   the name of the newest complete checkpoint
     checkpoints/step-00000100.before/    one that was written anew (`phalanx experts`), as it was
+    checkpoints/step-00000100.damaged/   one that was set aside
     checkpoints/step-00000100/
         shard-*.safetensors              parameters and optimizer state, as DCP wrote them
         rank-*.json                      random state and checksums of each rank's files
@@ -28,7 +29,7 @@ from phalanx.spec.run import RunSpec
 FORMAT = "phalanx-checkpoint"
 SUMS = "SHA256SUMS"
 LATEST = "latest"
-BEFORE = ".before"
+BEFORE, DAMAGED = ".before", ".damaged"
 SHAPE = (
     "vocab", "width", "layers", "heads", "kv_heads", "head_dim", "ffn", "norm", "activation", "positions", "bias",
     "qk_norm", "tied",
@@ -117,12 +118,24 @@ def intact_checkpoint(run_directory: Path) -> Path:
 def set_aside(directory: Path, damaged: Iterable[str], intact: Path | None) -> None:
     """Take damaged checkpoints out of the way (step-N.damaged), and let `latest` name the one that is used."""
     for name in damaged:
-        aside = directory / f"{name}.damaged"
+        aside = directory / f"{name}{DAMAGED}"
         if aside.exists():
             shutil.rmtree(aside)
         (directory / name).rename(aside)
     if intact is not None:
         _point(intact)
+
+
+def refuse_all_damaged(directory: Path) -> None:
+    """Raise UserError where checkpoints were set aside, for a run that finds no other: a disk that is ill for a while
+    must not make it begin anew."""
+    aside = sorted(path.name for path in directory.glob(f"*{DAMAGED}"))
+    if aside:
+        raise UserError(
+            "run directory", str(directory.parent), f"has no intact checkpoint: {', '.join(aside)}",
+            "look after the disk, and take the ending off those that are well; "
+            "to begin anew, remove them or choose another name",
+        )  # fmt: skip
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:

@@ -12,20 +12,21 @@ from typing import Any
 import torch
 
 from phalanx.measure.events import BEGAN, FAILED, note, read_events
-from phalanx.measure.hang import headline
-from phalanx.measure.incident import dump_file
+from phalanx.measure.explained import headline, suspects
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.run import RunSpec
-from phalanx.train.agent import ALONE, EndedElsewhere, Failures, Meeting, Then, run_ranks, stoppable
+from phalanx.train.agent import EndedElsewhere, Failures, Then, run_ranks, stoppable
 from phalanx.train.copies import offer_memory
 from phalanx.train.launch import first_failure, read_failures, report, said_of, set_environment
 from phalanx.train.manifest import checkpoints, reached, step_of
+from phalanx.train.meeting import ALONE, Meeting
 from phalanx.train.setup import STOPPED
 
 Choose = Callable[[int], Layout]
 """The layout of a run for so many ranks. Raises UserError where none fits."""
+NOBODY = -1
 
 
 def train_through(
@@ -34,7 +35,7 @@ def train_through(
     """Train the run of a directory with `nproc` ranks on this node, and others' where nodes meet; returns the exit
     code, after saying what failed. `options` are those of phalanx.train. One rank alone takes the process's place.
 
-    Raises UserError where nodes do not meet, or where too few are left for any layout.
+    Raises NotMetError where nodes do not meet, UserError where they cannot, or where too few are left for any layout.
     """
     set_environment(nproc)
     if nproc == 1 and meeting is ALONE:  # nobody stays behind to read its failure: it prints that itself
@@ -107,7 +108,7 @@ class Recovery:
         self.elsewhere = 0
         """Failures in a row that began on other nodes."""
         self.culprits: set[int] = set()
-        """The ranks that those of this node began with."""
+        """The ranks by which those of this node began; NOBODY where that is not known."""
         self.code = 1
         """Of the last failure."""
         self.final = False
@@ -118,7 +119,8 @@ class Recovery:
     def judge(self, failures: Failures) -> Then:
         """What follows these failures of ranks of this node; says on stderr what happened, and notes it."""
         if all(failure.exitcode == STOPPED for failure in failures.values()):
-            return Then.AGAIN  # a node was told to stop, or one has come: those that stay go on
+            self.code = STOPPED
+            return Then.END if self.nodes == 1 else Then.AGAIN  # where one was told to stop, or has come, others go on
         words = self.new_words()
         first = first_failure(self.directory, failures, words)
         self._seen.add(_mark(first))  # of one without a word it was written down just now
@@ -131,22 +133,25 @@ class Recovery:
         lost = "lost" in first or first["reason"].startswith("was killed by SIGABRT")
         here = self.nodes == 1 or (first["rank"] in failures and not lost)
         self.in_a_row, self.elsewhere = self.in_a_row + here, self.elsewhere + (not here)
-        self.culprits |= {first["rank"]} if here else set()
+        blamed = suspects(self.directory) if lost else {first["rank"]}
+        self.culprits |= (blamed or {NOBODY}) if here else set()
         self.code = int(first["code"])
         verdict = headline(self.directory)
-        if here:
-            note(self.directory, FAILED, rank=first["rank"], step=step, reason=first["reason"], verdict=verdict)
+        # A node that is gone notes nothing.
+        reason = first["reason"] if here or not lost else "lost ranks of another node"
+        note(self.directory, FAILED, rank=first["rank"], step=step, reason=reason, verdict=verdict, here=here)
         self.final = "lost" not in first and (first["code"] == 2 or first.get("final", False))
         if self.final or self.in_a_row > self.restarts or self.elsewhere > self.restarts * self.nodes:
             report(self.directory, first)
             leaves = here and not self.final and self.restarts > 0 and not self.alone
             return Then.LEAVE if leaves else Then.END
         source, count = saved[0].name if saved else "the beginning", f" ({self.in_a_row} of {self.restarts} in a row)"
-        source += ", or copies that are newer" if self.copied else ""
+        if self.copied:
+            source += ", or copies that are newer"
+        elif saved and step > step_of(saved[0]):
+            source += f", {step - step_of(saved[0])} steps before"
         lines = f"phalanx: {said_of(first)}", *verdict, f"starting again from {source}{count if here else ''}"
         print("\n  ".join(lines), file=sys.stderr)
-        for rank in failures:  # what is written of the next failure must not be held against words of this one
-            dump_file(self.directory, rank).unlink(missing_ok=True)
         return Then.AGAIN
 
     def new_words(self) -> list[dict[str, Any]]:
@@ -156,10 +161,10 @@ class Recovery:
         return words
 
     def without_the_worst(self, nproc: int, choose: Choose) -> int | None:
-        """So many ranks to go on with, where it was always the same that failed first and fewer can train; None where
+        """So many ranks to go on with, where it was always the same that was to blame and fewer can train; None where
         that cannot help, or did not the last time. On a GPU, the device of that rank is left out."""
         again_and_again = len(self.culprits) == 1 and self.in_a_row > self.restarts > 0
-        if self.final or not again_and_again or self.left_out_after == self.furthest:
+        if self.final or not again_and_again or NOBODY in self.culprits or self.left_out_after == self.furthest:
             return None
         (worst,) = self.culprits
         for ranks in range(nproc - 1, 0, -1):

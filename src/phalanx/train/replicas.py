@@ -76,11 +76,13 @@ def said(found: Difference, name: str, sizes: Degrees, step: int, every: int) ->
     alike = set(found.ranks) == set(found.holders)
     where = f"between {which}" if alike else f"on {which} from the {len(found.holders) - len(found.ranks)} others"
     more = f", and {found.tensors - 1} more tensors" if found.tensors > 1 else ""
-    before = f"it was equal after step {step - every}" if step > every else "it was not compared before"
+    before, back = "it was not compared before", "begin the run anew"
+    if step > every:
+        before = f"it was equal after step {step - every}"
+        back = f"--resume from a checkpoint of step {step - every} or before"
     return (
         f"step {step}: {name} differs {where}, where it must be equal{more}; {before}. A device or its memory changes "
-        f"data silently: test these hosts or leave them out, and --resume from a checkpoint of step {step - every} or "
-        "before"
+        f"data silently: test these hosts or leave them out, and {back}"
     )
 
 
@@ -88,7 +90,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """A number of 64 bits (int64, on the tensor's device) that any single changed bit changes: the sum over elements of
     their bits times odd numbers that rise with the place, modulo 2**64."""
     flat = tensor.detach().contiguous().flatten()
-    bits = flat.view(BITS[flat.element_size()]) if not flat.is_complex() else torch.view_as_real(flat).flatten()
+    bits = flat.view(BITS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for first in range(0, len(bits), CHUNK):
         chunk = bits[first : first + CHUNK].long()

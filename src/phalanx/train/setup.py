@@ -19,24 +19,26 @@ from typing import Any
 
 import tomli_w
 
-from phalanx.cost.memory import checkpoint_bytes, in_files_bytes, rank_states
+from phalanx.cost.memory import in_files_bytes, rank_states, room_for_checkpoints_bytes
 from phalanx.cost.stages import check_layout
 from phalanx.data.indexed import IndexedDataset
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.measure.incident import FAILURES, HANGS
-from phalanx.measure.lock import refuse_held
+from phalanx.measure.lock import ENDS_WITHIN_SECONDS, refuse_held
 from phalanx.spec.errors import UserError
 from phalanx.spec.installed import refuse_unsupported
 from phalanx.spec.load import cluster_table, load_run
 from phalanx.spec.run import RunSpec, cut_batch
 from phalanx.spec.tokenizer import BYTES_VOCAB
-from phalanx.train.manifest import check_manifest, checkpoints, read_manifest
+from phalanx.train.manifest import check_manifest, checkpoints, read_manifest, refuse_all_damaged
 from phalanx.train.metrics import METRICS_FILE, check_wandb
 
 STOPPED = 75
 """Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal ended before its last step, with a checkpoint."""
+INTERRUPTED = 130
+"""That of one that Ctrl-C ended so, as shells have it."""
 RUN_FILE, DATA_FILE, TOKENIZER_FILE = "run.toml", "data.json", "tokenizer.json"
 
 
@@ -61,7 +63,9 @@ def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
     if run.layout.offload_directory is not None:
         _check_offload(run, run.layout.offload_directory, world_size)
     _check_directory(run, resume)
-    refuse_held(run_directory(run))
+    # Ranks of other nodes notice that one was lost when a collective's time is over.
+    others = run.training.timeout_seconds if resume and run.cluster.nodes > 1 else 0
+    refuse_held(run_directory(run), ENDS_WITHIN_SECONDS + others)
 
 
 def _check_copies(run: RunSpec, world_size: int) -> None:
@@ -110,17 +114,18 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
     found = checkpoints(directory / "checkpoints")
     if found and resume:
         check_manifest(run, newest_manifest(found))
-    elif not resume and (found or (directory / METRICS_FILE).exists()):
+    elif resume:
+        refuse_all_damaged(directory / "checkpoints")
+    elif found or (directory / METRICS_FILE).exists():
         raise UserError(
             "name", run.name, f"{directory} holds a run already",
             "add --resume to continue it, or choose another with --set name=...",
         )  # fmt: skip
-    count, free = run.checkpoint.keep + 1, shutil.disk_usage(existing).free
-    needed = count * checkpoint_bytes(run)
+    needed, free = room_for_checkpoints_bytes(run, len(found)), shutil.disk_usage(existing).free
     if needed > free:
         raise UserError(
             "checkpoint.keep", run.checkpoint.keep,
-            f"{count} checkpoints need {needed / 1e9:.2f} GB and {existing} has {free / 1e9:.2f} GB free",
+            f"needs {needed / 1e9:.2f} GB for checkpoints, and {existing} has {free / 1e9:.2f} GB free",
             "free space, lower checkpoint.keep, or set out to another disk",
         )  # fmt: skip
 

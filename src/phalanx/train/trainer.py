@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,33 +21,21 @@ from phalanx.data.loader import IGNORED, Batch, evaluation_batches, prefetch
 from phalanx.measure.memory import peak_memory_bytes
 from phalanx.measure.record import PauseLine, StepLine
 from phalanx.parallel.frozen import Own
-from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.run import RunSpec
-from phalanx.train.checkpoint import (
-    Checkpointer,
-    load_state,
-    newest_checkpoint,
-    random_state,
-    restore_random_state,
-    restore_state,
-    set_random_state,
-    state_tensors,
-)
-from phalanx.train.copies import Copies
 from phalanx.train.corpus import Corpus
-from phalanx.train.divergence import CorruptionError, DivergenceError, Losses, passed_over, rollbacks
-from phalanx.train.learner import Learner, Micro
-from phalanx.train.manifest import check_manifest, read_manifest, step_of
+from phalanx.train.divergence import CorruptionError, DivergenceError, Losses
+from phalanx.train.learner import Micro
 from phalanx.train.metrics import Log, Record
-from phalanx.train.optimizer import Rescaling, learning_rate_ratio
+from phalanx.train.optimizer import learning_rate_ratio
 from phalanx.train.pacing import Pacing
 from phalanx.train.phases import Phases
 from phalanx.train.progress import Progress
 from phalanx.train.replicas import check_replicas
+from phalanx.train.resumable import Resumable, told_by_first
 
 
-class Trainer(Learner):
-    """A run under way on this rank: what learns, its data, and the count of steps.
+class Trainer(Resumable):
+    """A run under way on this rank: what learns and can be gone on with, and the loop around it.
 
     torch.distributed must be initialised where there are several ranks.
     """
@@ -57,35 +44,14 @@ class Trainer(Learner):
         self, run: RunSpec, corpus: Corpus, directory: Path, device: torch.device, peak_flops: float | None = None,
         own: Own | None = None,
     ) -> None:  # fmt: skip
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        super().__init__(run, build_mesh(run.layout, world_size, device.type), device, corpus.weights, own)
-        self.corpus, self.directory, self.peak_flops = corpus, directory, peak_flops
-        experts = run.model.moe.experts if run.model.moe else 0
-        self.loads = torch.zeros(2, len(self.moe_layers), experts, dtype=torch.float64, device=device)
-        """How often each expert of these layers was chosen, on all ranks: since the last evaluation, and between that
-        and the one before."""
-        self.loader = corpus.loader(run, self.cut.sequences, self.mesh.dp_rank, self.cut.dp)
-        self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
-        self.copies = None
-        if run.recovery.copy_every and world_size > 1:
-            described = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
-            back = told_by_first(partial(rollbacks, directory))  # what was copied before it is not gone on from
-            self.copies = Copies({"ranks": world_size, "back": back, **described}, dist.new_group(backend="gloo"))
-        self.pacing = Pacing(run, world_size, directory)
+        super().__init__(run, corpus, directory, device, own)
+        self.peak_flops, ranks = peak_flops, self.mesh.degrees.world_size
+        self.pacing = Pacing(run, ranks, directory)
         self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
         again = OWN_RECOMPUTE[run.layout.recompute]
         self.recomputed_flops = recomputed_flops_per_token(run.model, run.training.sequence, again)
-        self.rescaling = Rescaling(self.cut.learning_rate, self.cut.learning_rate, 0, 0)
-        self.step = 0
-        """Optimizer updates done."""
         self.line: StepLine | None = None
-        """What this rank notes of the last of them."""
-        self.began_after = 0
-        """The step after which this start of the run went on."""
-        self.tokens = 0
-        """Target tokens learned from, over all ranks."""
-        self.skipped = 0
-        """Steps whose gradient was not finite."""
+        """What this rank notes of the last step."""
         self.asked_to_stop = False
         """Set by a signal on this rank, at any time."""
         self.may_roll_back = False
@@ -152,7 +118,7 @@ class Trainer(Learner):
                         self._save_in_pace(progress)
                 if due(self.step, run.recovery.copy_every):
                     with self._pausing("copy", notes):
-                        self._copy()
+                        self.copy()
                 if evaluating:
                     with self._pausing("evaluation", notes):
                         evaluation = self.evaluate()
@@ -288,74 +254,6 @@ class Trainer(Learner):
         if self.pacing.reason is not None:
             progress.note(self.pacing.reason)
 
-    def _copy(self) -> None:
-        """Keep this step's state where it outlives this rank."""
-        if self.copies is not None:
-            self.strategy.settle()
-            manifest = {**self._manifest(), "step": self.step, "random": random_state()}
-            self.copies.keep(self.step, state_tensors(self.strategy, self.optimizers), manifest)
-
-    def save(self) -> None:
-        """Begin a checkpoint of this step."""
-        self.strategy.settle()
-        tensors = state_tensors(self.strategy, self.optimizers)
-        self.checkpointer.save(self.step, tensors, self._manifest(), on_disk=self.run.layout.offload == "nvme")
-
-    def _manifest(self) -> Record:
-        """What a run is, beside its tensors."""
-        return {
-            "tokens": self.tokens,
-            "skipped": self.skipped,
-            "loader": self.loader.state(self.step),
-            "rescaling": asdict(self.rescaling),
-            "model": self.run.model.model_dump(mode="json"),
-            "optimizer": self.run.optimizer.name,
-            "expert_tokens": self.loads.long().tolist(),
-        }
-
-    def resume(self) -> tuple[int, dict[str, str]]:
-        """Continue from the newest intact checkpoint, if there is one; says how many ranks wrote it (0: there is none),
-        and which newer ones are damaged.
-
-        Raises UserError if the checkpoint is of another model or other data.
-        """
-        checkpoint, damaged = newest_checkpoint(self.checkpointer.directory)
-        kept = self.copies.newest() if self.copies is not None else None
-        if kept is not None and kept.step >= (step_of(checkpoint) if checkpoint else 0):
-            restore_state(kept.shapes, kept.tensors, self.strategy, self.optimizers)
-            set_random_state(kept.manifest["random"])
-            self._go_on(kept.manifest)
-            return self.mesh.degrees.world_size, damaged
-        if checkpoint is None:
-            self._pass_over()
-            return 0, damaged
-        manifest = read_manifest(checkpoint)
-        check_manifest(self.run, manifest)
-        load_state(checkpoint, self.strategy, self.optimizers)
-        restore_random_state(checkpoint, self.mesh.rank)
-        self._go_on(manifest)
-        self._pass_over()
-        return int(manifest["world_size"]), damaged
-
-    def _go_on(self, manifest: Record) -> None:
-        """Be where a manifest says that the run was."""
-        self.loader.resume(manifest["loader"], resized=self.run.training.scaling != "keep")
-        if self.moe_layers and "expert_tokens" in manifest:
-            self.loads.copy_(torch.tensor(manifest["expert_tokens"]))
-        self.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]
-        self.began_after = self.step
-        rescaling = Rescaling(**manifest["rescaling"])
-        if rescaling.after != self.cut.learning_rate:  # the ranks are others
-            warmup = self.run.optimizer.warmup_steps
-            rescaling = Rescaling(rescaling.at(self.step - 1), self.cut.learning_rate, self.step, warmup)
-        self.rescaling = rescaling
-
-    def _pass_over(self) -> None:
-        """Leave out text that led this run astray before."""
-        steps = told_by_first(partial(passed_over, self.directory, self.step))
-        if steps:
-            self.loader.pass_over(steps)
-
     # -- measuring ---------------------------------------------------------------------------------------------------
 
     def _measures(self, line: StepLine, tokens: int) -> Record:
@@ -410,14 +308,6 @@ class Trainer(Learner):
             with self.strategy.exposed.waiting():
                 dist.all_reduce(values, group=self.mesh.loss_group)
         return values
-
-
-def told_by_first(find: Callable[[], int]) -> int:
-    """What rank 0 finds: files may look otherwise to others, and need not be read by all."""
-    told = [find() if not dist.is_initialized() or dist.get_rank() == 0 else 0]
-    if dist.is_initialized():
-        dist.broadcast_object_list(told, src=0)
-    return told[0]
 
 
 def due(step: int, every: int) -> bool:

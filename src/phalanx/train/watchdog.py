@@ -38,6 +38,8 @@ LAST_LOOK_SECONDS = 5.0
 """For what is being written to be written, before it is removed."""
 DEPTH = 40
 """Of a stack, so many places are kept."""
+COLLECTIVES = "torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py"
+"""Where PyTorch waits for other ranks. (In the rest of torch/distributed it reads and writes checkpoints too.)"""
 
 
 class Watchdog:
@@ -56,6 +58,8 @@ class Watchdog:
         self._ended, self._writing = threading.Event(), threading.Lock()
         self._stood_since, self._seen = time.monotonic(), (0, b"")
         self._wrote: Dump | None = None
+        self._was_asked = False
+        """Whether it was asked to stop before it stood still: it may be saving, for as long as that takes."""
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._faults: IO[str] | None = None
 
@@ -70,11 +74,11 @@ class Watchdog:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._ended.set()
-        if error is None:
-            self._thread.join(LAST_LOOK_SECONDS)
-            self._forget()
-        elif not isinstance(error, SystemExit | UserError | DivergenceError):
+        if error is not None and not isinstance(error, SystemExit | UserError | DivergenceError):
             self.failed(error)
+        self._thread.join(LAST_LOOK_SECONDS)
+        if error is None:
+            self._forget()
         if self._faults is not None:
             faulthandler.disable()
             self._faults.close()
@@ -109,15 +113,21 @@ class Watchdog:
             seen = self.step, moved()
             if seen != self._seen:
                 self._seen, self._stood_since = seen, now
-                self._forget()
+                with self._writing:
+                    if not self._ended.is_set():  # what is left of a failure stays
+                        self._forget()
             elif now - self._stood_since > self.deadline_seconds:
-                if self._wrote is None and self._writing.acquire(blocking=False):
-                    try:
-                        self._dump(STOOD, _stack(self._main))
-                    finally:
-                        self._writing.release()
-                elif self.trainer is not None and self.trainer.asked_to_stop:
-                    os._exit(1)  # it stood still before it was asked, and would do so until it is killed
+                self._stands()
+
+    def _stands(self) -> None:
+        asked = self.trainer is not None and self.trainer.asked_to_stop
+        if self._wrote is None:
+            self._was_asked = asked
+            with self._writing:
+                if not self._ended.is_set():
+                    self._dump(STOOD, _stack(self._main))
+        elif asked and not self._was_asked:
+            os._exit(1)  # it stood still before it was asked, and would do so until it is killed
 
     def _aborting(self) -> bool:
         return self._faults is not None and os.fstat(self._faults.fileno()).st_size > 0
@@ -180,7 +190,7 @@ def _stack(thread: int) -> traceback.StackSummary:
 
 def _waits(found: traceback.StackSummary) -> bool:
     """Whether a thread that stands there waits for other ranks: in PyTorch's collectives, or for one under way."""
-    inside = any("torch/distributed/" in place.filename for place in found[-4:])
+    inside = any(place.filename.endswith(COLLECTIVES) for place in found[-4:])
     return inside or (bool(found) and ".wait(" in (found[-1].line or ""))
 
 
@@ -188,6 +198,7 @@ def _tell_of_aborts(file: IO[str]) -> None:
     """Have a rank that an error signal ends write where it stood. Gloo aborts the process when sizes differ: its thread
     is then held up for as many seconds as SIGABRT has for its number, so that there is time for a last word.
     (faulthandler calls the handler that was there before it, here libc's sleep.)"""
+    faulthandler.disable()  # PYTHONFAULTHANDLER=1: it would keep the handler that it knows
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p

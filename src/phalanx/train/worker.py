@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from threading import Event
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from phalanx.cost.parameters import parameters
 from phalanx.cost.stages import check_layout
 from phalanx.measure.events import BEGAN, ENDED, note
+from phalanx.measure.incident import forget, forget_from
 from phalanx.measure.lock import ENDS_WITHIN_SECONDS, hold
 from phalanx.measure.matmul import peak_flops
 from phalanx.measure.memory import device_memory_bytes
@@ -39,7 +40,6 @@ from phalanx.train.launch import (
     LAUNCHER,
     choose_device,
     end_with_launcher,
-    forget_failure,
     join_ranks,
     on_signal,
     write_failure,
@@ -48,8 +48,9 @@ from phalanx.train.manifest import checkpoints, reached
 from phalanx.train.measured import compare, forget_measured
 from phalanx.train.metrics import JsonLines, Log, Record, open_logs
 from phalanx.train.progress import Progress
-from phalanx.train.setup import STOPPED, read_directory, set_up
-from phalanx.train.trainer import Trainer, told_by_first
+from phalanx.train.resumable import told_by_first
+from phalanx.train.setup import INTERRUPTED, STOPPED, read_directory, set_up
+from phalanx.train.trainer import Trainer
 from phalanx.train.watchdog import Watchdog
 
 SAMPLE_TOKENS = 160
@@ -91,7 +92,7 @@ def work(
             raise UserError("--set", overrides, "has no effect on a run directory", "give the run file instead")
         run = read_directory(source)[0] if prepared else load_run(source, overrides)
         if prepared:
-            forget_failure(source, int(os.environ.get("RANK", "0")))
+            forget(source, int(os.environ.get("RANK", "0")))
         device = join_ranks(choose_device(run), run.training.timeout_seconds, fewer.ranks if fewer else None)
         if not prepared:
             directory = _set_up_once(run, resume)
@@ -99,22 +100,33 @@ def work(
         first = not dist.is_initialized() or dist.get_rank() == 0
         # Of a start before, a rank that lost the others notices it when a collective's time is over.
         patience = run.training.timeout_seconds if LAUNCHER in os.environ else ENDS_WITHIN_SECONDS
-        lock = hold(directory, patience + ENDS_WITHIN_SECONDS) if first else None
+        launcher = int(os.environ.get(LAUNCHER, os.getpid()))
+        lock = hold(directory, patience + ENDS_WITHIN_SECONDS, launcher) if first else None
         if fewer is not None:
             run = run.model_copy(update={"layout": fewer.layout})
             check_layout(run, fewer.ranks)
         if first:
             keep_layout(directory, fewer.layout if fewer else None)
+            forget_from(directory, dist.get_world_size() if dist.is_initialized() else 1)
         fresh = not checkpoints(directory / "checkpoints")
         if measure or window:
             forget_measured(directory)  # of an earlier start, maybe of other ranks
         corpus, peak = open_corpus(run, data, fresh), device_peak(run, device)
-        allowed, asked = run.recovery.rollbacks, Event()
+        allowed = run.recovery.rollbacks
         left = allowed and allowed - told_by_first(partial(rollbacks, directory))
-        with Watchdog(directory, run.training.timeout_seconds) as watchdog, on_signal(asked.set):
+        signals: list[int] = []
+
+        def heard(number: int) -> None:
+            signals.append(number)
+            if trainer is not None:
+                trainer.asked_to_stop = True
+
+        with Watchdog(directory, run.training.timeout_seconds) as watchdog, on_signal(heard):
             while True:
                 watchdog.trainer = trainer = Trainer(run, corpus, directory, device, peak)
-                trainer.may_roll_back, trainer.asked_to_stop = left > 0, asked.is_set()
+                trainer.may_roll_back = left > 0
+                if signals:  # by what was heard when there was no trainer
+                    trainer.asked_to_stop = True
                 try:
                     _train(trainer, resume or prepared, measure, window)
                     break
@@ -123,13 +135,12 @@ def work(
                         raise
                     left, resume = left - 1, True
                     _go_back(trainer, error)
-                    if trainer.asked_to_stop:
-                        asked.set()
                     watchdog.trainer = trainer = None
         if lock is not None:
             lock.close()
         if trainer.stop and trainer.step < run.training.steps:
-            return STOPPED
+            by_hand = signals[:1] == [signal.SIGINT] and not dist.is_initialized()  # of several, the launcher says so
+            return INTERRUPTED if by_hand else STOPPED
     except SystemExit as ended:  # rank 0 says why
         return int(ended.code or 0)
     except BaseException as error:
@@ -206,10 +217,7 @@ def _train(trainer: Trainer, resume: bool, measure: bool, window: range | None) 
         note(directory, BEGAN, ranks=trainer.mesh.degrees.world_size, step=trainer.step)
     failed = True
     try:
-        with (
-            Progress(trainer.step, run.training.steps, quiet) as progress,
-            on_signal(partial(setattr, trainer, "asked_to_stop", True)),
-        ):
+        with Progress(trainer.step, run.training.steps, quiet) as progress:
             for name, problem in damaged.items():
                 progress.note(f"checkpoint {name} is damaged and was set aside: {problem}")
             progress.note(opening(trainer, resumed))

@@ -83,6 +83,9 @@ PLAIN = {
     "proc/sys/kernel/osrelease": "6.8.0-60-generic",
     "proc/sys/kernel/numa_balancing": "0",
     "sys/devices/system/cpu/offline": "",
+    "sys/devices/system/cpu/present": "0-111",
+    "sys/devices/system/cpu/smt/control": "on",
+    **{f"dev/nvidia{i}": "" for i in range(8)},
     "proc/self/limits": LIMITS,
     "proc/meminfo": "MemTotal:       2113412352 kB\nMemFree:        1992294400 kB\nMemAvailable:   2040109465 kB",
     "proc/uptime": "864000.00 190000000.00",
@@ -92,6 +95,8 @@ PLAIN = {
     "sys/module/nvidia/version": "570.124.06",
     "sys/class/net/eno1/operstate": "up",
     "sys/class/net/eno1/mtu": "1500",
+    "sys/class/net/eno1/speed": "10000",
+    "sys/class/net/eno1/duplex": "full",
     "sys/class/net/lo/operstate": "unknown",
     "sys/class/net/docker0/operstate": "down",
     "commands/df_shm.txt": f"{DF}\ntmpfs 1056706176 0 1056706176 0% /dev/shm",
@@ -132,6 +137,7 @@ def _pci() -> dict[str, str]:
             }  # fmt: skip
             files |= {f"sys/bus/pci/devices/{address}/{name}": value for name, value in values.items()}
     for address in GPUS:  # at rest they run slower
+        files[f"sys/bus/pci/devices/{address}/driver/module/version"] = "570.124.06"
         files[f"sys/bus/pci/devices/{address}/current_link_speed"] = "2.5 GT/s PCIe"
     return files
 

@@ -3,8 +3,6 @@ any has no finding."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,111 +13,25 @@ from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.finding import Finding
 from phalanx.measure.doctor.machine import Machine
 from tests.measure.doctor import h100_record
+from tests.measure.doctor.plants import (
+    Plant,
+    add,
+    both,
+    edit,
+    everywhere,
+    lost,
+    new,
+    pci,
+    port,
+    put,
+    row,
+    variable,
+    xid,
+)
 
-HERE = Path(__file__).parent
 EXPECTED = Expected(gpus=8, ranks=8, nodes=2, nccl_log="/nccl.log", network_bytes_per_second=50e9,
     rank_bytes=60 * 2**30,
                     checkpoints_bytes=10**12)  # fmt: skip
-Plant = Callable[[Path], None]
-
-
-def edit(path: str, old: str, new: str, count: int = 1) -> Plant:
-    """Replace a text in a file, so many times, which must be there."""
-
-    def plant(root: Path) -> None:
-        text = (root / path).read_text()
-        assert old in text
-        (root / path).write_text(text.replace(old, new, count))
-
-    return plant
-
-
-def put(path: str, text: str) -> Plant:
-    """A file as it would be."""
-
-    def plant(root: Path) -> None:
-        assert (root / path).exists()
-        (root / path).write_text(text + "\n")
-
-    return plant
-
-
-def add(path: str, line: str) -> Plant:
-    """A line at the end of a file."""
-
-    def plant(root: Path) -> None:
-        text = (root / path).read_text()
-        (root / path).write_text(f"{text}{line}\n")
-
-    return plant
-
-
-def gone(path: str) -> Plant:
-    """A file that is not there."""
-    return lambda root: (root / path).unlink()
-
-
-def both(*plants: Plant) -> Plant:
-    def plant(root: Path) -> None:
-        for each in plants:
-            each(root)
-
-    return plant
-
-
-def row(query: str, gpu: int, old: str, new: str) -> Plant:
-    """One GPU's row of an answer of nvidia-smi."""
-
-    def plant(root: Path) -> None:
-        path = root / f"commands/smi_{query}.txt"
-        lines = path.read_text().splitlines()
-        assert old in lines[gpu + 1]
-        lines[gpu + 1] = lines[gpu + 1].replace(old, new, 1)
-        path.write_text("\n".join(lines) + "\n")
-
-    return plant
-
-
-def lost(gpu: int) -> Plant:
-    """A GPU that nvidia-smi and PyTorch see no more."""
-
-    def plant(root: Path) -> None:
-        for path in (root / "commands").glob("smi_*.txt"):
-            lines = path.read_text().splitlines()
-            if path.stem in ("smi_identity", "smi_state", "smi_ecc", "smi_remapped", "smi_names", "smi_driver"):
-                path.write_text("\n".join(lines[: gpu + 1] + lines[gpu + 2 :]) + "\n")
-        known = json.loads((root / "commands/torch.txt").read_text())
-        (root / "commands/torch.txt").write_text(json.dumps(known | {"gpus": 7}))
-
-    return plant
-
-
-def xid(number: int) -> Plant:
-    return add("commands/kernel_log.txt", f"NVRM: Xid (PCI:0000:52:00): {number}, pid=4021, name=python, Ch 00000008")
-
-
-def pci(address: str, name: str, value: str) -> Plant:
-    return put(f"sys/bus/pci/devices/{address}/{name}", value)
-
-
-def port(number: int, name: str, value: str) -> Plant:
-    return put(f"sys/class/infiniband/mlx5_{number}/ports/1/{name}", value)
-
-
-def variable(name: str, value: str) -> Plant:
-    """A variable of the environment, in place of its own value."""
-
-    def plant(root: Path) -> None:
-        lines = (root / "environment").read_text().splitlines()
-        kept = [line for line in lines if not line.startswith(f"{name}=")]
-        (root / "environment").write_text("\n".join([*kept, f"{name}={value}"]) + "\n")
-
-    return plant
-
-
-def everywhere(plant: Callable[[int], Plant]) -> Plant:
-    return both(*(plant(card) for card in range(8)))
-
 
 GPU2, CARD3, KERNEL = "0000:52:00.0", "0000:5e:00.0", "commands/kernel_log.txt"
 FAULTS: dict[str, tuple[Plant, str, str, str]] = {
@@ -132,6 +44,7 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     "a GPU of another kind": (row("identity", 6, "H100 80GB HBM3", "H100 PCIe"), "gpu.model", "WARN", "GPU6"),
     "memory that an earlier job left": (row("identity", 1, " 4,", " 9000,"), "gpu.busy", "WARN", "GPU1"),
     "memory too small for the run": (row("identity", 1, "81559", "40960"), "gpu.headroom", "FAIL", "GPU1"),
+    "a GPU that must be reset": (row("identity", 3, " 4,", " [GPU requires reset],"), "gpu.answers", "FAIL", "GPU3"),
     "persistence mode off": (row("state", 0, "Enabled", "Disabled"), "gpu.persistence", "WARN", "GPU0"),
     "MIG on": (row("state", 3, ", Disabled,", ", Enabled,"), "gpu.mig", "FAIL", "GPU3"),
     "no process may compute": (row("state", 3, "Default", "Prohibited"), "gpu.compute_mode", "FAIL", "GPU3"),
@@ -188,8 +101,8 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     "a slow port": (port(6, "rate", "200 Gb/sec (4X HDR)"), "rdma.rate", "FAIL", "mlx5_6"),
     "a link that flaps": (port(1, "counters/link_downed", "80"), "rdma.flaps", "WARN", "mlx5_1"),
     "old firmware": (put("sys/class/infiniband/mlx5_5/fw_ver", "28.39.1002"), "rdma.firmware", "WARN", "mlx5_5"),
-    "a port without an address": (
-        both(*(port(2, f"gids/{i}", "0000:0000:0000:0000:0000:0000:0000:0000") for i in (1, 3)),
+    "a port with only a link-local address": (
+        both(*(port(2, f"gids/{i}", "0000:0000:0000:0000:0000:0000:0000:0000") for i in (2, 3)),
              variable("NCCL_IB_GID_INDEX", "-1")),
         "roce.gid", "FAIL", "mlx5_2",
     ),
@@ -221,6 +134,12 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
                               "roce.readable", "WARN", "ens5np0"),
     "mlnx_qos hangs": (put("commands/mlnx_qos_ens0np0.txt", "[no answer]"), "doctor.stuck", "FAIL",
         "mlnx_qos -i ens0np0"),
+    "a slow cable": (put("sys/class/net/eno1/speed", "100"), "network.speed", "WARN", "eno1"),
+    "half duplex": (put("sys/class/net/eno1/duplex", "half"), "network.duplex", "WARN", "eno1"),
+    "an interface that only begins as one that is there": (
+        both(new("sys/class/net/bonding_masters", ""), variable("NCCL_SOCKET_IFNAME", "bond")), "nccl.interface",
+        "FAIL", "NCCL_SOCKET_IFNAME",
+    ),
     "an interface that is not there": (variable("NCCL_SOCKET_IFNAME", "bond0"), "nccl.interface", "FAIL",
         "NCCL_SOCKET_IFNAME"),
     "only docker's interface": (variable("NCCL_SOCKET_IFNAME", "docker0"), "nccl.interface_local", "FAIL",
@@ -243,6 +162,11 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
              "node2:3811:3902 [0] NCCL INFO NET/IB : No device found.\n"
              "node2:3811:3902 [0] NCCL INFO Using network Socket"),
         "nccl.fallback", "FAIL", "node2",
+    ),
+    "NCCL fell back, in the log of torchrun": (
+        both(edit("nccl.log", "[0] NCCL INFO Using network IB", "[0] NCCL INFO Using network Socket"),
+             edit("nccl.log", "node", "[default0]:node", -1)),
+        "nccl.fallback", "FAIL", "node1",
     ),
     "no GPUDirect": (edit("nccl.log", "[send] via NET/IB/0/GDRDMA", "[send] via NET/IB/0"), "nccl.gdr", "WARN", ""),
     "NCCL warns": (add("nccl.log",
@@ -267,6 +191,18 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
                          "disk.writable", "FAIL", "."),
     "little memory": (edit("proc/meminfo", "MemAvailable:   2040109465", "MemAvailable:   104010946"),
         "memory.available", "WARN", ""),
+    "a job's limit that is nearly used": (
+        both(new("proc/self/cgroup", "0::/slurm/job_7/step_0"),
+             new("sys/fs/cgroup/slurm/job_7/memory.max", "100000000000"),
+             new("sys/fs/cgroup/slurm/job_7/memory.current", "95000000000")),
+        "memory.available", "WARN", "",
+    ),
+    "the same by cgroups of version 1": (
+        both(new("proc/self/cgroup", "9:cpu,cpuacct:/\n4:memory:/slurm/job_7"),
+             new("sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes", "100000000000"),
+             new("sys/fs/cgroup/memory/slurm/job_7/memory.usage_in_bytes", "95000000000")),
+        "memory.available", "WARN", "",
+    ),
     "a clock on its own": (edit("commands/chrony.txt", ": Normal", ": Not synchronised"), "clock.synchronised",
         "WARN", ""),
     "a clock that is off": (edit("commands/chrony.txt", "0.000012931", "45.2"), "clock.offset", "FAIL", ""),
@@ -276,12 +212,24 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
         "WARN", "3-5"),
     "NUMA balancing": (put("proc/sys/kernel/numa_balancing", "1"), "cpu.numa_balancing", "WARN", ""),
     "an Xid of hardware": (xid(48), "kernel.xid", "FAIL", GPU2),
+    "an Xid of a MIG instance": (
+        add(KERNEL, "NVRM: Xid (PCI:0000:52:00 GPU-I:05): 94, pid=4021, name=python, Contained: SM"),
+        "kernel.xid", "FAIL", GPU2,
+    ),
+    "an Xid in the journal, where dmesg may not be read": (
+        both(put(KERNEL, "dmesg: read kernel buffer failed: Operation not permitted\n[exit 1]"),
+             new("commands/kernel_journal.txt", "NVRM: Xid (PCI:0000:52:00): 48, pid=4021, name=python")),
+        "kernel.xid", "FAIL", GPU2,
+    ),
     "an Xid of a program": (xid(31), "kernel.xid_software", "WARN", GPU2),
     "a GPU fell off the bus": (
         both(add(KERNEL, "NVRM: GPU at PCI:0000:52:00: GPU-5cf1f6c5"),
              add(KERNEL,
              "NVRM: Xid (PCI:0000:52:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.")),
         "kernel.gpu_lost", "FAIL", GPU2,
+    ),
+    "a GPU fell off the bus, without an Xid": (
+        add(KERNEL, "NVRM: GPU 0000:52:00.0: GPU has fallen off the bus."), "kernel.gpu_lost", "FAIL", GPU2
     ),
     "an NVSwitch failed": (add(KERNEL,
         "nvidia-nvswitch0: SXid (PCI:0000:07:00.0): 24007, Fatal, Link 46 sourcing error"),
@@ -301,6 +249,19 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
                                   "kernel.machine_check", "WARN", "MC3"),
     "a program killed for memory": (add(KERNEL, "Out of memory: Killed process 4711 (python) total-vm:9000kB"),
                                     "kernel.out_of_memory", "WARN", "python"),
+    "a program killed for its job's memory": (
+        add(KERNEL, "Memory cgroup out of memory: Killed process 4711 (python) total-vm:9000kB"),
+        "kernel.out_of_memory", "WARN", "python",
+    ),
+    "the same by an old kernel": (
+        add(KERNEL, "Out of memory: Kill process 4711 (python) score 900 or sacrifice child"), "kernel.out_of_memory",
+        "WARN", "python",
+    ),
+    "XFS shut down": (
+        add(KERNEL, "XFS (dm-0): Log I/O Error (0x2) detected at xlog_ioend_work+0x59/0x60 [xfs] "
+                    "(fs/xfs/xfs_log.c:1378).  Shutting down filesystem."),
+        "kernel.disk", "FAIL", "dm-0",
+    ),
     "a disk with errors": (add(KERNEL, "I/O error, dev nvme1n1, sector 2048 op 0x0:(READ)"), "kernel.disk", "FAIL",
         "nvme1n1"),
     "a file system made read-only": (add(KERNEL, "EXT4-fs (nvme0n1p2): Remounting filesystem read-only"),

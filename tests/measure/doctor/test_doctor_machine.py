@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.measure.doctor import examine
+from phalanx.measure.doctor import examine, write
 from phalanx.measure.doctor.children import Answer, run
 from phalanx.measure.doctor.counters import read
+from phalanx.measure.doctor.disk import WRITE_SECONDS
 from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.facts import facts
 from phalanx.measure.doctor.finding import Finding, Skip
@@ -64,12 +65,13 @@ def test_what_hangs_is_a_finding_and_holds_nobody_up(tmp_path: Path, monkeypatch
     found = examine.examine(Machine(), Expected(gpus=8, quick=True))
     assert time.monotonic() - begun < 60  # what --quick promises
     wrong = {each.id: each for each in found if each.severity in ("FAIL", "WARN")}
-    assert set(wrong) == {"gpu.answers", "doctor.stuck", "nccl.interface", "nccl.left_over"}
+    by_others = {"kernel.out_of_memory", "disk.write"}  # tests that are killed for memory, or fill the disk, meanwhile
+    assert wrong.keys() - by_others == {"gpu.answers", "doctor.stuck", "nccl.interface", "nccl.left_over"}
     assert wrong["gpu.answers"].measured == f"no answer in {COMMAND_SECONDS} s"
     assert (wrong["doctor.stuck"].device, wrong["doctor.stuck"].measured) == ("nccl_log", "no answer in 20 s")
     assert (wrong["nccl.interface"].device, wrong["nccl.interface"].measured) == ("GLOO_SOCKET_IFNAME", "nosuch0")
     assert all(each.remedy for each in wrong.values())
-    assert {each.id for each in found if each.severity == "OK"} >= {"host.shm", "disk.write", "kernel.xid"}
+    assert {each.id for each in found if each.severity == "OK"} >= {"host.shm", "disk.writable"}
 
 
 def test_a_recorded_answer_that_failed(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_a_machine_is_recorded_and_played_back(tmp_path: Path) -> None:
     again = examine.node(Machine(tmp_path / "record"), Expected(quick=True, directory=str(tmp_path)))
     assert again == here
     assert here.facts["kernel"] == os.uname().release
-    assert {each.id for each in here.findings} >= {"software.torch", "host.shm", "disk.write", "kernel.xid"}
+    assert {each.id for each in here.findings} >= {"software.torch", "host.shm", "disk.write"}
     assert read(Machine(tmp_path / "record")).keys() == read(Machine()).keys()
 
 
@@ -112,6 +114,8 @@ def test_the_captured_machine_is_well() -> None:
     assert skipped["ports"] == skipped["host.memlock"] == "no RDMA device"
     assert all(skipped.values())
     assert "memory.headroom" in {each.id for each in found if each.severity == "OK"}
+    anywhere = examine.examine(Machine(CPU), Expected(ranks=2, rank_bytes=2**50))  # where there are no GPUs, on CPUs
+    assert "memory.headroom" in {each.id for each in anywhere if each.severity == "FAIL"}
 
 
 @pytest.mark.parametrize(
@@ -182,3 +186,18 @@ def test_what_no_parser_has_seen_yet_is_a_finding(tmp_path: Path) -> None:
     (found,) = examine.findings(Broken(), Machine(tmp_path), Expected())
     assert (found.id, found.device, found.severity) == ("doctor.unreadable", "broken", "WARN")
     assert found.measured == "ZeroDivisionError: a bug"
+
+
+def test_a_slow_disk_is_told_from_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """10 MB/s, by a clock that moves when the file is synced: 256 MiB would take longer than the probe may."""
+    passed = [0.0]
+    monkeypatch.setattr(os, "fsync", lambda _: passed.append(passed[-1] + write.SYNCED * 2**20 / 10e6))
+    monkeypatch.setattr(time, "perf_counter", lambda: passed[-1])
+    monkeypatch.setattr(sys, "argv", ["write", str(tmp_path), "256"])
+    write.main()
+    assert passed[-1] < WRITE_SECONDS
+    size, seconds = re.match(r"(\d+) bytes in ([\d.]+) s", capsys.readouterr().out).groups()  # type: ignore[union-attr]
+    assert float(size) / float(seconds) == pytest.approx(10e6, rel=1e-3)
+    assert not list(tmp_path.iterdir())

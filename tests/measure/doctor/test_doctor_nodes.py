@@ -109,6 +109,14 @@ def test_nodes_leave_word_and_are_collected(nodes: list[Node], tmp_path: Path) -
         gather.collect(tmp_path / "nowhere")
 
 
+def test_an_old_word_stands_for_no_node(nodes: list[Node], tmp_path: Path) -> None:
+    files = [gather.leave(tmp_path, node) for node in nodes]
+    assert wrong(gather.old(tmp_path)) == []
+    os.utime(files[1], (time.time() - 7200, time.time() - 7200))
+    (found,) = wrong(gather.old(tmp_path))
+    assert (found.id, found.severity, found.host, found.measured) == ("nodes.old", "FAIL", "node2", 120)
+
+
 def test_the_clock_of_storage_is_that_of_this_machine(tmp_path: Path) -> None:
     """Files here are stamped by this kernel, which may round to its ticks."""
     assert abs(gather.storage_clock(tmp_path)) < 1
@@ -198,6 +206,25 @@ def test_a_counter_that_began_anew(h100: Path) -> None:
     reset = {**before, "counters.link": {"mlx5_0 symbol_error": 2}}
     high = {**before, "counters.link": {"mlx5_0 symbol_error": 50}}
     assert [each.measured for each in wrong(counters.grown(high, reset))] == [2]
+
+
+def test_a_counter_that_nobody_read_before_has_not_grown(h100: Path) -> None:
+    after = counters.read(Machine(h100))
+    before = {**after, "counters.link": {}}
+    found = {each.id: each for each in counters.grown(before, {**after, "counters.link": {"mlx5_0 symbol_error": 50}})}
+    assert (found["counters.link"].severity, found["counters.link"].measured) == ("SKIP", "no such counters here")
+
+
+def test_counters_that_hang_or_are_not_there_leave_the_others(tmp_path: Path) -> None:
+    h100_record.write(tmp_path)
+    (tmp_path / "commands/ethtool_ens2np0.txt").write_text("[no answer]\n")
+    (tmp_path / "commands/smi_nvlink_errors.txt").write_text("NVML: Not Supported\n[exit 3]\n")
+    for path in tmp_path.glob("sys/bus/pci/devices/*/aer_*"):
+        path.unlink()
+    known = counters.read(Machine(tmp_path))
+    assert not {"counters.nvlink", "counters.pcie"} & known.keys()
+    assert known["counters.ecc"] == {f"GPU{i}": 0 for i in range(8)}
+    assert {name.partition(" ")[0] for name in known["counters.pause"]} == {f"ens{i}np0" for i in (0, 1, 3, 4, 5, 6, 7)}
 
 
 # -- collectives and pairs ---------------------------------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from phalanx.cost.memory import checkpoint_bytes, rank_memory
+from phalanx.cost.memory import rank_memory, room_for_checkpoints_bytes
 from phalanx.measure.doctor.expected import Expected
 from phalanx.spec.run import RunSpec
 
 
-def expected_of(run: RunSpec, nproc: int | None = None) -> Expected:
-    """What is known of it: memory where its layout and its ranks are said, GPUs where its device is.
+def expected_of(run: RunSpec, nproc: int | None = None, checkpoints: int = 0) -> Expected:
+    """What is known of it, of which so many checkpoints are there: memory where its layout and its ranks are said,
+    GPUs where its device is.
 
     Raises UserError if its layout cannot run on so many ranks.
     """
@@ -21,6 +22,6 @@ def expected_of(run: RunSpec, nproc: int | None = None) -> Expected:
         gpus=gpus,
         ranks=ranks,
         rank_bytes=max((memory.total for memory in held.values()), default=None),
-        checkpoints_bytes=(run.checkpoint.keep + 1) * checkpoint_bytes(run),
+        checkpoints_bytes=room_for_checkpoints_bytes(run, checkpoints),
         network_bytes_per_second=cluster.network_bytes_per_second,
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from phalanx.measure.doctor import nvlinks, pci, pcie, ports, smi
 from phalanx.measure.doctor.finding import Finding, Rule, Skip
-from phalanx.measure.doctor.machine import Machine
+from phalanx.measure.doctor.machine import Machine, Stuck
 
 Counts = dict[str, dict[str, int]]
 """Of each rule, by device and counter: "mlx5_0 symbol_error"."""
@@ -83,18 +84,20 @@ def read(machine: Machine) -> Counts:
 
 
 def grown(before: Counts, after: Counts) -> list[Finding]:
-    """What became of them meanwhile. A counter that is less than before began anew."""
+    """What became of them meanwhile. One that is less than before began anew; of one that nobody read before nothing is
+    said."""
     differences = {
         rule: {
-            name: count - was if count >= (was := before.get(rule, {}).get(name, 0)) else count
+            name: count - was if count >= (was := before[rule][name]) else count
             for name, count in mine.items()
+            if name in before.get(rule, {})
         }
         for rule, mine in after.items()
     }
     found = []
     for rule in RULES:
         mine = differences.get(rule.id)
-        if mine is None:
+        if not mine:
             found.append(rule.skipped("no such counters here"))
         elif rule in (MARKED, TCP):
             found += _shares(rule, mine, differences)
@@ -124,7 +127,9 @@ def _all(machine: Machine) -> Iterator[tuple[str, str, int]]:
         for counter in OF_INTERFACES:
             yield from _one(machine, DROPPED.id, f"{name} {counter}", f"/sys/class/net/{name}/statistics/{counter}")
     for at in [*pci.devices(machine, pci.GPU, pci.NVIDIA), *pcie.rdma_cards(machine)]:
-        yield PCIE.id, at, pcie.errors(machine, at, "nonfatal") + pcie.errors(machine, at, "fatal")
+        errors = pcie.errors(machine, at)
+        if errors is not None:
+            yield PCIE.id, at, errors
     yield from _of_gpus(machine)
     yield from _of_tcp(machine)
 
@@ -136,20 +141,22 @@ def _one(machine: Machine, rule: str, name: str, path: str) -> Iterator[tuple[st
 
 
 def _of_card(machine: Machine, interface: str) -> Iterator[tuple[str, str, int]]:
-    said = machine.ask(f"ethtool_{interface}", "ethtool", "-S", interface)
+    try:
+        said = machine.ask(f"ethtool_{interface}", "ethtool", "-S", interface)
+    except Stuck:  # before or after: then it has grown by nothing that is known
+        return
     for pause, dropped, count in OF_CARD.findall(said.text if said else ""):
         yield (PAUSED if pause else DROPPED).id, f"{interface} {pause or dropped}", int(count)
 
 
 def _of_gpus(machine: Machine) -> Iterator[tuple[str, str, int]]:
-    try:
+    with suppress(Skip):
         for link, count in nvlinks.errors(machine).items():
             yield NVLINK.id, link, count
+    with suppress(Skip):
         rows = smi.query(machine, "smi_uncorrected", "gpu", "index", UNCORRECTED)
-    except Skip:
-        return
-    for gpu, errors in smi.numbers(rows, UNCORRECTED).items():
-        yield ECC.id, gpu, int(errors)
+        for gpu, errors in smi.numbers(rows, UNCORRECTED).items():
+            yield ECC.id, gpu, int(errors)
 
 
 def _of_tcp(machine: Machine) -> Iterator[tuple[str, str, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from phalanx.measure.doctor import pci
 from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.finding import Finding, Rule, judge
@@ -21,18 +23,17 @@ BALANCING = Rule(
     "AMD, ROCm system optimization (pages that move stall GPUs); NVIDIA says the same of GH200", "switch it off",
     "sysctl -w kernel.numa_balancing=0",
 )  # fmt: skip
-UNKNOWN = OFFLINE.skipped("the kernel does not show it")
 RULES = (GOVERNOR, OFFLINE, BALANCING)
 
 
 def check(machine: Machine, _: Expected) -> list[Finding]:
     """What the kernel shows: of most virtual machines little."""
-    offline, balancing = machine.read(f"{CPUS}/offline"), machine.read("/proc/sys/kernel/numa_balancing")
+    balancing = machine.read("/proc/sys/kernel/numa_balancing")
     several = len(machine.listing("/sys/devices/system/node/node[0-9]*")) > 1
     with_gpus = several and bool(pci.devices(machine, pci.GPU, pci.NVIDIA))
     return [
         *_governors(machine),
-        *([OFFLINE.broken(offline, offline)] if offline else [OFFLINE.well("none") if offline == "" else UNKNOWN]),
+        _offline(machine),
         *(
             judge(BALANCING, {"": balancing}, lambda flag: flag != "0")
             if with_gpus and balancing is not None
@@ -41,16 +42,33 @@ def check(machine: Machine, _: Expected) -> list[Finding]:
     ]
 
 
+def _offline(machine: Machine) -> Finding:
+    """Of the cores that are there: a virtual machine lists those that it might have. Without SMT half are meant off."""
+    offline, present, smt = (machine.read(f"{CPUS}/{name}") for name in ("offline", "present", "smt/control"))
+    if offline is None:
+        return OFFLINE.skipped("the kernel does not show it")
+    if smt in ("off", "forceoff"):
+        return OFFLINE.skipped("SMT is switched off")
+    off = _cores(offline) & _cores(present) if present else _cores(offline)
+    return OFFLINE.broken(offline, offline) if off else OFFLINE.well("none")
+
+
+def _cores(listed: str) -> set[int]:
+    """Of a list as the kernel writes it: 0-3,8."""
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", listed)
+    return {core for first, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
 def _governors(machine: Machine) -> list[Finding]:
     paths = machine.listing(f"{CPUS}/cpu[0-9]*/cpufreq/scaling_governor")
     governors = {path.split("/")[5]: machine.read(path) or "" for path in paths}
     if not governors:
         return [GOVERNOR.skipped("the kernel does not show it")]
     others = sorted({word for word in governors.values() if word != "performance"})
-    return [GOVERNOR.broken(_cores(governors, word), word) for word in others] or [GOVERNOR.well("performance")]
+    return [GOVERNOR.broken(_named(governors, word), word) for word in others] or [GOVERNOR.well("performance")]
 
 
-def _cores(governors: dict[str, str], word: str) -> str:
+def _named(governors: dict[str, str], word: str) -> str:
     """Those with a governor, as one device: cpu0, or the first of several and how many."""
     mine = [core for core, governor in governors.items() if governor == word]
     return mine[0] if len(mine) == 1 else f"{mine[0]} and {len(mine) - 1} more"

@@ -34,11 +34,11 @@ WRITE = Rule(
     "disk.write", "speed of a file that is written and synced", "WARN", f"at least {WRITE_MB_PER_SECOND}", "MB/s",
     "ours: a rank that saves 1 GB waits for 10 s",
     "write to a faster disk (`out` in the run file); look who else writes there",
-    "dd if=/dev/zero of={device}/test bs=1M count=256 conv=fsync; iostat -x 1",
+    "python -m phalanx.measure.doctor.write {device} 256; iostat -x 1",
 )  # fmt: skip
 WRITABLE = Rule(
     "disk.writable", "whether files can be written", "FAIL", "yes", "", "ours",
-    "mount it for writing, or set `out` to another", "touch {device}/test",
+    "mount it for writing, or set `out` to another", "findmnt -T {device}; ls -ld {device}",
 )  # fmt: skip
 RULES = (FULL, VERY_FULL, ROOM, WRITABLE, WRITE)
 
@@ -65,8 +65,9 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
     """Where the run would write."""
     where = expected.directory
     found = space(machine, "df_runs", where)
+    unknown = [rule.skipped(f"df says nothing of {where}") for rule in (FULL, VERY_FULL, ROOM)]
     return [
-        *(_space(found, expected) if found else [FULL.skipped(f"df says nothing of {where}")]),
+        *(_space(found, expected) if found else unknown),
         *_write(machine, expected),
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.measure.doctor import smi
 from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.finding import Finding, Rule, judge
+from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge
 from phalanx.measure.doctor.machine import Machine
 
 CORRECTED = 50_000_000
@@ -35,15 +35,21 @@ def check(machine: Machine, _: Expected) -> list[Finding]:
     """ECC's counters and the row remapper's state."""
     volatile = "ecc.errors.{}.volatile.total".format
     rows = smi.query(machine, "smi_ecc", "gpu", "index", volatile("corrected"), volatile("uncorrected"))
-    remapped = smi.query(
-        machine, "smi_remapped", "remapped-rows", "gpu_bus_id", "remapped_rows.pending", "remapped_rows.failure"
-    )
     return [
         *judge(UNCORRECTED_RULE, smi.numbers(rows, volatile("uncorrected")), lambda count: count > 0),
         *judge(CORRECTED_RULE, smi.numbers(rows, volatile("corrected")), lambda count: count > CORRECTED),
-        *judge(PENDING, smi.words(remapped, "remapped_rows.pending"), _said),
-        *judge(FAILED, smi.words(remapped, "remapped_rows.failure"), _said),
+        *_rows(machine),
     ]
+
+
+def _rows(machine: Machine) -> list[Finding]:
+    """Of drivers and GPUs that remap rows (since Ampere)."""
+    pending, failure = "remapped_rows.pending", "remapped_rows.failure"
+    try:
+        rows = smi.query(machine, "smi_remapped", "remapped-rows", "gpu_bus_id", pending, failure)
+    except Skip as skipped:
+        return [rule.skipped(str(skipped)) for rule in (PENDING, FAILED)]
+    return [*judge(PENDING, smi.words(rows, pending), _said), *judge(FAILED, smi.words(rows, failure), _said)]
 
 
 def _said(word: str) -> bool:

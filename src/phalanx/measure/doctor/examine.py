@@ -25,6 +25,7 @@ from phalanx.measure.doctor import (
     mtu,
     nccl_log,
     nccl_variables,
+    network,
     nvlinks,
     pcie,
     ports,
@@ -40,8 +41,8 @@ from phalanx.measure.doctor.gather import Node
 from phalanx.measure.doctor.machine import Machine, Stuck
 
 CHECKS = (
-    gpus, ecc, nvlinks, topology, pcie, software, ports, gid, mtu, roce, nccl_variables, nccl_log, limits, memory, disk,
-    clock, cpu, kernel_log,
+    gpus, ecc, nvlinks, topology, pcie, software, ports, gid, mtu, roce, network, nccl_variables, nccl_log, limits,
+    memory, disk, clock, cpu, kernel_log,
 )  # fmt: skip
 """Each a file with RULES and `check(machine, expected)`."""
 CHECK_SECONDS = 50

@@ -15,7 +15,7 @@ class Expected:
     """Whether all must be done within a minute."""
     nccl_log: str | None = None
     """A log of NCCL (NCCL_DEBUG=INFO)."""
-    nodes: int = 1
+    nodes: int | None = None
     gpus: int | None = None
     """Of a node; 0 where the run is for CPUs."""
     ranks: int | None = None
@@ -23,6 +23,6 @@ class Expected:
     rank_bytes: int | None = None
     """Memory that the fullest rank needs."""
     checkpoints_bytes: int | None = None
-    """All checkpoints that are kept at once."""
+    """Those that are kept at once, without those that are there."""
     network_bytes_per_second: float | None = None
     """A device's share of its node's network cards."""

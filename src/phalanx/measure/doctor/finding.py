@@ -47,7 +47,7 @@ class Rule:
     source: str
     remedy: str
     command: str
-    """`{device}` in remedy and command stands for the device."""
+    """`{device}` in remedy and command stands for the device, `{gpu}` for a GPU as nvidia-smi -i takes it."""
 
     def broken(self, device: str, measured: Value, threshold: str = "", host: str = "") -> Finding:
         """A finding that something is not as it should be; `threshold` where it depends on the machine or the run."""
@@ -64,7 +64,8 @@ class Rule:
     def _finding(
         self, severity: Severity, device: str, measured: Value, threshold: str = "", host: str = ""
     ) -> Finding:
-        remedy, command = (text.replace("{device}", device) for text in (self.remedy, self.command))
+        gpu, said = device.removeprefix("GPU"), (self.remedy, self.command)
+        remedy, command = (text.replace("{device}", device).replace("{gpu}", gpu) for text in said)
         threshold = threshold or self.threshold
         if isinstance(measured, float) and measured.is_integer():
             measured = int(measured)

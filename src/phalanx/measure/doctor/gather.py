@@ -29,6 +29,7 @@ MUST_AGREE = (
 )
 """Runs fail, or slow down, where nodes differ in these."""
 ENDING = ".node.json"
+OLD_MINUTES = 60
 COLLECTIVES = "collectives.json"
 """What the ranks of a run found together (`phalanx.train.checkup`)."""
 NODES = Rule(
@@ -50,7 +51,13 @@ CLOCK = Rule(
     "nodes.clock", "clock beside that of the shared storage, against the median node's", "FAIL",
     f"at most {OFFSET_SECONDS}", "s", "Primus (clock skew 30 s)", "set the clock of the node", "chronyc makestep",
 )  # fmt: skip
-RULES = (NODES, BREAKS, DRIFT, CLOCK)
+OLD = Rule(
+    "nodes.old", "age of a node's word beside the newest", "FAIL", f"at most {OLD_MINUTES}", "min",
+    "ours: of a node that hangs now an old word would stand for it",
+    "see whether the node answers now; give each check a directory of its own",
+    "phalanx doctor RUN.toml --leave DIR",
+)  # fmt: skip
+RULES = (NODES, OLD, BREAKS, DRIFT, CLOCK)
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,14 @@ def collect(directory: Path) -> list[Node]:
             "--gather", str(directory), f"has no *{ENDING}", "run `phalanx doctor --leave` there on every node"
         )
     return [_node(file) for file in files]
+
+
+def old(directory: Path) -> list[Finding]:
+    """Nodes that left word long before the last one did."""
+    left = {_node(file).host: file.stat().st_mtime for file in directory.glob(f"*{ENDING}")}
+    minutes = {host: round((max(left.values()) - seconds) / 60) for host, seconds in left.items()}
+    late = [OLD.broken("", age, host=host) for host, age in minutes.items() if age > OLD_MINUTES]
+    return late or [OLD.well(max(minutes.values()))]
 
 
 def of_collectives(directory: Path) -> list[Finding]:

@@ -21,8 +21,9 @@ ANSWERS = Rule(
     "nvidia-smi; dmesg | grep -i -e nvrm -e xid",
 )  # fmt: skip
 COUNT = Rule(
-    "gpu.count", "GPUs that nvidia-smi lists", "FAIL", "as many as the run asks for, and as are on the PCI bus",
-    "GPUs", "AZNHC, GCM (manifest)", "drain the node: a GPU is lost; reboot, then have it reseated or replaced",
+    "gpu.count", "GPUs that nvidia-smi lists", "FAIL",
+    "as many as the run asks for, and as this process has of the bus", "GPUs", "AZNHC, GCM (manifest)",
+    "drain the node: a GPU is lost; reboot, then have it reseated or replaced",
     "nvidia-smi -L; lspci -d 10de:; dmesg | grep -i 'fallen off the bus'",
 )  # fmt: skip
 MODEL = Rule(
@@ -45,15 +46,15 @@ PERSISTENCE = Rule(
 )  # fmt: skip
 MIG = Rule(
     "gpu.mig", "MIG mode", "FAIL", "Disabled", "", "NVIDIA, MIG User Guide (no P2P between instances)",
-    "switch MIG off on {device}", "nvidia-smi -i {device} -mig 0",
+    "switch MIG off on {device}, once nobody uses its instances", "nvidia-smi -i {gpu} -mig 0",
 )  # fmt: skip
 COMPUTE = Rule(
     "gpu.compute_mode", "compute mode", "FAIL", "not Prohibited", "", "nvidia-smi manual (no process may use it)",
-    "allow processes on {device}", "nvidia-smi -i {device} -c DEFAULT",
+    "allow processes on {device}", "nvidia-smi -i {gpu} -c DEFAULT",
 )  # fmt: skip
 POWER = Rule(
     "gpu.power_limit", "power limit", "WARN", "at least the default", "W", "DCGM diag (target_power, H100 700 W)",
-    "lift the power limit of {device}", "nvidia-smi -i {device} -pl DEFAULT_WATTS",
+    "lift the power limit of {device}", "nvidia-smi -i {gpu} -pl DEFAULT_WATTS",
 )  # fmt: skip
 SLOWDOWN = Rule(
     "gpu.slowdown", "slowed down by heat or by the power supply", "FAIL", "Not Active", "",
@@ -68,24 +69,39 @@ SLOW = ("clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.
 def check(machine: Machine, expected: Expected) -> list[Finding]:
     """GPUs of NVIDIA; of none Skip is raised, but where the run needs some."""
     there = pci.devices(machine, pci.GPU, pci.NVIDIA)
-    if not there and not expected.gpus and machine.ask("smi_list", "nvidia-smi", "-L") is None:
+    if not there and not expected.gpus and not _listed(machine):
         raise Skip("no NVIDIA GPU")
     rows = _identity(machine)
     if isinstance(rows, Finding):
         return [rows]
-    wanted = max(expected.gpus or 0, len(there))
+    wanted = max(expected.gpus or 0, _given(machine, there))
     need = 0 if expected.gpus == 0 else (expected.rank_bytes or 0) / MIB
     total, used = smi.numbers(rows, "memory.total"), smi.numbers(rows, "memory.used")
     free = {gpu: total[gpu] - used[gpu] for gpu in total if gpu in used}
     models = smi.words(rows, "name")
     return [
-        ANSWERS.well("it answers"),
+        *([ANSWERS.broken(gpu, said) for gpu, said in smi.bad(rows).items()] or [ANSWERS.well("it answers")]),
         *judge(COUNT, {"": len(rows)}, lambda count: count < wanted, f"{wanted}"),
         *judge(MODEL, models, lambda name: name != usual(models.values()), usual(models.values()) or ""),
         *judge(BUSY, used, lambda mib: mib >= BUSY_MIB),
         *(judge(HEADROOM, free, lambda mib: mib < need, f"at least {need:.0f}") if need else ()),
         *_state(machine),
     ]
+
+
+def _listed(machine: Machine) -> bool:
+    """Whether nvidia-smi lists some: under WSL they are on no bus, and machines without any may have the driver."""
+    said = machine.ask("smi_list", "nvidia-smi", "-L")
+    return said is not None and not said.code and "GPU " in said.text
+
+
+def _given(machine: Machine, there: list[str]) -> int:
+    """GPUs of the bus that this process should see. A container has the device files of its own, but all of the bus; to
+    a job Slurm says how many it has. One that no driver took has no file, and is missed all the same."""
+    files = len(machine.listing("/dev/nvidia[0-9]*")) or len(there)
+    share = machine.environment.get("SLURM_GPUS_ON_NODE", "")
+    untaken = sum(not machine.listing(f"{pci.DEVICES}/{at}/driver") for at in there)
+    return min(len(there), untaken + (min(files, int(share)) if share.isdecimal() else files))
 
 
 def _identity(machine: Machine) -> dict[str, smi.Row] | Finding:
@@ -113,6 +129,7 @@ def _state(machine: Machine) -> list[Finding]:
         if limit < defaults.get(gpu, 0)
     ]
     slow = {gpu: " ".join(smi.words({gpu: row}, field).get(gpu, "") for field in SLOW) for gpu, row in rows.items()}
+    slow = {gpu: said for gpu, said in slow.items() if said.strip()}
     return [
         *judge(PERSISTENCE, smi.words(rows, "persistence_mode"), lambda mode: mode == "Disabled"),
         *judge(MIG, smi.words(rows, "mig.mode.current"), lambda mode: mode == "Enabled"),

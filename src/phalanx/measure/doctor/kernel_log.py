@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
-from phalanx.measure.doctor import pci
+from phalanx.measure.doctor import pci, pcie
 from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.finding import Finding, Rule, Skip
 from phalanx.measure.doctor.machine import Machine
+from phalanx.measure.doctor.smi import first_line
 
 OF_HARDWARE = frozenset((
     48, *range(56, 59), *range(62, 65), *range(68, 78), *range(79, 87), 88, 89, 92, *range(94, 106), *range(110, 121),
@@ -35,7 +36,7 @@ LOST = Rule(
     "drain the node, power it off and on; have {device} reseated", "dmesg | grep 'fallen off the bus'",
 )  # fmt: skip
 LIMITED = Rule(
-    "kernel.pcie_limited", "PCIe devices that the kernel says are limited", "WARN", "none", "",
+    "kernel.pcie_limited", "GPUs and RDMA cards that the kernel says are limited", "WARN", "none", "",
     "Imbue (available PCIe bandwidth, limited by)", "have {device} reseated, or put it into another slot",
     "dmesg | grep 'limited by'",
 )  # fmt: skip
@@ -57,7 +58,8 @@ DISK = Rule(
     "dmesg | grep -i -e 'I/O error' -e read-only; smartctl -a /dev/{device}",
 )  # fmt: skip
 RULES = (XID, OTHER_XID, SWITCH, LOST, LIMITED, AER, MACHINE_CHECK, OUT_OF_MEMORY, DISK)
-AN_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
+AN_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)")
+"""Of a MIG instance it has that, too: (PCI:0000:52:00 GPU-I:05)."""
 AT = r"(?P<device>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.\d)"
 PATTERNS = (
     (SWITCH, r"(?P<device>nvidia-nvswitch\d+): SXid \([^)]*\): (?P<what>\d+), Fatal"),
@@ -65,26 +67,41 @@ PATTERNS = (
     (AER, AT + r": PCIe Bus Error: severity=(?P<what>Uncorrect\w+ \([\w-]+\))"),
     (MACHINE_CHECK, r"mce: (?P<what>\[Hardware Error\]: .*)"),
     (MACHINE_CHECK, r"EDAC (?P<device>MC\d+): (?P<what>\d+ [CU]E)"),
-    (OUT_OF_MEMORY, r"Out of memory: Killed process \d+ \((?P<device>[^)]*)\)"),
-    (DISK, r"I/O error, dev (?P<device>\w+)"),
-    (DISK, r"EXT4-fs \((?P<device>\w+)\): (?P<what>Remounting filesystem read-only)"),
+    (OUT_OF_MEMORY, r"[Oo]ut of memory: Kill(?:ed)? process \d+ \((?P<device>[^)]*)\)"),
+    (DISK, r"I/O error, dev (?P<device>(?!fd\d|sr\d|loop\d)[\w-]+)"),  # not of floppies and CDs that are not there
+    (DISK, r"EXT4-fs \((?P<device>[\w-]+)\): (?P<what>Remounting filesystem read-only)"),
+    (DISK, r"XFS \((?P<device>[\w-]+)\): (?P<what>.*(?:Shutting down filesystem|has been shut down))"),
 )
-"""As drivers write them (Linux: drivers/pci, drivers/edac, mm/oom_kill.c, block, fs/ext4; NVIDIA's for the first)."""
-A_LOSS = re.compile(r"NVRM: .*PCI:([0-9a-fA-F:.]+)\).*fallen off the bus")
+"""As drivers write them (Linux: drivers/pci, drivers/edac, mm/oom_kill.c, block, fs/ext4, fs/xfs; SXid: NVIDIA)."""
+A_LOSS = re.compile(r"NVRM: (?:.*PCI:|GPU )([0-9a-fA-F:.]+)\b.*fallen off the bus")
+SOURCES = (
+    ("kernel_log", "dmesg", "--notime"),
+    ("kernel_journal", "journalctl", "--quiet", "-k", "-b", "-o", "cat", "--lines=20000"),
+)
+"""Of the log; the journal may be read by some for whom dmesg may not."""
 
 
 def check(machine: Machine, _: Expected) -> list[Finding]:
     """One finding for each kind of trouble of each device, with what was said last."""
-    said = machine.ask("kernel_log", "dmesg", "--notime") or machine.ask(
-        "kernel_journal", "journalctl", "-k", "-b", "-o", "cat"
-    )
-    if said is None:
-        raise Skip("neither dmesg nor journalctl is there")
-    if said.code:
-        raise Skip("the kernel's log may not be read: ask as root, or set kernel.dmesg_restrict=0")
-    broken = [*_of_gpus(said.text), *_of_patterns(said.text)]
+    text = _log(machine)
+    ours = {*pci.devices(machine, pci.GPU, pci.NVIDIA), *pcie.rdma_cards(machine)}
+    told = [each for each in _of_patterns(text) if each.id != LIMITED.id or each.device in ours]
+    broken = [*_of_gpus(text), *told]
     ids = {finding.id for finding in broken}
     return [*broken, *(rule.well("none") for rule in RULES if rule.id not in ids)]
+
+
+def _log(machine: Machine) -> str:
+    said_by: list[str] = []
+    for name, *words in SOURCES:
+        said = machine.ask(name, *words)
+        if said is not None and not said.code and said.text.strip():
+            return said.text
+        if said is not None:
+            said_by.append(f"{words[0]}: {first_line(said.text).removeprefix(f'{words[0]}: ')}")
+    if not said_by:
+        raise Skip("neither dmesg nor journalctl is there")
+    raise Skip(f"the kernel's log may not be read ({'; '.join(said_by)}): ask as root")
 
 
 def _of_gpus(text: str) -> list[Finding]:

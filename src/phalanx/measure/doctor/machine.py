@@ -14,13 +14,16 @@ from typing import IO
 from phalanx.measure.doctor.children import Answer, run
 
 COMMANDS, ENVIRONMENT = "commands", "environment"
-VARIABLES = re.compile(r"(NCCL|GLOO|TORCH_NCCL|CUDA|UCX)_\w+|MASTER_ADDR|OMP_NUM_THREADS|LD_LIBRARY_PATH")
+VARIABLES = re.compile(
+    r"(NCCL|GLOO|TORCH_NCCL|CUDA|UCX)_\w+|MASTER_ADDR|OMP_NUM_THREADS|LD_LIBRARY_PATH|SLURM(D_NODENAME|_GPUS_ON_NODE)"
+)
 """Of the environment, what checks may know and a record may hold."""
 HOSTNAME = "/proc/sys/kernel/hostname"
 COMMAND_SECONDS = 10
 """Twice what nvidia-smi may take to answer before Primus calls that a failure (smi latency > 5 s)."""
-PIECE_BYTES, MOST_PIECES = 1 << 16, 64
-"""Of a file that are read: under /proc/sys the kernel refuses to be asked for megabytes at once."""
+PIECE_BYTES, MOST_PIECES = 1 << 16, 1024
+"""Of a file that are read, in all 64 MiB (a log of NCCL): under /proc/sys the kernel refuses to be asked for megabytes
+at once."""
 ENDED = re.compile(r"\n?\[(exit (-?\d+)|no answer)\]\s*$")
 """The last line of a recorded answer that was not well."""
 
@@ -46,8 +49,9 @@ class Machine:
 
     @property
     def host(self) -> str:
-        """Its name."""
-        return self.read(HOSTNAME) or (socket.gethostname() if self.root is None else "unknown")
+        """Its name: Slurm's where that started us, since srun --exclude takes no other."""
+        slurm = self.environment.get("SLURMD_NODENAME")
+        return slurm or self.read(HOSTNAME) or (socket.gethostname() if self.root is None else "unknown")
 
     def read(self, path: str) -> str | None:
         """The text of a file, without white space around it; None where it is not there or cannot be read."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
 
+from phalanx.measure.doctor import pci
 from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge
 from phalanx.measure.doctor.machine import Machine
@@ -11,7 +14,7 @@ from phalanx.measure.doctor.machine import Machine
 GIB = 2**30
 LEAST_FREE = 0.1
 AVAILABLE = Rule(
-    "memory.available", "share of memory that is available", "WARN", f"at least {LEAST_FREE:.0%}", "%",
+    "memory.available", "share of memory that is available", "WARN", f"at least {100 * LEAST_FREE:g}", "%",
     "ours: below that the kernel reclaims while it works", "end what earlier jobs left behind",
     "ps aux --sort=-rss | head",
 )  # fmt: skip
@@ -21,16 +24,25 @@ HEADROOM = Rule(
     "phalanx memory RUN.toml; free -h",
 )  # fmt: skip
 RULES = (AVAILABLE, HEADROOM)
+VERSION_2 = "/sys/fs/cgroup", ("memory.max", "memory.current", "memory.stat"), "(?:in)?active_file"
+VERSION_1 = (
+    "/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+    "total_(?:in)?active_file",
+)  # fmt: skip
+"""Of cgroups: where they are, limit, use and statistics, and of these the pages of files (Linux, cgroup-v2.rst and
+cgroup-v1/memory.rst)."""
 
 
 def check(machine: Machine, expected: Expected) -> list[Finding]:
-    """By /proc/meminfo, or a cgroup's limit where that is less."""
-    text = machine.read("/proc/meminfo") or ""
-    sizes = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
-    if not sizes.get("MemTotal") or "MemAvailable" not in sizes:
+    """By /proc/meminfo, or by the limits of cgroups where they leave less."""
+    known = sizes(machine)
+    if not known.get("MemTotal") or "MemAvailable" not in known:
         raise Skip("/proc/meminfo does not say")
-    total, available = _within(machine, sizes["MemTotal"], sizes["MemAvailable"])
-    need = (expected.rank_bytes or 0) * (expected.ranks or 1) if expected.gpus == 0 else 0
+    total, available = known["MemTotal"], known["MemAvailable"]
+    for limit, used in _groups(machine):
+        total, available = min(total, limit), max(0, min(available, limit - used))
+    on_cpu = expected.gpus == 0 or (expected.gpus is None and not pci.devices(machine, pci.GPU, pci.NVIDIA))
+    need = (expected.rank_bytes or 0) * (expected.ranks or 1) if on_cpu else 0
     free, needed = {"": round(available / GIB, 2)}, f"at least {need / GIB:.2f}"
     return [
         *judge(AVAILABLE, {"": round(100 * available / total)}, lambda percent: percent < 100 * LEAST_FREE),
@@ -42,9 +54,22 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
     ]
 
 
-def _within(machine: Machine, total: int, available: int) -> tuple[int, int]:
-    """What a cgroup (version 2, as containers see their own) leaves of both."""
-    limit, used = (machine.read(f"/sys/fs/cgroup/memory.{name}") or "" for name in ("max", "current"))
-    if not limit.isdecimal() or not used.isdecimal():
-        return total, available
-    return min(total, int(limit)), max(0, min(available, int(limit) - int(used)))
+def sizes(machine: Machine) -> dict[str, int]:
+    """Of /proc/meminfo, in bytes, by name."""
+    text = machine.read("/proc/meminfo") or ""
+    return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+
+
+def _groups(machine: Machine) -> Iterator[tuple[int, int]]:
+    """Limit and use of this process's cgroup and of those above it: a job of Slurm has one, a container sees its own as
+    the root. Pages of files are not counted: the kernel takes them back before it kills, as MemAvailable reckons."""
+    lines = (machine.read("/proc/self/cgroup") or "0::/").splitlines()
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, names, cached = VERSION_1 if controllers else VERSION_2
+        for place in (PurePosixPath(path), *PurePosixPath(path).parents):
+            limit, used, stat = (machine.read(f"{root}{str(place).rstrip('/')}/{name}") or "" for name in names)
+            if limit.isdecimal() and used.isdecimal() and int(limit):
+                files = sum(map(int, re.findall(rf"^{cached} (\d+)", stat, re.MULTILINE)))
+                yield int(limit), int(used) - files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.measure.doctor import ports
 from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge, usual
+from phalanx.measure.doctor.finding import Finding, Rule, judge, usual
 from phalanx.measure.doctor.machine import Machine
 from phalanx.measure.doctor.smi import number
 
@@ -23,11 +23,9 @@ SAME = Rule(
 RULES = (LARGE, SAME)
 
 
-def check(machine: Machine, _: Expected) -> list[Finding]:
+def check(machine: Machine, expected: Expected) -> list[Finding]:
     """The interfaces of RoCE ports that NCCL would use."""
-    over = {port.interface for port in ports.selected(machine).values() if port.roce and port.interface}
-    if not over:
-        raise Skip("no RoCE port")
+    over = ports.over_ethernet(machine, expected)
     sizes = {name: number(machine.read(f"/sys/class/net/{name}/mtu") or "") or 0.0 for name in sorted(over)}
     most = usual(sizes.values()) or 0.0
     other = judge(SAME, sizes, lambda size: size != most, f"{most:g}")

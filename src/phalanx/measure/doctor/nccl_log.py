@@ -30,8 +30,9 @@ VERSION = Rule(
     "install the same PyTorch on {device}", "python -c 'import torch; print(torch.cuda.nccl.version())'",
 )  # fmt: skip
 RULES = (SOCKETS, DIRECT, WARNINGS, VERSION)
-LINE = re.compile(r"^(?:.*?\s)?([\w.-]+):\d+:\d+ \[\d+\] (?:\S+:\d+ )?NCCL (INFO|WARN) (.*)$")
-"""host:pid:tid [device] NCCL INFO ..., and of a warning its place in the source, as NCCL's src/debug.cc writes them."""
+LINE = re.compile(r"^(?:.*?[\s:])??([\w.-]+):\d+:\d+ \[\d+\] (?:\S+:\d+ )?NCCL (INFO|WARN) (.*)$")
+"""host:pid:tid [device] NCCL INFO ..., and of a warning its place in the source, as NCCL's src/debug.cc writes them;
+before it what launchers write: "0: " (srun), "[default0]:" (torchrun), "[1,0]<stdout>:" (mpirun)."""
 BEFORE_TIME = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?\]\s*")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from ipaddress import ip_address
+
 from phalanx.measure.doctor import ports
 from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge
@@ -42,26 +45,38 @@ FORCED = Rule(
 RULES = (EXISTS, REACHED, UP, ROUTE, CARDS, FORCED)
 
 
-def check(machine: Machine, _: Expected) -> list[Finding]:
-    """What is set; of a node alone the network matters little, and is judged all the same."""
+def check(machine: Machine, expected: Expected) -> list[Finding]:
+    """What is set."""
     if not any(name.startswith(("NCCL_", "GLOO_")) for name in machine.environment):
         raise Skip("no variable of NCCL or gloo is set")
-    there = [path.rpartition("/")[2] for path in machine.listing("/sys/class/net/*")]
+    there = _there(machine)
     named = {name: machine.environment[name] for name in INTERFACES if machine.environment.get(name)}
     taken = {name: [each for each in there if takes(value, each)] for name, value in named.items()}
     forced = {name: machine.environment[name] for name in LEFT_OVER if _forced(machine, name)}
     return [
-        *_interfaces(machine, named, taken, there),
+        *_interfaces(machine, named, taken, there, expected.nodes == 1),
         _route(machine, [name for name in taken.get(INTERFACES[0], []) if not name.startswith(LOCAL)]),
         *_cards(machine),
         *([FORCED.broken(name, value) for name, value in forced.items()] or [FORCED.well("none")]),
     ]
 
 
+def named_interfaces(machine: Machine) -> list[str]:
+    """Those that the variables take and other nodes may reach."""
+    values = [machine.environment[name] for name in INTERFACES if machine.environment.get(name)]
+    far = [each for each in _there(machine) if not each.startswith(LOCAL)]
+    return [each for each in far if any(takes(value, each) for value in values)]
+
+
+def _there(machine: Machine) -> list[str]:
+    """Interfaces; bonding_masters, which is beside them, is none."""
+    return [path.split("/")[4] for path in machine.listing("/sys/class/net/*/operstate")]
+
+
 def _interfaces(
-    machine: Machine, named: dict[str, str], taken: dict[str, list[str]], there: list[str]
+    machine: Machine, named: dict[str, str], taken: dict[str, list[str]], there: list[str], alone: bool
 ) -> list[Finding]:
-    """Of the interfaces that each variable takes: some are there, others are reached by them, and one is up."""
+    """Of the interfaces that each variable takes: some are there, other nodes are reached by them, and one is up."""
     if not named:
         return [rule.skipped("no variable names an interface") for rule in (EXISTS, REACHED, UP)]
     states = {name: _state(machine, name) for name in there}
@@ -70,7 +85,7 @@ def _interfaces(
     far = {name: " ".join(states[each] for each in taken[name]) for name, mine in local.items() if not mine}
     return [
         *(missing or [EXISTS.well(", ".join(mine[0] for mine in taken.values()))]),
-        *judge(REACHED, local, bool),
+        *([REACHED.skipped("the run has one node")] if alone else judge(REACHED, local, bool)),
         *judge(UP, far, lambda said: "up" not in said.split()),
     ]
 
@@ -106,20 +121,33 @@ def _route(machine: Machine, allowed: list[str]) -> Finding:
     master = machine.environment.get("MASTER_ADDR")
     if not master or not allowed:
         return ROUTE.skipped("MASTER_ADDR and NCCL_SOCKET_IFNAME are not both set, and well")
-    said = machine.ask("route", "ip", "route", "get", master)
-    words = said.text.split() if said else []
+    address = _address(machine, master)
+    said = machine.ask("route", "ip", "route", "get", address) if address else None
+    if said is None:
+        return ROUTE.skipped(f"{master} is no known address, or `ip` is not installed")
+    words = said.text.split()
     device = words[words.index("dev") + 1] if "dev" in words[:-1] else None
     if device is None or device == "lo":
         return ROUTE.skipped(f"no route to {master} over a network")
     return ROUTE.well(device) if device in allowed else ROUTE.broken(device, device, f"one of {', '.join(allowed)}")
 
 
+def _address(machine: Machine, name: str) -> str | None:
+    """Of a name, which `ip` does not take, the address that the system finds first."""
+    with suppress(ValueError):
+        return str(ip_address(name))
+    said = machine.ask("master", "getent", "ahosts", name)
+    return next(iter(said.text.split()), None) if said and not said.code else None
+
+
 def _cards(machine: Machine) -> list[Finding]:
     chosen, there = machine.environment.get("NCCL_IB_HCA", ""), ports.ports(machine)
     if not chosen:
         return [CARDS.skipped("NCCL_IB_HCA is not set")]
+    if chosen.startswith("^"):  # to leave out what is not there does no harm
+        return [CARDS.well(chosen)]
     mark = "=" if "=" in chosen[:2] else ""
-    names = [name for name in chosen.lstrip("^=").split(",") if name]
+    names = [name for name in chosen.lstrip("=").split(",") if name]
     missing = [name for name in names if not any(ports.matches(mark + name, port) for port in there.values())]
     if not there:
         missing = names

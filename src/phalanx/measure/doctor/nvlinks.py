@@ -6,7 +6,7 @@ import re
 
 from phalanx.measure.doctor import pci, smi
 from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.finding import Finding, Rule, judge, usual
+from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge, usual
 from phalanx.measure.doctor.machine import Machine
 
 ERRORS = 5
@@ -14,7 +14,7 @@ ERRORS = 5
 SLOWER = 0.99
 """Of the usual speed of a link: its figures are rounded."""
 ACTIVE = Rule(
-    "nvlink.active", "inactive links", "FAIL", "none where the GPU has active ones", "links",
+    "nvlink.active", "inactive links", "FAIL", "none where the GPU has active ones, or there are NVSwitches", "links",
     "Imbue (inactive is an error)",
     "drain the node; reset the GPUs, restart the fabric manager, then have {device} reseated",
     "nvidia-smi nvlink --status",
@@ -44,11 +44,24 @@ ERROR = re.compile(r"Link (\d+): .*Errors?: (\d+)")
 
 
 def check(machine: Machine, _: Expected) -> list[Finding]:
-    """NVLinks of GPUs that have some."""
+    """NVLinks of GPUs that have some, and what routes them: without it all are inactive."""
+    fabric = _fabric_manager(machine)
+    try:
+        return [*_links(machine), *fabric]
+    except Skip as skipped:
+        if fabric[0].severity == "SKIP":
+            raise
+        return [*(rule.skipped(str(skipped)) for rule in RULES if rule is not FABRIC), *fabric]
+
+
+def _links(machine: Machine) -> list[Finding]:
     status = {gpu: LINK.findall("\n".join(lines)) for gpu, lines in _lines(machine, "smi_nvlink", "--status").items()}
     speeds = {gpu: [float(speed) for _, down, speed in links if not down] for gpu, links in status.items()}
     if not any(speeds.values()):
-        return [rule.skipped("the GPUs have no NVLinks") for rule in RULES]
+        if len(status) < 2 or not pci.devices(machine, pci.BRIDGE, pci.NVIDIA):
+            raise Skip("no NVLink is active, and none need be")
+        rest = (rule.skipped("no NVLink is active") for rule in (COUNT, SPEED, ERRORS_RULE))
+        return [*(ACTIVE.broken(gpu, "all") for gpu in status), *rest]
     down = {gpu: sum(bool(off) for _, off, _ in links) for gpu, links in status.items() if speeds[gpu]}
     counts = {gpu: len(links) for gpu, links in status.items()}
     slowest = {gpu: min(mine) for gpu, mine in speeds.items() if mine}
@@ -57,9 +70,15 @@ def check(machine: Machine, _: Expected) -> list[Finding]:
         *judge(ACTIVE, down, lambda count: count > 0),
         *judge(COUNT, counts, lambda count: count != usually, f"{usually}"),
         *judge(SPEED, slowest, lambda speed: speed < SLOWER * fast, f"{fast:g}"),
-        *judge(ERRORS_RULE, worst_errors(machine), lambda count: count >= ERRORS),
-        *_fabric_manager(machine),
+        *_errors(machine),
     ]
+
+
+def _errors(machine: Machine) -> list[Finding]:
+    try:
+        return judge(ERRORS_RULE, worst_errors(machine), lambda count: count >= ERRORS)
+    except Skip as skipped:
+        return [ERRORS_RULE.skipped(str(skipped))]
 
 
 def errors(machine: Machine) -> dict[str, int]:

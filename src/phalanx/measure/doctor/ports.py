@@ -10,7 +10,7 @@ from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge, usual
 from phalanx.measure.doctor.machine import Machine
 from phalanx.measure.doctor.smi import number
 
-NONE = "no RDMA device"
+NONE, NOT_USED = "no RDMA device", "a run for CPUs uses no RDMA"
 ROOT = "/sys/class/infiniband"
 FLAPS = 5
 """AZNHC: more than 5 link flaps in 24 h."""
@@ -74,13 +74,40 @@ def ports(machine: Machine) -> dict[str, Port]:
     return found
 
 
-def selected(machine: Machine) -> dict[str, Port]:
-    """The ports that NCCL would use: those that NCCL_IB_HCA names, or all. Raises Skip where there are none."""
+def selected(machine: Machine, expected: Expected) -> dict[str, Port]:
+    """The ports that the run would use: those that NCCL_IB_HCA names, else those of the fastest kinds of card, since
+    slower ones are for storage and logins. Raises Skip where there are none, and for runs on CPUs, which use none."""
     found = ports(machine)
     if not found:
         raise Skip(NONE)
+    if expected.gpus == 0:
+        raise Skip(NOT_USED)
     chosen = machine.environment.get("NCCL_IB_HCA", "")
-    return {name: port for name, port in found.items() if not chosen or matches(chosen, port)}
+    if chosen:
+        return {name: port for name, port in found.items() if matches(chosen, port)}
+    kinds = {name: _kind(machine, port) for name, port in found.items()}
+    rates = {name: _rate(machine, port) for name, port in found.items()}
+    fastest = {kinds[name] for name, rate in rates.items() if rate == max(rates.values())}
+    return {name: port for name, port in found.items() if kinds[name] in fastest}
+
+
+def over_ethernet(machine: Machine, expected: Expected) -> dict[str, Port]:
+    """The interfaces of those that are RoCE's. Raises Skip where there are none, or none is seen."""
+    roce = [port for port in selected(machine, expected).values() if port.roce]
+    found = {port.interface: port for port in roce if port.interface}
+    if not found:
+        raise Skip("RoCE ports have no interface here (in a container?)" if roce else "no RoCE port")
+    return found
+
+
+def _rate(machine: Machine, port: Port) -> float:
+    """In Gb/s; 0 where it is not known."""
+    return number(machine.read(f"{port.path}/rate") or "") or 0.0
+
+
+def _kind(machine: Machine, port: Port) -> str:
+    """Of card, as its maker calls it."""
+    return machine.read(f"{ROOT}/{port.device}/board_id") or ""
 
 
 def matches(chosen: str, port: Port) -> bool:
@@ -96,22 +123,29 @@ def matches(chosen: str, port: Port) -> bool:
 
 
 def check(machine: Machine, expected: Expected) -> list[Finding]:
-    """State and speed of the ports that NCCL would use."""
-    mine = selected(machine)
+    """State and speed of the ports that the run would use; others are said to be left out."""
+    mine = selected(machine, expected)
     states = {name: _joined(machine, port, "state", "phys_state") for name, port in mine.items()}
     up = {name: port for name, port in mine.items() if states[name].startswith("4:")}
-    rates = {name: number(machine.read(f"{port.path}/rate") or "") or 0.0 for name, port in up.items()}
+    rates = {name: _rate(machine, port) for name, port in up.items()}
     wanted = max(_wanted_gbps(expected, len(mine)), usual(rates.values()) or 0.0)
     days = max(1.0, (number(machine.read("/proc/uptime") or "") or 0) / DAY)
     downs = {
         name: number(machine.read(f"{port.path}/counters/link_downed") or "") or 0.0 for name, port in mine.items()
     }
     return [
+        *_left_out(machine, mine),
         *judge(STATE, states, lambda state: not re.match(r"4:.*5:", state)),
         *judge(RATE, rates, lambda rate: rate < ROUNDED * wanted, f"at least {wanted:g}"),
         *judge(FLAPPING, {name: round(count / days, 1) for name, count in downs.items()}, lambda count: count > FLAPS),
         *_firmware(machine, mine),
     ]
+
+
+def _left_out(machine: Machine, mine: dict[str, Port]) -> list[Finding]:
+    others = [name for name in ports(machine) if name not in mine]
+    why = "not named by NCCL_IB_HCA" if machine.environment.get("NCCL_IB_HCA") else "of a slower kind than others"
+    return [STATE.skipped(f"{', '.join(others)}: {why}")] if others else []
 
 
 def _joined(machine: Machine, port: Port, *names: str) -> str:
@@ -121,12 +155,12 @@ def _joined(machine: Machine, port: Port, *names: str) -> str:
 def _wanted_gbps(expected: Expected, cards: int) -> float:
     """What each card must carry for the network that the run's cluster is said to have."""
     speed, ranks = expected.network_bytes_per_second, expected.ranks
-    return 8e-9 * speed * ranks / cards if speed and ranks else 0.0
+    return 8e-9 * speed * ranks / cards if speed and ranks and cards else 0.0
 
 
 def _firmware(machine: Machine, mine: dict[str, Port]) -> list[Finding]:
     versions = {port.device: machine.read(f"{ROOT}/{port.device}/fw_ver") or "" for port in mine.values()}
-    kinds = {device: machine.read(f"{ROOT}/{device}/board_id") or "" for device in versions}
+    kinds = {port.device: _kind(machine, port) for port in mine.values()}
     common = {kind: usual(versions[device] for device in versions if kinds[device] == kind) for kind in kinds.values()}
     other = [
         FIRMWARE.broken(device, version, common[kinds[device]] or "")

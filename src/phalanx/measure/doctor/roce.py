@@ -67,11 +67,9 @@ def parse(text: str) -> Quality | None:
     return Quality(trust[1], priority, tuple(i for i, flag in enumerate(enabled[1].split()) if flag == "1"))
 
 
-def check(machine: Machine, _: Expected) -> list[Finding]:
+def check(machine: Machine, expected: Expected) -> list[Finding]:
     """The interfaces of RoCE ports that NCCL would use."""
-    over = {port.interface: port for port in ports.selected(machine).values() if port.roce and port.interface}
-    if not over:
-        raise Skip("no RoCE port")
+    over = ports.over_ethernet(machine, expected)
     found = {name: _quality(machine, name) for name in over}
     if not any(said is not None for said in found.values()):
         raise Skip("no mlnx_qos: PFC, trust and DSCP are not known")

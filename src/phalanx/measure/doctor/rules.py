@@ -8,9 +8,9 @@ from phalanx.measure.doctor.finding import Rule
 TITLES = {
     "gpus": "GPUs", "ecc": "Memory of GPUs", "nvlinks": "NVLink", "topology": "Topology", "pcie": "PCIe",
     "software": "Drivers and libraries", "ports": "RDMA ports", "gid": "RoCE: addresses",
-    "mtu": "RoCE: sizes of packets", "roce": "RoCE: without loss", "nccl_variables": "Variables of NCCL",
-    "nccl_log": "NCCL's log", "limits": "Limits", "memory": "Memory", "disk": "Disk", "clock": "Clock", "cpu": "CPUs",
-    "kernel_log": "The kernel's log",
+    "mtu": "RoCE: sizes of packets", "roce": "RoCE: without loss", "network": "Network of sockets",
+    "nccl_variables": "Variables of NCCL", "nccl_log": "NCCL's log", "limits": "Limits", "memory": "Memory",
+    "disk": "Disk", "clock": "Clock", "cpu": "CPUs", "kernel_log": "The kernel's log",
 }  # fmt: skip
 
 

@@ -10,6 +10,9 @@ from phalanx.measure.doctor.machine import Machine, Stuck
 
 Row = dict[str, str]
 GPU_LINE = re.compile(r"GPU (\d+):")
+NO_VALUE = re.compile(r"^\[|N/A")
+BAD = re.compile(r"requires reset|is lost|Unknown Error")
+"""In place of a value, of a GPU that does not answer."""
 
 
 def answer(machine: Machine, name: str, *words: str) -> str:
@@ -47,8 +50,13 @@ def numbers(rows: dict[str, Row], field: str) -> dict[str, float]:
 
 
 def words(rows: dict[str, Row], field: str) -> dict[str, str]:
-    """A field of each GPU that has one (not "[N/A]")."""
-    return {gpu: row[field] for gpu, row in rows.items() if row.get(field) and "N/A" not in row[field]}
+    """A field of each GPU that has one (not "[N/A]" or "[Not Supported]")."""
+    return {gpu: row[field] for gpu, row in rows.items() if row.get(field) and not NO_VALUE.search(row[field])}
+
+
+def bad(rows: dict[str, Row]) -> dict[str, str]:
+    """GPUs that the driver lists and that do not answer, with what stands in place of a value."""
+    return {gpu: cell.strip("[]") for gpu, row in rows.items() for cell in row.values() if BAD.search(cell)}
 
 
 def by_gpu(text: str) -> dict[str, list[str]]:

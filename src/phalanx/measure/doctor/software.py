@@ -4,7 +4,9 @@ gathered."""
 from __future__ import annotations
 
 import json
+import re
 import sys
+from itertools import takewhile
 from typing import Any
 
 from phalanx.measure.doctor import pci, ports, smi
@@ -34,6 +36,7 @@ PEER = Rule(
     "NVIDIA, GPUDirect RDMA", "load it: RDMA goes through the host's memory else", "modprobe nvidia_peermem",
 )  # fmt: skip
 RULES = (IMPORTS, CUDA, DRIVER, PEER)
+A_GPU = re.compile(r"\d+|(GPU|MIG)-\S+")
 PROGRAM = (
     "import json, torch; there = torch.cuda.is_available(); "
     "print(json.dumps({'torch': torch.__version__, 'cuda': torch.version.cuda, 'gpus': torch.cuda.device_count(), "
@@ -46,7 +49,7 @@ class NotImportedError(Exception):
     """PyTorch cannot be imported: the message is its last word."""
 
 
-def check(machine: Machine, _: Expected) -> list[Finding]:
+def check(machine: Machine, expected: Expected) -> list[Finding]:
     """PyTorch, and on nodes with GPUs the driver."""
     try:
         known = torch_facts(machine)
@@ -57,7 +60,8 @@ def check(machine: Machine, _: Expected) -> list[Finding]:
     imported = IMPORTS.well(str(known["torch"]))
     if not pci.devices(machine, pci.GPU, pci.NVIDIA) and not known["gpus"]:
         return [imported, *(rule.skipped("no NVIDIA GPU") for rule in (CUDA, DRIVER, PEER))]
-    return [imported, *_cuda(machine, known), *_driver(machine), *_peer_memory(machine)]
+    used = [CUDA.skipped("the run is for CPUs")] if expected.gpus == 0 else _cuda(machine, known)
+    return [imported, *used, *_driver(machine), *_peer_memory(machine)]
 
 
 def torch_facts(machine: Machine) -> dict[str, Any]:
@@ -80,8 +84,13 @@ def _cuda(machine: Machine, known: dict[str, Any]) -> list[Finding]:
         there = len(smi.query(machine, "smi_names", "gpu", "index", "name"))
     except Skip as skipped:
         return [CUDA.skipped(str(skipped))]
-    wanted = there if visible is None else min(there, len([each for each in visible.split(",") if each]))
+    wanted = there if visible is None else min(there, _visible(visible))
     return judge(CUDA, {"torch": int(known["gpus"])}, lambda count: count < wanted, f"{wanted}")
+
+
+def _visible(listed: str) -> int:
+    """GPUs that CUDA_VISIBLE_DEVICES names: those before the first that is none (-1; NoDevFiles of Slurm)."""
+    return len(list(takewhile(A_GPU.fullmatch, (name.strip() for name in listed.split(",")))))
 
 
 def _driver(machine: Machine) -> list[Finding]:

@@ -6,8 +6,8 @@ import json
 import textwrap
 
 from phalanx.spec.base import require
-from phalanx.train.launching.job import PORT, SAVING_SECONDS, Job, quoted
-from phalanx.train.launching.volume import WORK, needed, variables
+from phalanx.train.launching.job import PORT, SAVING_SECONDS, Job
+from phalanx.train.launching.volume import WORK, given, variables
 from phalanx.train.setup import STOPPED
 
 RUN_FOLDER, RUN_FILE = "/etc/phalanx", "run.toml"
@@ -17,6 +17,8 @@ FAILURES_PER_NODE = 6
 """Kubernetes' own default of a whole Job, in which a failure of the run is one of every pod."""
 SHARED_MEMORY = "8Gi"
 """At most, for what the ranks of a node pass each other: what AMD's Primus asks of a node before it trains."""
+PATIENCE_SECONDS = 24 * 60 * 60
+"""For the other pods, which are started when there is room, or a node has been mended."""
 
 TEMPLATE = """\
 # Written by: {words}
@@ -88,8 +90,10 @@ CHECK = """\
             - sh
             - -c
             - |
-              phalanx doctor {run} {checking}
+              phalanx doctor "$@"
               [ $? -ne 2 ] || {{ echo "phalanx: leave this node out: kubectl cordon $NODE_NAME" >&2; exit 1; }}
+            - doctor
+          args: {words}
 {same}"""
 
 SAME = """\
@@ -114,8 +118,12 @@ def kubernetes(job: Job, image: str | None = None, volume: str | None = None) ->
 
     Raises UserError without these, and for what is not on the volume.
     """
-    image = needed("--image", image, "the container image that has phalanx")
-    volume = needed("--volume", volume, "the PersistentVolumeClaim (ReadWriteMany) for text and checkpoints")
+    image, volume = given(
+        {
+            "--image": (image, "the container image that has phalanx"),
+            "--volume": (volume, "the PersistentVolumeClaim (ReadWriteMany) for text and checkpoints"),
+        }
+    )
     name = _name(job.run.name)
     run = f"{RUN_FOLDER}/{RUN_FILE}"
     resources = {
@@ -124,21 +132,37 @@ def kubernetes(job: Job, image: str | None = None, volume: str | None = None) ->
         **({"memory": f"{job.memory}Gi"} if job.memory else {}),
     }
     listed = "".join(
-        f"            - {{name: {key}, value: {json.dumps(value)}}}  # {why}\n"
-        for key, (value, why) in variables(job).items()
+        f"            - {{name: {key}, value: {_text(value)}}}  # {why}\n"
+        for key, (value, why) in _variables(job).items()
     )
     same = SAME.format(
         image=json.dumps(image), work=WORK, variables=listed, run_folder=RUN_FOLDER, resources=json.dumps(resources)
     )
-    text = textwrap.indent(job.file.read_text().strip(), "    ")
+    text = textwrap.indent(job.file.read_text().strip(), "    ", lambda line: True)
     meeting = job.meeting(f"{name}-0.{name}:{PORT}")
     return TEMPLATE.format(
         words=job.words, name=name, quoted=json.dumps(name), run_file=RUN_FILE, text=text,
         most=job.most, success=SUCCESS if job.least < job.most else "", failures=FAILURES_PER_NODE * job.most,
         again=STOPPED, saving=SAVING_SECONDS, volume=json.dumps(volume), shared_memory=SHARED_MEMORY,
-        check=CHECK.format(run=run, checking=quoted(job.checking), same=same) if job.check else "",
-        command=json.dumps(["phalanx", "train", run, *meeting, *job.training]), same=same,
+        check=CHECK.format(words=_words(run, *job.checking), same=same) if job.check else "",
+        command=_words("phalanx", "train", run, *meeting, *job.training), same=same,
     )  # fmt: skip
+
+
+def _variables(job: Job) -> dict[str, tuple[str, str]]:
+    found = variables(job)
+    if job.most > 1 and "join_seconds" not in job.run.recovery.model_fields_set:
+        found["PHALANX_RECOVERY__JOIN_SECONDS"] = (str(PATIENCE_SECONDS), "other pods start when there is room")
+    return found
+
+
+def _text(word: str) -> str:
+    """As it is, for Kubernetes takes $(NAME) in words and values for a variable, and $$ for $."""
+    return json.dumps(word.replace("$", "$$"))
+
+
+def _words(*words: str) -> str:
+    return f"[{', '.join(map(_text, words))}]"
 
 
 def _name(run: str) -> str:

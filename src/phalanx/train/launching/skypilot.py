@@ -7,7 +7,7 @@ import textwrap
 
 from phalanx.spec.base import require
 from phalanx.train.launching.job import PORT, Job, quoted
-from phalanx.train.launching.volume import WORK, needed, variables
+from phalanx.train.launching.volume import WORK, given, variables
 from phalanx.train.setup import STOPPED
 
 RUN_FILE = "~/phalanx/run.toml"
@@ -48,10 +48,13 @@ def skypilot(job: Job, image: str | None = None, volume: str | None = None, acce
 
     Raises UserError without these, and for what is not on the volume.
     """
-    image = needed("--image", image, "the container image that has phalanx")
-    volume = needed("--volume", volume, "the SkyPilot volume for text and checkpoints")
+    wanted = {
+        "--image": (image, "the container image that has phalanx"),
+        "--volume": (volume, "the SkyPilot volume for text and checkpoints"),
+    }
     if job.gpus:
-        accelerator = needed("--accelerator", accelerator, "the GPU, as SkyPilot calls it (sky gpus list)")
+        wanted["--accelerator"] = (accelerator, "the GPU, as SkyPilot calls it (sky gpus list)")
+    image, volume, *_ = given(wanted)
     require(
         bool(job.gpus) or not accelerator, "--accelerator", accelerator, 'has no meaning with cluster.device = "cpu"',
         "leave it out, or set another device",

@@ -28,6 +28,8 @@ mapfile -t given < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 """
 
 CHECKED = """
+[ -r "$run" ] || { echo "phalanx: $run is not here, $PWD: submit this from where that path starts" >&2; exit 2; }
+
 # Nodes in which `phalanx doctor` finds nothing that must be mended (it exits with 2 where it does), and that answer.
 mapfile -t well < <("${each[@]}" --nodes="${#given[@]}" --ntasks="${#given[@]}" \\
     bash -c 'phalanx doctor "$@" >&2; [ $? -eq 2 ] || echo "$SLURMD_NODENAME"' bash "$run" OPTIONS | sort -V)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from phalanx.spec.base import require
-from phalanx.spec.errors import UserError
+from phalanx.spec.errors import UserError, UserErrors
+from phalanx.spec.load import ENVIRONMENT_PREFIX
 from phalanx.train.launching.job import Job
 
 WORK = PurePosixPath("/work")
 """Where the volume is, and where paths start at."""
 
 
-def needed(option: str, value: str | None, what: str) -> str:
-    """An option that has no default.
+def given(options: Mapping[str, tuple[str | None, str]]) -> list[str]:
+    """The values of options that have no default; each comes with what it is.
 
-    Raises UserError where it is not given.
+    Raises UserErrors of all that are not given.
     """
-    if not value:
-        raise UserError(option, None, f"is needed: {what}", f"give {option}")
-    return value
+    missing = [name for name, (value, _) in options.items() if not value]
+    if missing:
+        raise UserErrors([UserError(name, None, f"is needed: {options[name][1]}", f"give {name}") for name in missing])
+    return [value for value, _ in options.values() if value]
 
 
 def variables(job: Job) -> dict[str, tuple[str, str]]:
@@ -34,6 +38,9 @@ def variables(job: Job) -> dict[str, tuple[str, str]]:
         'write it without / in front, as "runs"',
     )  # fmt: skip
     found = job.environment(str(out / job.run.name))
+    for name, text in sorted(os.environ.items()):
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            found[name] = (text, "as it was where this was written")
     if "cache" not in job.run.data.model_fields_set:
         found["PHALANX_DATA__CACHE"] = (str(WORK / ".cache" / "phalanx"), "all nodes read the tokens that one prepares")
     if job.cpus:

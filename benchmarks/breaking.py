@@ -1,0 +1,173 @@
+"""A run of `phalanx train` that is broken on purpose while it trains, and held against one that never failed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.goodput import watching
+from phalanx.data.loader import prefetch
+from phalanx.data.prepare import prepare
+from phalanx.measure.events import ROLLED_BACK, read_events
+from phalanx.spec.load import build_run, load_run
+from phalanx.spec.run import RunSpec
+from phalanx.testing.runs import ranks_of, until
+from phalanx.train.corpus import open_corpus
+from phalanx.train.manifest import checkpoints, step_of
+from phalanx.train.metrics import METRICS_FILE, read_metrics
+from phalanx.train.setup import to_toml
+from phalanx.train.trainer import Trainer
+
+MODEL = {"vocab": 257, "width": 64, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 256, "context": 64}
+SEQUENCES = 16
+"""Of each step."""
+EVERY, TIMEOUT_SECONDS, LAST_CALL_SECONDS, BAD_STEPS = 20, 5, 3, 3
+
+
+def described(out: Path, cache: Path) -> RunSpec:
+    """A run without an end."""
+    return build_run(
+        {
+            "name": "faults",
+            "out": str(out),
+            "model": MODEL,
+            "data": {"train": ["stdlib"], "tokenizer": "bytes", "cache": str(cache)},
+            "training": {
+                "steps": 10**6, "sequence": 64, "tokens_per_step": SEQUENCES * 64, "precision": "fp64",
+                "timeout_seconds": TIMEOUT_SECONDS, "max_bad_steps": BAD_STEPS,
+            },
+            "optimizer": {"decay": "none"},
+            "evaluation": {"tokens": 1024},
+            "checkpoint": {"every": EVERY},
+            "recovery": {"last_call_seconds": LAST_CALL_SECONDS, "rollbacks": 1},
+            "cluster": {"device": "cpu", "peak_flops": 1e11, "memory_bytes": 10**10},
+        }
+    )  # fmt: skip
+
+
+@dataclass
+class Broken:
+    """A fault, and what came of it. Seconds count from the fault; None: ranks did not stop."""
+
+    fault: str
+    detect_seconds: float | None
+    resume_seconds: float | None
+    steps_lost: int
+    goes_on: str
+    differs: float = field(default=float("nan"))
+    """The largest relative difference of a loss to the run that never failed."""
+
+
+class Running:
+    """A run under way: its launchers, and what is seen of it."""
+
+    def __init__(self, file: Path, directory: Path) -> None:
+        self.file, self.directory = file, directory
+        self.launchers: dict[str, subprocess.Popen[bytes]] = {}
+        self.seen: list[tuple[float, int]] = []
+        """When which step was the last that is written down."""
+
+    def start(self, name: str, command: Sequence[str]) -> None:
+        """A launcher, or one again."""
+        with (self.file.parent / f"{name}.log").open("a") as log:
+            self.launchers[name] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def began(self) -> list[Any]:
+        return [event for event in read_events(self.directory) if event["what"] == "began"]
+
+    def trains(self, begun: int, ranks: int, steps: int = 1) -> float:
+        """Wait until the last start, which is not one of so many before, has done some steps; when it did the first."""
+        until(lambda: len(self.began()) > begun and self.began()[-1]["ranks"] == ranks, f"{ranks} ranks")
+        at, after = self.began()[-1]["time"], self.began()[-1]["step"]
+        until(lambda: any(when > at and step >= after + steps for when, step in self.seen), "steps")
+        return next(when for when, step in self.seen if when > at and step > after)
+
+    def broken(
+        self, fault: str, strike: Callable[[], object], ranks: int = 2, again: Callable[[], object] | None = None
+    ) -> Broken:
+        """Strike, once there is something to lose; `again` is what a user or a scheduler does then. How soon and how
+        well the run goes on with so many ranks."""
+        self.between_saves()
+        begun, before = len(self.began()), set(ranks_of(self.directory).values())
+        at = time.time()
+        strike()
+        until(lambda: not any(map(_lives, before)), f"{fault}: ranks have ended")
+        detected = time.time()
+        if again is not None:
+            again()
+        resumed = self.trains(begun, ranks)
+        event = self.began()[-1]
+        since, until_then = (float(self.began()[number]["time"]) for number in (begun - 1, begun))
+        done = max(step for when, step in self.seen if since < when < until_then)
+        return Broken(fault, detected - at, resumed - at, done - event["step"], f"{ranks} rank{'s' * (ranks > 1)}")
+
+    def between_saves(self) -> None:
+        """Wait until this start has saved more than any did before, and is half way to its next checkpoint."""
+        begun, folder = self.began()[-1]["time"], self.directory / "checkpoints"
+        before = max((step for when, step in self.seen if when < begun), default=0)
+        until(lambda: any(step_of(each) > before for each in checkpoints(folder)), "a checkpoint")
+        first, half = self.seen[-1][1], range(EVERY // 2 - 2, EVERY // 2 + 3)
+        until(lambda: self.seen[-1][1] > first and self.seen[-1][1] % EVERY in half, "half way to the next")
+
+    def end(self) -> None:
+        """Tell the launchers to end."""
+        for launcher in self.launchers.values():
+            if launcher.poll() is None:
+                launcher.terminate()
+        until(lambda: all(launcher.poll() is not None for launcher in self.launchers.values()), "launchers have ended")
+
+
+def _lives(pid: int) -> bool:
+    """Also of one that has ended where nobody has taken note yet."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+@contextmanager
+def running(folder: Path, out: Path | None = None) -> Iterator[Running]:
+    """A run to start and to break, whose directory is made in `out`. None of its processes is left."""
+    folder.mkdir()
+    file = folder / "run.toml"
+    run = described(out or folder, folder.parent / "cache")
+    file.write_text(to_toml(run))
+    prepare(run.data)
+    found = Running(file, Path(run.out) / run.name)
+    try:
+        with watching(found.directory / METRICS_FILE, found.seen):
+            yield found
+    except AssertionError:
+        for log in folder.glob("*.log"):
+            print(log.name, log.read_text(), sep="\n", file=sys.stderr)
+        raise
+    finally:
+        for launcher in found.launchers.values():
+            launcher.kill()
+            launcher.wait()
+        until(lambda: not ranks_of(found.directory), "no rank is left")
+
+
+def differs(run: Running) -> float:
+    """The largest relative difference of a loss to one process's that never fails, and passes over the same text."""
+    learned = [record["loss"] for record in read_metrics(run.directory) if "loss" in record]
+    described = load_run(run.file)
+    one = Trainer(
+        described, open_corpus(described, prepare(described.data)), run.file.parent / "one", torch.device("cpu")
+    )
+    back = {event["to"]: event["after"] for event in read_events(run.directory) if event["what"] == ROLLED_BACK}
+    losses: list[float] = []
+    for end in (*back, len(learned)):
+        batches = prefetch(one.loader, one.step, end)
+        losses += [one.train_step(batches)["loss"] for _ in range(one.step, end)]
+        batches.close()
+        if end in back:
+            one.loader.pass_over(back[end] - end)
+    return max(abs(a - b) / b for a, b in zip(learned, losses, strict=True))

@@ -1,0 +1,136 @@
+"""How faults, and what is usual on other machines, are planted in a record of a machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+Plant = Callable[[Path], None]
+
+
+def edit(path: str, old: str, new: str, count: int = 1) -> Plant:
+    """Replace a text in a file, so many times, which must be there."""
+
+    def plant(root: Path) -> None:
+        text = (root / path).read_text()
+        assert old in text
+        (root / path).write_text(text.replace(old, new, count))
+
+    return plant
+
+
+def put(path: str, text: str) -> Plant:
+    """A file as it would be."""
+
+    def plant(root: Path) -> None:
+        assert (root / path).exists()
+        (root / path).write_text(text + "\n")
+
+    return plant
+
+
+def add(path: str, line: str) -> Plant:
+    """A line at the end of a file."""
+
+    def plant(root: Path) -> None:
+        text = (root / path).read_text()
+        (root / path).write_text(f"{text}{line}\n")
+
+    return plant
+
+
+def new(path: str, text: str) -> Plant:
+    """A file that was not there."""
+
+    def plant(root: Path) -> None:
+        assert not (root / path).exists()
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text + "\n")
+
+    return plant
+
+
+def gone(pattern: str) -> Plant:
+    """Files or directories that are not there."""
+
+    def plant(root: Path) -> None:
+        found = list(root.glob(pattern))
+        assert found
+        for path in found:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return plant
+
+
+def kept(query: str, gpus: int) -> Plant:
+    """The first GPUs alone, in an answer of nvidia-smi."""
+
+    def plant(root: Path) -> None:
+        path = root / f"commands/smi_{query}.txt"
+        path.write_text("\n".join(path.read_text().splitlines()[: gpus + 1]) + "\n")
+
+    return plant
+
+
+def both(*plants: Plant) -> Plant:
+    def plant(root: Path) -> None:
+        for each in plants:
+            each(root)
+
+    return plant
+
+
+def row(query: str, gpu: int, old: str, new: str) -> Plant:
+    """One GPU's row of an answer of nvidia-smi."""
+
+    def plant(root: Path) -> None:
+        path = root / f"commands/smi_{query}.txt"
+        lines = path.read_text().splitlines()
+        assert old in lines[gpu + 1]
+        lines[gpu + 1] = lines[gpu + 1].replace(old, new, 1)
+        path.write_text("\n".join(lines) + "\n")
+
+    return plant
+
+
+def lost(gpu: int) -> Plant:
+    """A GPU that nvidia-smi and PyTorch see no more."""
+
+    def plant(root: Path) -> None:
+        for path in (root / "commands").glob("smi_*.txt"):
+            lines = path.read_text().splitlines()
+            if path.stem in ("smi_identity", "smi_state", "smi_ecc", "smi_remapped", "smi_names", "smi_driver"):
+                path.write_text("\n".join(lines[: gpu + 1] + lines[gpu + 2 :]) + "\n")
+        known = json.loads((root / "commands/torch.txt").read_text())
+        (root / "commands/torch.txt").write_text(json.dumps(known | {"gpus": 7}))
+
+    return plant
+
+
+def xid(number: int) -> Plant:
+    return add("commands/kernel_log.txt", f"NVRM: Xid (PCI:0000:52:00): {number}, pid=4021, name=python, Ch 00000008")
+
+
+def pci(address: str, name: str, value: str) -> Plant:
+    return put(f"sys/bus/pci/devices/{address}/{name}", value)
+
+
+def port(number: int, name: str, value: str) -> Plant:
+    return put(f"sys/class/infiniband/mlx5_{number}/ports/1/{name}", value)
+
+
+def variable(name: str, value: str) -> Plant:
+    """A variable of the environment, in place of its own value."""
+
+    def plant(root: Path) -> None:
+        lines = (root / "environment").read_text().splitlines()
+        kept = [line for line in lines if not line.startswith(f"{name}=")]
+        (root / "environment").write_text("\n".join([*kept, f"{name}={value}"]) + "\n")
+
+    return plant
+
+
+def everywhere(plant: Callable[[int], Plant]) -> Plant:
+    return both(*(plant(card) for card in range(8)))

@@ -1,0 +1,34 @@
+"""Who is at work in a run directory, and how long others wait for it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from parity.trajectory import described
+
+from phalanx.measure.lock import ENDS_WITHIN_SECONDS, hold
+from phalanx.spec.errors import UserError
+from phalanx.train.setup import check_run
+
+
+def test_ranks_of_other_nodes_have_time_to_notice_that_one_was_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On one machine they end with the launcher; elsewhere they wait until a collective's time is over."""
+    changes = {"training.timeout_seconds": 30, "cluster.device": "cpu", "cluster.nproc": 1}
+    one, two = (described(Path(json.__file__).parent, tmp_path, {**changes, "cluster.nodes": n}) for n in (1, 2))
+    directory = Path(one.out) / one.name
+    directory.mkdir(parents=True)
+    held = hold(directory)
+    assert held is not None
+    with pytest.raises(UserError, match="is in use: process"):
+        check_run(one, 2, resume=True)
+    with pytest.raises(UserError, match="is in use: process"):
+        check_run(two, 2, resume=False)
+    assert capsys.readouterr().err == ""
+    threading.Timer(ENDS_WITHIN_SECONDS + 2, held.close).start()
+    check_run(two, 2, resume=True)
+    assert f"waiting for up to 35 s: {directory} is in use" in capsys.readouterr().err

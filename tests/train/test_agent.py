@@ -1,0 +1,81 @@
+"""Launchers that meet."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.spec.errors import UserError
+from phalanx.testing.runs import SECONDS
+from phalanx.train import meeting as places
+from phalanx.train.agent import Agent, Then, run_ranks
+from phalanx.train.meeting import ALONE, Meeting, NotMetError, interface_of, own_address
+
+SAYS = ("platform",)
+"""A module that ends well as a rank."""
+
+
+class Elsewhere(Meeting):
+    """On this machine there is room for one launcher of a run where nodes meet; the other says that it is not there."""
+
+    is_here = False
+
+
+def launch(who: str, port: str) -> None:
+    """A launcher. The second node is lost when both have met, before it has said how many ranks it has."""
+    kind, assign = {"first": Meeting, "second": Elsewhere}[who], Agent._assign_worker_ranks
+
+    def lost(agent: Agent, store: Any, rank: int, nodes: int, spec: Any) -> Any:
+        if nodes == 2 and who == "second":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return assign(agent, store, rank, nodes, spec)
+
+    Agent._assign_worker_ranks = lost  # type: ignore[method-assign]
+    meeting = kind("run", "127.0.0.1", int(port), 1, 2, join_seconds=60, last_call_seconds=5)
+    sys.exit(0 if run_ranks(1, lambda _: SAYS, lambda _: Then.END, meeting) else 1)
+
+
+def test_a_node_whose_own_name_is_its_loopbacks_is_reached_by_another_address() -> None:
+    """As Debian's installer has it. A machine in no network has none."""
+    meeting = Meeting("run", "127.0.1.1", 29_400, 1, 2, join_seconds=60, last_call_seconds=5)
+    routes = [line.split()[1] for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+    assert (interface_of(own_address(meeting)) != "lo") is ("00000000" in routes)
+    assert own_address(ALONE) == "127.0.0.1"
+
+
+def test_a_port_of_something_else_is_no_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a service that is silent, for which PyTorch's store would wait for good; and of nobody."""
+    monkeypatch.setattr(places, "ANSWER_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        meeting = Elsewhere("run", "127.0.0.1", silent.getsockname()[1], 1, 2, join_seconds=1, last_call_seconds=1)
+        with pytest.raises(UserError, match="is no place where nodes meet") as other:
+            run_ranks(1, lambda _: SAYS, lambda _: Then.END, meeting)
+    assert not isinstance(other.value, NotMetError)
+    with pytest.raises(NotMetError, match="nobody answered in 1 s"):
+        run_ranks(1, lambda _: SAYS, lambda _: Then.END, meeting)
+
+
+def test_who_met_a_node_that_is_lost_before_ranks_start_goes_on_without_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    tests = Path(__file__).parents[1]
+    places = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests)))}
+    program = "import sys; from train.test_agent import launch; launch(*sys.argv[1:])"
+    launchers = [
+        subprocess.Popen([sys.executable, "-c", program, who, str(port)], stderr=subprocess.PIPE, text=True, env=places)
+        for who in ("first", "second")
+    ]
+    try:
+        first, second = (launcher.communicate(timeout=SECONDS)[1] for launcher in launchers)
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert [launcher.returncode for launcher in launchers] == [0, -signal.SIGKILL], first + second
+    assert "meeting again" in first
