@@ -50,6 +50,10 @@ def test_where_nobody_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert shortage.why_killed(tmp_path, 1, "was killed by SIGKILL") == (
         "was killed by SIGKILL without a word; out of memory?"
     )
+    assert shortage.why_killed(tmp_path, 1, "was killed by SIGKILL", kills=1) == (
+        "was killed by SIGKILL, by the kernel, for want of memory"
+    )
+    assert shortage.why_killed(tmp_path, 1, "was killed by SIGSEGV", kills=1) == "was killed by SIGSEGV without a word"
 
 
 def test_a_killed_ranks_last_peak_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

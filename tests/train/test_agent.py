@@ -39,7 +39,7 @@ def launch(who: str, port: str) -> None:
 
     Agent._assign_worker_ranks = lost  # type: ignore[method-assign]
     meeting = kind("run", "127.0.0.1", int(port), 1, 2, join_seconds=60, last_call_seconds=5)
-    sys.exit(0 if run_ranks(1, lambda _: SAYS, lambda _: Then.END, meeting) else 1)
+    sys.exit(0 if run_ranks(1, lambda _: SAYS, lambda *_: Then.END, meeting) else 1)
 
 
 def test_a_node_whose_own_name_is_its_loopbacks_is_reached_by_another_address() -> None:
@@ -56,10 +56,10 @@ def test_a_port_of_something_else_is_no_place_to_meet(monkeypatch: pytest.Monkey
     with socket.create_server(("127.0.0.1", 0)) as silent:
         meeting = Elsewhere("run", "127.0.0.1", silent.getsockname()[1], 1, 2, join_seconds=1, last_call_seconds=1)
         with pytest.raises(UserError, match="is no place where nodes meet") as other:
-            run_ranks(1, lambda _: SAYS, lambda _: Then.END, meeting)
+            run_ranks(1, lambda _: SAYS, lambda *_: Then.END, meeting)
     assert not isinstance(other.value, NotMetError)
     with pytest.raises(NotMetError, match="nobody answered in 1 s"):
-        run_ranks(1, lambda _: SAYS, lambda _: Then.END, meeting)
+        run_ranks(1, lambda _: SAYS, lambda *_: Then.END, meeting)
 
 
 def test_who_met_a_node_that_is_lost_before_ranks_start_goes_on_without_it() -> None:

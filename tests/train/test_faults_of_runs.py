@@ -57,40 +57,39 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_ends_a_run_which_goes_on_when_there_is_space(disk: Path, tmp_path: Path) -> None:
-    """Where nothing fits it ends after it was started again in vain; where a checkpoint does not, at once, if that was
-    the first thing that did not."""
+    """At once, where a checkpoint is the first thing that does not fit; else after it was started again in vain."""
     directory, changes = disk / "parity", {**LONG, "recovery.restarts": 1}
-
-    def ends_when_full(but_bytes: int) -> tuple[int, str]:
-        begun = len(events(directory, "began"))
-        with training(TEXT, disk, changes, 2, "--resume") as process:
-            until(lambda: len(events(directory, "began")) > begun, "it has begun")
-            before = events(directory, "began")[-1]["step"]
-            until(lambda: any(step_of(each) > before for each in checkpoints(directory / "checkpoints")), "it saves")
-            others = fill(disk, but_bytes)
-            saved = checkpoints(directory / "checkpoints")
-            _, said = process.communicate(timeout=SECONDS)
-        assert saved
-        assert [damage(checkpoint) for checkpoint in saved if checkpoint.exists()] == [None] * len(saved)
-        others.unlink()
-        return process.returncode, said
-
-    code, said = ends_when_full(but_bytes=300_000)
-    assert code == 2 or "starting again from step-" in said, said
+    with training(TEXT, disk, changes, 2) as process:
+        until(lambda: checkpoints(directory / "checkpoints"), "it saves")
+        others = fill(disk, but_bytes=300_000)
+        newest = step_of(checkpoints(directory / "checkpoints")[0])
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 2 or "starting again from step-" in said, said
     assert "No space left on device" in said
     assert "free space" in said
+    saved = checkpoints(directory / "checkpoints")
+    assert [damage(checkpoint) for checkpoint in saved] == [None] * len(saved)
+    assert step_of(saved[0]) >= newest
 
-    code, said = ends_when_full(but_bytes=0)
-    assert code == 1, said
-    assert "starting again from step-" in said
-    assert f"and {directory} cannot be written to: No space left on device; free space" in said
-
+    others.unlink()
     begun = len(events(directory, "began"))
     with training(TEXT, disk, changes, 2, "--resume") as process:
         until(lambda: len(events(directory, "began")) > begun, "it goes on")
         stopped(process)
     learned = trained(directory)
     assert learned == of_one_process(tmp_path, changes, len(learned))
+
+
+def test_a_full_disk_ends_a_run_that_saves_nothing(disk: Path) -> None:
+    """After it was started again in vain."""
+    directory, changes = disk / "parity", {**LONG, "checkpoint.every": 10**6, "recovery.restarts": 1}
+    with training(TEXT, disk, changes, 2) as process:
+        until(reaches(directory, 3), "it trains")
+        fill(disk)
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1, said
+    assert "starting again from the beginning" in said
+    assert f"and {directory} cannot be written to: No space left on device; free space" in said
 
 
 # -- damaged checkpoints ----------------------------------------------------------------------------------------------

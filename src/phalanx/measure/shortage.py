@@ -49,16 +49,16 @@ def in_words(found: Mapping[str, Any]) -> str:
     return f"out of memory: {asked} {size(held['total'])}{' held' if wanted else ''}{most}: {parts}{reserved}"
 
 
-def why_killed(directory: Path, rank: int, how: str) -> str:
-    """Of a rank that ended without a word: whether the kernel killed it for want of memory, and what it last held."""
-    if any(dump.get("oom_kills") for dump in read_dumps(directory).values()):
+def why_killed(directory: Path, rank: int, how: str, kills: int = 0) -> str:
+    """Of a rank that ended without a word: whether the kernel killed it for want of memory, and what it last held.
+    `kills` are those that its launcher has seen since it started; other ranks may have seen them too."""
+    if "SIGKILL" not in how:
+        return f"{how} without a word"
+    if kills or any(dump.get("oom_kills") for dump in read_dumps(directory).values()):
         limit = limit_bytes()
         most = f" (limit of its group: {size(limit)})" if limit else ""
         return f"{how}, by the kernel, for want of memory{most}{_last_peak(directory, rank)}"
-    if "SIGKILL" not in how:
-        return f"{how} without a word"
-    hint = f": the kernel has killed {kills} processes of this group for that" if (kills := oom_kills()) else ""
-    return f"{how} without a word; out of memory?{hint}"
+    return f"{how} without a word; out of memory?"
 
 
 def _last_peak(directory: Path, rank: int) -> str:

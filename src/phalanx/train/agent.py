@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from phalanx.measure.shortage import oom_kills
 from phalanx.spec.errors import UserError
 from phalanx.train.launch import LAUNCHER
 from phalanx.train.meeting import ALONE, Meeting, NotMetError, interface_of, meet, nodes, own_address, wait_for_host
@@ -55,6 +56,10 @@ class Then(Enum):
     END = "the run is ended, on all nodes"
 
 
+Judge = Callable[[Failures, int], Then]
+"""Given what failed, and how many processes of our group the kernel killed for want of memory since ranks started."""
+
+
 class NoLogs(LogsSpecs):
     """Ranks print where we do: torchrun's own makes a folder for files, which who is killed leaves behind."""
 
@@ -72,10 +77,11 @@ class EndedElsewhere(Exception):  # noqa: N818 - no error of this node's
 class Agent(LocalElasticAgent):
     """torchrun's, which asks what follows a failure, and leaves no rank hanging in wait of one that failed."""
 
-    def __init__(self, spec: WorkerSpec, words: Words, judge: Callable[[Failures], Then], nodes: int) -> None:
+    def __init__(self, spec: WorkerSpec, words: Words, judge: Judge, nodes: int) -> None:
         super().__init__(spec, NoLogs())
         self._words, self._judge, self._nodes = words, judge, nodes
         self.then = Then.END
+        self._kills_before = 0
         self._killed: set[int] = set()
         """Processes that did not end by themselves, which is not their failure."""
 
@@ -92,6 +98,7 @@ class Agent(LocalElasticAgent):
         if self._nodes > 1:
             here = f"{worker_group.group_world_size} of {nodes(self._nodes)}"
             print(f"phalanx: {here} met: {worker_group.workers[0].world_size} ranks start", file=sys.stderr)
+        self._kills_before = oom_kills() or 0
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
@@ -121,7 +128,7 @@ class Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             own = {rank: failure for rank, failure in result.failures.items() if failure.pid not in self._killed}
-            self.then = self._judge(own or result.failures)
+            self.then = self._judge(own or result.failures, (oom_kills() or 0) - self._kills_before)
             self._remaining_restarts = int(self.then is Then.AGAIN)
         return result
 
@@ -177,7 +184,7 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run_ranks(nproc: int, words: Words, judge: Callable[[Failures], Then], meeting: Meeting = ALONE) -> bool:
+def run_ranks(nproc: int, words: Words, judge: Judge, meeting: Meeting = ALONE) -> bool:
     """Run local ranks, together with other nodes' where there are any, until all have ended well, or by what `judge`
     says of a failure they are not to be started again; returns whether all went well.
 
@@ -211,7 +218,7 @@ def run_ranks(nproc: int, words: Words, judge: Callable[[Failures], Then], meeti
                 raise UserError("--rendezvous", meeting.endpoint, problem, "give another port") from None
 
 
-def _run_once(nproc: int, words: Words, judge: Callable[[Failures], Then], meeting: Meeting) -> bool:
+def _run_once(nproc: int, words: Words, judge: Judge, meeting: Meeting) -> bool:
     handler, own = meet(meeting), own_address(meeting)
     if meeting is not ALONE:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -241,14 +248,14 @@ def _told_apart() -> Iterator[None]:
         del os.environ[LAUNCHER]
 
 
-def start_ranks(nproc: int, words: Sequence[str], report: Callable[[Failures], int]) -> int:
+def start_ranks(nproc: int, words: Sequence[str], report: Callable[[Failures, int], int]) -> int:
     """Run a module (its name, and its arguments) as local ranks and wait for them; returns the exit code. `report` is
     given what the agent knows of a failure, says why, and returns the code."""
     code = 0
 
-    def judge(failures: Failures) -> Then:
+    def judge(failures: Failures, kills: int) -> Then:
         nonlocal code
-        code = report(failures)
+        code = report(failures, kills)
         return Then.END
 
     with stoppable():

@@ -81,15 +81,15 @@ def set_environment(nproc: int) -> None:
         os.environ.setdefault(name, value)
 
 
-def report_failures(directory: Path, failures: Mapping[int, Any]) -> int:
+def report_failures(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
     """Print which rank failed first, at which step and why; returns the exit code. `failures` is what the agent knows
-    of this node's ranks."""
-    return report(directory, first_failure(directory, failures))
+    of this node's ranks, `kills` how many the kernel killed for want of memory."""
+    return report(directory, first_failure(directory, failures, kills))
 
 
-def report_plainly(directory: Path, failures: Mapping[int, Any]) -> int:
+def report_plainly(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
     """The same of ranks whose directory will be gone: with the traceback, where it is not the user's to mend."""
-    first = first_failure(directory, failures)
+    first = first_failure(directory, failures, kills)
     mine = first["code"] != 2
     where = f"rank {first['rank']}: " if mine else ""
     print(f"phalanx: {where}{first['reason']}", file=sys.stderr)
@@ -120,11 +120,11 @@ def said_of(first: Mapping[str, Any]) -> str:
 
 
 def first_failure(
-    directory: Path, failures: Mapping[int, Any], told: Sequence[Mapping[str, Any]] | None = None
+    directory: Path, failures: Mapping[int, Any], kills: int = 0, told: Sequence[Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
     """What the rank that failed first left word of (`write_failure`); of one that had no time to, how it ended. Where
-    it only lost another rank that left no word, it says so: "lost". `told` are the words that count, if not
-    all that are there do."""
+    it only lost another rank that left no word, it says so: "lost". `kills` are the kernel's for want of memory
+    since the ranks started, `told` the words that count, if not all that are there do."""
     told = read_failures(directory) if told is None else told
     own = [failure for failure in told if not is_loss(failure["reason"])]
     # A rank that was killed left no word, and what the others wrote is that they lost it. NCCL aborts who lost others.
@@ -135,7 +135,7 @@ def first_failure(
     first_ended = min(failures.items(), key=lambda item: float(item[1].timestamp))
     rank, code = killed[0] if killed else (first_ended[0], first_ended[1].exitcode)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    record = {"rank": rank, "time": time.time(), "reason": why_killed(directory, rank, how), "code": 1}
+    record = {"rank": rank, "time": time.time(), "reason": why_killed(directory, rank, how, kills), "code": 1}
     try:
         incident.write_failure(directory, record)
     except OSError as error:  # why it could leave no word

@@ -63,7 +63,7 @@ def train_through(
             print(f"phalanx: {end}", file=sys.stderr)
             return 1
         if words_left := recovery.new_words():  # it was not stopped in order
-            return report(directory, first_failure(directory, {}, words_left))
+            return report(directory, first_failure(directory, {}, told=words_left))
         raise
     return 0
 
@@ -116,13 +116,14 @@ class Recovery:
         self.left_out_after = -1
         """`furthest` when a rank was last left out."""
 
-    def judge(self, failures: Failures) -> Then:
-        """What follows these failures of ranks of this node; says on stderr what happened, and notes it."""
+    def judge(self, failures: Failures, kills: int = 0) -> Then:
+        """What follows these failures of ranks of this node, of which the kernel killed some for want of memory; says
+        on stderr what happened, and notes it."""
         if all(failure.exitcode == STOPPED for failure in failures.values()):
             self.code = STOPPED
             return Then.END if self.nodes == 1 else Then.AGAIN  # where one was told to stop, or has come, others go on
         words = self.new_words()
-        first = first_failure(self.directory, failures, words)
+        first = first_failure(self.directory, failures, kills, words)
         self._seen.add(_mark(first))  # of one without a word it was written down just now
         saved = checkpoints(self.directory / "checkpoints")
         began = [event["step"] for event in read_events(self.directory) if event["what"] == BEGAN]
