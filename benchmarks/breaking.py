@@ -63,7 +63,9 @@ class Broken:
     steps_lost: int
     goes_on: str
     differs: float = field(default=float("nan"))
-    """The largest relative difference of a loss to the run that never failed."""
+    """The largest relative difference of a loss to one process's that never fails."""
+    same_bits: bool | None = None
+    """Whether all losses are those of as many ranks that never fail. None: ranks were not always as many."""
 
 
 class Running:
@@ -133,11 +135,11 @@ def _lives(pid: int) -> bool:
 
 
 @contextmanager
-def running(folder: Path, out: Path | None = None) -> Iterator[Running]:
+def running(folder: Path, out: Path | None = None, cache: Path | None = None) -> Iterator[Running]:
     """A run to start and to break, whose directory is made in `out`. None of its processes is left."""
     folder.mkdir()
     file = folder / "run.toml"
-    run = described(out or folder, folder.parent / "cache")
+    run = described(out or folder, cache or folder.parent / "cache")
     file.write_text(to_toml(run))
     prepare(run.data)
     found = Running(file, Path(run.out) / run.name)
@@ -155,9 +157,25 @@ def running(folder: Path, out: Path | None = None) -> Iterator[Running]:
         until(lambda: not ranks_of(found.directory), "no rank is left")
 
 
+def trained(run: Running) -> list[float]:
+    """The loss of each step."""
+    return [record["loss"] for record in read_metrics(run.directory) if "loss" in record]
+
+
+def same_bits(run: Running, command: Callable[[Running], Sequence[str]]) -> bool:
+    """Whether losses are, bit for bit, those of another run that is started with a command and never fails."""
+    learned = trained(run)
+    with running(run.file.parent / "unbroken", cache=run.file.parents[1] / "cache") as other:
+        other.start("unbroken", command(other))
+        until(lambda: bool(other.seen) and other.seen[-1][1] >= len(learned), "as many steps")
+        other.end()
+        assert len(other.began()) == 1, "it never fails"
+        return trained(other)[: len(learned)] == learned
+
+
 def differs(run: Running) -> float:
     """The largest relative difference of a loss to one process's that never fails, and passes over the same text."""
-    learned = [record["loss"] for record in read_metrics(run.directory) if "loss" in record]
+    learned = trained(run)
     described = load_run(run.file)
     one = Trainer(
         described, open_corpus(described, prepare(described.data)), run.file.parent / "one", torch.device("cpu")

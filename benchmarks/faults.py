@@ -30,6 +30,7 @@ from benchmarks.breaking import (
     Running,
     differs,
     running,
+    same_bits,
 )
 from phalanx.measure.events import ROLLED_BACK, read_events
 from phalanx.spec.load import load_run
@@ -87,7 +88,7 @@ def on_one_machine(folder: Path) -> Iterator[Broken]:
             run.broken("the run is stopped (SIGTERM), and started again", lambda: one["one"].terminate(), again=ended),
             run.broken("the launcher is killed, and started again", lambda: one["one"].kill(), again=ended),
         ]
-        yield from compared(run, found)
+        yield from compared(run, found, same_size=True)
 
 
 def train(run: Running, ranks: int) -> list[str]:
@@ -95,12 +96,12 @@ def train(run: Running, ranks: int) -> list[str]:
     return [sys.executable, "-m", "phalanx", "train", str(run.file), "--nproc", str(ranks), "--resume"]
 
 
-def compared(run: Running, found: Sequence[Broken]) -> Iterator[Broken]:
-    """End a run, and hold it against one process."""
+def compared(run: Running, found: Sequence[Broken], same_size: bool = False) -> Iterator[Broken]:
+    """End a run, and hold it against one process; and against two ranks, if it had always two."""
     run.end()
-    off = differs(run)
+    off, same = differs(run), same_bits(run, lambda other: train(other, 2)) if same_size else None
     for each in found:
-        each.differs = off
+        each.differs, each.same_bits = off, same
         yield each
 
 
@@ -146,7 +147,7 @@ def on_a_full_disk(folder: Path) -> Iterator[Broken]:
         run.start("one", train(run, 2))
         run.trains(0, 2, EVERY)
         full = "the disk is full; once the run has ended there is space, and it is started again"
-        yield from compared(run, [run.broken(full, lambda: fill(disk), again=space)])
+        yield from compared(run, [run.broken(full, lambda: fill(disk), again=space)], same_size=True)
 
 
 def on_two_nodes(folder: Path) -> Iterator[Broken]:
@@ -207,7 +208,7 @@ def with_wrong_calls(folder: Path) -> Iterator[Broken]:
             "order": "a rank calls two collectives in another order",
         }
         found = [run.broken(name, ordered(fault), again=order.unlink) for fault, name in faults.items()]
-        yield from compared(run, found)
+        yield from compared(run, found, same_size=True)
 
 
 def with_nan(folder: Path) -> Iterator[Broken]:
@@ -265,19 +266,22 @@ def page(found: Sequence[Broken]) -> str:
     """What is written to docs/."""
     lines = "\n".join(
         f"| {each.fault} | {seconds(each.detect_seconds)} | {seconds(each.resume_seconds)} | {each.steps_lost} | "
-        f"{each.goes_on} | {'yes' if each.differs < SAME else 'no'} ({each.differs:.0e}) |"
+        f"{each.goes_on} | {'yes' if each.differs < SAME else 'no'} ({each.differs:.0e}) | "
+        f"{'-' if each.same_bits is None else 'yes' if each.same_bits else 'no'} |"
         for each in found
     )
     return f"""# What breaks a run, and what that costs
 
-| what happens | s until ranks have stopped | s until the next step | steps lost | goes on with | same losses |
-|---|---:|---:|---:|---|---|
+| what happens | s until ranks stopped | s until the next step | steps lost | goes on with | same losses | same bits |
+|---|---:|---:|---:|---|---|---|
 {lines}
 
 - Each run is broken half way between two checkpoints, of which there is one every {EVERY} steps. All times count from
   the fault. A step is lost if it was done and has to be done again.
 - Same losses: all steps of the run, faults and all, beside one process that never failed: the largest relative
   difference of a loss, in fp64 (ranks sum in another order than one process does).
+- Same bits: all these losses are, to the last bit, those of another run of two ranks that never failed. Not asked where
+  ranks were fewer for a while, or text was passed over.
 - A node that comes, or comes back, is a new start of all, in order: ranks save first. Where fewer nodes than possible
   meet, they wait for the last call, here of {LAST_CALL_SECONDS} s (`recovery.last_call_seconds`; 30 s by default),
   after a node that has gone without a word was missed for 10 s.
