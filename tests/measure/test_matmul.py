@@ -24,3 +24,17 @@ def test_every_round_multiplies_once_in_the_type_asked_for(monkeypatch: pytest.M
     monkeypatch.setattr(torch, "mm", lambda a, b: seen.append((a.dtype, a.shape, b.shape)) or real(a, b))
     peak_flops(torch.device("cpu"), torch.bfloat16, 16, rounds=4)
     assert seen == [(torch.bfloat16, (16, 16), (16, 16))] * 4
+
+
+def test_a_slow_device_is_not_given_large_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which a number takes a nanosecond: 256 takes longer than is needed to time it, 512 is not tried."""
+    now, sides = [0.0], []
+
+    def multiplied(a: torch.Tensor, b: torch.Tensor) -> None:
+        sides.append(len(a))
+        now[0] += 2 * len(a) ** 3 * 1e-9
+
+    monkeypatch.setattr(torch, "mm", multiplied)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    assert peak_flops(torch.device("cpu"), torch.float32, rounds=2) == pytest.approx(1e9)
+    assert sides == [128, 128, 256, 256]

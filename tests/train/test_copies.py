@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 from parity.trajectory import MOE, described, prepared_text, steps, trainer
 
 from phalanx.data.prepare import prepare
-from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
 from phalanx.train.copies import VARIABLE, common, offer_memory
 from phalanx.train.divergence import roll_back
-from phalanx.train.setup import set_up
 from tests.train.test_nodes import nodes
 from tests.train.test_recovery import SECONDS, SHORT, events, ranks_of, reaches, trained, training, until
 
@@ -132,9 +130,18 @@ def test_a_lost_node_comes_back_to_its_state(tmp_path: Path) -> None:
         until(reaches(directory, again["step"] + 3), "some more steps")
 
 
-def test_one_rank_has_nobody_to_keep_a_copy(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"recovery\.copy_every = 1: keeps copies in the launcher"):
-        set_up(described(TEXT, tmp_path, COPIED), 1, resume=False)
+def test_one_rank_alone_loses_no_more(tmp_path: Path) -> None:
+    """Its launcher starts it again, where it was, and it learns what one that never failed does."""
+    directory = tmp_path / "parity"
+    with training(TEXT, tmp_path, {**SHORT, **COPIED}, 1) as process:
+        until(reaches(directory, 4), "some steps")
+        os.kill(ranks_of(directory)[0], signal.SIGKILL)
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    assert "rank 0 was killed by SIGKILL" in said
+    [failed], (_, again) = events(directory, "failed"), events(directory, "began")
+    assert failed["step"] - again["step"] <= 1
+    assert trained(directory) == steps(trainer(described(TEXT, tmp_path / "whole", SHORT)), SHORT["training.steps"])
 
 
 def keep_and_move(run: RunSpec, memories: list[str], last: int) -> list[int]:

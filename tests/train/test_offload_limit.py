@@ -43,6 +43,7 @@ def described(directory: Path, name: str, model: dict[str, int], offload: Path |
             "optimizer": {"warmup_steps": 1},
             "evaluation": {"tokens": 128},
             "cluster": {"device": "cpu", "nproc": 1, "peak_flops": 1e12},
+            "recovery": {"restarts": 0},  # no launcher, which would take a base of its own
         }
     )
     file = directory / f"{name}.toml"

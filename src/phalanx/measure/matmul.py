@@ -6,10 +6,21 @@ import time
 
 import torch
 
+FIRST_SIZE, ENOUGH_SECONDS = 128, 0.02
+"""Products grow from this size until one takes so long: 1024 is a second where bf16 is computed in software."""
+
 
 def peak_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:
-    """Best speed in FLOP/s over a few square products [size, size] with the threads this process has."""
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    """Best speed in FLOP/s over a few square products [n, n] with the threads this process has; n is `size`, or less
+    on a device that is slow."""
+    side = min(FIRST_SIZE, size)
+    while (seconds := _best_seconds(device, dtype, side, rounds)) < ENOUGH_SECONDS and side < size:
+        side = min(2 * side, size)
+    return 2 * side**3 / seconds
+
+
+def _best_seconds(device: torch.device, dtype: torch.dtype, side: int, rounds: int) -> float:
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(rounds):
         begun = time.perf_counter()
@@ -17,4 +28,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, round
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - begun)
-    return 2 * size**3 / best
+    return best
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether products in bf16 have instructions or kernels of their own there. On CPUs without (x86 before AVX-512)
+    PyTorch computes them number by number, some thirty times slower than in fp32."""
+    return device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

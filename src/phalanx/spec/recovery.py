@@ -12,7 +12,7 @@ class RecoverySpec(Spec):
 
     restarts: int = Field(3, ge=0)
     """How often in a row ranks that failed are started again, from the newest checkpoint, without a step won by it;
-    0 ends the run at the first failure. A run of one process has no launcher that could."""
+    0 ends the run at the first failure."""
     join_seconds: float = Field(600, gt=0)
     """How long nodes wait for as many as a run needs."""
     last_call_seconds: int = Field(30, gt=0)

@@ -103,7 +103,7 @@ class Copies:
         """`identity` says of what the state is: only the same is restored. `group` exchanges copies in CPU memory."""
         offered = os.environ.get(VARIABLE)
         if offered is None:
-            fix = "start the run with phalanx train and several ranks, or set it to 0"
+            fix = "start the run with phalanx train, or set it to 0"
             raise UserError("recovery.copy_every", None, "needs a launcher that keeps the copies", fix)
         process, _, numbers = offered.partition(":")
         first = int(os.environ["LOCAL_RANK"]) * len(OWN + NEIGHBOURS)
@@ -111,7 +111,7 @@ class Copies:
         self._places = [Place(Path(f"/proc/{process}/fd/{number}")) for number in mine]
         self._identity = json.loads(json.dumps(identity))
         self._group = group
-        self.rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         on_node = int(os.environ["LOCAL_WORLD_SIZE"])
         self._next, self._before = (self.rank + on_node) % ranks, (self.rank - on_node) % ranks
         self._turn = 0
@@ -150,8 +150,10 @@ class Copies:
     def newest(self) -> Kept | None:
         """The newest copy of which every rank's part is somewhere, brought to its rank. A collective."""
         mine = [place.held[:2] for place in self._places if place.held[0] >= 0 and self._fits(place)]
-        told: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(told, mine, group=self._group)
+        told = [mine]
+        if dist.is_initialized():
+            told = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(told, mine, group=self._group)
         found = common(told)
         if found is None:
             return None

@@ -33,12 +33,13 @@ def train_through(
     directory: Path, run: RunSpec, nproc: int, choose: Choose, options: Sequence[str] = (), meeting: Meeting = ALONE
 ) -> int:
     """Train the run of a directory with `nproc` ranks on this node, and others' where nodes meet; returns the exit
-    code, after saying what failed. `options` are those of phalanx.train. One rank alone takes the process's place.
+    code, after saying what failed. `options` are those of phalanx.train. One rank alone that is not to be started again
+    takes the process's place, and its memory.
 
     Raises NotMetError where nodes do not meet, UserError where they cannot, or where too few are left for any layout.
     """
     set_environment(nproc)
-    if nproc == 1 and meeting is ALONE:  # nobody stays behind to read its failure: it prints that itself
+    if nproc == 1 and meeting is ALONE and not run.recovery.restarts:  # it prints its failure itself
         os.execv(sys.executable, [sys.executable, "-m", "phalanx.train", str(directory), *options])
     if run.recovery.copy_every:
         offer_memory(nproc)

@@ -51,10 +51,11 @@ class Resumable(Learner):
         self.loader = corpus.loader(run, self.cut.sequences, self.mesh.dp_rank, self.cut.dp)
         self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
         self.copies = None
-        if run.recovery.copy_every and world_size > 1:
+        if run.recovery.copy_every:
             described = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
             back = told_by_first(partial(rollbacks, directory))  # what was copied before it is not gone on from
-            self.copies = Copies({"ranks": world_size, "back": back, **described}, dist.new_group(backend="gloo"))
+            group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+            self.copies = Copies({"ranks": world_size, "back": back, **described}, group)
         self.rescaling = Rescaling(self.cut.learning_rate, self.cut.learning_rate, 0, 0)
         self.step = 0
         """Optimizer updates done."""

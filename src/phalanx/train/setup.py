@@ -72,8 +72,6 @@ def _check_copies(run: RunSpec, world_size: int) -> None:
     def refuse(problem: str) -> None:
         raise UserError("recovery.copy_every", run.recovery.copy_every, problem, "set it to 0")
 
-    if world_size == 1:
-        refuse("keeps copies in the launcher, and one rank alone has none")
     if not hasattr(os, "memfd_create"):
         refuse("needs memory without a name (memfd_create), which this system has not")
     if run.layout.offload == "nvme":

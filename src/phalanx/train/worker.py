@@ -22,7 +22,7 @@ from phalanx.cost.stages import check_layout
 from phalanx.measure.events import BEGAN, ENDED, note
 from phalanx.measure.incident import forget, forget_from
 from phalanx.measure.lock import ENDS_WITHIN_SECONDS, hold
-from phalanx.measure.matmul import peak_flops
+from phalanx.measure.matmul import computes_bf16, peak_flops
 from phalanx.measure.memory import device_memory_bytes
 from phalanx.measure.products import COMPUTE
 from phalanx.measure.record import FORMAT, Opening, record_file
@@ -139,7 +139,7 @@ def work(
         if lock is not None:
             lock.close()
         if trainer.stop and trainer.step < run.training.steps:
-            by_hand = signals[:1] == [signal.SIGINT] and not dist.is_initialized()  # of several, the launcher says so
+            by_hand = signals[:1] == [signal.SIGINT] and LAUNCHER not in os.environ  # a launcher says so itself
             return INTERRUPTED if by_hand else STOPPED
     except SystemExit as ended:  # rank 0 says why
         return int(ended.code or 0)
@@ -289,6 +289,8 @@ def opening(trainer: Trainer, resumed: int) -> str:
         f"{run.training.sequence} x {counted(cut.dp)} x {cut.accumulation} accumulated"
         f"{', shared unevenly' if cut.sequences % cut.dp else ''}{text}",
     ]
+    if run.training.precision == "bf16" and not computes_bf16(trainer.device):
+        lines.append('this CPU computes bf16 in software, far slower than fp32: set training.precision = "fp32"')
     if cut.learning_rate != 1:
         lines.append(
             f"learning rates x {cut.learning_rate:.4g} ({run.training.scaling}): {counted(cut.dp)} instead of "
