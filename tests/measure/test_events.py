@@ -11,6 +11,7 @@ from phalanx.measure.events import (
     ENDED,
     EVENTS_FILE,
     FAILED,
+    NEEDED,
     ROLLED_BACK,
     failures_so_far,
     failures_told,
@@ -64,7 +65,7 @@ def test_half_a_line_is_passed_over(tmp_path: Path) -> None:
 def test_what_broke_off_is_counted_once(happened: list[str], count: int, tmp_path: Path) -> None:
     counts = [0]
     for what in happened:
-        note(tmp_path, what)
+        note(tmp_path, what, **dict.fromkeys(NEEDED.get(what, ()), 0))
         counts.append(failures_so_far(tmp_path)[0])
     assert counts[-1] == count
     assert counts == sorted(counts)
@@ -86,3 +87,12 @@ def test_a_failure_that_several_nodes_noted_is_told_as_where_it_began(tmp_path: 
 def test_a_disk_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
     note(tmp_path / "gone", BEGAN, step=0)
     assert read_events(tmp_path / "gone") == []
+
+
+def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
+    """Of whatever kind: nobody who reads them is to fail by them."""
+    note(tmp_path, BEGAN, ranks=2, step=0)
+    with (tmp_path / EVENTS_FILE).open("ab") as file:
+        file.write(b'\xff\xfe\n1\n[]\n{"what": "began", "time": 2.0}\n{"what": []}\n{"what": "failed"}\n')
+    note(tmp_path, ENDED, step=3)
+    assert [event["what"] for event in read_events(tmp_path)] == [BEGAN, ENDED]

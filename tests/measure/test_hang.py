@@ -14,6 +14,7 @@ from phalanx.measure.calls import is_loss, minority
 from phalanx.measure.hang import coordinates, explain
 from phalanx.measure.incident import (
     ABORTED,
+    FAILED,
     FORMAT,
     STOOD,
     Dump,
@@ -195,6 +196,43 @@ def test_messages_of_a_pipeline_are_in_no_recorder() -> None:
     )
 
 
+def test_stages_that_wait_for_each_others_messages_are_named() -> None:
+    """A lost message: no collective is under way, nobody is busy elsewhere, and a finished one is not to blame."""
+    sizes = Degrees(1, 1, 2, 1, 1)
+    inside = ("/x/phalanx/parallel/links.py", 68, "receive")
+    dumps = {rank: dump(rank, sizes, [call(5, over=True)], inside, waiting=True) for rank in range(2)}
+    found = explain(dumps, {}, sizes)
+    assert (found.verdict.kind, found.verdict.ranks) == ("lost", (0, 1))
+    assert found.verdict.said.startswith(
+        "rank 0 (pp=0) in parallel/links.py:68 (receive) and rank 1 (pp=1) in parallel/links.py:68 (receive): nothing"
+    )
+    lost = {"why": FAILED, "error": "RuntimeError: Timed out"}
+    dumps = {rank: dump(rank, sizes, [call(5, over=True)], inside, waiting=True, **lost) for rank in range(2)}
+    found = explain(dumps, {}, sizes)
+    assert found.verdict.kind == "nothing"
+    assert not any("all_reduce" in line for line in found.ranks.values())
+
+
+def test_one_process_that_stands_still_is_told() -> None:
+    found = explain({0: dump(0, Degrees(1, 1, 1, 1, 1), [], BUSY)}, {}, Degrees(1, 1, 1, 1, 1)).verdict
+    assert (found.kind, found.ranks) == ("lost", (0,))
+    assert found.said.startswith("rank 0 in mine/model.py:7 (forward): nothing moved there")
+
+
+def test_what_all_found_together_blames_who_it_names() -> None:
+    """Not the first that wrote it down."""
+    sizes = Degrees(1, 3, 1, 1, 1)
+    reason = "step 4: a differs on rank 1"
+    failures = {
+        rank: {"rank": rank, "reason": reason, "time": 9.0 - rank, "traceback": "...", "blamed": [1]}
+        for rank in range(3)
+    }
+    found = explain({}, failures, sizes).verdict
+    assert (found.kind, found.ranks, found.said) == ("error", (1,), reason)
+    nobody = {rank: {**record, "reason": "loss nan", "blamed": []} for rank, record in failures.items()}
+    assert explain({}, nobody, sizes).verdict.ranks == ()
+
+
 def test_all_came_and_it_did_not_end() -> None:
     sizes = Degrees(1, 2, 1, 1, 1)
     call = {
@@ -343,6 +381,7 @@ def test_dumps_come_back_and_damaged_ones_are_passed_over(tmp_path: Any) -> None
     write_dump(tmp_path, told)
     (tmp_path / "hangs" / "rank-00000.json").write_text('{"format": 1, "ra')
     (tmp_path / "hangs" / "rank-00002.json").write_text("[]")
+    (tmp_path / "hangs" / "rank-00003.json").write_text('{"format": 1, "rank": 3}')
     assert json.loads(json.dumps(read_dumps(tmp_path))) == {"1": json.loads(json.dumps(told))}
 
 

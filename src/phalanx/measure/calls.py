@@ -19,6 +19,8 @@ SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"
 """Collectives to which every rank gives as many numbers (of the others each rank may have its own share)."""
 BACKWARD = "torch/autograd/graph.py"
 """In which it computes, or waits in a hook that is not Python's (DDP's)."""
+MESSAGES = "/parallel/links.py"
+"""In which stages of a pipeline wait for each other's messages."""
 LOST = re.compile(
     "by peer|Broken pipe|Socket closed|Timed out|timing out|Read error|remote process exited|communicator was aborted|"
     "pair closure|connectFullMesh|likely closed|wait timeout|client socket has (timed out|failed)"
@@ -60,6 +62,12 @@ def waits(dump: Dump) -> bool:
     passing = bool(dump["stack"]) and BACKWARD in dump["stack"][0][0]
     inside = passing and any(not call["over"] for call in dump["calls"])
     return dump["waiting"] or inside or is_loss(dump.get("error", ""))
+
+
+def in_message(dump: Dump) -> bool:
+    """Whether it stood where it waits for a message of another stage."""
+    own = next((place for place in dump["stack"] if is_own(place[0])), None)
+    return own is not None and own[0].endswith(MESSAGES)
 
 
 def is_loss(error: str) -> bool:

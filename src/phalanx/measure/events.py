@@ -18,6 +18,13 @@ EVENTS_FILE = "events.jsonl"
 BEGAN, FAILED, ENDED, ROLLED_BACK = "began", "failed", "ended", "rolled back"
 """Ranks began, after a step and so many; the first of them failed; all came to the last step, or were told to stop; the
 run went back, and the same ranks begin again."""
+NEEDED = {
+    BEGAN: ("ranks", "step"),
+    FAILED: ("rank", "step", "reason"),
+    ENDED: ("step",),
+    ROLLED_BACK: ("after", "to", "reason"),
+}
+"""What each kind says, beside when it was."""
 
 
 def note(directory: Path, what: str, **facts: Any) -> None:
@@ -85,9 +92,11 @@ def _when(event: Mapping[str, Any]) -> str:
 
 
 def read_events(directory: Path) -> list[Mapping[str, Any]]:
-    """What happened to a run, in order; half a line that a full disk left is passed over."""
+    """What happened to a run, in order; a line that a full disk or a bad one left damaged is passed over."""
     events, file = [], directory / EVENTS_FILE
-    for line in file.read_text().splitlines() if file.exists() else []:
+    for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
         with suppress(ValueError):
-            events.append(json.loads(line))
+            event = json.loads(line)
+            if isinstance(event, dict) and {"what", "time", *NEEDED.get(str(event.get("what")), ())} <= event.keys():
+                events.append(event)
     return events

@@ -14,6 +14,7 @@ from phalanx.measure.calls import (
     called,
     first_difference,
     groups_of,
+    in_message,
     is_loss,
     listed,
     minority,
@@ -70,7 +71,8 @@ def coordinates(sizes: Degrees, rank: int) -> str:
 def explain(dumps: Mapping[int, Dump], failures: Mapping[int, Mapping[str, Any]], sizes: Degrees) -> Explanation:
     """Hold the ranks' words against each other. `sizes` is the layout on the ranks of the run."""
     case = _Case(dumps, failures, sizes)
-    found = (look(case) for look in (_killed, _own_error, _mismatch, _aborted, _stopped, _absent, _lost))
+    looks = _killed, _agreed, _own_error, _mismatch, _aborted, _stopped, _absent, _lost, _stood
+    found = (look(case) for look in looks)
     verdict = next((one for one in found if one is not None), None)
     steps = [dump["step"] for dump in dumps.values()]
     lines = {rank: case.line(rank) for rank in range(sizes.world_size)}
@@ -108,6 +110,8 @@ class _Case:
         ranks = key[1]
         if len(ranks) == self.sizes.world_size:
             return "all ranks"
+        if ranks and max(ranks) < self.sizes.servers:
+            return f"the servers {', '.join(map(str, ranks))}"
         places = [self.sizes.place(rank) for rank in ranks if rank >= self.sizes.servers]
         axes = [axis for axis in self.sizes.axes if len({place[axis] for place in places}) > 1]
         shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
@@ -118,9 +122,11 @@ class _Case:
         return standing(self.dumps[rank]["stack"]) if rank in self.dumps else ""
 
     def under_way(self, rank: int, call: Call) -> bool:
-        """Whether this rank was in it. Gloo takes a collective that failed for one that is over."""
+        """Whether this rank was in it. Gloo takes a collective that failed for one that is over; a message that failed
+        says nothing of collectives before it."""
         dump = self.dumps[rank]
-        return not call["over"] or (dump["why"] == FAILED and waits(dump) and call is dump["calls"][-1])
+        failed = dump["why"] == FAILED and waits(dump) and not in_message(dump)
+        return not call["over"] or (failed and call is dump["calls"][-1])
 
     def last_call(self, rank: int) -> str:
         """The collective that a rank waited in; "" if it was in none that is known."""
@@ -162,6 +168,15 @@ def _killed(case: _Case) -> Verdict | None:
     rank = min(ended)
     said = f"{case.name(rank)} {ended[rank]['reason']}; the others lost it"
     return Verdict("killed", (rank,), said, "see its node's log (dmesg) for who killed it, and continue with --resume")
+
+
+def _agreed(case: _Case) -> Verdict | None:
+    """What all ranks found together, and ended for: a loss that is not finite, or ranks that hold other numbers."""
+    for record in case.failures.values():
+        if "blamed" in record:
+            fix = "it says what to do; with --resume the run goes on from its newest checkpoint"
+            return Verdict("error", tuple(record["blamed"]), str(record["reason"]), fix)
+    return None
 
 
 def _own_error(case: _Case) -> Verdict | None:
@@ -300,6 +315,20 @@ def _lost(case: _Case) -> Verdict | None:
             fix = "the network between them, or a device: phalanx measure times the links; check cards and cables"
             return Verdict("lost", key[1], said, fix)
     return None
+
+
+def _stood(case: _Case) -> Verdict | None:
+    """Ranks that stand still in what no recorder has: messages of a pipeline; or one alone."""
+    still = [rank for rank, dump in case.dumps.items() if dump["why"] == STOOD]
+    if not still:
+        return None
+    shown = [f"{case.name(rank)} in {case.where(rank)}" for rank in sorted(still)[:4]]
+    more = [f"{len(still) - 4} more"] if len(still) > 4 else []
+    said = f"{listed([*shown, *more])}: nothing moved there, and no collective was under way"
+    fix = "look there: is it slow, or does it wait for something that does not come?"
+    if len(still) > 1:
+        fix = "a message between them was lost: look at the network there (phalanx doctor), and continue with --resume"
+    return Verdict("lost", tuple(sorted(still)), said, fix)
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------

@@ -67,6 +67,10 @@ class Dump(TypedDict):
     """Of the other ranks on this host: the state of their process in /proc, or "gone"."""
 
 
+TOLD = frozenset(Dump.__annotations__) - {"error"}
+"""In every dump. (__required_keys__ takes NotRequired for required where annotations are put off.)"""
+
+
 def dump_file(directory: Path, rank: int) -> Path:
     """Where a rank tells where it stood."""
     return directory / HANGS / f"rank-{rank:05d}.json"
@@ -116,12 +120,14 @@ def _write(file: Path, text: str) -> None:
 
 def read_dumps(directory: Path) -> dict[int, Dump]:
     """Of every rank that left one."""
-    return {int(found["rank"]): found for found in _read(directory / HANGS) if found.get("format") == FORMAT}  # type: ignore[misc]
+    found = [one for one in _read(directory / HANGS) if one.keys() >= TOLD and one["format"] == FORMAT]
+    return {int(one["rank"]): one for one in found}  # type: ignore[misc]
 
 
 def read_failures(directory: Path) -> dict[int, dict[str, Any]]:
     """What every rank that failed, or whoever started it, wrote of that."""
-    return {int(found["rank"]): dict(found) for found in _read(directory / FAILURES) if "rank" in found}
+    found = [one for one in _read(directory / FAILURES) if {"rank", "time", "reason"} <= one.keys()]
+    return {int(one["rank"]): dict(one) for one in found}
 
 
 def _read(folder: Path) -> list[Mapping[str, Any]]:

@@ -118,7 +118,9 @@ def keep_layout(directory: Path, layout: Layout | None) -> None:
     if layout is None:
         file.unlink(missing_ok=True)
     else:
-        file.write_text(layout.model_dump_json(exclude_defaults=True))
+        aside = file.with_suffix(".partial")
+        aside.write_text(layout.model_dump_json(exclude_defaults=True))
+        aside.replace(file)  # whole, or not there
 
 
 def with_kept_layout(run: RunSpec, directory: Path) -> RunSpec:

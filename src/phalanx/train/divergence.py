@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -16,7 +17,11 @@ HISTORY, LEAST = 50, 10
 
 
 class DivergenceError(RuntimeError):
-    """Training cannot go on from here."""
+    """Training cannot go on from here: all ranks found so together, and `blamed` are those that it is due to."""
+
+    def __init__(self, said: str, blamed: Sequence[int] = ()) -> None:
+        super().__init__(said)
+        self.blamed = list(blamed)
 
 
 class CorruptionError(DivergenceError):

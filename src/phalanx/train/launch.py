@@ -24,6 +24,7 @@ from phalanx.measure.explained import headline
 from phalanx.measure.shortage import in_words, why_killed
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
+from phalanx.train.divergence import DivergenceError
 from phalanx.train.flight import record_collectives
 from phalanx.train.manifest import checkpoints
 from phalanx.train.setup import INTERRUPTED, STOPPED
@@ -112,7 +113,9 @@ def report(directory: Path, first: Mapping[str, Any]) -> int:
 
 
 def said_of(first: Mapping[str, Any]) -> str:
-    """Which rank failed, when and why."""
+    """Which rank failed, when and why; or what all ranks found."""
+    if "blamed" in first:
+        return str(first["reason"])
     when = f"failed after step {first['step']}: " if "step" in first else ""
     if "lost" in first:
         when += "it lost another rank: "
@@ -170,6 +173,7 @@ def write_failure(
         "final": final,
         "traceback": traceback.format_exc(),
         **(memory or {}),
+        **({"blamed": error.blamed} if isinstance(error, DivergenceError) else {}),
     }
     try:
         incident.write_failure(directory, record)

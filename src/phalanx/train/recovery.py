@@ -141,7 +141,8 @@ class Recovery:
         verdict = headline(self.directory)
         # A node that is gone notes nothing.
         reason = first["reason"] if here or not lost else "lost ranks of another node"
-        note(self.directory, FAILED, rank=first["rank"], step=step, reason=reason, verdict=verdict, here=here)
+        rank = [*first.get("blamed", ()), first["rank"]][0]
+        note(self.directory, FAILED, rank=rank, step=step, reason=reason, verdict=verdict, here=here)
         self.final = "lost" not in first and (first["code"] == 2 or first.get("final", False))
         if self.final or self.in_a_row > self.restarts or self.elsewhere > self.restarts * self.nodes:
             report(self.directory, first)

@@ -19,6 +19,7 @@ from phalanx.parallel.parts import local
 from phalanx.parallel.strategy import Strategy, named_parameters
 from phalanx.spec.layout import Degrees
 from phalanx.train.checkpoint import state_tensors
+from phalanx.train.divergence import CorruptionError
 
 CHUNK = 2**20
 """Elements that are looked at together: each takes 8 bytes meanwhile."""
@@ -41,18 +42,19 @@ class Difference:
 
 def check_replicas(
     strategy: Strategy, optimizers: list[torch.optim.Optimizer], sizes: Degrees, step: int, every: int
-) -> str:
+) -> CorruptionError | None:
     """Compare what every rank holds after `step` with what others hold of the same; all ranks must call it, and did so
-    `every` so many steps. Returns what to tell of the first tensor that differs, on all ranks; "" if none does."""
+    `every` so many steps. Returns what is to be raised of the first tensor that differs, on all ranks alike."""
     if not dist.is_initialized():
-        return ""
+        return None
     places = {key: (name, value) for key, name, value in _held(strategy, optimizers)}
     found = differences(_gathered({key: value for key, (_, value) in places.items()}))
     if found is None:
-        return ""
+        return None
     names = [places[found.key][0] if found.key in places else ""]
     dist.broadcast_object_list(names, src=found.holders[0])
-    return said(found, names[0], sizes, step, every)
+    blamed = [] if found.ranks == found.holders else found.ranks
+    return CorruptionError(said(found, names[0], sizes, step, every), blamed)
 
 
 def differences(tables: Sequence[Mapping[int, int]]) -> Difference | None:

@@ -23,7 +23,7 @@ from phalanx.measure.record import PauseLine, StepLine
 from phalanx.parallel.frozen import Own
 from phalanx.spec.run import RunSpec
 from phalanx.train.corpus import Corpus
-from phalanx.train.divergence import CorruptionError, DivergenceError, Losses
+from phalanx.train.divergence import DivergenceError, Losses
 from phalanx.train.learner import Micro
 from phalanx.train.metrics import Log, Record
 from phalanx.train.optimizer import learning_rate_ratio
@@ -290,10 +290,10 @@ class Trainer(Resumable):
     def _check_replicas(self) -> None:
         """Raise CorruptionError if ranks do not hold alike what they must."""
         every = self.run.training.check_replicas_every
-        said = check_replicas(self.strategy, self.optimizers, self.mesh.degrees, self.step, every)
-        if said:
+        error = check_replicas(self.strategy, self.optimizers, self.mesh.degrees, self.step, every)
+        if error is not None:
             self.checkpointer.wait()
-            raise CorruptionError(said)
+            raise error
 
     def _write(self, logs: list[Log], record: Record, every: int) -> None:
         if record["step"] % every == 0 or record["step"] == self.run.training.steps:
