@@ -187,7 +187,7 @@ def copy_and_go_back(run: RunSpec, memory: str) -> int:
     steps(under_way, 3)
     under_way.copy()
     if under_way.is_main:
-        roll_back(under_way.directory, 3, "a spike")
+        roll_back(under_way.directory, 3, 0, "a spike")
     dist.barrier()
     again = trainer(run)
     again.resume()

@@ -14,7 +14,7 @@ from parity.trajectory import described, prepared_text, steps, trainer
 from phalanx.measure.events import read_events
 from phalanx.spec.run import RunSpec
 from phalanx.train import worker
-from phalanx.train.divergence import LEAST, Losses, passed_over, rollbacks
+from phalanx.train.divergence import LEAST, Losses, passed_over, roll_back, rollbacks
 from phalanx.train.learner import Micro
 from phalanx.train.metrics import read_metrics
 from phalanx.train.setup import set_up
@@ -91,6 +91,71 @@ def test_what_is_not_finite_is_gone_back_from(
     said = capsys.readouterr().err
     assert "going back to step 0; the text of steps 1 to 5 is passed over" in said
     assert said.count("2 steps in a row were not finite") == 3
+
+
+def ruin(monkeypatch: pytest.MonkeyPatch, step: int, factor: float) -> None:
+    """Have the first update that ends this step ruin all weights."""
+    update, done = Trainer._step, []
+
+    def ruined(self: Trainer, finite: bool) -> None:
+        update(self, finite)
+        if self.step == step - 1 and not done:
+            done.append(step)
+            for parameter in self.module.parameters():
+                parameter.data.mul_(factor)
+
+    monkeypatch.setattr(Trainer, "_step", ruined)
+
+
+def returns(directory: Path) -> list[tuple[int, int]]:
+    return [(event["after"], event["to"]) for event in read_events(directory) if event["what"] == "rolled back"]
+
+
+@pytest.mark.parametrize(
+    ("every", "back"),
+    [(2, [(10, 4)]), (1, [(10, 5), (10, 4)])],
+    ids=["nothing is saved since", "what the update left was saved"],
+)
+def test_weights_that_are_not_finite_are_left_behind(
+    every: int, back: list[tuple[int, int]], run: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is saved of a streak; and a checkpoint to which it was gone back in vain is not gone back to again."""
+    checkpoint = run.checkpoint.model_copy(update={"every": every})
+    training = run.training.model_copy(update={"max_bad_steps": 5})
+    directory = set_up(run.model_copy(update={"checkpoint": checkpoint, "training": training}), 1, resume=False)
+    ruin(monkeypatch, 5, float("nan"))
+    assert worker.work(directory, [], resume=True) == 0
+    assert returns(directory) == back
+    assert all(torch.isfinite(torch.tensor(learned(directory)[-1])))
+
+
+def test_ruined_weights_that_were_saved_are_left_behind(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After going back it is still known what loss was usual before."""
+    run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"spike": 1.5})})
+    directory = set_up(run, 1, resume=False)
+    ruin(monkeypatch, 12, 30.0)
+    assert worker.work(directory, [], resume=True) == 0
+    assert returns(directory) == [(13, 12), (13, 6)]
+    losses = [loss for loss, _ in learned(directory)]
+    assert losses[-1] < losses[0]
+    assert (directory / "checkpoints" / "step-00000012.damaged").is_dir()
+
+
+def test_where_nothing_older_is_left_the_run_ends(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = run.training.model_copy(update={"max_bad_steps": 2})
+    directory = set_up(run.model_copy(update={"training": training}), 1, resume=False)
+    ruin(monkeypatch, EVERY, float("nan"))
+    assert worker.work(directory, [], resume=True) == 1
+    assert returns(directory) == [(8, 6)]
+
+
+def test_text_that_was_passed_over_before_counts_where_a_run_goes_back_further(tmp_path: Path) -> None:
+    roll_back(tmp_path, 15, 12, "a spike")
+    assert (passed_over(tmp_path, 12), passed_over(tmp_path, 6)) == (3, 0)
+    roll_back(tmp_path, 14, 12, "a spike")
+    assert passed_over(tmp_path, 12) == 5
+    roll_back(tmp_path, 13, 6, "a spike")
+    assert (passed_over(tmp_path, 12), passed_over(tmp_path, 6)) == (0, 12)
 
 
 def test_a_spike_is_against_what_is_usual() -> None:

@@ -8,9 +8,9 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,19 @@ from phalanx.train.manifest import (
     BEFORE,
     FORMAT,
     checkpoints,
-    newest_intact,
+    damage_of_files,
     publish,
+    put_back,
     set_aside,
     sha256,
     step_name,
+    step_of,
+    sums_of,
     sync,
     write_synced,
 )
+
+Told = TypeVar("Told")
 
 # A run of one process is no accident.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -106,17 +111,27 @@ class Checkpointer:
             if self.rank == 0:
                 write_synced(path / "manifest.json", json.dumps(manifest, indent=1))
                 ranks = sorted(path.glob("rank-*.json"))
+                if len(ranks) != self.world_size:
+                    raise OSError(f"{self.world_size} ranks wrote their parts, and those of {len(ranks)} are there")
                 sums = {file.name: sha256(file) for file in [*ranks, path / "manifest.json"]}
                 for file in ranks:
                     sums |= json.loads(file.read_text())["sha256"]
                 publish(path, sums)
-                for old in checkpoints(self.directory)[self.keep :]:
-                    shutil.rmtree(old)
+                for old in checkpoints(self.directory)[self.keep :]:  # what somebody reads is left to the next save
+                    shutil.rmtree(old, ignore_errors=True)
                     shutil.rmtree(old.with_suffix(BEFORE), ignore_errors=True)
             self.seconds = time.perf_counter() - begun
         except BaseException as error:  # DCP's CheckpointException is no Exception; `wait` raises it in the main thread
             self._error = error
-            shutil.rmtree(path, ignore_errors=True)  # what it takes of a full disk is needed to say so
+            self._discard(path)  # what it takes of a full disk is needed to say so
+
+    def _discard(self, path: Path) -> None:
+        """Remove what this rank wrote of a checkpoint, rank 0 all of it: others may come to a barrier that it passed,
+        and it may have published what they wrote."""
+        if self.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        for file in path.glob(f"shard-{self.rank + 1:05d}-*"):
+            file.unlink(missing_ok=True)
 
     def wait(self) -> None:
         """Wait until the save under way, if any, is complete. Raises UserError if it failed."""
@@ -166,17 +181,56 @@ def _reason(error: BaseException) -> str:
     return str(next(iter(failures.values()))[0] if failures else error) or type(error).__name__
 
 
-def newest_checkpoint(directory: Path) -> tuple[Path | None, dict[str, str]]:
-    """`newest_intact`, looked for by rank 0 and told to all; damaged ones are set aside."""
-    found: list[Any] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        checkpoint, damaged = newest_intact(directory)
-        set_aside(directory, damaged, checkpoint)
-        found = [(checkpoint, damaged)]
+def told_by_first(find: Callable[[], Told]) -> Told:
+    """What rank 0 finds: files may look otherwise to others, and need not be read by all."""
+    told = [find() if not dist.is_initialized() or dist.get_rank() == 0 else None]
     if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    checkpoint, damaged = found[0]
+        dist.broadcast_object_list(told, src=0)
+    return cast(Told, told[0])
+
+
+def newest_step(directory: Path) -> int:
+    """The step of the newest checkpoint in a directory, whole or not; -1 where there is none. A collective."""
+    return told_by_first(lambda: max(map(step_of, checkpoints(directory)), default=-1))
+
+
+def newest_checkpoint(directory: Path, before: int | None = None) -> tuple[Path | None, dict[str, str]]:
+    """The newest undamaged checkpoint in a directory, of a step `before` one if it is given, and what is wrong with
+    those that are newer, which are set aside. A collective: each rank looks at its share of the files, so that nobody
+    waits for long for another, however much there is."""
+
+    def names() -> list[str]:
+        put_back(directory)
+        return [found.name for found in checkpoints(directory) if before is None or step_of(found) < before]
+
+    checkpoint, damaged = None, {}
+    for name in told_by_first(names):
+        problem = _damage(directory / name)
+        if problem is None:
+            checkpoint = directory / name
+            break
+        damaged[name] = problem
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        set_aside(directory, damaged, checkpoint)
     return checkpoint, damaged
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """`manifest.damage`, found by all ranks together."""
+
+    def listed() -> tuple[dict[str, str], str | None]:
+        try:
+            return sums_of(checkpoint), None
+        except ValueError as problem:
+            return {}, str(problem)
+
+    sums, problem = told_by_first(listed)
+    if problem is not None or not dist.is_initialized():
+        return problem or damage_of_files(checkpoint, sums)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    told: list[str | None] = [None] * ranks
+    dist.all_gather_object(told, damage_of_files(checkpoint, dict(sorted(sums.items())[rank::ranks])))
+    return next((found for found in told if found is not None), None)
 
 
 def state_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:

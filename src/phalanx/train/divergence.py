@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from phalanx.measure.events import ROLLED_BACK, note, read_events
 from phalanx.spec.errors import UserError
-from phalanx.train.manifest import newest_intact, step_of
 
 HISTORY, LEAST = 50, 10
 """Steps whose losses say what is usual, and how many it takes."""
@@ -47,25 +47,38 @@ class Losses:
 
 def rollbacks(directory: Path) -> int:
     """How often a run has gone back."""
-    return sum(event["what"] == ROLLED_BACK for event in read_events(directory))
+    return len(_returns(directory))
 
 
-def roll_back(directory: Path, step: int, reason: str) -> int:
-    """Note that a run goes back from a step to its newest checkpoint, or to its beginning; returns to which step.
+def led_astray(directory: Path, newest: int) -> bool:
+    """Whether a run has gone back to the checkpoint of its newest step already, and saved nothing since: then it is
+    that checkpoint which leads astray, and not the text behind it."""
+    back = _returns(directory)
+    return bool(back) and back[-1]["to"] == newest > 0
+
+
+def roll_back(directory: Path, step: int, to: int, reason: str) -> None:
+    """Note that a run goes back from a step to that of a checkpoint, or to its beginning.
 
     The text of the steps between is passed over then, and whenever the run returns to that checkpoint.
     Raises UserError where that cannot be noted.
     """
-    checkpoint, _ = newest_intact(directory / "checkpoints")
-    to = step_of(checkpoint) if checkpoint else 0
     before = rollbacks(directory)
     note(directory, ROLLED_BACK, after=step, to=to, reason=reason)
     if rollbacks(directory) == before:
         raise UserError("out", str(directory), "cannot be written to, and a run that goes back must note it there")
-    return to
 
 
 def passed_over(directory: Path, step: int) -> int:
-    """Steps whose text is not learned from after the checkpoint of a step, since that led astray."""
-    back = [event for event in read_events(directory) if event["what"] == ROLLED_BACK and event["to"] == step]
-    return sum(int(event["after"]) - step for event in back)
+    """Steps whose text is not learned from after the checkpoint of a step, since that led astray: those that the run
+    went back by to it, and those that had been passed over already after checkpoints that it then left behind."""
+    passed: dict[int, int] = {}
+    for event in _returns(directory):
+        to, after = int(event["to"]), int(event["after"])
+        behind = [later for later in passed if later > to]
+        passed[to] = passed.get(to, 0) + after - to + sum(passed.pop(later) for later in behind)
+    return passed.get(step, 0)
+
+
+def _returns(directory: Path) -> list[Mapping[str, Any]]:
+    return [event for event in read_events(directory) if event["what"] == ROLLED_BACK]

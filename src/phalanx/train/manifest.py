@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +70,32 @@ def sha256(path: Path) -> str:
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, or None if every byte of it is as it was written."""
     try:
+        return damage_of_files(checkpoint, sums_of(checkpoint))
+    except ValueError as problem:
+        return str(problem)
+
+
+def sums_of(checkpoint: Path) -> dict[str, str]:
+    """The checksums of a checkpoint's files, by their names.
+
+    Raises ValueError if they cannot be read, or the files are others.
+    """
+    try:
         lines = (checkpoint / SUMS).read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        return f"{SUMS} cannot be read ({error})"
+        raise ValueError(f"{SUMS} cannot be read ({error})") from None
     matches = [_LINE.fullmatch(line) for line in lines[:-1]]
     if lines[-1] or not matches or not all(matches):
-        return f"{SUMS} is not in its format"
+        raise ValueError(f"{SUMS} is not in its format")
     sums = {match[2]: match[1] for match in matches if match}
     present = {path.name for path in checkpoint.iterdir()} - {SUMS}
     if present != set(sums):
-        return f"files differ from {SUMS}: {', '.join(sorted(present ^ set(sums)))}"
+        raise ValueError(f"files differ from {SUMS}: {', '.join(sorted(present ^ set(sums)))}")
+    return sums
+
+
+def damage_of_files(checkpoint: Path, sums: Mapping[str, str]) -> str | None:
+    """What is wrong with those files of a checkpoint whose checksums these are."""
     try:
         wrong = [name for name, digest in sums.items() if sha256(checkpoint / name) != digest]
     except OSError as error:
@@ -90,15 +106,20 @@ def damage(checkpoint: Path) -> str | None:
 def newest_intact(directory: Path) -> tuple[Path | None, dict[str, str]]:
     """The newest undamaged checkpoint in a directory, and what is wrong with those that are newer."""
     damaged: dict[str, str] = {}
-    for before in directory.glob(f"step-*{BEFORE}"):
-        if not before.with_suffix("").exists():  # who was to put another in its place was stopped
-            before.rename(before.with_suffix(""))
+    put_back(directory)
     for checkpoint in checkpoints(directory):
         problem = damage(checkpoint)
         if problem is None:
             return checkpoint, damaged
         damaged[checkpoint.name] = problem
     return None, damaged
+
+
+def put_back(directory: Path) -> None:
+    """Of checkpoints that were to be written anew by somebody who was stopped at it, take the old ones."""
+    for before in directory.glob(f"step-*{BEFORE}"):
+        if not before.with_suffix("").exists():
+            before.rename(before.with_suffix(""))
 
 
 def intact_checkpoint(run_directory: Path) -> Path:

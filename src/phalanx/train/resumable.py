@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,11 +16,13 @@ from phalanx.train.checkpoint import (
     Checkpointer,
     load_state,
     newest_checkpoint,
+    newest_step,
     random_state,
     restore_random_state,
     restore_state,
     set_random_state,
     state_tensors,
+    told_by_first,
 )
 from phalanx.train.copies import Copies
 from phalanx.train.corpus import Corpus
@@ -97,15 +98,17 @@ class Resumable(Learner):
 
         Raises UserError if the checkpoint is of another model or other data, or all that there are are damaged.
         """
-        checkpoint, damaged = newest_checkpoint(self.checkpointer.directory)
+        directory, checkpoint, damaged = self.checkpointer.directory, None, {}
         kept = self.copies.newest() if self.copies is not None else None
+        if kept is None or kept.step < newest_step(directory):
+            checkpoint, damaged = newest_checkpoint(directory)
         if kept is not None and kept.step >= (step_of(checkpoint) if checkpoint else 0):
             restore_state(kept.shapes, kept.tensors, self.strategy, self.optimizers)
             set_random_state(kept.manifest["random"])
             self._go_on(kept.manifest)
             return self.mesh.degrees.world_size, damaged
         if checkpoint is None:
-            refuse_all_damaged(self.checkpointer.directory)
+            refuse_all_damaged(directory)
             self._pass_over()
             return 0, damaged
         manifest = read_manifest(checkpoint)
@@ -134,11 +137,3 @@ class Resumable(Learner):
         steps = told_by_first(partial(passed_over, self.directory, self.step))
         if steps:
             self.loader.pass_over(steps)
-
-
-def told_by_first(find: Callable[[], int]) -> int:
-    """What rank 0 finds: files may look otherwise to others, and need not be read by all."""
-    told = [find() if not dist.is_initialized() or dist.get_rank() == 0 else 0]
-    if dist.is_initialized():
-        dist.broadcast_object_list(told, src=0)
-    return told[0]

@@ -22,6 +22,7 @@ from phalanx.measure.memory import peak_memory_bytes
 from phalanx.measure.record import PauseLine, StepLine
 from phalanx.parallel.frozen import Own
 from phalanx.spec.run import RunSpec
+from phalanx.train.checkpoint import told_by_first
 from phalanx.train.corpus import Corpus
 from phalanx.train.divergence import DivergenceError, Losses
 from phalanx.train.learner import Micro
@@ -31,7 +32,7 @@ from phalanx.train.pacing import Pacing
 from phalanx.train.phases import Phases
 from phalanx.train.progress import Progress
 from phalanx.train.replicas import check_replicas
-from phalanx.train.resumable import Resumable, told_by_first
+from phalanx.train.resumable import Resumable
 
 
 class Trainer(Resumable):
@@ -54,8 +55,8 @@ class Trainer(Resumable):
         """What this rank notes of the last step."""
         self.asked_to_stop = False
         """Set by a signal on this rank, at any time."""
-        self.may_roll_back = False
-        """Whether a spike of the loss ends this trainer, for another to begin where there was none."""
+        self.usual = Losses(None)
+        """By which a spike of the loss ends this trainer, for another to begin where there was none."""
         self.stop_after: int | None = None
         """The step after which all ranks save and end, since some rank was asked to stop."""
 
@@ -80,7 +81,6 @@ class Trainer(Resumable):
         """Train to the last step (or until `stop`); returns the last evaluation. `step` stands in for `train_step`;
         `notes` takes what this rank notes of each."""
         run, bad_in_a_row, heard_of, evaluation = self.run, 0, -1, {}
-        losses = Losses(run.recovery.spike if self.may_roll_back else None)
         step = step or self.train_step
         batches = prefetch(self.loader, self.step, run.training.steps)
         self.pacing.begin(self.step)
@@ -104,7 +104,7 @@ class Trainer(Resumable):
                         f"step {self.step}: {bad_in_a_row} steps in a row were not finite: {self._reason(record)}; "
                         "lower optimizer.learning_rate or raise optimizer.warmup_steps, and --resume"
                     )
-                if (ratio := losses.spikes(record["loss"])) is not None:
+                if (ratio := self.usual.spikes(record["loss"])) is not None:
                     self.checkpointer.wait()
                     raise DivergenceError(
                         f"step {self.step}: loss {record['loss']:.4g} is {ratio:.1f} times what it was before"
@@ -113,10 +113,13 @@ class Trainer(Resumable):
                 evaluating = last or due(self.step, run.evaluation.every)
                 if evaluating:
                     self.count_anew()  # before it is saved, since a run that resumes does not evaluate again
-                if self.pacing.due(self.step, record["step_seconds"], self.checkpointer.writing) or last or self.stop:
+                # Weights that give no finite gradient may be ruined. (Asynchronous ranks do not hear of that at once.)
+                sound = finite or run.layout.staleness is not None
+                saving = self.pacing.due(self.step, record["step_seconds"], self.checkpointer.writing) or self.stop
+                if (saving and sound) or last:
                     with self._pausing("checkpoint", notes):
                         self._save_in_pace(progress)
-                if due(self.step, run.recovery.copy_every):
+                if due(self.step, run.recovery.copy_every) and sound:
                     with self._pausing("copy", notes):
                         self.copy()
                 if evaluating:

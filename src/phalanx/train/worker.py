@@ -31,10 +31,11 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import keep_layout, load_machine, load_run, preset_names
 from phalanx.spec.run import RunSpec
+from phalanx.train.checkpoint import newest_checkpoint, newest_step, told_by_first
 from phalanx.train.clocks import clock_offset
 from phalanx.train.closely import Closely, measured_number
 from phalanx.train.corpus import open_corpus
-from phalanx.train.divergence import CorruptionError, DivergenceError, roll_back, rollbacks
+from phalanx.train.divergence import CorruptionError, DivergenceError, Losses, led_astray, roll_back, rollbacks
 from phalanx.train.held import account
 from phalanx.train.launch import (
     LAUNCHER,
@@ -44,11 +45,10 @@ from phalanx.train.launch import (
     on_signal,
     write_failure,
 )
-from phalanx.train.manifest import checkpoints, reached
+from phalanx.train.manifest import checkpoints, reached, set_aside, step_name, step_of
 from phalanx.train.measured import compare, forget_measured
 from phalanx.train.metrics import JsonLines, Log, Record, open_logs
 from phalanx.train.progress import Progress
-from phalanx.train.resumable import told_by_first
 from phalanx.train.setup import INTERRUPTED, STOPPED, read_directory, set_up
 from phalanx.train.trainer import Trainer
 from phalanx.train.watchdog import Watchdog
@@ -114,6 +114,7 @@ def work(
         corpus, peak = open_corpus(run, data, fresh), device_peak(run, device)
         allowed = run.recovery.rollbacks
         left = allowed and allowed - told_by_first(partial(rollbacks, directory))
+        usual = Losses(run.recovery.spike)
         signals: list[int] = []
 
         def heard(number: int) -> None:
@@ -124,7 +125,7 @@ def work(
         with Watchdog(directory, run.training.timeout_seconds) as watchdog, on_signal(heard):
             while True:
                 watchdog.trainer = trainer = Trainer(run, corpus, directory, device, peak)
-                trainer.may_roll_back = left > 0
+                trainer.usual = usual if left > 0 else Losses(None)
                 if signals:  # by what was heard when there was no trainer
                     trainer.asked_to_stop = True
                 try:
@@ -159,9 +160,19 @@ def work(
 
 
 def _go_back(trainer: Trainer, error: DivergenceError) -> None:
-    """Settle from where another trainer goes on."""
+    """Settle from where another trainer goes on: the newest checkpoint, or the one before where that has led astray
+    twice. Raises the error where there is none before."""
+    directory, kept = trainer.directory, trainer.checkpointer.directory
+    newest = newest_step(kept)
+    before = newest if told_by_first(partial(led_astray, directory, newest)) else None
+    checkpoint, _ = newest_checkpoint(kept, before)
+    if before is not None and checkpoint is None:
+        raise error
+    to = step_of(checkpoint) if checkpoint else 0
     if trainer.is_main:
-        to = roll_back(trainer.directory, trainer.step, str(error))
+        if before is not None:
+            set_aside(kept, [step_name(before)], checkpoint)
+        roll_back(directory, trainer.step, to, str(error))
         passed = f"the text of steps {to + 1} to {trainer.step} is passed over"
         print(f"phalanx: {error}\n  going back to step {to}; {passed}", file=sys.stderr)
     if dist.is_initialized():
