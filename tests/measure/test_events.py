@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,20 @@ def test_time_between_an_end_and_a_start_is_nobodys() -> None:
     assert seconds_until(events, FAILED) == 40
     assert seconds_until(events[:1], BEGAN) == 0
     assert seconds_until([], BEGAN) == 0
+
+
+def test_time_in_which_nobody_was_there_is_nobodys() -> None:
+    """A launcher gave up on Friday, another was killed on Monday, and both runs were started again by hand."""
+
+    def began(time: float, launcher: int, alive_until: float | None = None) -> dict[str, Any]:
+        found = {"what": BEGAN, "time": time, "host": "a", "launcher": launcher}
+        return found if alive_until is None else {**found, "alive_until": alive_until}
+
+    failed = {"what": FAILED, "time": 100.0}
+    assert seconds_until([began(0, 1), failed, began(103, 1, 99)], BEGAN) == 103  # the same one starts again
+    assert seconds_until([began(0, 1), failed, began(9000, 2, 99)], BEGAN) == 100
+    assert seconds_until([began(0, 1), began(9000, 2, 150)], BEGAN) == 150  # killed without a word
+    assert seconds_until([began(0, 1), began(9000, 2, -5)], BEGAN) == 0
 
 
 def test_half_a_line_is_passed_over(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,3 +80,28 @@ def test_who_met_a_node_that_is_lost_before_ranks_start_goes_on_without_it() -> 
             launcher.kill()
     assert [launcher.returncode for launcher in launchers] == [0, -signal.SIGKILL], first + second
     assert "meeting again" in first
+
+
+WAITS = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print(end='heard', flush=True)); "
+WAITS += "print(end='ready', flush=True); time.sleep(1000)"
+
+
+def test_ranks_that_wait_for_one_that_a_signal_ended_are_not_waited_for() -> None:
+    """One had not begun to listen for signals, and ends by it; the other heard it, and waits for that one."""
+    ended = subprocess.Popen([sys.executable, "-c", "import time; print(end='ready', flush=True); time.sleep(1000)"],
+                             stdout=subprocess.PIPE)  # fmt: skip
+    waits = subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE)
+    try:
+        for process in (ended, waits):
+            assert process.stdout is not None
+            assert process.stdout.read(5) == b"ready"
+        agent = object.__new__(Agent)
+        agent._pcontext = SimpleNamespace(pids=lambda: {0: ended.pid, 1: waits.pid})
+        agent._stop(signal.SIGTERM)  # STOP_SECONDS are more than a test may take
+        assert waits.stdout is not None
+        assert waits.stdout.read(5) == b"heard"
+        assert (ended.wait(timeout=SECONDS), waits.poll()) == (-signal.SIGTERM, None)
+    finally:
+        waits.kill()
+        ended.kill()
+        waits.wait()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import random
 import shutil
 import subprocess
@@ -22,7 +24,8 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
 from phalanx.testing.faults import cut_short
-from phalanx.train.checkpoint import read_tensors
+from phalanx.train import manifest
+from phalanx.train.checkpoint import newest_checkpoint, read_tensors
 from phalanx.train.manifest import check_manifest, checkpoints, damage, newest_intact
 from phalanx.train.metrics import read_metrics
 from phalanx.train.setup import check_run, set_up, to_toml
@@ -278,6 +281,66 @@ def test_other_damage_is_noticed(harm: str, saved: Path, tmp_path: Path) -> None
     else:
         (newest / "SHA256SUMS").unlink()
     assert damage(newest) is not None
+
+
+def looked_at(directory: Path) -> tuple[Path | None, dict[str, str], set[str]]:
+    """What is found on this rank, and the files that it looked at for that."""
+    seen: set[str] = set()
+    real = manifest.sha256
+    manifest.sha256 = lambda path: (seen.add(path.name), real(path))[1]
+    try:
+        return *newest_checkpoint(directory), seen
+    finally:
+        manifest.sha256 = real
+
+
+def test_ranks_share_the_files_of_a_checkpoint(saved: Path, tmp_path: Path) -> None:
+    """However much there is, none waits long for another; damage is found whoever looks at it."""
+    shutil.copytree(saved, tmp_path / "copy")
+    older, newest = (tmp_path / "copy" / name for name in ("step-00000002", "step-00000004"))
+    files = {file.name for file in newest.iterdir()} - {"SHA256SUMS"}
+    told = ranks(2).run(looked_at, tmp_path / "copy")
+    assert [found[:2] for found in told] == [(newest, {})] * 2
+    assert told[0][2] | told[1][2] == files
+    assert not told[0][2] & told[1][2]
+    for name in sorted(files):
+        shutil.rmtree(tmp_path / "copy")
+        shutil.copytree(saved, tmp_path / "copy")
+        file = newest / name
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        for checkpoint, damaged, _ in ranks(2).run(looked_at, tmp_path / "copy"):
+            assert checkpoint == older
+            assert damaged == {newest.name: f"checksum of {name} is wrong"}
+
+
+def test_a_checkpoint_without_a_ranks_part_is_not_published(text: Path, tmp_path: Path) -> None:
+    under_way = trainer(described(text, tmp_path, {}))
+    under_way.checkpointer.world_size = 2  # the other one has gone
+    under_way.save()
+    with pytest.raises(UserError, match="2 ranks wrote their parts, and those of 1 are there"):
+        under_way.checkpointer.wait()
+    assert not list(under_way.checkpointer.directory.iterdir())
+
+
+def test_an_old_checkpoint_that_somebody_reads_fails_no_save(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS a folder whose files are open is not empty when they are gone."""
+    under_way = trainer(described(text, tmp_path, {"checkpoint.keep": 1}))
+    rmdir = os.rmdir
+
+    def busy(path: Any, *more: Any, **named: Any) -> None:
+        if str(path).endswith("step-00000001"):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        rmdir(path, *more, **named)
+
+    monkeypatch.setattr(os, "rmdir", busy)
+    for step in (1, 2, 3):
+        steps(under_way, step)
+        under_way.save()
+        under_way.checkpointer.wait()
+    kept = [path.name for path in checkpoints(under_way.checkpointer.directory)]
+    assert kept == ["step-00000003", "step-00000001"]
 
 
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(

@@ -20,7 +20,7 @@ from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
 from phalanx.train.copies import VARIABLE, common, offer_memory
 from phalanx.train.divergence import roll_back
-from tests.train.test_nodes import nodes
+from tests.train.test_nodes import nodes, of_one_process
 from tests.train.test_recovery import SECONDS, SHORT, events, ranks_of, reaches, trained, training, until
 
 TEXT = Path(json.__file__).parent
@@ -128,6 +128,8 @@ def test_a_lost_node_comes_back_to_its_state(tmp_path: Path) -> None:
         assert (first["ranks"], again["ranks"]) == (4, 4)
         assert again["step"] >= len(last) - 1
         until(reaches(directory, again["step"] + 3), "some more steps")
+    learned = trained(directory)
+    assert learned == of_one_process(tmp_path, len(learned))
 
 
 def test_one_rank_alone_loses_no_more(tmp_path: Path) -> None:
@@ -145,7 +147,8 @@ def test_one_rank_alone_loses_no_more(tmp_path: Path) -> None:
 
 
 def keep_and_move(run: RunSpec, memories: list[str], last: int) -> list[int]:
-    """Ranks change places between two starts, and one node's memory is new: who has what goes to whom needs it."""
+    """Ranks change places between starts, twice before a step is won, and one node's memory is new: who has what goes
+    to whom needs it."""
     rank = int(os.environ["RANK"])
     os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "1", "0"
     os.environ[VARIABLE] = memories[rank]
@@ -153,10 +156,13 @@ def keep_and_move(run: RunSpec, memories: list[str], last: int) -> list[int]:
     for step in range(1, last + 1):
         steps(under_way, step)
         under_way.copy()
-    os.environ[VARIABLE] = memories[-1] if rank == 3 else memories[(rank + 1) % 3]
-    again = trainer(run)
-    again.resume()
-    return [again.step]
+    found = []
+    for moved in (1, 2, 3):
+        os.environ[VARIABLE] = memories[-1] if rank == 3 else memories[(rank + moved) % 3]
+        again = trainer(run)
+        again.resume()
+        found.append(again.step)
+    return found
 
 
 @pytest.mark.parametrize("last", [3, 4])
@@ -169,7 +175,7 @@ def test_ranks_that_change_places_find_their_state(last: int, tmp_path: Path) ->
     for _ in range(5):
         offer_memory(1)
         memories.append(os.environ.pop(VARIABLE))
-    assert ranks(4).run(keep_and_move, run, memories, last) == [[last]] * 4
+    assert ranks(4).run(keep_and_move, run, memories, last) == [[last] * 3] * 4
 
 
 def test_copies_from_before_the_run_went_back_are_not_gone_on_from(tmp_path: Path) -> None:

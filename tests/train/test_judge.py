@@ -88,6 +88,14 @@ def test_who_was_aborted_for_want_of_a_rank_that_failed_is_not_to_blame(tmp_path
     assert [(event["rank"], event["reason"][:15]) for event in read_events(tmp_path)] == [(1, "DivergenceError")]
 
 
+def test_of_those_that_were_killed_it_is_not_one_that_was_aborted(tmp_path: Path) -> None:
+    """The kernel killed rank 5 for want of memory, NCCL aborted rank 0 for want of rank 5, and both left no word."""
+    recovery = judge(tmp_path, ELSEWHERE)
+    assert recovery.judge({0: Ended(-6, 2.0), 5: Ended(-9, 1.0), 4: Ended(-9, 3.0)}) is Then.AGAIN
+    (failed,) = read_events(tmp_path)
+    assert (failed["rank"], failed["here"]) == (5, True)
+
+
 @pytest.mark.parametrize(
     "reason",
     [

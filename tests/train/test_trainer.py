@@ -19,8 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from phalanx.cost.compute import forward_flops, training_flops_per_token
 from phalanx.data.loader import prefetch
+from phalanx.measure.calls import is_loss
 from phalanx.testing import ranks
 from phalanx.testing.runs import ranks_of
+from phalanx.train.launch import read_failures
 from phalanx.train.metrics import open_logs, read_metrics
 from phalanx.train.progress import Progress
 from phalanx.train.setup import INTERRUPTED, STOPPED, set_up, to_toml
@@ -154,7 +156,12 @@ def test_torchrun_starts_the_same_program(text: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "nproc", "code"),
-    [(signal.SIGTERM, 2, STOPPED), (signal.SIGINT, 2, INTERRUPTED), (signal.SIGINT, 1, INTERRUPTED)],
+    [
+        (signal.SIGTERM, 2, STOPPED),
+        (signal.SIGINT, 2, INTERRUPTED),
+        (signal.SIGINT, 1, INTERRUPTED),
+        (signal.SIGHUP, 2, STOPPED),  # the terminal was closed
+    ],
 )
 def test_a_signal_ends_the_run_with_a_checkpoint(
     number: int, nproc: int, code: int, text: Path, tmp_path: Path
@@ -168,6 +175,36 @@ def test_a_signal_ends_the_run_with_a_checkpoint(
     last = read_metrics(tmp_path / "parity")[-1]["step"]
     assert f"stopped by a signal after step {last}" in out
     assert (tmp_path / "parity" / "checkpoints" / "latest").read_text() == f"step-{last:08d}\n"
+
+
+def test_a_run_under_nohup_outlives_its_terminal(text: Path, tmp_path: Path) -> None:
+    """And nobody is left to say so but the steps."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = launched(described(text, tmp_path, LONG), tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for_steps(process, tmp_path / "parity", 3)
+    os.killpg(process.pid, signal.SIGHUP)
+    last = read_metrics(tmp_path / "parity")[-1]["step"]
+    wait_for_steps(process, tmp_path / "parity", last + 5)
+    os.killpg(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == STOPPED
+
+
+def test_a_gpu_that_is_gone_is_a_failure_of_that_rank(text: Path, tmp_path: Path) -> None:
+    """Not a mistake of the user's, and no reason to go on on the CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    directory = set_up(described(text, tmp_path, {}), 2, resume=False)
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    command = [sys.executable, "-m", "phalanx.train", str(directory), "--device", "cuda"]
+    ended = subprocess.run(command, env={**os.environ, **place}, capture_output=True, timeout=100)
+    assert ended.returncode == 1
+    (left,) = read_failures(directory)
+    assert (left["rank"], left["code"], left["final"]) == (1, 1, False)
+    assert not is_loss(left["reason"])
 
 
 def test_one_message_says_why_all_ranks_stopped(text: Path, tmp_path: Path) -> None:

@@ -36,11 +36,30 @@ def note(directory: Path, what: str, **facts: Any) -> None:
         file.write((line if whole else "\n" + line).encode() + b"\n")
 
 
+def last_written(file: Path) -> float | None:
+    """When a file was last written; None where it is not there."""
+    with suppress(OSError):
+        return file.stat().st_mtime
+    return None
+
+
 def seconds_until(events: Sequence[Mapping[str, Any]], what: str) -> float:
-    """From a run's first event to the last of a kind, without the time between an end and the next start."""
+    """From a run's first event to the last of a kind, without the time in which nobody was there: between an end and
+    the next start, and from the last sign of life (`alive_until`) to a start by another launcher."""
     last = max((at for at, event in enumerate(events) if event["what"] == what), default=0)
-    pairs = pairwise(events[: last + 1])
-    return sum(float(after["time"] - before["time"]) for before, after in pairs if before["what"] != ENDED)
+    total, launcher = 0.0, None
+    for before, after in pairwise(events[: last + 1]):
+        launcher = _launcher(before) if before["what"] == BEGAN else launcher
+        end = float(after["time"])
+        if after["what"] == BEGAN and after.get("alive_until") is not None and _launcher(after) != launcher:
+            end = min(end, float(after["alive_until"]))
+        if before["what"] != ENDED:
+            total += max(0.0, end - float(before["time"]))
+    return total
+
+
+def _launcher(began: Mapping[str, Any]) -> tuple[Any, Any]:
+    return began.get("host"), began.get("launcher")
 
 
 def failures_so_far(directory: Path) -> tuple[int, float]:
@@ -93,7 +112,8 @@ def _when(event: Mapping[str, Any]) -> str:
 
 def read_events(directory: Path) -> list[Mapping[str, Any]]:
     """What happened to a run, in order; a line that a full disk or a bad one left damaged is passed over."""
-    events, file = [], directory / EVENTS_FILE
+    events: list[Mapping[str, Any]] = []
+    file = directory / EVENTS_FILE
     for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
         with suppress(ValueError):
             event = json.loads(line)

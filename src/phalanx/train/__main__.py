@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
     parser.add_argument("--layout", metavar="JSON", help="the layout for these ranks, instead of the run's")
     parser.add_argument("--ranks", type=int, metavar="N", help="how many of the ranks train; the others stand by")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="where to train, whatever is found here")
     parser.add_argument("--measure-memory", action="store_true", help="measure memory and collectives of one step")
     parser.add_argument("--trace-steps", metavar="FIRST:LAST", help="look closely at these steps")
     arguments = parser.parse_args()
@@ -35,7 +36,8 @@ def main() -> None:
     if arguments.ranks is not None and int(os.environ["RANK"]) >= arguments.ranks:
         leave(stand_by(arguments.run))
     fewer = None if layout is None else Fewer(layout, arguments.ranks)
-    leave(work(arguments.run, arguments.set, arguments.resume, arguments.measure_memory, window, fewer))
+    measure, device = arguments.measure_memory, arguments.device
+    leave(work(arguments.run, arguments.set, arguments.resume, measure, window, fewer, device))
 
 
 if __name__ == "__main__":  # DCP's background processes import the main module again

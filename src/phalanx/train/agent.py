@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from phalanx.measure.shortage import oom_kills
 from phalanx.spec.errors import UserError
-from phalanx.train.launch import LAUNCHER
+from phalanx.train.launch import LAUNCHER, signals
 from phalanx.train.meeting import ALONE, Meeting, NotMetError, interface_of, meet, nodes, own_address, wait_for_host
 from phalanx.train.setup import INTERRUPTED, STOPPED
 
@@ -149,9 +149,20 @@ class Agent(LocalElasticAgent):
         return list(self._pcontext.pids().values()) if self._pcontext else []
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = STOP_SECONDS) -> None:
-        if self._pcontext:
-            self._pcontext.close(death_sig, STOP_SECONDS)
-        super()._shutdown(death_sig)
+        self._stop(death_sig)
+        super()._shutdown(signal.SIGKILL)
+
+    def _stop(self, death_sig: signal.Signals) -> None:
+        """Have ranks end in order. Where one was not ready to, and ended by the signal itself, the others may wait for
+        it in vain: they have only a few seconds then."""
+        for pid in self._pids():
+            if _status(pid) is None:
+                os.kill(pid, death_sig)
+        deadline, begun = time.monotonic() + STOP_SECONDS, self._pids()
+        while any(_status(pid) is None for pid in begun) and time.monotonic() < deadline:
+            if any(_status(pid) == death_sig for pid in begun):
+                deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
+            time.sleep(MONITOR_SECONDS / 2)
 
 
 def _status(pid: int) -> int | None:
@@ -172,9 +183,10 @@ def stoppable() -> Iterator[None]:
     """
 
     def stop(number: int, _: object) -> None:
-        raise SignalException(f"signal {number}", signal.Signals(number))
+        told = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        raise SignalException(f"signal {number}", told)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, stop) for number in signals()}
     try:
         yield
     except SignalException as signalled:

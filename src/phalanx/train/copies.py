@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,9 +158,10 @@ class Copies:
         if found is None:
             return None
         step, holders = found
+        kept = {(step, rank) for rank, holder in enumerate(holders) if holder == self.rank}  # which others may want
         for rank, holder in enumerate(holders):
             if holder != rank and self.rank in (holder, rank):
-                self._bring(step, rank, holder)
+                self._bring(step, rank, holder, kept)
         return self._read(self._place(step, self.rank))
 
     def _fits(self, place: Place) -> bool:
@@ -169,8 +170,8 @@ class Copies:
     def _place(self, step: int, rank: int) -> Place:
         return next(place for place in self._places if place.held[:2] == (step, rank))
 
-    def _bring(self, step: int, rank: int, holder: int) -> None:
-        """Send a rank its state from whoever holds it."""
+    def _bring(self, step: int, rank: int, holder: int, kept: Collection[tuple[int, int]]) -> None:
+        """Send a rank its state from whoever holds it; what is `kept` here stays."""
         if self.rank == holder:
             place = self._place(step, rank)
             body = place.bytes()
@@ -179,7 +180,7 @@ class Copies:
             return
         sizes = torch.zeros(2, dtype=torch.int64)
         dist.recv(sizes, holder, group=self._group)
-        place = next(place for place in self._places[: len(OWN)] if place.held[0] != step)  # others may want that
+        place = next(place for place in self._places if place.held[:2] not in kept)
         place.clear()
         place.grow(HEADER.size + int(sizes[0]))
         dist.recv(place.bytes()[: int(sizes[0])], holder, group=self._group)

@@ -28,7 +28,8 @@ def record_collectives() -> None:
 
 
 def moved() -> bytes:
-    """Something that changes whenever a collective or a message is begun or has ended: a tenth of a millisecond."""
+    """Something that changes whenever a collective is begun or has ended, on NCCL a message too: a tenth of a
+    millisecond."""
     return b"".join(dump(False, False, False) for dump in _recorders().values())
 
 

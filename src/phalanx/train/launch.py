@@ -37,7 +37,7 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a store whose server is gone warns with its whole stack
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds between SIGTERM and SIGKILL: a step and a checkpoint
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT",  # it would take SIGHUP from nohup
 }
 
 DEADLY = {-number for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV, signal.SIGILL)}
@@ -132,6 +132,7 @@ def first_failure(
     own = [failure for failure in told if not is_loss(failure["reason"])]
     # A rank that was killed left no word, and what the others wrote is that they lost it. NCCL aborts who lost others.
     killed = [(rank, failure.exitcode) for rank, failure in failures.items() if failure.exitcode in DEADLY]
+    killed.sort(key=lambda one: (one[1] == -signal.SIGABRT, float(failures[one[0]].timestamp)))
     if told and (not killed or (own and all(code == -signal.SIGABRT for _, code in killed))):
         first = min(own or told, key=lambda failure: float(failure["time"]))
         return dict(first) if own else {**first, "lost": True}
@@ -181,6 +182,11 @@ def write_failure(
         print(f"phalanx: rank {rank} failed after step {step}: {record['reason']}", file=sys.stderr)
 
 
+def own_rank() -> int:
+    """As torchrun's environment has it, also before ranks have joined; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def join_ranks(device_type: str, timeout_seconds: float, ranks: int | None = None) -> torch.device:
     """Join the process group that torchrun's environment describes, if any, or that of the first `ranks` of it; returns
     this rank's device."""
@@ -221,10 +227,17 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
+def signals() -> list[signal.Signals]:
+    """Those that end a run in order; SIGHUP unless nohup has it ignored."""
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    return [signal.SIGTERM, signal.SIGINT, *hangup]
+
+
 @contextmanager
 def on_signal(heard: Callable[[int], None]) -> Iterator[None]:
-    """SIGTERM (Slurm, torchrun) and Ctrl-C are `heard`, so that the process can end in order; one more, some seconds
-    later, ends it at once. (Ctrl-C reaches a rank twice: from the terminal and from torchrun.)"""
+    """SIGTERM (Slurm, torchrun), Ctrl-C and a terminal that is closed are `heard`, so that the process can end in
+    order; one more, some seconds later, ends it at once. (Ctrl-C reaches a rank twice: from the terminal and from
+    torchrun.)"""
     first: float | None = None
 
     def stop(number: int, _: object) -> None:
@@ -234,7 +247,7 @@ def on_signal(heard: Callable[[int], None]) -> Iterator[None]:
             os._exit(INTERRUPTED)
         heard(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, stop) for number in signals()}
     try:
         yield
     finally:

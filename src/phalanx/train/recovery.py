@@ -19,7 +19,7 @@ from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.run import RunSpec
 from phalanx.train.agent import EndedElsewhere, Failures, Then, run_ranks, stoppable
 from phalanx.train.copies import offer_memory
-from phalanx.train.launch import first_failure, read_failures, report, said_of, set_environment
+from phalanx.train.launch import choose_device, first_failure, read_failures, report, said_of, set_environment
 from phalanx.train.manifest import checkpoints, reached, step_of
 from phalanx.train.meeting import ALONE, Meeting
 from phalanx.train.setup import STOPPED
@@ -39,6 +39,7 @@ def train_through(
     Raises NotMetError where nodes do not meet, UserError where they cannot, or where too few are left for any layout.
     """
     set_environment(nproc)
+    options = ["--device", choose_device(run), *options]  # a GPU that is lost must not become a CPU
     if nproc == 1 and meeting is ALONE and not run.recovery.restarts:  # it prints its failure itself
         os.execv(sys.executable, [sys.executable, "-m", "phalanx.train", str(directory), *options])
     if run.recovery.copy_every:
@@ -63,8 +64,10 @@ def train_through(
         if isinstance(end, EndedElsewhere):
             print(f"phalanx: {end}", file=sys.stderr)
             return 1
-        if words_left := recovery.new_words():  # it was not stopped in order
-            return report(directory, first_failure(directory, {}, told=words_left))
+        if words_left := recovery.new_words():  # it was not stopped in order, unless ranks just lost each other by it
+            first = first_failure(directory, {}, told=words_left)
+            if "lost" not in first:
+                return report(directory, first)
         raise
     return 0
 

@@ -98,7 +98,8 @@ class Resumable(Learner):
 
         Raises UserError if the checkpoint is of another model or other data, or all that there are are damaged.
         """
-        directory, checkpoint, damaged = self.checkpointer.directory, None, {}
+        directory, checkpoint = self.checkpointer.directory, None
+        damaged: dict[str, str] = {}
         kept = self.copies.newest() if self.copies is not None else None
         if kept is None or kept.step < newest_step(directory):
             checkpoint, damaged = newest_checkpoint(directory)

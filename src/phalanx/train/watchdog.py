@@ -56,7 +56,7 @@ class Watchdog:
         self._main = threading.main_thread().ident or 0
         self._pause = min(LOOK_SECONDS, timeout_seconds / LOOKS)
         self._ended, self._writing = threading.Event(), threading.Lock()
-        self._stood_since, self._seen = time.monotonic(), (0, b"")
+        self._stood_since, self._seen = time.monotonic(), (0, 0.0, b"")
         self._wrote: Dump | None = None
         self._was_asked = False
         """Whether it was asked to stop before it stood still: it may be saving, for as long as that takes."""
@@ -90,6 +90,10 @@ class Watchdog:
         """The last that this rank has finished."""
         return self.trainer.step if self.trainer is not None else 0
 
+    def _waits(self) -> float:
+        """Another number whenever a wait for a message of another stage is over: no recorder has these."""
+        return self.trainer.strategy.exposed.seconds if self.trainer is not None else 0.0
+
     def failed(self, error: BaseException) -> None:
         """Write down where this rank stood when it failed, and let stopped ranks beside it go on, to end."""
         with self._writing:
@@ -110,7 +114,7 @@ class Watchdog:
                 self._end_aborted()
                 return
             now = time.monotonic()
-            seen = self.step, moved()
+            seen = self.step, self._waits(), moved()
             if seen != self._seen:
                 self._seen, self._stood_since = seen, now
                 with self._writing:

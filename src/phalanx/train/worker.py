@@ -7,8 +7,9 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,16 +18,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from phalanx.cost.parameters import parameters
 from phalanx.cost.stages import check_layout
-from phalanx.measure.events import BEGAN, ENDED, note
+from phalanx.measure.events import BEGAN, ENDED, last_written, note
 from phalanx.measure.incident import forget, forget_from
 from phalanx.measure.lock import ENDS_WITHIN_SECONDS, hold
-from phalanx.measure.matmul import computes_bf16, peak_flops
+from phalanx.measure.matmul import peak_flops
 from phalanx.measure.memory import device_memory_bytes
 from phalanx.measure.products import COMPUTE
 from phalanx.measure.record import FORMAT, Opening, record_file
-from phalanx.parallel.apply import computing
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import keep_layout, load_machine, load_run, preset_names
@@ -43,20 +42,20 @@ from phalanx.train.launch import (
     end_with_launcher,
     join_ranks,
     on_signal,
+    own_rank,
     write_failure,
 )
 from phalanx.train.manifest import checkpoints, reached, set_aside, step_name, step_of
 from phalanx.train.measured import compare, forget_measured
-from phalanx.train.metrics import JsonLines, Log, Record, open_logs
+from phalanx.train.metrics import METRICS_FILE, JsonLines, Log, open_logs
 from phalanx.train.progress import Progress
 from phalanx.train.setup import INTERRUPTED, STOPPED, read_directory, set_up
 from phalanx.train.trainer import Trainer
 from phalanx.train.watchdog import Watchdog
+from phalanx.train.words import closing, opening, sample
 
-SAMPLE_TOKENS = 160
 FLUSH_SECONDS = 1.0
 """What ranks note may be so late in their files: thousands of them may share a file system."""
-PLACES = {"cpu": "CPU memory", "nvme": "files"}
 
 
 @dataclass(frozen=True)
@@ -77,86 +76,117 @@ def stand_by(directory: Path) -> int:
     return 0 if reached(directory, steps) else STOPPED
 
 
+@dataclass
+class _Life:
+    """What is known of this rank by now, for whoever has to say how it ended."""
+
+    directory: Path
+    trainer: Trainer | None = None
+    signals: list[int] = field(default_factory=list)
+
+    def heard(self, number: int) -> None:
+        """A signal: from the first step on all ranks settle together when to stop."""
+        self.signals.append(number)
+        if self.trainer is not None:
+            self.trainer.asked_to_stop = True
+
+
 def work(
     source: Path, overrides: list[str], resume: bool, measure: bool = False, window: range | None = None,
-    fewer: Fewer | None = None,
+    fewer: Fewer | None = None, device: str | None = None,
 ) -> int:  # fmt: skip
     """Train on this rank; returns the exit code. `source` is a run directory, or a run file that rank 0 sets up.
     `measure` asks for what one step holds and sends, `window` for all that these steps do; `fewer` ranks may
-    train than the run was meant for."""
-    directory = source
-    trainer: Trainer | None = None
+    train than the run was meant for, and a launcher says on which `device`."""
+    life = _Life(source)
     try:
-        prepared = source.is_dir()
-        if prepared and overrides:
-            raise UserError("--set", overrides, "has no effect on a run directory", "give the run file instead")
-        run = read_directory(source)[0] if prepared else load_run(source, overrides)
-        if prepared:
-            forget(source, int(os.environ.get("RANK", "0")))
-        device = join_ranks(choose_device(run), run.training.timeout_seconds, fewer.ranks if fewer else None)
-        if not prepared:
-            directory = _set_up_once(run, resume)
-        run, data = read_directory(directory)
-        first = not dist.is_initialized() or dist.get_rank() == 0
-        # Of a start before, a rank that lost the others notices it when a collective's time is over.
-        patience = run.training.timeout_seconds if LAUNCHER in os.environ else ENDS_WITHIN_SECONDS
-        launcher = int(os.environ.get(LAUNCHER, os.getpid()))
-        lock = hold(directory, patience + ENDS_WITHIN_SECONDS, launcher) if first else None
-        if fewer is not None:
-            run = run.model_copy(update={"layout": fewer.layout})
-            check_layout(run, fewer.ranks)
-        if first:
-            keep_layout(directory, fewer.layout if fewer else None)
-            forget_from(directory, dist.get_world_size() if dist.is_initialized() else 1)
-        fresh = not checkpoints(directory / "checkpoints")
-        if measure or window:
-            forget_measured(directory)  # of an earlier start, maybe of other ranks
-        corpus, peak = open_corpus(run, data, fresh), device_peak(run, device)
-        allowed = run.recovery.rollbacks
-        left = allowed and allowed - told_by_first(partial(rollbacks, directory))
-        usual = Losses(run.recovery.spike)
-        signals: list[int] = []
-
-        def heard(number: int) -> None:
-            signals.append(number)
-            if trainer is not None:
-                trainer.asked_to_stop = True
-
-        with Watchdog(directory, run.training.timeout_seconds) as watchdog, on_signal(heard):
-            while True:
-                watchdog.trainer = trainer = Trainer(run, corpus, directory, device, peak)
-                trainer.usual = usual if left > 0 else Losses(None)
-                if signals:  # by what was heard when there was no trainer
-                    trainer.asked_to_stop = True
-                try:
-                    _train(trainer, resume or prepared, measure, window)
-                    break
-                except DivergenceError as error:
-                    if left < 1 or isinstance(error, CorruptionError):
-                        raise
-                    left, resume = left - 1, True
-                    _go_back(trainer, error)
-                    watchdog.trainer = trainer = None
-        if lock is not None:
-            lock.close()
-        if trainer.stop and trainer.step < run.training.steps:
-            by_hand = signals[:1] == [signal.SIGINT] and LAUNCHER not in os.environ  # a launcher says so itself
-            return INTERRUPTED if by_hand else STOPPED
+        with on_signal(life.heard):
+            _live(life, overrides, resume, measure, window, fewer, device)
     except SystemExit as ended:  # rank 0 says why
         return int(ended.code or 0)
     except BaseException as error:
-        rank = trainer.mesh.rank if trainer else dist.get_rank() if dist.is_initialized() else 0
-        step = trainer.step if trainer else 0
-        if directory.is_dir():
-            memory, final = account(error, trainer), isinstance(error, DivergenceError)
-            write_failure(directory, rank, step, error, memory, final)
-        if LAUNCHER not in os.environ:
-            for_people = isinstance(error, UserError | DivergenceError)
-            print(f"phalanx: rank {rank} failed after step {step}: {error}", file=sys.stderr)
-            if not for_people:
-                traceback.print_exc()
-        return 2 if isinstance(error, UserError) else 1
+        return _failed(life, error)
+    trainer = life.trainer
+    if trainer is not None and trainer.stop and trainer.step < trainer.run.training.steps:
+        by_hand = life.signals[:1] == [signal.SIGINT] and LAUNCHER not in os.environ  # a launcher says so itself
+        return INTERRUPTED if by_hand else STOPPED
     return 0
+
+
+def _live(
+    life: _Life, overrides: list[str], resume: bool, measure: bool, window: range | None, fewer: Fewer | None,
+    device_type: str | None,
+) -> None:  # fmt: skip
+    source, prepared = life.directory, life.directory.is_dir()
+    if prepared and overrides:
+        raise UserError("--set", overrides, "has no effect on a run directory", "give the run file instead")
+    run = read_directory(source)[0] if prepared else load_run(source, overrides)
+    if prepared:
+        forget(source, own_rank())
+    timeout_seconds = run.training.timeout_seconds
+    device = join_ranks(device_type or choose_device(run), timeout_seconds, fewer.ranks if fewer else None)
+    if not prepared:
+        life.directory = _set_up_once(run, resume)
+    directory = life.directory
+    run, data = read_directory(directory)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    # Of a start before, a rank that lost the others notices it when a collective's time is over.
+    patience = timeout_seconds if LAUNCHER in os.environ else ENDS_WITHIN_SECONDS
+    launcher = int(os.environ.get(LAUNCHER, os.getpid()))
+    lock = hold(directory, patience + ENDS_WITHIN_SECONDS, launcher) if first else None
+    if fewer is not None:
+        run = run.model_copy(update={"layout": fewer.layout})
+        check_layout(run, fewer.ranks)
+    if first:
+        keep_layout(directory, fewer.layout if fewer else None)
+        forget_from(directory, dist.get_world_size() if dist.is_initialized() else 1)
+    fresh = not checkpoints(directory / "checkpoints")
+    if measure or window:
+        forget_measured(directory)  # of an earlier start, maybe of other ranks
+    corpus, peak = open_corpus(run, data, fresh), device_peak(run, device)
+    with Watchdog(directory, timeout_seconds) as watchdog:
+
+        def begin() -> Trainer:
+            watchdog.trainer = life.trainer = Trainer(run, corpus, directory, device, peak)
+            life.trainer.asked_to_stop = bool(life.signals)  # by what was heard when there was no trainer
+            return life.trainer
+
+        _train_through(begin, run, directory, partial(_train, measure=measure, window=window), resume or prepared)
+    if lock is not None:
+        lock.close()
+
+
+def _train_through(
+    begin: Callable[[], Trainer], run: RunSpec, directory: Path, train: Callable[[Trainer, bool], None], resume: bool
+) -> None:
+    """Train, and where a loss is beyond repair go back and begin anew, as often as the run may."""
+    allowed, usual = run.recovery.rollbacks, Losses(run.recovery.spike)
+    left = allowed and allowed - told_by_first(partial(rollbacks, directory))
+    while True:
+        trainer = begin()
+        trainer.usual = usual if left > 0 else Losses(None)
+        try:
+            return train(trainer, resume)
+        except DivergenceError as error:
+            if left < 1 or isinstance(error, CorruptionError):
+                raise
+            left, resume = left - 1, True
+            _go_back(trainer, error)
+
+
+def _failed(life: _Life, error: BaseException) -> int:
+    """Leave word of a failure, for a launcher where there is one; returns the exit code."""
+    trainer = life.trainer
+    rank, step = (trainer.mesh.rank, trainer.step) if trainer else (own_rank(), 0)
+    if life.directory.is_dir():
+        memory, final = account(error, trainer), isinstance(error, DivergenceError)
+        write_failure(life.directory, rank, step, error, memory, final)
+    if LAUNCHER not in os.environ:
+        for_people = isinstance(error, UserError | DivergenceError)
+        print(f"phalanx: rank {rank} failed after step {step}: {error}", file=sys.stderr)
+        if not for_people:
+            traceback.print_exc()
+    return 2 if isinstance(error, UserError) else 1
 
 
 def _go_back(trainer: Trainer, error: DivergenceError) -> None:
@@ -216,16 +246,18 @@ def device_peak(run: RunSpec, device: torch.device) -> float | None:
     return load_machine(known[0]).peak_flops if known and bf16 and not slower else None
 
 
-def _train(trainer: Trainer, resume: bool, measure: bool, window: range | None) -> None:
+def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | None) -> None:
     run, directory = trainer.run, trainer.directory
     quiet = not trainer.is_main
     resumed, damaged = trainer.resume() if resume else (0, {})
-    config = run.model_dump(mode="json")
+    config, alive_until = run.model_dump(mode="json"), last_written(directory / METRICS_FILE)
     logs = [] if quiet else open_logs(directory, trainer.step, run.metrics.wandb, run.name, config)
     notes = open_notes(trainer) if run.metrics.record else None
     looked_at = window_of(trainer, measure, window)
     if trainer.is_main:
-        note(directory, BEGAN, ranks=trainer.mesh.degrees.world_size, step=trainer.step)
+        launcher = int(os.environ.get(LAUNCHER, "0"))
+        ranks = trainer.mesh.degrees.world_size
+        note(directory, BEGAN, ranks=ranks, step=trainer.step, launcher=launcher, alive_until=alive_until)
     failed = True
     try:
         with Progress(trainer.step, run.training.steps, quiet) as progress:
@@ -244,9 +276,9 @@ def _train(trainer: Trainer, resume: bool, measure: bool, window: range | None) 
     finally:
         for log in [*logs, *([notes] if notes else [])]:
             log.close(failed)
-    sample = _sample(trainer) if run.evaluation.prompt and not trainer.stop else ""
+    text = sample(trainer) if run.evaluation.prompt and not trainer.stop else ""
     if trainer.is_main:
-        print(closing(trainer, evaluation, sample))
+        print(closing(trainer, evaluation, text))
         if measure:
             print(compare(run, trainer.mesh.degrees.world_size, directory))
 
@@ -280,85 +312,3 @@ def open_notes(trainer: Trainer) -> Log:
         opening["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     notes.write(dict(opening))
     return notes
-
-
-def opening(trainer: Trainer, resumed: int) -> str:
-    """What a run says before its first step; `resumed` is how many ranks wrote what it goes on from, if it does."""
-    run, cut, sizes = trainer.run, trainer.cut, trainer.mesh.degrees
-    ranks = f"{counted(sizes.world_size)} ({trainer.device.type})"
-    schedule = run.layout.schedule_file or run.layout.schedule
-    names = {"pp": f"pipeline ({schedule})", "cp": run.layout.context, "tp": "tensor", "ep": "expert"}
-    layout = "".join(f", {name} x {getattr(sizes, axis)}" for axis, name in names.items() if getattr(sizes, axis) > 1)
-    layout += f", {run.layout.data}" if sizes.dp > 1 or sizes.servers else ""
-    layout += f", state in {PLACES[run.layout.offload]}" if run.layout.offload != "none" else ""
-    total = parameters(run.model).total
-    train = trainer.corpus.train
-    text = f"; the text is {train.size:,} tokens" if train is not None else ""
-    lines = [
-        f"{total:,} parameters on {ranks}{layout}, {run.training.precision}",
-        f"{cut.sequences * run.training.sequence:,} tokens per update = {cut.micro_batch} sequences of "
-        f"{run.training.sequence} x {counted(cut.dp)} x {cut.accumulation} accumulated"
-        f"{', shared unevenly' if cut.sequences % cut.dp else ''}{text}",
-    ]
-    if run.training.precision == "bf16" and not computes_bf16(trainer.device):
-        lines.append('this CPU computes bf16 in software, far slower than fp32: set training.precision = "fp32"')
-    if cut.learning_rate != 1:
-        lines.append(
-            f"learning rates x {cut.learning_rate:.4g} ({run.training.scaling}): {counted(cut.dp)} instead of "
-            f"{run.training.base_ranks}"
-        )
-    if resumed:
-        others = f" of {counted(resumed)}" if resumed != sizes.world_size else ""
-        lines.append(f"resumed after step {trainer.step}{others}")
-        if trainer.step == run.training.steps:
-            lines.append("that was the last: raise training.steps to go on")
-    return "\n".join(lines)
-
-
-def counted(ranks: int) -> str:
-    """A number of ranks in words."""
-    return f"{ranks} rank{'s' if ranks > 1 else ''}"
-
-
-def closing(trainer: Trainer, evaluation: Record, sample: str) -> str:
-    """What a run says at its end."""
-    lines = []
-    if evaluation:
-        lines.append(
-            f"held-out loss {evaluation['held_out_loss']:.4f} nats/token, "
-            f"{evaluation['held_out_bits_per_byte']:.4f} bits/byte over {evaluation['held_out_tokens']:,} tokens"
-        )
-    if trainer.stop:
-        lines.append(f"stopped by a signal after step {trainer.step}; continue with --resume")
-    if sample:
-        lines += ["sample:", "  " + sample.replace("\n", "\n  ")]
-    return "\n".join([*lines, f"run directory: {trainer.directory}"])
-
-
-def _sample(trainer: Trainer) -> str:
-    """Text that the model continues from the run's prompt. Every rank takes part: the model may be split over them."""
-    from phalanx.model.generate import generate
-
-    run = trainer.run
-    if run.layout.tp * run.layout.cp > 1:  # ranks know parts of logits, or of the text
-        return f"(none: phalanx generate {trainer.directory} --prompt {run.evaluation.prompt!r})"
-    if not trainer.strategy.computes:
-        return _told("")
-    tokenizer = trainer.corpus.tokenizer
-    prompt = torch.from_numpy(tokenizer.encode_batch([run.evaluation.prompt])[0]).long().to(trainer.device)
-    generator = torch.Generator(trainer.device).manual_seed(run.training.seed)
-    trainer.module.eval()
-    with torch.no_grad(), computing(trainer.strategy, run.training.precision, trainer.device):
-        tokens = generate(
-            trainer.strategy.model, prompt, SAMPLE_TOKENS, temperature=0.7, top_k=50, generator=generator,
-            end=tokenizer.end, context=run.training.sequence,
-        )  # fmt: skip
-    return _told(tokenizer.decode(tokens.tolist()))
-
-
-def _told(text: str) -> str:
-    """What the last rank, which always computes, has to tell the first, which may not."""
-    said = [text]
-    if dist.is_initialized():
-        dist.broadcast_object_list(said, src=dist.get_world_size() - 1)
-    return said[0]
