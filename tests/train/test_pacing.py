@@ -12,7 +12,7 @@ from parity.trajectory import described, prepared_text, trainer
 
 from phalanx.cost.reliability import best_interval_seconds
 from phalanx.data.prepare import prepare
-from phalanx.measure.events import EVENTS_FILE
+from phalanx.measure.events import EVENTS_FILE, NEEDED
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
 from phalanx.train.manifest import checkpoints
@@ -71,7 +71,10 @@ def test_steps_that_a_save_slows_count_as_its_cost(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_more_often_is_saved_more_often(tmp_path: Path) -> None:
     kinds = ["began", "failed", "began", "failed", "began", "began", "failed"]  # one failure that nobody noticed
-    events = [{"time": time.time() - 400 + 50 * at, "what": what} for at, what in enumerate(kinds)]
+    now = time.time()
+    events = [
+        {"time": now - 400 + 50 * at, "what": what, **dict.fromkeys(NEEDED[what], 0)} for at, what in enumerate(kinds)
+    ]
     lines = "".join(json.dumps(event) + "\n" for event in events)
     (tmp_path / EVENTS_FILE).write_text(lines + '{"half a line')
     pacing = paced(tmp_path)
