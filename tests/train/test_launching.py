@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +103,8 @@ def test_what_users_write_stays_a_word(file: Path) -> None:
     override = "data.text_key='it is $(id) `id` \"'"
     script = written(file, "slurm", "--set", override)
     for words, expected in zip(
-        re.findall(r'bash "\$run" (.*?)(?: \| sort -V\)|\))$', script, re.MULTILINE),
-        (["--quick", "--nproc", "8"], ["--nproc", "8", "--resume"]),
+        re.findall(r' "\$run" (.*?)(?: --print-config .*| \| sort -V\)|\))$', script, re.MULTILINE),
+        (["--nproc", "8"], ["--quick", "--nproc", "8"], ["--nproc", "8", "--resume"]),
         strict=True,
     ):
         read = subprocess.run(["bash", "-c", f"printf '%s\\0' {words}"], text=True, capture_output=True, timeout=20)
@@ -178,11 +180,11 @@ def test_kubernetes_starts_a_pod_for_each_node(file: Path) -> None:
 
 def test_kubernetes_goes_by_exit_codes(file: Path) -> None:
     job = objects(written(file, "kubernetes", "--nodes", "2", *IMAGE))["Job"].spec
-    change, again, gone = job.pod_failure_policy.rules
-    assert (change.action, change.on_exit_codes.values) == ("FailJob", [2])
-    assert (again.action, again.on_exit_codes.values) == ("Ignore", [75])
+    *by_code, gone = job.pod_failure_policy.rules
+    [train], [check] = job.template.spec.containers, job.template.spec.init_containers
+    codes = [(rule.action, rule.on_exit_codes.container_name, rule.on_exit_codes.values) for rule in by_code]
+    assert codes == [("FailJob", train.name, [2]), ("FailJob", check.name, [2]), ("Ignore", train.name, [75])]
     assert (gone.action, gone.on_pod_conditions[0].type) == ("Ignore", "DisruptionTarget")
-    assert {rule.on_exit_codes.container_name for rule in (change, again)} == {job.template.spec.containers[0].name}
     assert job.template.spec.restart_policy == "Never"
     assert job.success_policy is None
 
@@ -202,7 +204,7 @@ def test_the_check_counts_on_all_nodes(file: Path, tmp_path: Path) -> None:
     h100_record.write(tmp_path / "node")
     [check] = objects(written(file, "kubernetes", "--nodes", "2", *IMAGE))["Job"].spec.template.spec.init_containers
     assert check.args[0] == "/etc/phalanx/run.toml"
-    assert "0 failures" in shown("doctor", file, *check.args[1:], "--sysroot", tmp_path / "node")
+    assert "0 failures" in shown("doctor", file, *check.args[1:], "--quick", "--sysroot", tmp_path / "node")
     for to, options in (("slurm", ()), ("skypilot", ("--accelerator", "H100", *IMAGE))):
         assert f" {shlex.join(check.args[1:])}" in written(file, to, "--nodes", "2", *options)
 
@@ -237,15 +239,34 @@ def test_a_check_that_fails_names_the_node(file: Path) -> None:
     job = objects(written(file, "kubernetes", *IMAGE))["Job"].spec
     [check] = job.template.spec.init_containers
     assert check.command[:2] == ["sh", "-c"]
-    for code, expected in ((0, 0), (1, 0), (2, 1), (3, 0)):
-        script = f"phalanx() {{ return {code}; }}\n{check.command[2]}"
+    for run_code, code, expected in ((0, 0, 0), (0, 1, 0), (0, 2, 1), (0, 3, 0), (2, 2, 2), (1, 2, 1)):
+        script = f"phalanx() {{ [ $1 = doctor ] && return {code} || return {run_code}; }}\n{check.command[2]}"
         ended = subprocess.run(
             ["sh", "-c", script], env={"NODE_NAME": "n7"}, capture_output=True, text=True, timeout=20
         )
         assert ended.returncode == expected
-        assert ("kubectl cordon n7" in ended.stderr) == (code == 2)
+        assert ("kubectl cordon n7" in ended.stderr) == (code == 2 and not run_code)
     unchecked = objects(written(file, "kubernetes", "--no-check", *IMAGE))["Job"].spec
     assert unchecked.template.spec.init_containers is None
+    assert {rule.on_exit_codes.container_name for rule in unchecked.pod_failure_policy.rules[:-1]} == {"train"}
+
+
+@pytest.mark.parametrize(("to", "options"), [("kubernetes", ()), ("skypilot", ("--accelerator", "H100"))])
+def test_a_mistake_in_the_run_file_is_no_fault_of_the_node(file: Path, to: str, options: tuple[str, ...]) -> None:
+    """What checks a node, with the command itself, on a run file that was edited since."""
+    text = written(file, to, *options, *IMAGE)
+    file.write_text(RUN + "[evaluation]\nstep = 3\n")
+    if to == "kubernetes":
+        [check] = objects(text)["Job"].spec.template.spec.init_containers
+        command = [*check.command, *check.args]
+    else:
+        command = ["bash", "-c", yaml.safe_load(text)["run"].replace("cd /work", ":")]
+    command = [re.sub(r"(/etc|~)/phalanx/run\.toml", str(file), word) for word in command]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    ended = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2, ended.stderr
+    assert "evaluation.step" in ended.stderr
+    assert not re.search("cordon|not well", ended.stderr)
 
 
 def test_skypilot_is_given_a_task(file: Path) -> None:

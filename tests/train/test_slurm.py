@@ -158,13 +158,23 @@ def test_a_job_that_is_cancelled_saves_and_goes_on_when_it_is_submitted_again(cl
 
 
 @pytest.mark.timeout(400)
-def test_what_the_user_must_change_ends_it_with_2(cluster: Slurm, tmp_path: Path) -> None:
-    batch = script(tmp_path, "wrong", steps=4)
-    (tmp_path / "wrong.toml").write_text((tmp_path / "wrong.toml").read_text().replace("vocab = 257", "vocab = 200"))
-    job = cluster.submit(batch)
-    ended = cluster.wait(job, over, SECONDS)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0")
-    assert "model.vocab" in (tmp_path / f"wrong-{job}.log").read_text()
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [("vocab = 257", "vocab = 200", "model.vocab"), ("steps = 4", "step = 4", "training.step")],
+)
+def test_what_the_user_must_change_ends_it_with_2(
+    cluster: Slurm, tmp_path: Path, right: str, wrong: str, said: str
+) -> None:
+    """Noticed when it is to begin, or before nodes are looked at: of these none is well."""
+    batch = script(tmp_path, "wrong", steps=4, check="step" in wrong)
+    file = batch.with_suffix(".toml")
+    file.write_text(file.read_text().replace(right, wrong))
+    with shared_memory(cluster, cluster.nodes[0], "64m"):
+        ended = cluster.wait(job := cluster.submit(batch), over, SECONDS)
+    log = (tmp_path / f"wrong-{job}.log").read_text()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), log
+    assert said in log
+    assert "--exclude" not in log
 
 
 def again_in_the_queue(job: dict[str, str]) -> bool:

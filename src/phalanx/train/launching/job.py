@@ -68,9 +68,10 @@ class Job:
 
     @property
     def checking(self) -> list[str]:
-        """What `phalanx doctor RUN.toml` is told, as words: what a rank holds depends on how many there are."""
+        """The run, as words for `phalanx train --print-config`, which ends with 2 for a mistake in it, and then for
+        `phalanx doctor`, which ends with 2 for that too: what a rank holds depends on how many there are."""
         nodes = [] if self.most == self.run.cluster.nodes else ["--set", f"cluster.nodes={self.most}"]
-        return ["--quick", "--nproc", str(self.nproc), *self.sets, *nodes]
+        return ["--nproc", str(self.nproc), *self.sets, *nodes]
 
     def environment(self, directory: str) -> dict[str, tuple[str, str]]:
         """Variables by name, each with its value and why it is set. `directory` is the run's."""

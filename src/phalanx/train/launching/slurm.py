@@ -29,10 +29,12 @@ mapfile -t given < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 CHECKED = """
 [ -r "$run" ] || { echo "phalanx: $run is not here, $PWD: submit this from where that path starts" >&2; exit 2; }
+# A mistake in the run file is no fault of the nodes: it ends this with 2.
+phalanx train "$run" OPTIONS --print-config > /dev/null || exit
 
 # Nodes in which `phalanx doctor` finds nothing that must be mended (it exits with 2 where it does), and that answer.
 mapfile -t well < <("${each[@]}" --nodes="${#given[@]}" --ntasks="${#given[@]}" \\
-    bash -c 'phalanx doctor "$@" >&2; [ $? -eq 2 ] || echo "$SLURMD_NODENAME"' bash "$run" OPTIONS | sort -V)
+    bash -c 'phalanx doctor "$@" >&2; [ $? -eq 2 ] || echo "$SLURMD_NODENAME"' bash "$run" --quick OPTIONS | sort -V)
 if [ "${#well[@]}" -lt "$least" ]; then
     sick=$(printf '%s\\n' "${given[@]}" | grep -vxFf <(printf '%s\\n' "${well[@]}") | paste -sd,)
     echo "phalanx: ${#well[@]} nodes are well, and it takes $least: see above, and submit with --exclude=$sick" >&2
