@@ -55,10 +55,38 @@ def settings(script: str) -> dict[str, str]:
     return dict(line.partition("=")[::2] for line in lines)
 
 
-def variables(script: str) -> dict[str, str]:
-    return dict(
-        shlex.split(line, comments=True)[1].split("=", 1) for line in script.splitlines() if line[:7] == "export "
+def variables(script: str, **given: str) -> dict[str, str]:
+    """What a batch script exports, where the user has set these."""
+    lines = [line for line in script.splitlines() if line[:7] == "export "]
+    cores = {"PATH": os.environ["PATH"], "cores": "96", "nproc": "8"}
+    shell = subprocess.run(
+        ["bash", "-c", "\n".join([*lines, "env -0"])], env=cores | given, capture_output=True, text=True
     )
+    return dict(line.split("=", 1) for line in shell.stdout.split("\0")[:-1])
+
+
+FAKES = {
+    "phalanx": "exit 0",
+    "scontrol": "[ $1 = requeue ] && echo again || printf '%s\\n' n1 n2",
+    "srun": """
+        echo "$*" >> srun.log
+        case "$*" in
+            *doctor*) printf '%s\\n' n1 n2 ;;
+            *) mkdir -p $SAVES; printf '%s\\n' $CODES ;;
+        esac""",
+}
+"""Of a cluster whose two nodes are well, and whose training ends with CODES, and SAVES directories."""
+
+
+def acted(script: str, directory: Path, codes: str = "0", saves: str = ".", cpus: str = "8(x2)") -> tuple[int, str]:
+    """The exit code and the words of a batch script there."""
+    for name, body in FAKES.items():
+        (directory / name).write_text(f"#!/bin/bash\n{body}\n")
+        (directory / name).chmod(0o755)
+    given = {"CODES": codes, "SAVES": saves, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    given |= {"SLURM_JOB_CPUS_PER_NODE": cpus, "SLURM_CPUS_ON_NODE": "16", "PATH": f"{directory}:{os.environ['PATH']}"}
+    ended = subprocess.run(["bash", "-c", script], cwd=directory, env=given, capture_output=True, text=True, timeout=20)
+    return ended.returncode, ended.stdout + ended.stderr
 
 
 def test_the_example_is_what_the_command_writes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +142,50 @@ def test_what_users_write_stays_a_word(file: Path) -> None:
 def test_flight_recorders_write_into_the_run_directory(file: Path) -> None:
     assert variables(written(file, "slurm"))["TORCH_FR_DUMP_TEMP_FILE"] == "runs/first/flight-recorder-rank-"
     assert [name for name in variables(written(file, "slurm", *CPU)) if "NCCL" in name or "TORCH" in name] == []
+
+
+def test_what_the_user_has_set_stays(file: Path) -> None:
+    script = written(file, "slurm", "--set", "out='a b/$x'")
+    found = variables(script)
+    assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("WARN", "12")
+    assert found["TORCH_FR_DUMP_TEMP_FILE"] == "a b/$x/first/flight-recorder-rank-"
+    given = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "TORCH_FR_DUMP_TEMP_FILE": "/tmp/a b"}
+    assert variables(script, **given).items() >= given.items()
+
+
+@pytest.mark.parametrize(
+    ("codes", "saves", "expected"),
+    [
+        ("0 1", "", (0, "")),
+        ("2 2", "", (2, "")),
+        ("1 2", "", (2, "")),
+        ("1", "", (1, "")),
+        ("", "", (1, "")),
+        ("75 75", "runs/first/checkpoints/step-00000009", (0, "again\n")),
+        ("75 2", "runs/first/checkpoints/step-00000009", (0, "again\n")),
+        ("75 75", "runs/first/checkpoints/step-00000009.tmp", (1, "saved anything new")),
+        ("75", "runs/first/checkpoints/step-00000007", (1, "saved anything new")),
+    ],
+)
+def test_slurm_goes_on_with_what_was_stopped_and_has_got_on(
+    file: Path, codes: str, saves: str, expected: tuple[int, str]
+) -> None:
+    """After a start from step 7."""
+    (file.parent / "runs" / "first" / "checkpoints" / "step-00000007").mkdir(parents=True)
+    code, said = acted(written(file, "slurm", "--nodes", "1:2"), file.parent, codes, saves or ".")
+    assert code == expected[0]
+    assert expected[1] in said if expected[1] else said == ""
+
+
+@pytest.mark.parametrize(("cpus", "least"), [("16", 16), ("16(x2)", 16), ("16(x2),8", 8), ("8,128(x30),16(x2)", 8)])
+def test_nodes_of_other_sizes_are_given_what_the_smallest_has(file: Path, cpus: str, least: int) -> None:
+    code, _ = acted(written(file, "slurm", "--nodes", "2"), file.parent, cpus=cpus)
+    check, train = (file.parent / "srun.log").read_text().splitlines()
+    assert code == 0
+    assert f"--cpus-per-task={least} " in check
+    assert f"--cpus-per-task={least} " in train
+    assert " --time=5 " in check
+    assert "--time" not in train
 
 
 @pytest.mark.parametrize(
@@ -298,7 +370,7 @@ def test_checkpoints_stay_on_the_volume(file: Path, to: str, out: str) -> None:
         (("--to", "slurm", "--nproc", "3"), "on 1 node of 3 ranks"),
         (("--to", "slurm", "--nproc", "1", "--nodes", "1:2"), "on 1 node of 1 rank:"),
         (("--to", "slurm", "--nproc", "8", "--nodes", "2:48"), "on 48 nodes of 8 ranks: is 64 sequences"),
-        (("--to", "slurm", "--nproc", "8", "--time", "11:00"), "leaves nothing to train"),
+        (("--to", "slurm", "--nproc", "8", "--time", "17:00"), "leaves nothing to train"),
         (("--to", "slurm", "--nproc", "8", "--time", "soon"), "is no time limit"),
         (("--to", "slurm", "--nproc", "8", "--image", "a"), "means nothing to slurm"),
         (("--to", "kubernetes", "--nproc", "8"), "is needed: the container image"),

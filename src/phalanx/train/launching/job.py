@@ -79,8 +79,7 @@ class Job:
             return {}
         return {
             "NCCL_DEBUG": ("WARN", "say which link failed: NCCL is silent otherwise"),
-            "TORCH_FR_BUFFER_SIZE": ("2000", "of each rank's latest collectives, what PyTorch's flight recorder keeps"),
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "and writes when one of them took too long"),
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "have PyTorch's flight recorder write when a collective took too long"),
             "TORCH_FR_DUMP_TEMP_FILE": (
                 f"{directory}/{FLIGHT_RECORDER}",
                 "into these files, rather than a node's /tmp",
