@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -10,13 +11,15 @@ from pathlib import Path
 from socket import gaierror
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from phalanx.cli import train
 from phalanx.cli.main import app
 from phalanx.cli.train import layout_for
-from phalanx.spec.errors import UserError
+from phalanx.spec.errors import NodeError
 from phalanx.spec.load import build_run, load_run
+from phalanx.train.launch import choose_nproc
 from phalanx.train.setup import to_toml
 
 RUN = """
@@ -128,5 +131,32 @@ def test_a_name_that_is_not_known_yet_is_waited_for(
     assert train.address("first-0.first:29500", 60) == ("first-0.first", 29500)
     assert capsys.readouterr().err.count("first-0.first is not known here") == 1
     answers += [gaierror(-2, "Name or service not known")]
-    with pytest.raises(UserError, match=r"first-0\.first is not known here: Name or service not known"):
+    with pytest.raises(NodeError, match=r"first-0\.first is not known here: Name or service not known"):
         train.address("first-0.first:29500", -1)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (("--nodes", "1:2", "--rendezvous", "nowhere.invalid:29500", "--nproc", "1"), 1, "is not known here"),
+        (("--nodes", "1:2", "--rendezvous", "127.0.0.1:29500", "--nproc", "8"), 1, "sees no GPU"),
+        (("--nodes", "1:2", "--rendezvous", "127.0.0.1", "--nproc", "8"), 2, "says no place"),
+        (("--nproc", "8"), 2, "sees no GPU"),
+    ],
+)
+def test_what_is_one_nodes_own_fault_does_not_end_the_run(
+    file: Path, options: tuple[str, ...], code: int, said: str
+) -> None:
+    """Others may train on, for which Kubernetes is to start it again."""
+    unfit = ("--set", "cluster.device=cuda", "--set", "recovery.join_seconds=0.1", "--set", "layout.micro_batch=1")
+    command = [sys.executable, "-m", "phalanx", "train", str(file), *options, *unfit]
+    none = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, env=none, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, said in ended.stderr) == (code, True), ended.stderr
+
+
+def test_too_few_gpus_are_the_nodes_own_fault(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
+    with pytest.raises(NodeError, match="this machine has 7 GPUs"):
+        choose_nproc(load_run(file), 8)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,19 +15,23 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Thread
 
 import pytest
+import typer
 
 from phalanx.cli import serving
 from phalanx.cli.report_views import live, newest, sparkline
+from phalanx.cli.watch import watch
+from phalanx.measure.events import BEGAN, ENDED, FAILED, note
 from phalanx.report import words
 from phalanx.report.compare import together
 from phalanx.report.facts import facts
 from phalanx.report.recorded import read_run
 from phalanx.spec.errors import UserError
 from tests.cli.commands import shown
-from tests.report.runs import SECONDS, command, environment, hybrid, run_file, two_ranks, wait
+from tests.report.runs import SECONDS, command, copied, environment, hybrid, run_file, two_ranks, wait
 
 
 def _heeding_ctrl_c() -> None:
@@ -71,6 +77,50 @@ def test_it_follows_a_run_to_its_end():
         train.wait(60)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.findall(r"^step (\d+)/12  loss ", done.stdout, re.MULTILINE) == [str(step) for step in range(1, 13)]
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A run whose rank 1 has just failed, after step 5."""
+    run = copied(two_ranks(), tmp_path)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < 6))
+    (run / "events.jsonl").write_text((run / "events.jsonl").read_text().splitlines(keepends=True)[0])
+    note(run, FAILED, rank=1, step=5, reason="was killed by SIGKILL")
+    (run / "failures").mkdir()
+    word = {"rank": 1, "step": 5, "time": 1.0, "reason": "was killed by SIGKILL", "code": 1}
+    (run / "failures" / "rank-00001.json").write_text(json.dumps(word))
+    return run
+
+
+def test_a_failure_that_the_run_survives_is_told_and_watched_through(broken):
+    watch = [sys.executable, "-m", "phalanx", "watch", str(broken), "--every", "0.1"]
+    with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            failed = "phalanx: rank 1 failed: was killed by SIGKILL; waiting whether it goes on\n"
+            assert process.stderr.readline() == failed
+            (broken / "failures" / "rank-00001.json").unlink()
+            note(broken, BEGAN, step=5, ranks=2)  # and its lock is not held yet
+            assert "it was ended there; it broke off once and went on" in process.stderr.readline()
+            shutil.copy(two_ranks() / "metrics.jsonl", broken)
+            said, more = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, more) == (0, "")
+    assert re.findall(r"^step (\d)/8", said, re.MULTILINE) == list("12345678")
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_that_stays_away_is_watched_no_longer(broken, ended):
+    """By what it says, or by its silence."""
+    if ended:
+        note(broken, ENDED, step=5)
+    else:
+        for file in broken.rglob("*"):
+            os.utime(file, (1e9, 1e9))
+    with pytest.raises(typer.Exit) as left:
+        watch(broken)
+    assert left.value.exit_code == 1
 
 
 def test_the_live_view_has_the_essentials():

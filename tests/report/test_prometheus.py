@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -17,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from phalanx.measure.events import BEGAN, note
+from phalanx.measure.events import BEGAN, note, read_events
 from phalanx.measure.lock import hold
+from phalanx.measure.rounds import JOURNAL_FILE
 from phalanx.report.prometheus import FAMILIES, Follower, Watched, exposition
 from phalanx.report.recorded import read_run
 from phalanx.train.manifest import checkpoints
@@ -55,8 +57,11 @@ def test_it_tells_what_the_run_wrote(run: Callable[[], Path]) -> None:
         "phalanx_mfu_ratio": last["mfu"], "phalanx_tokens": last["tokens"], "phalanx_skipped_steps": 0,
         "phalanx_held_out_loss_nats_per_token": recorded.evaluations[-1]["held_out_loss"],
         "phalanx_planned_steps": 8, "phalanx_checkpoint_step": 8, "phalanx_under_way": 0, "phalanx_failed_ranks": 0,
-        "phalanx_starts_total": 1,
-        "phalanx_last_step_timestamp_seconds": (run() / "metrics.jsonl").stat().st_mtime,
+        "phalanx_starts_total": 1, "phalanx_checkpoint_interval_steps": recorded.run.checkpoint.every,
+        "phalanx_start_timestamp_seconds": recorded.happened[0]["time"],
+        "phalanx_last_step_timestamp_seconds": max(
+            file.stat().st_mtime for file in (run() / "metrics.jsonl", *(run() / "trace").glob("rank-*.jsonl"))
+        ),
         "phalanx_checkpoint_timestamp_seconds": (run() / "checkpoints" / "step-00000008").stat().st_mtime,
     }  # fmt: skip
     assert {name: found[name][()] for name in expected} == expected
@@ -145,10 +150,43 @@ def test_no_counter_falls_where_a_run_goes_back(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_done_nothing_yet_has_a_plan(tmp_path: Path) -> None:
+    """And a time from which its first step can be waited for: that of its last start."""
     shutil.copy(two_ranks() / "run.toml", tmp_path)
-    assert {name: values[()] for name, values in told(tmp_path).items()} == {
-        "phalanx_planned_steps": 8, "phalanx_failed_ranks": 0, "phalanx_failures_total": 0, "phalanx_starts_total": 0,
+    asked = (tmp_path / "run.toml").stat().st_mtime
+    expected = {
+        "phalanx_step": 0, "phalanx_planned_steps": 8, "phalanx_checkpoint_interval_steps": 500,
+        "phalanx_failed_ranks": 0, "phalanx_failures_total": 0, "phalanx_starts_total": 0,
+        "phalanx_start_timestamp_seconds": asked, "phalanx_last_step_timestamp_seconds": asked,
     }  # fmt: skip
+    assert {name: values[()] for name, values in told(tmp_path).items()} == expected
+    note(tmp_path, BEGAN, step=0)
+    began = float(read_events(tmp_path)[0]["time"])
+    assert began > asked
+    assert told(tmp_path)["phalanx_last_step_timestamp_seconds"][()] == began
+
+
+def test_a_step_that_only_ranks_noted_is_one(tmp_path: Path) -> None:
+    """With metrics.every = 100 they tell of each, metrics.jsonl of few. What was noted before a start is old."""
+    run = copied(two_ranks(), tmp_path)
+    watched, last = Watched(run), "phalanx_last_step_timestamp_seconds"
+    stepped = told(run, watched)[last][()] + 100
+    os.utime(run / "trace" / "rank-00001.jsonl", (stepped, stepped))
+    assert told(run, watched)[last][()] == stepped
+    os.utime(run / "run.toml", (stepped + 100, stepped + 100))
+    assert told(run, watched)[last][()] == told(run, watched)["phalanx_start_timestamp_seconds"][()] == stepped + 100
+
+
+@pytest.mark.parametrize(("every", "interval"), [("20", 20), ("0", 8), ('"auto"', 0)])
+def test_how_often_it_is_to_be_saved_is_told(tmp_path: Path, every: str, interval: int) -> None:
+    text = (two_ranks() / "run.toml").read_text()
+    (tmp_path / "run.toml").write_text(text.replace("[checkpoint]\nevery = 500", f"[checkpoint]\nevery = {every}"))
+    assert told(tmp_path)["phalanx_checkpoint_interval_steps"][()] == interval
+
+
+def test_a_coordinator_of_a_swarm_is_not_said_to_stand_before_its_first_step(tmp_path: Path) -> None:
+    shutil.copy(two_ranks() / "run.toml", tmp_path)
+    (tmp_path / JOURNAL_FILE).touch()
+    assert not {"phalanx_step", "phalanx_last_step_timestamp_seconds"} & set(told(tmp_path))
 
 
 @given(st.lists(st.integers(1, 30), max_size=30), st.integers(0, 12))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,38 @@ def settings(script: str) -> dict[str, str]:
     return dict(line.partition("=")[::2] for line in lines)
 
 
-def variables(script: str) -> dict[str, str]:
-    return dict(
-        shlex.split(line, comments=True)[1].split("=", 1) for line in script.splitlines() if line[:7] == "export "
+def variables(script: str, **given: str) -> dict[str, str]:
+    """What a batch script exports, where the user has set these."""
+    lines = [line for line in script.splitlines() if line[:7] == "export "]
+    cores = {"PATH": os.environ["PATH"], "cores": "96", "nproc": "8"}
+    shell = subprocess.run(
+        ["bash", "-c", "\n".join([*lines, "env -0"])], env=cores | given, capture_output=True, text=True
     )
+    return dict(line.split("=", 1) for line in shell.stdout.split("\0")[:-1])
+
+
+FAKES = {
+    "phalanx": "exit 0",
+    "scontrol": "[ $1 = requeue ] && echo again || printf '%s\\n' n1 n2",
+    "srun": """
+        echo "$*" >> srun.log
+        case "$*" in
+            *doctor*) printf '%s\\n' n1 n2 ;;
+            *) mkdir -p $SAVES; printf '%s\\n' $CODES ;;
+        esac""",
+}
+"""Of a cluster whose two nodes are well, and whose training ends with CODES, and SAVES directories."""
+
+
+def acted(script: str, directory: Path, codes: str = "0", saves: str = ".", cpus: str = "8(x2)") -> tuple[int, str]:
+    """The exit code and the words of a batch script there."""
+    for name, body in FAKES.items():
+        (directory / name).write_text(f"#!/bin/bash\n{body}\n")
+        (directory / name).chmod(0o755)
+    given = {"CODES": codes, "SAVES": saves, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    given |= {"SLURM_JOB_CPUS_PER_NODE": cpus, "SLURM_CPUS_ON_NODE": "16", "PATH": f"{directory}:{os.environ['PATH']}"}
+    ended = subprocess.run(["bash", "-c", script], cwd=directory, env=given, capture_output=True, text=True, timeout=20)
+    return ended.returncode, ended.stdout + ended.stderr
 
 
 def test_the_example_is_what_the_command_writes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +131,8 @@ def test_what_users_write_stays_a_word(file: Path) -> None:
     override = "data.text_key='it is $(id) `id` \"'"
     script = written(file, "slurm", "--set", override)
     for words, expected in zip(
-        re.findall(r'bash "\$run" (.*?)(?: \| sort -V\)|\))$', script, re.MULTILINE),
-        (["--quick", "--nproc", "8"], ["--nproc", "8", "--resume"]),
+        re.findall(r' "\$run" (.*?)(?: --print-config .*| \| sort -V\)|\))$', script, re.MULTILINE),
+        (["--nproc", "8"], ["--quick", "--nproc", "8"], ["--nproc", "8", "--resume"]),
         strict=True,
     ):
         read = subprocess.run(["bash", "-c", f"printf '%s\\0' {words}"], text=True, capture_output=True, timeout=20)
@@ -112,6 +142,50 @@ def test_what_users_write_stays_a_word(file: Path) -> None:
 def test_flight_recorders_write_into_the_run_directory(file: Path) -> None:
     assert variables(written(file, "slurm"))["TORCH_FR_DUMP_TEMP_FILE"] == "runs/first/flight-recorder-rank-"
     assert [name for name in variables(written(file, "slurm", *CPU)) if "NCCL" in name or "TORCH" in name] == []
+
+
+def test_what_the_user_has_set_stays(file: Path) -> None:
+    script = written(file, "slurm", "--set", "out='a b/$x'")
+    found = variables(script)
+    assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("WARN", "12")
+    assert found["TORCH_FR_DUMP_TEMP_FILE"] == "a b/$x/first/flight-recorder-rank-"
+    given = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "TORCH_FR_DUMP_TEMP_FILE": "/tmp/a b"}
+    assert variables(script, **given).items() >= given.items()
+
+
+@pytest.mark.parametrize(
+    ("codes", "saves", "expected"),
+    [
+        ("0 1", "", (0, "")),
+        ("2 2", "", (2, "")),
+        ("1 2", "", (2, "")),
+        ("1", "", (1, "")),
+        ("", "", (1, "")),
+        ("75 75", "runs/first/checkpoints/step-00000009", (0, "again\n")),
+        ("75 2", "runs/first/checkpoints/step-00000009", (0, "again\n")),
+        ("75 75", "runs/first/checkpoints/step-00000009.tmp", (1, "saved anything new")),
+        ("75", "runs/first/checkpoints/step-00000007", (1, "saved anything new")),
+    ],
+)
+def test_slurm_goes_on_with_what_was_stopped_and_has_got_on(
+    file: Path, codes: str, saves: str, expected: tuple[int, str]
+) -> None:
+    """After a start from step 7."""
+    (file.parent / "runs" / "first" / "checkpoints" / "step-00000007").mkdir(parents=True)
+    code, said = acted(written(file, "slurm", "--nodes", "1:2"), file.parent, codes, saves or ".")
+    assert code == expected[0]
+    assert expected[1] in said if expected[1] else said == ""
+
+
+@pytest.mark.parametrize(("cpus", "least"), [("16", 16), ("16(x2)", 16), ("16(x2),8", 8), ("8,128(x30),16(x2)", 8)])
+def test_nodes_of_other_sizes_are_given_what_the_smallest_has(file: Path, cpus: str, least: int) -> None:
+    code, _ = acted(written(file, "slurm", "--nodes", "2"), file.parent, cpus=cpus)
+    check, train = (file.parent / "srun.log").read_text().splitlines()
+    assert code == 0
+    assert f"--cpus-per-task={least} " in check
+    assert f"--cpus-per-task={least} " in train
+    assert " --time=5 " in check
+    assert "--time" not in train
 
 
 @pytest.mark.parametrize(
@@ -178,11 +252,11 @@ def test_kubernetes_starts_a_pod_for_each_node(file: Path) -> None:
 
 def test_kubernetes_goes_by_exit_codes(file: Path) -> None:
     job = objects(written(file, "kubernetes", "--nodes", "2", *IMAGE))["Job"].spec
-    change, again, gone = job.pod_failure_policy.rules
-    assert (change.action, change.on_exit_codes.values) == ("FailJob", [2])
-    assert (again.action, again.on_exit_codes.values) == ("Ignore", [75])
+    *by_code, gone = job.pod_failure_policy.rules
+    [train], [check] = job.template.spec.containers, job.template.spec.init_containers
+    codes = [(rule.action, rule.on_exit_codes.container_name, rule.on_exit_codes.values) for rule in by_code]
+    assert codes == [("FailJob", train.name, [2]), ("FailJob", check.name, [2]), ("Ignore", train.name, [75])]
     assert (gone.action, gone.on_pod_conditions[0].type) == ("Ignore", "DisruptionTarget")
-    assert {rule.on_exit_codes.container_name for rule in (change, again)} == {job.template.spec.containers[0].name}
     assert job.template.spec.restart_policy == "Never"
     assert job.success_policy is None
 
@@ -202,7 +276,7 @@ def test_the_check_counts_on_all_nodes(file: Path, tmp_path: Path) -> None:
     h100_record.write(tmp_path / "node")
     [check] = objects(written(file, "kubernetes", "--nodes", "2", *IMAGE))["Job"].spec.template.spec.init_containers
     assert check.args[0] == "/etc/phalanx/run.toml"
-    assert "0 failures" in shown("doctor", file, *check.args[1:], "--sysroot", tmp_path / "node")
+    assert "0 failures" in shown("doctor", file, *check.args[1:], "--quick", "--sysroot", tmp_path / "node")
     for to, options in (("slurm", ()), ("skypilot", ("--accelerator", "H100", *IMAGE))):
         assert f" {shlex.join(check.args[1:])}" in written(file, to, "--nodes", "2", *options)
 
@@ -237,15 +311,34 @@ def test_a_check_that_fails_names_the_node(file: Path) -> None:
     job = objects(written(file, "kubernetes", *IMAGE))["Job"].spec
     [check] = job.template.spec.init_containers
     assert check.command[:2] == ["sh", "-c"]
-    for code, expected in ((0, 0), (1, 0), (2, 1), (3, 0)):
-        script = f"phalanx() {{ return {code}; }}\n{check.command[2]}"
+    for run_code, code, expected in ((0, 0, 0), (0, 1, 0), (0, 2, 1), (0, 3, 0), (2, 2, 2), (1, 2, 1)):
+        script = f"phalanx() {{ [ $1 = doctor ] && return {code} || return {run_code}; }}\n{check.command[2]}"
         ended = subprocess.run(
             ["sh", "-c", script], env={"NODE_NAME": "n7"}, capture_output=True, text=True, timeout=20
         )
         assert ended.returncode == expected
-        assert ("kubectl cordon n7" in ended.stderr) == (code == 2)
+        assert ("kubectl cordon n7" in ended.stderr) == (code == 2 and not run_code)
     unchecked = objects(written(file, "kubernetes", "--no-check", *IMAGE))["Job"].spec
     assert unchecked.template.spec.init_containers is None
+    assert {rule.on_exit_codes.container_name for rule in unchecked.pod_failure_policy.rules[:-1]} == {"train"}
+
+
+@pytest.mark.parametrize(("to", "options"), [("kubernetes", ()), ("skypilot", ("--accelerator", "H100"))])
+def test_a_mistake_in_the_run_file_is_no_fault_of_the_node(file: Path, to: str, options: tuple[str, ...]) -> None:
+    """What checks a node, with the command itself, on a run file that was edited since."""
+    text = written(file, to, *options, *IMAGE)
+    file.write_text(RUN + "[evaluation]\nstep = 3\n")
+    if to == "kubernetes":
+        [check] = objects(text)["Job"].spec.template.spec.init_containers
+        command = [*check.command, *check.args]
+    else:
+        command = ["bash", "-c", yaml.safe_load(text)["run"].replace("cd /work", ":")]
+    command = [re.sub(r"(/etc|~)/phalanx/run\.toml", str(file), word) for word in command]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    ended = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2, ended.stderr
+    assert "evaluation.step" in ended.stderr
+    assert not re.search("cordon|not well", ended.stderr)
 
 
 def test_skypilot_is_given_a_task(file: Path) -> None:
@@ -277,7 +370,7 @@ def test_checkpoints_stay_on_the_volume(file: Path, to: str, out: str) -> None:
         (("--to", "slurm", "--nproc", "3"), "on 1 node of 3 ranks"),
         (("--to", "slurm", "--nproc", "1", "--nodes", "1:2"), "on 1 node of 1 rank:"),
         (("--to", "slurm", "--nproc", "8", "--nodes", "2:48"), "on 48 nodes of 8 ranks: is 64 sequences"),
-        (("--to", "slurm", "--nproc", "8", "--time", "11:00"), "leaves nothing to train"),
+        (("--to", "slurm", "--nproc", "8", "--time", "17:00"), "leaves nothing to train"),
         (("--to", "slurm", "--nproc", "8", "--time", "soon"), "is no time limit"),
         (("--to", "slurm", "--nproc", "8", "--image", "a"), "means nothing to slurm"),
         (("--to", "kubernetes", "--nproc", "8"), "is needed: the container image"),

@@ -128,6 +128,23 @@ def test_a_node_that_is_not_well_is_left_out(cluster: Slurm, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(400)
+def test_a_node_whose_check_never_ends_is_left_out(cluster: Slurm, tmp_path: Path) -> None:
+    """As one on which Python hangs for its disk: in a minute, the least that Slurm counts."""
+    batch = script(tmp_path, "hangs", steps=4, options=("--nodes", "1:2", "--nproc", "1"), check=True)
+    real, hung = Path(sys.executable).with_name("phalanx"), f'[ "$1 $SLURMD_NODENAME" = "doctor {cluster.nodes[1]}" ]'
+    (tmp_path / "phalanx").write_text(f'#!/bin/bash\n{hung} && exec sleep 600\nexec {real} "$@"\n')
+    (tmp_path / "phalanx").chmod(0o755)
+    text = batch.read_text().replace("--time=5", "--time=1").replace("set -u", f"PATH={tmp_path}:$PATH\nset -u")
+    batch.write_text(text)
+    with shared_memory(cluster, cluster.nodes[0], "16g"):
+        ended = cluster.wait(job := cluster.submit(batch), over, 2 * SECONDS)
+    log = (tmp_path / f"hangs-{job}.log").read_text()
+    assert (ended["NumNodes"], ended["JobState"], ended["ExitCode"]) == ("2", "COMPLETED", "0:0"), log
+    assert f"phalanx: not well, or silent, and left out: {cluster.nodes[1]}\n" in log
+    assert ranks_that_began(tmp_path, "hangs") == [1]
+
+
+@pytest.mark.timeout(400)
 def test_a_run_file_that_is_not_there_is_no_fault_of_the_nodes(cluster: Slurm, tmp_path: Path) -> None:
     batch = script(tmp_path, "elsewhere", steps=4, check=True)
     batch.with_suffix(".toml").unlink()
@@ -158,13 +175,23 @@ def test_a_job_that_is_cancelled_saves_and_goes_on_when_it_is_submitted_again(cl
 
 
 @pytest.mark.timeout(400)
-def test_what_the_user_must_change_ends_it_with_2(cluster: Slurm, tmp_path: Path) -> None:
-    batch = script(tmp_path, "wrong", steps=4)
-    (tmp_path / "wrong.toml").write_text((tmp_path / "wrong.toml").read_text().replace("vocab = 257", "vocab = 200"))
-    job = cluster.submit(batch)
-    ended = cluster.wait(job, over, SECONDS)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0")
-    assert "model.vocab" in (tmp_path / f"wrong-{job}.log").read_text()
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [("vocab = 257", "vocab = 200", "model.vocab"), ("steps = 4", "step = 4", "training.step")],
+)
+def test_what_the_user_must_change_ends_it_with_2(
+    cluster: Slurm, tmp_path: Path, right: str, wrong: str, said: str
+) -> None:
+    """Noticed when it is to begin, or before nodes are looked at: of these none is well."""
+    batch = script(tmp_path, "wrong", steps=4, check="step" in wrong)
+    file = batch.with_suffix(".toml")
+    file.write_text(file.read_text().replace(right, wrong))
+    with shared_memory(cluster, cluster.nodes[0], "64m"):
+        ended = cluster.wait(job := cluster.submit(batch), over, SECONDS)
+    log = (tmp_path / f"wrong-{job}.log").read_text()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), log
+    assert said in log
+    assert "--exclude" not in log
 
 
 def again_in_the_queue(job: dict[str, str]) -> bool:

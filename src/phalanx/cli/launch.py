@@ -62,8 +62,10 @@ def launch(
         str | None, typer.Option(help="SkyPilot: the GPU, as it calls it: H100.", metavar="NAME")
     ] = None,
 ) -> None:
-    """Write the file by which Slurm, Kubernetes or SkyPilot starts a run on its nodes: each is looked at first, those
-    that fail are left out or started again, and a run that was stopped goes on from its checkpoint.
+    """Write the file by which Slurm, Kubernetes or SkyPilot starts a run on its nodes, after a look at each.
+
+    Slurm leaves out a node that is not well, Kubernetes starts another pod for it, six times a node, and SkyPilot ends
+    the run. One that was stopped and has saved is started again by all three, and goes on from its checkpoint.
 
     Examples:
 

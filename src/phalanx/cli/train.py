@@ -15,7 +15,7 @@ import typer
 
 from phalanx.cli.choosing import chosen, chosen_for
 from phalanx.measure.record import parse_window
-from phalanx.spec.errors import UserError
+from phalanx.spec.errors import NodeError, UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
@@ -104,7 +104,8 @@ def train(
         torchrun --nproc-per-node 8 -m phalanx.train run.toml
 
     Ranks that fail are started again from the newest checkpoint ([recovery]). Exit codes: 0 the run is at its end; 1 it
-    failed; 2 something is to be mended first; 75 a signal stopped it, with a checkpoint; 130 Ctrl-C did.
+    failed, or this node did, as one of several; 2 something is to be mended first; 75 a signal stopped it, with a
+    checkpoint; 130 Ctrl-C did.
     """
     described = _load(run, set_ or [], machine)
     if described.swarm is not None:
@@ -126,8 +127,12 @@ def train(
         least, most = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
         cluster = described.cluster.model_copy(update={"nodes": most})
         described = described.model_copy(update={"cluster": cluster})
-        place = address(rendezvous, described.recovery.join_seconds)
-        raise typer.Exit(_run_on_nodes(described, nproc, resume, options, least, *place))
+        try:
+            place = address(rendezvous, described.recovery.join_seconds)
+            raise typer.Exit(_run_on_nodes(described, nproc, resume, options, least, *place))
+        except NodeError as error:
+            print(f"phalanx: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
     raise typer.Exit(_run(described, nproc, resume, options))
 
 
@@ -179,7 +184,7 @@ def address(rendezvous: str | None, patience_seconds: float) -> tuple[str, int]:
     while isinstance(place := _looked_up(host), OSError):
         if time.monotonic() > deadline:
             fix = "give a name that all nodes know, or an address"
-            raise UserError("--rendezvous", rendezvous, f"{host} is not known here: {place.strerror}", fix)
+            raise NodeError("--rendezvous", rendezvous, f"{host} is not known here: {place.strerror}", fix)
         if not waiting:
             print(f"phalanx: {host} is not known here, waiting for it: {place.strerror}", file=sys.stderr)
         waiting = True
@@ -219,7 +224,7 @@ def _run_on_nodes(
     """The same on one of several nodes, each of which runs this command."""
     from phalanx.cost.stages import check_layout
     from phalanx.train.launch import choose_nproc
-    from phalanx.train.meeting import Meeting, NotMetError
+    from phalanx.train.meeting import Meeting
     from phalanx.train.recovery import train_through
     from phalanx.train.setup import run_directory
 
@@ -234,11 +239,7 @@ def _run_on_nodes(
     else:
         check_layout(run, ranks * most)
         directory = run_directory(run)
-    try:
-        return train_through(directory, run, ranks, partial(layout_for, run, ranks), options, meeting)
-    except NotMetError as error:
-        print(f"phalanx: {error}", file=sys.stderr)
-        return 1
+    return train_through(directory, run, ranks, partial(layout_for, run, ranks), options, meeting)
 
 
 def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> Path:

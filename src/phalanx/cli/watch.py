@@ -11,7 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
+from phalanx.measure.events import ENDED, read_events
 from phalanx.spec.errors import UserError
+
+RESTART_SECONDS = 60.0
+"""From the last sign of a run's life until it is taken for dead: ranks that are started again take some seconds, of
+which PyTorch's import is the most, and nodes that meet `recovery.last_call_seconds` more."""
 
 
 def watch(
@@ -33,7 +38,8 @@ def watch(
 ) -> None:
     """Watch a run while it trains: its loss, its speed, where the time goes, and what keeps it from being faster.
 
-    Ends with the run's last step, or on Ctrl-C. Where the output is no terminal it prints a line for each step. Pages
+    Ends with the run's last step, or on Ctrl-C; with exit code 1 where the run ended before, which takes a minute to
+    know: after a failure it may go on. Where the output is no terminal it prints a line for each step. Pages
     and numbers are served until Ctrl-C, also of a run that has ended.
 
     Examples:
@@ -68,20 +74,37 @@ def watch(
 
 def _looks(directory: Path, every_seconds: float) -> Iterator[dict[str, Any]]:
     """The facts of a run again and again, until its last step is done. One that ended before ends this command too,
-    with exit code 1."""
+    with exit code 1; one that may be started again is waited for."""
     from phalanx.report.facts import facts
     from phalanx.report.recorded import read_run
 
+    said = None
     while True:
         found = facts(read_run(directory))
         yield found
         run = found["run"]
         if run["step"] >= run.get("steps", float("inf")) and not _in_last_round(found):
             return
-        if run["failed"] or run["under_way"] is False:
-            print(f"phalanx: {'; '.join(found['problems'])}", file=sys.stderr)
+        broken = "; ".join(found["problems"]) if run["failed"] or run["under_way"] is False else None
+        if broken and not run["under_way"] and _is_over(directory):
+            print(f"phalanx: {broken}", file=sys.stderr)
             raise typer.Exit(1)
+        if broken and broken != said:
+            print(f"phalanx: {broken}; waiting whether it goes on", file=sys.stderr)
+        said = broken
         time.sleep(every_seconds)
+
+
+def _is_over(directory: Path) -> bool:
+    """Whether a run that has broken off is not started again: it says so itself, or nothing is heard of it."""
+    happened = read_events(directory)
+    if happened and happened[-1]["what"] == ENDED:
+        return True
+    heard = 0.0
+    for file in (*directory.iterdir(), *directory.glob("failures/*")):
+        with suppress(OSError):  # it may be gone by now
+            heard = max(heard, file.stat().st_mtime)
+    return time.time() - heard > RESTART_SECONDS
 
 
 def _in_last_round(found: dict[str, Any]) -> bool:

@@ -15,10 +15,12 @@ from pathlib import Path
 from phalanx.measure.events import BEGAN, failures_so_far, read_events
 from phalanx.measure.lock import is_held
 from phalanx.measure.record import FOLDER, FORMAT
+from phalanx.measure.rounds import JOURNAL_FILE
 from phalanx.report.efficiency import computed_seconds
 from phalanx.report.recorded import Line
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
+from phalanx.spec.run import RunSpec
 
 Sample = tuple[str, Mapping[str, str], float]
 """Name, labels beside `run`, value."""
@@ -42,9 +44,11 @@ EVALUATED = {
 OTHERS = (
     ("phalanx_planned_steps", "gauge", "Steps that the run is to do."),
     ("phalanx_under_way", "gauge", "1 while it trains, 0 when it has ended; not there where that cannot be known."),
-    ("phalanx_last_step_timestamp_seconds", "gauge", "When a step was last written, in seconds since 1970."),
+    ("phalanx_start_timestamp_seconds", "gauge", "When it was last started, in seconds since 1970."),
+    ("phalanx_last_step_timestamp_seconds", "gauge", "When a step was last done since, or else it was started."),
     ("phalanx_checkpoint_step", "gauge", "Step of the newest complete checkpoint."),
     ("phalanx_checkpoint_timestamp_seconds", "gauge", "When that was complete, in seconds since 1970."),
+    ("phalanx_checkpoint_interval_steps", "gauge", "Steps between checkpoints; 0 where the run chooses them."),
     ("phalanx_starts_total", "counter", "How often it was started."),
     ("phalanx_failures_total", "counter", "How often ranks of it failed, and were started again or not."),
     ("phalanx_failed_ranks", "gauge", "Ranks that left word of a failure since the last start."),
@@ -121,29 +125,38 @@ class Watched:
 
     def text(self, checkpoints: Sequence[Path]) -> str:
         """What Prometheus is told now; `checkpoints` are the complete ones, the newest first."""
-        planned, name = None, self.directory.resolve().name
+        run = None
         with suppress(UserError):  # a run file of another version
             run = load_run(self.directory / "run.toml", environment={})
-            planned, name = run.training.steps, run.name
-        said = [*self._of_run(planned, checkpoints), *self._of_ranks()]
+        name = run.name if run else self.directory.resolve().name
+        said = [*self._of_ranks(), *self._of_steps(), *self._of_run(checkpoints), *(_planned(run) if run else ())]
         return exposition([(metric, {"run": name, **labels}, value) for metric, labels, value in said])
 
-    def _of_run(self, planned: int | None, checkpoints: Sequence[Path]) -> Iterator[Sample]:
+    def _of_steps(self) -> Iterator[Sample]:
         anew, lines = self._metrics.news()
         if anew:
             self._step, self._evaluation = {}, {}
         for line in lines:
             self._step = line if "step_seconds" in line else self._step
             self._evaluation = line if "held_out_loss" in line else self._evaluation
-        for names, line in ((NEWEST, self._step), (EVALUATED, self._evaluation)):
+        if (self.directory / JOURNAL_FILE).is_file():  # a swarm's coordinator, which does none
+            return
+        for names, line in ((NEWEST, self._step or {"step": 0}), (EVALUATED, self._evaluation)):
             for found, (name, _, _) in names.items():
                 if found in line:
                     yield name, {}, math.nan if line[found] is None else line[found]
-        if self._step:
-            with suppress(OSError):
-                yield "phalanx_last_step_timestamp_seconds", {}, self._metrics.path.stat().st_mtime
-        if planned is not None:
-            yield "phalanx_planned_steps", {}, planned
+        started = self._started()
+        yield "phalanx_start_timestamp_seconds", {}, started
+        noted = [rank.follower.path for rank in self._ranks.values() if rank.step]  # also where metrics.every is not 1
+        times = [_modified(file) for file in ([self._metrics.path] if self._step else []) + noted]
+        yield "phalanx_last_step_timestamp_seconds", {}, max([started, *times])
+
+    def _started(self) -> float:
+        """When it last was: when its ranks began, or until they do, when it was asked for."""
+        began = [float(event["time"]) for event in read_events(self.directory) if event["what"] == BEGAN]
+        return max([*began, _modified(self.directory / "run.toml")])
+
+    def _of_run(self, checkpoints: Sequence[Path]) -> Iterator[Sample]:
         under_way = is_held(self.directory)
         if under_way is not None:
             yield "phalanx_under_way", {}, under_way
@@ -165,6 +178,20 @@ class Watched:
         for number, rank in sorted(opened.items()):
             if all(rank.opening[name] == first.opening[name] for name in ("step", "ranks")):  # of the last start
                 yield from _of_rank({"rank": str(number)}, rank.opening, rank.step)
+
+
+def _planned(run: RunSpec) -> Iterator[Sample]:
+    steps, every = run.training.steps, run.checkpoint.every
+    yield "phalanx_planned_steps", {}, steps
+    yield "phalanx_checkpoint_interval_steps", {}, 0 if every == "auto" else every or steps  # one at the end there is
+
+
+def _modified(file: Path) -> float:
+    """When a file was last written; 0 where it is gone."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _of_rank(label: dict[str, str], opening: Line, line: Line) -> Iterator[Sample]:

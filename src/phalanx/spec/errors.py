@@ -22,6 +22,11 @@ class UserError(ValueError):
         return f"{self.field}{shown}: {self.problem}" + (f"\n  fix: {self.fix}" if self.fix else "")
 
 
+class NodeError(UserError):
+    """Something of this one machine, which another has not, or this one the next time. As one of several nodes it ends
+    `phalanx train` with 1: the run is not to be ended for it."""
+
+
 class UserErrors(UserError):  # noqa: N818
     """Several mistakes in one file, reported together."""
 

@@ -227,7 +227,7 @@ def run_ranks(nproc: int, words: Words, judge: Judge, meeting: Meeting = ALONE) 
                 deadline = time.monotonic() + meeting.join_seconds
             elif time.monotonic() > deadline:
                 problem = f"nodes cannot meet there: {error}"
-                raise UserError("--rendezvous", meeting.endpoint, problem, "give another port") from None
+                raise NotMetError("--rendezvous", meeting.endpoint, problem, "give another port") from None
 
 
 def _run_once(nproc: int, words: Words, judge: Judge, meeting: Meeting) -> bool:

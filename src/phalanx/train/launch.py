@@ -22,7 +22,7 @@ from phalanx.measure import incident
 from phalanx.measure.calls import is_loss
 from phalanx.measure.explained import headline
 from phalanx.measure.shortage import in_words, why_killed
-from phalanx.spec.errors import UserError
+from phalanx.spec.errors import NodeError, UserError
 from phalanx.spec.run import RunSpec
 from phalanx.train.divergence import DivergenceError
 from phalanx.train.flight import record_collectives
@@ -57,7 +57,7 @@ def choose_device(run: RunSpec) -> str:
     """
     wanted = run.cluster.device
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("cluster.device", "cuda", "PyTorch sees no GPU here", 'set cluster.device = "cpu" or "auto"')
+        raise NodeError("cluster.device", "cuda", "PyTorch sees no GPU here", 'set cluster.device = "cpu" or "auto"')
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
 
@@ -69,7 +69,7 @@ def choose_nproc(run: RunSpec, asked: int | None) -> int:
     gpus = torch.cuda.device_count() if choose_device(run) == "cuda" else 0
     nproc = asked or run.cluster.nproc or max(1, gpus)
     if gpus and nproc > gpus:
-        raise UserError(
+        raise NodeError(
             "--nproc", nproc, f"this machine has {gpus} GPUs", f'use at most {gpus}, or cluster.device = "cpu"'
         )
     return nproc

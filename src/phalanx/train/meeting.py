@@ -18,7 +18,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from phalanx.spec.errors import UserError
+from phalanx.spec.errors import NodeError, UserError
 
 KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS = 2, 5
 """Of nodes to the place where they meet; one that is silent for all of them is gone."""
@@ -62,7 +62,7 @@ ALONE = Meeting("", "localhost", 0, 1, 1, join_seconds=60, last_call_seconds=1)
 """A node by itself."""
 
 
-class NotMetError(UserError):
+class NotMetError(NodeError):
     """Too few nodes came in time; they may the next time."""
 
 

@@ -68,9 +68,10 @@ class Job:
 
     @property
     def checking(self) -> list[str]:
-        """What `phalanx doctor RUN.toml` is told, as words: what a rank holds depends on how many there are."""
+        """The run, as words for `phalanx train --print-config`, which ends with 2 for a mistake in it, and then for
+        `phalanx doctor`, which ends with 2 for that too: what a rank holds depends on how many there are."""
         nodes = [] if self.most == self.run.cluster.nodes else ["--set", f"cluster.nodes={self.most}"]
-        return ["--quick", "--nproc", str(self.nproc), *self.sets, *nodes]
+        return ["--nproc", str(self.nproc), *self.sets, *nodes]
 
     def environment(self, directory: str) -> dict[str, tuple[str, str]]:
         """Variables by name, each with its value and why it is set. `directory` is the run's."""
@@ -78,8 +79,7 @@ class Job:
             return {}
         return {
             "NCCL_DEBUG": ("WARN", "say which link failed: NCCL is silent otherwise"),
-            "TORCH_FR_BUFFER_SIZE": ("2000", "of each rank's latest collectives, what PyTorch's flight recorder keeps"),
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "and writes when one of them took too long"),
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "have PyTorch's flight recorder write when a collective took too long"),
             "TORCH_FR_DUMP_TEMP_FILE": (
                 f"{directory}/{FLIGHT_RECORDER}",
                 "into these files, rather than a node's /tmp",

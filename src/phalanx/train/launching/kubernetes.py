@@ -56,6 +56,7 @@ spec:
     rules:
       - action: FailJob  # something is to be changed first
         onExitCodes: {{containerName: train, operator: In, values: [2]}}
+{mistaken}\
       - action: Ignore  # stopped in order, and saved: it is started again
         onExitCodes: {{containerName: train, operator: In, values: [{again}]}}
       - action: Ignore  # its node was drained, or is gone
@@ -83,6 +84,11 @@ SUCCESS = """\
     rules: [{succeededIndexes: "0"}]
 """
 
+MISTAKEN = """\
+      - action: FailJob  # the same, noticed before
+        onExitCodes: {containerName: check, operator: In, values: [2]}
+"""
+
 CHECK = """\
       initContainers:
         - name: check  # phalanx doctor exits with 2 where something of the node must be mended
@@ -90,7 +96,9 @@ CHECK = """\
             - sh
             - -c
             - |
-              phalanx doctor "$@"
+              # A mistake in the run file is no fault of the node: it ends this with 2.
+              phalanx train "$@" --print-config > /dev/null || exit
+              phalanx doctor "$@" --quick
               [ $? -ne 2 ] || {{ echo "phalanx: leave this node out: kubectl cordon $NODE_NAME" >&2; exit 1; }}
             - doctor
           args: {words}
@@ -143,7 +151,8 @@ def kubernetes(job: Job, image: str | None = None, volume: str | None = None) ->
     return TEMPLATE.format(
         words=job.words, name=name, quoted=json.dumps(name), run_file=RUN_FILE, text=text,
         most=job.most, success=SUCCESS if job.least < job.most else "", failures=FAILURES_PER_NODE * job.most,
-        again=STOPPED, saving=SAVING_SECONDS, volume=json.dumps(volume), shared_memory=SHARED_MEMORY,
+        mistaken=MISTAKEN if job.check else "", again=STOPPED,
+        saving=SAVING_SECONDS, volume=json.dumps(volume), shared_memory=SHARED_MEMORY,
         check=CHECK.format(words=_words(run, *job.checking), same=same) if job.check else "",
         command=_words("phalanx", "train", run, *meeting, *job.training), same=same,
     )  # fmt: skip

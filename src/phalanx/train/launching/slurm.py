@@ -10,35 +10,44 @@ from phalanx.spec.base import require
 from phalanx.train.launching.job import SAVING_SECONDS, Job, quoted
 from phalanx.train.setup import STOPPED
 
+CHECK_MINUTES = 5
+"""For `phalanx doctor --quick`, which takes one at most where nothing hangs."""
+STARTING_SECONDS = 60 * (CHECK_MINUTES + 1)
+"""Until there are steps: that check at its longest, and a minute for PyTorch and a checkpoint."""
 LEGEND = """\
 # Submit it with sbatch, where `phalanx` is on the PATH, from the directory that the paths of the run file start at.
 # `out` and `data.cache` of the run file must be on a disk that all nodes share.
 """
 
-THREADS = """
-# Threads of a rank: its share of the cores that this job was given, which are not always all that a node has.
-threads=$((SLURM_CPUS_ON_NODE / nproc))
-export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
+CORES = """
+# The cores that this job was given of every node, where nodes differ ("16(x2),8") those of the smallest, and of these
+# a rank's share for its threads.
+cores=$(sed 's/([^)]*)//g; s/,/\\n/g' <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | head -n 1)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS-$((cores > nproc ? cores / nproc : 1))}
 """
 
 EACH = """
 # One task on each node. The death of a task or of a node ends none of the others: `phalanx train` goes on without it.
-each=(srun --cpus-per-task="$SLURM_CPUS_ON_NODE" --no-kill --kill-on-bad-exit=0 --wait=0)
+each=(srun --cpus-per-task="$cores" --no-kill --kill-on-bad-exit=0 --wait=0)
 mapfile -t given < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 """
 
 CHECKED = """
 [ -r "$run" ] || { echo "phalanx: $run is not here, $PWD: submit this from where that path starts" >&2; exit 2; }
+# A mistake in the run file is no fault of the nodes: it ends this with 2.
+phalanx train "$run" OPTIONS --print-config > /dev/null || exit
 
-# Nodes in which `phalanx doctor` finds nothing that must be mended (it exits with 2 where it does), and that answer.
-mapfile -t well < <("${each[@]}" --nodes="${#given[@]}" --ntasks="${#given[@]}" \\
-    bash -c 'phalanx doctor "$@" >&2; [ $? -eq 2 ] || echo "$SLURMD_NODENAME"' bash "$run" OPTIONS | sort -V)
+# Nodes in which `phalanx doctor` finds nothing that must be mended (it exits with 2 where it does), and that answer in
+# these minutes.
+mapfile -t well < <("${each[@]}" --time=MINUTES --nodes="${#given[@]}" --ntasks="${#given[@]}" \\
+    bash -c 'phalanx doctor "$@" >&2; [ $? -eq 2 ] || echo "$SLURMD_NODENAME"' bash "$run" --quick OPTIONS | sort -V)
+sick=$(printf '%s\\n' "${given[@]}" | grep -vxFf <(printf '%s\\n' "${well[@]}") | paste -sd,)
+[ -z "$sick" ] || echo "phalanx: not well, or silent, and left out: $sick" >&2
 if [ "${#well[@]}" -lt "$least" ]; then
-    sick=$(printf '%s\\n' "${given[@]}" | grep -vxFf <(printf '%s\\n' "${well[@]}") | paste -sd,)
     echo "phalanx: ${#well[@]} nodes are well, and it takes $least: see above, and submit with --exclude=$sick" >&2
     exit 1
 fi
-"""
+""".replace("MINUTES", str(CHECK_MINUTES))
 
 UNCHECKED = 'well=("${given[@]}")\n'
 
@@ -48,6 +57,10 @@ together=(--nodes "$least:${#well[@]}" --rendezvous "${well[0]}:$((20000 + SLURM
 """
 
 TRAIN = """
+# A job that is stopped goes on later if it has got on.
+newest() { ls "$directory/checkpoints" 2> /dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }
+before=$(newest)
+
 # Slurm signals every process of a task, and this shell is to outlive `phalanx train`, whose exit code it tells: srun's
 # own is the highest of all, which a node that died decides. (The script itself has no trap: `scancel` is to end it.)
 codes=$("${each[@]}" --nodes="${#well[@]}" --ntasks="${#well[@]}" --nodelist="$(IFS=,; echo "${well[*]}")" \\
@@ -56,24 +69,26 @@ codes=$("${each[@]}" --nodes="${#well[@]}" --ntasks="${#well[@]}" --nodelist="$(
 
 ENDED = f"""
 case " ${{codes//$'\\n'/ }} " in
-    *" 0 "*) exit 0 ;;                              # the last step is reached
-    *" 2 "*) exit 2 ;;                              # something is to be changed first: see above
-    *" {STOPPED} "*) scontrol requeue "$SLURM_JOB_ID" ;;  # stopped in order, and saved
-    *) exit 1 ;;
+    *" 0 "*) exit 0 ;;  # the last step is reached
+    *" {STOPPED} "*)  # stopped in order, whatever ended other nodes before
+        [ "$(newest)" = "$before" ] || exec scontrol requeue "$SLURM_JOB_ID"
+        echo "phalanx: it was stopped before it saved anything new, and would be for ever: is --time enough?" >&2 ;;
+    *" 2 "*) exit 2 ;;  # something is to be changed first: see above
 esac
+exit 1
 """
 
 
 def slurm(job: Job, time: str | None = None, partition: str | None = None, account: str | None = None) -> str:
     """The script.
 
-    Raises UserError for a time limit that leaves nothing before the last checkpoint is saved.
+    Raises UserError for a time limit that leaves nothing between the start and the last checkpoint.
     """
     if time is not None:
-        limit = seconds(time)
         require(
-            limit > SAVING_SECONDS, "--time", time,
-            f"leaves nothing to train: the last {SAVING_SECONDS // 60} minutes are for saving", "give more",
+            seconds(time) > STARTING_SECONDS + SAVING_SECONDS, "--time", time,
+            f"leaves nothing to train: the first {STARTING_SECONDS // 60} minutes are for starting, the last "
+            f"{SAVING_SECONDS // 60} for saving", "give more",
         )  # fmt: skip
     settings = [  # without --ntasks-per-node, with which Slurm gives the fewest nodes of a range rather than the most
         f"--job-name={job.run.name}",
@@ -92,7 +107,8 @@ def slurm(job: Job, time: str | None = None, partition: str | None = None, accou
     ]
     directory = str(Path(job.run.out).expanduser() / job.run.name)
     exports = [
-        f"export {name}={shlex.quote(value)}  # {why}\n" for name, (value, why) in job.environment(directory).items()
+        f"export {name}=${{{name}-{shlex.quote(value)}}}  # {why}\n"
+        for name, (value, why) in job.environment(directory).items()
     ]
     several = job.most > 1
     meeting = '"${together[@]}"' if several else quoted(job.meeting(""))
@@ -101,9 +117,10 @@ def slurm(job: Job, time: str | None = None, partition: str | None = None, accou
             f"#!/bin/bash\n# Written by: {job.words}\n{LEGEND}",
             *(f"#SBATCH {setting}\n" for setting in settings),
             "set -uo pipefail\n",
-            f"run={shlex.quote(str(job.file))} nproc={job.nproc} least={job.least}\n",
+            f"run={shlex.quote(str(job.file))} directory={shlex.quote(directory)}\n",
+            f"nproc={job.nproc} least={job.least}\n",
             *exports,
-            THREADS,
+            CORES,
             EACH,
             CHECKED.replace("OPTIONS", quoted(job.checking)) if job.check else UNCHECKED,
             *([TOGETHER] if several else []),
