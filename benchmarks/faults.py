@@ -86,9 +86,14 @@ def on_one_machine(folder: Path) -> Iterator[Broken]:
             run.broken("one bit of it is another", damaged(run, flip)),
             run.broken("the file is gone", damaged(run, Path.unlink)),
             run.broken("the run is stopped (SIGTERM), and started again", lambda: one["one"].terminate(), again=ended),
+            run.broken(
+                "its terminal is closed (SIGHUP), and it is started again",
+                lambda: one["one"].send_signal(signal.SIGHUP),
+                again=ended,
+            ),
             run.broken("the launcher is killed, and started again", lambda: one["one"].kill(), again=ended),
         ]
-        yield from compared(run, found, same_size=True)
+        yield from compared(run, found, alike=2)
 
 
 def train(run: Running, ranks: int) -> list[str]:
@@ -96,10 +101,10 @@ def train(run: Running, ranks: int) -> list[str]:
     return [sys.executable, "-m", "phalanx", "train", str(run.file), "--nproc", str(ranks), "--resume"]
 
 
-def compared(run: Running, found: Sequence[Broken], same_size: bool = False) -> Iterator[Broken]:
-    """End a run, and hold it against one process; and against two ranks, if it had always two."""
+def compared(run: Running, found: Sequence[Broken], alike: int | None = None) -> Iterator[Broken]:
+    """End a run, and hold it against one process; and against as many ranks, if it had always so many."""
     run.end()
-    off, same = differs(run), same_bits(run, lambda other: train(other, 2)) if same_size else None
+    off, same = differs(run), same_bits(run, lambda other: train(other, alike)) if alike else None
     for each in found:
         each.differs, each.same_bits = off, same
         yield each
@@ -133,6 +138,17 @@ def damaged(run: Running, harm: Callable[[Path], None]) -> Callable[[], None]:
     return strike
 
 
+def on_one_rank(folder: Path) -> Iterator[Broken]:
+    """A run of one process, and its launcher."""
+    with running(folder) as run:
+        run.start("one", train(run, 1))
+        run.trains(0, 1, EVERY)
+        found = run.broken(
+            "its only rank is killed", lambda: os.kill(ranks_of(run.directory)[0], signal.SIGKILL), ranks=1
+        )
+        yield from compared(run, [found], alike=1)
+
+
 def on_a_full_disk(folder: Path) -> Iterator[Broken]:
     """Two ranks whose run directory has a disk of its own."""
     disk = folder.parent / "disk"
@@ -147,7 +163,7 @@ def on_a_full_disk(folder: Path) -> Iterator[Broken]:
         run.start("one", train(run, 2))
         run.trains(0, 2, EVERY)
         full = "the disk is full; once the run has ended there is space, and it is started again"
-        yield from compared(run, [run.broken(full, lambda: fill(disk), again=space)], same_size=True)
+        yield from compared(run, [run.broken(full, lambda: fill(disk), again=space)], alike=2)
 
 
 def on_two_nodes(folder: Path) -> Iterator[Broken]:
@@ -208,7 +224,7 @@ def with_wrong_calls(folder: Path) -> Iterator[Broken]:
             "order": "a rank calls two collectives in another order",
         }
         found = [run.broken(name, ordered(fault), again=order.unlink) for fault, name in faults.items()]
-        yield from compared(run, found, same_size=True)
+        yield from compared(run, found, alike=2)
 
 
 def with_nan(folder: Path) -> Iterator[Broken]:
@@ -280,8 +296,8 @@ def page(found: Sequence[Broken]) -> str:
   the fault. A step is lost if it was done and has to be done again.
 - Same losses: all steps of the run, faults and all, beside one process that never failed: the largest relative
   difference of a loss, in fp64 (ranks sum in another order than one process does).
-- Same bits: all these losses are, to the last bit, those of another run of two ranks that never failed. Not asked where
-  ranks were fewer for a while, or text was passed over.
+- Same bits: all these losses are, to the last bit, those of another run of as many ranks that never failed. Not asked
+  where ranks were fewer for a while, or text was passed over.
 - A node that comes, or comes back, is a new start of all, in order: ranks save first. Where fewer nodes than possible
   meet, they wait for the last call, here of {LAST_CALL_SECONDS} s (`recovery.last_call_seconds`; 30 s by default),
   after a node that has gone without a word was missed for 10 s.
@@ -302,7 +318,7 @@ def seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-KINDS = on_one_machine, on_a_full_disk, on_two_nodes, with_wrong_calls, with_nan
+KINDS = on_one_machine, on_one_rank, on_a_full_disk, on_two_nodes, with_wrong_calls, with_nan
 
 
 def main() -> None:
