@@ -168,10 +168,7 @@ def _collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> l
     if ranks == 1:
         raise UserError("--nproc", 1, "leaves nobody to send to", "start 2 ranks or more")
     check_layout(described, ranks)
-    found = checked(described, ranks)
-    if isinstance(found, int):
-        raise typer.Exit(found)
-    return found
+    return checked(described, ranks)
 
 
 def _tell(found: list[Finding], out: Path | None, as_json: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.measure import incident
 from phalanx.measure.doctor import between, counters, examine, gather
 from phalanx.measure.doctor.between import LARGE_BYTES, Reached
 from phalanx.measure.doctor.expected import Expected
@@ -271,11 +272,51 @@ def test_rounds_have_every_pair_once(nodes: int) -> None:
 
 
 def test_what_ranks_found_is_gathered(tmp_path: Path) -> None:
-    assert gather.of_collectives(tmp_path) == []
+    assert [each.severity for each in gather.of_collectives(tmp_path)] == ["SKIP"]
     finding = between.PAIR.broken("network", 50, host="node3")
     (tmp_path / gather.COLLECTIVES).write_text(json.dumps([finding.__dict__]))
-    assert gather.of_collectives(tmp_path) == [finding]
+    assert wrong(gather.of_collectives(tmp_path)) == [finding]
     (tmp_path / gather.COLLECTIVES).write_text("{")
     with pytest.raises(UserError, match="is not what"):
         gather.of_collectives(tmp_path)
-    os.remove(tmp_path / gather.COLLECTIVES)
+
+
+def test_what_ranks_found_long_ago_is_not_taken_for_new(nodes: list[Node], tmp_path: Path) -> None:
+    gather.leave(tmp_path, nodes[0])
+    file = tmp_path / gather.COLLECTIVES
+    file.write_text(json.dumps([between.WRONG.well(0).__dict__]))
+    assert wrong(gather.of_collectives(tmp_path)) == []
+    os.utime(file, (time.time() - 7200, time.time() - 7200))
+    (found,) = gather.of_collectives(tmp_path)
+    assert (found.id, found.severity, found.device, found.measured) == ("nodes.old", "FAIL", file.name, 120)
+
+
+LOST = "DistBackendError: Connection closed by peer [10.0.0.3]:4711"
+FAILED: dict[str, tuple[dict[int, tuple[str, str, int]], list[tuple[str, str, str]]]] = {
+    "one fails, and others lose it": (
+        {0: ("node1", LOST, 1), 1: ("node2", "OutOfMemoryError: CUDA out of memory", 1)},
+        [("node2", "rank 1", "OutOfMemoryError: CUDA out of memory")],
+    ),
+    "one is killed before it says anything": (
+        {0: ("node1", LOST, 1), 1: ("node2", LOST, 1)}, [("", "rank 0", LOST)]
+    ),
+    "all fail for one reason": (
+        dict.fromkeys(range(3), ("node1", "RuntimeError: no", 1)), [("node1", "rank 0", "RuntimeError: no")]
+    ),
+    "the run file cannot be": (
+        {rank: (f"node{rank}", "layout.tp = 3 does not divide", 2) for rank in range(2)},
+        [("", "rank 0", "layout.tp = 3 does not divide")],
+    ),
+}  # fmt: skip
+"""Host, reason and code of each rank's last word; host, device and reason of what is found."""
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_ranks_that_failed_together_are_a_failure(name: str, nodes: list[Node], tmp_path: Path) -> None:
+    words, expected = FAILED[name]
+    gather.leave(tmp_path, nodes[0])
+    for rank, (host, reason, code) in words.items():
+        incident.write_failure(tmp_path, {"rank": rank, "reason": reason, "code": code, "host": host})
+    found = gather.of_collectives(tmp_path)
+    assert {(each.id, each.severity) for each in found} == {("between.failed", "FAIL")}
+    assert [(each.host, each.device, each.measured) for each in found] == expected

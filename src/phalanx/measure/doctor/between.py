@@ -37,7 +37,12 @@ LINK = Rule(
     "NVRx (straggler below 0.75 of the median)", "look at what lies between these two: cables, leaf switches, routing",
     "torchrun --nnodes 2 ... -m phalanx.train.checkup RUN.toml --out DIR",
 )  # fmt: skip
-RULES = (WRONG, BANDWIDTH, PAIR, LINK)
+FAILED = Rule(
+    "between.failed", "ranks that measured this together", "FAIL", "all came to its end", "", "ours",
+    "see what failed on that host first; ranks that only lost another blame no host",
+    "cat DIR/failures/rank-*.json",
+)  # fmt: skip
+RULES = (FAILED, WRONG, BANDWIDTH, PAIR, LINK)
 
 
 @dataclass(frozen=True)

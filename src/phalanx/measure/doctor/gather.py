@@ -11,10 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+from phalanx.measure.calls import is_loss
+from phalanx.measure.doctor.between import FAILED
 from phalanx.measure.doctor.clock import OFFSET_SECONDS
 from phalanx.measure.doctor.facts import Facts
 from phalanx.measure.doctor.finding import Finding, Rule, usual
+from phalanx.measure.incident import FAILURES, read_failures
 from phalanx.spec.errors import UserError
 
 MUST_AGREE = (
@@ -32,6 +36,8 @@ ENDING = ".node.json"
 OLD_MINUTES = 60
 COLLECTIVES = "collectives.json"
 """What the ranks of a run found together (`phalanx.train.checkup`)."""
+USERS_MISTAKE = 2
+"""The code of a failure that is the user's to mend, and no host's."""
 NODES = Rule(
     "nodes.missing", "nodes that left word", "FAIL", "all of the run", "nodes", "the run (cluster.nodes)",
     "see why the others did not: unreachable, stuck, or not started",
@@ -109,7 +115,33 @@ def old(directory: Path) -> list[Finding]:
 
 
 def of_collectives(directory: Path) -> list[Finding]:
-    """What ranks found together, if they left it there. Raises UserError for another file of that name."""
+    """What ranks found together and left there, or that they failed; of an old word only that it is old."""
+    files = [*directory.glob(COLLECTIVES), *(directory / FAILURES).glob("rank-*.json")]
+    if not files:
+        return [FAILED.skipped("no collectives were measured (phalanx.train.checkup)")]
+    nodes = [file.stat().st_mtime for file in directory.glob(f"*{ENDING}")]
+    minutes = round((max(nodes, default=0) - max(file.stat().st_mtime for file in files)) / 60)
+    if minutes > OLD_MINUTES:
+        return [OLD.broken(files[-1].name, minutes)]
+    return [*(failed(directory) or [FAILED.well("all")]), *_found_together(directory)]
+
+
+def failed(directory: Path) -> list[Finding]:
+    """Why ranks failed that left word there, each reason of a host once. Who only lost another is named where nobody
+    says more, and blames no host; nor does a mistake in the run file."""
+    words = list(read_failures(directory).values())
+    own = [word for word in words if not is_loss(str(word.get("reason")))]
+    last_first = reversed(own or words[:1])
+    told = {(_blamed(word) if own else "", str(word.get("reason"))): word["rank"] for word in last_first}
+    return [FAILED.broken(f"rank {rank}", reason, host=host) for (host, reason), rank in reversed(told.items())]
+
+
+def _blamed(word: Mapping[str, Any]) -> str:
+    return "" if word.get("code") == USERS_MISTAKE else str(word.get("host", ""))
+
+
+def _found_together(directory: Path) -> list[Finding]:
+    """Raises UserError for another file of that name."""
     file = directory / COLLECTIVES
     try:
         return [Finding(**finding) for finding in json.loads(file.read_text())] if file.exists() else []
