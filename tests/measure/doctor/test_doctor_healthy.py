@@ -88,6 +88,10 @@ HEALTHY: dict[str, tuple[Plant, Expected]] = {
         add(KERNEL, "pci 0000:03:00.0: 4.000 Gb/s available PCIe bandwidth, limited by 5.0 GT/s PCIe x1 link"),
         RUN,
     ),
+    "an NCCL whose version names no host": (
+        both(edit("nccl.log", "node1:4021:4021 [0] NCCL INFO NCCL version", "NCCL version"),
+             edit("nccl.log", "node2:3811:3902 [0] NCCL INFO NCCL version 2.26.2+cuda12.8\n", "")), RUN
+    ),
     "a link whose speed is not known": (put("sys/class/net/eno1/speed", "-1"), RUN),
     "a GID of a flat network, by its index": (
         both(variable("NCCL_IB_GID_INDEX", "1"), everywhere(lambda card: both(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from phalanx.measure import incident
-from phalanx.measure.doctor import between, counters, examine, gather
+from phalanx.measure.doctor import between, counters, examine, gather, report
 from phalanx.measure.doctor.between import LARGE_BYTES, Reached
 from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.finding import Finding
@@ -21,6 +21,7 @@ from phalanx.measure.doctor.gather import Node
 from phalanx.measure.doctor.machine import Machine
 from phalanx.spec.errors import UserError
 from tests.measure.doctor import h100_record
+from tests.measure.doctor.plants import new, put, variable
 
 HOSTS = ("node1", "node2", "node3", "node4")
 
@@ -97,6 +98,22 @@ def test_a_clock_that_is_off(nodes: list[Node]) -> None:
 def test_a_node_that_left_no_word(nodes: list[Node]) -> None:
     (found,) = wrong(gather.between(nodes[:3], 4))
     assert (found.id, found.measured, found.threshold) == ("nodes.missing", 3, "4")
+
+
+def test_nodes_of_a_job_that_left_no_word_are_named(tmp_path: Path) -> None:
+    """By Slurm, whichever nodes did; srun --exclude takes their names."""
+    h100_record.write(tmp_path)
+    variable("SLURM_JOB_NODELIST", "node[1-3]")(tmp_path)
+    new("commands/job_nodes.txt", "\n".join(HOSTS[:3]))(tmp_path)
+    node = examine.node(Machine(tmp_path), Expected())
+    gather.leave(tmp_path, node)
+    assert gather.collect(tmp_path) == [node]
+    found = wrong(gather.between([node], 3))
+    assert [(each.id, each.host) for each in found] == [("nodes.missing", "node2"), ("nodes.missing", "node3")]
+    assert report.failing(found) == ["node2", "node3"]
+    assert wrong(gather.between([replace(node, host=host) for host in HOSTS[:3]], 3)) == []
+    put("commands/job_nodes.txt", "[no answer]")(tmp_path)
+    assert examine.node(Machine(tmp_path), Expected()).job_nodes == ()
 
 
 def test_nodes_leave_word_and_are_collected(nodes: list[Node], tmp_path: Path) -> None:

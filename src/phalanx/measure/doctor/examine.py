@@ -35,7 +35,7 @@ from phalanx.measure.doctor import (
 )
 from phalanx.measure.doctor.children import Child
 from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.facts import Facts, facts
+from phalanx.measure.doctor.facts import Facts, facts, job_nodes
 from phalanx.measure.doctor.finding import Finding, Rule, Skip
 from phalanx.measure.doctor.gather import Node
 from phalanx.measure.doctor.machine import Machine, Stuck
@@ -72,8 +72,8 @@ def node(machine: Machine, expected: Expected, with_facts: bool = True, ahead_se
     else:
         found = [each for file in CHECKS for each in findings(file, machine, expected)]
         known = facts(machine) if with_facts else {}
-    named = tuple(replace(finding, host=machine.host) for finding in found)
-    return Node(machine.host, ahead_seconds, known, named)
+    named = tuple(replace(finding, host=finding.host or machine.host) for finding in found)
+    return Node(machine.host, ahead_seconds, known, named, job_nodes(machine) if with_facts else ())
 
 
 def name_of(check: object) -> str:

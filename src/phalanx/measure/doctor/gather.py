@@ -75,6 +75,8 @@ class Node:
     """Of its clock, beside that of whoever stamps files of the shared storage."""
     facts: Facts
     findings: tuple[Finding, ...]
+    job_nodes: tuple[str, ...] = ()
+    """Those that were to leave word with it, where that is known."""
 
 
 def storage_clock(directory: Path) -> float:
@@ -154,7 +156,8 @@ def _node(file: Path) -> Node:
     try:
         known = json.loads(file.read_text())
         found = tuple(Finding(**finding) for finding in known["findings"])
-        return Node(str(known["host"]), float(known["ahead_seconds"]), dict(known["facts"]), found)
+        job = tuple(map(str, known.get("job_nodes", ())))
+        return Node(str(known["host"]), float(known["ahead_seconds"]), dict(known["facts"]), found, job)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"is not what a node leaves ({type(error).__name__})"
         raise UserError("--gather", str(file), problem, "run `phalanx doctor --leave` on that node again") from None
@@ -162,7 +165,7 @@ def _node(file: Path) -> Node:
 
 def between(nodes: Sequence[Node], wanted: int = 0) -> list[Finding]:
     """In which nodes differ from most, by facts and clocks. `wanted` nodes should have left word."""
-    missing = [NODES.broken("", len(nodes), f"{wanted}")] if len(nodes) < wanted else []
+    missing = _missing(nodes, wanted)
     names = sorted({name for node in nodes for name in node.facts})
     drift = [each for name in names for each in _drift(name, nodes)]
     return [
@@ -170,6 +173,14 @@ def between(nodes: Sequence[Node], wanted: int = 0) -> list[Finding]:
         *(drift or [DRIFT.well(f"{len(nodes)} nodes agree in {len(names)} facts")]),
         *skew({node.host: node.ahead_seconds for node in nodes}),
     ]
+
+
+def _missing(nodes: Sequence[Node], wanted: int) -> list[Finding]:
+    """Each node of the job that left no word; where their names are not known, how many did."""
+    silent = {name for node in nodes for name in node.job_nodes} - {node.host for node in nodes}
+    if silent:
+        return [NODES.broken("", "no word", "one of each node", host) for host in sorted(silent)]
+    return [NODES.broken("", len(nodes), f"{wanted}")] if len(nodes) < wanted else []
 
 
 def skew(ahead_seconds: Mapping[str, float]) -> list[Finding]:

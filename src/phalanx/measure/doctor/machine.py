@@ -15,7 +15,8 @@ from phalanx.measure.doctor.children import Answer, run
 
 COMMANDS, ENVIRONMENT = "commands", "environment"
 VARIABLES = re.compile(
-    r"(NCCL|GLOO|TORCH_NCCL|CUDA|UCX)_\w+|MASTER_ADDR|OMP_NUM_THREADS|LD_LIBRARY_PATH|SLURM(D_NODENAME|_GPUS_ON_NODE)"
+    r"(NCCL|GLOO|TORCH_NCCL|CUDA|UCX)_\w+|MASTER_ADDR|OMP_NUM_THREADS|LD_LIBRARY_PATH|"
+    r"SLURM(D_NODENAME|_GPUS_ON_NODE|_(JOB|STEP)_NODELIST)"
 )
 """Of the environment, what checks may know and a record may hold."""
 HOSTNAME = "/proc/sys/kernel/hostname"
