@@ -132,5 +132,10 @@ def variable(name: str, value: str) -> Plant:
     return plant
 
 
+def unset(name: str) -> Plant:
+    """A variable that the environment does not have."""
+    return edit("environment", f"{name}=", f"NOT_{name}=")
+
+
 def everywhere(plant: Callable[[int], Plant]) -> Plant:
     return both(*(plant(card) for card in range(8)))

@@ -26,6 +26,7 @@ from tests.measure.doctor.plants import (
     port,
     put,
     row,
+    unset,
     variable,
     xid,
 )
@@ -156,6 +157,14 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     "the route is another": (edit("commands/route.txt", "dev eno1", "dev ens0np0"), "nccl.route", "WARN", "ens0np0"),
     "a card that is not there": (variable("NCCL_IB_HCA", "=" + ",".join(f"mlx5_{card}" for card in (*range(8), 9))),
         "nccl.hca", "FAIL", "mlx5_9"),
+    "RDMA switched off by a file of NCCL": (
+        new("etc/nccl.conf", "# left by a test\nNCCL_IB_DISABLE=1"), "nccl.left_over", "WARN", "NCCL_IB_DISABLE"
+    ),
+    "a card that is not there, by the user's file of NCCL": (
+        both(unset("NCCL_IB_HCA"), new("etc/nccl.conf", "NCCL_IB_HCA=mlx5"),
+             new("~/.nccl.conf", "NCCL_IB_HCA==mlx5_0,mlx5_1,mlx5_2,mlx5_3,mlx5_4,mlx5_5,mlx5_6,mlx5_7,mlx5_9")),
+        "nccl.hca", "FAIL", "mlx5_9",
+    ),
     "RDMA switched off": (variable("NCCL_IB_DISABLE", "1"), "nccl.left_over", "WARN", "NCCL_IB_DISABLE"),
     "P2P switched off": (variable("NCCL_P2P_DISABLE", "1"), "nccl.left_over", "WARN", "NCCL_P2P_DISABLE"),
     "NCCL fell back to sockets": (

@@ -15,7 +15,21 @@ from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.finding import Finding
 from phalanx.measure.doctor.machine import COMMAND_SECONDS, Machine
 from tests.measure.doctor import h100_record
-from tests.measure.doctor.plants import Plant, add, both, edit, everywhere, gone, kept, lost, new, put, row, variable
+from tests.measure.doctor.plants import (
+    Plant,
+    add,
+    both,
+    edit,
+    everywhere,
+    gone,
+    kept,
+    lost,
+    new,
+    put,
+    row,
+    unset,
+    variable,
+)
 
 CPU = Path(__file__).parent / "cpu_record"
 RUN = Expected(gpus=8, ranks=8, nodes=2, nccl_log="/nccl.log", network_bytes_per_second=50e9, rank_bytes=60 * 2**30)
@@ -87,6 +101,14 @@ HEALTHY: dict[str, tuple[Plant, Expected]] = {
     "a card for radio on one lane": (
         add(KERNEL, "pci 0000:03:00.0: 4.000 Gb/s available PCIe bandwidth, limited by 5.0 GT/s PCIe x1 link"),
         RUN,
+    ),
+    "variables in a file of NCCL": (
+        both(unset("NCCL_IB_TC"), unset("NCCL_IB_GID_INDEX"),
+             new("etc/nccl.conf", "NCCL_IB_TC=106\nNCCL_IB_GID_INDEX=3\nNCCL_IB_HCA=nosuch")), RUN
+    ),
+    "variables in the file that NCCL_CONF_FILE names": (
+        both(unset("NCCL_IB_TC"), variable("NCCL_CONF_FILE", "/opt/nccl.conf"),
+             new("opt/nccl.conf", "NCCL_IB_TC=106"), new("~/.nccl.conf", "NCCL_IB_DISABLE=1")), RUN
     ),
     "an NCCL whose version names no host": (
         both(edit("nccl.log", "node1:4021:4021 [0] NCCL INFO NCCL version", "NCCL version"),

@@ -95,6 +95,16 @@ def test_a_machine_is_recorded_and_played_back(tmp_path: Path) -> None:
     assert read(Machine(tmp_path / "record")).keys() == read(Machine()).keys()
 
 
+def test_variables_of_nccls_files_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    (tmp_path / ".nccl.conf").write_text("NCCL_DEBUG=INFO\nNCCL_IB_TC=106\n")
+    here = Machine(record=tmp_path / "record").environment
+    assert (here["NCCL_DEBUG"], here["NCCL_IB_TC"]) == ("WARN", "106")
+    assert Machine(tmp_path / "record").environment == here
+
+
 def test_a_recorded_failure_plays_back(tmp_path: Path) -> None:
     here = Machine(record=tmp_path)
     here.ask("false", sys.executable, "-c", "print('no'); raise SystemExit(3)")

@@ -56,6 +56,13 @@ def test_facts_are_those_of_the_record(nodes: list[Node]) -> None:
     assert (known["kernel"], known["GPUs on the bus"], known["NCCL_IB_TC"]) == ("6.8.0-60-generic", "8", "106")
 
 
+def test_variables_of_nccls_files_are_facts(tmp_path: Path) -> None:
+    h100_record.write(tmp_path)
+    new("etc/nccl.conf", "NCCL_IB_QPS_PER_CONNECTION=4\nNCCL_IB_TC=0")(tmp_path)
+    known = examine.node(Machine(tmp_path), Expected()).facts
+    assert (known["NCCL_IB_QPS_PER_CONNECTION"], known["NCCL_IB_TC"]) == ("4", "106")  # the environment goes before
+
+
 def test_nodes_that_agree_have_no_finding(nodes: list[Node]) -> None:
     assert wrong(gather.between(nodes, 4)) == []
 

@@ -38,7 +38,7 @@ def facts(machine: Machine) -> Facts:
 
 def job_nodes(machine: Machine) -> tuple[str, ...]:
     """The nodes that Slurm started this step on; none where it did not start us."""
-    listed = (machine.environment.get(f"SLURM_{of}_NODELIST") for of in ("STEP", "JOB"))
+    listed = (machine.started_with.get(f"SLURM_{of}_NODELIST") for of in ("STEP", "JOB"))
     nodes = next(filter(None, listed), None)
     try:
         said = machine.ask("job_nodes", "scontrol", "show", "hostnames", nodes) if nodes else None

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from glob import glob
 from pathlib import Path
 from typing import IO
@@ -19,6 +20,8 @@ VARIABLES = re.compile(
     r"SLURM(D_NODENAME|_GPUS_ON_NODE|_(JOB|STEP)_NODELIST)"
 )
 """Of the environment, what checks may know and a record may hold."""
+SYSTEMS_FILE, USERS_FILE = "/etc/nccl.conf", "~/.nccl.conf"
+"""In which NCCL looks for variables; NCCL_CONF_FILE names another for the user's."""
 HOSTNAME = "/proc/sys/kernel/hostname"
 COMMAND_SECONDS = 10
 """Twice what nvidia-smi may take to answer before Primus calls that a failure (smi latency > 5 s)."""
@@ -43,7 +46,8 @@ class Machine:
     def __init__(self, root: Path | None = None, record: Path | None = None) -> None:
         self.root, self.record = root, record
         here = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
-        self.environment: Mapping[str, str] = here if root is None else _variables(root / ENVIRONMENT)
+        self.started_with: Mapping[str, str] = here if root is None else _variables(self.read(f"/{ENVIRONMENT}"))
+        """Variables of the environment, without those of NCCL's files."""
         if record is not None:
             lines = [f"{name}={value}\n" for name, value in sorted(here.items())]
             self._keep(ENVIRONMENT, "".join(lines))
@@ -51,11 +55,20 @@ class Machine:
     @property
     def host(self) -> str:
         """Its name: Slurm's where that started us, since srun --exclude takes no other."""
-        slurm = self.environment.get("SLURMD_NODENAME")
+        slurm = self.started_with.get("SLURMD_NODENAME")
         return slurm or self.read(HOSTNAME) or (socket.gethostname() if self.root is None else "unknown")
 
+    @cached_property
+    def environment(self) -> Mapping[str, str]:
+        """Variables, with those of NCCL's files that the environment does not set: NCCL lets the user's file go before
+        the system's (its src/misc/param.cc)."""
+        files = SYSTEMS_FILE, self.started_with.get("NCCL_CONF_FILE") or USERS_FILE
+        of_files = {name: value for file in files for name, value in _variables(self.read(file)).items()}
+        return {**{name: value for name, value in of_files.items() if VARIABLES.fullmatch(name)}, **self.started_with}
+
     def read(self, path: str) -> str | None:
-        """The text of a file, without white space around it; None where it is not there or cannot be read."""
+        """The text of a file, without white space around it; None where it is not there or cannot be read. `~` is the
+        user's home, in a record too."""
         try:
             with self._place(path).open("rb") as file:
                 text = b"".join(_pieces(file)).decode(errors="replace").replace("\0", "").strip()
@@ -93,7 +106,7 @@ class Machine:
         return Answer(text[: end.start()], int(end[2]) if end[2] else None)
 
     def _place(self, path: str) -> Path:
-        return Path(path) if self.root is None else self.root / path.lstrip("/")
+        return Path(os.path.expanduser(path)) if self.root is None else self.root / path.lstrip("/")
 
     def _keep(self, path: str, text: str | None) -> None:
         """Record a file, or a directory. What was read is not replaced by what was only listed."""
@@ -122,6 +135,6 @@ def _asked(words: tuple[str, ...], seconds: float) -> Answer | None:
         return None
 
 
-def _variables(file: Path) -> dict[str, str]:
-    lines = file.read_text().splitlines() if file.exists() else []
+def _variables(text: str | None) -> dict[str, str]:
+    lines = [line for line in (text or "").splitlines() if not line.startswith("#")]
     return {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}
