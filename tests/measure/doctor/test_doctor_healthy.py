@@ -189,6 +189,16 @@ def test_what_cannot_be_seen_is_said(name: str, h100: Path) -> None:
     assert word in said[0]
 
 
+def test_checkpoints_that_are_there_need_no_room(h100: Path) -> None:
+    """614 GB are free: enough for two more of 250 GB, not for four; one that is half written is none."""
+    edit("commands/df_runs.txt", "6000898765", "600089876")(h100)
+    for name in ("step-00000010", "step-00000020", "step-00000030.tmp"):
+        (h100 / "runs/checkpoints" / name).mkdir(parents=True)
+    run = replace(RUN, checkpoints_bytes=10**12, checkpoint_bytes=25 * 10**10)
+    assert wrong(h100, run) == [("disk.room", ".", "614.492")]
+    assert wrong(h100, replace(run, checkpoints="/runs/checkpoints")) == []
+
+
 def test_a_driver_on_a_machine_without_gpus(tmp_path: Path) -> None:
     shutil.copytree(CPU, tmp_path, dirs_exist_ok=True)
     text = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n[exit 9]"

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from phalanx.measure.doctor import examine, write
+from phalanx.measure.doctor import disk, examine, write
+from phalanx.measure.doctor.asked import expected_of
 from phalanx.measure.doctor.children import Answer, run
 from phalanx.measure.doctor.counters import read
 from phalanx.measure.doctor.disk import WRITE_SECONDS
 from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.facts import facts
 from phalanx.measure.doctor.finding import Finding, Skip
-from phalanx.measure.doctor.machine import COMMAND_SECONDS, Machine, Stuck
+from phalanx.measure.doctor.machine import CANNOT_RUN, COMMAND_SECONDS, Machine, Stuck
+from phalanx.spec.load import build_run
 from tests.measure.doctor import h100_record
 
 CPU = Path(__file__).parent / "cpu_record"
@@ -72,6 +76,48 @@ def test_what_hangs_is_a_finding_and_holds_nobody_up(tmp_path: Path, monkeypatch
     assert (wrong["nccl.interface"].device, wrong["nccl.interface"].measured) == ("GLOO_SOCKET_IFNAME", "nosuch0")
     assert all(each.remedy for each in wrong.values())
     assert {each.id for each in found if each.severity == "OK"} >= {"host.shm", "disk.writable"}
+
+
+def test_no_file_is_made_to_hear_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full, or read-only, is for a check to find."""
+
+    def full(*_: object, **__: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    assert run(["echo", "here"], 10) == Answer("here\n", 0)
+
+
+def test_a_program_that_cannot_be_run_is_not_taken_for_none(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_bytes(b"\x7fELF")
+    program.chmod(0o755)
+    assert Machine().ask("broken", str(program)) == Answer(f"{program}: Exec format error", CANNOT_RUN)
+    assert Machine().ask("none", str(tmp_path / "nothing")) is None
+
+
+def test_a_check_that_cannot_be_started_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: list[str]) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(examine, "Child", refused)
+    found = examine.examine(Machine(), Expected())
+    assert [(each.id, each.device) for each in found] == [
+        ("doctor.unreadable", examine.name_of(check)) for check in examine.CHECKS
+    ]
+
+
+def test_a_directory_that_hangs_holds_only_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network's file system does whose server is gone: whoever looks at it there sleeps."""
+    program = "import os, time\nisdir = os.path.isdir\n"
+    program += "os.path.isdir = lambda path: time.sleep(1000) if 'hung' in str(path) else isdir(path)\n"
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(examine, "CHECKS", (disk,))
+    monkeypatch.setattr(examine, "CHECK_SECONDS", 5)
+    described = build_run({"model": {"preset": "tiny"}, "out": "/hung/runs"})
+    found = examine.examine(Machine(), expected_of(described, 2))
+    assert [(each.id, each.severity, each.device) for each in found] == [("doctor.stuck", "FAIL", "disk")]
 
 
 def test_a_recorded_answer_that_failed(tmp_path: Path) -> None:

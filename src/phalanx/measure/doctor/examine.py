@@ -98,7 +98,7 @@ def findings(file: object, machine: Machine, expected: Expected) -> list[Finding
 def _apart(machine: Machine, expected: Expected, with_facts: bool) -> tuple[list[Finding], Facts]:
     asked = json.dumps({**asdict(expected), "record": str(machine.record or "")})
     names = [*map(name_of, CHECKS), *([FACTS] if with_facts else [])]
-    children = {name: Child([sys.executable, "-m", MODULE, name, asked]) for name in names}
+    children = {name: _started(name, asked) for name in names}
     deadline = time.monotonic() + CHECK_SECONDS
     found: list[Finding] = []
     known: Facts = {}
@@ -113,8 +113,17 @@ def _apart(machine: Machine, expected: Expected, with_facts: bool) -> tuple[list
     return found, known
 
 
-def _told(name: str, child: Child, deadline: float) -> Any:
+def _started(name: str, asked: str) -> Child | Finding:
+    try:
+        return Child([sys.executable, "-m", MODULE, name, asked])
+    except OSError as error:  # no memory, or too many processes
+        return UNREADABLE.broken(name, f"cannot be started: {error}")
+
+
+def _told(name: str, child: Child | Finding, deadline: float) -> Any:
     """What a child says, or a finding that it says nothing."""
+    if isinstance(child, Finding):
+        return child
     answer = child.answer(max(0.0, deadline - time.monotonic()))
     last = answer.text.strip().rpartition("\n")[2]
     if answer.code is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -28,6 +29,8 @@ COMMAND_SECONDS = 10
 PIECE_BYTES, MOST_PIECES = 1 << 16, 1024
 """Of a file that are read, in all 64 MiB (a log of NCCL): under /proc/sys the kernel refuses to be asked for megabytes
 at once."""
+CANNOT_RUN = 126
+"""A shell's exit code for a program that is there, and cannot be run."""
 ENDED = re.compile(r"\n?\[(exit (-?\d+)|no answer)\]\s*$")
 """The last line of a recorded answer that was not well."""
 
@@ -131,8 +134,9 @@ def _pieces(file: IO[bytes]) -> Iterator[bytes]:
 def _asked(words: tuple[str, ...], seconds: float) -> Answer | None:
     try:
         return run(words, seconds)
-    except OSError:
-        return None
+    except OSError as error:
+        there = shutil.which(words[0])
+        return Answer(f"{words[0]}: {error.strerror or error}", CANNOT_RUN) if there else None
 
 
 def _variables(text: str | None) -> dict[str, str]:
