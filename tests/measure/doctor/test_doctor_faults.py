@@ -242,6 +242,25 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
              new("commands/kernel_journal.txt", "NVRM: Xid (PCI:0000:52:00): 48, pid=4021, name=python")),
         "kernel.xid", "FAIL", GPU2,
     ),
+    "an Xid that only the journal still has": (
+        new("commands/kernel_journal.txt", "NVRM: Xid (PCI:0000:52:00): 48, pid=4021, name=python"),
+        "kernel.xid", "FAIL", GPU2,
+    ),
+    "an Xid, where the journal hangs": (
+        both(xid(48), new("commands/kernel_journal.txt", "[no answer]")), "kernel.xid", "FAIL", GPU2
+    ),
+    "an ECC error that was not recovered": (
+        add(KERNEL, "NVRM: Xid (PCI:0000:52:00): 140, pid=4021, name=python, Unrecovered ECC Error"), "kernel.xid",
+        "FAIL", GPU2,
+    ),
+    "an error of Blackwell's NVLinks": (
+        add(KERNEL, "NVRM: Xid (PCI:0000:52:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 05"), "kernel.xid", "FAIL", GPU2
+    ),
+    "a GPU that asks for a reboot": (
+        add(KERNEL, "NVRM: Xid (PCI:0000:52:00): 154, GPU recovery action changed from 0x0 (None) to 0x2 "
+                    "(Node Reboot Required)"),
+        "kernel.xid", "FAIL", GPU2,
+    ),
     "an Xid of a program": (xid(31), "kernel.xid_software", "WARN", GPU2),
     "a GPU fell off the bus": (
         both(add(KERNEL, "NVRM: GPU at PCI:0000:52:00: GPU-5cf1f6c5"),
@@ -259,6 +278,15 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
         add(KERNEL,
         f"pci {CARD3}: 126.016 Gb/s available PCIe bandwidth, limited by 16.0 GT/s PCIe x8 link at 0000:5d:00.0"),
         "kernel.pcie_limited", "WARN", CARD3,
+    ),
+    "a GPU on half of its lanes": (
+        add(KERNEL, f"pci {GPU2}: 16.000 Gb/s available PCIe bandwidth, limited by 2.5 GT/s PCIe x8 link at "
+                    "0000:4e:01.0 (capable of 504.112 Gb/s with 32.0 GT/s PCIe x16 link)"),
+        "kernel.pcie_limited", "WARN", GPU2,
+    ),
+    "uncorrected PCIe errors, as AER's driver says it": (
+        add(KERNEL, f"nvidia {GPU2}: AER: PCIe Bus Error: severity=Uncorrected (Fatal), type=Transaction Layer"),
+        "kernel.aer", "FAIL", GPU2,
     ),
     "uncorrected PCIe errors": (
         add(KERNEL, f"nvidia {GPU2}: PCIe Bus Error: severity=Uncorrected (Non-Fatal), type=Transaction Layer"),

@@ -29,6 +29,7 @@ from tests.measure.doctor.plants import (
     row,
     unset,
     variable,
+    xid,
 )
 
 CPU = Path(__file__).parent / "cpu_record"
@@ -113,6 +114,19 @@ HEALTHY: dict[str, tuple[Plant, Expected]] = {
     "an NCCL whose version names no host": (
         both(edit("nccl.log", "node1:4021:4021 [0] NCCL INFO NCCL version", "NCCL version"),
              edit("nccl.log", "node2:3811:3902 [0] NCCL INFO NCCL version 2.26.2+cuda12.8\n", "")), RUN
+    ),
+    "a GPU that was idle at boot": (
+        add(KERNEL, "pci 0000:52:00.0: 32.000 Gb/s available PCIe bandwidth, limited by 2.5 GT/s PCIe x16 link at "
+                    "0000:4e:01.0 (capable of 504.112 Gb/s with 32.0 GT/s PCIe x16 link)"),
+        RUN,
+    ),
+    "a GPU that needs nothing any more": (
+        add(KERNEL, "NVRM: Xid (PCI:0000:52:00): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 "
+                    "(None)"),
+        RUN,
+    ),
+    "a journal with what dmesg says": (
+        new("commands/kernel_journal.txt", h100_record.KERNEL_LOG), RUN
     ),
     "a link whose speed is not known": (put("sys/class/net/eno1/speed", "-1"), RUN),
     "a GID of a flat network, by its index": (
@@ -260,6 +274,13 @@ def test_the_route_to_a_name_is_that_to_its_address(h100: Path) -> None:
     found = {each.id: each for each in examine(machine, RUN)}
     assert (found["nccl.route"].severity, found["nccl.route"].measured) == ("OK", "eno1")
     assert [words for words in machine.asked if words[0] == "ip"] == [("ip", "route", "get", "10.0.0.2")]
+
+
+def test_of_an_xid_and_what_it_needs_the_cause_is_told(h100: Path) -> None:
+    xid(48)(h100)
+    line = "NVRM: Xid (PCI:0000:52:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
+    add(KERNEL, line)(h100)
+    assert wrong(h100) == [("kernel.xid", "0000:52:00.0", "48")]
 
 
 def test_commands_name_gpus_as_nvidia_smi_does(h100: Path) -> None:
