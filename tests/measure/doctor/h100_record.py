@@ -92,7 +92,6 @@ PLAIN = {
     "proc/modules": "nvidia_peermem 16384 0 - Live 0x0000000000000000",
     "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build",
     "proc/net/snmp": "Tcp: RtoAlgorithm OutSegs RetransSegs\nTcp: 1 100000 3",
-    "sys/module/nvidia/version": "570.124.06",
     "sys/class/net/eno1/operstate": "up",
     "sys/class/net/eno1/mtu": "1500",
     "sys/class/net/eno1/speed": "10000",
@@ -211,7 +210,6 @@ def _smi() -> dict[str, str]:
         "ecc": _table(ecc, lambda i: f"{i}, 0, 0"),
         "remapped": _table("gpu_bus_id, remapped_rows.pending, remapped_rows.failure", lambda i: f"{bus[i]}, No, No"),
         "names": _table("index, name", lambda i: f"{i}, {NAME}"),
-        "driver": _table("index, driver_version", lambda i: f"{i}, 570.124.06"),
         "facts": _table(
             "index, driver_version, vbios_version, name, memory.total [MiB]",
             lambda i: f"{i}, 570.124.06, 96.00.89.00.01, {NAME}, 81559",
@@ -229,5 +227,5 @@ def _way(gpu: int, card: int) -> str:
 
 
 def _torch() -> dict[str, str]:
-    known = {"torch": "2.7.0+cu128", "cuda": "12.8", "gpus": 8, "nccl": "2.26.2", "devices": [NAME] * 8}
+    known = {"torch": "2.7.0+cu128", "cuda": "12.8", "gpus": 8, "nccl": "2.26.2", "error": None}
     return {"commands/torch.txt": json.dumps(known)}

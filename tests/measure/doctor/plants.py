@@ -101,7 +101,7 @@ def lost(gpu: int) -> Plant:
     def plant(root: Path) -> None:
         for path in (root / "commands").glob("smi_*.txt"):
             lines = path.read_text().splitlines()
-            if path.stem in ("smi_identity", "smi_state", "smi_ecc", "smi_remapped", "smi_names", "smi_driver"):
+            if path.stem in ("smi_identity", "smi_state", "smi_ecc", "smi_remapped", "smi_names"):
                 path.write_text("\n".join(lines[: gpu + 1] + lines[gpu + 2 :]) + "\n")
         known = json.loads((root / "commands/torch.txt").read_text())
         (root / "commands/torch.txt").write_text(json.dumps(known | {"gpus": 7}))
@@ -128,6 +128,16 @@ def variable(name: str, value: str) -> Plant:
         lines = (root / "environment").read_text().splitlines()
         kept = [line for line in lines if not line.startswith(f"{name}=")]
         (root / "environment").write_text("\n".join([*kept, f"{name}={value}"]) + "\n")
+
+    return plant
+
+
+def everything_of_smi(line: str) -> Plant:
+    """A line at the end of all that nvidia-smi says."""
+
+    def plant(root: Path) -> None:
+        for path in (root / "commands").glob("smi_*.txt"):
+            add(str(path.relative_to(root)), line)(root)
 
     return plant
 

@@ -19,6 +19,7 @@ from tests.measure.doctor.plants import (
     add,
     both,
     edit,
+    everything_of_smi,
     everywhere,
     lost,
     new,
@@ -47,6 +48,9 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     "memory that an earlier job left": (row("identity", 1, " 4,", " 9000,"), "gpu.busy", "WARN", "GPU1"),
     "memory too small for the run": (row("identity", 1, "81559", "40960"), "gpu.headroom", "FAIL", "GPU1"),
     "a GPU that must be reset": (row("identity", 3, " 4,", " [GPU requires reset],"), "gpu.answers", "FAIL", "GPU3"),
+    "a corrupted infoROM": (
+        everything_of_smi("WARNING: infoROM is corrupted at gpu 0000:52:00.0\n[exit 14]"), "gpu.inforom", "WARN", "GPU2"
+    ),
     "persistence mode off": (row("state", 0, "Enabled", "Disabled"), "gpu.persistence", "WARN", "GPU0"),
     "MIG on": (row("state", 3, ", Disabled,", ", Enabled,"), "gpu.mig", "FAIL", "GPU3"),
     "no process may compute": (row("state", 3, "Default", "Prohibited"), "gpu.compute_mode", "FAIL", "GPU3"),
@@ -92,7 +96,10 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     ),
     "PyTorch hangs": (put("commands/torch.txt", "[no answer]"), "software.torch", "FAIL", "torch"),
     "PyTorch sees no GPU": (edit("commands/torch.txt", '"gpus": 8', '"gpus": 0'), "software.cuda", "FAIL", "torch"),
-    "another driver is loaded": (put("sys/module/nvidia/version", "550.90.07"), "software.driver", "FAIL", "nvidia"),
+    "a driver too old for PyTorch": (
+        edit("commands/torch.txt", '"error": null', '"error": "RuntimeError: The NVIDIA driver is too old"'),
+        "software.cuda_starts", "FAIL", "torch",
+    ),
     "no way from card to GPU": (
         both(put("proc/modules", "nvidia 1 0"), edit("proc/driver/nvidia/version", "Open Kernel", "Kernel")),
         "software.peer_memory", "WARN", "nvidia_peermem",

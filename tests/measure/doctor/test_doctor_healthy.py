@@ -36,7 +36,7 @@ CPU = Path(__file__).parent / "cpu_record"
 RUN = Expected(gpus=8, ranks=8, nodes=2, nccl_log="/nccl.log", network_bytes_per_second=50e9, rank_bytes=60 * 2**30)
 KERNEL, GIB = "commands/kernel_log.txt", 2**30
 ON_CPUS = replace(RUN, gpus=0, rank_bytes=GIB, network_bytes_per_second=None)
-LISTS = ("identity", "state", "ecc", "remapped", "names", "driver")
+LISTS = ("identity", "state", "ecc", "remapped", "names")
 
 
 def of_gpus(count: int) -> Plant:

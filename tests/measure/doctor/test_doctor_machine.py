@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -11,10 +12,11 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from phalanx.measure.doctor import disk, examine, write
+from phalanx.measure.doctor import disk, examine, software, write
 from phalanx.measure.doctor.asked import expected_of
 from phalanx.measure.doctor.children import Answer, run
 from phalanx.measure.doctor.counters import read
@@ -118,6 +120,22 @@ def test_a_directory_that_hangs_holds_only_its_check(tmp_path: Path, monkeypatch
     described = build_run({"model": {"preset": "tiny"}, "out": "/hung/runs"})
     found = examine.examine(Machine(), expected_of(described, 2))
     assert [(each.id, each.severity, each.device) for each in found] == [("doctor.stuck", "FAIL", "disk")]
+
+
+def test_a_gpu_that_only_the_driver_counts_is_not_taken_for_one_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+    """As with error 802, or a driver too old: devices are counted without CUDA, which raises at its first use."""
+
+    class Tensor:
+        def cuda(self) -> None:
+            raise RuntimeError("Error 802: system not yet initialized\nsome stack")
+
+    cuda = SimpleNamespace(device_count=lambda: 8, is_available=lambda: False)
+    torch = SimpleNamespace(
+        cuda=cuda, zeros=lambda _: Tensor(), __version__="2.7.0", version=SimpleNamespace(cuda="12.8")
+    )
+    exec(software.PROGRAM.replace("import json, torch", "import json"), {"torch": torch})
+    known = json.loads(capsys.readouterr().out)
+    assert (known["gpus"], known["error"]) == (8, "RuntimeError: Error 802: system not yet initialized")
 
 
 def test_a_recorded_answer_that_failed(tmp_path: Path) -> None:
