@@ -27,6 +27,7 @@ from tests.measure.doctor.plants import (
     port,
     put,
     row,
+    slot,
     unset,
     variable,
     xid,
@@ -88,6 +89,13 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     "a GPU on 8 lanes": (pci(GPU2, "current_link_width", "8"), "pcie.width", "FAIL", GPU2),
     "a card on 8 lanes": (pci(CARD3, "current_link_width", "8"), "pcie.width", "FAIL", CARD3),
     "a card at half the speed": (pci(CARD3, "current_link_speed", "16.0 GT/s PCIe"), "pcie.speed", "FAIL", CARD3),
+    "a card at half the speed of its slot": (
+        both(slot(CARD3, "32.0 GT/s PCIe"), pci(CARD3, "current_link_speed", "16.0 GT/s PCIe")), "pcie.speed", "FAIL",
+        CARD3,
+    ),
+    "a GPU on half the lanes of its slot": (
+        both(slot(GPU2, "32.0 GT/s PCIe"), pci(GPU2, "current_link_width", "8")), "pcie.width", "FAIL", GPU2
+    ),
     "fatal PCIe errors": (pci(GPU2, "aer_dev_fatal", "TOTAL_ERR_FATAL 2"), "pcie.errors", "WARN", GPU2),
     "a BIOS without NUMA nodes": (pci(GPU2, "numa_node", "-1"), "pcie.numa", "WARN", GPU2),
     "PyTorch does not start": (
@@ -151,6 +159,15 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     ),
     "an interface that is not there": (variable("NCCL_SOCKET_IFNAME", "bond0"), "nccl.interface", "FAIL",
         "NCCL_SOCKET_IFNAME"),
+    "gloo is given the beginning of a name": (
+        variable("GLOO_SOCKET_IFNAME", "eno"), "nccl.gloo_interface", "FAIL", "GLOO_SOCKET_IFNAME"
+    ),
+    "gloo is given NCCL's grammar": (
+        variable("GLOO_SOCKET_IFNAME", "^lo"), "nccl.gloo_interface", "FAIL", "GLOO_SOCKET_IFNAME"
+    ),
+    "gloo is given one more than is there": (
+        variable("GLOO_SOCKET_IFNAME", "eno1,eno2"), "nccl.gloo_interface", "FAIL", "GLOO_SOCKET_IFNAME"
+    ),
     "only docker's interface": (variable("NCCL_SOCKET_IFNAME", "docker0"), "nccl.interface_local", "FAIL",
         "NCCL_SOCKET_IFNAME"),
     "gloo on the loopback": (variable("GLOO_SOCKET_IFNAME", "lo"), "nccl.interface_local", "FAIL",
@@ -366,6 +383,7 @@ def wrong(root: Path, expected: Expected = EXPECTED) -> list[Finding]:
 
 
 def test_a_clean_machine_has_no_finding(h100: Path) -> None:
+    variable("GLOO_SOCKET_IFNAME", "eno1")(h100)
     found = examine(Machine(h100), EXPECTED)
     assert wrong(h100) == []
     assert {each.host for each in found} == {"node1"}

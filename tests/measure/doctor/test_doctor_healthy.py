@@ -25,8 +25,10 @@ from tests.measure.doctor.plants import (
     kept,
     lost,
     new,
+    pci,
     put,
     row,
+    slot,
     unset,
     variable,
     xid,
@@ -34,7 +36,7 @@ from tests.measure.doctor.plants import (
 
 CPU = Path(__file__).parent / "cpu_record"
 RUN = Expected(gpus=8, ranks=8, nodes=2, nccl_log="/nccl.log", network_bytes_per_second=50e9, rank_bytes=60 * 2**30)
-KERNEL, GIB = "commands/kernel_log.txt", 2**30
+KERNEL, CARD3, GIB = "commands/kernel_log.txt", "0000:5e:00.0", 2**30
 ON_CPUS = replace(RUN, gpus=0, rank_bytes=GIB, network_bytes_per_second=None)
 LISTS = ("identity", "state", "ecc", "remapped", "names")
 
@@ -89,6 +91,9 @@ HEALTHY: dict[str, tuple[Plant, Expected]] = {
     "a card for logins, whose port is down": (LOGIN_CARD, RUN),
     "a card left out that is not there": (variable("NCCL_IB_HCA", "^mlx5_bond_0"), RUN),
     "the loopback, for a run on one node": (variable("GLOO_SOCKET_IFNAME", "lo"), replace(RUN, nodes=1)),
+    "a card that is faster than its slot": (
+        both(slot(CARD3, "16.0 GT/s PCIe"), pci(CARD3, "current_link_speed", "16.0 GT/s PCIe")), RUN
+    ),
     "a small memory": (SMALL, RUN),
     "a container that has read many files": (PAGES, RUN),
     "cores that a virtual machine might have": (put("sys/devices/system/cpu/offline", "112-239"), RUN),

@@ -72,10 +72,11 @@ def test_what_hangs_is_a_finding_and_holds_nobody_up(tmp_path: Path, monkeypatch
     assert time.monotonic() - begun < 60  # what --quick promises
     wrong = {each.id: each for each in found if each.severity in ("FAIL", "WARN")}
     by_others = {"kernel.out_of_memory", "disk.write"}  # tests that are killed for memory, or fill the disk, meanwhile
-    assert wrong.keys() - by_others == {"gpu.answers", "doctor.stuck", "nccl.interface", "nccl.left_over"}
+    assert wrong.keys() - by_others == {"gpu.answers", "doctor.stuck", "nccl.gloo_interface", "nccl.left_over"}
     assert wrong["gpu.answers"].measured == f"no answer in {COMMAND_SECONDS} s"
     assert (wrong["doctor.stuck"].device, wrong["doctor.stuck"].measured) == ("nccl_log", "no answer in 20 s")
-    assert (wrong["nccl.interface"].device, wrong["nccl.interface"].measured) == ("GLOO_SOCKET_IFNAME", "nosuch0")
+    of_gloo = wrong["nccl.gloo_interface"]
+    assert (of_gloo.device, of_gloo.measured) == ("GLOO_SOCKET_IFNAME", "nosuch0")
     assert all(each.remedy for each in wrong.values())
     assert {each.id for each in found if each.severity == "OK"} >= {"host.shm", "disk.writable"}
 
