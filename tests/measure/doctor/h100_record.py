@@ -36,6 +36,12 @@ PFC configuration:
 tc: 0 ratelimit: unlimited, tsa: vendor
    priority:  1
 """
+ETHTOOL = """\
+NIC statistics:
+     rx_prio3_pause: 0
+     tx_prio3_pause: 0
+     rx_discards_phy: 0
+"""
 KERNEL_LOG = """\
 Linux version 6.8.0-60-generic (buildd@lcy02-amd64-054) (x86_64-linux-gnu-gcc-13)
 pci 0000:1b:00.0: [10de:2330] type 00 class 0x030200 PCIe Endpoint
@@ -175,7 +181,7 @@ def _card(number: int, address: str) -> dict[str, str]:
         f"sys/class/net/{interface}/device/vendor": "0x15b3",
         f"sys/class/net/{interface}/statistics/rx_errors": "0",
         f"commands/mlnx_qos_{interface}.txt": QOS,
-        f"commands/ethtool_{interface}.txt": "NIC statistics:\n     rx_prio3_pause: 0\n     rx_discards_phy: 0",
+        f"commands/ethtool_{interface}.txt": ETHTOOL,
     }
 
 

@@ -76,6 +76,15 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
         edit("commands/smi_nvlink_errors.txt", "Link 3: CRC Errors: 0", "Link 3: CRC Errors: 7"),
         "nvlink.errors", "WARN", "GPU0",
     ),
+    "recoveries of a link of Blackwell": (
+        edit("commands/smi_nvlink_errors.txt", "Link 3: CRC Errors: 0",
+             "Link 3: Link recovery failed events: 2\n\t Link 3: Total link recovery events: 5"),
+        "nvlink.errors", "WARN", "GPU0",
+    ),
+    "discards of a link of Blackwell": (
+        edit("commands/smi_nvlink_errors.txt", "Link 3: CRC Errors: 0", "Link 3: Tx discards: 9"), "nvlink.errors",
+        "WARN", "GPU0",
+    ),
     "no fabric manager": (
         put("commands/fabric_manager.txt", "failed\n[exit 3]"), "nvlink.fabric_manager", "FAIL", "nvidia-fabricmanager"
     ),
@@ -389,7 +398,7 @@ def test_a_clean_machine_has_no_finding(h100: Path) -> None:
     assert {each.host for each in found} == {"node1"}
     well = {each.id for each in found if each.severity == "OK"}
     rules = {rule.id for check in CHECKS for rule in check.RULES}
-    assert rules - well == {"memory.headroom"}  # that is for CPUs
+    assert rules - well == {"memory.headroom", "cpu.bf16"}  # those are for CPUs
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -429,7 +438,27 @@ def test_infiniband_needs_nothing_of_roce(h100: Path) -> None:
 def test_every_rule_is_broken_by_some_fault() -> None:
     broken = {fault[1] for fault in (*FAULTS.values(), *EVERYWHERE.values())}
     rules = {rule.id for check in CHECKS for rule in check.RULES}
-    assert rules - broken == {"memory.headroom"}
+    assert rules - broken == {"memory.headroom", "cpu.bf16"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "slow"),
+    [
+        ("flags\t\t: fpu avx avx2 fma sha_ni", True),
+        ("flags\t\t: fpu avx2 avx512f avx512dq avx512bw avx512vl", False),
+        ("Features\t: fp asimd sve", True),
+        ("Features\t: fp asimd bf16 sve", False),
+        ("model name\t: of unknown flags", False),
+    ],
+)
+def test_a_cpu_that_computes_bf16_number_by_number(flags: str, slow: bool, h100: Path) -> None:
+    new("proc/cpuinfo", f"processor\t: 0\n{flags}")(h100)
+    on_cpus = replace(EXPECTED, gpus=0, rank_bytes=2**30, network_bytes_per_second=None, precision="bf16")
+    found = wrong(h100, on_cpus)
+    assert [(each.id, each.severity) for each in found] == ([("cpu.bf16", "WARN")] if slow else [])
+    assert all('training.precision = "fp32"' in each.remedy for each in found)
+    for other in (replace(on_cpus, precision="fp32"), replace(EXPECTED, precision="bf16")):  # and on GPUs
+        assert wrong(h100, other) == []
 
 
 def test_memory_for_a_run_on_cpus(h100: Path) -> None:

@@ -76,6 +76,20 @@ HEALTHY: dict[str, tuple[Plant, Expected]] = {
     "GPUs hidden from CUDA": (
         both(variable("CUDA_VISIBLE_DEVICES", "-1"), edit("commands/torch.txt", '"gpus": 8', '"gpus": 0')), RUN
     ),
+    "a GPU of others, hidden from CUDA": (
+        both(variable("CUDA_VISIBLE_DEVICES", "0,1"), edit("commands/torch.txt", '"gpus": 8', '"gpus": 2'),
+             row("identity", 7, " 4,", " 70000,"), row("state", 7, ", Disabled,", ", Enabled,")),
+        replace(RUN, gpus=2, ranks=2),
+    ),
+    "an NVIDIA card without its driver, for a run on CPUs": (
+        both(gone("commands/smi_*"), edit("commands/torch.txt", '"gpus": 8', '"gpus": 0')), ON_CPUS
+    ),
+    "a few recoveries of a link of Blackwell": (
+        edit("commands/smi_nvlink_errors.txt", "Link 3: CRC Errors: 0",
+             "Link 3: Link recovery failed events: 0\n\t Link 3: Total link recovery events: 4\n"
+             "\t Link 3: FEC Errors - 0: 123456"),
+        RUN,
+    ),
     "a PyTorch for CPUs, for a run on them": (
         edit("commands/torch.txt", '"gpus": 8', '"gpus": 0'), ON_CPUS
     ),
@@ -159,6 +173,10 @@ NOT_SEEN: dict[str, tuple[Plant, str, str]] = {
     "a kernel's log that is empty, and a journal": (
         both(put(KERNEL, ""), new("commands/kernel_journal.txt", "")), "kernel_log", "nothing"
     ),
+    "no counter of links that went down": (
+        gone("sys/class/infiniband/*/ports/1/counters/link_downed"), "rdma.flaps", "says"
+    ),
+    "no version of firmware": (gone("sys/class/infiniband/*/fw_ver"), "rdma.firmware", "says"),
     "no chrony": (
         both(gone("commands/chrony.txt"), new("commands/timedatectl.txt", "NTPSynchronized=yes")), "clock.offset",
         "chronyc",

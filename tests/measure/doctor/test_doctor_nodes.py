@@ -170,8 +170,12 @@ GROWN: dict[str, tuple[str, Callable[[str], str], str, str, str]] = {
         "mlx5_2 local_ack_timeout_err",
     ),
     "pause frames": (
-        "commands/ethtool_ens2np0.txt", lambda text: text.replace("pause: 0", "pause: 77"), "counters.pause", "WARN",
-        "ens2np0 rx_prio3_pause",
+        "commands/ethtool_ens2np0.txt", lambda text: text.replace("rx_prio3_pause: 0", "rx_prio3_pause: 77"),
+        "counters.pause", "WARN", "ens2np0 rx_prio3_pause",
+    ),
+    "pause frames that this host sent": (
+        "commands/ethtool_ens2np0.txt", lambda text: text.replace("tx_prio3_pause: 0", "tx_prio3_pause: 9"),
+        "counters.pause", "WARN", "ens2np0 tx_prio3_pause",
     ),
     "drops of a card": (
         "commands/ethtool_ens2np0.txt", lambda text: text.replace("phy: 0", "phy: 5"), "counters.dropped", "WARN",

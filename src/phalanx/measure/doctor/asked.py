@@ -28,5 +28,6 @@ def expected_of(run: RunSpec, nproc: int | None = None) -> Expected:
         checkpoints=str(directory / run.name / "checkpoints"),
         checkpoints_bytes=room_for_checkpoints_bytes(run, there=0),
         checkpoint_bytes=checkpoint_bytes(run),
+        precision=run.training.precision,
         network_bytes_per_second=cluster.network_bytes_per_second,
     )

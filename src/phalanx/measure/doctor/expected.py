@@ -28,5 +28,7 @@ class Expected:
     """All that are kept at once, and one more."""
     checkpoint_bytes: int = 0
     """One of them."""
+    precision: str | None = None
+    """In which it computes: "bf16", "fp32", ..."""
     network_bytes_per_second: float | None = None
     """A device's share of its node's network cards."""

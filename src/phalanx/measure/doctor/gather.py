@@ -81,7 +81,8 @@ class Node:
 
 def storage_clock(directory: Path) -> float:
     """How far this host's clock is ahead of the one that stamps files in a directory; a file server does on its own
-    clock, so that nodes can be compared without talking to each other. To about as exactly as a file is made."""
+    clock, so that nodes can be compared without talking to each other. To about as exactly as a file is made. By
+    Lustre and Spectrum Scale the writer's own clock stamps files: there nothing is seen."""
     with tempfile.NamedTemporaryFile(dir=directory) as file:
         before = time.time()
         os.write(file.fileno(), b"now")

@@ -79,8 +79,11 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
         raise Skip("no NVIDIA GPU")
     said = _identity(machine)
     if isinstance(said, Finding):
+        if expected.gpus == 0:
+            raise Skip(f"nvidia-smi: {said.measured}; the run is for CPUs")
         return [said]
-    rows = smi.table(said, IDENTITY)
+    listed = smi.table(said, IDENTITY)
+    rows = {gpu: row for gpu, row in listed.items() if _is_visible(machine, gpu)}
     wanted = max(expected.gpus or 0, _given(machine, there))
     need = 0 if expected.gpus == 0 else (expected.rank_bytes or 0) / MIB
     total, used = smi.numbers(rows, "memory.total"), smi.numbers(rows, "memory.used")
@@ -88,11 +91,11 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
     models = smi.words(rows, "name")
     return [
         *([ANSWERS.broken(gpu, said) for gpu, said in smi.bad(rows).items()] or [ANSWERS.well("it answers")]),
-        *judge(COUNT, {"": len(rows)}, lambda count: count < wanted, f"{wanted}"),
+        *judge(COUNT, {"": len(listed)}, lambda count: count < wanted, f"{wanted}"),
         *judge(MODEL, models, lambda name: name != usual(models.values()), usual(models.values()) or ""),
         *judge(BUSY, used, lambda mib: mib >= BUSY_MIB),
         *(judge(HEADROOM, free, lambda mib: mib < need, f"at least {need:.0f}") if need else ()),
-        *_inforom(said, rows),
+        *_inforom(said, listed),
         *_state(machine),
     ]
 
@@ -101,6 +104,13 @@ def _listed(machine: Machine) -> bool:
     """Whether nvidia-smi lists some: under WSL they are on no bus, and machines without any may have the driver."""
     said = machine.ask("smi_list", "nvidia-smi", "-L")
     return said is not None and said.code in smi.WELL and "GPU " in said.text
+
+
+def _is_visible(machine: Machine, gpu: str) -> bool:
+    """To CUDA, by its number; where CUDA_VISIBLE_DEVICES names GPUs otherwise all are taken for visible."""
+    names = [name.strip() for name in machine.environment.get("CUDA_VISIBLE_DEVICES", gpu).split(",")]
+    by_number = all(name.lstrip("-").isdecimal() for name in names)
+    return gpu.removeprefix("GPU") in names if by_number else True
 
 
 def _given(machine: Machine, there: list[str]) -> int:
@@ -133,9 +143,10 @@ def _inforom(said: str, rows: dict[str, smi.Row]) -> list[Finding]:
 
 def _state(machine: Machine) -> list[Finding]:
     try:
-        rows = smi.query(machine, "smi_state", "gpu", *STATE)
+        known = smi.query(machine, "smi_state", "gpu", *STATE)
     except Skip as skipped:
         return [rule.skipped(str(skipped)) for rule in (PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)]
+    rows = {gpu: row for gpu, row in known.items() if _is_visible(machine, gpu)}
     limits, defaults = smi.numbers(rows, "power.limit"), smi.numbers(rows, "power.default_limit")
     capped = [
         POWER.broken(gpu, limit, f"at least {defaults[gpu]:g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.machine import Machine
 
 DEVICES = "/sys/bus/pci/devices"
@@ -18,6 +19,11 @@ def devices(machine: Machine, kinds: tuple[str, ...], vendor: str | None = None)
         if kind.startswith(kinds) and vendor in (None, machine.read(f"{path}/vendor")):
             found.append(path.rpartition("/")[2])
     return found
+
+
+def on_cpus(machine: Machine, expected: Expected) -> bool:
+    """Whether a run computes on CPUs here: it says so, or takes GPUs where some are, and none is."""
+    return expected.gpus == 0 or (expected.gpus is None and not devices(machine, GPU, NVIDIA))
 
 
 def port_above(machine: Machine, at: str) -> str | None:
