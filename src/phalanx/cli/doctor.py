@@ -28,7 +28,7 @@ def doctor(
         Path | None, typer.Option(help="A log of NCCL (NCCL_DEBUG=INFO): did it fall back to sockets?", metavar="FILE")
     ] = None,
     topology: Annotated[
-        Path | None, typer.Option(help="Write there what joins GPUs, for `phalanx placement`.", metavar="FILE")
+        Path | None, typer.Option(help="Write there what joins GPUs, for phalanx plan, placement.", metavar="FILE")
     ] = None,
     record: Annotated[
         Path | None, typer.Option(help="Write there all that was looked at, to be sent or kept.", metavar="DIR")
