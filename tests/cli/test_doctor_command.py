@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typer.testing import CliRunner
 
 from phalanx.cli.main import app
 from phalanx.measure.doctor import rules
+from phalanx.measure.doctor.machine import Machine
 from phalanx.spec.errors import UserError
 from phalanx.spec.topology import read_topology
 from tests.cli import commands
@@ -36,6 +39,16 @@ def run(tmp_path: Path) -> Path:
     path.write_text(
         f'out = "{tmp_path}"\n[model]\npreset = "llama3-8b"\n[training]\nsequence = 4096\ntokens_per_step = 131072\n'
         '[layout]\ndata = "zero3"\n[cluster]\npreset = "h100"\nnodes = 2\nnproc = 8\n'
+    )
+    return path
+
+
+@pytest.fixture
+def cpu_run(tmp_path: Path) -> Path:
+    path = tmp_path / "cpu.toml"
+    path.write_text(
+        '[model]\npreset = "tiny"\nlayers = 2\n[training]\nsequence = 64\ntokens_per_step = 1024\nprecision = "fp32"\n'
+        '[cluster]\ndevice = "cpu"\n[layout]\ndata = "zero3"\n'
     )
     return path
 
@@ -120,23 +133,36 @@ def test_the_topology_goes_to_placement(h100: Path, run: Path, tmp_path: Path) -
         shown("--sysroot", CPU, "--topology", file)
 
 
-def test_ranks_of_this_machine_check_what_a_run_sends(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(
-        '[model]\npreset = "tiny"\nlayers = 2\n[training]\nsequence = 64\ntokens_per_step = 1024\nprecision = "fp32"\n'
-        '[cluster]\ndevice = "cpu"\n[layout]\ndata = "zero3"\n'
-    )
-    found = {each["id"]: each for each in known(path, "--collectives", "--nproc", 2)["findings"]}
+def test_ranks_of_this_machine_check_what_a_run_sends(cpu_run: Path) -> None:
+    found = {each["id"]: each for each in known(cpu_run, "--collectives", "--nproc", 2)["findings"]}
     assert found["between.wrong"]["severity"] == "OK"
-    assert found["between.slow_node"]["measured"] == "one node"
     assert found["counters.tcp"]["host"]
+    assert found["between.slow_node"]["measured"] == "one node"
+
+
+def test_a_rank_that_fails_is_a_finding(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the exit code of warnings, without a word for programs."""
+
+    def killed(_: int, words: Sequence[str], report: Callable[[dict[int, ProcessFailure], int], int]) -> int:
+        return report({1: ProcessFailure(local_rank=1, pid=4711, exitcode=-9, error_file="")}, 0)
+
+    monkeypatch.setattr("phalanx.train.checkup.start_ranks", killed)
+    options = ("--set", "cluster.nodes=1", "--set", "cluster.device=cpu", "--out", tmp_path / "out")
+    found = known(run, "--collectives", *options, exit_code=2)["findings"]
+    (failed,) = found
+    assert (failed["id"], failed["device"], failed["host"]) == ("between.failed", "rank 1", Machine().host)
+    assert "SIGKILL" in failed["measured"]
+    assert (tmp_path / "out/failing_nodes.txt").read_text() == f"{Machine().host}\n"
+
+
+def test_collectives_that_cannot_be_are_refused(cpu_run: Path) -> None:
     for words, problem in (
         (["--nproc", "1"], "leaves nobody"),
         (["--nproc", "2", "--set", "cluster.nodes=2"], "torchrun"),
         (["--nproc", "2", "--set", "layout.tp=7"], "layout.tp"),
     ):
         with pytest.raises(UserError, match=problem):
-            CliRunner().invoke(app, ["doctor", str(path), "--collectives", *words], catch_exceptions=False)
+            CliRunner().invoke(app, ["doctor", str(cpu_run), "--collectives", *words], catch_exceptions=False)
 
 
 def test_ranks_alone_ask_for_no_gpu() -> None:

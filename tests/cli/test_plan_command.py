@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cli.plan import on_machines
 from phalanx.cost.footprint import GIB
 from phalanx.cost.stages import check_layout
 from phalanx.plan.explain import MEANING, parse_layout
@@ -46,6 +47,19 @@ def test_it_ranks_layouts_that_can_run(run):
     assert found["layouts"][0]["candidate"] in table
     assert "llama3-8b on 16 x h100" in table
     assert "kWh/1e9 tokens" in table
+
+
+def test_a_topology_says_what_joins_a_node(run):
+    """Before the machine's data sheet, and after --set: here 12 of its 18 NVLinks are there."""
+    node = Path(__file__).parents[1] / "spec/topologies/h100-nv18.txt"
+    fewer = run.parent / "node.txt"
+    fewer.write_text(node.read_text().replace("NV18", "NV12"))
+    described, ranks = on_machines(run, "h100", 2, None, [], fewer)
+    assert (described.cluster.link_bytes_per_second, ranks) == (12 * 25e9, 16)
+    described, _ = on_machines(run, "h100", 2, 4, ["cluster.link_bytes_per_second=1e9"], fewer)
+    assert (described.cluster.link_bytes_per_second, described.cluster.nproc) == (1e9, 4)
+    slower, usual = (known(run, *H100, *more, "--top", 1)["layouts"][0] for more in (("--topology", fewer), ()))
+    assert slower["step_seconds"] > usual["step_seconds"]
 
 
 def test_a_price_gives_a_cost(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -14,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.measure import incident
 from phalanx.measure.doctor.finding import Finding
 from phalanx.measure.doctor.gather import COLLECTIVES
+from phalanx.measure.doctor.machine import Machine
 from phalanx.spec.cluster import Cluster
 from phalanx.spec.load import build_run
 from phalanx.testing import ranks
@@ -75,6 +78,20 @@ def test_ranks_of_one_node_check_what_the_run_sends() -> None:
     assert found["nodes.clock"]["severity"] == "OK"
     assert found["between.slow_node"]["measured"] == "one node"
     assert found["counters.tcp"]["host"]
+
+
+def test_what_an_earlier_start_left_is_removed(tmp_path: Path) -> None:
+    """One that fails now must not be taken for one that went well."""
+    (tmp_path / COLLECTIVES).write_text("[]")
+    for rank in (0, 7):
+        incident.write_failure(tmp_path, {"rank": rank, "reason": "of yesterday"})
+    run = tmp_path / "run.toml"
+    run.write_text(to_toml(build_run(json.loads(json.dumps(RUN)))))
+    assert checkup.work(argparse.Namespace(run=run, out=tmp_path)) == 2  # one rank, which sends nothing
+    assert not (tmp_path / COLLECTIVES).exists()
+    ((rank, word),) = incident.read_failures(tmp_path).items()
+    assert (rank, word["host"]) == (0, Machine().host)
+    assert "sends nothing" in word["reason"]
 
 
 def test_a_host_with_a_slow_link_is_found(tmp_path: Path) -> None:

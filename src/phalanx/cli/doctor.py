@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.options import Json, Overrides
+from phalanx.measure.doctor.children import run as run_child
 from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.finding import Finding, Skip
-from phalanx.measure.doctor.machine import Machine
+from phalanx.measure.doctor.machine import COMMAND_SECONDS, Machine
 from phalanx.spec.errors import UserError
 
 
@@ -27,7 +28,7 @@ def doctor(
         Path | None, typer.Option(help="A log of NCCL (NCCL_DEBUG=INFO): did it fall back to sockets?", metavar="FILE")
     ] = None,
     topology: Annotated[
-        Path | None, typer.Option(help="Write there what joins GPUs, for `phalanx placement`.", metavar="FILE")
+        Path | None, typer.Option(help="Write there what joins GPUs, for phalanx plan, placement.", metavar="FILE")
     ] = None,
     record: Annotated[
         Path | None, typer.Option(help="Write there all that was looked at, to be sent or kept.", metavar="DIR")
@@ -74,7 +75,7 @@ def doctor(
     """
     _check_options(run, {"--sysroot": sysroot, "--record": record, "--leave": leave, "--topology": topology},
                    {"--gather": gather, "--collectives": collectives or None})  # fmt: skip
-    if nccl_log is not None and sysroot is None and not nccl_log.exists():
+    if nccl_log is not None and sysroot is None and _is_missing(nccl_log):
         raise UserError("--nccl-log", str(nccl_log), "is no file", "name what NCCL_DEBUG_FILE named")
     expected = replace(_expected(run, nproc, set_ or []), quick=quick, nccl_log=str(nccl_log) if nccl_log else None)
     if gather is not None:
@@ -94,18 +95,18 @@ def _check_options(run: Path | None, of_machines: dict[str, object], alone: dict
         raise UserError("--collectives", None, "needs a run file, whose layout says what is sent", "name it")
 
 
+def _is_missing(file: Path) -> bool:
+    """Of one whose disk does not answer that is not known: its check will say so."""
+    return run_child(("test", "-e", str(file)), COMMAND_SECONDS).code == 1
+
+
 def _expected(run: Path | None, nproc: int | None, overrides: list[str]) -> Expected:
     if run is None:
         return Expected(ranks=nproc)
     from phalanx.measure.doctor.asked import expected_of
     from phalanx.spec.load import load_run
-    from phalanx.train.manifest import checkpoints
-    from phalanx.train.setup import run_directory
 
-    described = load_run(run, overrides)
-    expected = expected_of(described, nproc, len(checkpoints(run_directory(described) / "checkpoints")))
-    written = Path(expected.directory).absolute()
-    return replace(expected, directory=str(next(path for path in (written, *written.parents) if path.is_dir())))
+    return expected_of(load_run(run, overrides), nproc)
 
 
 def _examined(
@@ -168,10 +169,7 @@ def _collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> l
     if ranks == 1:
         raise UserError("--nproc", 1, "leaves nobody to send to", "start 2 ranks or more")
     check_layout(described, ranks)
-    found = checked(described, ranks)
-    if isinstance(found, int):
-        raise typer.Exit(found)
-    return found
+    return checked(described, ranks)
 
 
 def _tell(found: list[Finding], out: Path | None, as_json: bool) -> None:

@@ -14,6 +14,7 @@ from phalanx.cli.searching import searching
 
 if TYPE_CHECKING:
     from phalanx.plan.search import Option, Plan
+    from phalanx.spec.cluster import Cluster
     from phalanx.spec.run import RunSpec
 
 USUAL_DEVICES = 8
@@ -29,6 +30,10 @@ def plan(
     nodes: Annotated[int | None, typer.Option(help="Nodes; by default cluster.nodes.", min=1)] = None,
     nproc: Annotated[
         int | None, typer.Option(help="Devices in each node; by default 8, or a CPU's cores.", min=1)
+    ] = None,
+    topology: Annotated[
+        Path | None,
+        typer.Option(help="What joins a node's devices, as `phalanx doctor --topology` writes it.", metavar="FILE"),
     ] = None,
     top: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
     explain: Annotated[int | None, typer.Option(help="Explain the K-th layout.", min=1, metavar="K")] = None,
@@ -82,7 +87,7 @@ def plan(
         _predict(batch, json_)
         return
     assert run is not None
-    described, world_size = on_machines(run, machine, nodes, nproc, set_ or [])
+    described, world_size = on_machines(run, machine, nodes, nproc, set_ or [], topology)
     if export is not None:
         check_export(described, export)
     if diff is not None:
@@ -120,16 +125,33 @@ def _write(run: RunSpec, option: Option, file: Path) -> None:
 
 
 def on_machines(
-    run: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str]
+    run: Path,
+    machine: str | None,
+    nodes: int | None,
+    nproc: int | None,
+    overrides: list[str],
+    topology: Path | None = None,
 ) -> tuple[RunSpec, int]:
-    """The run on the machines that the options name, and its ranks."""
+    """The run on the machines that the options name, and its ranks. What a topology says goes before the run file and
+    the machine, but for nproc, and after --set."""
     from phalanx.spec.load import load_run
 
     described = load_run(run, overrides, machine=machine)
+    if topology is not None:
+        of_node = _fields(topology, described.cluster)
+        described = load_run(run, [*of_node, *overrides], machine=machine)
     cluster = described.cluster
     changes = {"nodes": nodes or cluster.nodes, "nproc": nproc or cluster.nproc or cluster.cores or USUAL_DEVICES}
     cluster = cluster.model_copy(update=changes)
     return described.model_copy(update={"cluster": cluster, "automatic": False}), cluster.ranks
+
+
+def _fields(topology: Path, cluster: Cluster) -> list[str]:
+    """What the topology of a node determines of a cluster, as --set takes it."""
+    from phalanx.spec.topology import cluster_fields, read_topology
+
+    known = cluster_fields(read_topology(topology), cluster.preset).fields
+    return [f"cluster.{name}={value}" for name, value in known.items() if name != "nproc" or cluster.nproc is None]
 
 
 def _search(run: RunSpec, world_size: int, keep: int, trainer: str | None = None) -> Plan:

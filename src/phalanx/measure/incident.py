@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+from phalanx.measure.doctor.machine import Machine
+
 HANGS, FAILURES = "hangs", "failures"
 FORMAT = 1
 STOOD, FAILED, ABORTED = "nothing moved", "it failed", "it was aborted"
@@ -92,8 +94,8 @@ def write_dump(directory: Path, dump: Dump) -> None:
 
 
 def write_failure(directory: Path, record: Mapping[str, Any]) -> None:
-    """Leave why a rank failed."""
-    _write(failure_file(directory, record["rank"]), json.dumps(record, indent=1))
+    """Leave why a rank of this host failed."""
+    _write(failure_file(directory, record["rank"]), json.dumps({"host": Machine().host, **record}, indent=1))
 
 
 def forget(directory: Path, rank: int) -> None:

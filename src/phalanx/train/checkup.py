@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 
 from phalanx.cost.stages import check_layout
+from phalanx.measure import incident
 from phalanx.measure.doctor import between, counters
 from phalanx.measure.doctor.between import LARGE_BYTES, Reached, rounds
 from phalanx.measure.doctor.finding import Finding
-from phalanx.measure.doctor.gather import COLLECTIVES, skew
+from phalanx.measure.doctor.gather import COLLECTIVES, failed, skew
 from phalanx.measure.doctor.machine import Machine
 from phalanx.measure.timing import seconds_each
 from phalanx.parallel.mesh import build_mesh
@@ -170,15 +171,17 @@ def _gathered_at_once() -> list[float]:
     return _gathered(time.time())
 
 
-def checked(run: RunSpec, nproc: int) -> list[Finding] | int:
-    """What local ranks find for a run; or the exit code, after printing why one failed."""
+def checked(run: RunSpec, nproc: int) -> list[Finding]:
+    """What local ranks find for a run, or why one failed."""
     set_environment(nproc)
     with TemporaryDirectory(prefix="phalanx-checkup-") as folder:
         directory = Path(folder)
         file = directory / "run.toml"
         file.write_text(to_toml(absolute(run)))
         code = start_ranks(nproc, (__name__, str(file), "--out", folder), partial(report_plainly, directory))
-        return code or [Finding(**each) for each in json.loads((directory / COLLECTIVES).read_text())]
+        if code:
+            return failed(directory) or [between.FAILED.broken("ranks", f"exit code {code}")]
+        return [Finding(**each) for each in json.loads((directory / COLLECTIVES).read_text())]
 
 
 def main() -> None:
@@ -192,6 +195,10 @@ def work(asked: argparse.Namespace) -> int:
     """Check on this rank; returns the exit code."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     asked.out.mkdir(parents=True, exist_ok=True)
+    incident.forget(asked.out, rank)
+    if rank == 0:  # what an earlier start left would be taken for this one's
+        incident.forget_from(asked.out, ranks)
+        (asked.out / COLLECTIVES).unlink(missing_ok=True)
     try:
         run = load_run(asked.run, environment={})
         if ranks == 1:

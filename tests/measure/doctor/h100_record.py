@@ -36,6 +36,12 @@ PFC configuration:
 tc: 0 ratelimit: unlimited, tsa: vendor
    priority:  1
 """
+ETHTOOL = """\
+NIC statistics:
+     rx_prio3_pause: 0
+     tx_prio3_pause: 0
+     rx_discards_phy: 0
+"""
 KERNEL_LOG = """\
 Linux version 6.8.0-60-generic (buildd@lcy02-amd64-054) (x86_64-linux-gnu-gcc-13)
 pci 0000:1b:00.0: [10de:2330] type 00 class 0x030200 PCIe Endpoint
@@ -92,7 +98,6 @@ PLAIN = {
     "proc/modules": "nvidia_peermem 16384 0 - Live 0x0000000000000000",
     "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build",
     "proc/net/snmp": "Tcp: RtoAlgorithm OutSegs RetransSegs\nTcp: 1 100000 3",
-    "sys/module/nvidia/version": "570.124.06",
     "sys/class/net/eno1/operstate": "up",
     "sys/class/net/eno1/mtu": "1500",
     "sys/class/net/eno1/speed": "10000",
@@ -176,7 +181,7 @@ def _card(number: int, address: str) -> dict[str, str]:
         f"sys/class/net/{interface}/device/vendor": "0x15b3",
         f"sys/class/net/{interface}/statistics/rx_errors": "0",
         f"commands/mlnx_qos_{interface}.txt": QOS,
-        f"commands/ethtool_{interface}.txt": "NIC statistics:\n     rx_prio3_pause: 0\n     rx_discards_phy: 0",
+        f"commands/ethtool_{interface}.txt": ETHTOOL,
     }
 
 
@@ -211,7 +216,6 @@ def _smi() -> dict[str, str]:
         "ecc": _table(ecc, lambda i: f"{i}, 0, 0"),
         "remapped": _table("gpu_bus_id, remapped_rows.pending, remapped_rows.failure", lambda i: f"{bus[i]}, No, No"),
         "names": _table("index, name", lambda i: f"{i}, {NAME}"),
-        "driver": _table("index, driver_version", lambda i: f"{i}, 570.124.06"),
         "facts": _table(
             "index, driver_version, vbios_version, name, memory.total [MiB]",
             lambda i: f"{i}, 570.124.06, 96.00.89.00.01, {NAME}, 81559",
@@ -229,5 +233,5 @@ def _way(gpu: int, card: int) -> str:
 
 
 def _torch() -> dict[str, str]:
-    known = {"torch": "2.7.0+cu128", "cuda": "12.8", "gpus": 8, "nccl": "2.26.2", "devices": [NAME] * 8}
+    known = {"torch": "2.7.0+cu128", "cuda": "12.8", "gpus": 8, "nccl": "2.26.2", "error": None}
     return {"commands/torch.txt": json.dumps(known)}

@@ -101,7 +101,7 @@ def lost(gpu: int) -> Plant:
     def plant(root: Path) -> None:
         for path in (root / "commands").glob("smi_*.txt"):
             lines = path.read_text().splitlines()
-            if path.stem in ("smi_identity", "smi_state", "smi_ecc", "smi_remapped", "smi_names", "smi_driver"):
+            if path.stem in ("smi_identity", "smi_state", "smi_ecc", "smi_remapped", "smi_names"):
                 path.write_text("\n".join(lines[: gpu + 1] + lines[gpu + 2 :]) + "\n")
         known = json.loads((root / "commands/torch.txt").read_text())
         (root / "commands/torch.txt").write_text(json.dumps(known | {"gpus": 7}))
@@ -117,6 +117,15 @@ def pci(address: str, name: str, value: str) -> Plant:
     return put(f"sys/bus/pci/devices/{address}/{name}", value)
 
 
+def slot(address: str, speed: str, width: str = "16") -> Plant:
+    """The port of a PCIe switch above a device."""
+    above = f"sys/bus/pci/devices/{address.replace(':00.0', ':1f.0')}"
+    return both(
+        new(f"{above}/class", "0x060400"), new(f"{above}/max_link_speed", speed), new(f"{above}/max_link_width", width),
+        new(f"{above}/{address}/class", ""),
+    )  # fmt: skip
+
+
 def port(number: int, name: str, value: str) -> Plant:
     return put(f"sys/class/infiniband/mlx5_{number}/ports/1/{name}", value)
 
@@ -130,6 +139,21 @@ def variable(name: str, value: str) -> Plant:
         (root / "environment").write_text("\n".join([*kept, f"{name}={value}"]) + "\n")
 
     return plant
+
+
+def everything_of_smi(line: str) -> Plant:
+    """A line at the end of all that nvidia-smi says."""
+
+    def plant(root: Path) -> None:
+        for path in (root / "commands").glob("smi_*.txt"):
+            add(str(path.relative_to(root)), line)(root)
+
+    return plant
+
+
+def unset(name: str) -> Plant:
+    """A variable that the environment does not have."""
+    return edit("environment", f"{name}=", f"NOT_{name}=")
 
 
 def everywhere(plant: Callable[[int], Plant]) -> Plant:

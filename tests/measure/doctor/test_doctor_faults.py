@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.measure.doctor import nccl_log
 from phalanx.measure.doctor.examine import CHECKS, examine
 from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.finding import Finding
@@ -18,6 +19,7 @@ from tests.measure.doctor.plants import (
     add,
     both,
     edit,
+    everything_of_smi,
     everywhere,
     lost,
     new,
@@ -25,6 +27,8 @@ from tests.measure.doctor.plants import (
     port,
     put,
     row,
+    slot,
+    unset,
     variable,
     xid,
 )
@@ -45,6 +49,9 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     "memory that an earlier job left": (row("identity", 1, " 4,", " 9000,"), "gpu.busy", "WARN", "GPU1"),
     "memory too small for the run": (row("identity", 1, "81559", "40960"), "gpu.headroom", "FAIL", "GPU1"),
     "a GPU that must be reset": (row("identity", 3, " 4,", " [GPU requires reset],"), "gpu.answers", "FAIL", "GPU3"),
+    "a corrupted infoROM": (
+        everything_of_smi("WARNING: infoROM is corrupted at gpu 0000:52:00.0\n[exit 14]"), "gpu.inforom", "WARN", "GPU2"
+    ),
     "persistence mode off": (row("state", 0, "Enabled", "Disabled"), "gpu.persistence", "WARN", "GPU0"),
     "MIG on": (row("state", 3, ", Disabled,", ", Enabled,"), "gpu.mig", "FAIL", "GPU3"),
     "no process may compute": (row("state", 3, "Default", "Prohibited"), "gpu.compute_mode", "FAIL", "GPU3"),
@@ -69,6 +76,15 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
         edit("commands/smi_nvlink_errors.txt", "Link 3: CRC Errors: 0", "Link 3: CRC Errors: 7"),
         "nvlink.errors", "WARN", "GPU0",
     ),
+    "recoveries of a link of Blackwell": (
+        edit("commands/smi_nvlink_errors.txt", "Link 3: CRC Errors: 0",
+             "Link 3: Link recovery failed events: 2\n\t Link 3: Total link recovery events: 5"),
+        "nvlink.errors", "WARN", "GPU0",
+    ),
+    "discards of a link of Blackwell": (
+        edit("commands/smi_nvlink_errors.txt", "Link 3: CRC Errors: 0", "Link 3: Tx discards: 9"), "nvlink.errors",
+        "WARN", "GPU0",
+    ),
     "no fabric manager": (
         put("commands/fabric_manager.txt", "failed\n[exit 3]"), "nvlink.fabric_manager", "FAIL", "nvidia-fabricmanager"
     ),
@@ -82,6 +98,13 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     "a GPU on 8 lanes": (pci(GPU2, "current_link_width", "8"), "pcie.width", "FAIL", GPU2),
     "a card on 8 lanes": (pci(CARD3, "current_link_width", "8"), "pcie.width", "FAIL", CARD3),
     "a card at half the speed": (pci(CARD3, "current_link_speed", "16.0 GT/s PCIe"), "pcie.speed", "FAIL", CARD3),
+    "a card at half the speed of its slot": (
+        both(slot(CARD3, "32.0 GT/s PCIe"), pci(CARD3, "current_link_speed", "16.0 GT/s PCIe")), "pcie.speed", "FAIL",
+        CARD3,
+    ),
+    "a GPU on half the lanes of its slot": (
+        both(slot(GPU2, "32.0 GT/s PCIe"), pci(GPU2, "current_link_width", "8")), "pcie.width", "FAIL", GPU2
+    ),
     "fatal PCIe errors": (pci(GPU2, "aer_dev_fatal", "TOTAL_ERR_FATAL 2"), "pcie.errors", "WARN", GPU2),
     "a BIOS without NUMA nodes": (pci(GPU2, "numa_node", "-1"), "pcie.numa", "WARN", GPU2),
     "PyTorch does not start": (
@@ -90,7 +113,10 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     ),
     "PyTorch hangs": (put("commands/torch.txt", "[no answer]"), "software.torch", "FAIL", "torch"),
     "PyTorch sees no GPU": (edit("commands/torch.txt", '"gpus": 8', '"gpus": 0'), "software.cuda", "FAIL", "torch"),
-    "another driver is loaded": (put("sys/module/nvidia/version", "550.90.07"), "software.driver", "FAIL", "nvidia"),
+    "a driver too old for PyTorch": (
+        edit("commands/torch.txt", '"error": null', '"error": "RuntimeError: The NVIDIA driver is too old"'),
+        "software.cuda_starts", "FAIL", "torch",
+    ),
     "no way from card to GPU": (
         both(put("proc/modules", "nvidia 1 0"), edit("proc/driver/nvidia/version", "Open Kernel", "Kernel")),
         "software.peer_memory", "WARN", "nvidia_peermem",
@@ -142,6 +168,15 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     ),
     "an interface that is not there": (variable("NCCL_SOCKET_IFNAME", "bond0"), "nccl.interface", "FAIL",
         "NCCL_SOCKET_IFNAME"),
+    "gloo is given the beginning of a name": (
+        variable("GLOO_SOCKET_IFNAME", "eno"), "nccl.gloo_interface", "FAIL", "GLOO_SOCKET_IFNAME"
+    ),
+    "gloo is given NCCL's grammar": (
+        variable("GLOO_SOCKET_IFNAME", "^lo"), "nccl.gloo_interface", "FAIL", "GLOO_SOCKET_IFNAME"
+    ),
+    "gloo is given one more than is there": (
+        variable("GLOO_SOCKET_IFNAME", "eno1,eno2"), "nccl.gloo_interface", "FAIL", "GLOO_SOCKET_IFNAME"
+    ),
     "only docker's interface": (variable("NCCL_SOCKET_IFNAME", "docker0"), "nccl.interface_local", "FAIL",
         "NCCL_SOCKET_IFNAME"),
     "gloo on the loopback": (variable("GLOO_SOCKET_IFNAME", "lo"), "nccl.interface_local", "FAIL",
@@ -155,6 +190,14 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     "the route is another": (edit("commands/route.txt", "dev eno1", "dev ens0np0"), "nccl.route", "WARN", "ens0np0"),
     "a card that is not there": (variable("NCCL_IB_HCA", "=" + ",".join(f"mlx5_{card}" for card in (*range(8), 9))),
         "nccl.hca", "FAIL", "mlx5_9"),
+    "RDMA switched off by a file of NCCL": (
+        new("etc/nccl.conf", "# left by a test\nNCCL_IB_DISABLE=1"), "nccl.left_over", "WARN", "NCCL_IB_DISABLE"
+    ),
+    "a card that is not there, by the user's file of NCCL": (
+        both(unset("NCCL_IB_HCA"), new("etc/nccl.conf", "NCCL_IB_HCA=mlx5"),
+             new("~/.nccl.conf", "NCCL_IB_HCA==mlx5_0,mlx5_1,mlx5_2,mlx5_3,mlx5_4,mlx5_5,mlx5_6,mlx5_7,mlx5_9")),
+        "nccl.hca", "FAIL", "mlx5_9",
+    ),
     "RDMA switched off": (variable("NCCL_IB_DISABLE", "1"), "nccl.left_over", "WARN", "NCCL_IB_DISABLE"),
     "P2P switched off": (variable("NCCL_P2P_DISABLE", "1"), "nccl.left_over", "WARN", "NCCL_P2P_DISABLE"),
     "NCCL fell back to sockets": (
@@ -167,6 +210,17 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
         both(edit("nccl.log", "[0] NCCL INFO Using network IB", "[0] NCCL INFO Using network Socket"),
              edit("nccl.log", "node", "[default0]:node", -1)),
         "nccl.fallback", "FAIL", "node1",
+    ),
+    "one rank of a host fell back, and a later one did not": (
+        edit("nccl.log", "node2:3811:3902 [0] NCCL INFO Using network IB",
+             "node2:3812:3903 [1] NCCL INFO Using network Socket\nnode2:3811:3902 [0] NCCL INFO Using network IB"),
+        "nccl.fallback", "FAIL", "node2",
+    ),
+    "two versions of an NCCL that names no host": (
+        both(edit("nccl.log", "node1:4021:4021 [0] NCCL INFO NCCL version", "0: NCCL version"),
+             edit("nccl.log", "node2:3811:3902 [0] NCCL INFO NCCL version 2.26.2+cuda12.8",
+                  "8: NCCL version 2.21.5+cuda12.4")),
+        "nccl.version", "FAIL", "",
     ),
     "no GPUDirect": (edit("nccl.log", "[send] via NET/IB/0/GDRDMA", "[send] via NET/IB/0"), "nccl.gdr", "WARN", ""),
     "NCCL warns": (add("nccl.log",
@@ -221,6 +275,25 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
              new("commands/kernel_journal.txt", "NVRM: Xid (PCI:0000:52:00): 48, pid=4021, name=python")),
         "kernel.xid", "FAIL", GPU2,
     ),
+    "an Xid that only the journal still has": (
+        new("commands/kernel_journal.txt", "NVRM: Xid (PCI:0000:52:00): 48, pid=4021, name=python"),
+        "kernel.xid", "FAIL", GPU2,
+    ),
+    "an Xid, where the journal hangs": (
+        both(xid(48), new("commands/kernel_journal.txt", "[no answer]")), "kernel.xid", "FAIL", GPU2
+    ),
+    "an ECC error that was not recovered": (
+        add(KERNEL, "NVRM: Xid (PCI:0000:52:00): 140, pid=4021, name=python, Unrecovered ECC Error"), "kernel.xid",
+        "FAIL", GPU2,
+    ),
+    "an error of Blackwell's NVLinks": (
+        add(KERNEL, "NVRM: Xid (PCI:0000:52:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 05"), "kernel.xid", "FAIL", GPU2
+    ),
+    "a GPU that asks for a reboot": (
+        add(KERNEL, "NVRM: Xid (PCI:0000:52:00): 154, GPU recovery action changed from 0x0 (None) to 0x2 "
+                    "(Node Reboot Required)"),
+        "kernel.xid", "FAIL", GPU2,
+    ),
     "an Xid of a program": (xid(31), "kernel.xid_software", "WARN", GPU2),
     "a GPU fell off the bus": (
         both(add(KERNEL, "NVRM: GPU at PCI:0000:52:00: GPU-5cf1f6c5"),
@@ -238,6 +311,15 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
         add(KERNEL,
         f"pci {CARD3}: 126.016 Gb/s available PCIe bandwidth, limited by 16.0 GT/s PCIe x8 link at 0000:5d:00.0"),
         "kernel.pcie_limited", "WARN", CARD3,
+    ),
+    "a GPU on half of its lanes": (
+        add(KERNEL, f"pci {GPU2}: 16.000 Gb/s available PCIe bandwidth, limited by 2.5 GT/s PCIe x8 link at "
+                    "0000:4e:01.0 (capable of 504.112 Gb/s with 32.0 GT/s PCIe x16 link)"),
+        "kernel.pcie_limited", "WARN", GPU2,
+    ),
+    "uncorrected PCIe errors, as AER's driver says it": (
+        add(KERNEL, f"nvidia {GPU2}: AER: PCIe Bus Error: severity=Uncorrected (Fatal), type=Transaction Layer"),
+        "kernel.aer", "FAIL", GPU2,
     ),
     "uncorrected PCIe errors": (
         add(KERNEL, f"nvidia {GPU2}: PCIe Bus Error: severity=Uncorrected (Non-Fatal), type=Transaction Layer"),
@@ -310,12 +392,13 @@ def wrong(root: Path, expected: Expected = EXPECTED) -> list[Finding]:
 
 
 def test_a_clean_machine_has_no_finding(h100: Path) -> None:
+    variable("GLOO_SOCKET_IFNAME", "eno1")(h100)
     found = examine(Machine(h100), EXPECTED)
     assert wrong(h100) == []
     assert {each.host for each in found} == {"node1"}
     well = {each.id for each in found if each.severity == "OK"}
     rules = {rule.id for check in CHECKS for rule in check.RULES}
-    assert rules - well == {"memory.headroom"}  # that is for CPUs
+    assert rules - well == {"memory.headroom", "cpu.bf16"}  # those are for CPUs
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -323,7 +406,8 @@ def test_a_fault_is_found(name: str, h100: Path) -> None:
     plant, rule, severity, device = FAULTS[name]
     plant(h100)
     (found,) = wrong(h100)
-    assert (found.id, found.severity, found.host) == (rule, severity, "node1")
+    of_log = rule in {each.id for each in nccl_log.RULES}  # which tells of all hosts of a run
+    assert (found.id, found.severity, found.host) == (rule, severity, device if of_log and device else "node1")
     assert device in found.device if rule == "doctor.stuck" else found.device == device
     assert found.remedy
     assert found.command
@@ -354,7 +438,27 @@ def test_infiniband_needs_nothing_of_roce(h100: Path) -> None:
 def test_every_rule_is_broken_by_some_fault() -> None:
     broken = {fault[1] for fault in (*FAULTS.values(), *EVERYWHERE.values())}
     rules = {rule.id for check in CHECKS for rule in check.RULES}
-    assert rules - broken == {"memory.headroom"}
+    assert rules - broken == {"memory.headroom", "cpu.bf16"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "slow"),
+    [
+        ("flags\t\t: fpu avx avx2 fma sha_ni", True),
+        ("flags\t\t: fpu avx2 avx512f avx512dq avx512bw avx512vl", False),
+        ("Features\t: fp asimd sve", True),
+        ("Features\t: fp asimd bf16 sve", False),
+        ("model name\t: of unknown flags", False),
+    ],
+)
+def test_a_cpu_that_computes_bf16_number_by_number(flags: str, slow: bool, h100: Path) -> None:
+    new("proc/cpuinfo", f"processor\t: 0\n{flags}")(h100)
+    on_cpus = replace(EXPECTED, gpus=0, rank_bytes=2**30, network_bytes_per_second=None, precision="bf16")
+    found = wrong(h100, on_cpus)
+    assert [(each.id, each.severity) for each in found] == ([("cpu.bf16", "WARN")] if slow else [])
+    assert all('training.precision = "fp32"' in each.remedy for each in found)
+    for other in (replace(on_cpus, precision="fp32"), replace(EXPECTED, precision="bf16")):  # and on GPUs
+        assert wrong(h100, other) == []
 
 
 def test_memory_for_a_run_on_cpus(h100: Path) -> None:

@@ -15,13 +15,30 @@ from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.finding import Finding
 from phalanx.measure.doctor.machine import COMMAND_SECONDS, Machine
 from tests.measure.doctor import h100_record
-from tests.measure.doctor.plants import Plant, add, both, edit, everywhere, gone, kept, lost, new, put, row, variable
+from tests.measure.doctor.plants import (
+    Plant,
+    add,
+    both,
+    edit,
+    everywhere,
+    gone,
+    kept,
+    lost,
+    new,
+    pci,
+    put,
+    row,
+    slot,
+    unset,
+    variable,
+    xid,
+)
 
 CPU = Path(__file__).parent / "cpu_record"
 RUN = Expected(gpus=8, ranks=8, nodes=2, nccl_log="/nccl.log", network_bytes_per_second=50e9, rank_bytes=60 * 2**30)
-KERNEL, GIB = "commands/kernel_log.txt", 2**30
+KERNEL, CARD3, GIB = "commands/kernel_log.txt", "0000:5e:00.0", 2**30
 ON_CPUS = replace(RUN, gpus=0, rank_bytes=GIB, network_bytes_per_second=None)
-LISTS = ("identity", "state", "ecc", "remapped", "names", "driver")
+LISTS = ("identity", "state", "ecc", "remapped", "names")
 
 
 def of_gpus(count: int) -> Plant:
@@ -59,6 +76,20 @@ HEALTHY: dict[str, tuple[Plant, Expected]] = {
     "GPUs hidden from CUDA": (
         both(variable("CUDA_VISIBLE_DEVICES", "-1"), edit("commands/torch.txt", '"gpus": 8', '"gpus": 0')), RUN
     ),
+    "a GPU of others, hidden from CUDA": (
+        both(variable("CUDA_VISIBLE_DEVICES", "0,1"), edit("commands/torch.txt", '"gpus": 8', '"gpus": 2'),
+             row("identity", 7, " 4,", " 70000,"), row("state", 7, ", Disabled,", ", Enabled,")),
+        replace(RUN, gpus=2, ranks=2),
+    ),
+    "an NVIDIA card without its driver, for a run on CPUs": (
+        both(gone("commands/smi_*"), edit("commands/torch.txt", '"gpus": 8', '"gpus": 0')), ON_CPUS
+    ),
+    "a few recoveries of a link of Blackwell": (
+        edit("commands/smi_nvlink_errors.txt", "Link 3: CRC Errors: 0",
+             "Link 3: Link recovery failed events: 0\n\t Link 3: Total link recovery events: 4\n"
+             "\t Link 3: FEC Errors - 0: 123456"),
+        RUN,
+    ),
     "a PyTorch for CPUs, for a run on them": (
         edit("commands/torch.txt", '"gpus": 8', '"gpus": 0'), ON_CPUS
     ),
@@ -74,6 +105,9 @@ HEALTHY: dict[str, tuple[Plant, Expected]] = {
     "a card for logins, whose port is down": (LOGIN_CARD, RUN),
     "a card left out that is not there": (variable("NCCL_IB_HCA", "^mlx5_bond_0"), RUN),
     "the loopback, for a run on one node": (variable("GLOO_SOCKET_IFNAME", "lo"), replace(RUN, nodes=1)),
+    "a card that is faster than its slot": (
+        both(slot(CARD3, "16.0 GT/s PCIe"), pci(CARD3, "current_link_speed", "16.0 GT/s PCIe")), RUN
+    ),
     "a small memory": (SMALL, RUN),
     "a container that has read many files": (PAGES, RUN),
     "cores that a virtual machine might have": (put("sys/devices/system/cpu/offline", "112-239"), RUN),
@@ -87,6 +121,31 @@ HEALTHY: dict[str, tuple[Plant, Expected]] = {
     "a card for radio on one lane": (
         add(KERNEL, "pci 0000:03:00.0: 4.000 Gb/s available PCIe bandwidth, limited by 5.0 GT/s PCIe x1 link"),
         RUN,
+    ),
+    "variables in a file of NCCL": (
+        both(unset("NCCL_IB_TC"), unset("NCCL_IB_GID_INDEX"),
+             new("etc/nccl.conf", "NCCL_IB_TC=106\nNCCL_IB_GID_INDEX=3\nNCCL_IB_HCA=nosuch")), RUN
+    ),
+    "variables in the file that NCCL_CONF_FILE names": (
+        both(unset("NCCL_IB_TC"), variable("NCCL_CONF_FILE", "/opt/nccl.conf"),
+             new("opt/nccl.conf", "NCCL_IB_TC=106"), new("~/.nccl.conf", "NCCL_IB_DISABLE=1")), RUN
+    ),
+    "an NCCL whose version names no host": (
+        both(edit("nccl.log", "node1:4021:4021 [0] NCCL INFO NCCL version", "NCCL version"),
+             edit("nccl.log", "node2:3811:3902 [0] NCCL INFO NCCL version 2.26.2+cuda12.8\n", "")), RUN
+    ),
+    "a GPU that was idle at boot": (
+        add(KERNEL, "pci 0000:52:00.0: 32.000 Gb/s available PCIe bandwidth, limited by 2.5 GT/s PCIe x16 link at "
+                    "0000:4e:01.0 (capable of 504.112 Gb/s with 32.0 GT/s PCIe x16 link)"),
+        RUN,
+    ),
+    "a GPU that needs nothing any more": (
+        add(KERNEL, "NVRM: Xid (PCI:0000:52:00): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 "
+                    "(None)"),
+        RUN,
+    ),
+    "a journal with what dmesg says": (
+        new("commands/kernel_journal.txt", h100_record.KERNEL_LOG), RUN
     ),
     "a link whose speed is not known": (put("sys/class/net/eno1/speed", "-1"), RUN),
     "a GID of a flat network, by its index": (
@@ -114,6 +173,10 @@ NOT_SEEN: dict[str, tuple[Plant, str, str]] = {
     "a kernel's log that is empty, and a journal": (
         both(put(KERNEL, ""), new("commands/kernel_journal.txt", "")), "kernel_log", "nothing"
     ),
+    "no counter of links that went down": (
+        gone("sys/class/infiniband/*/ports/1/counters/link_downed"), "rdma.flaps", "says"
+    ),
+    "no version of firmware": (gone("sys/class/infiniband/*/fw_ver"), "rdma.firmware", "says"),
     "no chrony": (
         both(gone("commands/chrony.txt"), new("commands/timedatectl.txt", "NTPSynchronized=yes")), "clock.offset",
         "chronyc",
@@ -161,6 +224,16 @@ def test_what_cannot_be_seen_is_said(name: str, h100: Path) -> None:
     said = [str(each.measured) for each in found if each.id == rule and each.severity == "SKIP"]
     assert len(said) == 1
     assert word in said[0]
+
+
+def test_checkpoints_that_are_there_need_no_room(h100: Path) -> None:
+    """614 GB are free: enough for two more of 250 GB, not for four; one that is half written is none."""
+    edit("commands/df_runs.txt", "6000898765", "600089876")(h100)
+    for name in ("step-00000010", "step-00000020", "step-00000030.tmp"):
+        (h100 / "runs/checkpoints" / name).mkdir(parents=True)
+    run = replace(RUN, checkpoints_bytes=10**12, checkpoint_bytes=25 * 10**10)
+    assert wrong(h100, run) == [("disk.room", ".", "614.492")]
+    assert wrong(h100, replace(run, checkpoints="/runs/checkpoints")) == []
 
 
 def test_a_driver_on_a_machine_without_gpus(tmp_path: Path) -> None:
@@ -224,6 +297,13 @@ def test_the_route_to_a_name_is_that_to_its_address(h100: Path) -> None:
     found = {each.id: each for each in examine(machine, RUN)}
     assert (found["nccl.route"].severity, found["nccl.route"].measured) == ("OK", "eno1")
     assert [words for words in machine.asked if words[0] == "ip"] == [("ip", "route", "get", "10.0.0.2")]
+
+
+def test_of_an_xid_and_what_it_needs_the_cause_is_told(h100: Path) -> None:
+    xid(48)(h100)
+    line = "NVRM: Xid (PCI:0000:52:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
+    add(KERNEL, line)(h100)
+    assert wrong(h100) == [("kernel.xid", "0000:52:00.0", "48")]
 
 
 def test_commands_name_gpus_as_nvidia_smi_does(h100: Path) -> None:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
 import shutil
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from phalanx.measure.doctor import examine, write
+from phalanx.measure.doctor import disk, examine, software, write
+from phalanx.measure.doctor.asked import expected_of
 from phalanx.measure.doctor.children import Answer, run
 from phalanx.measure.doctor.counters import read
 from phalanx.measure.doctor.disk import WRITE_SECONDS
 from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.facts import facts
 from phalanx.measure.doctor.finding import Finding, Skip
-from phalanx.measure.doctor.machine import COMMAND_SECONDS, Machine, Stuck
+from phalanx.measure.doctor.machine import CANNOT_RUN, COMMAND_SECONDS, Machine, Stuck
+from phalanx.spec.load import build_run
 from tests.measure.doctor import h100_record
 
 CPU = Path(__file__).parent / "cpu_record"
@@ -66,12 +72,71 @@ def test_what_hangs_is_a_finding_and_holds_nobody_up(tmp_path: Path, monkeypatch
     assert time.monotonic() - begun < 60  # what --quick promises
     wrong = {each.id: each for each in found if each.severity in ("FAIL", "WARN")}
     by_others = {"kernel.out_of_memory", "disk.write"}  # tests that are killed for memory, or fill the disk, meanwhile
-    assert wrong.keys() - by_others == {"gpu.answers", "doctor.stuck", "nccl.interface", "nccl.left_over"}
+    assert wrong.keys() - by_others == {"gpu.answers", "doctor.stuck", "nccl.gloo_interface", "nccl.left_over"}
     assert wrong["gpu.answers"].measured == f"no answer in {COMMAND_SECONDS} s"
     assert (wrong["doctor.stuck"].device, wrong["doctor.stuck"].measured) == ("nccl_log", "no answer in 20 s")
-    assert (wrong["nccl.interface"].device, wrong["nccl.interface"].measured) == ("GLOO_SOCKET_IFNAME", "nosuch0")
+    of_gloo = wrong["nccl.gloo_interface"]
+    assert (of_gloo.device, of_gloo.measured) == ("GLOO_SOCKET_IFNAME", "nosuch0")
     assert all(each.remedy for each in wrong.values())
     assert {each.id for each in found if each.severity == "OK"} >= {"host.shm", "disk.writable"}
+
+
+def test_no_file_is_made_to_hear_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full, or read-only, is for a check to find."""
+
+    def full(*_: object, **__: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    assert run(["echo", "here"], 10) == Answer("here\n", 0)
+
+
+def test_a_program_that_cannot_be_run_is_not_taken_for_none(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_bytes(b"\x7fELF")
+    program.chmod(0o755)
+    assert Machine().ask("broken", str(program)) == Answer(f"{program}: Exec format error", CANNOT_RUN)
+    assert Machine().ask("none", str(tmp_path / "nothing")) is None
+
+
+def test_a_check_that_cannot_be_started_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: list[str]) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(examine, "Child", refused)
+    found = examine.examine(Machine(), Expected())
+    assert [(each.id, each.device) for each in found] == [
+        ("doctor.unreadable", examine.name_of(check)) for check in examine.CHECKS
+    ]
+
+
+def test_a_directory_that_hangs_holds_only_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network's file system does whose server is gone: whoever looks at it there sleeps."""
+    program = "import os, time\nisdir = os.path.isdir\n"
+    program += "os.path.isdir = lambda path: time.sleep(1000) if 'hung' in str(path) else isdir(path)\n"
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(examine, "CHECKS", (disk,))
+    monkeypatch.setattr(examine, "CHECK_SECONDS", 5)
+    described = build_run({"model": {"preset": "tiny"}, "out": "/hung/runs"})
+    found = examine.examine(Machine(), expected_of(described, 2))
+    assert [(each.id, each.severity, each.device) for each in found] == [("doctor.stuck", "FAIL", "disk")]
+
+
+def test_a_gpu_that_only_the_driver_counts_is_not_taken_for_one_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+    """As with error 802, or a driver too old: devices are counted without CUDA, which raises at its first use."""
+
+    class Tensor:
+        def cuda(self) -> None:
+            raise RuntimeError("Error 802: system not yet initialized\nsome stack")
+
+    cuda = SimpleNamespace(device_count=lambda: 8, is_available=lambda: False)
+    torch = SimpleNamespace(
+        cuda=cuda, zeros=lambda _: Tensor(), __version__="2.7.0", version=SimpleNamespace(cuda="12.8")
+    )
+    exec(software.PROGRAM.replace("import json, torch", "import json"), {"torch": torch})
+    known = json.loads(capsys.readouterr().out)
+    assert (known["gpus"], known["error"]) == (8, "RuntimeError: Error 802: system not yet initialized")
 
 
 def test_a_recorded_answer_that_failed(tmp_path: Path) -> None:
@@ -93,6 +158,16 @@ def test_a_machine_is_recorded_and_played_back(tmp_path: Path) -> None:
     assert here.facts["kernel"] == os.uname().release
     assert {each.id for each in here.findings} >= {"software.torch", "host.shm", "disk.write"}
     assert read(Machine(tmp_path / "record")).keys() == read(Machine()).keys()
+
+
+def test_variables_of_nccls_files_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    (tmp_path / ".nccl.conf").write_text("NCCL_DEBUG=INFO\nNCCL_IB_TC=106\n")
+    here = Machine(record=tmp_path / "record").environment
+    assert (here["NCCL_DEBUG"], here["NCCL_IB_TC"]) == ("WARN", "106")
+    assert Machine(tmp_path / "record").environment == here
 
 
 def test_a_recorded_failure_plays_back(tmp_path: Path) -> None:

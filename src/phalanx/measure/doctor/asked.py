@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from phalanx.cost.memory import rank_memory, room_for_checkpoints_bytes
+from pathlib import Path
+
+from phalanx.cost.memory import checkpoint_bytes, rank_memory, room_for_checkpoints_bytes
 from phalanx.measure.doctor.expected import Expected
 from phalanx.spec.run import RunSpec
 
 
-def expected_of(run: RunSpec, nproc: int | None = None, checkpoints: int = 0) -> Expected:
-    """What is known of it, of which so many checkpoints are there: memory where its layout and its ranks are said,
-    GPUs where its device is.
+def expected_of(run: RunSpec, nproc: int | None = None) -> Expected:
+    """What is known of it: memory where its layout and its ranks are said, GPUs where its device is. No file is looked
+    at.
 
     Raises UserError if its layout cannot run on so many ranks.
     """
     cluster, ranks = run.cluster, nproc or run.cluster.nproc
     gpus = {"cuda": ranks or 1, "cpu": 0, "auto": None}[cluster.device]
+    directory = Path(run.out).expanduser().absolute()
     held = rank_memory(run, ranks * cluster.nodes) if ranks and not run.automatic else {}
     return Expected(
-        directory=run.out,
+        directory=str(directory),
         nodes=cluster.nodes,
         gpus=gpus,
         ranks=ranks,
         rank_bytes=max((memory.total for memory in held.values()), default=None),
-        checkpoints_bytes=room_for_checkpoints_bytes(run, checkpoints),
+        checkpoints=str(directory / run.name / "checkpoints"),
+        checkpoints_bytes=room_for_checkpoints_bytes(run, there=0),
+        checkpoint_bytes=checkpoint_bytes(run),
+        precision=run.training.precision,
         network_bytes_per_second=cluster.network_bytes_per_second,
     )

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import IO
 
 MOST_BYTES = 4 << 20
 """Of an answer that are read."""
@@ -27,8 +28,8 @@ class Child:
     """A program that runs in a session of its own, with its words in a file: pipes end only with its own children."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """Raises OSError if there is no such program."""
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `answer`)
+        """Raises OSError if it cannot be started."""
+        self._said = _file_of_no_disk()
         self._process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=self._said, stderr=subprocess.STDOUT, start_new_session=True,
             env={**os.environ, "LC_ALL": "C"},
@@ -49,6 +50,13 @@ class Child:
             return Answer(self._said.read(MOST_BYTES).decode(errors="replace"), code)
 
 
+def _file_of_no_disk() -> IO[bytes]:
+    """In memory where the system has that: a full or read-only disk is for a check to find."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("answer"), "w+b")
+    return tempfile.TemporaryFile()
+
+
 def run(words: Sequence[str], seconds: float) -> Answer:
-    """Run a program for so many seconds at most. Raises OSError if there is none of that name."""
+    """Run a program for so many seconds at most. Raises OSError if it cannot be started."""
     return Child(words).answer(seconds)

@@ -32,9 +32,10 @@ MARKED = Rule(
     "phalanx placement RUN.toml; cat /sys/class/infiniband/*/ports/*/hw_counters/np_*",
 )  # fmt: skip
 PAUSED = Rule(
-    "counters.pause", "pause frames that came in the benchmark", "WARN", "0", "frames",
+    "counters.pause", "pause frames that came (rx) or were sent (tx) in the benchmark", "WARN", "0", "frames",
     "NVIDIA, DCQCN (ECN should act before PFC)",
-    "the switch held {device} back: look for a slow receiver, and for ECN on the way",
+    "by rx the switch held {device} back: look for a slow receiver, and for ECN on the way; by tx this host is one: "
+    "look at the PCIe link and NUMA node of its card",
     "ethtool -S INTERFACE | grep pause",
 )  # fmt: skip
 DROPPED = Rule(
@@ -69,7 +70,7 @@ OF_LOSS = (
     "roce_adp_retrans",
 )  # fmt: skip
 OF_INTERFACES = ("rx_errors", "tx_errors", "rx_crc_errors")
-OF_CARD = re.compile(r"^\s*(?:(rx_prio\d_pause)|(\w+_discards_phy|rx_out_of_buffer)): (\d+)$", re.MULTILINE)
+OF_CARD = re.compile(r"^\s*(?:([rt]x_prio\d_pause)|(\w+_discards_phy|rx_out_of_buffer)): (\d+)$", re.MULTILINE)
 PACKETS, SEGMENTS = "packets", "segments"
 """Not errors: what shares are of."""
 UNCORRECTED = "ecc.errors.uncorrected.volatile.total"

@@ -23,10 +23,16 @@ BALANCING = Rule(
     "AMD, ROCm system optimization (pages that move stall GPUs); NVIDIA says the same of GH200", "switch it off",
     "sysctl -w kernel.numa_balancing=0",
 )  # fmt: skip
-RULES = (GOVERNOR, OFFLINE, BALANCING)
+AVX512 = ("avx512bw", "avx512dq", "avx512vl")
+BF16 = Rule(
+    "cpu.bf16", "what CPUs can, where they compute in bf16", "WARN", f"{', '.join(AVX512)}; or bf16 of ARM", "",
+    "PyTorch (mkldnn_bf16_device_check): without it bf16 is computed number by number, some 30 times slower",
+    'set training.precision = "fp32"', "phalanx doctor RUN.toml --set training.precision=fp32; lscpu",
+)  # fmt: skip
+RULES = (GOVERNOR, OFFLINE, BALANCING, BF16)
 
 
-def check(machine: Machine, _: Expected) -> list[Finding]:
+def check(machine: Machine, expected: Expected) -> list[Finding]:
     """What the kernel shows: of most virtual machines little."""
     balancing = machine.read("/proc/sys/kernel/numa_balancing")
     several = len(machine.listing("/sys/devices/system/node/node[0-9]*")) > 1
@@ -39,7 +45,19 @@ def check(machine: Machine, _: Expected) -> list[Finding]:
             if with_gpus and balancing is not None
             else [BALANCING.skipped("no GPUs on several NUMA nodes")]
         ),
+        _bf16(machine, expected),
     ]
+
+
+def _bf16(machine: Machine, expected: Expected) -> Finding:
+    if expected.precision != "bf16" or not pci.on_cpus(machine, expected):
+        return BF16.skipped("no run for CPUs in bf16")
+    listed = re.search(r"^(?:flags|Features)\s*: (.*)$", machine.read("/proc/cpuinfo") or "", re.MULTILINE)
+    if listed is None:
+        return BF16.skipped("/proc/cpuinfo lists no flags")
+    flags = set(listed[1].split())
+    missing = [name for name in AVX512 if name not in flags]
+    return BF16.broken("", f"no {', '.join(missing)}") if missing and "bf16" not in flags else BF16.well("yes")
 
 
 def _offline(machine: Machine) -> Finding:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import dataclass
+from glob import escape
+from pathlib import Path
 
 from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.finding import Finding, Rule, judge
@@ -63,17 +66,31 @@ def space(machine: Machine, name: str, path: str) -> Space | None:
 
 def check(machine: Machine, expected: Expected) -> list[Finding]:
     """Where the run would write."""
-    where = expected.directory
+    where = _where(machine, expected)
     found = space(machine, "df_runs", where)
     unknown = [rule.skipped(f"df says nothing of {where}") for rule in (FULL, VERY_FULL, ROOM)]
     return [
-        *(_space(found, expected) if found else unknown),
-        *_write(machine, expected),
+        *(_space(found, where, _needed_bytes(machine, expected)) if found else unknown),
+        *_write(machine, where, expected.quick),
     ]
 
 
-def _space(found: Space, expected: Expected) -> list[Finding]:
-    where, need = expected.directory, expected.checkpoints_bytes or 0
+def _where(machine: Machine, expected: Expected) -> str:
+    """The directory, or the nearest above it that is there."""
+    written = Path(expected.directory)
+    if machine.root:
+        return expected.directory
+    return str(next((path for path in (written, *written.parents) if os.path.isdir(path)), written))
+
+
+def _needed_bytes(machine: Machine, expected: Expected) -> int:
+    """For checkpoints, beside those that are there: the oldest goes when a new one has come."""
+    pattern = f"{escape(expected.checkpoints)}/step-*[0-9]" if expected.checkpoints else ""
+    there = len(machine.listing(pattern)) if pattern else 0
+    return max(expected.checkpoint_bytes, (expected.checkpoints_bytes or 0) - there * expected.checkpoint_bytes)
+
+
+def _space(found: Space, where: str, need: int) -> list[Finding]:
     full = judge(VERY_FULL, {where: found.percent}, lambda percent: percent >= FULL_FAIL)
     if full[0].severity == "OK":
         full += judge(FULL, {where: found.percent}, lambda percent: percent >= FULL_WARN)
@@ -84,8 +101,8 @@ def _space(found: Space, expected: Expected) -> list[Finding]:
     ]
 
 
-def _write(machine: Machine, expected: Expected) -> list[Finding]:
-    where, size = expected.directory, str(QUICKLY_MIB if expected.quick else WRITTEN_MIB)
+def _write(machine: Machine, where: str, quick: bool) -> list[Finding]:
+    size = str(QUICKLY_MIB if quick else WRITTEN_MIB)
     words = sys.executable, "-m", "phalanx.measure.doctor.write", where, size
     said = machine.ask("write", *words, seconds=WRITE_SECONDS)
     found = re.search(r"(\d+) bytes in ([\d.]+) s", said.text) if said and said.code == 0 else None

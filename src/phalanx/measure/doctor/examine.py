@@ -35,7 +35,7 @@ from phalanx.measure.doctor import (
 )
 from phalanx.measure.doctor.children import Child
 from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.facts import Facts, facts
+from phalanx.measure.doctor.facts import Facts, facts, job_nodes
 from phalanx.measure.doctor.finding import Finding, Rule, Skip
 from phalanx.measure.doctor.gather import Node
 from phalanx.measure.doctor.machine import Machine, Stuck
@@ -72,8 +72,8 @@ def node(machine: Machine, expected: Expected, with_facts: bool = True, ahead_se
     else:
         found = [each for file in CHECKS for each in findings(file, machine, expected)]
         known = facts(machine) if with_facts else {}
-    named = tuple(replace(finding, host=machine.host) for finding in found)
-    return Node(machine.host, ahead_seconds, known, named)
+    named = tuple(replace(finding, host=finding.host or machine.host) for finding in found)
+    return Node(machine.host, ahead_seconds, known, named, job_nodes(machine) if with_facts else ())
 
 
 def name_of(check: object) -> str:
@@ -98,7 +98,7 @@ def findings(file: object, machine: Machine, expected: Expected) -> list[Finding
 def _apart(machine: Machine, expected: Expected, with_facts: bool) -> tuple[list[Finding], Facts]:
     asked = json.dumps({**asdict(expected), "record": str(machine.record or "")})
     names = [*map(name_of, CHECKS), *([FACTS] if with_facts else [])]
-    children = {name: Child([sys.executable, "-m", MODULE, name, asked]) for name in names}
+    children = {name: _started(name, asked) for name in names}
     deadline = time.monotonic() + CHECK_SECONDS
     found: list[Finding] = []
     known: Facts = {}
@@ -113,8 +113,17 @@ def _apart(machine: Machine, expected: Expected, with_facts: bool) -> tuple[list
     return found, known
 
 
-def _told(name: str, child: Child, deadline: float) -> Any:
+def _started(name: str, asked: str) -> Child | Finding:
+    try:
+        return Child([sys.executable, "-m", MODULE, name, asked])
+    except OSError as error:  # no memory, or too many processes
+        return UNREADABLE.broken(name, f"cannot be started: {error}")
+
+
+def _told(name: str, child: Child | Finding, deadline: float) -> Any:
     """What a child says, or a finding that it says nothing."""
+    if isinstance(child, Finding):
+        return child
     answer = child.answer(max(0.0, deadline - time.monotonic()))
     last = answer.text.strip().rpartition("\n")[2]
     if answer.code is None:

@@ -10,7 +10,7 @@ class Expected:
     """What is not known is None, and is not judged."""
 
     directory: str = "."
-    """Where runs are written."""
+    """Where runs are written; it need not be there yet."""
     quick: bool = False
     """Whether all must be done within a minute."""
     nccl_log: str | None = None
@@ -22,7 +22,13 @@ class Expected:
     """Of a node."""
     rank_bytes: int | None = None
     """Memory that the fullest rank needs."""
+    checkpoints: str | None = None
+    """The directory of the run's."""
     checkpoints_bytes: int | None = None
-    """Those that are kept at once, without those that are there."""
+    """All that are kept at once, and one more."""
+    checkpoint_bytes: int = 0
+    """One of them."""
+    precision: str | None = None
+    """In which it computes: "bf16", "fp32", ..."""
     network_bytes_per_second: float | None = None
     """A device's share of its node's network cards."""

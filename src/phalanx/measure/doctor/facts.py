@@ -36,6 +36,17 @@ def facts(machine: Machine) -> Facts:
     return {name: value for name, value in found.items() if value}
 
 
+def job_nodes(machine: Machine) -> tuple[str, ...]:
+    """The nodes that Slurm started this step on; none where it did not start us."""
+    listed = (machine.started_with.get(f"SLURM_{of}_NODELIST") for of in ("STEP", "JOB"))
+    nodes = next(filter(None, listed), None)
+    try:
+        said = machine.ask("job_nodes", "scontrol", "show", "hostnames", nodes) if nodes else None
+    except Stuck:
+        return ()
+    return tuple(said.text.split()) if said and not said.code else ()
+
+
 def _of_gpus(machine: Machine) -> dict[str, str | None]:
     fields = {
         "driver_version": "NVIDIA driver",

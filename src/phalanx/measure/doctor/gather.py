@@ -11,10 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+from phalanx.measure.calls import is_loss
+from phalanx.measure.doctor.between import FAILED
 from phalanx.measure.doctor.clock import OFFSET_SECONDS
 from phalanx.measure.doctor.facts import Facts
 from phalanx.measure.doctor.finding import Finding, Rule, usual
+from phalanx.measure.incident import FAILURES, read_failures
 from phalanx.spec.errors import UserError
 
 MUST_AGREE = (
@@ -32,6 +36,8 @@ ENDING = ".node.json"
 OLD_MINUTES = 60
 COLLECTIVES = "collectives.json"
 """What the ranks of a run found together (`phalanx.train.checkup`)."""
+USERS_MISTAKE = 2
+"""The code of a failure that is the user's to mend, and no host's."""
 NODES = Rule(
     "nodes.missing", "nodes that left word", "FAIL", "all of the run", "nodes", "the run (cluster.nodes)",
     "see why the others did not: unreachable, stuck, or not started",
@@ -69,11 +75,14 @@ class Node:
     """Of its clock, beside that of whoever stamps files of the shared storage."""
     facts: Facts
     findings: tuple[Finding, ...]
+    job_nodes: tuple[str, ...] = ()
+    """Those that were to leave word with it, where that is known."""
 
 
 def storage_clock(directory: Path) -> float:
     """How far this host's clock is ahead of the one that stamps files in a directory; a file server does on its own
-    clock, so that nodes can be compared without talking to each other. To about as exactly as a file is made."""
+    clock, so that nodes can be compared without talking to each other. To about as exactly as a file is made. By
+    Lustre and Spectrum Scale the writer's own clock stamps files: there nothing is seen."""
     with tempfile.NamedTemporaryFile(dir=directory) as file:
         before = time.time()
         os.write(file.fileno(), b"now")
@@ -109,7 +118,33 @@ def old(directory: Path) -> list[Finding]:
 
 
 def of_collectives(directory: Path) -> list[Finding]:
-    """What ranks found together, if they left it there. Raises UserError for another file of that name."""
+    """What ranks found together and left there, or that they failed; of an old word only that it is old."""
+    files = [*directory.glob(COLLECTIVES), *(directory / FAILURES).glob("rank-*.json")]
+    if not files:
+        return [FAILED.skipped("no collectives were measured (phalanx.train.checkup)")]
+    nodes = [file.stat().st_mtime for file in directory.glob(f"*{ENDING}")]
+    minutes = round((max(nodes, default=0) - max(file.stat().st_mtime for file in files)) / 60)
+    if minutes > OLD_MINUTES:
+        return [OLD.broken(files[-1].name, minutes)]
+    return [*(failed(directory) or [FAILED.well("all")]), *_found_together(directory)]
+
+
+def failed(directory: Path) -> list[Finding]:
+    """Why ranks failed that left word there, each reason of a host once. Who only lost another is named where nobody
+    says more, and blames no host; nor does a mistake in the run file."""
+    words = list(read_failures(directory).values())
+    own = [word for word in words if not is_loss(str(word.get("reason")))]
+    last_first = reversed(own or words[:1])
+    told = {(_blamed(word) if own else "", str(word.get("reason"))): word["rank"] for word in last_first}
+    return [FAILED.broken(f"rank {rank}", reason, host=host) for (host, reason), rank in reversed(told.items())]
+
+
+def _blamed(word: Mapping[str, Any]) -> str:
+    return "" if word.get("code") == USERS_MISTAKE else str(word.get("host", ""))
+
+
+def _found_together(directory: Path) -> list[Finding]:
+    """Raises UserError for another file of that name."""
     file = directory / COLLECTIVES
     try:
         return [Finding(**finding) for finding in json.loads(file.read_text())] if file.exists() else []
@@ -122,7 +157,8 @@ def _node(file: Path) -> Node:
     try:
         known = json.loads(file.read_text())
         found = tuple(Finding(**finding) for finding in known["findings"])
-        return Node(str(known["host"]), float(known["ahead_seconds"]), dict(known["facts"]), found)
+        job = tuple(map(str, known.get("job_nodes", ())))
+        return Node(str(known["host"]), float(known["ahead_seconds"]), dict(known["facts"]), found, job)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"is not what a node leaves ({type(error).__name__})"
         raise UserError("--gather", str(file), problem, "run `phalanx doctor --leave` on that node again") from None
@@ -130,7 +166,7 @@ def _node(file: Path) -> Node:
 
 def between(nodes: Sequence[Node], wanted: int = 0) -> list[Finding]:
     """In which nodes differ from most, by facts and clocks. `wanted` nodes should have left word."""
-    missing = [NODES.broken("", len(nodes), f"{wanted}")] if len(nodes) < wanted else []
+    missing = _missing(nodes, wanted)
     names = sorted({name for node in nodes for name in node.facts})
     drift = [each for name in names for each in _drift(name, nodes)]
     return [
@@ -138,6 +174,14 @@ def between(nodes: Sequence[Node], wanted: int = 0) -> list[Finding]:
         *(drift or [DRIFT.well(f"{len(nodes)} nodes agree in {len(names)} facts")]),
         *skew({node.host: node.ahead_seconds for node in nodes}),
     ]
+
+
+def _missing(nodes: Sequence[Node], wanted: int) -> list[Finding]:
+    """Each node of the job that left no word; where their names are not known, how many did."""
+    silent = {name for node in nodes for name in node.job_nodes} - {node.host for node in nodes}
+    if silent:
+        return [NODES.broken("", "no word", "one of each node", host) for host in sorted(silent)]
+    return [NODES.broken("", len(nodes), f"{wanted}")] if len(nodes) < wanted else []
 
 
 def skew(ahead_seconds: Mapping[str, float]) -> list[Finding]:

@@ -62,7 +62,13 @@ SLOWDOWN = Rule(
     "mend cooling or power of {device}, and drain the node until then",
     "nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
 )  # fmt: skip
-RULES = (ANSWERS, COUNT, MODEL, BUSY, HEADROOM, PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)
+INFOROM = Rule(
+    "gpu.inforom", "infoROM of each GPU", "WARN", "not corrupted", "",
+    "nvidia-smi manual (return code 14); DCGM (health watch of the infoROM)",
+    "have {device} looked at at the next maintenance: its ECC history is lost, and settings do not last",
+    "nvidia-smi -q -i {gpu}; nvidia-bug-report.sh",
+)  # fmt: skip
+RULES = (ANSWERS, COUNT, MODEL, BUSY, HEADROOM, INFOROM, PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)
 SLOW = ("clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown")
 
 
@@ -71,9 +77,13 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
     there = pci.devices(machine, pci.GPU, pci.NVIDIA)
     if not there and not expected.gpus and not _listed(machine):
         raise Skip("no NVIDIA GPU")
-    rows = _identity(machine)
-    if isinstance(rows, Finding):
-        return [rows]
+    said = _identity(machine)
+    if isinstance(said, Finding):
+        if expected.gpus == 0:
+            raise Skip(f"nvidia-smi: {said.measured}; the run is for CPUs")
+        return [said]
+    listed = smi.table(said, IDENTITY)
+    rows = {gpu: row for gpu, row in listed.items() if _is_visible(machine, gpu)}
     wanted = max(expected.gpus or 0, _given(machine, there))
     need = 0 if expected.gpus == 0 else (expected.rank_bytes or 0) / MIB
     total, used = smi.numbers(rows, "memory.total"), smi.numbers(rows, "memory.used")
@@ -81,10 +91,11 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
     models = smi.words(rows, "name")
     return [
         *([ANSWERS.broken(gpu, said) for gpu, said in smi.bad(rows).items()] or [ANSWERS.well("it answers")]),
-        *judge(COUNT, {"": len(rows)}, lambda count: count < wanted, f"{wanted}"),
+        *judge(COUNT, {"": len(listed)}, lambda count: count < wanted, f"{wanted}"),
         *judge(MODEL, models, lambda name: name != usual(models.values()), usual(models.values()) or ""),
         *judge(BUSY, used, lambda mib: mib >= BUSY_MIB),
         *(judge(HEADROOM, free, lambda mib: mib < need, f"at least {need:.0f}") if need else ()),
+        *_inforom(said, listed),
         *_state(machine),
     ]
 
@@ -92,7 +103,14 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
 def _listed(machine: Machine) -> bool:
     """Whether nvidia-smi lists some: under WSL they are on no bus, and machines without any may have the driver."""
     said = machine.ask("smi_list", "nvidia-smi", "-L")
-    return said is not None and not said.code and "GPU " in said.text
+    return said is not None and said.code in smi.WELL and "GPU " in said.text
+
+
+def _is_visible(machine: Machine, gpu: str) -> bool:
+    """To CUDA, by its number; where CUDA_VISIBLE_DEVICES names GPUs otherwise all are taken for visible."""
+    names = [name.strip() for name in machine.environment.get("CUDA_VISIBLE_DEVICES", gpu).split(",")]
+    by_number = all(name.lstrip("-").isdecimal() for name in names)
+    return gpu.removeprefix("GPU") in names if by_number else True
 
 
 def _given(machine: Machine, there: list[str]) -> int:
@@ -104,7 +122,7 @@ def _given(machine: Machine, there: list[str]) -> int:
     return min(len(there), untaken + (min(files, int(share)) if share.isdecimal() else files))
 
 
-def _identity(machine: Machine) -> dict[str, smi.Row] | Finding:
+def _identity(machine: Machine) -> str | Finding:
     fields = ",".join(IDENTITY)
     try:
         said = machine.ask("smi_identity", "nvidia-smi", f"--query-gpu={fields}", "--format=csv,nounits")
@@ -112,16 +130,23 @@ def _identity(machine: Machine) -> dict[str, smi.Row] | Finding:
         return ANSWERS.broken("", f"no answer in {COMMAND_SECONDS} s")
     if said is None:
         return ANSWERS.broken("", "not installed")
-    if said.code or "," not in said.text:
+    if said.code not in smi.WELL or "," not in said.text:
         return ANSWERS.broken("", smi.first_line(said.text))
-    return smi.table(said.text, IDENTITY)
+    return said.text
+
+
+def _inforom(said: str, rows: dict[str, smi.Row]) -> list[Finding]:
+    names = {pci.address(row.get("pci.bus_id", "")): gpu for gpu, row in rows.items()}
+    corrupted = map(pci.address, smi.CORRUPTED.findall(said))
+    return [INFOROM.broken(names.get(at, at), "corrupted") for at in corrupted] or [INFOROM.well("not corrupted")]
 
 
 def _state(machine: Machine) -> list[Finding]:
     try:
-        rows = smi.query(machine, "smi_state", "gpu", *STATE)
+        known = smi.query(machine, "smi_state", "gpu", *STATE)
     except Skip as skipped:
         return [rule.skipped(str(skipped)) for rule in (PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)]
+    rows = {gpu: row for gpu, row in known.items() if _is_visible(machine, gpu)}
     limits, defaults = smi.numbers(rows, "power.limit"), smi.numbers(rows, "power.default_limit")
     capped = [
         POWER.broken(gpu, limit, f"at least {defaults[gpu]:g}")

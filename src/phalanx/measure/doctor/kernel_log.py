@@ -7,14 +7,17 @@ import re
 from phalanx.measure.doctor import pci, pcie
 from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.finding import Finding, Rule, Skip
-from phalanx.measure.doctor.machine import Machine
+from phalanx.measure.doctor.machine import Machine, Stuck
 from phalanx.measure.doctor.smi import first_line
 
 OF_HARDWARE = frozenset((
     48, *range(56, 59), *range(62, 65), *range(68, 78), *range(79, 87), 88, 89, 92, *range(94, 106), *range(110, 121),
-    *range(122, 126),
+    *range(122, 126), 140, *range(144, 151),
 ))  # fmt: skip
-"""Xids that OCI takes for the hardware's; others mostly follow from a program's mistake."""
+"""Xids that OCI takes for the hardware's, and NVIDIA's of later GPUs: an unrecovered ECC error (140), and NVLink's of
+Blackwell (144 to 150). Others mostly follow from a program's mistake."""
+RECOVERY, HARMLESS = 154, ("None", "Drain P2P")
+"""The Xid that says what the GPU needs now, and what of that is no reset and no reboot."""
 XID = Rule(
     "kernel.xid", "Xids of hardware in the kernel's log", "FAIL", "none", "Xid",
     "OCI (its set of Xids); NVIDIA, XID Errors",
@@ -58,13 +61,14 @@ DISK = Rule(
     "dmesg | grep -i -e 'I/O error' -e read-only; smartctl -a /dev/{device}",
 )  # fmt: skip
 RULES = (XID, OTHER_XID, SWITCH, LOST, LIMITED, AER, MACHINE_CHECK, OUT_OF_MEMORY, DISK)
-AN_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)")
+AN_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)(.*)")
+AN_ACTION = re.compile(r"recovery action changed from .* to \S+ \((.*?)\)")
 """Of a MIG instance it has that, too: (PCI:0000:52:00 GPU-I:05)."""
 AT = r"(?P<device>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.\d)"
 PATTERNS = (
     (SWITCH, r"(?P<device>nvidia-nvswitch\d+): SXid \([^)]*\): (?P<what>\d+), Fatal"),
-    (LIMITED, AT + r": (?P<what>[\d.]+ Gb/s available PCIe bandwidth, limited by)"),
-    (AER, AT + r": PCIe Bus Error: severity=(?P<what>Uncorrect\w+ \([\w-]+\))"),
+    (LIMITED, AT + r": (?P<what>[\d.]+ Gb/s available PCIe bandwidth, limited by.*)"),
+    (AER, AT + r": (?:AER: )?PCIe Bus Error: severity=(?P<what>Uncorrect\w+ \([\w-]+\))"),
     (MACHINE_CHECK, r"mce: (?P<what>\[Hardware Error\]: .*)"),
     (MACHINE_CHECK, r"EDAC (?P<device>MC\d+): (?P<what>\d+ [CU]E)"),
     (OUT_OF_MEMORY, r"[Oo]ut of memory: Kill(?:ed)? process \d+ \((?P<device>[^)]*)\)"),
@@ -78,27 +82,47 @@ SOURCES = (
     ("kernel_log", "dmesg", "--notime"),
     ("kernel_journal", "journalctl", "--quiet", "-k", "-b", "-o", "cat", "--lines=20000"),
 )
-"""Of the log; the journal may be read by some for whom dmesg may not."""
+"""Of the log; the journal may be read by some for whom dmesg may not, and keeps more."""
 
 
 def check(machine: Machine, _: Expected) -> list[Finding]:
     """One finding for each kind of trouble of each device, with what was said last."""
     text = _log(machine)
-    ours = {*pci.devices(machine, pci.GPU, pci.NVIDIA), *pcie.rdma_cards(machine)}
-    told = [each for each in _of_patterns(text) if each.id != LIMITED.id or each.device in ours]
+    gpus, cards = pci.devices(machine, pci.GPU, pci.NVIDIA), pcie.rdma_cards(machine)
+    told = [
+        each
+        for each in _of_patterns(text)
+        if each.id != LIMITED.id or each.device in cards or (each.device in gpus and _lacks_lanes(each))
+    ]
     broken = [*_of_gpus(text), *told]
     ids = {finding.id for finding in broken}
     return [*broken, *(rule.well("none") for rule in RULES if rule.id not in ids)]
 
 
+def _lacks_lanes(limited: Finding) -> bool:
+    """A GPU that is idle at boot rests at a low speed, on all its lanes."""
+    return len(set(re.findall(r"x(\d+) link", str(limited.measured)))) > 1
+
+
 def _log(machine: Machine) -> str:
+    """Of all who keep one, the newest last: the kernel's own forgets what came first."""
+    texts: list[str] = []
     said_by: list[str] = []
+    stuck: Stuck | None = None
     for name, *words in SOURCES:
-        said = machine.ask(name, *words)
+        try:
+            said = machine.ask(name, *words)
+        except Stuck as error:
+            stuck = error
+            continue
         if said is not None and not said.code and said.text.strip():
-            return said.text
-        if said is not None:
+            texts.insert(0, said.text)
+        elif said is not None:
             said_by.append(f"{words[0]}: {first_line(said.text).removeprefix(f'{words[0]}: ')}")
+    if texts:
+        return "\n".join(texts)
+    if stuck:
+        raise stuck
     if not said_by:
         raise Skip("neither dmesg nor journalctl is there")
     raise Skip(f"the kernel's log may not be read ({'; '.join(said_by)}): ask as root")
@@ -107,8 +131,15 @@ def _log(machine: Machine) -> str:
 def _of_gpus(text: str) -> list[Finding]:
     """Xids, the last of each kind, of each GPU; of one that is lost, that."""
     lost = sorted({pci.address(at.rstrip(":")) for at in A_LOSS.findall(text)})
-    last = {(pci.address(at), int(xid) in OF_HARDWARE): int(xid) for at, xid in AN_XID.findall(text)}
-    xids = [(XID if hardware else OTHER_XID).broken(at, xid) for (at, hardware), xid in last.items() if at not in lost]
+    last: dict[tuple[str, str], Finding] = {}
+    for place, number, said in AN_XID.findall(text):
+        at, xid, action = pci.address(place), int(number), AN_ACTION.search(said)
+        if xid != RECOVERY or action is None:
+            rule = XID if xid in OF_HARDWARE else OTHER_XID
+            last[at, rule.id] = rule.broken(at, xid)
+        elif action[1] not in HARMLESS:  # an Xid before it says why
+            last.setdefault((at, XID.id), XID.broken(at, f"{xid}: {action[1]}"))
+    xids = [finding for (at, _), finding in last.items() if at not in lost]
     return [*(LOST.broken(at, "fallen off the bus") for at in lost), *xids]
 
 

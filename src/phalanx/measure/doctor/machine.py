@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from glob import glob
 from pathlib import Path
 from typing import IO
@@ -15,15 +17,20 @@ from phalanx.measure.doctor.children import Answer, run
 
 COMMANDS, ENVIRONMENT = "commands", "environment"
 VARIABLES = re.compile(
-    r"(NCCL|GLOO|TORCH_NCCL|CUDA|UCX)_\w+|MASTER_ADDR|OMP_NUM_THREADS|LD_LIBRARY_PATH|SLURM(D_NODENAME|_GPUS_ON_NODE)"
+    r"(NCCL|GLOO|TORCH_NCCL|CUDA|UCX)_\w+|MASTER_ADDR|OMP_NUM_THREADS|LD_LIBRARY_PATH|"
+    r"SLURM(D_NODENAME|_GPUS_ON_NODE|_(JOB|STEP)_NODELIST)"
 )
 """Of the environment, what checks may know and a record may hold."""
+SYSTEMS_FILE, USERS_FILE = "/etc/nccl.conf", "~/.nccl.conf"
+"""In which NCCL looks for variables; NCCL_CONF_FILE names another for the user's."""
 HOSTNAME = "/proc/sys/kernel/hostname"
 COMMAND_SECONDS = 10
 """Twice what nvidia-smi may take to answer before Primus calls that a failure (smi latency > 5 s)."""
 PIECE_BYTES, MOST_PIECES = 1 << 16, 1024
 """Of a file that are read, in all 64 MiB (a log of NCCL): under /proc/sys the kernel refuses to be asked for megabytes
 at once."""
+CANNOT_RUN = 126
+"""A shell's exit code for a program that is there, and cannot be run."""
 ENDED = re.compile(r"\n?\[(exit (-?\d+)|no answer)\]\s*$")
 """The last line of a recorded answer that was not well."""
 
@@ -42,7 +49,8 @@ class Machine:
     def __init__(self, root: Path | None = None, record: Path | None = None) -> None:
         self.root, self.record = root, record
         here = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
-        self.environment: Mapping[str, str] = here if root is None else _variables(root / ENVIRONMENT)
+        self.started_with: Mapping[str, str] = here if root is None else _variables(self.read(f"/{ENVIRONMENT}"))
+        """Variables of the environment, without those of NCCL's files."""
         if record is not None:
             lines = [f"{name}={value}\n" for name, value in sorted(here.items())]
             self._keep(ENVIRONMENT, "".join(lines))
@@ -50,11 +58,20 @@ class Machine:
     @property
     def host(self) -> str:
         """Its name: Slurm's where that started us, since srun --exclude takes no other."""
-        slurm = self.environment.get("SLURMD_NODENAME")
+        slurm = self.started_with.get("SLURMD_NODENAME")
         return slurm or self.read(HOSTNAME) or (socket.gethostname() if self.root is None else "unknown")
 
+    @cached_property
+    def environment(self) -> Mapping[str, str]:
+        """Variables, with those of NCCL's files that the environment does not set: NCCL lets the user's file go before
+        the system's (its src/misc/param.cc)."""
+        files = SYSTEMS_FILE, self.started_with.get("NCCL_CONF_FILE") or USERS_FILE
+        of_files = {name: value for file in files for name, value in _variables(self.read(file)).items()}
+        return {**{name: value for name, value in of_files.items() if VARIABLES.fullmatch(name)}, **self.started_with}
+
     def read(self, path: str) -> str | None:
-        """The text of a file, without white space around it; None where it is not there or cannot be read."""
+        """The text of a file, without white space around it; None where it is not there or cannot be read. `~` is the
+        user's home, in a record too."""
         try:
             with self._place(path).open("rb") as file:
                 text = b"".join(_pieces(file)).decode(errors="replace").replace("\0", "").strip()
@@ -92,7 +109,7 @@ class Machine:
         return Answer(text[: end.start()], int(end[2]) if end[2] else None)
 
     def _place(self, path: str) -> Path:
-        return Path(path) if self.root is None else self.root / path.lstrip("/")
+        return Path(os.path.expanduser(path)) if self.root is None else self.root / path.lstrip("/")
 
     def _keep(self, path: str, text: str | None) -> None:
         """Record a file, or a directory. What was read is not replaced by what was only listed."""
@@ -117,10 +134,11 @@ def _pieces(file: IO[bytes]) -> Iterator[bytes]:
 def _asked(words: tuple[str, ...], seconds: float) -> Answer | None:
     try:
         return run(words, seconds)
-    except OSError:
-        return None
+    except OSError as error:
+        there = shutil.which(words[0])
+        return Answer(f"{words[0]}: {error.strerror or error}", CANNOT_RUN) if there else None
 
 
-def _variables(file: Path) -> dict[str, str]:
-    lines = file.read_text().splitlines() if file.exists() else []
+def _variables(text: str | None) -> dict[str, str]:
+    lines = [line for line in (text or "").splitlines() if not line.startswith("#")]
     return {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}

@@ -41,8 +41,7 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
     total, available = known["MemTotal"], known["MemAvailable"]
     for limit, used in _groups(machine):
         total, available = min(total, limit), max(0, min(available, limit - used))
-    on_cpu = expected.gpus == 0 or (expected.gpus is None and not pci.devices(machine, pci.GPU, pci.NVIDIA))
-    need = (expected.rank_bytes or 0) * (expected.ranks or 1) if on_cpu else 0
+    need = (expected.rank_bytes or 0) * (expected.ranks or 1) if pci.on_cpus(machine, expected) else 0
     free, needed = {"": round(available / GIB, 2)}, f"at least {need / GIB:.2f}"
     return [
         *judge(AVAILABLE, {"": round(100 * available / total)}, lambda percent: percent < 100 * LEAST_FREE),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.measure.doctor import ports
@@ -33,6 +34,7 @@ RULES = (SOCKETS, DIRECT, WARNINGS, VERSION)
 LINE = re.compile(r"^(?:.*?[\s:])??([\w.-]+):\d+:\d+ \[\d+\] (?:\S+:\d+ )?NCCL (INFO|WARN) (.*)$")
 """host:pid:tid [device] NCCL INFO ..., and of a warning its place in the source, as NCCL's src/debug.cc writes them;
 before it what launchers write: "0: " (srun), "[default0]:" (torchrun), "[1,0]<stdout>:" (mpirun)."""
+A_VERSION = re.compile(r"(?:^|[\s:\]>])NCCL version (\S+)")
 BEFORE_TIME = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?\]\s*")
 
 
@@ -49,22 +51,36 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
 
 def judged(text: str, rdma: bool) -> list[Finding]:
     """What a log says, on machines with RDMA devices or without."""
-    matches = [LINE.match(BEFORE_TIME.sub("", line)) for line in text.splitlines()]
-    lines = [(match[1], match[2], match[3]) for match in matches if match]
+    said = [BEFORE_TIME.sub("", line) for line in text.splitlines()]
+    lines = [(match[1], match[2], match[3]) for match in map(LINE.match, said) if match]
     if not lines:
         raise Skip("no line of NCCL in the log")
-    took = {host: said.rpartition(" ")[2] for host, _, said in lines if said.startswith("Using network ")}
-    slow = {host: network for host, network in took.items() if network == "Socket"}
-    no_card = any("NET/IB : No device found" in said for _, _, said in lines)
     over = [said for _, _, said in lines if "via NET/" in said and "/Socket" not in said]
-    warnings = [(host, said) for host, level, said in lines if level == "WARN"]
-    versions = {host: said.split()[2] for host, _, said in lines if re.match(r"NCCL version \S", said)}
-    seen = "Socket" + (" (NET/IB : No device found)" if no_card else "")
-    fallback = [SOCKETS.broken(host, seen) for host in slow] if rdma or len(slow) < len(took) else []
+    warnings = {host: said for host, level, said in lines if level == "WARN"}
     indirect = sum("GDRDMA" not in said for said in over)
     return [
-        *(fallback or [SOCKETS.well(", ".join(sorted(set(took.values()))) or "not said")]),
+        *_fallback(lines, rdma),
         *(judge(DIRECT, {"": indirect}, lambda count: count > 0) if over else [DIRECT.skipped("no channel over RDMA")]),
-        *([WARNINGS.broken(host, said) for host, said in dict(warnings).items()] or [WARNINGS.well("none")]),
-        *judge(VERSION, versions, lambda version: version != usual(versions.values())),
+        *([WARNINGS.broken(host, said, host=host) for host, said in warnings.items()] or [WARNINGS.well("none")]),
+        *_versions(said),
     ]
+
+
+def _fallback(lines: Sequence[tuple[str, str, str]], rdma: bool) -> list[Finding]:
+    """Hosts of which some rank took sockets, where cards are there or others took another network."""
+    took = [(host, said.rpartition(" ")[2]) for host, _, said in lines if said.startswith("Using network ")]
+    networks = {network for _, network in took}
+    slow = dict.fromkeys(host for host, network in took if network == "Socket")
+    no_card = any("NET/IB : No device found" in said for _, _, said in lines)
+    seen = "Socket" + (" (NET/IB : No device found)" if no_card else "")
+    fallback = [SOCKETS.broken(host, seen, host=host) for host in slow] if rdma or len(networks) > 1 else []
+    return fallback or [SOCKETS.well(", ".join(sorted(networks)) or "not said")]
+
+
+def _versions(lines: Sequence[str]) -> list[Finding]:
+    """Every version but that of most lines; up to NCCL 2.2x they name no host."""
+    said = [(LINE.match(line), match[1]) for line in lines if (match := A_VERSION.search(line))]
+    hosts = {(line[1] if line else "", version) for line, version in said}
+    most = usual(version for _, version in said) or ""
+    other = [VERSION.broken(host, version, most, host) for host, version in sorted(hosts) if version != most]
+    return other or judge(VERSION, dict(hosts), lambda _: False)

@@ -13,11 +13,17 @@ from phalanx.measure.doctor.machine import Machine
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 LOCAL = ("lo", "docker", "veth", "virbr")
 """Beginnings of interfaces that no other node reaches."""
+GLOO = INTERFACES[1]
 LEFT_OVER = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO")
 EXISTS = Rule(
-    "nccl.interface", "interfaces that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME take", "FAIL",
+    "nccl.interface", "interfaces that NCCL_SOCKET_IFNAME takes", "FAIL",
     "at least one that is there", "", "NCCL (NCCL_SOCKET_IFNAME); Primus",
     "name an interface of this node in {device}, or unset it", "ip -br link; env | grep SOCKET_IFNAME",
+)  # fmt: skip
+GLOOS = Rule(
+    "nccl.gloo_interface", "interfaces that GLOO_SOCKET_IFNAME names", "FAIL", "all are there", "",
+    "gloo (transport/tcp/device.cc): whole names; it knows no ^ and no =, and fails if one is missing",
+    "name whole interfaces of this node in {device}, separated by commas, or unset it", "ip -br link",
 )  # fmt: skip
 REACHED = Rule(
     "nccl.interface_local", "those of them that no other node reaches", "FAIL", "none (lo, docker, veth, virbr)", "",
@@ -42,7 +48,7 @@ FORCED = Rule(
     "nccl.left_over", "variables that switch transports or algorithms off", "WARN", "not set", "",
     "NCCL, environment variables (meant for debugging)", "unset {device}: it costs bandwidth", "unset {device}",
 )  # fmt: skip
-RULES = (EXISTS, REACHED, UP, ROUTE, CARDS, FORCED)
+RULES = (EXISTS, GLOOS, REACHED, UP, ROUTE, CARDS, FORCED)
 
 
 def check(machine: Machine, expected: Expected) -> list[Finding]:
@@ -51,7 +57,7 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
         raise Skip("no variable of NCCL or gloo is set")
     there = _there(machine)
     named = {name: machine.environment[name] for name in INTERFACES if machine.environment.get(name)}
-    taken = {name: [each for each in there if takes(value, each)] for name, value in named.items()}
+    taken = {name: [each for each in there if _taken(name, value, each)] for name, value in named.items()}
     forced = {name: machine.environment[name] for name in LEFT_OVER if _forced(machine, name)}
     return [
         *_interfaces(machine, named, taken, there, expected.nodes == 1),
@@ -63,9 +69,17 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
 
 def named_interfaces(machine: Machine) -> list[str]:
     """Those that the variables take and other nodes may reach."""
-    values = [machine.environment[name] for name in INTERFACES if machine.environment.get(name)]
+    values = {name: machine.environment[name] for name in INTERFACES if machine.environment.get(name)}
     far = [each for each in _there(machine) if not each.startswith(LOCAL)]
-    return [each for each in far if any(takes(value, each) for value in values)]
+    return [each for each in far if any(_taken(name, value, each) for name, value in values.items())]
+
+
+def _taken(variable: str, value: str, interface: str) -> bool:
+    return interface in _names(value) if variable == GLOO else takes(value, interface)
+
+
+def _names(value: str) -> list[str]:
+    return [name for name in value.split(",") if name]
 
 
 def _there(machine: Machine) -> list[str]:
@@ -78,16 +92,25 @@ def _interfaces(
 ) -> list[Finding]:
     """Of the interfaces that each variable takes: some are there, other nodes are reached by them, and one is up."""
     if not named:
-        return [rule.skipped("no variable names an interface") for rule in (EXISTS, REACHED, UP)]
+        return [rule.skipped("no variable names an interface") for rule in (EXISTS, GLOOS, REACHED, UP)]
     states = {name: _state(machine, name) for name in there}
-    missing = [EXISTS.broken(name, named[name], f"one of {', '.join(there)}") for name in named if not taken[name]]
+    known = f"of {', '.join(there)}"
+    of_nccl = {name: value for name, value in named.items() if name != GLOO}
+    missing = [EXISTS.broken(name, value, f"one {known}") for name, value in of_nccl.items() if not taken[name]]
+    unknown = [GLOOS.broken(GLOO, name, f"some {known}") for name in _names(named.get(GLOO, "")) if name not in there]
     local = {name: _local(mine, states) for name, mine in taken.items() if mine}
     far = {name: " ".join(states[each] for each in taken[name]) for name, mine in local.items() if not mine}
     return [
-        *(missing or [EXISTS.well(", ".join(mine[0] for mine in taken.values()))]),
+        *(missing or [_first(EXISTS, INTERFACES[0], taken)]),
+        *(unknown or [_first(GLOOS, GLOO, taken)]),
         *([REACHED.skipped("the run has one node")] if alone else judge(REACHED, local, bool)),
         *judge(UP, far, lambda said: "up" not in said.split()),
     ]
+
+
+def _first(rule: Rule, variable: str, taken: dict[str, list[str]]) -> Finding:
+    mine = taken.get(variable)
+    return rule.well(mine[0]) if mine else rule.skipped(f"{variable} is not set")
 
 
 def _local(mine: list[str], states: dict[str, str]) -> str:

@@ -40,7 +40,8 @@ FABRIC = Rule(
 )  # fmt: skip
 RULES = (ACTIVE, COUNT, SPEED, ERRORS_RULE, FABRIC)
 LINK = re.compile(r"Link (\d+): (?:(<?inactive>?)|([\d.]+) GB/s)", re.IGNORECASE)
-ERROR = re.compile(r"Link (\d+): .*Errors?: (\d+)")
+ERROR = re.compile(r"Link (\d+): .*(?:Errors?|Total link recovery events|Tx discards): (\d+)")
+"""The events are Blackwell's: failed and successful ones are among all."""
 
 
 def check(machine: Machine, _: Expected) -> list[Finding]:

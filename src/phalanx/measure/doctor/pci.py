@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from phalanx.measure.doctor.expected import Expected
 from phalanx.measure.doctor.machine import Machine
 
 DEVICES = "/sys/bus/pci/devices"
-NVIDIA, MELLANOX = "0x10de", "0x15b3"
-GPU, BRIDGE, NETWORK = ("0x0300", "0x0302"), ("0x0680",), ("0x0200", "0x0207")
+NVIDIA = "0x10de"
+GPU, BRIDGE = ("0x0300", "0x0302"), ("0x0680",)
 """Beginnings of class codes (PCI Code and ID Assignment Specification); an NVSwitch is a bridge."""
 
 
@@ -18,6 +19,17 @@ def devices(machine: Machine, kinds: tuple[str, ...], vendor: str | None = None)
         if kind.startswith(kinds) and vendor in (None, machine.read(f"{path}/vendor")):
             found.append(path.rpartition("/")[2])
     return found
+
+
+def on_cpus(machine: Machine, expected: Expected) -> bool:
+    """Whether a run computes on CPUs here: it says so, or takes GPUs where some are, and none is."""
+    return expected.gpus == 0 or (expected.gpus is None and not devices(machine, GPU, NVIDIA))
+
+
+def port_above(machine: Machine, at: str) -> str | None:
+    """The address of the bridge in whose slot a device sits: its directory holds the device's."""
+    above = machine.listing(f"{DEVICES}/*/{at}")
+    return above[0].split("/")[-2] if above else None
 
 
 def address(text: str) -> str:

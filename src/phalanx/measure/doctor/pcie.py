@@ -11,13 +11,13 @@ from phalanx.measure.doctor.machine import Machine
 from phalanx.measure.doctor.smi import number
 
 WIDTH = Rule(
-    "pcie.width", "lanes in use", "FAIL", "as many as the device has", "lanes", "OCI (width 16)",
+    "pcie.width", "lanes in use", "FAIL", "as many as the device and its slot have", "lanes", "OCI (width 16)",
     "drain the node; have {device} reseated, or put it into a slot with all lanes",
     "lspci -s {device} -vv | grep -e LnkCap -e LnkSta",
 )  # fmt: skip
 SPEED = Rule(
     "pcie.speed", "speed of a network card's link (those of idle GPUs rest lower)", "FAIL",
-    "as fast as the device can", "GT/s", "Imbue (available PCIe bandwidth, limited by ...)",
+    "as fast as the device and its slot can", "GT/s", "Imbue (available PCIe bandwidth, limited by ...)",
     "have {device} reseated; check the slot's speed in the BIOS", "lspci -s {device} -vv | grep -e LnkCap -e LnkSta",
 )  # fmt: skip
 ERRORS = Rule(
@@ -43,9 +43,9 @@ def check(machine: Machine, _: Expected) -> list[Finding]:
     if not looked_at:
         raise Skip("no GPU and no RDMA card on the PCI bus")
     several = len(machine.listing("/sys/devices/system/node/node[0-9]*")) > 1
-    full = {at: _numbers(machine, at, "max_link_width") for at in looked_at}
+    full = {at: _most(machine, at, "max_link_width") for at in looked_at}
     used = {at: _numbers(machine, at, "current_link_width") for at in looked_at}
-    fast = {at: _numbers(machine, at, "max_link_speed") for at in cards}
+    fast = {at: _most(machine, at, "max_link_speed") for at in cards}
     runs = {at: _numbers(machine, at, "current_link_speed") for at in cards}
     nodes = {at: machine.read(f"{pci.DEVICES}/{at}/numa_node") or "" for at in looked_at}
     severe = {at: count for at in looked_at if (count := errors(machine, at)) is not None}
@@ -75,6 +75,13 @@ def errors(machine: Machine, at: str) -> int | None:
 
 def _numbers(machine: Machine, at: str, name: str) -> float:
     return number(machine.read(f"{pci.DEVICES}/{at}/{name}") or "") or 0
+
+
+def _most(machine: Machine, at: str, name: str) -> float:
+    """What a device and the slot that it sits in can, both."""
+    above = pci.port_above(machine, at)
+    ends = [_numbers(machine, each, name) for each in (at, above) if each]
+    return min((value for value in ends if value > 0), default=0)
 
 
 def _below(rule: Rule, used: dict[str, float], most: dict[str, float]) -> list[Finding]:

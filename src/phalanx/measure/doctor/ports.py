@@ -130,14 +130,13 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
     rates = {name: _rate(machine, port) for name, port in up.items()}
     wanted = max(_wanted_gbps(expected, len(mine)), usual(rates.values()) or 0.0)
     days = max(1.0, (number(machine.read("/proc/uptime") or "") or 0) / DAY)
-    downs = {
-        name: number(machine.read(f"{port.path}/counters/link_downed") or "") or 0.0 for name, port in mine.items()
-    }
+    read = {name: number(machine.read(f"{port.path}/counters/link_downed") or "") for name, port in mine.items()}
+    downs = {name: round(count / days, 1) for name, count in read.items() if count is not None}
     return [
         *_left_out(machine, mine),
         *judge(STATE, states, lambda state: not re.match(r"4:.*5:", state)),
         *judge(RATE, rates, lambda rate: rate < ROUNDED * wanted, f"at least {wanted:g}"),
-        *judge(FLAPPING, {name: round(count / days, 1) for name, count in downs.items()}, lambda count: count > FLAPS),
+        *judge(FLAPPING, downs, lambda count: count > FLAPS),
         *_firmware(machine, mine),
     ]
 
@@ -159,7 +158,8 @@ def _wanted_gbps(expected: Expected, cards: int) -> float:
 
 
 def _firmware(machine: Machine, mine: dict[str, Port]) -> list[Finding]:
-    versions = {port.device: machine.read(f"{ROOT}/{port.device}/fw_ver") or "" for port in mine.values()}
+    read = {port.device: machine.read(f"{ROOT}/{port.device}/fw_ver") for port in mine.values()}
+    versions = {device: version for device, version in read.items() if version}
     kinds = {port.device: _kind(machine, port) for port in mine.values()}
     common = {kind: usual(versions[device] for device in versions if kinds[device] == kind) for kind in kinds.values()}
     other = [

@@ -11,6 +11,9 @@ from phalanx.measure.doctor.machine import Machine, Stuck
 Row = dict[str, str]
 GPU_LINE = re.compile(r"GPU (\d+):")
 NO_VALUE = re.compile(r"^\[|N/A")
+WELL = (0, 14)
+"""Exit codes with an answer: 14 where some infoROM is corrupted (nvidia-smi's manual)."""
+CORRUPTED = re.compile(r"infoROM is corrupted at gpu ([0-9a-fA-F:.]+)")
 BAD = re.compile(r"requires reset|is lost|Unknown Error")
 """In place of a value, of a GPU that does not answer."""
 
@@ -23,7 +26,7 @@ def answer(machine: Machine, name: str, *words: str) -> str:
         raise Skip(str(error)) from None
     if said is None:
         raise Skip("no NVIDIA GPU" if not pci.devices(machine, pci.GPU, pci.NVIDIA) else "no nvidia-smi")
-    if said.code:
+    if said.code not in WELL:
         raise Skip(f"nvidia-smi {' '.join(words)}: {first_line(said.text)}")
     return said.text
 

@@ -23,26 +23,32 @@ IMPORTS = Rule(
 CUDA = Rule(
     "software.cuda", "GPUs that PyTorch can use", "FAIL", "all that nvidia-smi lists, or CUDA_VISIBLE_DEVICES names",
     "GPUs", "Primus (torch count = smi count)",
-    "install a PyTorch for this driver's CUDA, or a newer driver; start the fabric manager",
-    "python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count()); torch.zeros(1).cuda()'",
+    "install a PyTorch for this driver's CUDA, or a newer driver",
+    "python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'",
 )  # fmt: skip
-DRIVER = Rule(
-    "software.driver", "NVIDIA's kernel module and its libraries", "FAIL", "of one version", "",
-    "NVIDIA (Driver/library version mismatch)", "reboot, or load the module of the installed version",
-    "cat /proc/driver/nvidia/version; nvidia-smi",
+STARTS = Rule(
+    "software.cuda_starts", "a number on a GPU, by PyTorch", "FAIL", "is there", "",
+    "CUDA (errors of its initialization: driver too old, system not yet initialized)",
+    "install a PyTorch for this driver's CUDA, or a newer driver; at error 802 start the fabric manager",
+    "python -c 'import torch; torch.zeros(1).cuda()'; nvidia-smi; systemctl status nvidia-fabricmanager",
 )  # fmt: skip
 PEER = Rule(
     "software.peer_memory", "nvidia_peermem, or dma-buf by the open kernel module", "WARN", "one of them is there", "",
     "NVIDIA, GPUDirect RDMA", "load it: RDMA goes through the host's memory else", "modprobe nvidia_peermem",
 )  # fmt: skip
-RULES = (IMPORTS, CUDA, DRIVER, PEER)
+RULES = (IMPORTS, CUDA, STARTS, PEER)
 A_GPU = re.compile(r"\d+|(GPU|MIG)-\S+")
-PROGRAM = (
-    "import json, torch; there = torch.cuda.is_available(); "
-    "print(json.dumps({'torch': torch.__version__, 'cuda': torch.version.cuda, 'gpus': torch.cuda.device_count(), "
-    "'nccl': '.'.join(map(str, torch.cuda.nccl.version())) if there else None, "
-    "'devices': [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}))"
-)
+PROGRAM = """
+import json, torch
+gpus, error = torch.cuda.device_count(), None  # by the driver: CUDA itself need not work
+try:
+    torch.zeros(1).cuda() if gpus else None
+except Exception as raised:
+    error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
+known = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus, "error": error}
+print(json.dumps(known | {"nccl": ".".join(map(str, nccl)) or None}))
+"""
 
 
 class NotImportedError(Exception):
@@ -59,21 +65,25 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
         return [IMPORTS.broken("torch", str(error))]
     imported = IMPORTS.well(str(known["torch"]))
     if not pci.devices(machine, pci.GPU, pci.NVIDIA) and not known["gpus"]:
-        return [imported, *(rule.skipped("no NVIDIA GPU") for rule in (CUDA, DRIVER, PEER))]
-    used = [CUDA.skipped("the run is for CPUs")] if expected.gpus == 0 else _cuda(machine, known)
-    return [imported, *used, *_driver(machine), *_peer_memory(machine)]
+        return [imported, *(rule.skipped("no NVIDIA GPU") for rule in (CUDA, STARTS, PEER))]
+    if expected.gpus == 0:
+        used = [rule.skipped("the run is for CPUs") for rule in (CUDA, STARTS)]
+    else:
+        used = [*_cuda(machine, known), _starts(known)]
+    return [imported, *used, *_peer_memory(machine)]
 
 
 def torch_facts(machine: Machine) -> dict[str, Any]:
-    """Versions of PyTorch, its CUDA and NCCL, and the GPUs that it sees, told by a process of its own. Raises
-    NotImportedError with its last word where it does not tell, Skip where that was not recorded, and Stuck."""
+    """Versions of PyTorch, its CUDA and NCCL, the GPUs that it sees and why it cannot use them, told by a
+    process of its own. Raises NotImportedError with its last word where it does not tell, Skip where that was not
+    recorded, and Stuck."""
     said = machine.ask("torch", sys.executable, "-c", PROGRAM, seconds=TORCH_SECONDS)
     if said is None:
         raise Skip("not recorded")
     line = said.text.strip().rpartition("\n")[2]
     try:
         known = json.loads(line)
-        return {name: known[name] for name in ("torch", "cuda", "nccl", "gpus")}
+        return {name: known[name] for name in ("torch", "cuda", "nccl", "gpus")} | {"error": known.get("error")}
     except (ValueError, KeyError, TypeError):
         raise NotImportedError(line or "nothing") from None
 
@@ -88,21 +98,15 @@ def _cuda(machine: Machine, known: dict[str, Any]) -> list[Finding]:
     return judge(CUDA, {"torch": int(known["gpus"])}, lambda count: count < wanted, f"{wanted}")
 
 
+def _starts(known: dict[str, Any]) -> Finding:
+    if not known["gpus"]:
+        return STARTS.skipped("PyTorch sees no GPU")
+    return STARTS.broken("torch", str(known["error"])) if known["error"] else STARTS.well("yes")
+
+
 def _visible(listed: str) -> int:
     """GPUs that CUDA_VISIBLE_DEVICES names: those before the first that is none (-1; NoDevFiles of Slurm)."""
     return len(list(takewhile(A_GPU.fullmatch, (name.strip() for name in listed.split(",")))))
-
-
-def _driver(machine: Machine) -> list[Finding]:
-    module = machine.read("/sys/module/nvidia/version")
-    try:
-        rows = smi.query(machine, "smi_driver", "gpu", "index", "driver_version")
-    except Skip as skipped:
-        return [DRIVER.skipped(str(skipped))]
-    if module is None:
-        return [DRIVER.skipped("/sys/module/nvidia/version is not there (in a container?)")]
-    library = next(iter(smi.words(rows, "driver_version").values()), "unknown")
-    return judge(DRIVER, {"nvidia": module}, lambda version: version != library, library)
 
 
 def _peer_memory(machine: Machine) -> list[Finding]:
