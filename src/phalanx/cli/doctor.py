@@ -77,6 +77,8 @@ def doctor(
                    {"--gather": gather, "--collectives": collectives or None})  # fmt: skip
     if nccl_log is not None and sysroot is None and _is_missing(nccl_log):
         raise UserError("--nccl-log", str(nccl_log), "is no file", "name what NCCL_DEBUG_FILE named")
+    if record is not None and record.exists() and (not record.is_dir() or any(record.iterdir())):
+        raise UserError("--record", str(record), "is there already", "name a new directory: a record is of one moment")
     expected = replace(_expected(run, nproc, set_ or []), quick=quick, nccl_log=str(nccl_log) if nccl_log else None)
     if gather is not None:
         found, out = _gathered(gather, expected.nodes or 0), out or gather

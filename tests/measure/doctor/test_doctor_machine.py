@@ -160,6 +160,15 @@ def test_a_machine_is_recorded_and_played_back(tmp_path: Path) -> None:
     assert read(Machine(tmp_path / "record")).keys() == read(Machine()).keys()
 
 
+def test_what_changes_while_it_is_recorded_is_the_same_for_all_checks(tmp_path: Path) -> None:
+    changing = tmp_path / "meminfo"
+    changing.write_text("MemAvailable: 1")
+    assert Machine(record=tmp_path / "record").read(str(changing)) == "MemAvailable: 1"
+    changing.write_text("MemAvailable: 2")
+    assert Machine(record=tmp_path / "record").read(str(changing)) == "MemAvailable: 1"
+    assert Machine().read(str(changing)) == "MemAvailable: 2"
+
+
 def test_variables_of_nccls_files_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("NCCL_CONF_FILE", raising=False)

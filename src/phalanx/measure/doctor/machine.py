@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from glob import glob
 from pathlib import Path
@@ -71,7 +72,9 @@ class Machine:
 
     def read(self, path: str) -> str | None:
         """The text of a file, without white space around it; None where it is not there or cannot be read. `~` is the
-        user's home, in a record too."""
+        user's home, in a record too. While it is recorded it is as when it was read first, for all checks."""
+        if (recorded := self._read_before(path)) is not None:
+            return recorded
         try:
             with self._place(path).open("rb") as file:
                 text = b"".join(_pieces(file)).decode(errors="replace").replace("\0", "").strip()
@@ -108,6 +111,11 @@ class Machine:
             return Answer(text)
         return Answer(text[: end.start()], int(end[2]) if end[2] else None)
 
+    def _read_before(self, path: str) -> str | None:
+        with suppress(OSError):
+            return (self.record / path.lstrip("/")).read_text().strip() or None if self.record else None
+        return None
+
     def _place(self, path: str) -> Path:
         return Path(os.path.expanduser(path)) if self.root is None else self.root / path.lstrip("/")
 
@@ -120,7 +128,9 @@ class Machine:
             place.mkdir(parents=True, exist_ok=True)
         elif text or not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(text)
+            aside = place.with_name(f"{place.name}.{os.getpid()}")  # another check may read it meanwhile
+            aside.write_text(text)
+            aside.replace(place)
 
 
 def _pieces(file: IO[bytes]) -> Iterator[bytes]:
