@@ -16,12 +16,13 @@ import pytest
 import torch
 from parity.trajectory import MOE, described, steps, trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.distributed import TCPStore
 
 from phalanx.cost.compute import forward_flops, training_flops_per_token
 from phalanx.data.loader import prefetch
 from phalanx.measure.calls import is_loss
 from phalanx.testing import ranks
-from phalanx.testing.runs import ranks_of
+from phalanx.testing.runs import ranks_of, until
 from phalanx.train.launch import read_failures
 from phalanx.train.metrics import open_logs, read_metrics
 from phalanx.train.progress import Progress
@@ -205,6 +206,23 @@ def test_a_gpu_that_is_gone_is_a_failure_of_that_rank(text: Path, tmp_path: Path
     (left,) = read_failures(directory)
     assert (left["rank"], left["code"], left["final"]) == (1, 1, False)
     assert not is_loss(left["reason"])
+
+
+def test_a_rank_that_stands_by_ends_in_order_when_it_is_told_to(text: Path, tmp_path: Path) -> None:
+    """Who ends by the signal itself leaves the others no time to save."""
+    directory = set_up(described(text, tmp_path, {}), 1, resume=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    command = [sys.executable, "-m", "phalanx.train", str(directory), "--ranks", "1"]
+    with subprocess.Popen(command, env={**os.environ, **place}, stderr=subprocess.DEVNULL) as process:
+        try:
+            heeds = 1 << (signal.SIGTERM - 1)
+            status = Path(f"/proc/{process.pid}/status")
+            until(lambda: int(status.read_text().split("SigCgt:\t")[1][:16], 16) & heeds, "it listens for signals")
+            process.terminate()
+            assert process.wait(timeout=60) == STOPPED
+        finally:
+            process.kill()
 
 
 def test_one_message_says_why_all_ranks_stopped(text: Path, tmp_path: Path) -> None:

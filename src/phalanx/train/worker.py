@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 
 import torch
 import torch.distributed as dist
@@ -67,12 +68,20 @@ class Fewer:
 
 
 def stand_by(directory: Path) -> int:
-    """Of a rank that no layout has a place for: wait until the others have ended; returns the exit code."""
+    """Of a rank that no layout has a place for: wait until the others have ended, or are told to; returns the exit
+    code."""
     end_with_launcher()
-    steps = read_directory(directory)[0].training.steps
-    with suppress(dist.DistError):
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        TCPStore(*address, is_master=False, timeout=timedelta(minutes=5)).wait(["over"], timedelta(days=365))
+    steps, over = read_directory(directory)[0].training.steps, Event()
+
+    def wait() -> None:  # beside the main thread, which hears signals meanwhile
+        with suppress(dist.DistError):
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            TCPStore(*address, is_master=False, timeout=timedelta(minutes=5)).wait(["over"], timedelta(days=365))
+        over.set()
+
+    Thread(target=wait, daemon=True).start()
+    with on_signal(lambda _: over.set()):
+        over.wait()
     return 0 if reached(directory, steps) else STOPPED
 
 
