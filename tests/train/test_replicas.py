@@ -140,10 +140,10 @@ def test_the_run_stops_and_names_rank_tensor_and_step(text: Path, tmp_path: Path
     directory = directory_of(text, tmp_path, 3, {**changes, "training.tokens_per_step": 288})
     said = ended(started(directory, 3, "bit"))
     print(said)
-    assert "phalanx: step 4: model." in said
+    assert "phalanx: CorruptionError: step 4: model." in said
     assert "differs on rank 1 (dp=1) from the 2 others, where it must be equal; it was equal after step 2" in said
     assert "why:" not in said
     assert not list((directory / "hangs").glob("*.json"))
     verdict = known("debug", directory)["verdict"]
     assert (verdict["kind"], verdict["ranks"]) == ("error", [1])
-    assert verdict["said"].startswith("step 4: model.")
+    assert verdict["said"].startswith("CorruptionError: step 4: model.")
