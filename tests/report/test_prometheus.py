@@ -138,7 +138,7 @@ def test_no_counter_falls_where_a_run_goes_back(tmp_path: Path) -> None:
         notes = JsonLines(record, after_step)
         notes.write({**opening, "step": after_step})
         notes.close()
-        note(run, BEGAN, step=after_step)
+        note(run, BEGAN, ranks=2, step=after_step)
         return told(run, watched)
 
     before = [start(8), start(8)][-1]
@@ -159,7 +159,7 @@ def test_a_run_that_has_done_nothing_yet_has_a_plan(tmp_path: Path) -> None:
         "phalanx_start_timestamp_seconds": asked, "phalanx_last_step_timestamp_seconds": asked,
     }  # fmt: skip
     assert {name: values[()] for name, values in told(tmp_path).items()} == expected
-    note(tmp_path, BEGAN, step=0)
+    note(tmp_path, BEGAN, ranks=2, step=0)
     began = float(read_events(tmp_path)[0]["time"])
     assert began > asked
     assert told(tmp_path)["phalanx_last_step_timestamp_seconds"][()] == began

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,16 @@ def launched(run: Any, tmp_path: Path, *more: str, nproc: int = 2) -> subprocess
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
+@contextmanager
+def hangup(handler: signal.Handlers) -> Iterator[None]:
+    """What processes that are started meanwhile do on SIGHUP."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_torchrun_starts_the_same_program(text: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(to_toml(described(text, tmp_path, {"layout.data": "zero3"})))
@@ -168,7 +180,8 @@ def test_a_signal_ends_the_run_with_a_checkpoint(
     number: int, nproc: int, code: int, text: Path, tmp_path: Path
 ) -> None:
     run = described(text, tmp_path, LONG)
-    process = launched(run, tmp_path, nproc=nproc)
+    with hangup(signal.SIG_DFL):  # these tests may be under nohup
+        process = launched(run, tmp_path, nproc=nproc)
     wait_for_steps(process, tmp_path / "parity", 3)
     os.killpg(process.pid, number)
     out, _ = process.communicate(timeout=60)
@@ -180,11 +193,8 @@ def test_a_signal_ends_the_run_with_a_checkpoint(
 
 def test_a_run_under_nohup_outlives_its_terminal(text: Path, tmp_path: Path) -> None:
     """And nobody is left to say so but the steps."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    with hangup(signal.SIG_IGN):
         process = launched(described(text, tmp_path, LONG), tmp_path)
-    finally:
-        signal.signal(signal.SIGHUP, before)
     wait_for_steps(process, tmp_path / "parity", 3)
     os.killpg(process.pid, signal.SIGHUP)
     last = read_metrics(tmp_path / "parity")[-1]["step"]
