@@ -84,7 +84,7 @@ def test_what_an_earlier_start_left_is_removed(tmp_path: Path) -> None:
     """One that fails now must not be taken for one that went well."""
     (tmp_path / COLLECTIVES).write_text("[]")
     for rank in (0, 7):
-        incident.write_failure(tmp_path, {"rank": rank, "reason": "of yesterday"})
+        incident.write_failure(tmp_path, {"rank": rank, "time": 1.0, "reason": "of yesterday"})
     run = tmp_path / "run.toml"
     run.write_text(to_toml(build_run(json.loads(json.dumps(RUN)))))
     assert checkup.work(argparse.Namespace(run=run, out=tmp_path)) == 2  # one rank, which sends nothing

@@ -362,7 +362,8 @@ def test_ranks_that_failed_together_are_a_failure(name: str, nodes: list[Node], 
     words, expected = FAILED[name]
     gather.leave(tmp_path, nodes[0])
     for rank, (host, reason, code) in words.items():
-        incident.write_failure(tmp_path, {"rank": rank, "reason": reason, "code": code, "host": host})
+        told = {"rank": rank, "time": float(rank), "reason": reason, "code": code, "host": host}
+        incident.write_failure(tmp_path, told)
     found = gather.of_collectives(tmp_path)
     assert {(each.id, each.severity) for each in found} == {("between.failed", "FAIL")}
     assert [(each.host, each.device, each.measured) for each in found] == expected
