@@ -40,6 +40,7 @@ from phalanx.train.launch import (
     join_ranks,
     leave,
     on_signal,
+    own_rank,
     report_failures,
     set_environment,
     write_failure,
@@ -171,7 +172,7 @@ def work(directory: Path) -> int:
             _say(how if loss is None else f"{how}; held-out loss {loss:.4f}")
     except BaseException as error:
         step = node.trainer.step if node and node.trainer else 0
-        write_failure(directory, int(os.environ.get("RANK", "0")), step, error)
+        write_failure(directory, own_rank(), step, error)
         if link is not None:
             link.leaving = True
             with suppress(Exception):  # it may be the link that failed

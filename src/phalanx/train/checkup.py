@@ -40,6 +40,7 @@ from phalanx.train.launch import (
     choose_device,
     join_ranks,
     leave,
+    own_rank,
     report_plainly,
     set_environment,
     write_failure,
@@ -193,7 +194,7 @@ def main() -> None:
 
 def work(asked: argparse.Namespace) -> int:
     """Check on this rank; returns the exit code."""
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, ranks = own_rank(), int(os.environ.get("WORLD_SIZE", "1"))
     asked.out.mkdir(parents=True, exist_ok=True)
     incident.forget(asked.out, rank)
     if rank == 0:  # what an earlier start left would be taken for this one's

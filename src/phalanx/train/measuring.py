@@ -37,6 +37,7 @@ from phalanx.train.launch import (
     choose_device,
     join_ranks,
     leave,
+    own_rank,
     report_plainly,
     set_environment,
     write_failure,
@@ -242,10 +243,10 @@ def work(asked: argparse.Namespace) -> int:
         run = load_run(asked.run, environment={})
         device = join_ranks(choose_device(run), run.training.timeout_seconds)
         found = measure(run, device, asked.parts, asked.iterations, asked.sweep)
-        if int(os.environ.get("RANK", "0")) == 0:
+        if own_rank() == 0:
             asked.out.write_text(json.dumps(found, indent=1))
     except Exception as error:
-        write_failure(asked.out.parent, int(os.environ.get("RANK", "0")), 0, error)
+        write_failure(asked.out.parent, own_rank(), 0, error)
         if LAUNCHER not in os.environ:
             traceback.print_exc()
         return 2 if isinstance(error, UserError) else 1

@@ -40,7 +40,8 @@ def train_through(
     """
     set_environment(nproc)
     options = ["--device", choose_device(run), *options]  # a GPU that is lost must not become a CPU
-    if nproc == 1 and meeting is ALONE and not run.recovery.restarts:  # it prints its failure itself
+    alone = nproc == 1 and meeting is ALONE
+    if alone and not (run.recovery.restarts or run.recovery.copy_every):  # it prints its failure itself
         os.execv(sys.executable, [sys.executable, "-m", "phalanx.train", str(directory), *options])
     if run.recovery.copy_every:
         offer_memory(nproc)
