@@ -216,7 +216,8 @@ def test_a_rank_without_memory_says_what_it_held(text: Path, tmp_path: Path) -> 
 
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_named(text: Path, tmp_path: Path) -> None:
-    directory = directory_of(text, tmp_path, 2, {})
+    changes = {"training.timeout_seconds": 60.0}  # the kernel first takes back what else the group holds, which is slow
+    directory = directory_of(text, tmp_path, 2, changes)
     try:
         with limited(3 * 2**29) as join:
             said = ended(started(directory, 2, "much", lambda: join(os.getpid())))
