@@ -38,10 +38,10 @@ def described(directory: Path, name: str, model: dict[str, int], offload: Path |
             "out": str(directory),
             "model": model,
             "data": {"train": [str(Path(json.__file__).parent)], "tokenizer": "bytes", "cache": str(directory)},
-            "training": {"steps": 2, "sequence": 64, "tokens_per_step": 256, **training},
+            "training": {"steps": 2, "sequence": 8, "tokens_per_step": 32, **training},
             "layout": {"data": "zero2", "micro_batch": 2, "recompute": "full", **rests},
             "optimizer": {"warmup_steps": 1},
-            "evaluation": {"tokens": 128},
+            "evaluation": {"tokens": 16},
             "cluster": {"device": "cpu", "nproc": 1, "peak_flops": 1e12},
             "recovery": {"restarts": 0},  # no launcher, which would take a base of its own
         }
