@@ -146,6 +146,14 @@ def test_one_rank_alone_loses_no_more(tmp_path: Path) -> None:
     assert trained(directory) == steps(trainer(described(TEXT, tmp_path / "whole", SHORT)), SHORT["training.steps"])
 
 
+def test_copies_of_one_rank_need_no_restarts(tmp_path: Path) -> None:
+    """They are the launcher's, which one rank would otherwise do without."""
+    with training(TEXT, tmp_path, {**COPIED, "training.steps": 4, "recovery.restarts": 0}, 1) as process:
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    assert len(trained(tmp_path / "parity")) == 4
+
+
 def keep_and_move(run: RunSpec, memories: list[str], last: int) -> list[int]:
     """Ranks change places between starts, twice before a step is won, and one node's memory is new: who has what goes
     to whom needs it."""
