@@ -105,3 +105,10 @@ def test_ranks_that_wait_for_one_that_a_signal_ended_are_not_waited_for() -> Non
         waits.kill()
         ended.kill()
         waits.wait()
+
+
+def test_a_launcher_starts_ranks_without_what_only_they_need() -> None:
+    """Which takes seconds on a slow machine."""
+    program = "import sys, phalanx.train.recovery; print(*sys.modules)"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert not {"torch.distributed.tensor", "torch._dynamo", "sympy", "tokenizers"} & set(said.stdout.split())

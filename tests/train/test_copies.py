@@ -18,8 +18,9 @@ from parity.trajectory import MOE, described, prepared_text, steps, trainer
 from phalanx.data.prepare import prepare
 from phalanx.spec.run import RunSpec
 from phalanx.testing import ranks
-from phalanx.train.copies import VARIABLE, common, offer_memory
+from phalanx.train.copies import common
 from phalanx.train.divergence import roll_back
+from phalanx.train.places import VARIABLE, offer_memory
 from tests.train.test_nodes import nodes, of_one_process
 from tests.train.test_recovery import SECONDS, SHORT, events, ranks_of, reaches, trained, training, until
 

@@ -18,10 +18,10 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.run import RunSpec
 from phalanx.train.agent import EndedElsewhere, Failures, Then, run_ranks, stoppable
-from phalanx.train.copies import offer_memory
 from phalanx.train.launch import choose_device, first_failure, read_failures, report, said_of, set_environment
 from phalanx.train.manifest import checkpoints, reached, step_of
 from phalanx.train.meeting import ALONE, Meeting
+from phalanx.train.places import offer_memory
 from phalanx.train.setup import STOPPED
 
 Choose = Callable[[int], Layout]
