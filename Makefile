@@ -1,7 +1,7 @@
 # The two commands: `make demo` trains on this machine, `make test` proves the code. Both do all the set-up.
-# `make parity` trains every layout of the table for 20 steps, where `make test` stops after 5. Tests run in two processes,
-# a file's in one of them: ranks that wait for each other, and tests without ranks, leave a core idle. Those that measure
-# how long something takes run after them, alone.
+# `make parity` trains every layout of the table for 20 steps, with every model, where `make test` stops after 5 and leaves
+# out what is marked thorough. Tests run in two processes, a file's in one of them: ranks that wait for each other, and
+# tests without ranks, leave a core idle. Those that measure how long something takes run after them, alone.
 PYTHON ?= python3
 BIN := .venv/bin
 # Ranks of the demo: one per GPU, or two on a CPU.
@@ -19,7 +19,7 @@ test: .venv/dev
 	$(BIN)/python -m pytest -m alone
 
 parity: .venv/dev
-	$(BIN)/python -m pytest tests/parity --steps 20
+	$(BIN)/python -m pytest tests/parity tests/verify --steps 20
 
 lint: .venv/dev
 	$(BIN)/ruff check
