@@ -331,6 +331,7 @@ def main() -> None:
         rank(asked.rank[0], Path(asked.rank[1]))
     if asked.launch:
         sys.exit(launch(asked.launch[0], Path(asked.launch[1])))
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, runs would rightly not hear it
     found = []
     with tempfile.TemporaryDirectory(prefix="phalanx-faults-") as scratch:
         for number, kind in enumerate(KINDS):
