@@ -347,6 +347,22 @@ def test_a_group_over_both_data_axes_is_named_once() -> None:
     assert "number 1 of the dp ranks 0, 2, 4, 6" in explain(dumps, {}, sizes).verdict.said
 
 
+def test_ranks_with_different_experts_are_named_by_them() -> None:
+    """A mesh's axis has other ranks, too; where it has not, the group has the axis's name."""
+    for sizes, ranks, said in (
+        (Degrees(1, 4, 1, 1, 1, ep=2), [2, 3], "the ep ranks 2, 3"),
+        (Degrees(1, 2, 2, 1, 2, ep=2), [4, 5], "the tp ranks 4, 5"),
+    ):
+        late = ranks[1]
+        dumps = {rank: dump(rank, sizes, [call(1, group="ep")] * (rank != late), BUSY if rank == late else WAITING)
+                 for rank in ranks}  # fmt: skip
+        for told in dumps.values():
+            told["groups"]["ep"] = ranks
+        found = explain(dumps, {}, sizes).verdict
+        assert f"number 1 of {said}" in found.said, found.said
+        assert f"rank {late} (" in found.said
+
+
 def test_nothing_is_made_up() -> None:
     assert explain({}, {}, Degrees(1, 2, 1, 1, 1)).verdict.kind == "nothing"
 
@@ -357,6 +373,7 @@ def test_nothing_is_made_up() -> None:
         (Degrees(1, 1, 1, 1, 1), 0, ""),
         (Degrees(1, 2, 4, 1, 8), 21, "pp=2, tp=5, dp=0"),
         (Degrees(2, 2, 1, 1, 1), 3, "dp_replicate=1, dp_shard=1"),
+        (Degrees(1, 4, 1, 1, 2, ep=4), 6, "tp=0, ep=2, dp=3"),
         (Degrees(2, 1, 1, 1, 1, servers=1), 0, "server 0"),
         (Degrees(2, 1, 1, 1, 1, servers=1), 2, "dp=1"),
     ],

@@ -113,6 +113,7 @@ def test_groups_are_those_that_are_shown(layout: Any) -> None:
         expected["dp"] = mine(groups(sizes, "dp_replicate", "dp_shard", "cp"))
         expected["ep"] = mine(expert_groups(sizes))
         place = expected["ep"].index(rank)
+        assert place == sizes.expert_place(rank)
         stage = mine(groups(sizes, "dp_replicate", "dp_shard", "cp", "tp"))
         expected["same experts"] = stage[place :: sizes.ep]
         assert {name: ranks for name, ranks in found.items() if len(ranks) > 1} == {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 from phalanx.measure.calls import (
@@ -23,7 +24,7 @@ from phalanx.measure.calls import (
     waits,
 )
 from phalanx.measure.incident import ABORTED, FAILED, STOOD, Call, Dump
-from phalanx.spec.layout import Degrees
+from phalanx.spec.layout import Degrees, expert_groups
 
 Kind = Literal["mismatch", "killed", "stopped", "error", "silent", "absent", "crossed", "lost", "nothing"]
 STATES = {"T": "was stopped (SIGSTOP)", "t": "was stopped by a debugger", "Z": "had died", "X": "had died",
@@ -60,10 +61,10 @@ def coordinates(sizes: Degrees, rank: int) -> str:
     """Where a rank is in the layout: "pp=2, tp=5, dp=0", axes of one rank left out; "" for a single rank."""
     if rank < sizes.servers:
         return f"server {rank}"
-    place = sizes.place(rank)
+    place = {**sizes.place(rank), "ep": sizes.expert_place(rank)}
     if sizes.dp_replicate == 1 or sizes.dp_shard == 1:
         place["dp"] = place.pop("dp_replicate") + place.pop("dp_shard")
-    order = ("pp", "tp", "cp", "dp", "dp_replicate", "dp_shard")
+    order = ("pp", "tp", "cp", "ep", "dp", "dp_replicate", "dp_shard")
     size = {**vars(sizes), "dp": sizes.dp}
     return ", ".join(f"{axis}={place[axis]}" for axis in order if axis in place and size[axis] > 1)
 
@@ -95,6 +96,7 @@ class _Case:
         self.dumps = {rank: dump for rank, dump in dumps.items() if self.states.get(rank) not in STOPPED}
         self.silent = [rank for rank in range(sizes.world_size) if rank not in self.dumps]
         self.groups = groups_of(self.dumps)
+        self.expert_groups = set(expert_groups(sizes))
 
     def name(self, rank: int) -> str:
         where = coordinates(self.sizes, rank)
@@ -114,6 +116,8 @@ class _Case:
             return f"the servers {', '.join(map(str, ranks))}"
         places = [self.sizes.place(rank) for rank in ranks if rank >= self.sizes.servers]
         axes = [axis for axis in self.sizes.axes if len({place[axis] for place in places}) > 1]
+        if ranks in self.expert_groups and prod(getattr(self.sizes, axis) for axis in axes) > len(ranks):
+            axes = ["ep"]  # none of the mesh's
         shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
         named = dict.fromkeys("dp" if axis.startswith("dp") else axis for axis in axes)
         return f"the {' x '.join(named)} ranks {shown}"

@@ -154,6 +154,13 @@ class Degrees:
             outside, found[axis] = divmod(outside, getattr(self, axis))
         return found
 
+    def expert_place(self, rank: int) -> int:
+        """Which of `ep` runs of a layer's experts a rank has."""
+        within, place = 0, self.place(rank)
+        for axis in STAGE_AXES:
+            within = within * getattr(self, axis) + place[axis]
+        return within % self.ep
+
     @property
     def dp(self) -> int:
         """Ranks that read different data."""
@@ -214,6 +221,8 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
 
 AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
 """By default from outside to inside (`Degrees.axes`)."""
+STAGE_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+"""Of the ranks of a stage."""
 SPLIT_AXES = ("pp", "tp", "cp", "ep")
 """Degrees of ranks that share a model or a sequence."""
 
@@ -235,7 +244,7 @@ def groups(sizes: Degrees, *axes: str) -> list[tuple[int, ...]]:
 
 def stage_groups(sizes: Degrees) -> list[tuple[int, ...]]:
     """The ranks at every place of the pipeline."""
-    return groups(sizes, "dp_replicate", "dp_shard", "cp", "tp")
+    return groups(sizes, *STAGE_AXES)
 
 
 def expert_groups(sizes: Degrees) -> list[tuple[int, ...]]:
