@@ -366,6 +366,11 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
     ]  # fmt: skip
     assert (directory / "latest").read_text() == "step-00000004\n"
     assert newest_intact(directory) == (directory / "step-00000004", {})
+    for step, aside in ((5, True), (6, False)):  # it stays until there are two newer ones
+        steps(under_way, step)
+        under_way.save()
+        under_way.checkpointer.wait()
+        assert (directory / "step-00000004.damaged").exists() == aside
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(text: Path, saved: Path, tmp_path: Path) -> None:

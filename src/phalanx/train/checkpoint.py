@@ -26,6 +26,7 @@ from phalanx.parallel.strategy import Strategy, named_buffers
 from phalanx.spec.errors import UserError
 from phalanx.train.manifest import (
     BEFORE,
+    DAMAGED,
     FORMAT,
     checkpoints,
     damage_of_files,
@@ -117,13 +118,22 @@ class Checkpointer:
                 for file in ranks:
                     sums |= json.loads(file.read_text())["sha256"]
                 publish(path, sums)
-                for old in checkpoints(self.directory)[self.keep :]:  # what somebody reads is left to the next save
-                    shutil.rmtree(old, ignore_errors=True)
-                    shutil.rmtree(old.with_suffix(BEFORE), ignore_errors=True)
+                self._sweep()
             self.seconds = time.perf_counter() - begun
         except BaseException as error:  # DCP's CheckpointException is no Exception; `wait` raises it in the main thread
             self._error = error
             self._discard(path)  # what it takes of a full disk is needed to say so
+
+    def _sweep(self) -> None:
+        """Remove what is older than the checkpoints to keep, set aside or not; what somebody reads is left to the next
+        save."""
+        saved = checkpoints(self.directory)
+        for old in saved[self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(old.with_suffix(BEFORE), ignore_errors=True)
+        for aside in self.directory.glob(f"*{DAMAGED}"):
+            if len(saved) >= self.keep and aside < saved[self.keep - 1]:
+                shutil.rmtree(aside, ignore_errors=True)
 
     def _discard(self, path: Path) -> None:
         """Remove what this rank wrote of a checkpoint, rank 0 all of it: others may come to a barrier that it passed,
