@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from measure.test_hang import Op, run
 
-from phalanx.measure.events import BEGAN, ENDED, FAILED, ROLLED_BACK, note
+from phalanx.measure.events import BEGAN, ENDED, FAILED, ROLLED_BACK, SET_ASIDE, note
 from phalanx.measure.incident import write_dump, write_failure
 from phalanx.measure.lock import hold
 from phalanx.spec.errors import UserError
@@ -77,10 +77,20 @@ def test_of_a_run_that_went_on_it_tells_what_broke_it_before(tmp_path: Path) -> 
     assert before.endswith(told)
     held.close()
     assert shown("debug", tmp_path).startswith("the run broke off without a word: its launcher was killed, or")
+    fault = tmp_path / "hangs" / "rank-00001.fault"
+    fault.parent.mkdir()
+    fault.write_text('Fatal Python error: Bus error\n\nCurrent thread 0x7f (most recent call first):\n'
+                     '  File "/x/train/worker.py", line 3 in work\n')  # fmt: skip
+    said = shown("debug", tmp_path)
+    assert said.startswith("rank 1 ended by a signal: Bus error in train/worker.py:3 (work)\nwhat to do: read ")
+    fault.unlink()
+    note(tmp_path, SET_ASIDE, checkpoint="step-00000040", problem="checksum is wrong")
+    assert ": step-00000040 was set aside, damaged: checksum is wrong" in shown("debug", tmp_path)
     note(tmp_path, ROLLED_BACK, after=47, to=40, reason="a spike")
     assert "before: " in shown("debug", tmp_path)
     assert ": a spike; from step 47 to step 40" in shown("debug", tmp_path)
     note(tmp_path, ENDED, step=49)
+    assert "left no word" not in shown("debug", tmp_path)
     assert shown("debug", tmp_path).startswith(
         "the run was stopped in order, after step 49 of 50\nwhat to do: phalanx "
     )

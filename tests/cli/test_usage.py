@@ -24,6 +24,10 @@ from tests.cli import commands
         (("plan", "a.toml", "b.toml"), r"plan: got unexpected extra argument\(s\) \(b.toml\)"),
         (("--bogus",), "option = '--bogus': is not known"),
         (("memory",), r"^RUN\.toml: is missing\n  fix: write: .*memory \[OPTIONS\] \{?RUN\.toml"),
+        (
+            ("launch", "run.toml"),
+            r"^--to: is missing\n  fix: write: .*launch .*RUN\.toml\}? --to slurm\|kubernetes\|skypilot",
+        ),
         (("advise",), r"^\[oom\] RUN\.toml: is missing"),
         (("pipeline", "bogus"), "command = 'bogus': is not known\n  fix: known here: check, cut, show"),
         (("planning",), "command = 'planning': is not known\n  fix: known here: advise, "),

@@ -152,7 +152,10 @@ def test_uneven_shares_differ_by_one_and_make_the_whole():
 def test_steps_of_another_size_go_on_where_the_data_was_left(write_tokens):
     dataset = write_tokens([list(range(100))])
     small, large = Loader(dataset, 4, 2, 3), Loader(dataset, 4, 6, 3)
-    with pytest.raises(UserError, match=r"training\.tokens_per_step = 6: is not what the checkpoint"):
+    with pytest.raises(
+        UserError,
+        match=r"training\.tokens_per_step = '6 sequences': is not what the checkpoint was made with \(2 sequences",
+    ):
         large.resume(small.state(3))
     large.resume(small.state(3), resized=True)
     assert large.step(3).tokens.tolist() == [row for n in (3, 4, 5) for row in small.step(n).tokens.tolist()]
@@ -201,9 +204,8 @@ def test_a_checkpoint_of_another_cut_is_refused(write_tokens, change, field):
 
 def test_a_checkpoint_of_other_data_is_refused(write_tokens):
     state = Loader(write_tokens([list(range(50))]), 8, 2, 3).state(1)
-    with pytest.raises(UserError, match="is not what the checkpoint was made with") as caught:
+    with pytest.raises(UserError, match=r"^data: gives other tokens than the checkpoint was made with"):
         Loader(write_tokens([list(range(1, 51))]), 8, 2, 3).resume(state)
-    assert caught.value.field == "data.train"
 
 
 @settings(max_examples=60, deadline=None)

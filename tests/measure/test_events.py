@@ -68,7 +68,7 @@ def test_half_a_line_is_passed_over(tmp_path: Path) -> None:
         ([BEGAN, FAILED], 1),
         ([BEGAN, FAILED, BEGAN], 1),
         ([BEGAN, BEGAN], 1),  # a node was killed, and nobody was left to say so
-        ([BEGAN, FAILED, FAILED, BEGAN], 1),  # noticed by two nodes
+        ([BEGAN, FAILED, FAILED, BEGAN], 2),  # ranks were killed before they had begun anew
         ([BEGAN, ENDED, BEGAN], 0),
         ([BEGAN, ROLLED_BACK, BEGAN], 0),
         ([FAILED], 1),
@@ -91,6 +91,7 @@ def test_a_failure_that_several_nodes_noted_is_told_as_where_it_began(tmp_path: 
     note(tmp_path, FAILED, rank=0, step=7, reason="lost ranks of another node", here=False)
     note(tmp_path, FAILED, rank=2, step=7, reason="was killed", here=True)
     note(tmp_path, FAILED, rank=1, step=7, reason="lost ranks of another node", here=False)
+    assert failures_so_far(tmp_path)[0] == 1
     note(tmp_path, BEGAN, ranks=4, step=5)
     note(tmp_path, FAILED, rank=0, step=9, reason="lost ranks of another node", here=False)
     first, second = failures_told(read_events(tmp_path), but_last=False)

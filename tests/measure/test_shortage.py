@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from measure.test_hang import BUSY, dump
 
 from phalanx.measure import shortage
-from phalanx.measure.incident import write_dump
+from phalanx.measure.incident import fault_file, fault_told, write_dump
 from phalanx.measure.record import record_file
 from phalanx.spec.layout import Degrees
 
@@ -54,6 +58,26 @@ def test_where_nobody_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "was killed by SIGKILL, by the kernel, for want of memory"
     )
     assert shortage.why_killed(tmp_path, 1, "was killed by SIGSEGV", kills=1) == "was killed by SIGSEGV without a word"
+
+
+def test_where_a_signal_ended_a_rank_is_told(tmp_path: Path) -> None:
+    """As Python's own faulthandler writes it."""
+    file = fault_file(tmp_path, 1)
+    file.parent.mkdir()
+    program = f"""
+import ctypes, faulthandler, threading
+faulthandler.enable(open({str(file)!r}, "w"), all_threads=True)
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+def harm():
+    ctypes.string_at(0)
+harm()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100)
+    assert ended.returncode == -signal.SIGSEGV
+    said = shortage.why_killed(tmp_path, 1, "was killed by SIGSEGV")
+    assert re.fullmatch(r"was killed by SIGSEGV: Segmentation fault in .*ctypes/__init__.py:\d+ \(string_at\)", said)
+    file.write_text("")
+    assert fault_told(tmp_path, 1) is None
 
 
 def test_a_killed_ranks_last_peak_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,5 +239,6 @@ def test_a_run_that_is_under_way_is_known_to_be(tmp_path, monkeypatch):
     held.close()
     (directory / "lock").write_text("1 on another-host")
     assert read_run(directory).under_way is None
-    (directory / "lock").unlink()
+    for name in ("lock", "launcher.lock"):
+        (directory / name).unlink()
     assert "it is still under way, or was ended" in read_run(directory).problems[0]

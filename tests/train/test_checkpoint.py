@@ -438,7 +438,7 @@ OTHERS = {
     "optimizer.name": {"model": MOE, "optimizer.name": "muon"},
     "training.seed": {"model": MOE, "training.seed": 7},
     "training.sequence": {"model": MOE, "training.sequence": 16},
-    "data.train": {"model": MOE, "data.train": [str(Path(logging.__file__).parent)]},
+    "data": {"model": MOE, "data.train": [str(Path(logging.__file__).parent)]},
 }
 
 

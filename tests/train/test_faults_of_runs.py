@@ -115,7 +115,7 @@ def test_a_run_starts_again_from_the_checkpoint_before_a_damaged_one(tmp_path: P
             assert newest.with_name(f"{newest.name}.damaged").exists()
         until(reaches(directory, step_of(before) + 5), "it goes on")
         said = stopped(process)
-    assert said.count("is damaged and was set aside") == 3
+    assert said.count("is damaged and was set aside") == len(events(directory, "set aside")) == 3
     learned = trained(directory)
     assert learned == of_one_process(tmp_path, changes, len(learned))
 

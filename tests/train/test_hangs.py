@@ -177,13 +177,16 @@ def test_a_rank_that_is_told_to_stop_before_it_trains_does(text: Path, tmp_path:
 
 @pytest.mark.parametrize(
     ("fault", "how"),
-    [("library", "was aborted (SIGABRT) in train/faults.py"), ("abort", "was killed by SIGABRT without a word")],
+    [
+        ("library", "was aborted (SIGABRT) in train/faults.py"),
+        ("abort", "was killed by SIGABRT: Aborted in train/faults"),
+    ],
 )
 def test_a_library_that_aborts_is_named(fault: str, how: str, text: Path, tmp_path: Path) -> None:
     directory = directory_of(text, tmp_path, 2, {})
     said = ended(started(directory, 2, fault))
     print(said)
-    assert "phalanx: rank 1 was killed by SIGABRT without a word" in said
+    assert "phalanx: rank 1 was killed by SIGABRT: Aborted in train/faults.py" in said
     assert "why:" not in said, "nobody left a collective out"
     found = explain_run(directory).verdict
     assert (found.kind, found.ranks) == ("killed", (1,))

@@ -119,6 +119,53 @@ def test_a_signal_ends_the_run_to_be_gone_on_with(told: str, text: Path, tmp_pat
     assert not events(directory, "failed")
 
 
+def test_a_run_that_starts_again_is_nobody_elses(text: Path, tmp_path: Path) -> None:
+    """Its ranks are gone for a while, and the launcher is not: its run file stays what it was."""
+    directory = tmp_path / "parity"
+    with training(text, tmp_path, {**LONG, "training.steps": 400}) as process:
+        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        described_as = (directory / "run.toml").read_text()
+        assert "nproc = 2" in described_as, "for whoever goes on with it"
+        os.kill(ranks_of(directory)[1], signal.SIGKILL)
+        other = [
+            sys.executable,
+            "-m",
+            "phalanx",
+            "train",
+            str(directory),
+            "--resume",
+            "--set",
+            "optimizer.learning_rate=1",
+        ]
+        refused = subprocess.run(other, capture_output=True, text=True, timeout=SECONDS)
+        assert refused.returncode == 2, refused.stderr
+        assert f"is in use: process {process.pid} on" in refused.stderr
+        assert (directory / "run.toml").read_text() == described_as
+        until(lambda: len(events(directory, "began")) == 2, "ranks begin anew")
+        process.terminate()
+        assert process.wait(timeout=SECONDS) == STOPPED
+
+
+def test_a_signal_before_there_is_a_step_is_answered(text: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "parity"
+    with training(text, tmp_path, LONG) as process:
+        until((directory / "run.toml").exists, "ranks are about to start")
+        process.terminate()
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == STOPPED, said
+    assert "nothing new is saved" in said
+    assert not checkpoints(directory / "checkpoints")
+
+
+def test_of_two_that_start_one_run_at_once_one_trains(text: Path, tmp_path: Path) -> None:
+    with training(text, tmp_path, SHORT) as one, training(text, tmp_path, SHORT) as other:
+        said = [process.communicate(timeout=SECONDS)[1] for process in (one, other)]
+    codes = [one.returncode, other.returncode]
+    assert sorted(codes) == [0, 2], said
+    assert "is in use: process" in said[codes.index(2)]
+    assert len(events(tmp_path / "parity", "began")) == 1
+
+
 @contextmanager
 def killing(directory: Path, doomed: Callable[[int], bool]) -> Iterator[None]:
     """Meanwhile these ranks die whenever they start."""
@@ -148,7 +195,8 @@ def test_a_run_goes_on_without_a_rank_that_always_fails(text: Path, tmp_path: Pa
         with killing(directory, lambda rank: rank == 2):
             _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
-    assert "going on without rank 2, which failed again and again: 2 ranks" in said
+    assert "going on without rank 2, which failed again and again: with 2 of 3" in said
+    assert "continue with: " not in said, "there is nothing to do"
     assert [event["rank"] for event in events(directory, "failed")] == [2, 2]
     assert [event["ranks"] for event in events(directory, "began")] == [3, 2]
     assert (directory / LAYOUT_FILE).exists()

@@ -54,7 +54,8 @@ def _show(found: Explanation) -> None:
         say(f"the last step that all ranks which told finished: {found.step}")
     for line in found.before:
         say(f"before: {line}")
-    say("")
+    if found.ranks:
+        say("")
     for rank, line in found.ranks.items():
         marked = rank in verdict.ranks
         say(Text(f"{'>' if marked else ' '} {line}", "bold" if marked else ""))

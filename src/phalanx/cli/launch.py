@@ -26,7 +26,7 @@ WRITERS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
 
 def launch(
     run: RunFile,
-    to: Annotated[str, typer.Option(help="What starts it: slurm, kubernetes or skypilot.", metavar="SYSTEM")],
+    to: Annotated[str, typer.Option(help="What starts it.", metavar="slurm|kubernetes|skypilot")],
     nodes: Annotated[
         str | None,
         typer.Option(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from ipaddress import IPv4Address
 from pathlib import Path
 from socket import gethostbyname
-from typing import Annotated
+from typing import IO, Annotated
 
 import typer
 
@@ -116,9 +117,16 @@ def train(
     if print_config:
         print(_config(described, nproc))
         return
+    if nproc is not None:  # the run directory says so, too, for whoever goes on with it
+        cluster = described.cluster.model_copy(update={"nproc": nproc})
+        described = described.model_copy(update={"cluster": cluster})
     from phalanx.train.setup import STOPPED
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # until there are ranks, which save before they end
+    def stop(*_: object) -> None:  # until there are ranks, which save before they end
+        print("phalanx: stopped by a signal before a step was done: nothing new is saved", file=sys.stderr)
+        sys.exit(STOPPED)
+
+    signal.signal(signal.SIGTERM, stop)
     options = [
         *(["--measure-memory"] if measure_memory else []),
         *(["--trace-steps", trace_steps] if trace_steps else []),
@@ -214,8 +222,9 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, options: list[str]) -> i
     from phalanx.train.recovery import train_through
 
     ranks = choose_nproc(run, nproc)
-    directory = _set_up(run, ranks, resume, plan)
-    return train_through(directory, run, ranks, partial(layout_for, run, None), options)
+    directory, lock = _set_up(run, ranks, resume, plan)
+    with lock or nullcontext():
+        return train_through(directory, run, ranks, partial(layout_for, run, None), options)
 
 
 def _run_on_nodes(
@@ -235,22 +244,26 @@ def _run_on_nodes(
     recovery = run.recovery
     meeting = Meeting(run.name, host, port, least, most, recovery.join_seconds, recovery.last_call_seconds)
     if meeting.is_here:  # the others find no place to meet before the run directory is there
-        directory = _set_up(run, ranks * most, resume, plan)
+        directory, lock = _set_up(run, ranks * most, resume, plan)
     else:
         check_layout(run, ranks * most)
-        directory = run_directory(run)
-    return train_through(directory, run, ranks, partial(layout_for, run, ranks), options, meeting)
+        directory, lock = run_directory(run), None
+    with lock or nullcontext():
+        return train_through(directory, run, ranks, partial(layout_for, run, ranks), options, meeting)
 
 
-def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> Path:
+def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:
+    """The run's directory, and what keeps others out of it."""
     from phalanx.cli.preparing import preparing
-    from phalanx.train.setup import set_up
+    from phalanx.train.setup import check_and_prepare, claim, write_directory
 
     with preparing() as progress:
-        directory = set_up(run, ranks, resume, progress)
+        prepared = check_and_prepare(run, ranks, resume, progress)
+    lock = claim(run, resume)
+    directory = write_directory(run, prepared)
     if plan is not None:
         (directory / PLAN_FILE).write_text(plan)
-    return directory
+    return directory, lock
 
 
 def layout_for(run: RunSpec, nproc: int | None, ranks: int) -> Layout:

@@ -38,7 +38,9 @@ def explained(error: Any) -> UserError:
     if getattr(error, "param", None) is not None:
         name = _name(error.param)
         if type(error).__name__ == "MissingParameter":
-            return UserError(name, None, "is missing", f"write: {error.ctx.get_usage().partition(' ')[2].strip()}")
+            usage = error.ctx.get_usage().partition(" ")[2].strip()
+            option = f" {name} {error.param.metavar or ''}".rstrip() if name.startswith("-") else ""
+            return UserError(name, None, "is missing", f"write: {usage}{option}")
         return UserError(name, _value(error), _problem(error.message), see)
     asked, known = error.message.partition("'")[2].partition("'")[0], getattr(error.ctx.command, "commands", None)
     if known and asked:

@@ -199,13 +199,16 @@ def check_identity(mine: dict[str, Any], state: dict[str, Any], resized: bool = 
         "sequence": "training.sequence",
         "sequences_per_step": "training.tokens_per_step",
     }
+    fix = "resume with the data and settings of that run, or start a new one"
     for name, value in mine.items():
-        if state.get(name) != value and not (resized and name == "sequences_per_step"):
-            raise UserError(
-                fields.get(name, "data.train"), value,
-                f"is not what the checkpoint was made with ({state.get(name)!r})",
-                "resume with the data and settings of that run, or start a new one",
-            )  # fmt: skip
+        if state.get(name) == value or (resized and name == "sequences_per_step"):
+            continue
+        if name not in fields:  # a number that says nothing to anybody
+            problem = "gives other tokens than the checkpoint was made with: by its text, tokenizer or what is held out"
+            raise UserError("data", None, problem, fix)
+        before, unit = state.get(name), " sequences" if name == "sequences_per_step" else ""
+        problem = f"is not what the checkpoint was made with ({before!r}{unit})"
+        raise UserError(fields[name], f"{value}{unit}" if unit else value, problem, fix)
 
 
 def evaluation_batches(

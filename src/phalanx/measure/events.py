@@ -16,6 +16,9 @@ from typing import Any
 EVENTS_FILE = "events.jsonl"
 """In the run directory, a line each."""
 BEGAN, FAILED, ENDED, ROLLED_BACK = "began", "failed", "ended", "rolled back"
+TURNS = (BEGAN, FAILED, ENDED, ROLLED_BACK)
+SET_ASIDE = "set aside"
+"""A checkpoint, for it was damaged."""
 """Ranks began, after a step and so many; the first of them failed; all came to the last step, or were told to stop; the
 run went back, and the same ranks begin again."""
 NEEDED = {
@@ -23,6 +26,7 @@ NEEDED = {
     FAILED: ("rank", "step", "reason"),
     ENDED: ("step",),
     ROLLED_BACK: ("after", "to", "reason"),
+    SET_ASIDE: ("checkpoint", "problem"),
 }
 """What each kind says, beside when it was."""
 
@@ -67,11 +71,10 @@ def failures_so_far(directory: Path) -> tuple[int, float]:
     events = read_events(directory)
     if not events:
         return 0, 0.0
-    happened = [event["what"] for event in events]
-    # Several may note one failure, or nobody: then a start follows another.
-    broken = sum(after == FAILED != before or after == BEGAN == before for before, after in pairwise([None, *happened]))
-    under_way = 0.0 if happened[-1] == ENDED else time.time() - float(events[-1]["time"])
-    return broken, seconds_until(events, happened[-1]) + under_way
+    happened = [event["what"] for event in events if event["what"] in TURNS]
+    unnoted = sum(after == BEGAN == before for before, after in pairwise(happened))  # then a start follows another
+    under_way = 0.0 if happened[-1:] == [ENDED] else time.time() - float(events[-1]["time"])
+    return len(failures_told(events, but_last=False)) + unnoted, seconds_until(events, events[-1]["what"]) + under_way
 
 
 def failures_told(events: Sequence[Mapping[str, Any]], but_last: bool) -> list[str]:
@@ -104,6 +107,12 @@ def returns_told(events: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line on each time that a run went back: when, why, from which step and to which."""
     back = [event for event in events if event["what"] == ROLLED_BACK]
     return [f"{_when(event)}: {event['reason']}; from step {event['after']} to step {event['to']}" for event in back]
+
+
+def damage_told(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line on each checkpoint that was set aside: when, and what is wrong with it."""
+    aside = [event for event in events if event["what"] == SET_ASIDE]
+    return [f"{_when(event)}: {event['checkpoint']} was set aside, damaged: {event['problem']}" for event in aside]
 
 
 def _when(event: Mapping[str, Any]) -> str:

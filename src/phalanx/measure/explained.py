@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.measure.events import BEGAN, ENDED, failures_told, read_events, returns_told
+from phalanx.measure.events import BEGAN, ENDED, TURNS, damage_told, failures_told, read_events, returns_told
 from phalanx.measure.hang import Explanation, Verdict, explain
-from phalanx.measure.incident import failure_file, read_dumps, read_failures
+from phalanx.measure.incident import failure_file, fault_file, fault_told, read_dumps, read_failures
 from phalanx.measure.lock import is_held
 from phalanx.measure.record import FOLDER
 from phalanx.spec.errors import UserError
@@ -37,7 +37,9 @@ def explain_run(directory: Path) -> Explanation:
     found = explain(dumps, failures, sizes)
     if found.verdict.kind == "nothing":
         found = replace(found, verdict=_without_words(directory, run, failures, events))
-    lines = [*failures_told(events, but_last=bool(dumps or failures)), *returns_told(events)]
+        if not (dumps or failures):
+            found = replace(found, ranks={})
+    lines = [*failures_told(events, but_last=bool(dumps or failures)), *returns_told(events), *damage_told(events)]
     return replace(found, before=tuple(sorted(lines)))
 
 
@@ -70,7 +72,8 @@ def _without_words(
         fix = f"read {failure_file(directory, rank)}"
         return Verdict("nothing", (rank,), f"rank {rank} failed: {first['reason']}", fix)
     see, go_on = f"phalanx report {directory} says how it went", f"phalanx train {directory} --resume goes on with it"
-    last: Mapping[str, Any] = events[-1] if events else {"what": None}
+    noted = [event for event in events if event["what"] in TURNS]
+    last: Mapping[str, Any] = noted[-1] if noted else {"what": None}
     steps = run.training.steps or 0
     if is_held(directory):
         said = "the run is under way, and no rank has stood still for long since it began"
@@ -81,6 +84,11 @@ def _without_words(
         said, see = f"the run was stopped in order, after step {last['step']} of {steps}", go_on
     elif last["what"] == ENDED:
         said = f"the run ended in order, after step {last['step']}"
+    elif last["what"] == BEGAN and (
+        faults := {rank: told for rank in range(last["ranks"]) if (told := fault_told(directory, rank))}
+    ):
+        said = "; ".join(f"rank {rank} ended by a signal: {told}" for rank, told in faults.items())
+        return Verdict("killed", tuple(faults), said, f"read {fault_file(directory, min(faults))}; {go_on}")
     elif last["what"] == BEGAN:
         said = "the run broke off without a word: its launcher was killed, or the machine stopped"
         see = go_on

@@ -52,7 +52,7 @@ class Explanation:
     step: int | None
     """The last that all ranks which told had finished."""
     ranks: dict[int, str]
-    """A line on each."""
+    """A line on each, where any left word."""
     before: tuple[str, ...] = ()
     """A line on each failure that the run went on from."""
 

@@ -7,6 +7,7 @@ RUN_DIR/failures/rank-00000.json    why a rank failed"""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,9 @@ HANGS, FAILURES = "hangs", "failures"
 FORMAT = 1
 STOOD, FAILED, ABORTED = "nothing moved", "it failed", "it was aborted"
 """Why a rank left word."""
+
+FATAL, _FRAME = "Fatal Python error: ", re.compile(r'  File "(.+)", line (\d+) in (.+)')
+"""As faulthandler writes them."""
 
 Place = tuple[str, int, str]
 """Of a stack: file, line, function."""
@@ -81,6 +85,22 @@ def dump_file(directory: Path, rank: int) -> Path:
 def fault_file(directory: Path, rank: int) -> Path:
     """Where faulthandler writes, of a rank that a signal ends."""
     return directory / HANGS / f"rank-{rank:05d}.fault"
+
+
+def fault_told(directory: Path, rank: int) -> str | None:
+    """Of a rank that a signal ended: "Segmentation fault in train/worker.py:12 (work)", as far as faulthandler wrote
+    it; None where it wrote nothing."""
+    try:
+        lines = fault_file(directory, rank).read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    said = next((line.removeprefix(FATAL) for line in lines if line.startswith(FATAL)), None)
+    begun = next((at for at, line in enumerate(lines) if line.startswith("Current thread")), len(lines))
+    place = next(filter(None, map(_FRAME.fullmatch, lines[begun + 1 :])), None)
+    if said is None or place is None:
+        return said
+    path, line, function = place.groups()
+    return f"{said} in {'/'.join(path.split('/')[-2:])}:{line} ({function})"
 
 
 def failure_file(directory: Path, rank: int) -> Path:

@@ -1,4 +1,5 @@
-"""Who is at work in a run directory: its first rank holds a lock on a file there, which ends with it in any case."""
+"""Who is at work in a run directory: a run's launcher and its first rank each hold a lock on a file there, which ends
+with them in any case. Ranks come and go while the launcher stays; on another node they may outlive it."""
 
 from __future__ import annotations
 
@@ -14,17 +15,19 @@ from typing import IO
 
 from phalanx.spec.errors import UserError
 
-LOCK_FILE = "lock"
+LOCK_FILE, LAUNCHER_LOCK_FILE = "lock", "launcher.lock"
 ENDS_WITHIN_SECONDS = 5.0
 
 
-def hold(directory: Path, patience_seconds: float = ENDS_WITHIN_SECONDS, ender: int | None = None) -> IO[str] | None:
+def hold(
+    directory: Path, patience_seconds: float = ENDS_WITHIN_SECONDS, ender: int | None = None, name: str = LOCK_FILE
+) -> IO[str] | None:
     """Keep others out of a run directory as long as what is returned lives; None where the file system has no locks.
     They are told of the process to end (`ender`), if that is not this one.
 
     Raises UserError if somebody is in it for longer than `patience_seconds`.
     """
-    file = (directory / LOCK_FILE).open("a+")
+    file = (directory / name).open("a+")
     try:
         _wait_until(lambda: _taken(file), directory, patience_seconds)
     except OSError:
@@ -37,13 +40,10 @@ def hold(directory: Path, patience_seconds: float = ENDS_WITHIN_SECONDS, ender: 
 
 def is_held(directory: Path) -> bool | None:
     """Whether a run is under way there; None where that cannot be known: it runs on another host, or is an old one."""
-    with suppress(OSError), (directory / LOCK_FILE).open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return False if file.read().endswith(f" on {socket.gethostname()}") else None
-    return None
+    looks = [look for name in (LAUNCHER_LOCK_FILE, LOCK_FILE) if (look := _look(directory / name)) is not None]
+    if any(held for held, _ in looks):
+        return True
+    return False if looks and all(_holder(said)[1] == socket.gethostname() for _, said in looks) else None
 
 
 def refuse_held(directory: Path, patience_seconds: float = ENDS_WITHIN_SECONDS) -> None:
@@ -71,16 +71,32 @@ def _wait_until(free: Callable[[], bool], directory: Path, seconds: float) -> No
         time.sleep(0.1)
 
 
+def _look(file: Path) -> tuple[bool, str] | None:
+    """Whether somebody holds a lock, and who did it last; None where nobody ever did."""
+    with suppress(OSError), file.open() as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True, opened.read()
+        return False, opened.read()
+    return None
+
+
 def _in_use(directory: Path) -> UserError:
-    process = _holder(directory)[0]
+    process = _at_work(directory)[0]
     return UserError("name", directory.name, _whose(directory), f"wait for it, or end it: kill {process}")
 
 
 def _whose(directory: Path) -> str:
-    process, host = _holder(directory)
+    process, host = _at_work(directory)
     return f"{directory} is in use: process {process} on {host} works there"
 
 
-def _holder(directory: Path) -> tuple[str, str]:
-    process, _, host = (directory / LOCK_FILE).read_text().partition(" on ")
+def _at_work(directory: Path) -> tuple[str, str]:
+    looks = (_look(directory / name) for name in (LAUNCHER_LOCK_FILE, LOCK_FILE))
+    return _holder(max(filter(None, looks), default=(False, ""))[1])
+
+
+def _holder(said: str) -> tuple[str, str]:
+    process, _, host = said.partition(" on ")
     return process, host

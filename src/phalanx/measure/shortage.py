@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from phalanx.measure.incident import read_dumps
+from phalanx.measure.incident import fault_told, read_dumps
 from phalanx.measure.record import record_file
 
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -50,10 +50,11 @@ def in_words(found: Mapping[str, Any]) -> str:
 
 
 def why_killed(directory: Path, rank: int, how: str, kills: int = 0) -> str:
-    """Of a rank that ended without a word: whether the kernel killed it for want of memory, and what it last held.
+    """Of a rank that left no word: where it was, whether the kernel killed it for want of memory, what it last held.
     `kills` are those that its launcher has seen since it started; other ranks may have seen them too."""
     if "SIGKILL" not in how:
-        return f"{how} without a word"
+        told = fault_told(directory, rank)
+        return f"{how}: {told}" if told else f"{how} without a word"
     if kills or any(dump.get("oom_kills") for dump in read_dumps(directory).values()):
         limit = limit_bytes()
         most = f" (limit of its group: {size(limit)})" if limit else ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.cost.compute import training_flops_per_token
 from phalanx.cost.stages import check_layout
-from phalanx.measure.events import failures_told, read_events, returns_told
+from phalanx.measure.events import damage_told, failures_told, read_events, returns_told
 from phalanx.measure.lock import is_held
 from phalanx.measure.record import FOLDER, FORMAT
 from phalanx.measure.rounds import JOURNAL_FILE, ROUNDS_FILE, Spent
@@ -145,6 +145,8 @@ def read_run(directory: Path, machine: Cluster | None = None) -> Recorded:
     if returns := returns_told(happened):
         often = "once" if len(returns) == 1 else f"{len(returns)} times"
         problems.append(f"it went back {often}, the last time at {returns[-1]}")
+    if aside := damage_told(happened):
+        problems.append(f"checkpoints were damaged, the last noticed at {aside[-1]}")
     measured = _measured(directory / "measured", began_after, world_size, problems)
     return Recorded(
         directory, run, world_size, began_after, ranks, metrics, measured, problems, failure, under_way, rounds,
@@ -252,7 +254,8 @@ def _records(folder: Path, problems: list[str]) -> tuple[dict[int, RankRecord], 
             continue
         starts[last[0]["rank"]] = last
     if not starts:
-        problems.append(f"{folder.name}/ has no records of ranks: metrics.record was off, or an older version ran")
+        why = "they came to no step, metrics.record was off, or an older version ran"
+        problems.append(f"{folder.name}/ has no records of ranks: {why}")
         return {}, 0, 0
     newest = max((lines[0]["step"], lines[0]["ranks"]) for lines in starts.values())
     first = starts.get(0, next(iter(starts.values())))[0]

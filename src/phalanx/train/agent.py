@@ -203,8 +203,11 @@ def run_ranks(nproc: int, words: Words, judge: Judge, meeting: Meeting = ALONE) 
     Raises UserError where nodes cannot meet, NotMetError where they do not.
     """
     if meeting.most > 1:
-        wanted = f"{meeting.least} to {nodes(meeting.most)}" if meeting.least < meeting.most else nodes(meeting.most)
-        print(f"phalanx: {wanted} meet at {meeting.endpoint}, in {meeting.join_seconds:g} s at most", file=sys.stderr)
+        wanted, patience = nodes(meeting.most), f"{meeting.join_seconds:g} s at most"
+        if meeting.least < meeting.most:
+            wanted = f"{meeting.least} to {wanted}"
+            patience += f", and {meeting.last_call_seconds:g} s for more where {meeting.least} are enough"
+        print(f"phalanx: {wanted} meet at {meeting.endpoint}, in {patience}", file=sys.stderr)
     deadline = time.monotonic() + meeting.join_seconds
     while True:
         begun = time.monotonic()

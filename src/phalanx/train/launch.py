@@ -85,7 +85,7 @@ def set_environment(nproc: int) -> None:
 def report_failures(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
     """Print which rank failed first, at which step and why; returns the exit code. `failures` is what the agent knows
     of this node's ranks, `kills` how many the kernel killed for want of memory."""
-    return report(directory, first_failure(directory, failures, kills))
+    return report_last(directory, first_failure(directory, failures, kills))
 
 
 def report_plainly(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
@@ -108,8 +108,15 @@ def report(directory: Path, first: Mapping[str, Any]) -> int:
         print(f"  traceback: {incident.failure_file(directory, first['rank'])}", file=sys.stderr)
     for line in headline(directory):
         print(f"  {line}", file=sys.stderr)
-    _say_how_to_go_on(directory)
     return int(first["code"])
+
+
+def report_last(directory: Path, first: Mapping[str, Any]) -> int:
+    """The same where ranks are not started again, and how to go on."""
+    code = report(directory, first)
+    if code != 2:
+        say_how_to_go_on(directory)
+    return code
 
 
 def said_of(first: Mapping[str, Any]) -> str:
@@ -147,7 +154,8 @@ def first_failure(
     return record
 
 
-def _say_how_to_go_on(directory: Path) -> None:
+def say_how_to_go_on(directory: Path) -> None:
+    """Print what is there, and the command."""
     saved = checkpoints(directory / "checkpoints")
     last = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
     print(f"  {last}; continue with: phalanx train {directory} --resume", file=sys.stderr)

@@ -11,14 +11,23 @@ from typing import Any
 
 import torch
 
-from phalanx.measure.events import BEGAN, FAILED, note, read_events
+from phalanx.measure.events import BEGAN, ENDED, FAILED, note, read_events
 from phalanx.measure.explained import headline, suspects
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.run import RunSpec
 from phalanx.train.agent import EndedElsewhere, Failures, Then, run_ranks, stoppable
-from phalanx.train.launch import choose_device, first_failure, read_failures, report, said_of, set_environment
+from phalanx.train.launch import (
+    choose_device,
+    first_failure,
+    read_failures,
+    report,
+    report_last,
+    said_of,
+    say_how_to_go_on,
+    set_environment,
+)
 from phalanx.train.manifest import checkpoints, reached, step_of
 from phalanx.train.meeting import ALONE, Meeting
 from phalanx.train.places import offer_memory
@@ -45,7 +54,7 @@ def train_through(
         os.execv(sys.executable, [sys.executable, "-m", "phalanx.train", str(directory), *options])
     if run.recovery.copy_every:
         offer_memory(nproc)
-    planned = nproc * meeting.most
+    planned, before = nproc * meeting.most, len(read_events(directory))
     recovery = Recovery(directory, run.recovery, meeting)
 
     def words(ranks: int) -> Sequence[str]:
@@ -57,6 +66,8 @@ def train_through(
             while not run_ranks(nproc, words, recovery.judge, meeting):
                 fewer = recovery.without_the_worst(nproc, choose) if meeting is ALONE else None
                 if fewer is None:
+                    if recovery.code not in (2, STOPPED):
+                        say_how_to_go_on(directory)
                     return recovery.code
                 nproc = fewer
     except (SystemExit, EndedElsewhere) as end:
@@ -68,7 +79,9 @@ def train_through(
         if words_left := recovery.new_words():  # it was not stopped in order, unless ranks just lost each other by it
             first = first_failure(directory, {}, told=words_left)
             if "lost" not in first:
-                return report(directory, first)
+                return report_last(directory, first)
+        if ENDED not in (event["what"] for event in read_events(directory)[before:]):
+            print("phalanx: stopped by a signal while ranks were starting: nothing new is saved", file=sys.stderr)
         raise
     return 0
 
@@ -183,7 +196,10 @@ class Recovery:
         leave_out_device(worst)
         self.left_out_after, self.in_a_row, self.culprits = self.furthest, 0, set()
         note(self.directory, "left out", rank=worst)
-        print(f"phalanx: going on without rank {worst}, which failed again and again: {ranks} ranks", file=sys.stderr)
+        print(
+            f"phalanx: going on without rank {worst}, which failed again and again: with {ranks} of {nproc}",
+            file=sys.stderr,
+        )
         return ranks
 
 

@@ -4,7 +4,7 @@ RUN_DIR/run.toml          the whole run, resolved
 RUN_DIR/data.json         where the tokens lie
 RUN_DIR/tokenizer.json
 RUN_DIR/metrics.jsonl     RUN_DIR/tensorboard/     RUN_DIR/checkpoints/     RUN_DIR/failures/
-RUN_DIR/hangs/"""
+RUN_DIR/hangs/            RUN_DIR/launcher.lock    RUN_DIR/lock"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import tomli_w
 
@@ -26,7 +26,7 @@ from phalanx.data.loader import Loader
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.measure.incident import FAILURES, HANGS
-from phalanx.measure.lock import ENDS_WITHIN_SECONDS, refuse_held
+from phalanx.measure.lock import ENDS_WITHIN_SECONDS, LAUNCHER_LOCK_FILE, hold, refuse_held
 from phalanx.spec.errors import UserError
 from phalanx.spec.installed import refuse_unsupported
 from phalanx.spec.load import cluster_table, load_run
@@ -128,22 +128,56 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
         )  # fmt: skip
 
 
-def set_up(run: RunSpec, world_size: int, resume: bool, progress: Callable[..., None] | None = None) -> Path:
+def set_up(run: RunSpec, world_size: int, resume: bool) -> Path:
     """Check a run, prepare its data, and write its directory; returns the directory.
 
     Raises UserError before anything is written if the run cannot work.
     """
+    return write_directory(run, check_and_prepare(run, world_size, resume))
+
+
+def check_and_prepare(
+    run: RunSpec, world_size: int, resume: bool, progress: Callable[..., None] | None = None
+) -> Prepared:
+    """Check a run, and prepare its data.
+
+    Raises UserError if the run cannot work.
+    """
     check_run(run, world_size, resume)
     prepared = prepare(run.data, progress)  # in the user's own words, which its errors quote
     run = absolute(run)
-    directory = run_directory(run)
-    found = checkpoints(directory / "checkpoints") if resume else []
+    found = checkpoints(run_directory(run) / "checkpoints") if resume else []
     sequences = cut_batch(run, world_size).sequences
     _check_tokens(run, prepared, sequences, newest_manifest(found) if found else None)
     if run.model.from_hf and not found:
         from phalanx.train.corpus import initial_weights  # torch, which by now is needed anyway
 
         initial_weights(run)
+    return prepared
+
+
+def claim(run: RunSpec, resume: bool) -> IO[str] | None:
+    """Hold a run's directory for its launcher, from before it writes there until it has ended, also where it becomes
+    the rank itself (exec); None where the file system has no locks.
+
+    Raises UserError if another has it, or has trained there since the run was checked.
+    """
+    directory = run_directory(run)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = hold(directory, name=LAUNCHER_LOCK_FILE)
+    except OSError as error:
+        raise _not_written(directory, error) from None
+    _check_directory(run, resume)
+    if lock is not None:
+        os.set_inheritable(lock.fileno(), True)
+    return lock
+
+
+def write_directory(run: RunSpec, prepared: Prepared) -> Path:
+    """Write the directory of a run that was checked; returns it. Raises UserError if it cannot be written."""
+    run = absolute(run)
+    directory = run_directory(run)
     paths = {name: os.path.abspath(path) if path else "" for name, path in asdict(prepared).items()}
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -151,12 +185,14 @@ def set_up(run: RunSpec, world_size: int, resume: bool, progress: Callable[..., 
         (directory / DATA_FILE).write_text(json.dumps(paths, indent=1))
         shutil.copyfile(prepared.tokenizer, directory / TOKENIZER_FILE)
     except OSError as error:
-        raise UserError(
-            "out", str(directory), f"cannot be written: {error.strerror}", "set out to another directory"
-        ) from None
+        raise _not_written(directory, error) from None
     for left in (FAILURES, HANGS):  # by an earlier start
         shutil.rmtree(directory / left, ignore_errors=True)
     return directory
+
+
+def _not_written(directory: Path, error: OSError) -> UserError:
+    return UserError("out", str(directory), f"cannot be written: {error.strerror}", "set out to another directory")
 
 
 def newest_manifest(found: list[Path]) -> dict[str, Any]:

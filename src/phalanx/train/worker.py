@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from phalanx.cost.stages import check_layout
-from phalanx.measure.events import BEGAN, ENDED, last_written, note
+from phalanx.measure.events import BEGAN, ENDED, SET_ASIDE, last_written, note
 from phalanx.measure.incident import forget, forget_from
 from phalanx.measure.lock import ENDS_WITHIN_SECONDS, hold
 from phalanx.measure.matmul import peak_flops
@@ -272,6 +272,8 @@ def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | Non
         with Progress(trainer.step, run.training.steps, quiet) as progress:
             for name, problem in damaged.items():
                 progress.note(f"checkpoint {name} is damaged and was set aside: {problem}")
+                if trainer.is_main:
+                    note(directory, SET_ASIDE, checkpoint=name, problem=problem)
             progress.note(opening(trainer, resumed))
             if window is not None and not looked_at:
                 progress.note(f"no step is looked at closely: {window[0]} to {window[-1]} are done, or too many")

@@ -15,7 +15,8 @@ def expected_of(run: RunSpec, nproc: int | None = None) -> Expected:
 
     Raises UserError if its layout cannot run on so many ranks.
     """
-    cluster, ranks = run.cluster, nproc or run.cluster.nproc
+    cluster = run.cluster
+    ranks = nproc or cluster.nproc or (1 if cluster.device == "cpu" else None)  # as `phalanx train` would start
     gpus = {"cuda": ranks or 1, "cpu": 0, "auto": None}[cluster.device]
     directory = Path(run.out).expanduser().absolute()
     held = rank_memory(run, ranks * cluster.nodes) if ranks and not run.automatic else {}

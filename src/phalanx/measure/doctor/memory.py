@@ -41,14 +41,16 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
     total, available = known["MemTotal"], known["MemAvailable"]
     for limit, used in _groups(machine):
         total, available = min(total, limit), max(0, min(available, limit - used))
-    need = (expected.rank_bytes or 0) * (expected.ranks or 1) if pci.on_cpus(machine, expected) else 0
+    on_cpus = pci.on_cpus(machine, expected)
+    need = (expected.rank_bytes or 0) * (expected.ranks or 1) if on_cpus else 0
+    unknown = expected.precision is not None and on_cpus  # of a run whose layout, or number of ranks, is not said
     free, needed = {"": round(available / GIB, 2)}, f"at least {need / GIB:.2f}"
     return [
         *judge(AVAILABLE, {"": round(100 * available / total)}, lambda percent: percent < 100 * LEAST_FREE),
         *(
             judge(HEADROOM, free, lambda gib: gib < need / GIB, needed)
             if need
-            else [HEADROOM.skipped("no run for CPUs")]
+            else [HEADROOM.skipped("of how many ranks is not said: give --nproc" if unknown else "no run for CPUs")]
         ),
     ]
 
