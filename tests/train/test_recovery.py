@@ -127,16 +127,8 @@ def test_a_run_that_starts_again_is_nobody_elses(text: Path, tmp_path: Path) -> 
         described_as = (directory / "run.toml").read_text()
         assert "nproc = 2" in described_as, "for whoever goes on with it"
         os.kill(ranks_of(directory)[1], signal.SIGKILL)
-        other = [
-            sys.executable,
-            "-m",
-            "phalanx",
-            "train",
-            str(directory),
-            "--resume",
-            "--set",
-            "optimizer.learning_rate=1",
-        ]
+        other = [sys.executable, "-m", "phalanx", "train", str(directory), "--resume"]
+        other += ["--set", "optimizer.learning_rate=1"]
         refused = subprocess.run(other, capture_output=True, text=True, timeout=SECONDS)
         assert refused.returncode == 2, refused.stderr
         assert f"is in use: process {process.pid} on" in refused.stderr

@@ -137,11 +137,11 @@ def train(
         described = described.model_copy(update={"cluster": cluster})
         try:
             place = address(rendezvous, described.recovery.join_seconds)
-            raise typer.Exit(_run_on_nodes(described, nproc, resume, options, least, *place))
+            raise typer.Exit(_run_on_nodes(described, resume, options, least, *place))
         except NodeError as error:
             print(f"phalanx: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
-    raise typer.Exit(_run(described, nproc, resume, options))
+    raise typer.Exit(_run(described, resume, options))
 
 
 def check_window(run: RunSpec, steps: str) -> None:
@@ -209,10 +209,10 @@ def _looked_up(host: str) -> IPv4Address | OSError:
         return error
 
 
-def _run(run: RunSpec, nproc: int | None, resume: bool, options: list[str]) -> int:
+def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
     from phalanx.train.setup import check_run
 
-    known = nproc or run.cluster.nproc
+    known = run.cluster.nproc
     plan = None
     if run.automatic:
         run, plan = chosen_for(run, known)
@@ -221,15 +221,13 @@ def _run(run: RunSpec, nproc: int | None, resume: bool, options: list[str]) -> i
     from phalanx.train.launch import choose_nproc
     from phalanx.train.recovery import train_through
 
-    ranks = choose_nproc(run, nproc)
+    ranks = choose_nproc(run)
     directory, lock = _set_up(run, ranks, resume, plan)
     with lock or nullcontext():
         return train_through(directory, run, ranks, partial(layout_for, run, None), options)
 
 
-def _run_on_nodes(
-    run: RunSpec, nproc: int | None, resume: bool, options: list[str], least: int, host: str, port: int
-) -> int:
+def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], least: int, host: str, port: int) -> int:
     """The same on one of several nodes, each of which runs this command."""
     from phalanx.cost.stages import check_layout
     from phalanx.train.launch import choose_nproc
@@ -237,7 +235,7 @@ def _run_on_nodes(
     from phalanx.train.recovery import train_through
     from phalanx.train.setup import run_directory
 
-    ranks, most = choose_nproc(run, nproc), run.cluster.nodes
+    ranks, most = choose_nproc(run), run.cluster.nodes
     plan = None
     if run.automatic:
         run, plan = chosen_for(run, ranks)

@@ -6,9 +6,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import prod
-from typing import Any
 
-from phalanx.measure.incident import Call, Dump, Place
+from phalanx.measure.incident import Call, Dump, Place, at
 
 Key = tuple[str, tuple[int, ...]]
 """A process group: its name, which ranks may use for other groups too, and its ranks."""
@@ -92,11 +91,6 @@ def called(call: Call) -> str:
     if call["operation"] == "barrier" or not call["inputs"]:
         return call["operation"]
     return f"{call['operation']} of {shapes} {call['dtypes'][0] if call['dtypes'] else ''}".rstrip()
-
-
-def at(place: Sequence[Any] | None) -> str:
-    """ "trainer.py:83 (reduce)", with the folder that it is in."""
-    return "an unknown line" if not place else f"{'/'.join(str(place[0]).split('/')[-2:])}:{place[1]} ({place[2]})"
 
 
 def standing(stack: Sequence[Place]) -> str:

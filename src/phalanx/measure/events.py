@@ -16,11 +16,12 @@ from typing import Any
 EVENTS_FILE = "events.jsonl"
 """In the run directory, a line each."""
 BEGAN, FAILED, ENDED, ROLLED_BACK = "began", "failed", "ended", "rolled back"
-TURNS = (BEGAN, FAILED, ENDED, ROLLED_BACK)
-SET_ASIDE = "set aside"
-"""A checkpoint, for it was damaged."""
 """Ranks began, after a step and so many; the first of them failed; all came to the last step, or were told to stop; the
 run went back, and the same ranks begin again."""
+TURNS = (BEGAN, FAILED, ENDED, ROLLED_BACK)
+"""By which it is known whether ranks are at work."""
+SET_ASIDE = "set aside"
+"""A checkpoint was, for it was damaged."""
 NEEDED = {
     BEGAN: ("ranks", "step"),
     FAILED: ("rank", "step", "reason"),

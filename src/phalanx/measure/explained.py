@@ -37,8 +37,6 @@ def explain_run(directory: Path) -> Explanation:
     found = explain(dumps, failures, sizes)
     if found.verdict.kind == "nothing":
         found = replace(found, verdict=_without_words(directory, run, failures, events))
-        if not (dumps or failures):
-            found = replace(found, ranks={})
     lines = [*failures_told(events, but_last=bool(dumps or failures)), *returns_told(events), *damage_told(events)]
     return replace(found, before=tuple(sorted(lines)))
 
@@ -84,12 +82,10 @@ def _without_words(
         said, see = f"the run was stopped in order, after step {last['step']} of {steps}", go_on
     elif last["what"] == ENDED:
         said = f"the run ended in order, after step {last['step']}"
-    elif last["what"] == BEGAN and (
-        faults := {rank: told for rank in range(last["ranks"]) if (told := fault_told(directory, rank))}
-    ):
-        said = "; ".join(f"rank {rank} ended by a signal: {told}" for rank, told in faults.items())
-        return Verdict("killed", tuple(faults), said, f"read {fault_file(directory, min(faults))}; {go_on}")
     elif last["what"] == BEGAN:
+        if faults := {rank: told for rank in range(last["ranks"]) if (told := fault_told(directory, rank))}:
+            said = "; ".join(f"rank {rank} ended by a signal: {told}" for rank, told in faults.items())
+            return Verdict("killed", tuple(faults), said, f"read {fault_file(directory, min(faults))}; {go_on}")
         said = "the run broke off without a word: its launcher was killed, or the machine stopped"
         see = go_on
     else:

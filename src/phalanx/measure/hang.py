@@ -11,7 +11,6 @@ from typing import Any, Literal
 from phalanx.measure.calls import (
     Calls,
     Key,
-    at,
     called,
     first_difference,
     groups_of,
@@ -23,7 +22,7 @@ from phalanx.measure.calls import (
     standing,
     waits,
 )
-from phalanx.measure.incident import ABORTED, FAILED, STOOD, Call, Dump
+from phalanx.measure.incident import ABORTED, FAILED, STOOD, Call, Dump, at
 from phalanx.spec.layout import Degrees, expert_groups
 
 Kind = Literal["mismatch", "killed", "stopped", "error", "silent", "absent", "crossed", "lost", "nothing"]
@@ -76,7 +75,7 @@ def explain(dumps: Mapping[int, Dump], failures: Mapping[int, Mapping[str, Any]]
     found = (look(case) for look in looks)
     verdict = next((one for one in found if one is not None), None)
     steps = [dump["step"] for dump in dumps.values()]
-    lines = {rank: case.line(rank) for rank in range(sizes.world_size)}
+    lines = {rank: case.line(rank) for rank in range(sizes.world_size)} if dumps or failures else {}
     nothing = Verdict("nothing", (), "no rank left word of a collective that it waited for", "read failures/")
     return Explanation(verdict or nothing, min(steps, default=None), lines)
 

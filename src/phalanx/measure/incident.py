@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -25,6 +25,11 @@ FATAL, _FRAME = "Fatal Python error: ", re.compile(r'  File "(.+)", line (\d+) i
 
 Place = tuple[str, int, str]
 """Of a stack: file, line, function."""
+
+
+def at(place: Sequence[Any] | None) -> str:
+    """ "trainer.py:83 (reduce)", with the folder that it is in."""
+    return "an unknown line" if not place else f"{'/'.join(str(place[0]).split('/')[-2:])}:{place[1]} ({place[2]})"
 
 
 class Call(TypedDict):
@@ -99,8 +104,7 @@ def fault_told(directory: Path, rank: int) -> str | None:
     place = next(filter(None, map(_FRAME.fullmatch, lines[begun + 1 :])), None)
     if said is None or place is None:
         return said
-    path, line, function = place.groups()
-    return f"{said} in {'/'.join(path.split('/')[-2:])}:{line} ({function})"
+    return f"{said} in {at(place.groups())}"
 
 
 def failure_file(directory: Path, rank: int) -> Path:

@@ -40,7 +40,7 @@ def hold(
 
 def is_held(directory: Path) -> bool | None:
     """Whether a run is under way there; None where that cannot be known: it runs on another host, or is an old one."""
-    looks = [look for name in (LAUNCHER_LOCK_FILE, LOCK_FILE) if (look := _look(directory / name)) is not None]
+    looks = _looks(directory)
     if any(held for held, _ in looks):
         return True
     return False if looks and all(_holder(said)[1] == socket.gethostname() for _, said in looks) else None
@@ -71,6 +71,12 @@ def _wait_until(free: Callable[[], bool], directory: Path, seconds: float) -> No
         time.sleep(0.1)
 
 
+def _looks(directory: Path) -> list[tuple[bool, str]]:
+    """At each lock that somebody ever held."""
+    looks = (_look(directory / name) for name in (LAUNCHER_LOCK_FILE, LOCK_FILE))
+    return [look for look in looks if look is not None]
+
+
 def _look(file: Path) -> tuple[bool, str] | None:
     """Whether somebody holds a lock, and who did it last; None where nobody ever did."""
     with suppress(OSError), file.open() as opened:
@@ -93,8 +99,7 @@ def _whose(directory: Path) -> str:
 
 
 def _at_work(directory: Path) -> tuple[str, str]:
-    looks = (_look(directory / name) for name in (LAUNCHER_LOCK_FILE, LOCK_FILE))
-    return _holder(max(filter(None, looks), default=(False, ""))[1])
+    return _holder(max(_looks(directory), default=(False, ""))[1])
 
 
 def _holder(said: str) -> tuple[str, str]:

@@ -61,7 +61,7 @@ def choose_device(run: RunSpec) -> str:
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def choose_nproc(run: RunSpec, asked: int | None) -> int:
+def choose_nproc(run: RunSpec, asked: int | None = None) -> int:
     """Ranks to start on this node: as asked, as the run file says, or one per GPU (one on a CPU).
 
     Raises UserError if there are fewer GPUs than ranks.

@@ -43,15 +43,12 @@ def check(machine: Machine, expected: Expected) -> list[Finding]:
         total, available = min(total, limit), max(0, min(available, limit - used))
     on_cpus = pci.on_cpus(machine, expected)
     need = (expected.rank_bytes or 0) * (expected.ranks or 1) if on_cpus else 0
-    unknown = expected.precision is not None and on_cpus  # of a run whose layout, or number of ranks, is not said
+    is_run = on_cpus and expected.precision is not None
+    why = "the layout, or how many ranks, is not said: --nproc" if is_run else "no run for CPUs"
     free, needed = {"": round(available / GIB, 2)}, f"at least {need / GIB:.2f}"
     return [
         *judge(AVAILABLE, {"": round(100 * available / total)}, lambda percent: percent < 100 * LEAST_FREE),
-        *(
-            judge(HEADROOM, free, lambda gib: gib < need / GIB, needed)
-            if need
-            else [HEADROOM.skipped("of how many ranks is not said: give --nproc" if unknown else "no run for CPUs")]
-        ),
+        *(judge(HEADROOM, free, lambda gib: gib < need / GIB, needed) if need else [HEADROOM.skipped(why)]),
     ]
 
 
