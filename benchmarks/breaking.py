@@ -17,10 +17,10 @@ from benchmarks.goodput import watching
 from phalanx.data.loader import prefetch
 from phalanx.data.prepare import prepare
 from phalanx.measure.events import ROLLED_BACK, read_events
-from phalanx.spec.load import build_run, load_run
+from phalanx.spec.load import load_run, run_from_table
 from phalanx.spec.run import RunSpec
-from phalanx.testing.runs import ranks_of, until
-from phalanx.train.corpus import open_corpus
+from phalanx.testing.runs import rank_pids, wait_until
+from phalanx.train.corpus import open_training_data
 from phalanx.train.manifest import checkpoints, step_of
 from phalanx.train.metrics import METRICS_FILE, read_metrics
 from phalanx.train.setup import to_toml
@@ -34,7 +34,7 @@ EVERY, TIMEOUT_SECONDS, LAST_CALL_SECONDS, BAD_STEPS = 20, 5, 3, 3
 
 def described(out: Path, cache: Path) -> RunSpec:
     """A run without an end."""
-    return build_run(
+    return run_from_table(
         {
             "name": "faults",
             "out": str(out),
@@ -87,9 +87,9 @@ class Running:
 
     def trains(self, begun: int, ranks: int, steps: int = 1) -> float:
         """Wait until the last start, which is not one of so many before, has done some steps; when it did the first."""
-        until(lambda: len(self.began()) > begun and self.began()[-1]["ranks"] == ranks, f"{ranks} ranks")
+        wait_until(lambda: len(self.began()) > begun and self.began()[-1]["ranks"] == ranks, f"{ranks} ranks")
         at, after = self.began()[-1]["time"], self.began()[-1]["step"]
-        until(lambda: any(when > at and step >= after + steps for when, step in self.seen), "steps")
+        wait_until(lambda: any(when > at and step >= after + steps for when, step in self.seen), "steps")
         return next(when for when, step in self.seen if when > at and step > after)
 
     def broken(
@@ -98,10 +98,10 @@ class Running:
         """Strike, once there is something to lose; `again` is what a user or a scheduler does then. How soon and how
         well the run goes on with so many ranks."""
         self.between_saves()
-        begun, before = len(self.began()), set(ranks_of(self.directory).values())
+        begun, before = len(self.began()), set(rank_pids(self.directory).values())
         at = time.time()
         strike()
-        until(lambda: not any(map(_lives, before)), f"{fault}: ranks have ended")
+        wait_until(lambda: not any(map(_lives, before)), f"{fault}: ranks have ended")
         detected = time.time()
         if again is not None:
             again()
@@ -115,16 +115,18 @@ class Running:
         """Wait until this start has saved more than any did before, and is half way to its next checkpoint."""
         begun, folder = self.began()[-1]["time"], self.directory / "checkpoints"
         before = max((step for when, step in self.seen if when < begun), default=0)
-        until(lambda: any(step_of(each) > before for each in checkpoints(folder)), "a checkpoint")
+        wait_until(lambda: any(step_of(each) > before for each in checkpoints(folder)), "a checkpoint")
         first, half = self.seen[-1][1], range(EVERY // 2 - 2, EVERY // 2 + 3)
-        until(lambda: self.seen[-1][1] > first and self.seen[-1][1] % EVERY in half, "half way to the next")
+        wait_until(lambda: self.seen[-1][1] > first and self.seen[-1][1] % EVERY in half, "half way to the next")
 
     def end(self) -> None:
         """Tell the launchers to end."""
         for launcher in self.launchers.values():
             if launcher.poll() is None:
                 launcher.terminate()
-        until(lambda: all(launcher.poll() is not None for launcher in self.launchers.values()), "launchers have ended")
+        wait_until(
+            lambda: all(launcher.poll() is not None for launcher in self.launchers.values()), "launchers have ended"
+        )
 
 
 def _lives(pid: int) -> bool:
@@ -154,7 +156,7 @@ def running(folder: Path, out: Path | None = None, cache: Path | None = None) ->
         for launcher in found.launchers.values():
             launcher.kill()
             launcher.wait()
-        until(lambda: not ranks_of(found.directory), "no rank is left")
+        wait_until(lambda: not rank_pids(found.directory), "no rank is left")
 
 
 def trained(run: Running) -> list[float]:
@@ -167,7 +169,7 @@ def same_bits(run: Running, command: Callable[[Running], Sequence[str]]) -> bool
     learned = trained(run)
     with running(run.file.parent / "unbroken", cache=run.file.parents[1] / "cache") as other:
         other.start("unbroken", command(other))
-        until(lambda: bool(other.seen) and other.seen[-1][1] >= len(learned), "as many steps")
+        wait_until(lambda: bool(other.seen) and other.seen[-1][1] >= len(learned), "as many steps")
         other.end()
         assert len(other.began()) == 1, "it never fails"
         return trained(other)[: len(learned)] == learned
@@ -178,7 +180,7 @@ def differs(run: Running) -> float:
     learned = trained(run)
     described = load_run(run.file)
     one = Trainer(
-        described, open_corpus(described, prepare(described.data)), run.file.parent / "one", torch.device("cpu")
+        described, open_training_data(described, prepare(described.data)), run.file.parent / "one", torch.device("cpu")
     )
     back = {event["to"]: event["after"] for event in read_events(run.directory) if event["what"] == ROLLED_BACK}
     losses: list[float] = []
@@ -187,5 +189,5 @@ def differs(run: Running) -> float:
         losses += [one.train_step(batches)["loss"] for _ in range(one.step, end)]
         batches.close()
         if end in back:
-            one.loader.pass_over(back[end] - end)
+            one.loader.skip_steps(back[end] - end)
     return max(abs(a - b) / b for a, b in zip(learned, losses, strict=True))

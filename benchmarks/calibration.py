@@ -24,26 +24,26 @@ from importlib.metadata import version
 from pathlib import Path
 
 from phalanx.cost.footprint import GIB
-from phalanx.plan.beside import beside
+from phalanx.plan.beside import compare_with_prediction
 from phalanx.plan.calibrate import (
     LEAST_WAIT,
     Calibration,
     MeasuredRun,
     calibrate,
-    predicted,
+    detect_cpu,
+    predict_run,
     read_measured_run,
-    this_cpu,
     write_machine,
 )
-from phalanx.plan.candidates import candidate_of
-from phalanx.plan.describe import times_of
-from phalanx.plan.explain import option_of
-from phalanx.plan.simulated import timeline
-from phalanx.plan.timings import Sweep, read_sweep
-from phalanx.report.efficiency import columns, with_parts
-from phalanx.report.facts import of_step
+from phalanx.plan.candidates import candidate_from_run
+from phalanx.plan.describe import time_constants_for
+from phalanx.plan.explain import evaluate_layout
+from phalanx.plan.simulated import simulate_candidate
+from phalanx.plan.timings import BenchmarkFile, read_benchmark_file
+from phalanx.report.efficiency import step_times, with_measured_parts
+from phalanx.report.facts import step_rows
 from phalanx.report.recorded import read_run
-from phalanx.spec.cluster import Cluster
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.load import load_machine
 
 MIB = 2**20
@@ -160,12 +160,12 @@ def command_of(words: Sequence[str], short: Short, work: Path) -> None:
         raise SystemExit(f"{short}: {done.stderr[-2000:]}")
 
 
-def sweep(short: Short, work: Path) -> Sweep:
+def sweep(short: Short, work: Path) -> BenchmarkFile:
     """What `phalanx measure` finds for a layout, unless it is there."""
     file = work / f"{short.name}.json"
     if not file.exists():
         command_of(["measure", "--sweep", "4KiB:4MiB", "--out", str(file)], short, work)
-    return read_sweep(file)
+    return read_benchmark_file(file)
 
 
 def train(short: Short, work: Path) -> MeasuredRun:
@@ -176,7 +176,7 @@ def train(short: Short, work: Path) -> MeasuredRun:
         command_of(["train", "--measure-memory", "--trace-steps", CLOSELY], short, work)
         shutil.rmtree(directory / "checkpoints")
         (directory / "done").touch()
-    return with_parts(replace(read_measured_run(directory), name=str(short)), directory)
+    return with_measured_parts(replace(read_measured_run(directory), name=str(short)), directory)
 
 
 @dataclass(frozen=True)
@@ -199,13 +199,13 @@ class Loop:
         return "\n".join(lines)
 
 
-def loop(runs: dict[Path, MeasuredRun], before: Cluster, after: Cluster, measured: Cluster) -> Loop:
+def loop(runs: dict[Path, MeasuredRun], before: ClusterSpec, after: ClusterSpec, measured: ClusterSpec) -> Loop:
     """The errors on runs that were not calibrated on, with the machine as it is known without a run (but for its peak,
     which every run measures), as other runs showed it, and as `phalanx measure` did beside them."""
     return Loop(*(_errors(runs, machine) for machine in (before, after, measured)))
 
 
-def _errors(runs: dict[Path, MeasuredRun], machine: Cluster) -> dict[str, list[float]]:
+def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {
         "step time": [], "computing": [], "waiting for collectives": [], "memory of a process": [],
         "memory of tensors": [], "bytes of a collective": [], BUBBLE: [],
@@ -213,9 +213,9 @@ def _errors(runs: dict[Path, MeasuredRun], machine: Cluster) -> dict[str, list[f
     for directory, run in runs.items():
         cluster = machine.model_copy(update={"nodes": 1, "nproc": run.ranks})
         own = run.run.model_copy(update={"cluster": cluster})
-        option = option_of(own, run.ranks, own.layout)
+        option = evaluate_layout(own, run.ranks, own.layout)
         recorded = read_run(directory)
-        rows = {row["what"]: row["measured"] for row in of_step(recorded, columns(recorded), None, None)}
+        rows = {row["what"]: row["measured"] for row in step_rows(recorded, step_times(recorded), None, None)}
         found["step time"].append(option.step_seconds / run.step_seconds - 1)
         if run.ranks <= (machine.cores or 1):
             computing = option.parts["compute"] - option.parts["exchange"]
@@ -225,10 +225,14 @@ def _errors(runs: dict[Path, MeasuredRun], machine: Cluster) -> dict[str, list[f
                 found["waiting for collectives"].append(waiting / run.waiting_seconds - 1)
         found["memory of a process"].append(option.memory_bytes / run.memory_bytes - 1)
         found["memory of tensors"].append(run.held_bytes / (run.tensor_bytes or 1) - 1)
-        sent = [row for row in beside(own, run.ranks, recorded.measured) if row["what"] in SENT and row["predicted"]]
+        sent = [
+            row
+            for row in compare_with_prediction(own, run.ranks, recorded.measured)
+            if row["what"] in SENT and row["predicted"]
+        ]
         found["bytes of a collective"] += [row["predicted"] / row["measured"] - 1 for row in sent]
         if own.layout.pp > 1:
-            planned = timeline(own, run.ranks, candidate_of(own, run.ranks))
+            planned = simulate_candidate(own, run.ranks, candidate_from_run(own, run.ranks))
             found[BUBBLE].append(float(planned.bubble) - rows["bubble"])
     return found
 
@@ -288,7 +292,7 @@ def within(errors: Sequence[float], goal: float) -> str:
     return f"{near} of {len(errors)} within {goal:.0%}, median {median:.1%}, worst {max(map(abs, errors)):.1%}"
 
 
-def not_calibrated(machine: Cluster) -> Cluster:
+def not_calibrated(machine: ClusterSpec) -> ClusterSpec:
     """A machine of which only the peak is known, that every run measures when it begins."""
     assert machine.measured is not None
     nothing = {"time": {}, "decided": [], "process_bytes": 0, "memory_share": 1.0, "buffer_share": 0.0}
@@ -302,15 +306,15 @@ def write_section(page: Path, heading: str, body: str) -> None:
     page.write_text(f"{before.rstrip()}\n\n## {heading}\n\n{body}{after}")
 
 
-def constants_of(machine: Cluster) -> str:
+def constants_of(machine: ClusterSpec) -> str:
     """What runs decided, moved or not from where published runs put it."""
-    times, decided = times_of(machine), machine.measured.decided if machine.measured else []
+    times, decided = time_constants_for(machine), machine.measured.decided if machine.measured else []
     return ", ".join(f"{name} {getattr(times, name):.3g}" for name in decided)
 
 
 def page(fitted: list[MeasuredRun], found: Calibration, others: list[MeasuredRun]) -> str:
     """All that was measured and predicted."""
-    seconds, widths, memory = zip(*(predicted(found.machine, run) for run in others), strict=True)
+    seconds, widths, memory = zip(*(predict_run(found.machine, run) for run in others), strict=True)
     held_out = compared(others, seconds, memory)
     inside = sum(
         low <= run.step_seconds <= high
@@ -363,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = made[short] = train(short, given.work)
         print(f"{at} of {len(every)}, {run.name}: {run.step_seconds:.3f} s", flush=True)
     fitted, others = [made[short] for short in to_fit], [made[short] for short in to_predict]
-    known = load_machine(given.machine) if given.machine else this_cpu()
+    known = load_machine(given.machine) if given.machine else detect_cpu()
     sweeps = [sweep(short, given.work) for short in SWEPT]
     found, with_sweeps = calibrate(fitted, known), calibrate(fitted, known, sweeps)
     for each in with_sweeps.operations:

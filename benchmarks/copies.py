@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import mean, median
 
 from phalanx.measure.events import BEGAN, FAILED, read_events
-from phalanx.measure.record import record_file
+from phalanx.measure.record import rank_record_file
 from phalanx.report.recorded import read_run
-from phalanx.spec.load import build_run
-from phalanx.testing.runs import ranks_of, until
+from phalanx.spec.load import run_from_table
+from phalanx.testing.runs import rank_pids, wait_until
 from phalanx.train.metrics import read_metrics
 from phalanx.train.setup import to_toml
 
@@ -34,7 +34,7 @@ LATEST_SECONDS = 2.0
 
 def run_file(folder: Path) -> Path:
     """Of a run without an end."""
-    run = build_run(
+    run = run_from_table(
         {
             "name": "copies",
             "out": str(folder),
@@ -56,15 +56,15 @@ def lost_steps(directory: Path, kills: int, chance: random.Random) -> list[int]:
     """Kill a rank so often; the steps that each time were lost."""
     finished = []
     for number in range(kills):
-        until(lambda number=number: happened(directory, BEGAN) > number, "a start")
+        wait_until(lambda number=number: happened(directory, BEGAN) > number, "a start")
         after = read_events(directory)[-1]["step"]
-        until(lambda after=after: any(line["step"] > after for line in read_metrics(directory)), "a step")
+        wait_until(lambda after=after: any(line["step"] > after for line in read_metrics(directory)), "a step")
         time.sleep(chance.uniform(0, LATEST_SECONDS))
-        os.kill(ranks_of(directory)[chance.randrange(2)], signal.SIGKILL)
-        until(lambda number=number: happened(directory, FAILED) > number, "a failure")
+        os.kill(rank_pids(directory)[chance.randrange(2)], signal.SIGKILL)
+        wait_until(lambda number=number: happened(directory, FAILED) > number, "a failure")
         told = [event["step"] for event in read_events(directory) if event["what"] == FAILED][-1]  # by who was left
         finished.append(max(told, read_metrics(directory)[-1]["step"]))
-    until(lambda: happened(directory, BEGAN) > kills, "the last start")
+    wait_until(lambda: happened(directory, BEGAN) > kills, "the last start")
     again = [event["step"] for event in read_events(directory) if event["what"] == BEGAN][1:]
     # A copy of a step is there a moment before that step is written down.
     return [max(0, before - after) for before, after in zip(finished, again, strict=True)]
@@ -87,11 +87,11 @@ def main() -> None:
             try:
                 lost = lost_steps(directory, asked.kills, random.Random(1))
                 last = read_events(directory)[-1]["step"]
-                until(lambda: any(line["step"] > last + 50 for line in read_metrics(directory)), "fifty steps")
+                wait_until(lambda: any(line["step"] > last + 50 for line in read_metrics(directory)), "fifty steps")
             finally:
                 launcher.send_signal(signal.SIGTERM)
                 launcher.wait(timeout=100)
-        assert record_file(directory, 0).exists()
+        assert rank_record_file(directory, 0).exists()
         record = read_run(directory).ranks[0]
         copies = median(pause["seconds"] for pause in record.pauses if pause["pause"] == "copy")
         steps = median(sum(line["seconds"].values()) for line in record.steps)

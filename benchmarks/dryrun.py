@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from phalanx.plan.explain import best_plan
-from phalanx.spec.load import build_run
+from phalanx.plan.explain import plan_or_raise
+from phalanx.spec.load import run_from_table
 from phalanx.spec.run import RunSpec
-from phalanx.verify.compare import Line, compare
-from phalanx.verify.dryrun import corners, dry_run
+from phalanx.verify.compare import PlanCheck, compare_with_plan
+from phalanx.verify.dryrun import corner_ranks, dry_run
 
 SEQUENCE = 8192
 NPROC = 8
@@ -41,7 +41,7 @@ class Row:
     world_size: int
     layout: str
     rank: int
-    lines: list[Line]
+    lines: list[PlanCheck]
     seconds: float
     process_bytes: int
 
@@ -64,14 +64,14 @@ class Row:
 def described(model: str) -> tuple[RunSpec, str]:
     """The run with the layout that the planner takes, and that layout in words."""
     world_size, tokens = RUNS[model]
-    run = build_run(
+    run = run_from_table(
         {
             "model": {"preset": model},
             "training": {"sequence": SEQUENCE, "tokens_per_step": tokens},
             "cluster": {"preset": "h100", "nodes": world_size // NPROC, "nproc": NPROC},
         }
     )
-    taken = best_plan(run, world_size).taken.candidate
+    taken = plan_or_raise(run, world_size).chosen.candidate
     return run.model_copy(update={"layout": taken.layout()}), str(taken)
 
 
@@ -79,9 +79,9 @@ def traced(model: str) -> list[Row]:
     """The corner ranks of a run."""
     run, layout = described(model)
     world_size, rows = RUNS[model][0], []
-    for rank in dry_run(run, world_size, corners(run, world_size)):
+    for rank in dry_run(run, world_size, corner_ranks(run, world_size)):
         took = rank["tracing"]
-        lines = compare(run, world_size, rank)
+        lines = compare_with_plan(run, world_size, rank)
         rows.append(Row(model, world_size, layout, rank["rank"], lines, took["seconds"], took["process_bytes"]))
         print(rows[-1], flush=True)
     return rows

@@ -34,17 +34,17 @@ from benchmarks.breaking import (
 )
 from phalanx.measure.events import ROLLED_BACK, read_events
 from phalanx.spec.load import load_run
-from phalanx.testing.faults import cut_short, fill, flip, limited, small_disk
-from phalanx.testing.hosts import star
-from phalanx.testing.runs import ranks_of, until
-from phalanx.train.agent import run_ranks, stoppable
-from phalanx.train.launch import leave, set_environment
+from phalanx.testing.faults import fill_disk, flip_bit, memory_limited, small_disk, truncate_file
+from phalanx.testing.hosts import star_network
+from phalanx.testing.runs import rank_pids, wait_until
+from phalanx.train.agent import run_until_done, stop_signals_as_exit
+from phalanx.train.launch import exit_rank, set_worker_environment
 from phalanx.train.manifest import checkpoints
-from phalanx.train.meeting import ALONE
-from phalanx.train.recovery import Recovery
-from phalanx.train.setup import STOPPED, set_up
+from phalanx.train.meeting import SINGLE_NODE
+from phalanx.train.recovery import FailurePolicy
+from phalanx.train.setup import EXIT_STOPPED, create_run
 from phalanx.train.trainer import Trainer
-from phalanx.train.worker import work
+from phalanx.train.worker import run_rank
 from tests.train.faults import TOGETHER
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "faults.md"
@@ -63,15 +63,15 @@ SOON = 5
 
 def on_one_machine(folder: Path) -> Iterator[Broken]:
     """Two ranks, and a fault after the other."""
-    with running(folder) as run, limited(ROOM_BYTES) as join:
+    with running(folder) as run, memory_limited(ROOM_BYTES) as join:
         command = train(run, 2)
 
         def rank(sent: signal.Signals) -> Callable[[], None]:
-            return lambda: os.kill(ranks_of(run.directory)[1], sent)
+            return lambda: os.kill(rank_pids(run.directory)[1], sent)
 
         def ended() -> None:
             code = run.launchers["one"].wait(timeout=60)
-            assert code in (STOPPED, -signal.SIGKILL), code
+            assert code in (EXIT_STOPPED, -signal.SIGKILL), code
             run.start("one", command)
 
         run.start("one", command)
@@ -81,9 +81,11 @@ def on_one_machine(folder: Path) -> Iterator[Broken]:
             run.broken("a rank is killed (SIGKILL)", rank(signal.SIGKILL)),
             run.broken(stands, rank(signal.SIGSTOP)),
             slowed(run),
-            run.broken("a rank has no memory left", lambda: join(ranks_of(run.directory)[1])),
-            run.broken("a rank is killed, and half of the newest checkpoint's file is gone", damaged(run, cut_short)),
-            run.broken("one bit of it is another", damaged(run, flip)),
+            run.broken("a rank has no memory left", lambda: join(rank_pids(run.directory)[1])),
+            run.broken(
+                "a rank is killed, and half of the newest checkpoint's file is gone", damaged(run, truncate_file)
+            ),
+            run.broken("one bit of it is another", damaged(run, flip_bit)),
             run.broken("the file is gone", damaged(run, Path.unlink)),
             run.broken("the run is stopped (SIGTERM), and started again", lambda: one["one"].terminate(), again=ended),
             run.broken(
@@ -113,14 +115,14 @@ def compared(run: Running, found: Sequence[Broken], alike: int | None = None) ->
 def slowed(run: Running) -> Broken:
     """A rank that stands still again and again, for less long than collectives may take: no failure."""
     run.between_saves()
-    ranks, begun = ranks_of(run.directory), len(run.began())
+    ranks, begun = rank_pids(run.directory), len(run.began())
     for _ in range(PAUSES):
         os.kill(ranks[1], signal.SIGSTOP)
         time.sleep(PAUSE_SECONDS)
         os.kill(ranks[1], signal.SIGCONT)
         step = run.seen[-1][1]
-        until(lambda before=step: run.seen[-1][1] > before + 2, "it goes on")  # type: ignore[misc]
-    assert (ranks_of(run.directory), len(run.began())) == (ranks, begun)
+        wait_until(lambda before=step: run.seen[-1][1] > before + 2, "it goes on")  # type: ignore[misc]
+    assert (rank_pids(run.directory), len(run.began())) == (ranks, begun)
     return Broken(f"a rank is slow: stands still for {PAUSE_SECONDS} s, {PAUSES} times", None, None, 0, "2 ranks")
 
 
@@ -128,7 +130,7 @@ def damaged(run: Running, harm: Callable[[Path], None]) -> Callable[[], None]:
     """Harm the newest checkpoint, and kill the ranks before they write another."""
 
     def strike() -> None:
-        ranks = ranks_of(run.directory).values()
+        ranks = rank_pids(run.directory).values()
         for pid in ranks:
             os.kill(pid, signal.SIGSTOP)
         harm(next(checkpoints(run.directory / "checkpoints")[0].glob("shard-*")))
@@ -144,7 +146,7 @@ def on_one_rank(folder: Path) -> Iterator[Broken]:
         run.start("one", train(run, 1))
         run.trains(0, 1, EVERY)
         found = run.broken(
-            "its only rank is killed", lambda: os.kill(ranks_of(run.directory)[0], signal.SIGKILL), ranks=1
+            "its only rank is killed", lambda: os.kill(rank_pids(run.directory)[0], signal.SIGKILL), ranks=1
         )
         yield from compared(run, [found], alike=1)
 
@@ -163,12 +165,12 @@ def on_a_full_disk(folder: Path) -> Iterator[Broken]:
         run.start("one", train(run, 2))
         run.trains(0, 2, EVERY)
         full = "the disk is full; once the run has ended there is space, and it is started again"
-        yield from compared(run, [run.broken(full, lambda: fill(disk), again=space)], alike=2)
+        yield from compared(run, [run.broken(full, lambda: fill_disk(disk), again=space)], alike=2)
 
 
 def on_two_nodes(folder: Path) -> Iterator[Broken]:
     """A rank on each."""
-    with star(NODES) as network, running(folder) as run:
+    with star_network(NODES) as network, running(folder) as run:
         command = [*train(run, 1), "--nodes", "1:2", "--rendezvous", f"{network.hosts['first'].address}:{PORT}"]
 
         def start(name: str) -> None:
@@ -180,8 +182,8 @@ def on_two_nodes(folder: Path) -> Iterator[Broken]:
         found = [
             run.broken("a node is killed", lambda: run.launchers["second"].kill(), 1),
             run.broken("that node returns", lambda: start("second"), 2),
-            run.broken("the link to a node is cut", lambda: network.cut("second"), 1),
-            run.broken("the link is restored", lambda: network.restore("second"), 2),
+            run.broken("the link to a node is cut", lambda: network.disconnect("second"), 1),
+            run.broken("the link is restored", lambda: network.reconnect("second"), 2),
         ]
         yield from compared(run, found)
 
@@ -197,11 +199,14 @@ def program(run: Running, fault: str) -> list[str]:
 def launch(fault: str, file: Path) -> int:
     """What `phalanx train` does, but for the program of the ranks."""
     run = load_run(file)
-    directory = set_up(run, 2, resume=False)
-    set_environment(2)
-    recovery, words = Recovery(directory, run.recovery, ALONE), ("benchmarks.faults", "--rank", fault, str(directory))
-    with stoppable():
-        return 0 if run_ranks(2, lambda _: words, recovery.judge, ALONE) else recovery.code
+    directory = create_run(run, 2, resume=False)
+    set_worker_environment(2)
+    recovery, words = (
+        FailurePolicy(directory, run.recovery, SINGLE_NODE),
+        ("benchmarks.faults", "--rank", fault, str(directory)),
+    )
+    with stop_signals_as_exit():
+        return 0 if run_until_done(2, lambda _: words, recovery.decide, SINGLE_NODE) else recovery.code
 
 
 def with_wrong_calls(folder: Path) -> Iterator[Broken]:
@@ -231,7 +236,7 @@ def with_nan(folder: Path) -> Iterator[Broken]:
     """Two ranks whose gradients are not finite for some steps."""
     with running(folder) as run:
         run.start("one", program(run, "nan"))
-        until(lambda: any(event["what"] == ROLLED_BACK for event in read_events(run.directory)), "it goes back")
+        wait_until(lambda: any(event["what"] == ROLLED_BACK for event in read_events(run.directory)), "it goes back")
         event = next(event for event in read_events(run.directory) if event["what"] == ROLLED_BACK)
         at = next(when for when, step in run.seen if step >= NAN_STEPS[0] - 1)
         resumed = run.trains(1, 2, EVERY)
@@ -275,7 +280,7 @@ RANKS = {"wrong": call_wrongly, "nan": spoil}
 def rank(fault: str, directory: Path) -> None:
     """Train, with a fault."""
     RANKS[fault](directory)
-    leave(work(directory, [], resume=True))
+    exit_rank(run_rank(directory, [], resume=True))
 
 
 def page(found: Sequence[Broken]) -> str:

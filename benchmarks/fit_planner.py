@@ -21,11 +21,11 @@ from scipy.stats import norm
 from benchmarks.published import Known, known_rows, step_time_rows
 from phalanx.cost import constants
 from phalanx.cost.constants import IntervalConstants, MemoryConstants, TimeConstants, bounds
-from phalanx.cost.footprint import GIB, footprint, used_bytes
-from phalanx.cost.interval import KINDS, kind
-from phalanx.cost.jobs import Jobs, columns
+from phalanx.cost.footprint import GIB, estimate_memory, reserved_bytes
+from phalanx.cost.interval import KINDS, run_kind
+from phalanx.cost.jobs import JobTable, job_table
 from phalanx.cost.step import step_seconds
-from phalanx.plan.predict import choices_made
+from phalanx.plan.predict import best_choice_per_job
 
 FITTED = Path(__file__).parents[1] / "src" / "phalanx" / "cost" / "constants.toml"
 A_SOURCE_COUNTS = 12
@@ -44,7 +44,7 @@ def fit_time(known: list[Known], start: TimeConstants, evaluations: int = 60) ->
         truth = np.array([row.step_seconds for row in known])
         weights = _weights(known)
 
-        def residuals(x: Array, jobs: Jobs = jobs, truth: Array = truth, weights: Array = weights) -> Array:
+        def residuals(x: Array, jobs: JobTable = jobs, truth: Array = truth, weights: Array = weights) -> Array:
             error = np.log(step_seconds(TimeConstants(*np.exp(x)), jobs).total / truth) * weights
             return np.concatenate([error, 0.1 * (x - middle) / (high - low)])
 
@@ -57,7 +57,7 @@ def fit_time(known: list[Known], start: TimeConstants, evaluations: int = 60) ->
 def fit_memory(known: list[Known], start: MemoryConstants) -> MemoryConstants:
     """Constants of memory for rows that have it, or were out of it."""
     names, low, high = _bounded(MemoryConstants)
-    jobs = columns([row.job.choices[0] for row in known])
+    jobs = job_table([row.job.choices[0] for row in known])
     out = np.array([row.out_of_memory for row in known])
     labelled = out | np.array([row.ran_beside_failures for row in known])
     measured = np.array([row.memory_gib is not None for row in known])
@@ -66,9 +66,9 @@ def fit_memory(known: list[Known], start: MemoryConstants) -> MemoryConstants:
 
     def residuals(x: Array) -> Array:
         c = MemoryConstants(*np.exp(x))
-        held = footprint(c, jobs)
+        held = estimate_memory(c, jobs)
         error = np.log(held.allocated / truth)[measured] * weights
-        excess = np.log(used_bytes(c, held) / jobs.memory_bytes)[labelled] / c.spread
+        excess = np.log(reserved_bytes(c, held) / jobs.memory_bytes)[labelled] / c.spread
         unlikely = -norm.logcdf(np.where(out[labelled], excess, -excess))
         return np.concatenate([2 * error, 0.25 * np.sqrt(np.minimum(unlikely, 8)), 0.1 * (x - middle) / (high - low)])
 
@@ -83,17 +83,17 @@ def fit_intervals(known: list[Known], time: TimeConstants, memory: MemoryConstan
     jobs = chosen_jobs(known, time, memory)
     error = np.abs(np.log(step_seconds(time, jobs).total / np.array([row.step_seconds for row in known])))
     error = error / np.array([row.job.width for row in known])
-    kinds = kind(jobs)
+    kinds = run_kind(jobs)
     return IntervalConstants(
         **{name: float(np.quantile(error[kinds == index], 0.8)) for index, name in enumerate(KINDS)}
     )
 
 
-def chosen_jobs(known: list[Known], time: TimeConstants, memory: MemoryConstants) -> Jobs:
+def chosen_jobs(known: list[Known], time: TimeConstants, memory: MemoryConstants) -> JobTable:
     """For each row, of what it may mean what a trainer would choose."""
     jobs = [row.job for row in known]
-    table = columns([choice for job in jobs for choice in job.choices])
-    return table.take(np.array(choices_made(jobs, table, time, memory)))
+    table = job_table([choice for job in jobs for choice in job.choices])
+    return table.select(np.array(best_choice_per_job(jobs, table, time, memory)))
 
 
 def _weights(known: list[Known]) -> Array:

@@ -30,12 +30,12 @@ from typing import Any
 
 from phalanx.cost.reliability import goodput
 from phalanx.measure.events import read_events
-from phalanx.measure.record import record_file
-from phalanx.spec.load import build_run
+from phalanx.measure.record import rank_record_file
+from phalanx.spec.load import run_from_table
 from phalanx.spec.run import RunSpec
-from phalanx.testing.runs import ranks_of, until
+from phalanx.testing.runs import rank_pids, wait_until
 from phalanx.train.metrics import METRICS_FILE, read_metrics
-from phalanx.train.setup import STOPPED, to_toml
+from phalanx.train.setup import EXIT_STOPPED, to_toml
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "goodput.md"
 RANKS, LIMIT, END_SECONDS = 2, 0.1, 300
@@ -50,7 +50,7 @@ MODEL = {"vocab": 257, "width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "ff
 def described(out: Path, every_seconds: float | None) -> RunSpec:
     """A run that would last for days. It is told how often ranks fail, as the planner is; None: never, and it saves
     nothing."""
-    return build_run(
+    return run_from_table(
         {
             "name": "goodput",
             "out": str(out),
@@ -88,7 +88,7 @@ def watched(directory: Path, seconds: float, every_seconds: float | None, seed: 
         return chance.expovariate(1 / every_seconds) if every_seconds else math.inf
 
     with watching(directory / METRICS_FILE, seen):
-        until(lambda: seen, "a first step")
+        wait_until(lambda: seen, "a first step")
         end = time.time() + seconds
         at = time.time() + next_one()
         while at < end:
@@ -102,7 +102,7 @@ def watched(directory: Path, seconds: float, every_seconds: float | None, seed: 
 def kill_one(directory: Path, chance: random.Random) -> float:
     """Kill a rank, as soon as there is one; says when."""
     while True:
-        ranks = ranks_of(directory)
+        ranks = rank_pids(directory)
         if ranks:
             with suppress(ProcessLookupError):
                 os.kill(chance.choice(list(ranks.values())), signal.SIGKILL)
@@ -218,7 +218,7 @@ def measured(directory: Path, watched: Watched, undisturbed_seconds: float) -> M
     events = read_events(directory)
     began = float(next(event["time"] for event in events if event["what"] == "began"))
     seconds = [record["step_seconds"] for record in read_metrics(directory) if "loss" in record]
-    lines = [json.loads(line) for line in record_file(directory, 0).read_text().splitlines()]
+    lines = [json.loads(line) for line in rank_record_file(directory, 0).read_text().splitlines()]
     saves = [line for line in lines if "pause" in line or "format" in line]
     between = [b["step"] - a["step"] for a, b in pairwise(saves) if "pause" in a and "pause" in b]
     return Measured(
@@ -262,9 +262,9 @@ def run_through(seconds: float, every_seconds: float | None, seed: int) -> Itera
                 code = train.wait(timeout=END_SECONDS)
             finally:
                 train.kill()
-                until(lambda: not ranks_of(directory), "no rank is left")
+                wait_until(lambda: not rank_pids(directory), "no rank is left")
                 print((folder / "said").read_text(), file=sys.stderr)
-        assert code == STOPPED, code
+        assert code == EXIT_STOPPED, code
         yield directory, found
 
 

@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 from benchmarks.recording import LARGER, SMALL, described
 from phalanx.data.loader import prefetch
-from phalanx.train.corpus import open_corpus
-from phalanx.train.flight import BUFFER, REMEMBERED, moved
-from phalanx.train.launch import join_ranks
-from phalanx.train.replicas import check_replicas
-from phalanx.train.setup import read_directory, set_up
+from phalanx.train.corpus import open_training_data
+from phalanx.train.flight import BUFFER, REMEMBERED, recorder_fingerprint
+from phalanx.train.launch import init_distributed
+from phalanx.train.replicas import check_replica_consistency
+from phalanx.train.setup import create_run, read_run_directory
 from phalanx.train.trainer import Trainer
 from phalanx.train.watchdog import LOOK_SECONDS, Watchdog
 
@@ -53,12 +53,12 @@ Ranks = list[subprocess.Popen[str]]
 
 def serve(directory: str) -> None:
     """On a rank: do what each line asks for, and say how many seconds it took."""
-    run, data = read_directory(Path(directory))
+    run, data = read_run_directory(Path(directory))
     torch.set_num_threads(1)
-    join_ranks("cpu", 600)
+    init_distributed("cpu", 600)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     guarded = os.environ[BUFFER] != "0"
-    trainer = Trainer(run, open_corpus(run, data, True), Path(directory), torch.device("cpu"), 1e11)
+    trainer = Trainer(run, open_training_data(run, data, True), Path(directory), torch.device("cpu"), 1e11)
     if guarded:
         watchdog = Watchdog(Path(directory), run.training.timeout_seconds)
         watchdog.trainer = trainer
@@ -67,8 +67,8 @@ def serve(directory: str) -> None:
     asked: dict[str, Callable[[], Any]] = {
         "step": lambda: trainer.train_step(batches),
         "collectives": lambda: [dist.all_reduce(one, group=alone) for _ in range(CALLS)],
-        "looks": lambda: [(trainer.step, moved()) for _ in range(CALLS)],
-        "replicas": lambda: check_replicas(trainer.strategy, trainer.optimizers, trainer.mesh.degrees, 1, 1),
+        "looks": lambda: [(trainer.step, recorder_fingerprint()) for _ in range(CALLS)],
+        "replicas": lambda: check_replica_consistency(trainer.strategy, trainer.optimizers, trainer.mesh.dims, 1, 1),
     }
     for line in sys.stdin:
         before, clocks = recorded(), [clock() for clock in CLOCKS]
@@ -112,7 +112,7 @@ def ask(pair: Ranks, what: str) -> tuple[float, float, float, int]:
 
 def row(name: str, out: Path) -> tuple[str, float]:
     """A line of the table, and its last number."""
-    directory = set_up(described(out, *RUNS[name]), 2, resume=False)
+    directory = create_run(described(out, *RUNS[name]), 2, resume=False)
     walls, works, steps, recorder, looks, replicas, calls = [], [], [], [], [], [], 0
     for start in range(STARTS):
         pairs = {guarded: started(directory, guarded) for guarded in ((True, False), (False, True))[start % 2]}

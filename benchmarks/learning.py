@@ -18,11 +18,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.ngram import witten_bell
-from phalanx.cost.parameters import parameters
-from phalanx.data.corpus import documents, split
+from phalanx.cost.parameters import count_parameters
+from phalanx.data.corpus import documents, is_held_out
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
-from phalanx.train.metrics import Record, read_metrics
+from phalanx.train.metrics import MetricsRecord, read_metrics
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "demo.toml"
@@ -46,7 +46,7 @@ def read_split(run: RunSpec) -> tuple[list[bytes], list[bytes]]:
     train: list[bytes] = []
     held_out: list[bytes] = []
     for document in documents(run.data.train, run.data.text_key):
-        side = held_out if split(document.name, run.data.held_out_fraction) else train
+        side = held_out if is_held_out(document.name, run.data.held_out_fraction) else train
         side.append(document.text.encode())
     return train, held_out
 
@@ -58,7 +58,7 @@ def count(train: list[bytes], held_out: list[bytes], context: int) -> Row:
     return Row(f"Witten-Bell, {context} bytes of context", bits, time.perf_counter() - begun)
 
 
-def train(run: RunSpec, nproc: int) -> tuple[Row, list[Record]]:
+def train(run: RunSpec, nproc: int) -> tuple[Row, list[MetricsRecord]]:
     """The demo's row, and its metrics."""
     with tempfile.TemporaryDirectory(prefix="phalanx-learning-") as out:
         begun = time.perf_counter()
@@ -67,7 +67,7 @@ def train(run: RunSpec, nproc: int) -> tuple[Row, list[Record]]:
         seconds = time.perf_counter() - begun
         metrics = read_metrics(Path(out) / run.name)
     bits = [record["held_out_bits_per_byte"] for record in metrics if "held_out_bits_per_byte" in record]
-    return Row(f"the demo, {parameters(run.model).total / 1e6:.1f} M parameters", bits[-1], seconds), metrics
+    return Row(f"the demo, {count_parameters(run.model).total / 1e6:.1f} M parameters", bits[-1], seconds), metrics
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -77,7 +77,9 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def page(rows: Sequence[Row], run: RunSpec, metrics: Sequence[Record], sizes: tuple[int, int], nproc: int) -> str:
+def page(
+    rows: Sequence[Row], run: RunSpec, metrics: Sequence[MetricsRecord], sizes: tuple[int, int], nproc: int
+) -> str:
     """What is written to docs/."""
     steps = [record["step_seconds"] for record in metrics if "step_seconds" in record]
     return f"""# Learning: held-out bits per byte of the demo

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.data.indexed import IndexedDataset, IndexedWriter
-from phalanx.data.loader import Loader
+from phalanx.data.loader import TokenLoader
 from phalanx.data.prepare import prepare
 from phalanx.spec.run import DataSpec
 
@@ -46,7 +46,7 @@ class Row:
 
 def measure(dataset: IndexedDataset, name: str, sequence: int, rows: int, tokens: int = TOKENS_PER_ROUND) -> Row:
     """The median speeds of the loader and of the limit, their rounds taken in turn."""
-    loader = Loader(dataset, sequence, rows, seed=0)
+    loader = TokenLoader(dataset, sequence, rows, seed=0)
     steps = max(1, tokens // (rows * sequence))
     size = rows * sequence
     begins = np.linspace(0, dataset.size - size - 1, steps, dtype=np.int64)

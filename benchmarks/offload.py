@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.limit import Limit, memory_limit
-from phalanx.cost.parameters import parameters
-from phalanx.spec.load import build_run
+from phalanx.cost.parameters import count_parameters
+from phalanx.spec.load import run_from_table
 from phalanx.spec.run import RunSpec
 from phalanx.train.setup import to_toml
 
@@ -105,7 +105,7 @@ def described(out: Path, name: str, tokens: int, steps: int, offload: Path | Non
         "vocab": 257, "width": WIDTH, "layers": layers, "heads": 16, "kv_heads": 16, "ffn": FFN, "context": SEQUENCE,
     }  # fmt: skip
     rests = {"offload": "nvme", "offload_directory": str(offload)} if offload else {}
-    return build_run(
+    return run_from_table(
         {
             "name": name,
             "out": str(out),
@@ -223,7 +223,7 @@ def main() -> None:
         cut = (asked.tokens, asked.steps + 1)
         described_memory = described(out, "memory", *cut, None, asked.layers)
         described_disk = described(out, "disk", *cut, out, asked.layers)
-        total = parameters(described_disk.model).total
+        total = count_parameters(described_disk.model).total
         limit_bytes = STATE_BYTES_PER_PARAMETER * total // SHARE
         limits = [stack.enter_context(memory_limit(limit)) for limit in (None, limit_bytes)]
         if limits[1].kind != "cgroup":

@@ -20,17 +20,17 @@ from benchmarks.pipeline_ranks import layout_of, train, wait
 from benchmarks.shapes import SHAPES
 from phalanx.data.prepare import prepare
 from phalanx.schedule.action import Action, Schedule
-from phalanx.schedule.named import PUBLISHED, schedule_of
-from phalanx.schedule.simulate import Span, Timeline, Times, simulate
+from phalanx.schedule.named import PUBLISHED, layout_schedule
+from phalanx.schedule.simulate import ActionTimes, Span, Timeline, simulate
 from phalanx.spec.run import DataSpec
-from phalanx.testing import ranks
+from phalanx.testing import rank_pool
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "pipeline.md"
 UNIT_SECONDS = 0.03
 """What a rank waits for the forward pass of a micro-batch, and for each half of its backward pass."""
 
 
-def times_of(schedule: Schedule, step: Timeline) -> Times:
+def times_of(schedule: Schedule, step: Timeline) -> ActionTimes:
     """What each stage's actions took in a step, on average; a whole backward pass counts as its input half."""
     taken: dict[tuple[int, str], list[float]] = defaultdict(list)
     for spans in step.spans:
@@ -42,7 +42,7 @@ def times_of(schedule: Schedule, step: Timeline) -> Times:
     def of(kinds: str) -> list[float]:
         return [max((mean.get((stage, kind), 0.0) for kind in kinds), default=0.0) for stage in range(schedule.stages)]
 
-    return Times(of("F"), of("I" if any(kind == "I" for _, kind in mean) else "B"), of("W"))
+    return ActionTimes(of("F"), of("I" if any(kind == "I" for _, kind in mean) else "B"), of("W"))
 
 
 def row(name: str, p: int, m: int, steps: list[Timeline], simulated: float) -> tuple[str, float, float]:
@@ -68,10 +68,10 @@ def waited(p: int, m: int, steps: int) -> str:
     lines, seconds = [HEAD], {}
     for name in PUBLISHED:
         layout = layout_of(name, p)
-        schedule = schedule_of(layout, m)
+        schedule = layout_schedule(layout, m)
         unit = UNIT_SECONDS / (schedule.stages // p)
-        ran = by_step(ranks(p).run(wait, layout, m, UNIT_SECONDS, steps, timeout=600))
-        expected = simulate(schedule, Times(unit, unit, unit))
+        ran = by_step(rank_pool(p).run(wait, layout, m, UNIT_SECONDS, steps, timeout=600))
+        expected = simulate(schedule, ActionTimes(unit, unit, unit))
         line, _, seconds[name] = row(name, p, m, ran, float(expected.bubble))
         lines.append(line)
         print(line, flush=True)
@@ -87,8 +87,8 @@ def trained(shape: str, steps: int) -> str:
         run = SHAPES[shape].run("ddp")
         m = SHAPES[shape].sequences
         run = run.model_copy(update={"layout": layout.model_copy(update={"micro_batch": 1})})
-        ran = by_step(ranks(2).run(train, run, data, steps, timeout=600))
-        schedule = schedule_of(layout, m)
+        ran = by_step(rank_pool(2).run(train, run, data, steps, timeout=600))
+        schedule = layout_schedule(layout, m)
         expected = statistics.median(float(simulate(schedule, times_of(schedule, step)).bubble) for step in ran)
         line, *_ = row(name, 2, m, ran, expected)
         lines.append(line)

@@ -18,20 +18,20 @@ from phalanx.data.indexed import IndexedDataset
 from phalanx.data.loader import prefetch
 from phalanx.data.tokenizer import byte_tokenizer
 from phalanx.parallel.mesh import build_mesh
-from phalanx.parallel.pipeline import Part, Pipeline, Tokens
+from phalanx.parallel.pipeline import InferenceMicroBatch, PipelineStrategy, StageModule
 from phalanx.parallel.strategy import Strategy
-from phalanx.schedule.named import any_schedule_of, schedule_of
+from phalanx.schedule.named import layout_schedule, representative_schedule
 from phalanx.schedule.simulate import Span
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
-from phalanx.train.corpus import Corpus
+from phalanx.train.corpus import TrainingData
 from phalanx.train.trainer import Trainer
 
 SMALL = ModelSpec(layers=16, width=8, heads=1, kv_heads=1, ffn=8, vocab=8, context=8)
 
 
-class Waits(Part):
+class Waits(StageModule):
     """Stages that wait instead of computing."""
 
     def __init__(self, layers: dict[int, range], stages: int, seconds: float) -> None:
@@ -57,7 +57,7 @@ class _Wait(torch.autograd.Function):
             return torch.zeros(1)
 
         time.sleep(ctx.part.seconds)
-        later = ctx.part.later.put_off
+        later = ctx.part.deferred_weight_grads.deferred
         if later is None:
             return grad, of_weight(), None
         later.append((ctx.weight, of_weight))
@@ -71,21 +71,21 @@ def layout_of(schedule: str, p: int) -> Layout:
 
 def wait(layout: Layout, m: int, seconds: float, steps: int) -> list[list[Span]]:
     """What this rank did in each step, and when."""
-    mesh, some = build_mesh(layout, layout.pp, "cpu"), any_schedule_of(layout)
+    mesh, some = build_mesh(layout, layout.pp, "cpu"), representative_schedule(layout)
     mine = {stage: range(stage, stage + 1) for stage in some.stages_of(mesh.rank)}
     part = Waits(mine, some.stages, seconds / len(mine))
-    everybody = mesh.links[0]
-    order, like = partial(schedule_of, layout), torch.empty(0)
-    strategy = Pipeline(Strategy(part), part, order, mesh.links, everybody, nullcontext, like)
-    micros = [Tokens(torch.zeros(1, 4, dtype=torch.int64), None)] * m
+    everybody = mesh.pipeline_groups[0]
+    order, like = partial(layout_schedule, layout), torch.empty(0)
+    strategy = PipelineStrategy(Strategy(part), part, order, mesh.pipeline_groups, everybody, nullcontext, like)
+    micros = [InferenceMicroBatch(torch.zeros(1, 4, dtype=torch.int64), None)] * m
 
-    def losses(model: Any, micro: Tokens) -> tuple[Tensor, Tensor]:
-        return model(micro.tokens, micro.starts)[0].sum(), torch.zeros(())
+    def losses(model: Any, micro: InferenceMicroBatch) -> tuple[Tensor, Tensor]:
+        return model(micro.tokens, micro.document_starts)[0].sum(), torch.zeros(())
 
     ran = []
     for _ in range(steps + 1):
         dist.barrier()
-        list(strategy.run(micros, losses))
+        list(strategy.forward_backward(micros, losses))
         ran.append(strategy.timeline)
     return ran[1:]
 
@@ -94,12 +94,12 @@ def train(run: RunSpec, data: str, steps: int) -> list[list[Span]]:
     """The same of a run that learns."""
     dataset = IndexedDataset(data)
     with tempfile.TemporaryDirectory() as kept:
-        under_way = Trainer(run, Corpus(dataset, dataset, byte_tokenizer()), Path(kept), torch.device("cpu"))
+        under_way = Trainer(run, TrainingData(dataset, dataset, byte_tokenizer()), Path(kept), torch.device("cpu"))
         batches, ran = prefetch(under_way.loader, 0, STEPS), []
         for _ in range(steps + 2):
             dist.barrier()
             under_way.train_step(batches)
-            assert isinstance(under_way.strategy, Pipeline)
+            assert isinstance(under_way.strategy, PipelineStrategy)
             ran.append(under_way.strategy.timeline)
         batches.close()
     return ran[2:]

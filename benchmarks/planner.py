@@ -24,9 +24,9 @@ from benchmarks.fit_planner import fit_time
 from benchmarks.planner_choice import best_of_sweeps, sweeps
 from benchmarks.published import Known, known_rows, met, step_time_rows
 from phalanx.cost.constants import time_constants
-from phalanx.plan.predict import Prediction, predict
-from phalanx.plan.search import search
-from phalanx.spec.load import build_run
+from phalanx.plan.predict import Prediction, predict_jobs
+from phalanx.plan.search import search_layouts
+from phalanx.spec.load import run_from_table
 
 FOUND = Path(__file__).with_name("found.md")
 """What dry runs found wrong in the plan."""
@@ -61,12 +61,12 @@ class Held:
 def held_rows(known: list[Known]) -> list[Held]:
     """Rows with a step time, predicted, and beside them the naive baseline: hardware FLOPs at one utilisation for each
     generation of devices, in hindsight the median of these sources' medians."""
-    predictions = list(predict([row.job for row in known]))
+    predictions = list(predict_jobs([row.job for row in known]))
     first = [row.job.choices[0] for row in known]
     work = np.array([row.job.flops_per_step * (4 / 3 if row.row["recompute"] == "full" else 1) for row in known])
     speed = np.array([row.job.peak_flops for row in known])
     seconds = np.array([row.step_seconds for row in known])
-    eras, groups = np.array([choice["era"] for choice in first]), np.array([row.group for row in known])
+    eras, groups = np.array([choice["hardware_generation"] for choice in first]), np.array([row.group for row in known])
     used = {era: _typical(work / speed / seconds, groups, eras == era) for era in set(eras)}
     naive = work / speed / np.array([used[era] for era in eras])
     return [Held(row, p, float(n)) for row, p, n in zip(known, predictions, naive, strict=True)]
@@ -114,7 +114,7 @@ def leave_one_out(known: list[Known]) -> dict[str, float]:
     for source in sorted({row.source for row in known}):
         without = fit_time([row for row in known if row.source != source], time_constants(), evaluations=25)
         mine = [row for row in known if row.source == source]
-        predicted = np.array([p.step_time_s for p in predict([row.job for row in mine], without)])
+        predicted = np.array([p.step_time_s for p in predict_jobs([row.job for row in mine], without)])
         error = np.abs(predicted / np.array([row.step_seconds for row in mine]) - 1) * 100
         for group in {row.group for row in mine}:
             found[group] = float(error[[row.group == group for row in mine]].mean())
@@ -133,7 +133,7 @@ def interval_lines(held: list[Held]) -> Iterator[str]:
 def memory_lines(known: list[Known]) -> Iterator[str]:
     """Memory where it was published, and out-of-memory labels with their probabilities."""
     told = [row for row in known if row.tells_memory]
-    predicted = list(predict([row.job for row in told]))
+    predicted = list(predict_jobs([row.job for row in told]))
     yield f"| source | rows | error % (target {MEMORY_LIMIT:.0f}) | median | met |"
     yield "|---|---|---|---|---|"
     for group in sorted({row.group for row in told if row.memory_gib}):
@@ -161,14 +161,14 @@ def speed_lines() -> Iterator[str]:
         ("llama3-70b", 1024, 128, None),
         ("llama3-405b", 2048, 2048, SEARCH_SECONDS),
     ):
-        run = build_run({
+        run = run_from_table({
             "model": {"preset": model}, "training": {"sequence": 8192, "tokens_per_step": 8192 * sequences},
             "cluster": {"preset": "h100", "nodes": nodes, "nproc": 8},
         })  # fmt: skip
         took = []
         for _ in range(3):
             start = time.perf_counter()
-            plan = search(run, nodes * 8, keep=10)
+            plan = search_layouts(run, nodes * 8, keep=10)
             took.append(time.perf_counter() - start)
         yield f"{model} on {nodes * 8:,} H100: {search_speed(plan.considered, float(np.median(took)), limit)}."
     took = []

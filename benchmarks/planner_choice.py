@@ -13,14 +13,14 @@ from scipy.stats import spearmanr
 
 from benchmarks.published import Known, met
 from phalanx.cost.constants import memory_constants, time_constants
-from phalanx.cost.footprint import footprint, out_of_memory
-from phalanx.cost.jobs import Order, columns
+from phalanx.cost.footprint import estimate_memory, oom_probability
+from phalanx.cost.jobs import ScheduleKind, job_table
 from phalanx.cost.step import step_seconds
-from phalanx.plan.describe import Numbers, stage_columns
-from phalanx.plan.fits import LIKELY
-from phalanx.plan.predict import predict
+from phalanx.plan.describe import JobRow, stage_columns
+from phalanx.plan.fits import MAX_OOM_PROBABILITY
+from phalanx.plan.predict import predict_jobs
 from phalanx.plan.rows import read_rows
-from phalanx.plan.table import job_of
+from phalanx.plan.table import job_from_row
 
 Sweeps = NDArray[np.float64]
 SWEPT = ("hage", "vtm", "tr11")
@@ -72,8 +72,8 @@ def _sweep(rows: list[Known]) -> tuple[bool, float, float] | None:
     ran = [row for row in rows if row.step_seconds]
     if len({_layout(row) for row in ran}) < LEAST:
         return None
-    predicted = list(predict([row.job for row in rows]))
-    fits = [p.p_oom < LIKELY for p in predicted]
+    predicted = list(predict_jobs([row.job for row in rows]))
+    fits = [p.p_oom < MAX_OOM_PROBABILITY for p in predicted]
     times = [p.step_time_s if fit else np.inf for p, fit in zip(predicted, fits, strict=True)]
     pick = rows[int(np.argmin(times))]
     best = min(row.step_seconds for row in ran if row.step_seconds)
@@ -91,12 +91,12 @@ def best_of_sweeps(path: Path) -> Iterator[str]:
     places = []
     rows = [row for row in read_rows(path) if row["id"].startswith("hfup")]
     for row in rows:
-        job = job_of(row)
+        job = job_from_row(row)
         grid = list(_grid(job.choices[0], float(row["gpus"]), float(row["global_batch"])))
-        table = columns(grid)
+        table = job_table(grid)
         seconds = step_seconds(time_constants(), table).total
-        risk = out_of_memory(memory_constants(), table, footprint(memory_constants(), table))
-        seconds = np.where(risk < LIKELY, seconds, np.inf)
+        risk = oom_probability(memory_constants(), table, estimate_memory(memory_constants(), table))
+        seconds = np.where(risk < MAX_OOM_PROBABILITY, seconds, np.inf)
         order = [_key(grid[at]) for at in np.argsort(seconds)]
         mine = _key(job.choices[0])
         places.append(order.index(mine) + 1 if mine in order else len(order))
@@ -110,19 +110,26 @@ def best_of_sweeps(path: Path) -> Iterator[str]:
     yield f"Its places: {', '.join(map(str, sorted(places)))}."
 
 
-def _key(choice: Numbers) -> tuple[float, ...]:
+def _key(choice: JobRow) -> tuple[float, ...]:
     return tuple(choice[column] for column in ("tp", "pp", "micro_batch", "zero"))
 
 
-def _grid(own: Numbers, ranks: float, batch: float) -> Iterator[Numbers]:
+def _grid(own: JobRow, ranks: float, batch: float) -> Iterator[JobRow]:
     """Layouts that nanotron's sweep tried: tp, pp, micro-batch, ZeRO-0 or 1."""
     for tp, pp, micro_batch, zero in product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32, 64), (0, 1)):
         dp = ranks / tp / pp
         if dp < 1 or batch % (dp * micro_batch) or batch < dp * micro_batch or own["layers"] < pp:
             continue
         choice = {
-            **own, "tp": tp, "pp": pp, "dp": dp, "micro_batch": micro_batch, "micro_batches": batch / dp / micro_batch,
-            "zero": zero, "shard": dp if zero else 1, "order": Order.ONE_F_ONE_B if pp > 1 else Order.NONE,
+            **own,
+            "tp": tp,
+            "pp": pp,
+            "dp": dp,
+            "micro_batch": micro_batch,
+            "micro_batches": batch / dp / micro_batch,
+            "zero_stage": zero,
+            "shard_group_size": dp if zero else 1,
+            "schedule": ScheduleKind.ONE_F_ONE_B if pp > 1 else ScheduleKind.NONE,
             "sequence_parallel": float(tp > 1),
-        }  # fmt: skip
+        }
         yield choice | stage_columns(choice)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.plan.describe import is_low
+from phalanx.plan.describe import is_low_precision
 from phalanx.plan.rows import Row, read_rows
-from phalanx.plan.table import Job, job_of
+from phalanx.plan.table import TableJob, job_from_row
 from phalanx.spec.errors import UserError
 
 
@@ -18,7 +18,7 @@ class Known:
     """A row that can be predicted, and what was published of it."""
 
     row: Row
-    job: Job
+    job: TableJob
     step_seconds: float | None
     memory_gib: float | None
     out_of_memory: bool
@@ -44,7 +44,7 @@ class Known:
 
     @property
     def low_precision(self) -> bool:
-        return is_low(self.row["precision"])
+        return is_low_precision(self.row["precision"])
 
     @property
     def four_bits(self) -> bool:
@@ -68,7 +68,7 @@ def known_rows(path: Path) -> list[Known]:
     found = []
     for row in read_rows(path):
         try:
-            job = job_of(row)
+            job = job_from_row(row)
         except UserError:
             continue
         said = row["memory_gib"]

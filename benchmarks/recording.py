@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from phalanx.data.loader import prefetch
-from phalanx.spec.load import build_run
+from phalanx.spec.load import run_from_table
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
-from phalanx.train.closely import Closely
-from phalanx.train.corpus import open_corpus
-from phalanx.train.phases import Phases
-from phalanx.train.setup import read_directory, set_up
+from phalanx.testing import rank_pool
+from phalanx.train.closely import StepProfiler
+from phalanx.train.corpus import open_training_data
+from phalanx.train.phases import StepPhaseTimer
+from phalanx.train.setup import create_run, read_run_directory
 from phalanx.train.trainer import Trainer
-from phalanx.train.worker import open_notes
+from phalanx.train.worker import open_step_records
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "recording.md"
 GOAL = 1.01
@@ -45,7 +45,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def described(out: Path, model: dict[str, Any], layout: dict[str, Any]) -> RunSpec:
     """A run of one of them."""
     steps = 3 * ROUNDS + 3
-    return build_run(
+    return run_from_table(
         {
             "name": "run",
             "out": str(out),
@@ -60,18 +60,18 @@ def described(out: Path, model: dict[str, Any], layout: dict[str, Any]) -> RunSp
 
 def timed(directory: Path) -> tuple[dict[str, list[float]], float]:
     """On a rank: the seconds of a step of each kind in every round, and of a step's notes alone."""
-    run, data = read_directory(directory)
-    trainer = Trainer(run, open_corpus(run, data, True), directory, torch.device("cpu"), 1e11)
-    notes, batches = open_notes(trainer), prefetch(trainer.loader, 0, run.training.steps)
+    run, data = read_run_directory(directory)
+    trainer = Trainer(run, open_training_data(run, data, True), directory, torch.device("cpu"), 1e11)
+    notes, batches = open_step_records(trainer), prefetch(trainer.loader, 0, run.training.steps)
 
     def noted() -> None:
         trainer.train_step(batches)
-        notes.write(dict(trainer.line or {}))
+        notes.write(dict(trainer.step_record or {}))
 
     def closely() -> None:
         step = trainer.step + 1
-        Closely(trainer, range(step - 1, step + 1))(batches)  # a step of the window that is not metered
-        notes.write(dict(trainer.line or {}))
+        StepProfiler(trainer, range(step - 1, step + 1))(batches)  # a step of the window that is not metered
+        notes.write(dict(trainer.step_record or {}))
 
     kinds: dict[str, Callable[[], Any]] = {
         "off": lambda: trainer.train_step(batches), "light": noted, "full": closely
@@ -98,13 +98,13 @@ def notes_alone(trainer: Trainer, notes: Any) -> float:
     marks, timeline = 3 * len(trainer.strategy.timeline), trainer.strategy.timeline
 
     def once() -> None:
-        phases = Phases(trainer.strategy)
+        phases = StepPhaseTimer(trainer.strategy)
         for name in ("data", "passes", "reduce", "optimizer"):
             phases.end(name)
         for _ in range(marks):
-            trainer.strategy.clock.now()
+            trainer.strategy.clock.record()
         trainer.strategy.timeline = timeline
-        line = phases.line(trainer.step, 0)
+        line = phases.to_step_record(trainer.step, 0)
         notes.write(dict(line) | {"hot_expert": [0, 0, 1.0], "expert_rows": 1})
 
     return seconds_of(lambda: [once() for _ in range(CALLS)]) / CALLS
@@ -112,8 +112,8 @@ def notes_alone(trainer: Trainer, notes: Any) -> float:
 
 def row(name: str, out: Path) -> tuple[str, float]:
     """A line of the table, and its last number."""
-    directory = set_up(described(out, *RUNS[name]), 2, resume=False)
-    found, alone = ranks(2).run(timed, directory, timeout=1200)[0]
+    directory = create_run(described(out, *RUNS[name]), 2, resume=False)
+    found, alone = rank_pool(2).run(timed, directory, timeout=1200)[0]
     off = median(found["off"])
     light, full = (
         median(b / a for a, b in zip(found["off"], found[kind], strict=True)) for kind in ("light", "full")

@@ -28,14 +28,14 @@ from typing import Any
 
 import torch
 
-from phalanx.cost.parameters import parameters
-from phalanx.cost.swarm import WEIGHT_BYTES, node_of, round_bytes, round_time, state_bytes
+from phalanx.cost.parameters import count_parameters
+from phalanx.cost.swarm import WEIGHT_BYTES, node_share, round_bytes, round_time, state_bytes
 from phalanx.data.prepare import prepare
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SPLIT
-from phalanx.testing.hosts import Star, star
-from phalanx.testing.sites import sites
+from phalanx.testing.hosts import StarNetwork, star_network
+from phalanx.testing.sites import swarm_processes
 from phalanx.train.metrics import read_metrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "swarm.md"
@@ -138,14 +138,14 @@ def together(folder: Path, way: str, seed: int, mbit: float) -> Row:
     """Four nodes and their coordinator, on links of so many Mbit/s."""
     file, lead = described(folder, WAYS[way], seed), folder / "runs" / "swarm"
     prepare(load_run(file).data)
-    with star(NODES, mbit) as made, sites(made, folder, file, lead) as under_way:
+    with star_network(NODES, mbit) as made, swarm_processes(made, folder, file, lead) as under_way:
         under_way.start_all()
-        under_way.done(SECONDS)
+        under_way.wait_all(SECONDS)
         wire = {name: _carried(made, name) for name in NODES}
         at = [event["at"] for event in under_way.events("opened", "committed")]
     rounds = {name: _lines(folder / "nodes" / name / "swarm.jsonl") for name in NODES}
     later = [line for lines in rounds.values() for line in lines[1:]]  # the first begins before all are there
-    whole = WEIGHT_BYTES * parameters(load_run(file).model).total  # which all begin with
+    whole = WEIGHT_BYTES * count_parameters(load_run(file).model).total  # which all begin with
     return {
         "loss": held_out_loss(folder / "nodes" / NODES[0]),
         "seconds": at[-1] - at[2],
@@ -159,7 +159,7 @@ def together(folder: Path, way: str, seed: int, mbit: float) -> Row:
     }
 
 
-def _carried(made: Star, name: str) -> int:
+def _carried(made: StarNetwork, name: str) -> int:
     """All bytes on a host's link, both ways."""
     host = made.hosts[name]
     counters = [f"/sys/class/net/{host.interface}/statistics/{way}_bytes" for way in ("rx", "tx")]
@@ -181,11 +181,11 @@ def predicted(run: RunSpec, mbit: float, row: Row) -> Row:
     """What cost/swarm.py says of the same."""
     swarm = run.swarm
     assert swarm is not None
-    node = node_of(run.model, swarm.method, owned(run))
-    each = round_bytes(node, swarm.method, swarm.coded, swarm.replication)
-    rounds = run.training.steps // swarm.steps
+    node = node_share(run.model, swarm.method, owned(run))
+    each = round_bytes(node, swarm.method, swarm.effective_codec, swarm.replication)
+    rounds = run.training.steps // swarm.steps_per_round
     speed = mbit * 1e6 / 8
-    time_of = round_time(each, speed, speed, swarm.steps, row["step_seconds"], swarm.delay)
+    time_of = round_time(each, speed, speed, swarm.steps_per_round, row["step_seconds"], swarm.delay)
     return {"up": each.up * rounds, "down": each.down * rounds, "utilisation": time_of.utilisation,
             "state": state_bytes(node, swarm.frozen if swarm.method in SPLIT else "fp32")}  # fmt: skip
 

@@ -29,16 +29,16 @@ from typing import Any
 
 import grpc
 
-from phalanx.cost.parameters import parameters
-from phalanx.cost.swarm import coded_bytes
-from phalanx.spec.load import build_run, load_run
+from phalanx.cost.parameters import count_parameters
+from phalanx.cost.swarm import encoded_bytes
+from phalanx.spec.load import load_run, run_from_table
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SPLIT
-from phalanx.swarm.items import in_fragment, told_by
+from phalanx.swarm.items import fragment_pieces, pieces_sent_by
 from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.update import Feedback, heard, tell
-from phalanx.swarm.wire.certs import issue, make_authority
-from phalanx.swarm.wire.client import Client
+from phalanx.swarm.update import Feedback, decode_piece, write_update
+from phalanx.swarm.wire.certs import create_certificate_authority, issue_certificate
+from phalanx.swarm.wire.client import SwarmClient
 from phalanx.swarm.wire.service import CHUNK, OPTIONS
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "swarm_round.md"
@@ -76,8 +76,8 @@ outlier = 0.0
 def node(name: str, address: str, folder: str, results: Any) -> None:
     """A node that learns nothing: it tells its weights a little moved, and takes what comes."""
     place = Path(folder)
-    link = Client(address, place / "certs" / name)
-    run = build_run(tomllib.loads(link.join(capacity=2, text="none")["run"]))
+    link = SwarmClient(address, place / "certs" / name)
+    run = run_from_table(tomllib.loads(link.join(capacity=2, text="none")["run"]))
     found = []
     feedback: Feedback = {}
     base_path, update, down = (place / f"{name}.{kind}" for kind in ("base", "update", "down"))
@@ -86,7 +86,7 @@ def node(name: str, address: str, folder: str, results: Any) -> None:
         if not number:
             from phalanx.cost.shapes import parameter_shapes
 
-            link.get(base_path, None, (), parameter_shapes(run.model).__getitem__)
+            link.download_round(base_path, None, (), parameter_shapes(run.model).__getitem__)
         begun, took = time.perf_counter(), {}
         found.append(_round(run, name, task.owned, number, link, (base_path, update, down), feedback, took))
         found[-1]["seconds"] = time.perf_counter() - begun
@@ -95,7 +95,7 @@ def node(name: str, address: str, folder: str, results: Any) -> None:
 
 
 def _round(
-    run: RunSpec, name: str, owned: tuple[int, ...], number: int, link: Client, paths: tuple[Path, Path, Path],
+    run: RunSpec, name: str, owned: tuple[int, ...], number: int, link: SwarmClient, paths: tuple[Path, Path, Path],
     feedback: Feedback, took: dict[str, float],
 ) -> dict[str, float]:  # fmt: skip
     swarm, (base_path, update, down) = run.swarm, paths
@@ -103,26 +103,28 @@ def _round(
     assert run.model.moe is not None
     split = swarm.method in SPLIT
     owners = tuple((name,) if expert in owned else () for expert in range(run.model.moe.experts)) if split else None
-    whole = in_fragment(run.model, 0, 1)
-    mine = told_by(whole, owners, name)
+    whole = fragment_pieces(run.model, 0, 1)
+    mine = pieces_sent_by(whole, owners, name)
     marks = [time.perf_counter()]
     with TensorFile(base_path) as base:
-        tell(update, mine, swarm.coded, lambda item: base.read(item) + 1e-3, base.read, feedback).close()
+        write_update(
+            update, mine, swarm.effective_codec, lambda item: base.read(item) + 1e-3, base.read, feedback
+        ).close()
     marks.append(time.perf_counter())
-    link.put(update, number, 64, 1)
+    link.upload_update(update, number, 64, 1)
     marks.append(time.perf_counter())
     link.wait(committed=number + 1)
     marks.append(time.perf_counter())
     own = [item.key for item in mine if item.expert is not None] if swarm.method == "spes+" else []
-    sizes = {item.key: (coded_bytes(item.numbers, swarm.coded),) for item in whole}
-    link.get(down, number, own, sizes.__getitem__)
+    sizes = {item.key: (encoded_bytes(item.numbers, swarm.effective_codec),) for item in whole}
+    link.download_round(down, number, own, sizes.__getitem__)
     marks.append(time.perf_counter())
     with (
         TensorFile(base_path, writable=True) as base, TensorFile(down) as came, TensorFile(update) as sent,
     ):  # fmt: skip
         for item in whole:
             source = sent if item.key in own else came
-            base.write(item, heard(item, source.raw(item.key), swarm.coded, base.read))
+            base.write(item, decode_piece(item, source.raw(item.key), swarm.effective_codec, base.read))
     marks.append(time.perf_counter())
     names = ("code", "send", "wait", "receive", "take")
     took |= {what: after - before for what, before, after in zip(names, marks, marks[1:], strict=False)}
@@ -154,10 +156,10 @@ def measure(method: str, codec: str) -> dict[str, Any]:
     """Rounds of four nodes, and what they took."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-swarm-"))
     try:
-        make_authority(folder / "certs")
-        issue(folder / "certs", "lead", ["127.0.0.1"])
+        create_certificate_authority(folder / "certs")
+        issue_certificate(folder / "certs", "lead", ["127.0.0.1"])
         for name in NODES:
-            issue(folder / "certs", name, [])
+            issue_certificate(folder / "certs", name, [])
         process, address = lead(folder, RUN.format(rounds=ROUNDS, method=method, codec=codec))
         idle, context = peak_memory(process), multiprocessing.get_context("spawn")
         results = context.Queue()
@@ -169,7 +171,7 @@ def measure(method: str, codec: str) -> dict[str, Any]:
         for member in members:
             member.join(60)
         process.wait(60)
-        model = parameters(load_run(folder / "swarm.toml").model).total * 4
+        model = count_parameters(load_run(folder / "swarm.toml").model).total * 4
         sizes = {kind: (folder / f"ann.{kind}").stat().st_size for kind in ("update", "down")}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -183,9 +185,9 @@ def stream() -> tuple[float, float]:
     """Bytes per second of a single stream up and down, of one node alone: of 256 MiB, the median of some."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-swarm-"))
     try:
-        make_authority(folder / "certs")
-        issue(folder / "certs", "lead", ["127.0.0.1"])
-        issue(folder / "certs", "ann", [])
+        create_certificate_authority(folder / "certs")
+        issue_certificate(folder / "certs", "lead", ["127.0.0.1"])
+        issue_certificate(folder / "certs", "ann", [])
         text = RUN.format(rounds=ROUNDS, method="fedavg", codec="fp32").replace("nodes = 4", "nodes = 1")
         process, address = lead(folder, text)
         context = multiprocessing.get_context("spawn")
@@ -195,7 +197,7 @@ def stream() -> tuple[float, float]:
         rounds = results.get(timeout=600)
         member.join(60)
         process.wait(60)
-        model = parameters(load_run(folder / "swarm.toml").model).total * 4
+        model = count_parameters(load_run(folder / "swarm.toml").model).total * 4
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return tuple(model / statistics.median(found[what] for found in rounds[1:]) for what in ("send", "receive"))  # type: ignore[return-value]
@@ -205,9 +207,9 @@ def wire() -> tuple[float, float]:
     """The same of the wire alone, the limit: chunks of our size over mutual TLS, which nobody looks at."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-swarm-"))
     try:
-        make_authority(folder)
-        issue(folder, "lead", ["127.0.0.1"])
-        issue(folder, "ann", [])
+        create_certificate_authority(folder)
+        issue_certificate(folder, "lead", ["127.0.0.1"])
+        issue_certificate(folder, "ann", [])
         context = multiprocessing.get_context("spawn")
         ports = context.Queue()
         server = context.Process(target=_serve_chunks, args=(str(folder), ports))

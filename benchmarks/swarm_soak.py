@@ -27,12 +27,12 @@ from typing import Any
 from benchmarks.swarm import EVERY, NODES, PAGE, described, held_out_loss
 from phalanx.data.prepare import prepare
 from phalanx.spec.load import load_run
-from phalanx.swarm.guards import Refused
+from phalanx.swarm.guards import UpdateRejected
 from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.wire.certs import issue
-from phalanx.swarm.wire.client import Client
-from phalanx.testing.hosts import star
-from phalanx.testing.sites import LEAD, Sites, sites
+from phalanx.swarm.wire.certs import issue_certificate
+from phalanx.swarm.wire.client import SwarmClient
+from phalanx.testing.hosts import star_network
+from phalanx.testing.sites import LEAD, SwarmProcesses, swarm_processes
 
 SOAK_PAGE = PAGE.with_name("swarm_soak.md")
 ROUNDS, FAULT_EVERY, MBIT, SECONDS, LIMIT = 200, 4, 100, 3600, 0.01
@@ -46,47 +46,47 @@ round = {{ grace_seconds = 4.0, lease_seconds = 12.0 }}
 """
 
 
-def killed(under_way: Sites, name: str) -> None:
+def killed(under_way: SwarmProcesses, name: str) -> None:
     """A node's processes die; it is started again at once."""
     under_way.kill(name)
     under_way.start(name)
 
 
-def lead_killed(under_way: Sites, name: str) -> None:
+def lead_killed(under_way: SwarmProcesses, name: str) -> None:
     """So does the coordinator."""
     killed(under_way, LEAD)
 
 
-def stands_still(under_way: Sites, name: str) -> None:
+def stands_still(under_way: SwarmProcesses, name: str) -> None:
     """Stopped and continued."""
     under_way.signal(name, signal.SIGSTOP)
     time.sleep(STANDS_STILL_SECONDS)
     under_way.signal(name, signal.SIGCONT)
 
 
-def cut_off(under_way: Sites, name: str) -> None:
+def cut_off(under_way: SwarmProcesses, name: str) -> None:
     """Its link carries nothing for a while."""
-    under_way.network.cut(name)
+    under_way.network.disconnect(name)
     time.sleep(CUT_SECONDS)
-    under_way.network.restore(name)
+    under_way.network.reconnect(name)
 
 
-def member_lies(under_way: Sites, name: str) -> None:
+def member_lies(under_way: SwarmProcesses, name: str) -> None:
     """With a member's certificate, numbers that are none."""
     _lied(under_way, name, name)
 
 
-def stranger_lies(under_way: Sites, name: str) -> None:
+def stranger_lies(under_way: SwarmProcesses, name: str) -> None:
     """With a certificate of the group, but as nobody who joined."""
     _lied(under_way, STRANGER, name)
 
 
-FAULTS: tuple[Callable[[Sites, str], None], ...] = (
+FAULTS: tuple[Callable[[SwarmProcesses, str], None], ...] = (
     killed, lead_killed, stands_still, cut_off, member_lies, stranger_lies
 )  # fmt: skip
 
 
-def _lied(under_way: Sites, who: str, where: str) -> None:
+def _lied(under_way: SwarmProcesses, who: str, where: str) -> None:
     """From a host's place."""
     host = under_way.network.hosts[where]
     arguments = under_way.address(host), str(under_way.folder), who, where
@@ -103,9 +103,9 @@ def lie(address: str, folder: str, who: str, where: str) -> None:
     with TensorFile(path, writable=True) as file:
         for key, shape in file.shapes.items():
             file.write_raw(key, b"\xff" * shape[0])
-    link = Client(address, Path(folder) / "certs" / who)
-    with suppress(Refused):
-        link.put(path, link.hear().round, 1024, 1)
+    link = SwarmClient(address, Path(folder) / "certs" / who)
+    with suppress(UpdateRejected):
+        link.upload_update(path, link.heartbeat().round, 1024, 1)
 
 
 def soaked(seed: int, replication: int, faults: bool) -> dict[str, Any]:
@@ -116,12 +116,15 @@ def soaked(seed: int, replication: int, faults: bool) -> dict[str, Any]:
         file = described(folder, SOAK.format(replication=replication), seed, steps=EVERY * ROUNDS)
         prepare(load_run(file).data)
         done: Counter[str] = Counter()
-        with star(NODES, MBIT) as network, sites(network, folder, file, folder / "runs" / "swarm") as under_way:
-            issue(folder / "certs", STRANGER, [])
+        with (
+            star_network(NODES, MBIT) as network,
+            swarm_processes(network, folder, file, folder / "runs" / "swarm") as under_way,
+        ):
+            issue_certificate(folder / "certs", STRANGER, [])
             under_way.start_all()
             if faults:
                 _break_things(under_way, random.Random(seed), done)
-            under_way.done(SECONDS)
+            under_way.wait_all(SECONDS)
             events = under_way.events()
         refused = Counter(event["why"] for event in events if event["what"] == "refused")
         told = [len(event["nodes"]) for event in events if event["what"] == "committed"]
@@ -130,10 +133,10 @@ def soaked(seed: int, replication: int, faults: bool) -> dict[str, Any]:
                 "seconds": opened[-1] - opened[0], "faults": done, "refused": refused}  # fmt: skip
 
 
-def _break_things(under_way: Sites, chance: random.Random, done: Counter[str]) -> None:
+def _break_things(under_way: SwarmProcesses, chance: random.Random, done: Counter[str]) -> None:
     """A fault every few rounds, until the end is near."""
     for number in range(FAULT_EVERY, ROUNDS - FAULT_EVERY, FAULT_EVERY):
-        under_way.until(lambda at=number: under_way.committed() >= at, f"round {number}", SECONDS)  # type: ignore[misc]
+        under_way.until(lambda at=number: under_way.committed_rounds() >= at, f"round {number}", SECONDS)  # type: ignore[misc]
         fault = chance.choice(FAULTS)
         fault(under_way, chance.choice(NODES))
         done[fault.__name__.replace("_", " ")] += 1

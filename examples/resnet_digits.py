@@ -20,7 +20,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 from phalanx.parallel.apply import distribute
 from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.layout import Layout
-from phalanx.train.launch import join_ranks, leave
+from phalanx.train.launch import exit_rank, init_distributed
 
 BATCH = 64  # images per step, over all ranks
 EPOCH = 24 * BATCH  # images to learn from; the other 261 are the test
@@ -32,7 +32,7 @@ parser.add_argument("--dp-shard", type=int, help="ranks that share one copy (hsd
 parser.add_argument("--steps", type=int, default=72)
 options = parser.parse_args()
 
-device = join_ranks("cuda" if torch.cuda.is_available() else "cpu", timeout_seconds=600)
+device = init_distributed("cuda" if torch.cuda.is_available() else "cpu", timeout_seconds=600)
 layout = Layout(data=options.data, dp_shard=options.dp_shard)
 mesh = build_mesh(layout, dist.get_world_size() if dist.is_initialized() else 1, device.type)
 torch.manual_seed(0)  # every rank makes the same weights, and the same batches to take its share of
@@ -46,31 +46,33 @@ learn, test = torch.randperm(len(labels)).tensor_split([EPOCH])
 sizes = {"depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512], "layer_type": "basic"}  # ResNet-18's
 model = ResNetForImageClassification(ResNetConfig(num_channels=1, num_labels=10, **sizes))
 strategy = distribute(model, layout, mesh, device, blocks=list(model.resnet.encoder.stages))
-optimizers = [torch.optim.AdamW(strategy.trained.values(), lr=1e-4)] if strategy.trained else []  # a worker has none
+optimizers = (
+    [torch.optim.AdamW(strategy.trainable_parameters.values(), lr=1e-4)] if strategy.trainable_parameters else []
+)  # a worker has none
 
 epochs = -(-options.steps * BATCH // EPOCH)
 batches = torch.cat([learn[torch.randperm(EPOCH)] for _ in range(epochs)]).split(BATCH)
 for step, batch in enumerate(batches[: options.steps], start=1):
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    if strategy.computes:  # a parameter server does not
-        mine = batch[mesh.dp_rank :: mesh.degrees.dp]
+    if strategy.runs_model:  # a parameter server does not
+        mine = batch[mesh.dp_rank :: mesh.dims.dp_size]
         with strategy.backward(last=True):  # the last micro-batch of the step, for it is the only one
             loss = F.cross_entropy(strategy.model(images[mine]).logits, labels[mine], reduction="sum")
             (strategy.loss_scale * loss).backward()
         sums += torch.stack([loss.new_tensor(len(mine)), loss.detach()])
     # Losses and gradients are summed over ranks, and divided by what is summed first: the images of the whole batch.
     count, total = strategy.reduce(sums, clip_norm=1.0).sums
-    strategy.update(optimizers)
+    strategy.step(optimizers)
     if mesh.rank == 0 and step % 8 == 0:
         print(f"step {step:3}: training loss {total / count:.4f}", flush=True)
 
-strategy.settle()
+strategy.drain_pending_updates()
 # BatchNorm normalises each rank's share by itself, so its running statistics differ from rank to rank: the first that
 # computes speaks for its own. All evaluate, for with zero3 no rank has all the parameters.
 strategy.model.eval()
-if strategy.computes:
+if strategy.runs_model:
     with torch.no_grad():
         right = strategy.model(images[test]).logits.argmax(dim=1) == labels[test]
     if mesh.dp_rank == 0:
         print(f"test accuracy {right.float().mean():.1%}", flush=True)
-leave(0)
+exit_rank(0)

@@ -17,7 +17,7 @@ from phalanx.train import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 # Everyone has what Phalanx's launcher gives its ranks.
-ENVIRONMENT = {**launch.ENVIRONMENT, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
+ENVIRONMENT = {**launch.WORKER_ENVIRONMENT, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
 
 
 @dataclass(frozen=True)

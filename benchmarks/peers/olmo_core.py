@@ -18,9 +18,9 @@ from olmo_core.train.train_module.transformer.config import (
 from benchmarks.peers.plain import loader
 from benchmarks.peers.rank import Step
 from benchmarks.shapes import OPTIMIZER, RANKS, SEED, STEPS, Shape
-from phalanx.cost.parameters import parameters
+from phalanx.cost.parameters import count_parameters
 from phalanx.data.indexed import IndexedDataset
-from phalanx.data.loader import Loader, prefetch
+from phalanx.data.loader import TokenLoader, prefetch
 
 
 class Recorder:
@@ -49,7 +49,7 @@ def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
         d_model=shape.width, n_layers=shape.layers, n_heads=shape.heads, n_kv_heads=shape.kv_heads,
         vocab_size=shape.vocab, rope_theta=int(shape.model.rope.theta),
     ).build(init_device="meta")  # fmt: skip
-    assert model.num_params == parameters(shape.model).total
+    assert model.num_params == count_parameters(shape.model).total
     module = TransformerTrainModuleConfig(
         rank_microbatch_size=shape.micro_batch * shape.sequence,
         max_sequence_length=shape.sequence,
@@ -61,7 +61,7 @@ def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
     ).build(model, device=torch.device("cpu"))
     recorder = Recorder()
     module._attach_trainer(recorder)
-    whole = Loader(dataset, shape.sequence, shape.sequences, SEED, 0, 1, mask_documents=False)
+    whole = TokenLoader(dataset, shape.sequence, shape.sequences, SEED, 0, 1, mask_documents=False)
     batches = prefetch(whole if layout == "tp2" else loader(shape, dataset), 0, STEPS)
 
     def step() -> float:

@@ -12,8 +12,8 @@ from benchmarks.shapes import STEPS, Shape
 from phalanx.data.indexed import IndexedDataset
 from phalanx.data.loader import prefetch
 from phalanx.data.tokenizer import byte_tokenizer
-from phalanx.train.corpus import Corpus
-from phalanx.train.metrics import open_logs
+from phalanx.train.corpus import TrainingData
+from phalanx.train.metrics import open_loggers
 from phalanx.train.trainer import Trainer
 
 
@@ -21,10 +21,10 @@ def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
     run = shape.run(layout)
     kept = tempfile.TemporaryDirectory(prefix="phalanx-overhead-")
     directory = Path(kept.name)
-    corpus = Corpus(dataset, dataset, byte_tokenizer())
+    corpus = TrainingData(dataset, dataset, byte_tokenizer())
     trainer = Trainer(run, corpus, directory, torch.device("cpu"), peak_flops=1e11)
     batches = prefetch(trainer.loader, 0, STEPS)
-    logs = open_logs(directory, 0, None, run.name, {}) if trainer.is_main else []
+    logs = open_loggers(directory, 0, None, run.name, {}) if trainer.is_main else []
 
     def step(_: object = kept) -> float:  # the directory goes with it
         record = trainer.train_step(batches)

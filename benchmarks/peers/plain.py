@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.peers.rank import Step
 from benchmarks.shapes import OPTIMIZER, RANKS, SEED, STEPS, Shape
 from phalanx.data.indexed import IndexedDataset
-from phalanx.data.loader import Loader, prefetch
+from phalanx.data.loader import TokenLoader, prefetch
 from phalanx.model.transformer import Transformer
 from phalanx.model.weights import initial_weight
 
@@ -88,6 +88,6 @@ def groups(model: nn.Module) -> list[dict[str, object]]:
     ]
 
 
-def loader(shape: Shape, dataset: IndexedDataset) -> Loader:
+def loader(shape: Shape, dataset: IndexedDataset) -> TokenLoader:
     """The batches that Phalanx trains on."""
-    return Loader(dataset, shape.sequence, shape.sequences, SEED, dist.get_rank(), RANKS, mask_documents=False)
+    return TokenLoader(dataset, shape.sequence, shape.sequences, SEED, dist.get_rank(), RANKS, mask_documents=False)

@@ -31,7 +31,7 @@ from benchmarks.peers.plain import ADAMW
 from benchmarks.peers.rank import Step
 from benchmarks.shapes import OPTIMIZER, RANKS, SEED, STEPS, Shape
 from phalanx.data.indexed import IndexedDataset
-from phalanx.data.loader import Loader, prefetch
+from phalanx.data.loader import TokenLoader, prefetch
 from phalanx.model.weights import initial_weight
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -133,7 +133,9 @@ class Llama(nn.Module):
 
 def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
     """A step of `layout`."""
-    batches = prefetch(Loader(dataset, shape.sequence, shape.sequences, SEED, 0, 1, mask_documents=False), 0, STEPS)
+    batches = prefetch(
+        TokenLoader(dataset, shape.sequence, shape.sequences, SEED, 0, 1, mask_documents=False), 0, STEPS
+    )
     make = {"tp2": tensor, "pp2": pipeline, "cp2": context}[layout]
     model, passes = make(shape)
     matrices = [p for p in model.parameters() if p.ndim >= 2]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.calibration import Compared, constants_of, write_section
 from phalanx.cost.constants import time_constants
-from phalanx.spec.cluster import Cluster, Measured
+from phalanx.spec.cluster import CalibrationSpec, ClusterSpec
 
 
 def test_a_layout_counts_that_is_near_in_time_and_in_memory():
@@ -19,11 +19,14 @@ def test_a_layout_counts_that_is_near_in_time_and_in_memory():
 
 
 def test_a_decided_constant_that_did_not_move_is_the_published_one():
-    known = Measured(
-        runs=9, precision="fp32", time={"link": 0.25}, decided=["link", "send"],
+    known = CalibrationSpec(
+        runs=9, precision="fp32", time={"link": 0.25}, decided=["link", "exposed_p2p_fraction"],
         log_half_width=0.1, process_bytes=0, memory_share=1.0,
     )  # fmt: skip
-    assert constants_of(Cluster(measured=known)) == f"link 0.25, send {time_constants().send:.3g}"
+    assert (
+        constants_of(ClusterSpec(measured=known))
+        == f"link 0.25, exposed_p2p_fraction {time_constants().exposed_p2p_fraction:.3g}"
+    )
 
 
 def test_a_section_is_put_in_its_place(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.overhead import OURS, PLAIN, Comparison, Round, loss_difference, overhead_table, ratio, speed
 from benchmarks.peers.launch import Block
 from benchmarks.shapes import RANKS, SHAPES
-from phalanx.cost.parameters import parameters
-from phalanx.spec.run import cut_batch
+from phalanx.cost.parameters import count_parameters
+from phalanx.spec.run import plan_batch
 
 
 def a_round(fast: float, slow: float, loss: float = 1.0) -> Round:
@@ -41,7 +41,7 @@ def test_the_table_shows_goals_figures() -> None:
 @pytest.mark.parametrize(("name", "size"), [("tiny", 6.16e6), ("small", 33.6e6)])
 def test_shapes_are_those_of_the_published_figures(name: str, size: float) -> None:
     shape = SHAPES[name]
-    assert parameters(shape.model).total == pytest.approx(size, rel=0.002)
+    assert count_parameters(shape.model).total == pytest.approx(size, rel=0.002)
     for layout in ("ddp", "fsdp"):
-        cut = cut_batch(shape.run(layout), RANKS)
-        assert (cut.micro_batch, cut.accumulation) == (shape.micro_batch, shape.accumulation)
+        cut = plan_batch(shape.run(layout), RANKS)
+        assert (cut.micro_batch_size, cut.gradient_accumulation_steps) == (shape.micro_batch, shape.accumulation)

@@ -282,7 +282,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def spawned(*_: object) -> int:
         raise AssertionError("a process was spawned")
 
-    monkeypatch.setattr(recovery, "train_through", spawned)
+    monkeypatch.setattr(recovery, "supervise_training", spawned)
     return tmp_path
 
 
@@ -385,17 +385,17 @@ def test_a_run_that_is_resumed_has_room_for_the_checkpoints_that_it_has(place: P
         monkeypatch.setattr(setup.shutil, "disk_usage", lambda _: usage._replace(free=round(checkpoints * each)))
 
     free(run.checkpoint.keep + 1)
-    setup.check_run(run, 1, resume=True)
+    setup.preflight(run, 1, resume=True)
     for step in range(run.checkpoint.keep):
         directory = setup.run_directory(run) / "checkpoints" / f"step-{step:08d}"
         directory.mkdir(parents=True)
         manifest = {"format": "phalanx-checkpoint", "step": step, "model": run.model.model_dump(mode="json")}
         (directory / "manifest.json").write_text(json.dumps({**manifest, "optimizer": run.optimizer.name}))
     free(1)
-    setup.check_run(run, 1, resume=True)
+    setup.preflight(run, 1, resume=True)
     free(0.9)
     with pytest.raises(UserError, match="GB free"):
-        setup.check_run(run, 1, resume=True)
+        setup.preflight(run, 1, resume=True)
 
 
 def test_environment_values_are_checked_too(place: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -434,5 +434,5 @@ def test_the_real_command_ends_with_2(place: Path) -> None:
 def test_the_good_run_is_good(place: Path) -> None:
     """The table starts from a run that works: only what a row changes is wrong."""
     run = load_run("run.toml", environment={})
-    setup.check_run(run, 2, resume=False)
+    setup.preflight(run, 2, resume=False)
     assert json.loads(run.model_dump_json())["name"] == "bad"

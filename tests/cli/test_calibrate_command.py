@@ -9,9 +9,9 @@ from parity.trajectory import described, trainer
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_machine
-from phalanx.train.metrics import open_logs
-from phalanx.train.progress import Progress
-from phalanx.train.setup import set_up
+from phalanx.train.metrics import open_loggers
+from phalanx.train.progress import ProgressDisplay
+from phalanx.train.setup import create_run
 from tests.cli import commands
 from tests.cli.commands import known
 
@@ -23,9 +23,9 @@ STEPS = 8
 def run_directory(tmp_path_factory) -> Path:
     changes = {"training.precision": "fp32", "training.steps": STEPS}
     run = described(Path(json.__file__).parent, tmp_path_factory.mktemp("trained"), changes)
-    directory = set_up(run, 1, resume=False)
+    directory = create_run(run, 1, resume=False)
     under_way = trainer(run)
-    under_way.train(open_logs(directory, 0, None, run.name, {}), Progress(0, STEPS, quiet=True))
+    under_way.train(open_loggers(directory, 0, None, run.name, {}), ProgressDisplay(0, STEPS, quiet=True))
     return directory
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from measure.test_hang import Op, run
 
-from phalanx.measure.events import BEGAN, ENDED, FAILED, ROLLED_BACK, SET_ASIDE, note
+from phalanx.measure.events import BEGAN, ENDED, FAILED, QUARANTINED, ROLLED_BACK, append_event
 from phalanx.measure.incident import write_dump, write_failure
-from phalanx.measure.lock import hold
+from phalanx.measure.lock import acquire_run_lock
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Degrees, Layout
-from phalanx.spec.load import keep_layout
+from phalanx.spec.layout import Layout, ParallelDims
+from phalanx.spec.load import write_effective_layout
 from tests.cli.commands import known, shown
 
 RUN = 'name = "first"\n[model]\npreset = "tiny"\n[training]\nsteps = 50\n'
@@ -21,7 +21,7 @@ RUN = 'name = "first"\n[model]\npreset = "tiny"\n[training]\nsteps = 50\n'
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    sizes = Degrees(3, 1, 1, 1, 1)
+    sizes = ParallelDims(3, 1, 1, 1, 1)
     program = [Op("all", "all_reduce", 4, 10), Op("all", "all_gather", 4, 20)]
     dumps = run([program, program[1:], program], sizes)
     assert dumps is not None
@@ -45,7 +45,7 @@ def test_it_names_the_rank_and_what_every_rank_did(directory: Path) -> None:
 def test_json_is_the_same(directory: Path) -> None:
     found = known("debug", directory)
     assert (found["verdict"]["kind"], found["verdict"]["ranks"], found["step"]) == ("mismatch", [1], 3)
-    assert found["verdict"]["said"] == shown("debug", directory).splitlines()[0]
+    assert found["verdict"]["summary"] == shown("debug", directory).splitlines()[0]
 
 
 def test_what_is_no_run_is_said(tmp_path: Path) -> None:
@@ -61,11 +61,11 @@ def test_a_run_that_left_nothing_is_not_explained(tmp_path: Path) -> None:
 def test_of_a_run_that_went_on_it_tells_what_broke_it_before(tmp_path: Path) -> None:
     """Ranks that were started again have taken their words away."""
     (tmp_path / "run.toml").write_text(RUN)
-    note(tmp_path, BEGAN, ranks=2, step=0)
+    append_event(tmp_path, BEGAN, ranks=2, step=0)
     verdict = ["why: rank 1 (dp=1) was stopped (SIGSTOP)", "details: phalanx debug runs/first"]
-    note(tmp_path, FAILED, rank=0, step=41, reason="RuntimeError: Timed out", verdict=verdict)
-    note(tmp_path, BEGAN, ranks=2, step=40)
-    held = hold(tmp_path)
+    append_event(tmp_path, FAILED, rank=0, step=41, reason="RuntimeError: Timed out", verdict=verdict)
+    append_event(tmp_path, BEGAN, ranks=2, step=40)
+    held = acquire_run_lock(tmp_path)
     assert held is not None
     first, _, before, *_ = shown("debug", tmp_path).splitlines()
     assert first == "the run is under way, and no rank has stood still for long since it began"
@@ -84,17 +84,17 @@ def test_of_a_run_that_went_on_it_tells_what_broke_it_before(tmp_path: Path) -> 
     said = shown("debug", tmp_path)
     assert said.startswith("rank 1 ended by a signal: Bus error in train/worker.py:3 (work)\nwhat to do: read ")
     fault.unlink()
-    note(tmp_path, SET_ASIDE, checkpoint="step-00000040", problem="checksum is wrong")
+    append_event(tmp_path, QUARANTINED, checkpoint="step-00000040", problem="checksum is wrong")
     assert ": step-00000040 was set aside, damaged: checksum is wrong" in shown("debug", tmp_path)
-    note(tmp_path, ROLLED_BACK, after=47, to=40, reason="a spike")
+    append_event(tmp_path, ROLLED_BACK, after=47, to=40, reason="a spike")
     assert "before: " in shown("debug", tmp_path)
     assert ": a spike; from step 47 to step 40" in shown("debug", tmp_path)
-    note(tmp_path, ENDED, step=49)
+    append_event(tmp_path, ENDED, step=49)
     assert "left no word" not in shown("debug", tmp_path)
     assert shown("debug", tmp_path).startswith(
         "the run was stopped in order, after step 49 of 50\nwhat to do: phalanx "
     )
-    note(tmp_path, ENDED, step=50)
+    append_event(tmp_path, ENDED, step=50)
     assert shown("debug", tmp_path).startswith("the run ended in order, after step 50")
     reason = "DistStoreError: Timed out"
     write_failure(tmp_path, {"rank": 1, "step": 50, "time": 1.0, "reason": reason, "code": 1, "traceback": "..."})
@@ -103,10 +103,10 @@ def test_of_a_run_that_went_on_it_tells_what_broke_it_before(tmp_path: Path) -> 
 
 def test_of_a_run_that_went_on_and_stands_still_it_tells_both(directory: Path) -> None:
     """What broke it before is no word on what its ranks stand in now."""
-    note(directory, BEGAN, ranks=3, step=0)
-    note(directory, FAILED, rank=2, step=7, reason="was killed by SIGKILL", verdict=[])
+    append_event(directory, BEGAN, ranks=3, step=0)
+    append_event(directory, FAILED, rank=2, step=7, reason="was killed by SIGKILL", verdict=[])
     assert "before: " not in shown("debug", directory)
-    note(directory, BEGAN, ranks=3, step=5)
+    append_event(directory, BEGAN, ranks=3, step=5)
     said = shown("debug", directory)
     assert "rank 1 (dp=1) called all_gather" in said
     assert "before: " in said
@@ -116,7 +116,7 @@ def test_of_a_run_that_went_on_and_stands_still_it_tells_both(directory: Path) -
 def test_coordinates_are_those_of_the_last_start(directory: Path) -> None:
     """Which may have had fewer ranks than the run was meant for, in another layout."""
     (directory / "run.toml").write_text(RUN + "[layout]\npp = 2\n")
-    keep_layout(directory, Layout(tp=3))
+    write_effective_layout(directory, Layout(tp=3))
     assert "rank 1 (tp=1) called all_gather" in shown("debug", directory)
 
 
@@ -124,5 +124,5 @@ def test_coordinates_of_a_rank_that_failed_alone(tmp_path: Path) -> None:
     """It says nothing of how many ranks there were."""
     (tmp_path / "run.toml").write_text(RUN + "[layout]\npp = 2\ntp = 2\n")
     write_failure(tmp_path, {"rank": 1, "reason": "ValueError: its own", "time": 1.0, "traceback": "..."})
-    note(tmp_path, BEGAN, ranks=4, step=0)
+    append_event(tmp_path, BEGAN, ranks=4, step=0)
     assert shown("debug", tmp_path).startswith("rank 1 (pp=0, tp=1) failed by itself: ValueError: its own")

@@ -13,12 +13,12 @@ from parity.trajectory import MOE, described, steps, trainer
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
-from phalanx.train.checkpoint import read_tensors
-from phalanx.train.manifest import damage, newest_intact
-from phalanx.train.metrics import open_logs, read_metrics
-from phalanx.train.progress import Progress
-from phalanx.train.setup import set_up
+from phalanx.testing import rank_pool
+from phalanx.train.checkpoint import load_full_tensors
+from phalanx.train.manifest import find_damage, latest_valid
+from phalanx.train.metrics import open_loggers, read_metrics
+from phalanx.train.progress import ProgressDisplay
+from phalanx.train.setup import create_run
 from tests.cli import commands
 
 shown = partial(commands.shown, "experts")
@@ -40,11 +40,11 @@ def half(tmp_path: Path) -> Path:
 def stopped(out: Path, every: int) -> Path:
     """The same, where it evaluates every so many steps."""
     run = of(out, **{"evaluation.every": every})
-    set_up(run, 1, resume=False)
+    create_run(run, 1, resume=False)
     under_way = trainer(run)
-    logs = open_logs(under_way.directory, 0, None, run.name, {})
-    under_way.stop_after = HALF
-    under_way.train(logs, Progress(0, ALL, quiet=True))
+    logs = open_loggers(under_way.directory, 0, None, run.name, {})
+    under_way.stop_after_step = HALF
+    under_way.train(logs, ProgressDisplay(0, ALL, quiet=True))
     for log in logs:
         log.close()
     return under_way.directory
@@ -55,7 +55,7 @@ def rest(run: RunSpec) -> tuple[list[tuple[float, float]], list[list[int]]]:
     under_way = trainer(run)
     assert under_way.resume()[0]
     losses = steps(under_way, ALL)
-    under_way.count_anew()
+    under_way.rotate_expert_counts()
     return losses, under_way.evaluate()["expert_tokens"]
 
 
@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_renumbered_experts(changes: dict[str, Any], half: Pa
     shown(half, "--ep", 2, "--order", half.parent / "order.json")
     world_size = 4 if "layout.data" in changes else changes.get("layout.ep", 1)
     run = of(half.parent, **changes)
-    for losses, then in ranks(world_size).run(rest, run) if world_size > 1 else [rest(run)]:
+    for losses, then in rank_pool(world_size).run(rest, run) if world_size > 1 else [rest(run)]:
         assert losses == [pytest.approx(step, rel=1e-10) for step in whole]
         for layer, row in enumerate(found["layers"]):
             assert then[layer] == [tokens[layer][row["order"][number]] for number in given[str(layer)]]
@@ -90,23 +90,23 @@ def test_tokens_are_counted_on_over_a_stop(every: int, counted: int, tmp_path: P
 def test_a_checkpoint_is_back_when_the_one_for_its_place_did_not_come(half: Path) -> None:
     (checkpoint,) = half.glob("checkpoints/step-*")
     checkpoint.rename(checkpoint.with_suffix(".before"))
-    assert newest_intact(half / "checkpoints") == (checkpoint, {})
+    assert latest_valid(half / "checkpoints") == (checkpoint, {})
 
 
 def test_every_row_of_an_expert_moves_and_nothing_else(half: Path) -> None:
     (checkpoint,) = half.glob("checkpoints/step-*")
-    before = read_tensors(checkpoint)
+    before = load_full_tensors(checkpoint)
     order = half.parent / "order.json"
     order.write_text(json.dumps({"1": [3, 1, 0, 2]}))
     assert "step-00000004.before" in shown(half, "--ep", 4, "--order", order)
-    after, kept = read_tensors(checkpoint), read_tensors(checkpoint.with_suffix(".before"))
+    after, kept = load_full_tensors(checkpoint), load_full_tensors(checkpoint.with_suffix(".before"))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert all(torch.equal(before[name], kept[name]) for name in before)
     assert moved == {name for name in before if "blocks.1.mlp.experts" in name or "blocks.1.mlp.router" in name} - {
         name for name in before if "step" in name
     }
     assert all(torch.equal(before[name][[3, 1, 0, 2]], after[name]) for name in moved)
-    assert damage(checkpoint) is None
+    assert find_damage(checkpoint) is None
 
 
 def test_a_table_for_people(half: Path) -> None:
@@ -149,7 +149,7 @@ def test_runs_that_cannot_be_shown(half: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no intact checkpoint"):
         shown(half, "--ep", 2)
     dense = described(TEXT, tmp_path / "dense", {})
-    set_up(dense, 1, resume=False)
+    create_run(dense, 1, resume=False)
     with pytest.raises(UserError, match="is of a model without experts"):
         shown(tmp_path / "dense" / dense.name, "--ep", 2)
     with pytest.raises(UserError, match=r"run\.toml"):

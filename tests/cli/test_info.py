@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from phalanx.cli.info import short
+from phalanx.cli.info import format_si
 from phalanx.spec.errors import UserError
 from tests.cli import commands
 
@@ -78,4 +78,4 @@ def test_it_answers_without_torch():
     [(0, "0 "), (999, "999 "), (999.6, "1.00 k"), (8_030_261_248, "8.03 G"), (9_996, "10.0 k"), (99_960_000, "100 M")],
 )
 def test_short(number, text):
-    assert short(number) == text
+    assert format_si(number) == text

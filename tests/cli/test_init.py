@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import build_run, load_run
-from phalanx.spec.starter import WIDTH, starter
-from phalanx.spec.swarm import OuterSpec, SwarmSpec
+from phalanx.spec.load import load_run, run_from_table
+from phalanx.spec.starter import WIDTH, run_file_template
+from phalanx.spec.swarm import OuterOptimizerSpec, SwarmSpec
 from tests.cli import commands
 
 init = partial(commands.shown, "init")
-DEFAULTS = build_run({"model": {"preset": "tiny"}})
+DEFAULTS = run_from_table({"model": {"preset": "tiny"}})
 
 
 def test_the_file_loads_and_equals_the_defaults(tmp_path):
     init(str(tmp_path / "run.toml"))
     assert load_run(tmp_path / "run.toml", environment={}) == DEFAULTS
-    assert build_run({}).model.preset == DEFAULTS.model.preset
+    assert run_from_table({}).model.preset == DEFAULTS.model.preset
 
 
 def test_nothing_is_overwritten_unless_told(tmp_path):
@@ -53,7 +53,7 @@ def test_every_commented_key_is_right():
     examples |= {"watts", "price_per_hour", "matmul_flops", "matmul_flops_8bit", "multiprocessors"}
     examples |= {"cores", "price_per_kwh", "storage_bytes_per_second", "failures_per_device_hour"}
     examples |= {"host_link_bytes_per_second", "host_bytes_per_second", "host_memory_bytes", "disk_bytes_per_second"}
-    text = starter("run.toml", "schema")
+    text = run_file_template("run.toml", "schema")
     lines = text.splitlines()
     begin = lines.index("# [model.moe]")
     moe = slice(begin, lines.index("", begin))
@@ -62,14 +62,14 @@ def test_every_commented_key_is_right():
         key = re.match(r"# (\w+) = ", line)
         if key and key[1] not in examples and not moe.start <= number < moe.stop:
             table = tomllib.loads("\n".join([*lines[:number], line.removeprefix("# "), *lines[number + 1 :]]))
-            assert build_run(table) == DEFAULTS, line
+            assert run_from_table(table) == DEFAULTS, line
     lines[moe] = [line.removeprefix("# ") for line in lines[moe]]
-    assert build_run(tomllib.loads("\n".join(lines))).model.moe.experts == 8
+    assert run_from_table(tomllib.loads("\n".join(lines))).model.moe.experts == 8
     below = [line.removeprefix("# ") for line in lines[swarm:] if re.match(r"# (\[swarm|(?!codec|mixing)\w+ = )", line)]
     lines[moe] = [line.replace("bias_update_rate = ", "# ") for line in lines[moe]]
-    with_swarm = build_run(tomllib.loads("\n".join([*lines[:swarm], *below]))).swarm
-    assert with_swarm == SwarmSpec(outer=OuterSpec())
+    with_swarm = run_from_table(tomllib.loads("\n".join([*lines[:swarm], *below]))).swarm
+    assert with_swarm == SwarmSpec(outer=OuterOptimizerSpec())
 
 
 def test_its_lines_fit_a_page():
-    assert max(len(line) for line in starter("run.toml", "schema").splitlines()) <= WIDTH
+    assert max(len(line) for line in run_file_template("run.toml", "schema").splitlines()) <= WIDTH

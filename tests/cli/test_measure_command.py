@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.measure import swept
+from phalanx.cli.measure import parse_size_sweep
 from phalanx.spec.errors import UserError
 from tests.cli import commands
 from tests.measure.test_nccl_tests import AVERAGE, ROW
@@ -43,15 +43,15 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_sweep_doubles_from_one_size_to_another() -> None:
-    assert swept("4KiB:16KiB") == [4096, 8192, 16384]
-    assert swept("1M:5M") == [2**20, 2**21, 2**22]
-    assert swept("100:100") == [100]
+    assert parse_size_sweep("4KiB:16KiB") == [4096, 8192, 16384]
+    assert parse_size_sweep("1M:5M") == [2**20, 2**21, 2**22]
+    assert parse_size_sweep("100:100") == [100]
 
 
 @pytest.mark.parametrize("text", ["4KiB", "16MiB:4KiB", "0:8", "4kb:8kb", "x:y", ":", "-4:8", "4KiB:8GiBB"])
 def test_what_is_no_range_of_sizes_is_said(text: str) -> None:
     with pytest.raises(UserError, match=r"--sweep = .*: is no range of sizes"):
-        swept(text)
+        parse_size_sweep(text)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_a_table_names_products(run: Path) -> None:
 
 def test_a_rank_that_fails_says_why(run: Path) -> None:
     program = (
-        "import sys; from phalanx.spec.load import load_run; from phalanx.train.measuring import measured\n"
-        "sys.exit(measured(load_run(sys.argv[1]), 2, ['--parts', 'attention', '--iterations', '0']))"
+        "import sys; from phalanx.spec.load import load_run; from phalanx.train.measuring import launch_benchmarks\n"
+        "sys.exit(launch_benchmarks(load_run(sys.argv[1]), 2, ['--parts', 'attention', '--iterations', '0']))"
     )
     done = subprocess.run([sys.executable, "-c", program, str(run)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1

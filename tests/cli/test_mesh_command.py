@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.spec.layout import Layout, degrees, groups
+from phalanx.spec.layout import Layout, parallel_dims, process_groups
 from tests.cli import commands
 
 shown = partial(commands.shown, "mesh")
@@ -19,21 +19,21 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_published_groups_of_16_ranks(run: Path) -> None:
     """4 stages x 2 tensor-parallel ranks x 2 copies: rank = dp x 8 + pp x 2 + tp."""
-    sizes = degrees(Layout(pp=4, tp=2), 16)
-    assert groups(sizes, "tp") == [(2 * i, 2 * i + 1) for i in range(8)]
-    assert groups(sizes, "pp") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
-    assert groups(sizes, "dp_replicate") == [(i, i + 8) for i in range(8)]
-    assert degrees(Layout(pp=4, tp=4), 32).dp == 2
+    sizes = parallel_dims(Layout(pp=4, tp=2), 16)
+    assert process_groups(sizes, "tp") == [(2 * i, 2 * i + 1) for i in range(8)]
+    assert process_groups(sizes, "pp") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
+    assert process_groups(sizes, "dp_replicate") == [(i, i + 8) for i in range(8)]
+    assert parallel_dims(Layout(pp=4, tp=4), 32).dp_size == 2
     facts = known(run, "--ranks", 16, "--set", "layout.pp=4", "--set", "layout.tp=2", "--set", "cluster.nproc=8")
     inside = {axis["axis"]: {group["inside_a_node"] for group in axis["groups"]} for axis in facts["axes"]}
     assert inside == {"tp": {True}, "pp": {True}, "dp_replicate": {False}}
 
 
 def test_two_dimensions_on_four_ranks(run: Path) -> None:
-    sizes = degrees(Layout(pp=2), 4)
-    assert groups(sizes, "pp") == [(0, 1), (2, 3)]
-    assert groups(sizes, "dp_replicate") == [(0, 2), (1, 3)]
-    assert groups(sizes, "dp_replicate", "pp") == [(0, 1, 2, 3)]
+    sizes = parallel_dims(Layout(pp=2), 4)
+    assert process_groups(sizes, "pp") == [(0, 1), (2, 3)]
+    assert process_groups(sizes, "dp_replicate") == [(0, 2), (1, 3)]
+    assert process_groups(sizes, "dp_replicate", "pp") == [(0, 1, 2, 3)]
 
 
 def test_it_names_axes_and_groups_that_cross_nodes(run: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.schedule.action import Schedule, read_csv
-from phalanx.schedule.named import named
+from phalanx.schedule.named import build_schedule
 from phalanx.spec.errors import UserError
 from tests.cli import commands
 
@@ -69,7 +69,7 @@ def test_it_writes_pictures_a_trace_and_pytorchs_csv(tmp_path: Path):
     spans = [event for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"] if event["ph"] == "X"]
     assert len(spans) == 3 * 8 * 8, "forward and two halves of 8 micro-batches through 8 stages"
     assert max(event["ts"] + event["dur"] for event in spans) == 25_500
-    assert Schedule.of(read_csv(table.read_text(encoding="utf-8"))) == named("zb-v", 4, 8)
+    assert Schedule.from_rows(read_csv(table.read_text(encoding="utf-8"))) == build_schedule("zb-v", 4, 8)
 
 
 def test_check_names_every_violation(tmp_path: Path):

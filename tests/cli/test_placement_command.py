@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phalanx.cost.traffic import run_traffic
+from phalanx.cost.traffic import traffic_by_role
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from tests.cli import commands
@@ -61,10 +61,10 @@ def test_it_shows_seats_links_and_findings(run: Path) -> None:
 def test_bytes_are_those_of_the_cost_model(run: Path) -> None:
     """4 copies of pairs: all that 8 ranks send, of which gradients alone leave the nodes."""
     facts = known(run, "--ranks", "8", "--nproc", "2", *layout(tp=2))
-    counted = run_traffic(load_run(run, ["layout.tp=2"]), 8)["rank"]
+    counted = traffic_by_role(load_run(run, ["layout.tp=2"]), 8)["rank"]
     total = facts["bytes"]["total"]
     assert sum(total.values()) == pytest.approx(8 * sum(row.bytes for row in counted))
-    gradients = sum(row.bytes for row in counted if "once per update" in row.why)
+    gradients = sum(row.bytes for row in counted if "once per update" in row.purpose)
     assert total["rail"] == pytest.approx(8 * gradients)
     assert (total["node"], total["spine"]) == (0, 0)
     assert sum(facts["share_of_all"].values()) == pytest.approx(1)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.plan import on_machines
+from phalanx.cli.plan import run_on_cluster
 from phalanx.cost.footprint import GIB
 from phalanx.cost.stages import check_layout
-from phalanx.plan.explain import MEANING, parse_layout
+from phalanx.plan.explain import PART_DESCRIPTIONS, parse_layout
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import build_run, load_run
+from phalanx.spec.load import load_run, run_from_table
 from tests.cli import commands
 from tests.plan.test_table import ROW
 from tests.report.elements import written
@@ -54,9 +54,9 @@ def test_a_topology_says_what_joins_a_node(run):
     node = Path(__file__).parents[1] / "spec/topologies/h100-nv18.txt"
     fewer = run.parent / "node.txt"
     fewer.write_text(node.read_text().replace("NV18", "NV12"))
-    described, ranks = on_machines(run, "h100", 2, None, [], fewer)
+    described, ranks = run_on_cluster(run, "h100", 2, None, [], fewer)
     assert (described.cluster.link_bytes_per_second, ranks) == (12 * 25e9, 16)
-    described, _ = on_machines(run, "h100", 2, 4, ["cluster.link_bytes_per_second=1e9"], fewer)
+    described, _ = run_on_cluster(run, "h100", 2, 4, ["cluster.link_bytes_per_second=1e9"], fewer)
     assert (described.cluster.link_bytes_per_second, described.cluster.nproc) == (1e9, 4)
     slower, usual = (known(run, *H100, *more, "--top", 1)["layouts"][0] for more in (("--topology", fewer), ()))
     assert slower["step_seconds"] > usual["step_seconds"]
@@ -89,8 +89,8 @@ def test_the_picture_has_the_figures_of_the_layout_that_is_explained(run, tmp_pa
         assert written(picture, "total")[0] == f"{option['step_seconds']:.3f} s"
         parts = option["parts"]
         assert sum(parts.values()) == pytest.approx(option["step_seconds"])
-        seconds = [f"{parts[part]:.3f}" for part in MEANING]
-        shares = [f"{parts[part] / option['step_seconds']:.1%}" for part in MEANING]
+        seconds = [f"{parts[part]:.3f}" for part in PART_DESCRIPTIONS]
+        shares = [f"{parts[part] / option['step_seconds']:.1%}" for part in PART_DESCRIPTIONS]
         figures = written(picture, "figure")
         assert (figures[: 6 * len(parts) : 6], figures[1 : 6 * len(parts) : 6]) == (seconds, shares)
         others = [f"{place}. {other['candidate']}" for place, other in enumerate(layouts, 1) if place != at + 1]
@@ -110,7 +110,7 @@ def test_files_that_were_written_are_named(run, tmp_path):
 
 
 def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
-    monkeypatch.setattr("phalanx.plan.explain.best_plan", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr("phalanx.plan.explain.plan_or_raise", lambda *_: pytest.fail("searched"))
     with pytest.raises(UserError, match=r"--picture = 'step.gif'(.|\n)*\.svg, \.html or \.png"):
         shown(run, *H100, "--picture", "step.gif")
     for other in (("--why-not", "tp=2"), ("--json",)):
@@ -134,7 +134,7 @@ def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
     ],
 )
 def test_what_cannot_be_is_said_before_any_search(run, monkeypatch, words, said):
-    monkeypatch.setattr("phalanx.plan.search.candidates", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr("phalanx.plan.search.enumerate_layouts", lambda *_: pytest.fail("searched"))
     with pytest.raises(UserError, match=said):
         shown(run, *H100, *words)
 
@@ -180,7 +180,7 @@ def test_layouts_side_by_side_by_their_numbers(run):
 
 
 def test_what_is_no_layout_is_said_before_any_search(run, monkeypatch):
-    monkeypatch.setattr("phalanx.plan.explain.best_plan", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr("phalanx.plan.explain.plan_or_raise", lambda *_: pytest.fail("searched"))
     mistakes = {
         ("--diff", 1, "tp=3"): r"layout\.tp = 3",
         ("--diff", 1, "third"): "is not KEY=VALUE",
@@ -336,7 +336,7 @@ def test_auto_plans_for_all_ranks_of_all_nodes(tmp_path):
     path.write_text(AUTO.format(text="stdlib") + "nodes = 2\n")
     for nproc in (2, 4):
         text = commands.shown("train", path, "--print-config", "--nproc", nproc)
-        check_layout(build_run(tomllib.loads(text)), 2 * nproc)
+        check_layout(run_from_table(tomllib.loads(text)), 2 * nproc)
 
 
 def test_commands_that_do_not_plan_refuse_to_guess(tmp_path):

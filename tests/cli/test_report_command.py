@@ -7,7 +7,7 @@ import json
 import pytest
 
 from phalanx.report import words
-from phalanx.report.facts import facts
+from phalanx.report.facts import report_facts
 from phalanx.report.recorded import read_run
 from phalanx.spec.errors import UserError
 from tests.cli import commands
@@ -17,21 +17,22 @@ from tests.report.runs import hybrid, two_ranks
 
 @pytest.fixture(scope="module")
 def found():
-    return facts(read_run(hybrid()))
+    return report_facts(read_run(hybrid()))
 
 
 def test_the_terminal_has_the_verdict_and_every_number(found):
     text = shown("report", hybrid(), width=160)
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert words.costs(found["verdict"]) in text
-    assert f"change first: {found['verdict']['first']}" in text
-    for _, rows in words.groups(found["beside"]):
+    assert words.bottleneck_headline(found["verdict"]) in text
+    assert f"change first: {found['verdict']['suggestion']}" in text
+    for _, rows in words.group_rows(found["beside"]):
         for row in rows:
-            numbers = [words.number(row[which], row["unit"]) for which in ("predicted", "measured")]
-            assert f"{words.named(row)} {' '.join(numbers)} {words.times(row['ratio'])}" in lines
+            numbers = [words.format_number(row[which], row["unit"]) for which in ("predicted", "measured")]
+            assert f"{words.row_label(row)} {' '.join(numbers)} {words.format_ratio(row['ratio'])}" in lines
     for rank in found["ranks"]:
         assert any(
-            line.startswith(f"{rank['rank']} on {rank['host']} {words.seconds(rank['compute'])}") for line in lines
+            line.startswith(f"{rank['rank']} on {rank['host']} {words.format_seconds(rank['compute'])}")
+            for line in lines
         )
 
 

@@ -13,16 +13,16 @@ from phalanx.data.tokenizer import byte_tokenizer
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.coordinator import Coordinator
-from phalanx.swarm.leading import directory_of, first_weights
-from phalanx.train.trained import load_trained
+from phalanx.swarm.leading import initial_pieces, swarm_directory
+from phalanx.train.trained import load_trained_model
 from tests.cli.commands import shown
 from tests.swarm.local import run_of
 
 
 def lead_of(run: RunSpec) -> Path:
     """A coordinator's directory, as it is at the start."""
-    directory = directory_of(run)
-    Coordinator(run, directory, first_weights(run)).journal.close()
+    directory = swarm_directory(run)
+    Coordinator(run, directory, initial_pieces(run)).journal.close()
     return directory
 
 
@@ -32,7 +32,7 @@ def lead(tmp_path: Path) -> Path:
 
 
 def test_the_models_weights_are_the_swarms(lead):
-    _, model, tokenizer = load_trained(lead)
+    _, model, tokenizer = load_trained_model(lead)
     base = load_file(lead / "model" / "base.safetensors")
     found = dict(model.named_parameters())
     assert set(found) == set(base)
@@ -73,9 +73,9 @@ def test_what_is_damaged_or_of_another_model_is_refused(lead):
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-40])
     with pytest.raises(UserError, match=r"does not hold the weights of the model in run\.toml"):
-        load_trained(lead)
+        load_trained_model(lead)
     weights.write_bytes(whole)
-    load_trained(lead)
+    load_trained_model(lead)
     (lead / "run.toml").write_text((lead / "run.toml").read_text().replace("width = 32", "width = 64"))
     with pytest.raises(UserError, match=r"embedding.weight is \[257, 32\] there, and \[257, 64\] in the model"):
-        load_trained(lead)
+        load_trained_model(lead)

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from phalanx.cli import train
 from phalanx.cli.main import app
-from phalanx.cli.train import layout_for
-from phalanx.spec.errors import NodeError
-from phalanx.spec.load import build_run, load_run
-from phalanx.train.launch import choose_nproc
+from phalanx.cli.train import replan_layout
+from phalanx.spec.errors import LocalNodeError
+from phalanx.spec.load import load_run, run_from_table
+from phalanx.train.launch import select_nproc
 from phalanx.train.setup import to_toml
 
 RUN = """
@@ -56,7 +56,7 @@ def printed(*arguments: str) -> str:
 def test_it_prints_the_same_run_and_makes_nothing(file: Path) -> None:
     described = load_run(file, ["training.steps=7"], environment={})
     text = printed("--nproc", "4", "--set", "training.steps=7")
-    assert build_run(tomllib.loads(text)) == described
+    assert run_from_table(tomllib.loads(text)) == described
     assert [path.name for path in file.parent.iterdir()] == ["run.toml"]
     again = file.with_name("again.toml")
     again.write_text(text)
@@ -108,10 +108,10 @@ def test_it_starts_without_torch(command: list[str], file: Path) -> None:
 def test_fewer_ranks_keep_the_layout_where_nobody_knows_the_machines_memory(tmp_path: Path) -> None:
     """A node may be lost before the run has measured anything; the planner could not choose then."""
     cluster, layout = {"peak_flops": 1e12}, {"data": "zero2"}
-    run = build_run({"out": str(tmp_path), "model": {"preset": "tiny"}, "cluster": cluster, "layout": layout})
+    run = run_from_table({"out": str(tmp_path), "model": {"preset": "tiny"}, "cluster": cluster, "layout": layout})
     (tmp_path / run.name).mkdir()
     (tmp_path / run.name / "run.toml").write_text(to_toml(run))
-    assert layout_for(run, 1, 1) == run.layout
+    assert replan_layout(run, 1, 1) == run.layout
 
 
 def test_a_name_that_is_not_known_yet_is_waited_for(
@@ -128,11 +128,11 @@ def test_a_name_that_is_not_known_yet_is_waited_for(
 
     monkeypatch.setattr(train, "gethostbyname", look_up)
     monkeypatch.setattr(train, "RETRY_SECONDS", 0)
-    assert train.address("first-0.first:29500", 60) == ("first-0.first", 29500)
+    assert train.resolve_rendezvous("first-0.first:29500", 60) == ("first-0.first", 29500)
     assert capsys.readouterr().err.count("first-0.first is not known here") == 1
     answers += [gaierror(-2, "Name or service not known")]
-    with pytest.raises(NodeError, match=r"first-0\.first is not known here: Name or service not known"):
-        train.address("first-0.first:29500", -1)
+    with pytest.raises(LocalNodeError, match=r"first-0\.first is not known here: Name or service not known"):
+        train.resolve_rendezvous("first-0.first:29500", -1)
 
 
 @pytest.mark.parametrize(
@@ -158,5 +158,5 @@ def test_what_is_one_nodes_own_fault_does_not_end_the_run(
 def test_too_few_gpus_are_the_nodes_own_fault(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
-    with pytest.raises(NodeError, match="this machine has 7 GPUs"):
-        choose_nproc(load_run(file), 8)
+    with pytest.raises(LocalNodeError, match="this machine has 7 GPUs"):
+        select_nproc(load_run(file), 8)

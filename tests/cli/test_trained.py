@@ -12,8 +12,8 @@ from phalanx.cli.generate import pieces
 from phalanx.data.tokenizer import byte_tokenizer
 from phalanx.model.generate import generate
 from phalanx.spec.errors import UserError
-from phalanx.train.progress import Progress
-from phalanx.train.setup import set_up
+from phalanx.train.progress import ProgressDisplay
+from phalanx.train.setup import create_run
 from tests.cli.commands import shown
 
 SHORT = {"training.precision": "fp32", "training.steps": 12}
@@ -23,9 +23,9 @@ SHORT = {"training.precision": "fp32", "training.steps": 12}
 def trained(tmp_path_factory):
     """A trainer that has done its steps, with the directory it left."""
     run = described(Path(json.__file__).parent, tmp_path_factory.mktemp("trained"), SHORT)
-    set_up(run, 1, resume=False)
+    create_run(run, 1, resume=False)
     under_way = trainer(run)
-    under_way.train([], Progress(0, run.training.steps, quiet=True))
+    under_way.train([], ProgressDisplay(0, run.training.steps, quiet=True))
     under_way.module.eval()
     return under_way
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from phalanx.cli.main import COMMANDS, summary
+from phalanx.cli.main import COMMANDS, command_help
 from phalanx.spec.errors import UserError
 from tests.cli import commands
 
@@ -51,7 +51,7 @@ def test_the_list_of_commands_comes_before_any_large_import():
 def test_the_list_says_of_each_command_what_its_own_help_begins_with():
     listed = commands.shown("--help", width=400)
     for name in COMMANDS:
-        begins = summary(name).partition("\n\n")[0].replace("\n", " ").replace("`", "")
+        begins = command_help(name).partition("\n\n")[0].replace("\n", " ").replace("`", "")
         assert begins
         assert re.search(rf"{name} +{re.escape(begins)}", listed), name
         own = re.sub(r"[\s│]+", " ", commands.shown(name, "--help", width=400))

@@ -22,12 +22,12 @@ import pytest
 import typer
 
 from phalanx.cli import serving
-from phalanx.cli.report_views import live, newest, sparkline
+from phalanx.cli.report_views import format_latest_step, render_live, sparkline
 from phalanx.cli.watch import watch
-from phalanx.measure.events import BEGAN, ENDED, FAILED, note
+from phalanx.measure.events import BEGAN, ENDED, FAILED, append_event
 from phalanx.report import words
-from phalanx.report.compare import together
-from phalanx.report.facts import facts
+from phalanx.report.compare import report_data
+from phalanx.report.facts import report_facts
 from phalanx.report.recorded import read_run
 from phalanx.spec.errors import UserError
 from tests.cli.commands import shown
@@ -59,7 +59,7 @@ def served(run, *options: str) -> Iterator[str]:
 
 def test_off_a_terminal_there_is_a_line_for_each_step():
     lines = shown("watch", two_ranks()).splitlines()
-    found = facts(read_run(two_ranks()))
+    found = report_facts(read_run(two_ranks()))
     assert [line.split("  ")[0] for line in lines] == [f"step {step}/8" for step in range(1, 9)]
     for line, loss in zip(lines, found["curves"]["loss"], strict=True):
         assert f"loss {loss:.3f}" in line
@@ -86,7 +86,7 @@ def broken(tmp_path: Path) -> Path:
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < 6))
     (run / "events.jsonl").write_text((run / "events.jsonl").read_text().splitlines(keepends=True)[0])
-    note(run, FAILED, rank=1, step=5, reason="was killed by SIGKILL")
+    append_event(run, FAILED, rank=1, step=5, reason="was killed by SIGKILL")
     (run / "failures").mkdir()
     word = {"rank": 1, "step": 5, "time": 1.0, "reason": "was killed by SIGKILL", "code": 1}
     (run / "failures" / "rank-00001.json").write_text(json.dumps(word))
@@ -100,7 +100,7 @@ def test_a_failure_that_the_run_survives_is_told_and_watched_through(broken):
             failed = "phalanx: rank 1 failed: was killed by SIGKILL; waiting whether it goes on\n"
             assert process.stderr.readline() == failed
             (broken / "failures" / "rank-00001.json").unlink()
-            note(broken, BEGAN, step=5, ranks=2)  # and its lock is not held yet
+            append_event(broken, BEGAN, step=5, ranks=2)  # and its lock is not held yet
             assert "it was ended there; it broke off once and went on" in process.stderr.readline()
             shutil.copy(two_ranks() / "metrics.jsonl", broken)
             said, more = process.communicate(timeout=60)
@@ -114,7 +114,7 @@ def test_a_failure_that_the_run_survives_is_told_and_watched_through(broken):
 def test_a_run_that_stays_away_is_watched_no_longer(broken, ended):
     """By what it says, or by its silence."""
     if ended:
-        note(broken, ENDED, step=5)
+        append_event(broken, ENDED, step=5)
     else:
         for file in broken.rglob("*"):
             os.utime(file, (1e9, 1e9))
@@ -126,20 +126,25 @@ def test_a_run_that_stays_away_is_watched_no_longer(broken, ended):
 def test_the_live_view_has_the_essentials():
     from rich.console import Console
 
-    found = facts(read_run(hybrid()))
+    found = report_facts(read_run(hybrid()))
     console = Console(width=160, file=io.StringIO())
-    console.print(live(found))
+    console.print(render_live(found))
     text = console.file.getvalue()
-    for said in ("step 8/8", words.costs(found["verdict"]), words.seconds(found["ranks"][3]["compute"]), "▁"):
+    for said in (
+        "step 8/8",
+        words.bottleneck_headline(found["verdict"]),
+        words.format_seconds(found["ranks"][3]["compute"]),
+        "▁",
+    ):
         assert said in text
 
 
 def test_the_time_left_is_that_of_the_newest_steps():
-    found = facts(read_run(two_ranks()))
+    found = report_facts(read_run(two_ranks()))
     found["run"] |= {"step": 8, "steps": 108}
     found["curves"]["step_seconds"] = [100.0] * 5 + [2.0] * 20
     assert words.seconds_left(found) == 200.0
-    assert newest(found).endswith("3:20 left")
+    assert format_latest_step(found).endswith("3:20 left")
 
 
 def test_a_curve_is_a_line_of_characters():
@@ -150,7 +155,7 @@ def test_a_curve_is_a_line_of_characters():
 
 def test_the_page_and_its_facts_are_served_to_this_machine_alone():
     with served(hybrid()) as address:
-        expected = json.loads(json.dumps(together([facts(read_run(hybrid()))])))
+        expected = json.loads(json.dumps(report_data([report_facts(read_run(hybrid()))])))
         assert json.load(urllib.request.urlopen(f"{address}facts.json", timeout=60)) == expected
         part = urllib.request.urlopen(f"{address}main.html", timeout=60).read().decode()
         assert part.startswith("<main>")
@@ -170,7 +175,7 @@ def test_a_port_that_is_taken_is_named():
 
 def test_who_connects_and_asks_nothing_holds_no_thread_for_long(monkeypatch):
     monkeypatch.setattr(serving, "PATIENCE_SECONDS", 0.1)
-    with serving.server("--port", "127.0.0.1", 0, lambda path, host: (200, "text/plain", path)) as found:
+    with serving.make_http_server("--port", "127.0.0.1", 0, lambda path, host: (200, "text/plain", path)) as found:
         serves = Thread(target=found.serve_forever)
         serves.start()
         try:

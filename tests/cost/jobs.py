@@ -1,7 +1,7 @@
 """Jobs for tests: one row of columns with every value named."""
 
-from phalanx.cost.jobs import Attention, Jobs, Order, Recompute, columns
-from phalanx.plan.describe import habits, machine_columns, model_columns, stage_columns
+from phalanx.cost.jobs import ActivationCheckpointing, AttentionKernel, JobTable, ScheduleKind, job_table
+from phalanx.plan.describe import machine_columns, model_columns, stage_columns, trainer_behaviour
 from phalanx.spec.load import load_machine, load_model
 
 
@@ -9,20 +9,27 @@ def job(model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, *
     """A row of columns: `model` on `machine`, one rank, whatever `choices` say otherwise."""
     degrees = {axis: float(choices.pop(axis, 1)) for axis in ("dp", "tp", "pp", "cp", "ep")}
     ranks = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
-    order = Order.ONE_F_ONE_B if degrees["pp"] > 1 else Order.NONE
+    order = ScheduleKind.ONE_F_ONE_B if degrees["pp"] > 1 else ScheduleKind.NONE
     usual = {
         **model_columns(load_model(model), sequence),
         **machine_columns(load_machine(machine)),
-        **habits("", "bf16", 1, 0),
+        **trainer_behaviour("", "bf16", 1, 0),
         **degrees,
-        "ranks": ranks, "virtual": 1, "zero": 0, "shard": 1, "micro_batch": 1, "micro_batches": 8,
-        "recompute": Recompute.NONE, "sequence_parallel": float(degrees["tp"] > 1), "order": order,
-        "attention": Attention.FLASH_3,
-    }  # fmt: skip
+        "ranks": ranks,
+        "virtual_stages": 1,
+        "zero_stage": 0,
+        "shard_group_size": 1,
+        "micro_batch": 1,
+        "micro_batches": 8,
+        "recompute": ActivationCheckpointing.NONE,
+        "sequence_parallel": float(degrees["tp"] > 1),
+        "schedule": order,
+        "attention": AttentionKernel.FLASH_3,
+    }
     chosen = {**usual, **choices}
     return chosen | stage_columns(chosen)
 
 
-def jobs(*rows: dict[str, float]) -> Jobs:
+def jobs(*rows: dict[str, float]) -> JobTable:
     """Several as columns."""
-    return columns(rows)
+    return job_table(rows)

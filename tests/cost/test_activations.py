@@ -3,7 +3,7 @@ from contextlib import contextmanager
 import pytest
 
 from phalanx.cost.activations import activation_bytes
-from phalanx.cost.parameters import parameters
+from phalanx.cost.parameters import count_parameters
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from phalanx.model.moe import Router  # noqa: E402
 from phalanx.model.transformer import Transformer  # noqa: E402
-from phalanx.parallel.apply import recompute  # noqa: E402
+from phalanx.parallel.apply import apply_activation_checkpointing  # noqa: E402
 from phalanx.parallel.strategy import cross_entropy  # noqa: E402
 
 LLAMA = ModelSpec(vocab=100, width=32, layers=3, heads=4, kv_heads=2, ffn=48, context=64)
@@ -70,7 +70,7 @@ def measure(spec, batch, sequence, precision, mode, autocast, masked):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     model.to({"fp64": torch.float64, "bf16": torch.float32 if autocast else torch.bfloat16}.get(precision))
-    recompute(model, mode)
+    apply_activation_checkpointing(model, mode)
     saved, again = Saved(model), []
 
     def entered(block, args):  # the tables are a tuple, which a checkpoint keeps without autograd
@@ -107,7 +107,7 @@ def kept_by_a_rank(cases):
     import torch.distributed as dist
 
     from phalanx.parallel.apply import apply_layout
-    from phalanx.parallel.context import places
+    from phalanx.parallel.context import local_token_indices
     from phalanx.parallel.mesh import build_mesh
 
     found = []
@@ -128,8 +128,8 @@ def kept_by_a_rank(cases):
 
         for block in model.blocks:
             block.register_forward_pre_hook(entered)
-        rank = mesh.context.get_local_rank() if mesh.context else 0
-        mine = places(20, layout.cp, rank, layout.context)
+        rank = mesh.cp_mesh.get_local_rank() if mesh.cp_mesh else 0
+        mine = local_token_indices(20, layout.cp, rank, layout.context)
         tokens, targets = (torch.randint(spec.vocab, (6, 20))[:, mine] for _ in range(2))
         starts = torch.arange(20).div(10, rounding_mode="floor").mul(10).repeat(6, 1) if masked else None
         with saved.forward(autocast):
@@ -154,7 +154,7 @@ def unseen(spec, predicted, mode, ep, gathered):
         return predicted.weight_copies
     both = spec.heads + spec.kv_heads
     heads = {"head": 2, "full": both if gathered else both / 2, "none": 0}[spec.qk_norm]
-    moe = spec.moe and sum(map(spec.is_moe, range(spec.layers))) * spec.moe.experts * spec.width
+    moe = spec.moe and sum(map(spec.is_moe_layer, range(spec.layers))) * spec.moe.experts * spec.width
     columns = spec.moe and (spec.moe.ffn / 2 if ep else -(-spec.moe.ffn // 2))
     of_experts = moe * (1 + 3 * columns) if moe else 0
     return predicted.weight_copies - 2 * (spec.layers * heads * spec.head_dim + of_experts)
@@ -184,7 +184,7 @@ SHARED = {
 def test_of_ranks_that_share_to_the_byte(changes, names, mode):
     """Heads, inner widths and logits over tensor-parallel ranks, with sequence parallelism the residual stream's tokens
     too; tokens over context-parallel ranks; experts."""
-    from phalanx.testing import ranks
+    from phalanx.testing import rank_pool
 
     cases = [
         ((SPECS | SPECS_OF_COLUMNS)[name], *PRECISIONS[numbers], changes | {"recompute": mode}, masked)
@@ -197,7 +197,7 @@ def test_of_ranks_that_share_to_the_byte(changes, names, mode):
         predicted = activation_bytes(spec, 6, 20, precision, Layout(**layout), autocast, masked)
         hidden = unseen(spec, predicted, mode, "ep" in layout, "heads" in layout) if "tp" in layout else 0
         expected.append(predicted.total - hidden)
-    found = ranks(2).run(kept_by_a_rank, cases)
+    found = rank_pool(2).run(kept_by_a_rank, cases)
     assert dict(zip(map(str, cases), found[0], strict=True)) == dict(zip(map(str, cases), expected, strict=True))
 
 
@@ -231,7 +231,7 @@ def test_ranks_share_a_batch(ranks, saved):
 def test_autocast_copies_each_matrix_once():
     for spec in (LLAMA, GPT2, SPECS["deepseek"]):
         copies = activation_bytes(spec, 1, 16, "bf16", autocast=True).weight_copies
-        assert copies == 2 * (parameters(spec).block_matrices + spec.vocab * spec.width)
+        assert copies == 2 * (count_parameters(spec).block_matrices + spec.vocab * spec.width)
     assert activation_bytes(LLAMA, 1, 16, "fp32", autocast=True) == activation_bytes(LLAMA, 1, 16, "fp32")
 
 
@@ -267,7 +267,7 @@ def test_the_peak_is_where_the_backward_pass_begins(name, numbers, mode):
     (precision, autocast), spec = PRECISIONS[numbers], SPECS[name].replace(vocab=600)
     dtypes = {"fp64": torch.float64, "bf16": torch.float32 if autocast else torch.bfloat16}
     model = Transformer(spec).to(dtypes.get(precision))
-    recompute(model, mode)
+    apply_activation_checkpointing(model, mode)
     tokens, targets = (torch.randint(spec.vocab, (3, 20)) for _ in range(2))
 
     def loss():

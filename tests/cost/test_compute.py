@@ -1,15 +1,15 @@
 import pytest
 
 from phalanx.cost.compute import (
-    EVERY_OTHER_PRODUCT,
+    SELECTIVE_MATMUL_FRACTION,
     forward_flops,
     forward_flops_per_token,
     mfu,
     recomputed_flops_per_token,
     training_flops_per_token,
 )
-from phalanx.cost.jobs import Recompute
-from phalanx.cost.parameters import parameters
+from phalanx.cost.jobs import ActivationCheckpointing
+from phalanx.cost.parameters import count_parameters
 from phalanx.spec.load import load_model
 from phalanx.spec.model import ModelSpec
 
@@ -25,7 +25,7 @@ def test_the_peers_figures_with_attention_in_full(spec, millions):
 
 
 def test_a_causal_mask_halves_attention():
-    matmul = 6 * parameters(TINY).matmul
+    matmul = 6 * count_parameters(TINY).matmul
     full, causal = (training_flops_per_token(TINY, 512, causal=c) for c in (False, True))
     assert full - matmul == 12 * 6 * 256 * 512
     assert causal - matmul == (full - matmul) / 2
@@ -36,7 +36,7 @@ def test_forward_is_a_third():
 
 
 def test_a_tied_head_still_computes():
-    untied, tied = (parameters(TINY.replace(tied=t)) for t in (False, True))
+    untied, tied = (count_parameters(TINY.replace(tied=t)) for t in (False, True))
     assert untied.matmul == tied.matmul
     assert untied.total - tied.total == 2048 * 256
 
@@ -50,7 +50,7 @@ def test_mfu_of_a_perfect_run_is_one():
 
 
 def test_the_forward_pass_by_part():
-    parts, matmul = forward_flops(TINY, 512, causal=False), 2 * parameters(TINY).matmul
+    parts, matmul = forward_flops(TINY, 512, causal=False), 2 * count_parameters(TINY).matmul
     assert parts.projections == 2 * 6 * 4 * 256 * 256
     assert parts.core == 4 * 6 * 256 * 512
     assert parts.mlp == 2 * 6 * 3 * 256 * 768
@@ -63,20 +63,20 @@ def test_what_is_computed_again():
     of a step into 96 of hardware: a forward pass of the blocks more."""
     parts = forward_flops(SMALL, 512)
     for recompute, flash, sharded, flops in (
-        (Recompute.NONE, True, True, 0.0),
-        (Recompute.FULL, True, False, parts.projections + parts.core + parts.mlp),
-        (Recompute.ATTENTION, True, False, parts.projections + parts.core),
-        (Recompute.SELECTIVE, True, False, 0.0),
-        (Recompute.SELECTIVE, False, False, parts.core),
-        (Recompute.OPERATIONS, True, False, 0.0),
-        (Recompute.OPERATIONS, True, True, EVERY_OTHER_PRODUCT * (parts.projections + parts.mlp)),
+        (ActivationCheckpointing.NONE, True, True, 0.0),
+        (ActivationCheckpointing.FULL, True, False, parts.projections + parts.core + parts.mlp),
+        (ActivationCheckpointing.ATTENTION, True, False, parts.projections + parts.core),
+        (ActivationCheckpointing.SELECTIVE, True, False, 0.0),
+        (ActivationCheckpointing.SELECTIVE, False, False, parts.core),
+        (ActivationCheckpointing.OPERATIONS, True, False, 0.0),
+        (ActivationCheckpointing.OPERATIONS, True, True, SELECTIVE_MATMUL_FRACTION * (parts.projections + parts.mlp)),
     ):
         assert recomputed_flops_per_token(SMALL, 512, recompute, flash=flash, sharded=sharded) == flops
-    whole = training_flops_per_token(SMALL, 512) + recomputed_flops_per_token(SMALL, 512, Recompute.FULL)
+    whole = training_flops_per_token(SMALL, 512) + recomputed_flops_per_token(SMALL, 512, ActivationCheckpointing.FULL)
     assert (whole - 3 * parts.head) / (training_flops_per_token(SMALL, 512) - 3 * parts.head) == pytest.approx(96 / 72)
 
 
 def test_every_other_product_is_about_that_of_llama():
     spec = load_model("llama3-8b")
     q, kv, mlp = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.ffn
-    assert pytest.approx((kv + q + mlp) / (2 * q + 2 * kv + 3 * mlp), abs=0.02) == EVERY_OTHER_PRODUCT
+    assert pytest.approx((kv + q + mlp) / (2 * q + 2 * kv + 3 * mlp), abs=0.02) == SELECTIVE_MATMUL_FRACTION

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.constants import time_constants
-from phalanx.cost.jobs import Attention
-from phalanx.cost.kernels import attention_seconds, gemm_seconds, linear_seconds, passes_seconds
+from phalanx.cost.jobs import AttentionKernel
+from phalanx.cost.kernels import attention_seconds, linear_seconds, matmul_seconds, memory_pass_seconds
 from tests.cost.jobs import job, jobs
 
 C = time_constants()
@@ -22,7 +22,7 @@ def column(value: float) -> np.ndarray:
 @given(m=SIZE, n=SIZE, k=SIZE, machine=st.sampled_from(["a100", "h100", "b200", "tpuv4", "mi300x"]))
 def test_a_product_is_no_faster_than_the_best_seen_nor_than_memory(m, n, k, machine):
     row = job(machine=machine)
-    seconds = float(gemm_seconds(C, jobs(row), column(m), column(n), column(k))[0])
+    seconds = float(matmul_seconds(C, jobs(row), column(m), column(n), column(k))[0])
     assert seconds >= 2 * m * n * k / (1.05 * row["matmul_flops"])
     assert seconds >= 2 * (m * k + k * n + m * n) / row["hbm_bytes_per_second"]
 
@@ -31,29 +31,29 @@ def test_a_product_is_no_faster_than_the_best_seen_nor_than_memory(m, n, k, mach
 @given(m=SIZE, n=SIZE, k=SIZE, more=st.sampled_from([2, 3, 8]))
 def test_more_work_takes_longer(m, n, k, more):
     table = jobs(job())
-    once = gemm_seconds(C, table, column(m), column(n), column(k))
+    once = matmul_seconds(C, table, column(m), column(n), column(k))
     for sizes in ((more * m, n, k), (m, more * n, k), (m, n, more * k)):
-        assert gemm_seconds(C, table, *map(column, sizes)) >= once
-    assert gemm_seconds(C, table, column(m), column(n), column(k), batch=more) >= once
+        assert matmul_seconds(C, table, *map(column, sizes)) >= once
+    assert matmul_seconds(C, table, column(m), column(n), column(k), batch=more) >= once
 
 
 def test_large_products_reach_what_products_reach_in_training():
     row = job()
-    reached = 2 * 16384**3 / float(gemm_seconds(C, jobs(row), *map(column, (16384, 16384, 16384)))[0])
+    reached = 2 * 16384**3 / float(matmul_seconds(C, jobs(row), *map(column, (16384, 16384, 16384)))[0])
     assert reached / row["matmul_flops"] == pytest.approx(C.gemm_1, rel=0.1)
 
 
 def test_a_product_of_one_tile_leaves_the_device_idle():
     row = job()
-    reached = 2 * 128 * 128 * 4096 / float(gemm_seconds(C, jobs(row), *map(column, (128, 128, 4096)))[0])
+    reached = 2 * 128 * 128 * 4096 / float(matmul_seconds(C, jobs(row), *map(column, (128, 128, 4096)))[0])
     assert reached < 0.1 * row["matmul_flops"]
 
 
 def test_eight_bits_are_faster_but_attention_stays_in_sixteen():
     plain, low = job(), job(low_precision=1)
     sizes = tuple(map(column, (8192, 8192, 8192)))
-    assert gemm_seconds(C, jobs(low), *sizes) < 0.8 * gemm_seconds(C, jobs(plain), *sizes)
-    assert gemm_seconds(C, jobs(low), *sizes, linear=False) == gemm_seconds(C, jobs(plain), *sizes)
+    assert matmul_seconds(C, jobs(low), *sizes) < 0.8 * matmul_seconds(C, jobs(plain), *sizes)
+    assert matmul_seconds(C, jobs(low), *sizes, linear=False) == matmul_seconds(C, jobs(plain), *sizes)
     assert attention_seconds(C, jobs(low))[0] == attention_seconds(C, jobs(plain))[0]
 
 
@@ -64,12 +64,14 @@ def test_a_backward_pass_has_two_products_for_one():
 
 def test_attention_by_its_kernel():
     """Scores that are written to memory cost more than any flash kernel, and separate kernels most."""
-    kinds = (Attention.SEPARATE, Attention.FUSED, Attention.FLASH_1, Attention.FLASH_2)
+    kinds = (AttentionKernel.SEPARATE, AttentionKernel.FUSED, AttentionKernel.FLASH_1, AttentionKernel.FLASH_2)
     rows = [job(machine="a100", attention=kind, sequence=4096) for kind in kinds]
     forward, backward = attention_seconds(C, jobs(*rows))
     assert (np.diff(forward) < 0).all()
     assert (backward > forward).all()
-    ring, flash = (job("llama3-8b", cp=4, attention=kind) for kind in (Attention.RING_PLAIN, Attention.FLASH_3))
+    ring, flash = (
+        job("llama3-8b", cp=4, attention=kind) for kind in (AttentionKernel.RING_PLAIN, AttentionKernel.FLASH_3)
+    )
     plain, fast = attention_seconds(C, jobs(ring, flash))[0]
     assert plain > 2 * fast
 
@@ -80,12 +82,14 @@ def test_flash_attention_grows_with_the_square_of_the_sequence():
 
 
 def test_heads_that_tiles_cannot_divide_are_slow():
-    good, odd = (job(machine="a100", attention=Attention.FUSED, head_dim=dim, value_dim=dim) for dim in (152, 150))
+    good, odd = (
+        job(machine="a100", attention=AttentionKernel.FUSED, head_dim=dim, value_dim=dim) for dim in (152, 150)
+    )
     fast, slow = attention_seconds(C, jobs(good, odd))[0]
     assert slow > 1.2 * fast
 
 
 def test_passes_take_their_bytes_over_the_bandwidth():
     row = job()
-    seconds = passes_seconds(C, jobs(row), column(1e9))
+    seconds = memory_pass_seconds(C, jobs(row), column(1e9))
     assert seconds == pytest.approx(1e9 / (row["hbm_bytes_per_second"] * C.hbm_1))

@@ -4,12 +4,12 @@ from phalanx.cost.memory import (
     PUBLISHED_MIXED_PRECISION_ADAM,
     StateBytes,
     checkpoint_bytes,
+    checkpoint_space_needed_bytes,
     model_state_bytes,
-    room_for_checkpoints_bytes,
     state_bytes,
 )
-from phalanx.cost.parameters import parameters
-from phalanx.spec.load import build_run, load_model
+from phalanx.cost.parameters import count_parameters
+from phalanx.spec.load import load_model, run_from_table
 
 ALEXNET, GPT3 = 61_000_000, 175_000_000_000
 
@@ -37,7 +37,7 @@ def test_the_published_sixteen_bytes():
 
 
 def test_muon_keeps_one_number_for_matrices_in_blocks_and_two_for_the_rest():
-    count = parameters(load_model("olmoe-1b-7b"))
+    count = count_parameters(load_model("olmoe-1b-7b"))
     rest = count.embedding + count.head + count.norms
     assert model_state_bytes(count, "muon", "bf16").optimizer == 4 * (count.total - rest) + 8 * rest
     assert model_state_bytes(count, "adamw", "bf16").total == 16 * count.total
@@ -45,6 +45,6 @@ def test_muon_keeps_one_number_for_matrices_in_blocks_and_two_for_the_rest():
 
 def test_checkpoints_that_are_there_need_no_more_room():
     """Three are kept, and a fourth is written before the oldest goes."""
-    run = build_run({"model": {"preset": "tiny"}, "checkpoint": {"keep": 3}})
-    room = [room_for_checkpoints_bytes(run, there) / checkpoint_bytes(run) for there in (0, 1, 3, 9)]
+    run = run_from_table({"model": {"preset": "tiny"}, "checkpoint": {"keep": 3}})
+    room = [checkpoint_space_needed_bytes(run, there) / checkpoint_bytes(run) for there in (0, 1, 3, 9)]
     assert room == [4, 3, 1, 1]

@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.network import (
-    Send,
+    RingMessage,
     all_gather_sends,
     bus_factor,
+    parameter_server_traffic,
     reduce_scatter_sends,
     ring_all_reduce,
     ring_steps,
     sent_bytes,
-    server_traffic,
-    update_traffic,
+    step_traffic,
 )
 
 A, B, C, D = range(4)
@@ -22,12 +22,17 @@ P, G = 3e9, 5e9
 
 
 def total(strategy: str, ranks: int, accumulation: int = 1, **choices: int) -> float:
-    return sum(t.bytes for t in update_traffic(strategy, P, G, ranks, accumulation, **choices))
+    return sum(t.bytes for t in step_traffic(strategy, P, G, ranks, accumulation, **choices))
 
 
 def test_a_ring_of_four_over_1024_gradients():
     result = ring_all_reduce([[float(rank)] * 1024 for rank in range(4)])
-    assert reduce_scatter_sends(4)[:4] == [Send(1, 0, 1, A), Send(1, 1, 2, B), Send(1, 2, 3, C), Send(1, 3, 0, D)]
+    assert reduce_scatter_sends(4)[:4] == [
+        RingMessage(1, 0, 1, A),
+        RingMessage(1, 1, 2, B),
+        RingMessage(1, 2, 3, C),
+        RingMessage(1, 3, 0, D),
+    ]
     assert result.steps == (3, 3)
     assert [result.owner.index(rank) for rank in range(4)] == [B, C, D, A]
     assert result.sent == [(768, 768)] * 4
@@ -122,19 +127,19 @@ def test_hsdp_is_zero3_and_a_sum_between_replicas(n, r, a):
 
 
 def test_the_papers_volumes_in_units_of_the_model():
-    volumes = [sum(t.bytes for t in update_traffic(s, 1, 1, 10**6)) for s in ("ddp", "zero1", "zero2", "zero3")]
+    volumes = [sum(t.bytes for t in step_traffic(s, 1, 1, 10**6)) for s in ("ddp", "zero1", "zero2", "zero3")]
     assert volumes == pytest.approx([2, 2, 2, 3], rel=2e-6)
 
 
 def test_operations_are_named_as_torch_names_them():
-    traffic = update_traffic("hsdp", P, G, 4, replicas=2)
+    traffic = step_traffic("hsdp", P, G, 4, replicas=2)
     assert [t.operation for t in traffic] == ["all_gather", "all_gather", "reduce_scatter", "all_reduce"]
 
 
 @given(RANKS, RANKS)
 def test_servers_send_what_workers_receive(workers, servers):
-    worker = {t.operation: t.bytes for t in update_traffic("parameter_server", P, G, workers, accumulation=3)}
-    server = {t.operation: t.bytes for t in server_traffic(P, G, workers, share=1 / servers)}
+    worker = {t.operation: t.bytes for t in step_traffic("parameter_server", P, G, workers, accumulation=3)}
+    server = {t.operation: t.bytes for t in parameter_server_traffic(P, G, workers, share=1 / servers)}
     assert worker == {"recv": P, "send": G}
     assert servers * server["send"] == pytest.approx(workers * worker["recv"])
     assert servers * server["recv"] == pytest.approx(workers * worker["send"])

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.parameters import parameters
+from phalanx.cost.parameters import count_parameters
 from phalanx.spec.load import load_model, preset_names
 from phalanx.spec.model import ModelSpec, MoESpec
 
@@ -24,7 +24,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_totals_are_the_published_ones(preset):
     if preset != "tiny":
-        assert parameters(load_model(preset)).total == PUBLISHED[preset]
+        assert count_parameters(load_model(preset)).total == PUBLISHED[preset]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_totals_are_the_published_ones(preset):
      ("spes-7b", 1.70), ("spes-9b", 3.09)],
 )  # fmt: skip
 def test_active_parameters_are_the_published_ones(preset, billions):
-    assert parameters(load_model(preset)).active / 1e9 == pytest.approx(billions, rel=0.015)
+    assert count_parameters(load_model(preset)).active / 1e9 == pytest.approx(billions, rel=0.015)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_active_parameters_are_the_published_ones(preset, billions):
      ("spes-9b", 8_455_716_864, 975_234_048)],
 )  # fmt: skip
 def test_experts_and_the_rest(preset, experts, shared):
-    count = parameters(load_model(preset))
+    count = count_parameters(load_model(preset))
     assert (count.experts, count.total - count.experts) == (experts, shared)
 
 
@@ -102,14 +102,14 @@ def specs(draw) -> ModelSpec:
 @settings(deadline=None)
 @given(specs())
 def test_every_part_is_the_sum_of_its_tensors(spec):
-    count, tensors = parameters(spec), shapes(spec)
+    count, tensors = count_parameters(spec), shapes(spec)
     for part in ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head"):
         assert getattr(count, part) == sum(elements(shape) for name, shape in tensors if name == part), part
     blocks = [s for name, s in tensors if name not in ("embedding", "head", "norms")]
     assert count.block_matrices == sum(elements(shape) for shape in blocks if len(shape) == 2)
     unused = (spec.moe.experts - spec.moe.top_k) / spec.moe.experts if spec.moe else 0
-    assert count.idle == round(count.experts * unused)
-    assert count.matmul == count.block_matrices - count.idle + spec.vocab * spec.width
+    assert count.inactive_experts == round(count.experts * unused)
+    assert count.matmul == count.block_matrices - count.inactive_experts + spec.vocab * spec.width
 
 
 @settings(max_examples=30, deadline=None)
@@ -120,4 +120,4 @@ def test_the_count_is_that_of_the_model_itself(spec):
 
     with torch.device("meta"):
         model = Transformer(spec)
-    assert parameters(spec).total == sum(p.numel() for p in model.parameters())
+    assert count_parameters(spec).total == sum(p.numel() for p in model.parameters())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.placement import balanced, busiest_rank
+from phalanx.cost.placement import balanced_expert_order, max_rank_load
 
 LOADS = st.tuples(st.integers(1, 4), st.integers(1, 3)).flatmap(
     lambda sizes: st.tuples(
@@ -18,20 +18,20 @@ LOADS = st.tuples(st.integers(1, 4), st.integers(1, 3)).flatmap(
 @given(LOADS)
 def test_an_order_has_each_expert_once_and_does_no_harm(drawn):
     tokens, ranks = drawn
-    order = balanced(tokens, ranks)
+    order = balanced_expert_order(tokens, ranks)
     assert sorted(order) == list(range(len(tokens)))
-    assert 1 <= busiest_rank(tokens, order, ranks) <= busiest_rank(tokens, range(len(tokens)), ranks)
+    assert 1 <= max_rank_load(tokens, order, ranks) <= max_rank_load(tokens, range(len(tokens)), ranks)
 
 
 @given(st.lists(st.integers(0, 99), min_size=6, max_size=6))
 def test_two_ranks_are_within_a_third_of_the_best_halves(tokens):
     """Graham's bound for two is 7/6 where ranks may have any number of experts; with three each, some more."""
     best = min(max(sum(half), sum(tokens) - sum(half)) for half in combinations(tokens, 3))
-    assert busiest_rank(tokens, balanced(tokens, 2), 2) * sum(tokens) / 2 <= 4 / 3 * best
+    assert max_rank_load(tokens, balanced_expert_order(tokens, 2), 2) * sum(tokens) / 2 <= 4 / 3 * best
 
 
 def test_hot_experts_are_parted():
-    assert balanced([40, 30, 10, 20], 2) == [0, 2, 1, 3]
-    assert busiest_rank([40, 30, 10, 20], [0, 1, 2, 3], 2) == pytest.approx(1.4)
-    assert busiest_rank([40, 30, 10, 20], [0, 2, 1, 3], 2) == 1
-    assert busiest_rank([0, 0], [0, 1], 2) == 1
+    assert balanced_expert_order([40, 30, 10, 20], 2) == [0, 2, 1, 3]
+    assert max_rank_load([40, 30, 10, 20], [0, 1, 2, 3], 2) == pytest.approx(1.4)
+    assert max_rank_load([40, 30, 10, 20], [0, 2, 1, 3], 2) == 1
+    assert max_rank_load([0, 0], [0, 1], 2) == 1

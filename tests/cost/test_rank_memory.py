@@ -11,13 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.activations import activation_bytes
-from phalanx.cost.buffers import buckets, units
-from phalanx.cost.memory import RankMemory, in_files_bytes, rank_memory, rank_states, state_bytes, strategy_bytes
-from phalanx.cost.parameters import parameters
+from phalanx.cost.buffers import bucket_sizes, fsdp_unit_sizes
+from phalanx.cost.memory import (
+    RankMemory,
+    disk_offload_bytes,
+    rank_memory,
+    rank_model_states,
+    sharded_state_bytes,
+    state_bytes,
+)
+from phalanx.cost.parameters import count_parameters
 from phalanx.cost.shapes import parameter_shapes
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
-from phalanx.spec.load import build_run, load_model
+from phalanx.spec.load import load_model, run_from_table
 from phalanx.spec.run import RunSpec
 
 STAGES = ("ddp", "zero1", "zero2", "zero3")
@@ -35,7 +42,7 @@ ODD_MOE = {**ODD, "moe": {"experts": 3, "top_k": 2, "ffn": 25, "shared_experts":
 def described(data: str = "ddp", precision: str = "bf16", model: Any = None, **tables: Any) -> RunSpec:
     layout = {"data": data, **tables.pop("layout", {})}
     training = {"precision": precision, "tokens_per_step": 16_384, **tables.pop("training", {})}
-    return build_run({"model": model or {"preset": "tiny"}, "layout": layout, "training": training, **tables})
+    return run_from_table({"model": model or {"preset": "tiny"}, "layout": layout, "training": training, **tables})
 
 
 def held(data: str, ranks: int, precision: str = "bf16", **tables: Any) -> RankMemory:
@@ -48,7 +55,7 @@ def held(data: str, ranks: int, precision: str = "bf16", **tables: Any) -> RankM
 def test_resnet_18_centralized_and_with_ten_workers():
     m, activations = 11_700_000, 20_850_000_000  # the activations are given
     centralized = state_bytes("adamw", "fp32") * m
-    worker = strategy_bytes("parameter_server", "fp32", m, m, states=0)
+    worker = sharded_state_bytes("parameter_server", "fp32", m, m, states=0)
     assert (centralized.total, worker.total) == (187_200_000, 93_600_000)
     whole = RankMemory(**asdict(centralized), activations=activations)
     tenth = RankMemory(**asdict(worker), activations=activations // 10)
@@ -62,7 +69,7 @@ def test_a_worker_holds_twice_the_model_whatever_the_optimizer():
     for optimizer in OPTIMIZERS.values():
         run = described("parameter_server", "fp32", optimizer=optimizer)
         worker = rank_memory(run, 5)["worker"]
-        assert worker.state == 2 * 4 * parameters(run.model).total
+        assert worker.state == 2 * 4 * count_parameters(run.model).total
         assert worker.communication == 0
 
 
@@ -70,25 +77,27 @@ def test_a_worker_holds_twice_the_model_whatever_the_optimizer():
 def test_zero_on_64_ranks_with_7_5_billion_parameters(stage, gigabytes):
     whole, owned = 7_500_000_000, 7_500_000_000 // 64
     states = 2 * (whole if stage == "ddp" else owned)
-    assert strategy_bytes(stage, "bf16", whole, owned, states).total / 1e9 == pytest.approx(gigabytes, abs=0.05)
+    assert sharded_state_bytes(stage, "bf16", whole, owned, states).total / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
 @given(st.integers(1, 10_000))
 def test_bytes_per_parameter_of_zero(n):
     """16, 4 + 12/N, 2 + 14/N and 16/N, each times N."""
-    assert strategy_bytes("ddp", "bf16", n, n, 2 * n).total == 16 * n
-    assert strategy_bytes("zero1", "bf16", n, 1, 2).total == 4 * n + 12
-    assert strategy_bytes("zero2", "bf16", n, 1, 2).total == 2 * n + 14
-    assert strategy_bytes("zero3", "bf16", n, 1, 2).total == strategy_bytes("hsdp", "bf16", n, 1, 2).total == 16
-    assert strategy_bytes("zero1", "fp32", n, 1, 2).total == 8 * n + 8
-    assert strategy_bytes("zero2", "fp32", n, 1, 2).total == 4 * n + 12
-    assert strategy_bytes("zero1", "fp64", n, 1, 2).total == 2 * (8 * n + 8)
+    assert sharded_state_bytes("ddp", "bf16", n, n, 2 * n).total == 16 * n
+    assert sharded_state_bytes("zero1", "bf16", n, 1, 2).total == 4 * n + 12
+    assert sharded_state_bytes("zero2", "bf16", n, 1, 2).total == 2 * n + 14
+    assert (
+        sharded_state_bytes("zero3", "bf16", n, 1, 2).total == sharded_state_bytes("hsdp", "bf16", n, 1, 2).total == 16
+    )
+    assert sharded_state_bytes("zero1", "fp32", n, 1, 2).total == 8 * n + 8
+    assert sharded_state_bytes("zero2", "fp32", n, 1, 2).total == 4 * n + 12
+    assert sharded_state_bytes("zero1", "fp64", n, 1, 2).total == 2 * (8 * n + 8)
 
 
 def test_a_whole_model_comes_to_the_published_bytes():
     model = {"preset": "llama3-8b"}
     training = {"sequence": 1024, "tokens_per_step": 64 * 1024}
-    count = parameters(load_model("llama3-8b")).total
+    count = count_parameters(load_model("llama3-8b")).total
     for stage, each in zip(STAGES, (16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64), strict=True):
         assert held(stage, 64, model=model, training=training).state == pytest.approx(each * count, rel=1e-4)
 
@@ -109,7 +118,9 @@ def really_held(run: RunSpec) -> dict[str, int]:
 
     def reduce(*arguments: Any) -> Any:
         reduced = type(strategy).reduce(strategy, *arguments)
-        found.update({part: in_storages(tensors) for part, tensors in strategy.held(under_way.optimizers).items()})
+        found.update(
+            {part: in_storages(tensors) for part, tensors in strategy.resident_tensors(under_way.optimizers).items()}
+        )
         return reduced
 
     strategy.reduce = reduce  # type: ignore[method-assign]
@@ -142,11 +153,11 @@ def test_state_is_what_the_strategies_hold_to_the_byte(data, world_size, precisi
     pytest.importorskip("torch")
     from parity.trajectory import described
 
-    from phalanx.testing import ranks
+    from phalanx.testing import rank_pool
 
     common = {"model": ODD_MOE, "layout.data": data, "training.precision": precision, "training.steps": 4}
     run = described(Path(json.__file__).parent, tmp_path, {**common, **changes})
-    found = ranks(world_size).run(really_held, run)
+    found = rank_pool(world_size).run(really_held, run)
     servers = run.layout.servers if data == "parameter_server" else 0
     for role, predicted in rank_memory(run, world_size).items():
         fullest = max(found[:servers] if role == "server" else found[servers:], key=lambda held: sum(held.values()))
@@ -183,17 +194,17 @@ def test_state_of_shares_and_stages_is_what_ranks_hold_to_the_byte(world_size, c
     pytest.importorskip("torch")
     from parity.trajectory import DENSE, described
 
-    from phalanx.testing import ranks
+    from phalanx.testing import rank_pool
 
     moe = {"experts": 4, "top_k": 2, "ffn": 24, "shared_experts": 1}
     model = {**DENSE, **TWO_HEADS, "layers": 4, "vocab": 263, "moe": moe, "tied": changes.get("model.tied", False)}
     common = {"model": model, "training.precision": precision, "training.steps": 4, "layout.micro_batch": 1}
     layout = {key: value for key, value in changes.items() if key != "model.tied"}
     run = described(Path(json.__file__).parent, tmp_path, {**common, **layout})
-    found = ranks(world_size).run(really_held, run)
+    found = rank_pool(world_size).run(really_held, run)
     inner = changes.get("layout.tp", 1) * changes.get("layout.cp", 1)
     pp = changes.get("layout.pp", 1)
-    for place, predicted in enumerate(rank_states(run, world_size)):
+    for place, predicted in enumerate(rank_model_states(run, world_size)):
         there = [held for rank, held in enumerate(found) if rank // inner % pp == place]
         fullest = max(there, key=lambda held: sum(held.values()))
         parts = ("parameters", "gradients", "optimizer")
@@ -203,7 +214,7 @@ def test_state_of_shares_and_stages_is_what_ranks_hold_to_the_byte(world_size, c
 def test_buckets_are_those_of_zero():
     torch = pytest.importorskip("torch")
     from phalanx.model.transformer import Transformer
-    from phalanx.parallel.zero import _cut
+    from phalanx.parallel.zero import _make_buckets
 
     with torch.device("meta"):
         parts = [
@@ -211,8 +222,8 @@ def test_buckets_are_those_of_zero():
             for parameter in Transformer(described(model=ODD_MOE).model).parameters()
         ]
     for limit in (1, 5_000, 30_000, 1e9):
-        theirs = [[tuple(part.parameter.shape) for part in bucket] for bucket in _cut(parts, 4 * limit)]
-        assert buckets(parameter_shapes(described(model=ODD_MOE).model), limit) == theirs
+        theirs = [[tuple(part.parameter.shape) for part in bucket] for bucket in _make_buckets(parts, 4 * limit)]
+        assert bucket_sizes(parameter_shapes(described(model=ODD_MOE).model), limit) == theirs
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -225,11 +236,11 @@ def test_units_are_those_of_fsdp(wrap, recompute):
     spec = described(model=ODD_MOE).model
     with torch.device("meta"):
         model = Transformer(spec)
-    apply.recompute(model, recompute)
-    parts = [part for block in model.blocks for part in fsdp._parts(block, wrap)]
+    apply.apply_activation_checkpointing(model, recompute)
+    parts = [part for block in model.blocks for part in fsdp._fsdp_units(block, wrap)]
     theirs = [sum(p.numel() for p in part.parameters()) for part in parts]
     root = sum(p.numel() for p in model.parameters()) - sum(theirs)
-    assert units(parameter_shapes(spec), Layout(wrap=wrap, recompute=recompute), 1) == [root, *theirs]
+    assert fsdp_unit_sizes(parameter_shapes(spec), Layout(wrap=wrap, recompute=recompute), 1) == [root, *theirs]
 
 
 # -- the other parts --------------------------------------------------------------------------------
@@ -249,7 +260,7 @@ def test_activations_are_those_of_a_micro_batch_at_their_peak():
 
 def test_buffers_of_ddp_and_of_servers():
     run = described("parameter_server", "fp32", layout={"staleness": 2})
-    size = 4 * parameters(run.model).total
+    size = 4 * count_parameters(run.model).total
     assert rank_memory(run, 5)["server"].communication == (4 + 1) * 3 * size
     assert rank_memory(described("parameter_server", "fp32"), 5)["server"].communication == size
     assert held("ddp", 4).communication == 0
@@ -260,7 +271,7 @@ def test_buffers_of_ddp_and_of_servers():
 
 def test_buffers_of_zero_are_two_buckets_gathered_or_one_reduced():
     model = {**ODD, "vocab": 600, "width": 36, "ffn": 100}  # no remainder on two ranks
-    size = 4 * parameters(described(model=model).model).total
+    size = 4 * count_parameters(described(model=model).model).total
     assert held("zero1", 2, "fp32", model=model).communication == 2.5 * size  # one bucket, sent, received, its half
     assert held("zero1", 2, "fp32", model=model, cluster={"device": "cuda"}).communication == 1.5 * size
     small = {"bucket_mb": 1e-6}
@@ -323,7 +334,7 @@ def test_offload_moves_state_and_loses_none(spec, n, precision, stage):
 
 
 def test_one_process_in_bf16_has_sixteen_bytes_a_parameter():
-    count = parameters(described().model).total
+    count = count_parameters(described().model).total
     assert [held(stage, 1).state for stage in STAGES] == [16 * count] * 4
 
 
@@ -362,10 +373,10 @@ def test_bytes_in_files_are_known_of_every_layout() -> None:
     files = {"offload": "nvme", "offload_directory": "/tmp"}
     model = {"preset": "tiny", "heads": 4, "kv_heads": 4, "layers": 4}
     staged = described("zero1", model=model, layout={"pp": 2, **files})
-    assert in_files_bytes(staged, 2) == max(place.in_files for place in rank_memory(staged, 2).values()) > 0
+    assert disk_offload_bytes(staged, 2) == max(place.on_disk for place in rank_memory(staged, 2).values()) > 0
     split = described("zero1", model=model, layout={"tp": 2, **files})
     gathered = described("zero1", model=model, layout={"tp": 2, "heads": "gathered", **files})
-    assert in_files_bytes(gathered, 2) == in_files_bytes(split, 2) == rank_memory(split, 2)["rank"].in_files
+    assert disk_offload_bytes(gathered, 2) == disk_offload_bytes(split, 2) == rank_memory(split, 2)["rank"].on_disk
 
 
 @pytest.mark.parametrize(

@@ -12,39 +12,39 @@ from phalanx.cost.reliability import (
     LLAMA3,
     Reliability,
     availability_interval_seconds,
-    best_interval_seconds,
     daly_interval_seconds,
     days_to,
     goodput,
-    job_mtbf_seconds,
+    mtbf_seconds,
+    observed_mtbf_seconds,
+    optimal_interval_seconds,
     reliability,
-    seen_mtbf_seconds,
     young_interval_seconds,
 )
 from phalanx.spec.errors import UserError
 
 HOUR = 3600.0
-M = job_mtbf_seconds(LLAMA3.per_device_hour, LLAMA3.devices)
+M = mtbf_seconds(LLAMA3.per_device_hour, LLAMA3.devices)
 MTBF = st.floats(1.0, 1e8)
 PART = st.floats(1e-9, 3.0)
 """Of the mean time between failures."""
 
 
 def test_llama_3_failed_every_three_hours():
-    assert job_mtbf_seconds(LLAMA3.per_device_hour, 16_384) / HOUR == pytest.approx(3.0931, abs=5e-5)
+    assert mtbf_seconds(LLAMA3.per_device_hour, 16_384) / HOUR == pytest.approx(3.0931, abs=5e-5)
     assert 1 / LLAMA3.per_device_hour == pytest.approx(50_677, abs=0.5)
     assert 1 / LLAMA3.per_device_hour / (24 * 365.25) == pytest.approx(5.78, abs=0.005)
     assert LLAMA3.per_device_hour * 8 * 24 * 1000 == pytest.approx(3.79, abs=0.005)
 
 
 def test_what_was_seen_counts_from_two_failures_that_came_sooner_on():
-    assert [seen_mtbf_seconds(100, failures, 60) for failures in (0, 1, 2)] == [100, 100, 30]
-    assert seen_mtbf_seconds(100, 2, 600) == 100
-    assert seen_mtbf_seconds(100, 2, -0.5) == 100  # by clocks that differ
+    assert [observed_mtbf_seconds(100, failures, 60) for failures in (0, 1, 2)] == [100, 100, 30]
+    assert observed_mtbf_seconds(100, 2, 600) == 100
+    assert observed_mtbf_seconds(100, 2, -0.5) == 100  # by clocks that differ
 
 
 def test_a_rate_of_6_5_per_1000_node_days_stops_16_384_gpus_every_1_8_hours():
-    assert job_mtbf_seconds(6.5 / 1000 / 24 / 8, 16_384) / HOUR == pytest.approx(1.80, abs=0.005)
+    assert mtbf_seconds(6.5 / 1000 / 24 / 8, 16_384) / HOUR == pytest.approx(1.80, abs=0.005)
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_a_rate_of_6_5_per_1000_node_days_stops_16_384_gpus_every_1_8_hours():
 def test_intervals_and_goodput_of_llama_3_with_ten_minutes_to_restart(write, young, daly, useful):
     assert young_interval_seconds(write, M) == pytest.approx(young, abs=0.05)
     assert daly_interval_seconds(write, M) == pytest.approx(daly, abs=0.05)
-    assert best_interval_seconds(write, M) == pytest.approx(daly, abs=0.05 if write == 10 else 0.2)
+    assert optimal_interval_seconds(write, M) == pytest.approx(daly, abs=0.05 if write == 10 else 0.2)
     assert goodput(daly, write, M, 600) == pytest.approx(useful, abs=5e-5)
     found = reliability(LLAMA3.per_device_hour, LLAMA3.devices, write, 600)
-    assert found == Reliability(M, best_interval_seconds(write, M), pytest.approx(useful, abs=5e-5))
+    assert found == Reliability(M, optimal_interval_seconds(write, M), pytest.approx(useful, abs=5e-5))
 
 
 def test_other_published_intervals():
@@ -74,14 +74,14 @@ def test_without_failures_only_writing_takes_time():
 @given(MTBF, PART, PART, PART)
 def test_no_interval_is_better_than_the_best(mtbf, write, restart, other):
     write, restart, other = write * mtbf, restart * mtbf, other * mtbf
-    best = goodput(best_interval_seconds(write, mtbf), write, mtbf, restart)
+    best = goodput(optimal_interval_seconds(write, mtbf), write, mtbf, restart)
     others = [
         other,
         young_interval_seconds(write, mtbf),
         daly_interval_seconds(write, mtbf),
         availability_interval_seconds(write, mtbf, restart),
-        0.999 * best_interval_seconds(write, mtbf),
-        1.001 * best_interval_seconds(write, mtbf),
+        0.999 * optimal_interval_seconds(write, mtbf),
+        1.001 * optimal_interval_seconds(write, mtbf),
     ]
     assert 0 < best < 1
     assert all(goodput(interval, write, mtbf, restart) <= best * (1 + 1e-12) for interval in others)
@@ -90,7 +90,7 @@ def test_no_interval_is_better_than_the_best(mtbf, write, restart, other):
 @given(MTBF, PART)
 def test_the_best_interval_is_below_youngs_and_the_mtbf_and_solves_its_equation(mtbf, write):
     """u = 1 - e^-(u + d/M), by a search that halves."""
-    best = best_interval_seconds(write * mtbf, mtbf)
+    best = optimal_interval_seconds(write * mtbf, mtbf)
     assert 0 < best <= min(young_interval_seconds(write * mtbf, mtbf), mtbf)
     low, high = 0.0, 1.0
     for _ in range(60):
@@ -103,7 +103,7 @@ def test_the_best_interval_is_below_youngs_and_the_mtbf_and_solves_its_equation(
 def test_dalys_is_near_the_best_where_it_is_meant_to_be(mtbf, half):
     write = half * mtbf
     near = 0.002 if half < 0.1 else 0.07
-    assert daly_interval_seconds(write, mtbf) == pytest.approx(best_interval_seconds(write, mtbf), rel=near)
+    assert daly_interval_seconds(write, mtbf) == pytest.approx(optimal_interval_seconds(write, mtbf), rel=near)
 
 
 def test_dalys_is_the_mtbf_where_writing_takes_twice_that():
@@ -158,11 +158,11 @@ def test_days():
 
 @pytest.mark.parametrize(
     ("call", "field"),
-    [(lambda: job_mtbf_seconds(0, 8), "failures_per_device_hour"),
-     (lambda: job_mtbf_seconds(1e-5, 0), "devices"),
+    [(lambda: mtbf_seconds(0, 8), "failures_per_device_hour"),
+     (lambda: mtbf_seconds(1e-5, 0), "devices"),
      (lambda: young_interval_seconds(0, 1), "write_seconds"),
      (lambda: daly_interval_seconds(1, inf), "mtbf_seconds"),
-     (lambda: best_interval_seconds(-1, 1), "write_seconds"),
+     (lambda: optimal_interval_seconds(-1, 1), "write_seconds"),
      (lambda: availability_interval_seconds(1, 1, -1), "restart_seconds"),
      (lambda: goodput(0, 1, 1, 1), "interval_seconds"),
      (lambda: goodput(1, 1, 1, float("nan")), "restart_seconds"),

@@ -2,7 +2,7 @@ import pytest
 from cost.test_parameters import specs
 from hypothesis import given, settings
 
-from phalanx.cost.shapes import owned_elements, parameter_shapes
+from phalanx.cost.shapes import max_shard_elements, parameter_shapes
 from phalanx.spec.load import load_model, preset_names
 from phalanx.spec.model import ModelSpec
 
@@ -48,4 +48,4 @@ def test_names_and_shapes_written_out():
 
 
 def test_rows_are_shared_with_a_remainder():
-    assert [owned_elements((10, 3), ranks) for ranks in (1, 2, 3, 4, 10, 16)] == [30, 15, 12, 9, 3, 3]
+    assert [max_shard_elements((10, 3), ranks) for ranks in (1, 2, 3, 4, 10, 16)] == [30, 15, 12, 9, 3, 3]

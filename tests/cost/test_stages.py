@@ -9,32 +9,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.cost.compute import training_flops_per_token
-from phalanx.cost.stages import cut_stages, part_flops
+from phalanx.cost.stages import balance_stages, layer_flops
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_model
 
 
 @pytest.mark.parametrize(("layers", "stages", "each"), [(48, 4, 12), (12, 4, 3)])
 def test_equal_layers_are_shared_equally(layers: int, stages: int, each: int) -> None:
-    assert cut_stages([0.0, *[1.0] * layers, 0.0], stages) == [each] * stages
+    assert balance_stages([0.0, *[1.0] * layers, 0.0], stages) == [each] * stages
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "gpt2-124m", "mixtral-8x7b", "spes-7b"])
 def test_parts_are_the_whole(model: str) -> None:
     spec = load_model(model)
-    parts = part_flops(spec, 2048)
+    parts = layer_flops(spec, 2048)
     assert len(parts) == spec.layers + 2
     assert sum(parts) == pytest.approx(training_flops_per_token(spec, 2048) + 2 * spec.width, rel=1e-12)
 
 
 def test_the_head_takes_blocks_from_its_stage() -> None:
     spec = load_model("llama3-8b")  # its head costs as much as 2 blocks
-    assert cut_stages(part_flops(spec, 2048), 4) == [8, 9, 9, 6]
+    assert balance_stages(layer_flops(spec, 2048), 4) == [8, 9, 9, 6]
 
 
 def test_more_stages_than_layers() -> None:
     with pytest.raises(UserError, match=r"stages = 3: are too many for a model of 2 layers"):
-        cut_stages([0, 1, 1, 0], 3)
+        balance_stages([0, 1, 1, 0], 3)
 
 
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=10), st.integers(1, 5))
@@ -46,7 +46,7 @@ def test_no_cut_is_better(costs: list[int], stages: int) -> None:
         whole = [costs[0] + costs[1], *costs[2:-2], costs[-2] + costs[-1]] if layers > 1 else [sum(costs)]
         return [sum(whole[a:b]) for a, b in zip((0, *ends), (*ends, layers), strict=True)]
 
-    found = cut_stages(costs, stages)
+    found = balance_stages(costs, stages)
     assert sum(found) == layers
     assert min(found) >= 1
     ends = tuple(sum(found[: i + 1]) for i in range(stages - 1))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from phalanx.cost.parameters import parameters
-from phalanx.cost.swarm import coded_bytes, node_of, round_bytes, saving, state_bytes
+from phalanx.cost.parameters import count_parameters
+from phalanx.cost.swarm import encoded_bytes, node_share, round_bytes, spes_traffic_saving, state_bytes
 from phalanx.spec.load import load_model
 from phalanx.spec.model import ModelSpec, MoESpec
 
@@ -14,14 +14,14 @@ TINY = ModelSpec(
 
 def test_a_tiny_model_to_the_byte():
     """66,880 shared parameters and 98,304 own of 460,096, four bytes each."""
-    whole, part = node_of(TINY, "diloco"), node_of(TINY, "spes", 2)
-    assert (part.shared, part.own, part.total) == (66_880, 98_304, 460_096)
+    whole, part = node_share(TINY, "diloco"), node_share(TINY, "spes", 2)
+    assert (part.shared, part.trained_experts, part.total) == (66_880, 98_304, 460_096)
     assert round_bytes(part, "spes").up == 660_736
     assert round_bytes(whole, "diloco").up == round_bytes(part, "spes").down == 1_840_384
     both = round_bytes(part, "spes").total / round_bytes(whole, "diloco").total
     assert both == pytest.approx(0.6795, abs=5e-5)
     assert (state_bytes(part), state_bytes(whole)) == (3_822_592, 7_361_536)
-    stepped_elsewhere = node_of(TINY, "ddp")  # weights and gradients
+    stepped_elsewhere = node_share(TINY, "ddp")  # weights and gradients
     assert (round_bytes(stepped_elsewhere, "ddp").total, state_bytes(stepped_elsewhere)) == (3_680_768, 3_680_768)
 
 
@@ -36,12 +36,14 @@ def test_a_tiny_model_to_the_byte():
 def test_the_published_models(name, total, experts, saved):
     """Of both ways SPES saves a third of what DiLoCo sends among four nodes, of the way up two thirds."""
     model = load_model(name)
-    assert (parameters(model).total, parameters(model).experts) == (total, experts)
-    both, up = saving(model, 4)
+    assert (count_parameters(model).total, count_parameters(model).experts) == (total, experts)
+    both, up = spes_traffic_saving(model, 4)
     assert both == pytest.approx(saved, abs=5e-5)
     assert up == 2 * both
     assert model.moe is not None
-    part, whole = (round_bytes(node_of(model, method, model.moe.experts // 4), method) for method in ("spes", "diloco"))
+    part, whole = (
+        round_bytes(node_share(model, method, model.moe.experts // 4), method) for method in ("spes", "diloco")
+    )
     assert 1 - part.total / whole.total == pytest.approx(both, rel=1e-9)
 
 
@@ -51,7 +53,7 @@ def test_the_published_models(name, total, experts, saved):
      ("int4", "spes+", 4.24)],
 )  # fmt: skip
 def test_what_the_7b_sends_and_receives(codec, method, gigabytes):
-    found = round_bytes(node_of(load_model("spes-7b"), method, 8), method, codec)
+    found = round_bytes(node_share(load_model("spes-7b"), method, 8), method, codec)
     assert found.total / 1e9 == pytest.approx(gigabytes, abs=0.006)
 
 
@@ -63,28 +65,31 @@ def test_what_the_7b_sends_and_receives(codec, method, gigabytes):
 def test_memory_of_the_published_models(name, owned, whole, spes, bf16, int8):
     """GB of a node; the source takes 3 % for the scales of int8, where they are 1.6 %."""
     model = load_model(name)
-    node = node_of(model, "spes", owned)
-    found = state_bytes(node_of(model, "diloco")), *(state_bytes(node, frozen) for frozen in ("fp32", "bf16", "int8"))
+    node = node_share(model, "spes", owned)
+    found = (
+        state_bytes(node_share(model, "diloco")),
+        *(state_bytes(node, frozen) for frozen in ("fp32", "bf16", "int8")),
+    )
     assert [each / 1e9 for each in found] == pytest.approx([whole, spes, bf16, int8], abs=0.14)
 
 
 def test_dense_models_are_everybodys():
     dense = TINY.replace(moe=None)
-    assert node_of(dense, "spes", 2).own == 0
-    assert saving(dense, 4) == (0, 0)
+    assert node_share(dense, "spes", 2).trained_experts == 0
+    assert spes_traffic_saving(dense, 4) == (0, 0)
 
 
 def test_replicated_experts_must_be_received():
-    node = node_of(TINY, "spes+", 4)
+    node = node_share(TINY, "spes+", 4)
     alone, shared = (round_bytes(node, "spes+", "fp32", copies) for copies in (1, 2))
-    assert (alone.down, shared.down) == (4 * (node.total - node.own), 4 * node.total)
+    assert (alone.down, shared.down) == (4 * (node.total - node.trained_experts), 4 * node.total)
 
 
 def test_bytes_of_tensors():
-    assert [coded_bytes(257, codec) for codec in ("fp32", "bf16", "int8", "int4")] == [1028, 514, 265, 137]
-    assert coded_bytes(0, "int8") == 0
+    assert [encoded_bytes(257, codec) for codec in ("fp32", "bf16", "int8", "int4")] == [1028, 514, 265, 137]
+    assert encoded_bytes(0, "int8") == 0
 
 
 def test_how_long_a_round_is_on_the_wire():
-    found = round_bytes(node_of(TINY, "spes", 2), "spes")
+    found = round_bytes(node_share(TINY, "spes", 2), "spes")
     assert found.seconds(100, 1000) == pytest.approx(6607.36 + 1840.384)

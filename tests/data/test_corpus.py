@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data.corpus import Document, documents, parts, read, split
+from phalanx.data.corpus import Document, documents, is_held_out, list_source_files, read_documents
 from phalanx.spec.errors import UserError
 
 
@@ -61,7 +61,7 @@ def test_text_is_utf8_with_or_without_mark_or_else_latin1(tmp_path):
 def test_jsonl(tmp_path):
     path = lines(tmp_path / "a.jsonl", [{"text": "one", "id": 1}, "\n", {"text": ""}, {"text": "fö\nur"}])
     assert list(documents([str(path)])) == [Document(f"{path}:1", "one"), Document(f"{path}:4", "fö\nur")]
-    assert len(list(read(parts([str(path)])[0]))) == 3  # the empty one keeps its number
+    assert len(list(read_documents(list_source_files([str(path)])[0]))) == 3  # the empty one keeps its number
 
 
 def test_parquet(tmp_path):
@@ -73,11 +73,11 @@ def test_parquet(tmp_path):
 
 
 def test_stdlib_is_the_librarys_own_source():
-    found = parts(["stdlib"])
+    found = list_source_files(["stdlib"])
     library = {part.name for part in found}
     assert {"os.py", os.path.join("json", "decoder.py")} <= library
     assert not any("site-packages" in name or not name.endswith(".py") for name in library)
-    (source,) = read(next(part for part in found if part.name == "os.py"))
+    (source,) = read_documents(next(part for part in found if part.name == "os.py"))
     with open(os.__file__, encoding="utf-8", newline="") as file:
         assert source.text == file.read()
 
@@ -98,9 +98,9 @@ def test_a_dataset_on_disk(tmp_path, monkeypatch, kind):
     saved = {str(tmp_path): rows if kind == "dataset" else {"test": [], "train": rows}}
     hub(monkeypatch, load_from_disk=saved.__getitem__)
     assert [document.text for document in documents([f"hf:{tmp_path}"])] == ["one"]
-    before = parts([f"hf:{tmp_path}"])
+    before = list_source_files([f"hf:{tmp_path}"])
     (tmp_path / "data.arrow").write_bytes(b"rows")
-    assert parts([f"hf:{tmp_path}"]) != before
+    assert list_source_files([f"hf:{tmp_path}"]) != before
 
 
 def test_a_dataset_that_cannot_be_loaded(monkeypatch):
@@ -188,24 +188,24 @@ def test_a_file_without_permission(tmp_path, monkeypatch):
 
 def test_a_file_that_goes_while_it_is_read(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    (part,) = parts([str(tmp_path)])
+    (part,) = list_source_files([str(tmp_path)])
     (tmp_path / "a.txt").unlink()
     with pytest.raises(UserError, match="cannot be read: No such file"):
-        list(read(part))
+        list(read_documents(part))
 
 
 def test_the_split_is_the_same_for_ever():
     names = ("os.py", "re.py", "ast.py", "json/decoder.py", "a.jsonl:7")
-    assert [name for name in names if split(name, 0.3)] == ["os.py", "json/decoder.py"]
+    assert [name for name in names if is_held_out(name, 0.3)] == ["os.py", "json/decoder.py"]
 
 
 @given(name=st.text(), low=st.floats(0, 1), high=st.floats(0, 1))
 def test_a_larger_share_holds_out_all_that_a_smaller_does(name, low, high):
     low, high = sorted((low, high))
-    assert split(name, high) or not split(name, low)
-    assert not split(name, 0.0)
-    assert split(name, 1.0)
+    assert is_held_out(name, high) or not is_held_out(name, low)
+    assert not is_held_out(name, 0.0)
+    assert is_held_out(name, 1.0)
 
 
 def test_the_split_has_about_the_share_asked_for():
-    assert sum(split(f"file{i}", 0.05) for i in range(20_000)) == pytest.approx(1000, rel=0.1)
+    assert sum(is_held_out(f"file{i}", 0.05) for i in range(20_000)) == pytest.approx(1000, rel=0.1)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from phalanx.cli import data as command
 from phalanx.data.corpus import documents
-from phalanx.data.encode import Counts
+from phalanx.data.encode import TokenizationCounts
 from phalanx.data.indexed import IndexedDataset
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.spec.errors import UserError
@@ -99,7 +99,7 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(monkeypatch):
     lines = command._Lines(shown.append)
     for second, count in ((1, 5), (10, 1000), (11, 2000), (19, 3000), (20, 4000)):
         now[0] = second
-        lines(Counts(count, 10 * count, 0))
+        lines(TokenizationCounts(count, 10 * count, 0))
     assert shown == ["1,000 documents, 10,000 tokens", "4,000 documents, 40,000 tokens"]
 
 

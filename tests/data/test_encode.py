@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data.corpus import Document
-from phalanx.data.encode import Counts, cut, disk_error, encode, write_pairs
+from phalanx.data.encode import TokenizationCounts, disk_error, split_text, tokenize_documents, write_indexed_pairs
 from phalanx.data.indexed import IndexedDataset
 from phalanx.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
 
@@ -20,7 +20,7 @@ texts = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
 
 @given(text=st.text(alphabet="ab \n", max_size=200), size=st.integers(1, 40))
 def test_pieces_are_the_text_and_no_longer_than_asked(text, size):
-    pieces = cut(text, size)
+    pieces = split_text(text, size)
     assert "".join(pieces) == text
     assert all(0 < len(piece) <= size for piece in pieces[:-1])
     for piece in pieces[:-1]:
@@ -28,15 +28,15 @@ def test_pieces_are_the_text_and_no_longer_than_asked(text, size):
 
 
 def test_a_piece_ends_with_a_line_or_else_before_a_space():
-    assert cut("one\ntwo\nthree", 9) == ["one\ntwo\n", "three"]
-    assert cut("one two three", 9) == ["one two", " three"]
-    assert cut("0123456789", 4) == ["0123", "4567", "89"]
+    assert split_text("one\ntwo\nthree", 9) == ["one\ntwo\n", "three"]
+    assert split_text("one two three", 9) == ["one two", " three"]
+    assert split_text("0123456789", 4) == ["0123", "4567", "89"]
 
 
 @given(texts=texts, chunk=st.integers(1, 60))
 def test_encode_keeps_the_order_of_documents(texts, chunk):
     documents = [Document(str(number), text) for number, text in enumerate(texts)]
-    done = list(encode(documents, byte_tokenizer(), chunk))
+    done = list(tokenize_documents(documents, byte_tokenizer(), chunk))
     assert [document for document, _ in done] == documents
     assert [byte_tokenizer().decode(ids) for _, ids in done] == texts
 
@@ -44,8 +44,8 @@ def test_encode_keeps_the_order_of_documents(texts, chunk):
 def test_a_text_of_several_pieces_is_one_document():
     text = "line of a long text\n" * 120_000
     tokenizer = train_bpe([text], 300)
-    ((_, ids),) = encode([Document("long", text)], tokenizer)
-    assert len(cut(text)) == 3
+    ((_, ids),) = tokenize_documents([Document("long", text)], tokenizer)
+    assert len(split_text(text)) == 3
     assert tokenizer.decode(ids) == text
 
 
@@ -55,7 +55,7 @@ def test_an_error_while_reading_comes_through():
         raise RuntimeError("unreadable")
 
     with pytest.raises(RuntimeError, match="unreadable"):
-        list(encode(broken(), byte_tokenizer()))
+        list(tokenize_documents(broken(), byte_tokenizer()))
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Waits(Tokenizer):
 def test_whoever_collects_an_abandoned_stream_waits_for_no_thread():
     """The collector may run where a thread is being started, and hold what the end of another one needs."""
     tokenizer = Waits(vocab=257, end=256)
-    stream = encode([Document("a", "first"), Document("b", "wait")], tokenizer, chunk=1)
+    stream = tokenize_documents([Document("a", "first"), Document("b", "wait")], tokenizer, chunk=1)
     assert next(stream)[0].name == "a"
     closing = threading.Thread(target=stream.close, daemon=True)
     closing.start()
@@ -86,12 +86,12 @@ def test_whoever_collects_an_abandoned_stream_waits_for_no_thread():
 def test_write_pairs_sorts_documents_and_counts(tmp_path, end):
     documents = [Document(str(i), text) for i, text in enumerate(["even", "odd", "é", "three"])]
     seen = []
-    counts = write_pairs(
+    counts = write_indexed_pairs(
         documents, byte_tokenizer(), [tmp_path / "even", tmp_path / "odd"],
         lambda document: int(document.name) % 2, end, seen.append,
     )  # fmt: skip
-    assert counts == [Counts(2, 6 + 2 * end, 6), Counts(2, 8 + 2 * end, 8)]
-    assert seen[-1] == Counts(4, 14 + 4 * end, 14)
+    assert counts == [TokenizationCounts(2, 6 + 2 * end, 6), TokenizationCounts(2, 8 + 2 * end, 8)]
+    assert seen[-1] == TokenizationCounts(4, 14 + 4 * end, 14)
     assert [count.documents for count in seen] == [1, 2, 3, 4]
     odd = IndexedDataset(tmp_path / "odd")
     assert odd.document(0).tolist() == [*b"odd"] + [256] * end
@@ -104,7 +104,7 @@ def test_write_pairs_leaves_nothing_if_it_fails(tmp_path):
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        write_pairs(broken(), byte_tokenizer(), [tmp_path / "a", tmp_path / "b"])
+        write_indexed_pairs(broken(), byte_tokenizer(), [tmp_path / "a", tmp_path / "b"])
     assert list(tmp_path.iterdir()) == []
 
 

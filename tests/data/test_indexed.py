@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.indexed import IndexedDataset, IndexedWriter, cut_tail, prefix_of, token_dtype
+from phalanx.data.indexed import IndexedDataset, IndexedWriter, prefix_of, split_tail, token_dtype
 from phalanx.spec.errors import UserError
 
 DOCUMENTS = [[5, 6, 7], [], [65_499], [1] * 1000, [2, 3]]
@@ -183,9 +183,9 @@ def test_cut_tail_divides_the_tokens(
     dataset = IndexedDataset(folder / "all")
     if total < 2:
         with pytest.raises(UserError, match="too small to hold anything out"):
-            cut_tail(dataset, fraction, folder / "head", folder / "tail")
+            split_tail(dataset, fraction, folder / "head", folder / "tail")
         return
-    cut_tail(dataset, fraction, folder / "head", folder / "tail")
+    split_tail(dataset, fraction, folder / "head", folder / "tail")
     head, tail = IndexedDataset(folder / "head"), IndexedDataset(folder / "tail")
     assert head.size + tail.size == total
     assert tail.size == min(max(1, round(total * fraction)), total - 1)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.indexed import IndexedDataset, IndexedWriter, cut_tail
-from phalanx.data.loader import IGNORED, Batch, Loader, evaluation_batches, prefetch, share, shuffle
+from phalanx.data.indexed import IndexedDataset, IndexedWriter, split_tail
+from phalanx.data.loader import IGNORE_INDEX, Batch, TokenLoader, evaluation_batches, prefetch, rank_rows, shuffle_epoch
 from phalanx.spec.errors import UserError
 
 lengths = st.lists(st.integers(0, 25), min_size=1, max_size=15)
@@ -44,7 +44,7 @@ def reference(dataset, sequence, seed, epoch):
 
 
 def rows_of(batch):
-    starts = np.zeros_like(batch.tokens) if batch.starts is None else batch.starts
+    starts = np.zeros_like(batch.tokens) if batch.document_starts is None else batch.document_starts
     return list(zip(batch.tokens.tolist(), batch.targets.tolist(), starts.tolist(), strict=True))
 
 
@@ -54,10 +54,10 @@ def test_batches_are_the_references_over_epochs(tmp_path_factory, lengths, seque
     dataset = dataset_of(tmp_path_factory.mktemp("data"), lengths)
     if dataset.size <= sequence:
         with pytest.raises(UserError, match=f"has {dataset.size} tokens.* need {sequence + 1}") as caught:
-            Loader(dataset, sequence, per_step, seed)
+            TokenLoader(dataset, sequence, per_step, seed)
         assert caught.value.field == "data.train"
         return
-    loader = Loader(dataset, sequence, per_step, seed)
+    loader = TokenLoader(dataset, sequence, per_step, seed)
     expected = list(chain(*(reference(dataset, sequence, seed, epoch) for epoch in range(3))))
     for step in range(len(expected) // per_step):
         assert rows_of(loader.step(step)) == expected[step * per_step : (step + 1) * per_step]
@@ -67,10 +67,10 @@ def test_batches_are_the_references_over_epochs(tmp_path_factory, lengths, seque
 @given(lengths=lengths, sequence=st.integers(1, 10), epoch=st.integers(0, 3))
 def test_an_epoch_sees_every_token_of_the_kept_prefix_once(tmp_path_factory, lengths, sequence, epoch):
     dataset = dataset_of(tmp_path_factory.mktemp("data"), [*lengths, 30])
-    per_epoch = Loader(dataset, sequence, 1, 0).sequences_per_epoch
-    loader = Loader(dataset, sequence, per_epoch, seed=0)
+    per_epoch = TokenLoader(dataset, sequence, 1, 0).sequences_per_epoch
+    loader = TokenLoader(dataset, sequence, per_epoch, seed=0)
     batch = loader.step(epoch)
-    order = shuffle(dataset.offsets, sequence, 0, epoch)
+    order = shuffle_epoch(dataset.offsets, sequence, 0, epoch)
     stream = np.concatenate([dataset.tokens[b + s : e + s] for b, e, s in
                              zip(order.begins, order.begins[1:], order.shifts, strict=False)])  # fmt: skip
     kept = per_epoch * sequence
@@ -84,8 +84,8 @@ def test_an_epoch_sees_every_token_of_the_kept_prefix_once(tmp_path_factory, len
 @given(lengths=lengths, sequence=st.integers(1, 9), share=st.integers(1, 3), ranks=st.sampled_from([1, 2, 3, 4, 6]))
 def test_a_global_batch_does_not_depend_on_the_ranks(tmp_path_factory, lengths, sequence, share, ranks):
     dataset = dataset_of(tmp_path_factory.mktemp("data"), [*lengths, 10])
-    whole = Loader(dataset, sequence, share * ranks, seed=5)
-    parts = [Loader(dataset, sequence, share * ranks, 5, rank, ranks) for rank in range(ranks)]
+    whole = TokenLoader(dataset, sequence, share * ranks, seed=5)
+    parts = [TokenLoader(dataset, sequence, share * ranks, 5, rank, ranks) for rank in range(ranks)]
     for step in (0, 3, 11):
         batches = [part.step(step) for part in parts]
         assert all(batch.tokens.shape == (share, sequence) for batch in batches)
@@ -93,10 +93,10 @@ def test_a_global_batch_does_not_depend_on_the_ranks(tmp_path_factory, lengths, 
 
 
 def test_types_and_layout(write_tokens):
-    batch = Loader(write_tokens([[1, 2, 3], [4, 5, 6, 7, 8, 9]]), 4, 2, 0).step(0)
+    batch = TokenLoader(write_tokens([[1, 2, 3], [4, 5, 6, 7, 8, 9]]), 4, 2, 0).step(0)
     assert batch.tokens.dtype == batch.targets.dtype == np.int64
-    assert batch.starts.dtype == np.int32
-    assert batch.tokens.shape == batch.targets.shape == batch.starts.shape == (2, 4)
+    assert batch.document_starts.dtype == np.int32
+    assert batch.tokens.shape == batch.targets.shape == batch.document_starts.shape == (2, 4)
     assert batch.tokens.flags.c_contiguous
     assert batch.targets.flags.c_contiguous
     assert batch.tokens.flags.writeable
@@ -105,36 +105,36 @@ def test_types_and_layout(write_tokens):
 def test_starts_are_left_out_where_causal_attention_is_right(write_tokens):
     documents = [list(range(8)), list(range(8)), list(range(8))]
     # A document per sequence: none begins inside one.
-    assert Loader(write_tokens(documents), 8, 2, 0).step(0).starts is None
-    assert Loader(write_tokens(documents), 7, 3, 0).step(0).starts is not None
-    assert Loader(write_tokens(documents), 7, 3, 0, mask_documents=False).step(0).starts is None
+    assert TokenLoader(write_tokens(documents), 8, 2, 0).step(0).document_starts is None
+    assert TokenLoader(write_tokens(documents), 7, 3, 0).step(0).document_starts is not None
+    assert TokenLoader(write_tokens(documents), 7, 3, 0, mask_documents=False).step(0).document_starts is None
 
 
 def test_a_document_that_begins_at_the_last_target_asks_for_no_mask(write_tokens):
     dataset = write_tokens([[1, 1, 1, 1], [2, 2, 2, 2]])
-    batch = Loader(dataset, 4, 1, 0).step(0)
+    batch = TokenLoader(dataset, 4, 1, 0).step(0)
     assert batch.targets[0, -1] != batch.tokens[0, -1]
-    assert batch.starts is None
+    assert batch.document_starts is None
 
 
 def test_epochs_and_seeds_differ_and_repeat(write_tokens):
     dataset = write_tokens([list(range(i, i + 9)) for i in range(0, 900, 9)])
-    batches = {(seed, epoch): Loader(dataset, 8, 100, seed).step(epoch).tokens.tolist()
+    batches = {(seed, epoch): TokenLoader(dataset, 8, 100, seed).step(epoch).tokens.tolist()
                for seed in (1, 2) for epoch in (0, 1)}  # fmt: skip
     assert len({json.dumps(batch) for batch in batches.values()}) == 4
-    assert Loader(dataset, 8, 100, 1).step(0).tokens.tolist() == batches[1, 0]
+    assert TokenLoader(dataset, 8, 100, 1).step(0).tokens.tolist() == batches[1, 0]
 
 
 def test_neighbours_in_the_stream_are_not_neighbours_in_a_step(write_tokens):
     dataset = write_tokens([list(range(4001))])
-    first = Loader(dataset, 4, 1000, 0).step(0).tokens[:, 0]
+    first = TokenLoader(dataset, 4, 1000, 0).step(0).tokens[:, 0]
     assert sorted(first) == list(range(0, 4000, 4))
     assert np.mean(np.abs(np.diff(first)) == 4) < 0.02
 
 
 def test_a_step_can_span_epochs(write_tokens):
     dataset = write_tokens([[1, 2, 3, 4, 5]])
-    loader = Loader(dataset, 2, 5, 0)
+    loader = TokenLoader(dataset, 2, 5, 0)
     assert loader.sequences_per_epoch == 2
     rows = loader.step(0).tokens.tolist()
     assert sorted(rows[:2]) == sorted(rows[2:4]) == [[1, 2], [3, 4]]
@@ -145,13 +145,13 @@ def test_a_step_can_span_epochs(write_tokens):
 
 
 def test_uneven_shares_differ_by_one_and_make_the_whole():
-    shares = [share(8, rank, 3).tolist() for rank in range(3)]
+    shares = [rank_rows(8, rank, 3).tolist() for rank in range(3)]
     assert shares == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
 def test_steps_of_another_size_go_on_where_the_data_was_left(write_tokens):
     dataset = write_tokens([list(range(100))])
-    small, large = Loader(dataset, 4, 2, 3), Loader(dataset, 4, 6, 3)
+    small, large = TokenLoader(dataset, 4, 2, 3), TokenLoader(dataset, 4, 6, 3)
     with pytest.raises(
         UserError,
         match=r"training\.tokens_per_step = '6 sequences': is not what the checkpoint was made with \(2 sequences",
@@ -165,24 +165,24 @@ def test_steps_of_another_size_go_on_where_the_data_was_left(write_tokens):
 
 def test_text_that_is_passed_over_is_as_if_learned(write_tokens):
     dataset = write_tokens([list(range(50))])
-    whole, short = (Loader(dataset, 4, 3, seed=1) for _ in range(2))
+    whole, short = (TokenLoader(dataset, 4, 3, seed=1) for _ in range(2))
     short.resume(whole.state(2))
-    short.pass_over(5)
+    short.skip_steps(5)
     assert rows_of(short.step(3)) == rows_of(whole.step(8))
-    again = Loader(dataset, 4, 3, seed=1)
+    again = TokenLoader(dataset, 4, 3, seed=1)
     again.resume(short.state(3))
     assert rows_of(again.step(3)) == rows_of(whole.step(8))
 
 
 def test_state_survives_json_and_knows_its_data(write_tokens):
     dataset = write_tokens([list(range(50)), list(range(30))])
-    loader = Loader(dataset, 8, 2, seed=3)
+    loader = TokenLoader(dataset, 8, 2, seed=3)
     state = json.loads(json.dumps(loader.state(7)))
     assert {name: state[name] for name in ("epoch", "position", "tokens", "seed", "sequence")} == {
         "epoch": 1, "position": 5, "tokens": 112, "seed": 3, "sequence": 8,
     }  # fmt: skip
     loader.resume(state)
-    Loader(dataset, 8, 2, 3, rank=1, ranks=2).resume(state)  # fewer or more ranks may resume
+    TokenLoader(dataset, 8, 2, 3, rank=1, ranks=2).resume(state)  # fewer or more ranks may resume
 
 
 @pytest.mark.parametrize(
@@ -196,16 +196,16 @@ def test_state_survives_json_and_knows_its_data(write_tokens):
 def test_a_checkpoint_of_another_cut_is_refused(write_tokens, change, field):
     dataset = write_tokens([list(range(50))])
     settings = {"sequence": 8, "sequences_per_step": 2, "seed": 3}
-    state = Loader(dataset, **settings).state(1)
+    state = TokenLoader(dataset, **settings).state(1)
     with pytest.raises(UserError, match="is not what the checkpoint was made with") as caught:
-        Loader(dataset, **{**settings, **change}).resume(state)
+        TokenLoader(dataset, **{**settings, **change}).resume(state)
     assert caught.value.field == field
 
 
 def test_a_checkpoint_of_other_data_is_refused(write_tokens):
-    state = Loader(write_tokens([list(range(50))]), 8, 2, 3).state(1)
+    state = TokenLoader(write_tokens([list(range(50))]), 8, 2, 3).state(1)
     with pytest.raises(UserError, match=r"^data: gives other tokens than the checkpoint was made with"):
-        Loader(write_tokens([list(range(1, 51))]), 8, 2, 3).resume(state)
+        TokenLoader(write_tokens([list(range(1, 51))]), 8, 2, 3).resume(state)
 
 
 @settings(max_examples=60, deadline=None)
@@ -217,7 +217,7 @@ def test_evaluation_covers_every_target_once(tmp_path_factory, lengths, sequence
     folder = tmp_path_factory.mktemp("data")
     dataset = dataset_of(folder, [*lengths, 4])
     if tail:  # its documents do not begin where its file does
-        cut_tail(dataset, 0.5, folder / "head", folder / "tail")
+        split_tail(dataset, 0.5, folder / "head", folder / "tail")
         dataset = IndexedDataset(folder / "tail")
     flat = np.concatenate([dataset.document(i) for i in range(len(dataset))])
     wanted = flat[1:][: limit or None].tolist()
@@ -230,7 +230,7 @@ def test_evaluation_covers_every_target_once(tmp_path_factory, lengths, sequence
             assert batch.tokens.shape == (rows, sequence)
             for tokens, targets, starts in rows_of(batch):
                 for position, target in enumerate(targets):
-                    if target == IGNORED:
+                    if target == IGNORE_INDEX:
                         continue
                     place = len(seen)
                     assert tokens[position] == flat[place]
@@ -242,15 +242,15 @@ def test_evaluation_covers_every_target_once(tmp_path_factory, lengths, sequence
 
 def test_evaluation_pads_with_ignored_rows(write_tokens):
     batches = list(evaluation_batches(write_tokens([[1, 2, 3, 4, 5, 6]]), 4, 1, rank=1, ranks=3))
-    assert [batch.targets.tolist() for batch in batches] == [[[6, IGNORED, IGNORED, IGNORED]]]
+    assert [batch.targets.tolist() for batch in batches] == [[[6, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX]]]
     (last,) = evaluation_batches(write_tokens([[1, 2, 3, 4, 5, 6]]), 4, 1, rank=2, ranks=3)
-    assert (last.targets == IGNORED).all()
+    assert (last.targets == IGNORE_INDEX).all()
 
 
 def test_evaluation_can_do_without_masks(write_tokens):
     dataset = write_tokens([[1, 2], [3, 4, 5]])
-    assert next(evaluation_batches(dataset, 4, 1)).starts.tolist() == [[0, 0, 2, 2]]
-    assert next(evaluation_batches(dataset, 4, 1, mask_documents=False)).starts is None
+    assert next(evaluation_batches(dataset, 4, 1)).document_starts.tolist() == [[0, 0, 2, 2]]
+    assert next(evaluation_batches(dataset, 4, 1, mask_documents=False)).document_starts is None
 
 
 def test_nothing_to_evaluate_on(write_tokens):

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from phalanx.data import prepare as room
-from phalanx.data.corpus import documents, split
-from phalanx.data.encode import Counts
+from phalanx.data.corpus import documents, is_held_out
+from phalanx.data.encode import TokenizationCounts
 from phalanx.data.indexed import IndexedDataset, IndexedWriter
-from phalanx.data.prepare import check, prepare
+from phalanx.data.prepare import check_sources, prepare
 from phalanx.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec
@@ -55,10 +55,10 @@ def test_documents_are_held_out_by_name(spec, corpus, tmp_path, tokenizer):
         train_bpe(["def function(x):\n"] * 50, 300).save(tokenizer)
     prepared = prepare(spec(tokenizer=tokenizer, tokenizer_vocab=300))
     every = list(documents([str(corpus)]))
-    held_out = [document.text for document in every if split(document.name, 0.2)]
+    held_out = [document.text for document in every if is_held_out(document.name, 0.2)]
     assert 0 < len(held_out) < 20
     assert texts(prepared.held_out, prepared.tokenizer) == held_out
-    train = [document.text for document in every if not split(document.name, 0.2)]
+    train = [document.text for document in every if not is_held_out(document.name, 0.2)]
     assert texts(prepared.train, prepared.tokenizer) == train
 
 
@@ -68,7 +68,7 @@ def test_held_out_sources_of_its_own(spec, corpus):
 
 
 def test_the_tokenizer_does_not_learn_from_held_out_text(tmp_path):
-    rows = [{"text": "seen seen "} if not split(f"{tmp_path}/a.jsonl:{n}", 0.5) else {"text": "hidden hidden "}
+    rows = [{"text": "seen seen "} if not is_held_out(f"{tmp_path}/a.jsonl:{n}", 0.5) else {"text": "hidden hidden "}
             for n in range(1, 50)]  # fmt: skip
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = DataSpec(train=[f"{tmp_path}/a.jsonl"], held_out_fraction=0.5, tokenizer_vocab=300, cache=f"{tmp_path}/c")
@@ -80,7 +80,7 @@ def test_the_tokenizer_does_not_learn_from_held_out_text(tmp_path):
 @pytest.mark.parametrize("by_name", [True, False])
 def test_of_one_document_the_end_is_held_out(spec, tmp_path, monkeypatch, by_name):
     text = "".join(f"line {number}\n" for number in range(1000))
-    name = next(name for name in map("{}.txt".format, range(100)) if split(name, 0.05) == by_name)
+    name = next(name for name in map("{}.txt".format, range(100)) if is_held_out(name, 0.05) == by_name)
     (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     for tokenizer in ("bytes", "bpe"):
@@ -112,7 +112,7 @@ def test_text_held_out_for_a_pair(spec, tmp_path, corpus):
 def test_streaming_prepares_only_what_is_held_out(spec, corpus, monkeypatch):
     prepared = prepare(spec(streaming=True))
     assert prepared.train == ""
-    held_out = [document.text for document in documents([str(corpus)]) if split(document.name, 0.2)]
+    held_out = [document.text for document in documents([str(corpus)]) if is_held_out(document.name, 0.2)]
     assert texts(prepared.held_out, prepared.tokenizer) == held_out
     monkeypatch.setattr(room, "STREAMING_HELD_OUT_DOCUMENTS", 3)
     first = prepare(spec(streaming=True, held_out_fraction=0.21))
@@ -121,7 +121,7 @@ def test_streaming_prepares_only_what_is_held_out(spec, corpus, monkeypatch):
 
 def test_the_second_time_nothing_is_read(spec, monkeypatch):
     first = prepare(spec())
-    monkeypatch.setattr(room, "write_pairs", None)
+    monkeypatch.setattr(room, "write_indexed_pairs", None)
     monkeypatch.setattr(room, "train_bpe", None)
     assert prepare(spec()) == first
     assert prepare(spec(mask_documents=False)) == first
@@ -143,7 +143,7 @@ def test_what_changes_the_tokens_changes_the_cache(spec, corpus, tmp_path):
 
 
 def test_progress_is_told(spec):
-    seen: list[Counts] = []
+    seen: list[TokenizationCounts] = []
     prepare(spec(), progress=seen.append)
     assert seen[-1].documents == 40
     assert seen[-1].tokens == seen[-1].text_bytes + 40
@@ -257,7 +257,7 @@ def test_errors_before_any_work(spec, tmp_path, monkeypatch, options, field, mes
     make_errors(tmp_path)
     monkeypatch.chdir(tmp_path)
     data = spec(**{"train": ["text.txt"]} | options)
-    for look in (check, prepare):
+    for look in (check_sources, prepare):
         with pytest.raises(UserError, match=message) as caught:
             look(data)
         assert caught.value.field == field

@@ -6,7 +6,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from phalanx.data.corpus import documents, parts, read, split
+from phalanx.data.corpus import documents, is_held_out, list_source_files, read_documents
 from phalanx.data.loader import prefetch
 from phalanx.data.streaming import StreamingLoader
 from phalanx.data.tokenizer import byte_tokenizer, train_bpe
@@ -28,12 +28,12 @@ def loader_of(corpus, rank=0, ranks=1, **options):
 def reference(corpus, epochs):
     """Rows of (tokens, targets, starts) from the text itself, file by file and token by token."""
     rows = []
-    files = parts([str(corpus)])
+    files = list_source_files([str(corpus)])
     for epoch in range(epochs):
         stream = []
         for number in np.random.Generator(np.random.PCG64([SEED, epoch])).permutation(len(files)):
-            for document in read(files[number]):
-                if document.text and not split(document.name, 0.2):
+            for document in read_documents(files[number]):
+                if document.text and not is_held_out(document.name, 0.2):
                     ids = [*document.text.encode(), TOKENIZER.end]
                     stream += [(token, place) for place, token in enumerate(ids)]
         for first in range(0, len(stream) - SEQUENCE, SEQUENCE):
@@ -44,7 +44,7 @@ def reference(corpus, epochs):
 
 
 def rows_of(batch):
-    starts = np.zeros_like(batch.tokens) if batch.starts is None else batch.starts
+    starts = np.zeros_like(batch.tokens) if batch.document_starts is None else batch.document_starts
     return list(zip(batch.tokens.tolist(), batch.targets.tolist(), starts.tolist(), strict=True))
 
 
@@ -94,12 +94,16 @@ def test_resuming_reads_no_earlier_file_of_the_epoch(corpus, monkeypatch):
         loader.step(step)
     state = loader.state(4)
     opened = []
-    monkeypatch.setattr("phalanx.data.streaming.read", lambda part, key: opened.append(part) or read(part, key))
+    monkeypatch.setattr(
+        "phalanx.data.streaming.read_documents", lambda part, key: opened.append(part) or read_documents(part, key)
+    )
     again = loader_of(corpus)
     again.resume(state)
     again.step(4)
-    order = np.random.Generator(np.random.PCG64([SEED, state["epoch"]])).permutation(len(parts([str(corpus)])))
-    files = parts([str(corpus)])
+    order = np.random.Generator(np.random.PCG64([SEED, state["epoch"]])).permutation(
+        len(list_source_files([str(corpus)]))
+    )
+    files = list_source_files([str(corpus)])
     assert state["part"] > 0
     assert opened[0] == files[order[state["part"]]]
     assert not {files[number] for number in order[: state["part"]]} & set(opened)
@@ -116,19 +120,19 @@ def test_a_global_batch_does_not_depend_on_the_ranks(lines, ranks):
 
 def test_held_out_documents_are_not_in_the_stream(corpus):
     names = [document.name for document in documents([str(corpus)])]
-    assert 0 < sum(split(name, 0.2) for name in names) < 20
+    assert 0 < sum(is_held_out(name, 0.2) for name in names) < 20
     marks = {name: f"function_{int(name[-5:-3])}(" for name in names}
     loader = loader_of(corpus)
     text = "".join(TOKENIZER.decode(row) for step in range(20) for row in loader.step(step).tokens)
-    assert {name for name in names if marks[name] in text} <= {name for name in names if not split(name, 0.2)}
+    assert {name for name in names if marks[name] in text} <= {name for name in names if not is_held_out(name, 0.2)}
     unsplit = loader_of(corpus, held_out=["elsewhere.txt"])
     text = "".join(TOKENIZER.decode(row) for step in range(60) for row in unsplit.step(step).tokens)
-    assert sum(mark in text for mark in marks.values()) > sum(not split(name, 0.2) for name in names)
+    assert sum(mark in text for mark in marks.values()) > sum(not is_held_out(name, 0.2) for name in names)
 
 
 def test_masks_can_be_left_out(corpus):
-    assert loader_of(corpus).step(0).starts is not None
-    assert loader_of(corpus, mask_documents=False).step(0).starts is None
+    assert loader_of(corpus).step(0).document_starts is not None
+    assert loader_of(corpus, mask_documents=False).step(0).document_starts is None
 
 
 def test_a_stream_only_goes_forward(corpus):
@@ -145,7 +149,7 @@ def test_text_that_is_passed_over_is_as_if_learned(corpus):
     batches = [whole.step(number) for number in range(8)]
     short = loader_of(corpus)
     short.step(0)
-    short.pass_over(3)
+    short.skip_steps(3)
     assert rows_of(short.step(1)) == rows_of(batches[4])
     assert {**short.state(2), "step": 5} == whole.state(5)
     again = loader_of(corpus)

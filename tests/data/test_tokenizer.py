@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers
 
-from phalanx.data.corpus import documents, split
+from phalanx.data.corpus import documents, is_held_out
 from phalanx.data.tokenizer import END_NAMES, SAMPLE_CHARACTERS, _sample, byte_tokenizer, load_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
 
@@ -31,9 +31,9 @@ def bpe():
 @pytest.fixture(scope="module")
 def stdlib_split():
     """A tenth of the library's documents, to learn from and to measure on."""
-    some = [document for document in documents(["stdlib"]) if split(document.name, 0.1)]
-    held_out = [document.text for document in some if split(document.name, 0.02)]
-    return [document.text for document in some if not split(document.name, 0.02)], held_out
+    some = [document for document in documents(["stdlib"]) if is_held_out(document.name, 0.1)]
+    held_out = [document.text for document in some if is_held_out(document.name, 0.02)]
+    return [document.text for document in some if not is_held_out(document.name, 0.02)], held_out
 
 
 @given(text=any_text)

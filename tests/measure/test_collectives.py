@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from phalanx.measure.collectives import Collective, CollectiveRecorder
-from phalanx.testing import ranks
+from phalanx.measure.collectives import CollectiveCall, CollectiveRecorder
+from phalanx.testing import rank_pool
 
 
 def some_of_each() -> list[tuple[str, tuple[int, ...], int, bool]]:
@@ -29,11 +29,11 @@ def some_of_each() -> list[tuple[str, tuple[int, ...], int, bool]]:
         split.full_tensor()
         values.add_(1)  # no collective
     dist.barrier()
-    return [(call.operation, call.group, call.size_bytes, call.ended is not None) for call in recorder.calls]
+    return [(call.operation, call.group, call.size_bytes, call.end is not None) for call in recorder.calls]
 
 
 def test_operations_groups_and_bytes_are_those_asked_for() -> None:
-    sender, receiver = ranks(2).run(some_of_each)
+    sender, receiver = rank_pool(2).run(some_of_each)
     expected = [
         ("all_reduce", (0, 1), 4000, True),
         ("all_reduce", (0, 1), 4000, True),
@@ -49,6 +49,6 @@ def test_operations_groups_and_bytes_are_those_asked_for() -> None:
 
 
 def test_exposed_is_what_was_waited_for() -> None:
-    call = Collective("all_reduce", "all_reduce", (0, 1), 1, begun=10.0, ended=14.0)
-    assert call.exposed([(0.0, 9.0), (9.5, 11.0), (13.0, 20.0)]) == pytest.approx(2.0)
-    assert call.exposed([]) == 0
+    call = CollectiveCall("all_reduce", "all_reduce", (0, 1), 1, start=10.0, end=14.0)
+    assert call.exposed_seconds([(0.0, 9.0), (9.5, 11.0), (13.0, 20.0)]) == pytest.approx(2.0)
+    assert call.exposed_seconds([]) == 0

@@ -12,13 +12,13 @@ from phalanx.measure.events import (
     ENDED,
     EVENTS_FILE,
     FAILED,
-    NEEDED,
+    REQUIRED_FIELDS,
     ROLLED_BACK,
-    failures_so_far,
-    failures_told,
-    note,
+    active_seconds_until,
+    append_event,
+    describe_failures,
+    failure_count_and_uptime,
     read_events,
-    seconds_until,
 )
 
 
@@ -26,10 +26,10 @@ def test_time_between_an_end_and_a_start_is_nobodys() -> None:
     """Ten seconds of training, five of starting again, twenty of training; the night between does not count."""
     times = [(0.0, BEGAN), (10.0, FAILED), (15.0, BEGAN), (35.0, ENDED), (9035.0, BEGAN), (9040.0, FAILED)]
     events = [{"time": time, "what": what} for time, what in times]
-    assert seconds_until(events, BEGAN) == 35
-    assert seconds_until(events, FAILED) == 40
-    assert seconds_until(events[:1], BEGAN) == 0
-    assert seconds_until([], BEGAN) == 0
+    assert active_seconds_until(events, BEGAN) == 35
+    assert active_seconds_until(events, FAILED) == 40
+    assert active_seconds_until(events[:1], BEGAN) == 0
+    assert active_seconds_until([], BEGAN) == 0
 
 
 def test_time_in_which_nobody_was_there_is_nobodys() -> None:
@@ -40,22 +40,22 @@ def test_time_in_which_nobody_was_there_is_nobodys() -> None:
         return found if alive_until is None else {**found, "alive_until": alive_until}
 
     failed = {"what": FAILED, "time": 100.0}
-    assert seconds_until([began(0, 1), failed, began(103, 1, 99)], BEGAN) == 103  # the same one starts again
-    assert seconds_until([began(0, 1), failed, began(9000, 2, 99)], BEGAN) == 100
-    assert seconds_until([began(0, 1), began(9000, 2, 150)], BEGAN) == 150  # killed without a word
-    assert seconds_until([began(0, 1), began(9000, 2, -5)], BEGAN) == 0
+    assert active_seconds_until([began(0, 1), failed, began(103, 1, 99)], BEGAN) == 103  # the same one starts again
+    assert active_seconds_until([began(0, 1), failed, began(9000, 2, 99)], BEGAN) == 100
+    assert active_seconds_until([began(0, 1), began(9000, 2, 150)], BEGAN) == 150  # killed without a word
+    assert active_seconds_until([began(0, 1), began(9000, 2, -5)], BEGAN) == 0
 
 
 def test_half_a_line_is_passed_over(tmp_path: Path) -> None:
     """As a full disk leaves it."""
-    note(tmp_path, BEGAN, ranks=2, step=0)
-    note(tmp_path, FAILED, rank=1, step=7, reason="was killed")
+    append_event(tmp_path, BEGAN, ranks=2, step=0)
+    append_event(tmp_path, FAILED, rank=1, step=7, reason="was killed")
     with (tmp_path / EVENTS_FILE).open("a") as file:
         file.write('{"time": 12')
     assert [(event["what"], event["step"]) for event in read_events(tmp_path)] == [(BEGAN, 0), (FAILED, 7)]
-    note(tmp_path, BEGAN, ranks=2, step=5)
+    append_event(tmp_path, BEGAN, ranks=2, step=5)
     assert [event["step"] for event in read_events(tmp_path)] == [0, 7, 5]
-    count, seconds = failures_so_far(tmp_path)
+    count, seconds = failure_count_and_uptime(tmp_path)
     assert count == 1
     assert seconds == pytest.approx(0, abs=60)
 
@@ -80,35 +80,35 @@ def test_half_a_line_is_passed_over(tmp_path: Path) -> None:
 def test_what_broke_off_is_counted_once(happened: list[str], count: int, tmp_path: Path) -> None:
     counts = [0]
     for what in happened:
-        note(tmp_path, what, **dict.fromkeys(NEEDED.get(what, ()), 0))
-        counts.append(failures_so_far(tmp_path)[0])
+        append_event(tmp_path, what, **dict.fromkeys(REQUIRED_FIELDS.get(what, ()), 0))
+        counts.append(failure_count_and_uptime(tmp_path)[0])
     assert counts[-1] == count
     assert counts == sorted(counts)
 
 
 def test_a_failure_that_several_nodes_noted_is_told_as_where_it_began(tmp_path: Path) -> None:
-    note(tmp_path, BEGAN, ranks=4, step=0)
-    note(tmp_path, FAILED, rank=0, step=7, reason="lost ranks of another node", here=False)
-    note(tmp_path, FAILED, rank=2, step=7, reason="was killed", here=True)
-    note(tmp_path, FAILED, rank=1, step=7, reason="lost ranks of another node", here=False)
-    assert failures_so_far(tmp_path)[0] == 1
-    note(tmp_path, BEGAN, ranks=4, step=5)
-    note(tmp_path, FAILED, rank=0, step=9, reason="lost ranks of another node", here=False)
-    first, second = failures_told(read_events(tmp_path), but_last=False)
+    append_event(tmp_path, BEGAN, ranks=4, step=0)
+    append_event(tmp_path, FAILED, rank=0, step=7, reason="lost ranks of another node", here=False)
+    append_event(tmp_path, FAILED, rank=2, step=7, reason="was killed", here=True)
+    append_event(tmp_path, FAILED, rank=1, step=7, reason="lost ranks of another node", here=False)
+    assert failure_count_and_uptime(tmp_path)[0] == 1
+    append_event(tmp_path, BEGAN, ranks=4, step=5)
+    append_event(tmp_path, FAILED, rank=0, step=9, reason="lost ranks of another node", here=False)
+    first, second = describe_failures(read_events(tmp_path), but_last=False)
     assert first.endswith(": rank 2 was killed, step 7")
     assert second.endswith(": rank 0 lost ranks of another node, step 9")
-    assert failures_told(read_events(tmp_path), but_last=True) == [first]
+    assert describe_failures(read_events(tmp_path), but_last=True) == [first]
 
 
 def test_a_disk_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
-    note(tmp_path / "gone", BEGAN, step=0)
+    append_event(tmp_path / "gone", BEGAN, step=0)
     assert read_events(tmp_path / "gone") == []
 
 
 def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     """Of whatever kind: nobody who reads them is to fail by them."""
-    note(tmp_path, BEGAN, ranks=2, step=0)
+    append_event(tmp_path, BEGAN, ranks=2, step=0)
     with (tmp_path / EVENTS_FILE).open("ab") as file:
         file.write(b'\xff\xfe\n1\n[]\n{"what": "began", "time": 2.0}\n{"what": []}\n{"what": "failed"}\n')
-    note(tmp_path, ENDED, step=3)
+    append_event(tmp_path, ENDED, step=3)
     assert [event["what"] for event in read_events(tmp_path)] == [BEGAN, ENDED]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.measure.fit import Piece, fit
+from phalanx.measure.fit import LinearPiece, fit_latency_bandwidth
 
 SIZES = [2.0**power for power in range(10, 31)]
 MIB = 2**20
@@ -25,18 +25,18 @@ latencies = st.floats(1e-6, 1e-3)
 slopes = st.floats(1e-12, 1e-8)
 
 
-def at_every_size(piece: Piece) -> list[float]:
+def at_every_size(piece: LinearPiece) -> list[float]:
     return [piece.latency_seconds + piece.seconds_per_byte * size for size in SIZES]
 
 
-def two_lines(first: Piece, second: Piece, joined: str) -> list[float]:
+def two_lines(first: LinearPiece, second: LinearPiece, joined: str) -> list[float]:
     longer_or_shorter = max if joined == "max" else min
     return [longer_or_shorter(pair) for pair in zip(at_every_size(first), at_every_size(second), strict=True)]
 
 
 @given(latencies, slopes)
 def test_a_line_is_recovered(latency: float, slope: float) -> None:
-    found = fit(SIZES, [latency + slope * size for size in SIZES])
+    found = fit_latency_bandwidth(SIZES, [latency + slope * size for size in SIZES])
     assert found is not None
     assert len(found.pieces) == 1
     assert found.pieces[0].latency_seconds == pytest.approx(latency, rel=1e-5)
@@ -48,11 +48,11 @@ def test_a_line_is_recovered(latency: float, slope: float) -> None:
 def test_two_pieces_are_recovered(latency: float, slope: float, times: float, meet: int, joined: str) -> None:
     """They meet between two sizes, with more sizes than a line needs on either side."""
     where, steep = 1.4 * SIZES[meet], slope * times
-    gentle, steeper = Piece(latency + (steep - slope) * where, slope), Piece(latency, steep)
+    gentle, steeper = LinearPiece(latency + (steep - slope) * where, slope), LinearPiece(latency, steep)
     first, second = (gentle, steeper) if joined == "max" else (steeper, gentle)
-    found = fit(SIZES, two_lines(first, second, joined))
+    found = fit_latency_bandwidth(SIZES, two_lines(first, second, joined))
     assert found is not None
-    assert found.joined == joined
+    assert found.combination == joined
     assert found.max_error < 1e-9
     for piece, known in zip(found.pieces, (first, second), strict=True):
         assert at_every_size(piece) == pytest.approx(at_every_size(known), rel=1e-5)
@@ -61,20 +61,20 @@ def test_two_pieces_are_recovered(latency: float, slope: float, times: float, me
 
 def test_a_published_all_reduce_bends_down() -> None:
     """A library that changes its algorithm: no longer-of-two fits these times, the shorter one does, within 8 %."""
-    found = fit(SWEPT, [us / 1e6 for us in ALL_REDUCE_US])
+    found = fit_latency_bandwidth(SWEPT, [us / 1e6 for us in ALL_REDUCE_US])
     assert found is not None
-    assert found.joined == "min"
+    assert found.combination == "min"
     assert found.max_error < 0.08
     small, large = found.pieces
     assert small.latency_seconds == pytest.approx(37.5e-6, rel=0.05)
     assert 1 / large.seconds_per_byte == pytest.approx(271.1e9, rel=0.02)
-    assert not found.doubtful
+    assert not found.is_poor
 
 
 def test_a_published_all_to_all_has_a_floor_of_latency() -> None:
-    found = fit(SWEPT, [us / 1e6 for us in ALL_TO_ALL_US])
+    found = fit_latency_bandwidth(SWEPT, [us / 1e6 for us in ALL_TO_ALL_US])
     assert found is not None
-    assert found.joined == "max"
+    assert found.combination == "max"
     floor, link = found.pieces
     assert floor.latency_seconds == pytest.approx(74.7e-6, rel=0.02)
     assert floor.seconds_per_byte < 1e-12
@@ -84,28 +84,30 @@ def test_a_published_all_to_all_has_a_floor_of_latency() -> None:
 
 def test_what_no_two_lines_fit_is_doubtful() -> None:
     jagged = [1e-4, 3e-4, 1e-4, 3e-4, 1e-4, 3e-4, 1e-4, 3e-4]
-    found = fit(SIZES[:8], jagged)
+    found = fit_latency_bandwidth(SIZES[:8], jagged)
     assert found is not None
-    assert found.doubtful
+    assert found.is_poor
     assert len(found.residuals) == 8
     assert found.mean_error == pytest.approx(np.mean(np.abs(found.residuals)))
 
 
 def test_noise_does_not_make_a_second_piece() -> None:
     noise = np.random.default_rng(0).normal(1, 0.02, len(SIZES))
-    found = fit(SIZES, [(2e-5 + size / 1e10) * factor for size, factor in zip(SIZES, noise, strict=True)])
+    found = fit_latency_bandwidth(
+        SIZES, [(2e-5 + size / 1e10) * factor for size, factor in zip(SIZES, noise, strict=True)]
+    )
     assert found is not None
     assert len(found.pieces) == 1
     assert found.pieces[0].latency_seconds == pytest.approx(2e-5, rel=0.05)
 
 
 def test_one_size_says_nothing_of_latency_and_bandwidth() -> None:
-    assert fit([4096], [1e-5]) is None
-    assert fit([4096, 4096], [1e-5, 2e-5]) is None
-    assert fit([], []) is None
+    assert fit_latency_bandwidth([4096], [1e-5]) is None
+    assert fit_latency_bandwidth([4096, 4096], [1e-5, 2e-5]) is None
+    assert fit_latency_bandwidth([], []) is None
 
 
 @pytest.mark.parametrize(("sizes", "times"), [([0.0, 1.0], [1.0, 1.0]), ([1.0, 2.0], [1.0, 0.0]), ([1.0, 2.0], [1.0])])
 def test_what_is_no_sweep_is_refused(sizes: list[float], times: list[float]) -> None:
     with pytest.raises(ValueError, match="above 0"):
-        fit(sizes, times)
+        fit_latency_bandwidth(sizes, times)

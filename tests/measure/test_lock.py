@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from parity.trajectory import described
 
-from phalanx.measure.lock import ENDS_WITHIN_SECONDS, hold
+from phalanx.measure.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
 from phalanx.spec.errors import UserError
-from phalanx.train.setup import check_run
+from phalanx.train.setup import preflight
 
 
 def test_ranks_of_other_nodes_have_time_to_notice_that_one_was_lost(
@@ -22,13 +22,13 @@ def test_ranks_of_other_nodes_have_time_to_notice_that_one_was_lost(
     one, two = (described(Path(json.__file__).parent, tmp_path, {**changes, "cluster.nodes": n}) for n in (1, 2))
     directory = Path(one.out) / one.name
     directory.mkdir(parents=True)
-    held = hold(directory)
+    held = acquire_run_lock(directory)
     assert held is not None
     with pytest.raises(UserError, match="is in use: process"):
-        check_run(one, 2, resume=True)
+        preflight(one, 2, resume=True)
     with pytest.raises(UserError, match="is in use: process"):
-        check_run(two, 2, resume=False)
+        preflight(two, 2, resume=False)
     assert capsys.readouterr().err == ""
-    threading.Timer(ENDS_WITHIN_SECONDS + 2, held.close).start()
-    check_run(two, 2, resume=True)
+    threading.Timer(SHUTDOWN_GRACE_SECONDS + 2, held.close).start()
+    preflight(two, 2, resume=True)
     assert f"waiting for up to 35 s: {directory} is in use" in capsys.readouterr().err

@@ -8,21 +8,21 @@ import time
 import pytest
 import torch
 
-from phalanx.measure.matmul import peak_flops
+from phalanx.measure.matmul import measure_peak_flops
 
 
 @pytest.mark.parametrize("size", [8, 32])
 def test_it_is_2_n_cubed_over_the_best_time(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = itertools.accumulate(itertools.chain.from_iterable((1.0, seconds) for seconds in (0.5, 0.25, 4.0)))
     monkeypatch.setattr(time, "perf_counter", lambda: next(ends))
-    assert peak_flops(torch.device("cpu"), torch.float32, size, rounds=3) == 2 * size**3 / 0.25
+    assert measure_peak_flops(torch.device("cpu"), torch.float32, size, rounds=3) == 2 * size**3 / 0.25
 
 
 def test_every_round_multiplies_once_in_the_type_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     real = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b: seen.append((a.dtype, a.shape, b.shape)) or real(a, b))
-    peak_flops(torch.device("cpu"), torch.bfloat16, 16, rounds=4)
+    measure_peak_flops(torch.device("cpu"), torch.bfloat16, 16, rounds=4)
     assert seen == [(torch.bfloat16, (16, 16), (16, 16))] * 4
 
 
@@ -36,5 +36,5 @@ def test_a_slow_device_is_not_given_large_products(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch, "mm", multiplied)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    assert peak_flops(torch.device("cpu"), torch.float32, rounds=2) == pytest.approx(1e9)
+    assert measure_peak_flops(torch.device("cpu"), torch.float32, rounds=2) == pytest.approx(1e9)
     assert sides == [128, 128, 256, 256]

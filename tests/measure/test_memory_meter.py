@@ -30,7 +30,7 @@ def test_what_is_freed_no_longer_counts_and_peaks_stay() -> None:
 def test_known_tensors_gradients_and_activations_of_a_linear_layer() -> None:
     layer = nn.Linear(64, 32, bias=False)
     weight_bytes = 4 * 64 * 32
-    with MemoryMeter(lambda: {"parameters": layer.parameters()}) as meter, meter.gradients_of(layer.parameters()):
+    with MemoryMeter(lambda: {"parameters": layer.parameters()}) as meter, meter.tracking_gradients(layer.parameters()):
         x = torch.ones(128, 64)
         loss = layer(x).square().sum()
         kept = meter.held["activations"]
@@ -49,7 +49,7 @@ def test_a_tensor_counts_once_under_the_part_that_names_it() -> None:
     meter = MemoryMeter(lambda: {"parameters": [weights], "optimizer": [weights[:10]] if grown else []})
     assert meter.held == {"parameters": 800, "communication": 0}
     grown = True
-    meter.look()
+    meter.reclassify()
     assert +meter.held == {"optimizer": 800}
 
 

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from phalanx.cost.network import Operation
-from phalanx.measure.exchange import Case, Place, Timed, Way
-from phalanx.measure.nccl_tests import Measured, document, over_ranks, table
+from phalanx.measure.exchange import BenchmarkCase, BufferMode, CaseTiming, CollectiveKind
+from phalanx.measure.nccl_tests import CaseResult, format_table, merge_ranks, to_json_document
 
 # A row, as dashboards and health checks look for it.
 ROW = re.compile(
@@ -29,11 +29,11 @@ DEVICES = [{"rank": 0, "group": 0, "pid": 12, "hostname": "here", "device": 0, "
 
 def measured(
     operation: Operation, size: int, out_us: float, in_us: float, ranks: int, checked: bool = True
-) -> Measured:
-    case = Case(Way(operation, "data", "bf16"), ranks, size, 1)
-    seconds: dict[Place, float] = {"out_of_place": out_us / 1e6, "in_place": in_us / 1e6}
-    wrong: dict[Place, int | None] = {"out_of_place": 0, "in_place": 0 if checked else None}
-    return Measured(case, {place: [each] for place, each in seconds.items()}, seconds, wrong)
+) -> CaseResult:
+    case = BenchmarkCase(CollectiveKind(operation, "data", "bf16"), ranks, size, 1)
+    seconds: dict[BufferMode, float] = {"out_of_place": out_us / 1e6, "in_place": in_us / 1e6}
+    wrong: dict[BufferMode, int | None] = {"out_of_place": 0, "in_place": 0 if checked else None}
+    return CaseResult(case, {place: [each] for place, each in seconds.items()}, seconds, wrong)
 
 
 # Rows of nccl-tests on 8 GPUs (2 for send and receive): MooreThreads/SimuMax, simu_tools/efficency_test/nccl_fit.py.
@@ -52,7 +52,7 @@ def test_a_row_is_what_nccl_tests_wrote(operation: Operation, ranks: int, checke
     """The same bytes and times give the same count, kind, algbw and busbw, to the digits of the time."""
     size, _, _, _, _, out_us, *_ = words = written.split()
     found = measured(operation, int(size), float(out_us), float(words[9]), ranks, checked)
-    text = table(document([found], 20, False, ABOUT, DEVICES))
+    text = format_table(to_json_document([found], 20, False, ABOUT, DEVICES))
     (row,) = ROW.findall(text)
     for ours, theirs in zip(row, words, strict=True):
         if re.fullmatch(r"[\d.]+", theirs):
@@ -62,7 +62,7 @@ def test_a_row_is_what_nccl_tests_wrote(operation: Operation, ranks: int, checke
 
 
 def test_columns_are_as_wide_as_nccl_tests_has_them() -> None:
-    text = table(document([measured("all_reduce", 2**20, 46.24, 139876.5, 8)], 20, True, ABOUT, DEVICES))
+    text = format_table(to_json_document([measured("all_reduce", 2**20, 46.24, 139876.5, 8)], 20, True, ABOUT, DEVICES))
     row = (
         "     1048576        524288  bfloat16     sum      -1    46.24   22.68   39.68       0   139876    0.01    0.01"
     )
@@ -73,13 +73,15 @@ def test_columns_are_as_wide_as_nccl_tests_has_them() -> None:
 
 def test_the_average_is_of_bus_bandwidths_in_both_places() -> None:
     two = [measured("all_reduce", 10**9, 1e6, 5e5, 2), measured("all_reduce", 2 * 10**9, 1e6, 1e6, 2)]
-    text = table(document(two, 20, True, ABOUT, DEVICES))
+    text = format_table(to_json_document(two, 20, True, ABOUT, DEVICES))
     assert float(AVERAGE.findall(text)[0]) == pytest.approx((1 + 2 + 2 + 2) / 4)
     assert "# Out of bounds values : 0 OK" in text
 
 
 def test_json_is_version_3() -> None:
-    found = json.loads(json.dumps(document([measured("send", 2**20, 10, 20, 2, False)], 20, True, ABOUT, DEVICES)))
+    found = json.loads(
+        json.dumps(to_json_document([measured("send", 2**20, 10, 20, 2, False)], 20, True, ABOUT, DEVICES))
+    )
     assert list(found) == [
         "version", "start_time", "args", "env", "nccl_version", "config", "results", "out_of_bounds",
         "average_bus_bandwidth", "errors", "end_time",
@@ -99,15 +101,15 @@ def test_json_is_version_3() -> None:
 
 
 def test_ranks_are_averaged_iterations_are_the_slowest_ranks_and_wrong_numbers_added() -> None:
-    case = Case(Way("all_to_all", "ep", "fp32"), 2, 800, 1)
+    case = BenchmarkCase(CollectiveKind("all_to_all", "ep", "fp32"), 2, 800, 1)
     seen = [
-        Timed((0, 1), {"out_of_place": times, "in_place": times}, {"out_of_place": wrong, "in_place": None})
+        CaseTiming((0, 1), {"out_of_place": times, "in_place": times}, {"out_of_place": wrong, "in_place": None})
         for times, wrong in (([1.0, 4.0], 3), ([2.0, 1.0], 4))
     ]
-    found = over_ranks(case, seen)
+    found = merge_ranks(case, seen)
     assert found.seconds["out_of_place"] == pytest.approx(2.0)
     assert found.each["out_of_place"] == [2.0, 4.0]
     assert found.wrong == {"out_of_place": 7, "in_place": None}
-    written = document([found], 2, False, ABOUT, DEVICES)
+    written = to_json_document([found], 2, False, ABOUT, DEVICES)
     assert written["out_of_bounds"] == {"count": 7, "okay": "false"}
-    assert "# Out of bounds values : 7 FAILED" in table(written)
+    assert "# Out of bounds values : 7 FAILED" in format_table(written)

@@ -11,11 +11,18 @@ import torch
 from parity.trajectory import described
 
 from phalanx.cost.compute import rank_flops
-from phalanx.measure.flops import FlopMeter
-from phalanx.measure.products import Core, Product, attention, cores_of, matmul, products_of
+from phalanx.measure.flops import FlopCounter
+from phalanx.measure.products import (
+    AttentionShape,
+    MatmulShape,
+    attention_shapes,
+    benchmark_attention,
+    benchmark_matmul,
+    matmul_shapes,
+)
 from phalanx.measure.products import _core_calls as core_calls
 from phalanx.measure.products import _product_calls as product_calls
-from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.run import RunSpec, plan_batch
 from tests.verify.test_dryrun import LAYOUTS, MOE, row
 
 CPU = torch.device("cpu")
@@ -31,34 +38,34 @@ def test_their_flops_are_those_of_a_rank(world_size: int, changes: dict[str, Any
     """Forward and twice as many backward, without what is computed again; through a pipeline at least those of the
     place that computes most."""
     run = described(TEXT, tmp_path, changes | {"layout.recompute": "none"})
-    forward = sum(product.flops * count for product, (_, count) in products_of(run, world_size).items())
-    forward += sum(core.flops * count for core, count in cores_of(run, world_size).items())
-    measured = 3 * forward * cut_batch(run, world_size).accumulation
+    forward = sum(product.flops * count for product, (_, count) in matmul_shapes(run, world_size).items())
+    forward += sum(core.flops * count for core, count in attention_shapes(run, world_size).items())
+    measured = 3 * forward * plan_batch(run, world_size).gradient_accumulation_steps
     most = max(rank_flops(run, world_size, rank) for rank in range(world_size))
     assert measured == pytest.approx(most, rel=0.02) or (run.layout.pp > 1 and most <= measured < 1.4 * most)
 
 
 def test_shapes_are_those_of_a_share(tmp_path: Path) -> None:
     run = described(TEXT, tmp_path, row(2, tp=2)[1])
-    found = {names: (product, count) for product, (names, count) in products_of(run, 2).items()}
+    found = {names: (product, count) for product, (names, count) in matmul_shapes(run, 2).items()}
     tokens = run.layout.micro_batch * 128 if run.layout.micro_batch else 0
-    assert found["wq", "wk", "wv"] == (Product(1, tokens, 64, 128), 12)
-    assert found["gate", "up"] == (Product(1, tokens, 192, 128), 8)
-    assert found["head",] == (Product(1, tokens, 500, 128), 1)
-    assert list(cores_of(run, 2)) == [Core(2, 2, 2, 128, 128, 32, causal=True, masked=False)]
+    assert found["wq", "wk", "wv"] == (MatmulShape(1, tokens, 64, 128), 12)
+    assert found["gate", "up"] == (MatmulShape(1, tokens, 192, 128), 8)
+    assert found["head",] == (MatmulShape(1, tokens, 500, 128), 1)
+    assert list(attention_shapes(run, 2)) == [AttentionShape(2, 2, 2, 128, 128, 32, causal=True, masked=False)]
 
 
 def test_experts_are_one_product_of_several(tmp_path: Path) -> None:
     run = described(TEXT, tmp_path, row(2, MOE, ep=2)[1])
-    products = {names: product for product, (names, _) in products_of(run, 2).items()}
-    assert products["experts.gate", "experts.up"] == Product(4, 2 * 128 * 2 // 4, 96, 128)
+    products = {names: product for product, (names, _) in matmul_shapes(run, 2).items()}
+    assert products["experts.gate", "experts.up"] == MatmulShape(4, 2 * 128 * 2 // 4, 96, 128)
 
 
-@pytest.mark.parametrize("product", [Product(1, 12, 8, 4), Product(3, 12, 8, 4)])
-def test_each_pass_multiplies_what_it_says(product: Product) -> None:
+@pytest.mark.parametrize("product", [MatmulShape(1, 12, 8, 4), MatmulShape(3, 12, 8, 4)])
+def test_each_pass_multiplies_what_it_says(product: MatmulShape) -> None:
     shapes = {"forward": (product.m, product.n), "inputs": (product.m, product.k), "weights": (product.n, product.k)}
     for what, call in product_calls(product, torch.float32, CPU).items():
-        with FlopMeter() as meter:
+        with FlopCounter() as meter:
             out = call()
         assert out.shape[-2:] == shapes[what]
         assert meter.flops == product.flops
@@ -66,16 +73,16 @@ def test_each_pass_multiplies_what_it_says(product: Product) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_computes_what_it_says(masked: bool) -> None:
-    core = Core(2, 4, 2, 16, 16, 8, causal=True, masked=masked)
+    core = AttentionShape(2, 4, 2, 16, 16, 8, causal=True, masked=masked)
     for times, call in zip((1, 2), core_calls(core, torch.float32, CPU).values(), strict=True):
-        with FlopMeter() as meter:
+        with FlopCounter() as meter:
             call()
         assert meter.flops == times * core.flops
 
 
 def test_every_row_says_how_long_and_how_much(tmp_path: Path) -> None:
     run: RunSpec = described(TEXT, tmp_path, {})
-    for rows, passes in ((matmul(run, 1, CPU, 2), ("forward", "inputs", "weights")),
-                         (attention(run, 1, CPU, 2), ("forward", "backward"))):  # fmt: skip
+    for rows, passes in ((benchmark_matmul(run, 1, CPU, 2), ("forward", "inputs", "weights")),
+                         (benchmark_attention(run, 1, CPU, 2), ("forward", "backward"))):  # fmt: skip
         assert rows
         assert all(each["flops"] > 0 and each[f"{what}_seconds"] > 0 for each in rows for what in passes)

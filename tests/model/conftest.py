@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.apply import fill
-from phalanx.parallel.strategy import Strategy, give_memory
+from phalanx.parallel.apply import init_parameters
+from phalanx.parallel.strategy import Strategy, materialize
 from phalanx.spec.model import ModelSpec
 
 Build = Callable[..., Transformer]
@@ -32,8 +32,8 @@ def build() -> Build:
     def make(spec: ModelSpec | None = None, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
         with torch.device("meta"):
             model = Transformer(spec or ModelSpec(**SMALL | changes)).to(dtype)
-        give_memory(model, torch.device("cpu"))
-        fill(Strategy(model), random_weight)
+        materialize(model, torch.device("cpu"))
+        init_parameters(Strategy(model), random_weight)
         return model
 
     return make

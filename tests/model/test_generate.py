@@ -1,13 +1,13 @@
 import torch
 from torch.testing import assert_close
 
-from phalanx.model.generate import draw, generate
+from phalanx.model.generate import generate, sample_token
 from phalanx.model.weights import initial_weight
 from phalanx.parallel.apply import apply_layout
 from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.testing import ranks
+from phalanx.testing import rank_pool
 
 PROMPT = torch.tensor([3, 1, 4, 1, 5])
 
@@ -44,7 +44,7 @@ def test_a_seed_repeats_and_another_differs(build):
 
 def test_draws_follow_the_distribution():
     logits, generator = torch.tensor([0.0, 1.0, 2.0, -1.0]), seeded()
-    counts = torch.bincount(torch.tensor([draw(logits, 0.5, 3, generator) for _ in range(4000)]), minlength=4)
+    counts = torch.bincount(torch.tensor([sample_token(logits, 0.5, 3, generator) for _ in range(4000)]), minlength=4)
     expected = torch.cat(((logits[:3] / 0.5).softmax(0), torch.zeros(1)))
     assert_close(counts / 4000, expected, rtol=0, atol=0.02)
 
@@ -77,4 +77,4 @@ def sampled(data, world_size):
 
 
 def test_ranks_that_share_a_sharded_model_say_what_one_says():
-    assert ranks(2).run(sampled, "zero3", 2) == [sampled("ddp", 1)] * 2
+    assert rank_pool(2).run(sampled, "zero3", 2) == [sampled("ddp", 1)] * 2

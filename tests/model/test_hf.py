@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from phalanx.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
-from phalanx.model.hf import cut, export_hf, hf_weights
-from phalanx.parallel.apply import fill
-from phalanx.parallel.strategy import Strategy, give_memory
+from phalanx.model.hf import export_hf, open_hf_weights, shard_names
+from phalanx.parallel.apply import init_parameters
+from phalanx.parallel.strategy import Strategy, materialize
 from phalanx.spec.errors import UserError
 from phalanx.spec.hf_config import hf_config, model_table
 from phalanx.spec.load import load_model, preset_names
@@ -64,8 +64,8 @@ def transformers_logits(directory, **options):
 
 def loaded(build, directory, dtype=torch.float32):
     model = build(load_model(str(directory)), dtype)
-    give_memory(model, torch.device("cpu"))
-    fill(Strategy(model), hf_weights(directory))
+    materialize(model, torch.device("cpu"))
+    init_parameters(Strategy(model), open_hf_weights(directory))
     return model
 
 
@@ -130,7 +130,7 @@ def test_shards_and_bf16(build, tmp_path):
 
 
 def test_cut_keeps_order_and_limit():
-    assert cut({"a": 3, "b": 4, "c": 9, "d": 1, "e": 1}, 8) == [["a", "b"], ["c"], ["d", "e"]]
+    assert shard_names({"a": 3, "b": 4, "c": 9, "d": 1, "e": 1}, 8) == [["a", "b"], ["c"], ["d", "e"]]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
@@ -161,24 +161,24 @@ def refused(call, *words):
 def test_what_cannot_be_read_is_refused(build, tmp_path):
     spec, shape = spec_of("llama"), torch.Size([32, 32])
     (tmp_path / "config.json").write_text(json.dumps(hf_config(spec)))
-    refused(lambda: hf_weights(tmp_path), "no model.safetensors")
+    refused(lambda: open_hf_weights(tmp_path), "no model.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
-    refused(lambda: hf_weights(tmp_path), "pickled")
+    refused(lambda: open_hf_weights(tmp_path), "pickled")
     save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
-    weights = hf_weights(tmp_path)
+    weights = open_hf_weights(tmp_path)
     refused(lambda: weights("norm.weight", torch.Size([32])), "model.norm.weight", "[3]", "[32]")
     refused(lambda: weights("head.weight", shape), "has no tensor lm_head.weight")
     refused(lambda: weights("positions.weight", shape), "positions.weight", "no counterpart")
     (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
-    refused(lambda: hf_weights(tmp_path), "cannot be read")
+    refused(lambda: open_hf_weights(tmp_path), "cannot be read")
     index = {"weight_map": {"model.norm.weight": "../model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(lambda: hf_weights(tmp_path), "lacks model-1.safetensors")
+    refused(lambda: open_hf_weights(tmp_path), "lacks model-1.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**hf_config(spec), "quantization_config": {"bits": 4}}))
-    refused(lambda: hf_weights(tmp_path), "quantized")
+    refused(lambda: open_hf_weights(tmp_path), "quantized")
     (tmp_path / "config.json").write_text("{")
-    refused(lambda: hf_weights(tmp_path), "not valid JSON")
-    refused(lambda: hf_weights(tmp_path / "nowhere"), "no such file")
+    refused(lambda: open_hf_weights(tmp_path), "not valid JSON")
+    refused(lambda: open_hf_weights(tmp_path / "nowhere"), "no such file")
 
 
 def test_an_export_appears_whole_or_not_at_all(build, tmp_path):

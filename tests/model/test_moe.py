@@ -63,8 +63,8 @@ def test_grouped_products_equal_the_loop(monkeypatch, dtype, tolerance, sizes):
     for grouped in (True, False):
         experts = randomized(Experts(spec, moe), dtype)
         if not grouped:
-            monkeypatch.setattr(moe_file, "grouped_runs", lambda x, weight: False)
-        assert moe_file.grouped_runs(x, experts.gate) is grouped
+            monkeypatch.setattr(moe_file, "supports_grouped_mm", lambda x, weight: False)
+        assert moe_file.supports_grouped_mm(x, experts.gate) is grouped
         rows = x.clone().requires_grad_()
         out = experts(rows, ends)
         out.square().sum().backward()
@@ -88,11 +88,11 @@ def test_rebalance_lifts_the_idle_and_lowers_the_busy():
     spec, moe = specs(experts=4, bias_update_rate=0.1)
     router = Router(spec, moe)
     router.load.copy_(torch.tensor([10.0, 0.0, 5.0, 5.0]))
-    router.rebalance()
+    router.update_bias()
     assert router.bias.tolist() == pytest.approx([-0.1, 0.1, 0.0, 0.0])
     assert router.load.tolist() == [0.0] * 4
     router.load.copy_(torch.tensor([10.0, 0.0, 5.0, 5.0]))
-    router.rebalance(apply=False)
+    router.update_bias(apply=False)
     assert router.bias.tolist() == pytest.approx([-0.1, 0.1, 0.0, 0.0])
     assert router.load.tolist() == [0.0] * 4
 
@@ -109,7 +109,7 @@ def test_rebalancing_evens_the_load():
     first = busiest()
     for _ in range(150):
         router(x)
-        router.rebalance()
+        router.update_bias()
     assert first > 1.5
     assert busiest() < 1.2
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from phalanx.parallel.apply import recompute
+from phalanx.parallel.apply import apply_activation_checkpointing
 from phalanx.parallel.strategy import named_parameters
 
 MOE = {"experts": 4, "top_k": 2, "ffn": 24, "shared_experts": 1, "first_dense": 1}
@@ -11,7 +11,7 @@ MOE = {"experts": 4, "top_k": 2, "ffn": 24, "shared_experts": 1, "first_dense": 
 def test_recomputing_gives_identical_gradients(build, tokens, changes):
     def gradients(mode):
         model = build(**changes)
-        recompute(model, mode)
+        apply_activation_checkpointing(model, mode)
         logits, auxiliary = model(tokens)
         (logits.logsumexp(-1).sum() + auxiliary).backward()
         return {name: parameter.grad for name, parameter in named_parameters(model)}

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from phalanx.model.rotary import frequencies, rotary, rotate
+from phalanx.model.rotary import apply_rotary, frequencies, rotary_table
 from phalanx.spec.hf_config import hf_config
 from phalanx.spec.model import ModelSpec, RopeSpec
 
@@ -32,7 +32,7 @@ def test_frequencies_are_those_of_transformers(name, head_dim):
     plain = LlamaRotaryEmbedding.compute_default_rope_parameters
     theirs, scale = ROPE_INIT_FUNCTIONS.get(kind, plain)(config)
     torch.testing.assert_close(frequencies(rope, head_dim), theirs.double(), rtol=2e-6, atol=0)
-    cos, _ = rotary(rope, head_dim, torch.tensor([0]), torch.float64)
+    cos, _ = rotary_table(rope, head_dim, torch.tensor([0]), torch.float64)
     assert cos.flatten().tolist() == pytest.approx([scale] * head_dim, rel=1e-12)
 
 
@@ -40,13 +40,13 @@ def test_a_score_depends_on_the_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def score(at_q, at_k):
-        tables = [rotary(RopeSpec(), 32, torch.tensor([[place]]), torch.float64) for place in (at_q, at_k)]
-        return (rotate(q, tables[0]) * rotate(k, tables[1])).sum().item()
+        tables = [rotary_table(RopeSpec(), 32, torch.tensor([[place]]), torch.float64) for place in (at_q, at_k)]
+        return (apply_rotary(q, tables[0]) * apply_rotary(k, tables[1])).sum().item()
 
     assert score(5, 2) == pytest.approx(score(1005, 1002), rel=1e-9)
     assert abs(score(5, 2) - score(5, 3)) > 1e-3
 
 
 def test_angles_are_exact_far_out():
-    cos, _ = rotary(RopeSpec(), 4, torch.tensor([1_000_001]), torch.float32)
+    cos, _ = rotary_table(RopeSpec(), 4, torch.tensor([1_000_001]), torch.float32)
     assert cos.flatten()[0].item() == pytest.approx(math.cos(1_000_001), abs=1e-6)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from phalanx.cost.parameters import parameters
+from phalanx.cost.parameters import count_parameters
 from phalanx.model.transformer import Transformer
 from phalanx.model.weights import initial_weight
 from phalanx.spec.load import load_model, preset_names
@@ -12,7 +12,7 @@ def test_the_model_has_the_parameters_that_cost_counts(preset):
     spec = load_model(preset)
     with torch.device("meta"):
         model = Transformer(spec)
-    assert sum(parameter.numel() for parameter in model.parameters()) == parameters(spec).total
+    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(spec).total
 
 
 def test_a_tied_head_is_the_embedding(build, tokens):

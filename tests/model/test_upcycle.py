@@ -12,17 +12,17 @@ from parity.trajectory import DENSE, described, trainer
 from torch import Tensor
 
 from phalanx.model.hf import export_hf
-from phalanx.model.upcycle import experts_of
+from phalanx.model.upcycle import replicate_mlp
 from phalanx.model.weights import initial_weight
-from phalanx.parallel.frozen import Own
+from phalanx.parallel.frozen import TrainedExperts
 from phalanx.spec.errors import UserError
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
-from phalanx.swarm.items import items_of
-from phalanx.swarm.leading import first_weights
-from phalanx.testing import ranks
+from phalanx.swarm.items import model_pieces
+from phalanx.swarm.leading import initial_pieces
+from phalanx.testing import rank_pool
 from phalanx.train.corpus import initial_weights
-from phalanx.train.setup import set_up
+from phalanx.train.setup import create_run
 from phalanx.train.trainer import Trainer
 
 EXPERTS = {"experts": 4, "top_k": 2, "ffn": 48}
@@ -75,7 +75,7 @@ def test_of_each_expert_the_same_inner_units_are_drawn_anew_in_all_matrices():
     generator = torch.Generator().manual_seed(0)
     gate, up = (1 + 0.5 * torch.randn(400, 64, generator=generator) for _ in range(2))
     down = 3 + 0.1 * torch.randn(64, 400, generator=generator)
-    stacks = [experts_of(dense, 3, 0.25, 7, "blocks.0.mlp", kind) for dense, kind in
+    stacks = [replicate_mlp(dense, 3, 0.25, 7, "blocks.0.mlp", kind) for dense, kind in
               ((gate, "gate"), (up, "up"), (down.T.contiguous().T, "down"))]  # fmt: skip
     units = [torch.stack([e != dense for e in stack]) for stack, dense in zip(stacks, (gate, up, down), strict=True)]
     changed = [units[0].all(2), units[1].all(2), units[2].all(1)]
@@ -93,7 +93,7 @@ def test_an_expert_depends_on_seed_layer_and_number_alone():
     dense = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
 
     def experts(count: int, seed: int = 7, layer: str = "blocks.0.mlp") -> Tensor:
-        return experts_of(dense, count, 0.5, seed, layer, "gate")
+        return replicate_mlp(dense, count, 0.5, seed, layer, "gate")
 
     assert torch.equal(experts(2), experts(8)[:2])
     others = [experts(2)[1], experts(2, seed=8)[0], experts(2, layer="blocks.1.mlp")[0]]
@@ -103,7 +103,10 @@ def test_an_expert_depends_on_seed_layer_and_number_alone():
 def weights_of(run: RunSpec) -> dict[str, Tensor]:
     """What a rank trains at first, put together again."""
     strategy = trainer(run).strategy
-    parts = {name: strategy.part(name, parameter.detach()) for name, parameter in strategy.trained.items()}
+    parts = {
+        name: strategy.as_global_dtensor(name, parameter.detach())
+        for name, parameter in strategy.trainable_parameters.items()
+    }
     return {name: part.full_tensor() if hasattr(part, "full_tensor") else part for name, part in parts.items()}
 
 
@@ -111,7 +114,7 @@ def weights_of(run: RunSpec) -> dict[str, Tensor]:
 def test_every_layout_starts_from_the_same(dense, layout):
     whole = weights_of(run_of(dense, {"redrawn": 0.5}))
     changes = {f"layout.{name}": value for name, value in layout.items()}
-    for found in ranks(2).run(weights_of, run_of(dense, {"redrawn": 0.5}, **changes)):
+    for found in rank_pool(2).run(weights_of, run_of(dense, {"redrawn": 0.5}, **changes)):
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], value) for name, value in whole.items())
 
@@ -119,15 +122,15 @@ def test_every_layout_starts_from_the_same(dense, layout):
 def test_a_swarm_starts_from_the_same(dense):
     """Coordinators take it piece by piece; nodes hold some experts apart."""
     run = run_of(dense, {"redrawn": 0.5}, **{"training.precision": "fp32"})
-    pieces, whole, router = first_weights(run), weights_of(run), "blocks.1.mlp.router.gate.weight"
-    for item in items_of(run.model):
+    pieces, whole, router = initial_pieces(run), weights_of(run), "blocks.1.mlp.router.gate.weight"
+    for item in model_pieces(run.model):
         tensor = whole[item.name]
         tensor = tensor if item.expert is None else tensor[item.expert]
         rows = slice(None) if item.first is None else slice(item.first, item.first + item.shape[0])
         assert torch.equal(pieces(item), tensor[rows]), item.key
     assert torch.equal(whole[router], initial_weight(run.model, router, whole[router].shape, run.training.seed))
     corpus = trainer(run).corpus
-    node = Trainer(run, corpus, Path(run.out) / run.name, torch.device("cpu"), own=Own((1, 3)))
+    node = Trainer(run, corpus, Path(run.out) / run.name, torch.device("cpu"), own=TrainedExperts((1, 3)))
     experts = node.module.blocks[1].mlp.experts
     assert torch.equal(experts.down.detach(), whole["blocks.1.mlp.experts.down"][[1, 3]])
     assert torch.equal(experts.frozen["down"].numbers, whole["blocks.1.mlp.experts.down"][[0, 2]])
@@ -151,7 +154,7 @@ def test_a_head_of_its_own_begins_as_the_embedding_that_it_was_tied_to(tmp_path,
 def test_what_experts_cannot_begin_as_is_refused_before_anything_is_written(dense, model, moe, said):
     run = run_of(dense, model, {**EXPERTS, **moe})
     with pytest.raises(UserError, match=said):
-        set_up(run, 1, resume=False)
+        create_run(run, 1, resume=False)
     assert not (Path(run.out) / run.name).exists()
 
 

@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from phalanx.parallel.apply import distribute
-from phalanx.parallel.data import DataParallel
+from phalanx.parallel.data import DDP
 from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
-from phalanx.testing import ranks
+from phalanx.testing import rank_pool
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "resnet_digits.py"
 CPU = torch.device("cpu")
@@ -92,12 +92,12 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def share_of(whole: tuple[Tensor, Tensor], mesh: Mesh) -> tuple[Tensor, Tensor]:
     """This rank's."""
     images, labels = whole
-    return images[mesh.dp_rank :: mesh.degrees.dp], labels[mesh.dp_rank :: mesh.degrees.dp]
+    return images[mesh.dp_rank :: mesh.dims.dp_size], labels[mesh.dp_rank :: mesh.dims.dp_size]
 
 
 def adamw(strategy: Strategy) -> list[torch.optim.Optimizer]:
     """Of what this rank trains; a worker of a parameter server trains nothing."""
-    trained = list(strategy.trained.values())
+    trained = list(strategy.trainable_parameters.values())
     return [torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)] if trained else []
 
 
@@ -118,16 +118,16 @@ def train_on(strategy: Strategy, batches: list[tuple[Tensor, Tensor]], micro_bat
     """Mean loss over ranks and gradient norm of every step."""
     optimizers, result = adamw(strategy), []
     for images, labels in batches:
-        sums = torch.tensor([len(labels) * strategy.computes, 0.0], dtype=torch.float64)
-        for part in (slice(index, None, micro_batches) for index in range(micro_batches * strategy.computes)):
+        sums = torch.tensor([len(labels) * strategy.runs_model, 0.0], dtype=torch.float64)
+        for part in (slice(index, None, micro_batches) for index in range(micro_batches * strategy.runs_model)):
             with strategy.backward(last=part.start == micro_batches - 1):
                 loss = loss_of(strategy, images[part], labels[part])
                 (strategy.loss_scale * loss).backward()
             sums[1] += loss.detach()
         reduced = strategy.reduce(sums, clip_norm=1.0)
-        strategy.update(optimizers)
+        strategy.step(optimizers)
         result.append((float(reduced.sums[1] / reduced.sums[0]), float(reduced.norm)))
-    strategy.settle()
+    strategy.drain_pending_updates()
     return result
 
 
@@ -142,7 +142,7 @@ def near(expected: Trajectory) -> list[Any]:
 
 @pytest.mark.parametrize(("world_size", "layout", "micro_batches"), CASES)
 def test_a_resnet_equals_one_process(world_size: int, layout: dict[str, Any], micro_batches: int) -> None:
-    for result in ranks(world_size).run(trajectory, layout, micro_batches=micro_batches):
+    for result in rank_pool(world_size).run(trajectory, layout, micro_batches=micro_batches):
         assert result == near(one_process())
 
 
@@ -160,7 +160,7 @@ def gradient_norm_in_bf16(data: str) -> float:
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 def test_a_module_may_be_bf16_itself(data: str) -> None:
-    assert ranks(2).run(gradient_norm_in_bf16, data) == pytest.approx([gradient_norm_in_bf16("ddp")] * 2, rel=0.02)
+    assert rank_pool(2).run(gradient_norm_in_bf16, data) == pytest.approx([gradient_norm_in_bf16("ddp")] * 2, rel=0.02)
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
@@ -172,7 +172,7 @@ def test_one_rank_takes_every_strategy(data: str) -> None:
 def test_strategies_agree_where_batchnorm_normalises_each_share(world_size: int) -> None:
     """No strategy equals one process then, for the statistics are of a share; the shares are the same in all."""
     layouts = [layout for n, layout in LAYOUTS if n == world_size and layout["data"] != "parameter_server"]
-    first, *others = [ranks(world_size).run(trajectory, layout, train=True) for layout in layouts]
+    first, *others = [rank_pool(world_size).run(trajectory, layout, train=True) for layout in layouts]
     assert first[0] != near(trajectory({}, train=True))
     for other in others:
         assert other == [near(result) for result in first]
@@ -210,9 +210,9 @@ def with_frozen(choices: dict[str, Any]) -> dict[str, Tensor]:
     for step in range(STEPS):
         x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         with strategy.backward(last=True):
-            loss = strategy.model(x[mesh.dp_rank :: mesh.degrees.dp]).square().sum()
+            loss = strategy.model(x[mesh.dp_rank :: mesh.dims.dp_size]).square().sum()
             (strategy.loss_scale * loss).backward()
-        strategy.update(optimizers)
+        strategy.step(optimizers)
     return complete(dict(strategy.module.named_parameters()))
 
 
@@ -220,7 +220,7 @@ def with_frozen(choices: dict[str, Any]) -> dict[str, Tensor]:
 def test_a_part_may_be_frozen(data: str) -> None:
     expected = with_frozen({})
     assert torch.equal(expected["body.weight"], Frozen().body.weight)
-    for result in ranks(2).run(with_frozen, {"data": data}):
+    for result in rank_pool(2).run(with_frozen, {"data": data}):
         agree(result, expected)
 
 
@@ -247,19 +247,19 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 def step_with_one_of(name: str, data: str) -> None:
     layout = Layout(data=data)
     strategy = distribute(nn.Linear(6, 5), layout, mesh_of(layout), CPU)
-    optimizer = OPTIMIZERS[name](strategy.trained.values())
-    before = complete(strategy.trained)
+    optimizer = OPTIMIZERS[name](strategy.trainable_parameters.values())
+    before = complete(strategy.trainable_parameters)
     with strategy.backward(last=True):
         strategy.model(torch.ones(2, 6)).sum().backward()
     with pytest.raises(UserError, match=f"optimizer = '{name}': .* cannot train what ZeRO splits over ranks"):
-        strategy.update([optimizer])
-    agree(complete(strategy.trained), before)
+        strategy.step([optimizer])
+    agree(complete(strategy.trainable_parameters), before)
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_that_cannot_be_split_is_refused(name: str, data: str) -> None:
-    ranks(2).run(step_with_one_of, name, data)
+    rank_pool(2).run(step_with_one_of, name, data)
 
 
 # -- what only DDP offers ----------------------------------------------------------------------------------------------
@@ -270,15 +270,15 @@ def uneven(batches: list[int]) -> dict[str, Tensor]:
     layout = Layout()
     mesh, model = mesh_of(layout), resnet(train=False)
     strategy = distribute(model, layout, mesh, CPU, precision="fp64")
-    assert isinstance(strategy, DataParallel)
+    assert isinstance(strategy, DDP)
     optimizers = adamw(strategy)
     with strategy.join():
         for step in range(batches[mesh.dp_rank]):
             with strategy.backward(last=True):
                 loss = loss_of(strategy, *share_of(batch(step), mesh)) / BATCH
                 (strategy.loss_scale * loss).backward()
-            strategy.update(optimizers)  # not `reduce`: who is done does not join its sum
-    return complete(strategy.trained)
+            strategy.step(optimizers)  # not `reduce`: who is done does not join its sum
+    return complete(strategy.trainable_parameters)
 
 
 def of_those_that_are_left(batches: list[int]) -> dict[str, Tensor]:
@@ -292,14 +292,14 @@ def of_those_that_are_left(batches: list[int]) -> dict[str, Tensor]:
             if step < count:
                 share = slice(rank, None, len(batches))
                 (loss_of(strategy, images[share], labels[share]) / BATCH).backward()
-        strategy.update(optimizers)
-    return complete(strategy.trained)
+        strategy.step(optimizers)
+    return complete(strategy.trainable_parameters)
 
 
 @pytest.mark.parametrize("batches", [[2, 4], [4, 2], [3, 1, 4, 1]], ids=str)
 def test_ranks_may_have_different_numbers_of_batches(batches: list[int]) -> None:
     expected = of_those_that_are_left(batches)
-    for result in ranks(len(batches)).run(uneven, batches, timeout=60):
+    for result in rank_pool(len(batches)).run(uneven, batches, timeout=60):
         agree(result, expected)
 
 
@@ -309,15 +309,15 @@ def on_one_batch(choices: dict[str, Any], steps: int) -> tuple[list[float], dict
     mesh = mesh_of(layout)
     strategy = distribute(resnet(train=False), layout, mesh, CPU, precision="fp64")
     result = train_on(strategy, [share_of(batch(0), mesh)] * steps)
-    return [loss for loss, _ in result], complete(strategy.trained)
+    return [loss for loss, _ in result], complete(strategy.trainable_parameters)
 
 
 def test_powersgd_learns_and_keeps_replicas_identical() -> None:
     compressed = {"compress": "powersgd", "compress_rank": 1}
-    (losses, weights), (_, others) = ranks(2).run(on_one_batch, compressed, 40)
+    (losses, weights), (_, others) = rank_pool(2).run(on_one_batch, compressed, 40)
     for name, weight in weights.items():
         assert torch.equal(weight, others[name]), name
-    exact = ranks(2).run(on_one_batch, {}, 40)[0][0]
+    exact = rank_pool(2).run(on_one_batch, {}, 40)[0][0]
     assert losses[:10] == pytest.approx(exact[:10], rel=1e-10)  # it begins with whole gradients
     assert losses[-1] != pytest.approx(exact[-1], rel=1e-6)  # and does compress then
     assert losses[-1] < 0.5 * losses[10] < 0.5 * losses[0]
@@ -342,7 +342,7 @@ def with_unused(choices: dict[str, Any], on_all: bool) -> dict[str, Tensor]:
     mesh = mesh_of(layout)
     strategy = distribute(TwoHeads(), layout, mesh, CPU, precision="fp64")
     optimizers = adamw(strategy)
-    shares = 2 if mesh.degrees.dp == 1 else 1
+    shares = 2 if mesh.dims.dp_size == 1 else 1
     for step in range(STEPS):
         x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         for share in range(shares):  # one process stands for both ranks
@@ -350,14 +350,14 @@ def with_unused(choices: dict[str, Any], on_all: bool) -> dict[str, Tensor]:
             both = step % 2 == 0 or (rank % 2 == 0 and not on_all)
             with strategy.backward(last=share == shares - 1):
                 (strategy.loss_scale * strategy.model(x[rank::2], both).square().sum()).backward()
-        strategy.update(optimizers)
-    return complete(strategy.trained)
+        strategy.step(optimizers)
+    return complete(strategy.trainable_parameters)
 
 
 @pytest.mark.parametrize("on_all", [True, False], ids=["on-all-ranks", "on-one-rank"])
 def test_a_step_may_leave_parameters_unused(on_all: bool) -> None:
     expected = with_unused({}, on_all)
-    for result in ranks(2).run(with_unused, {"unused_parameters": True}, on_all):
+    for result in rank_pool(2).run(with_unused, {"unused_parameters": True}, on_all):
         agree(result, expected)
 
 
@@ -366,7 +366,7 @@ def bucket_sizes(choices: dict[str, Any]) -> tuple[Trajectory, list[int]]:
     layout = Layout(**choices)
     mesh = mesh_of(layout)
     strategy = distribute(resnet(train=False), layout, mesh, CPU, precision="fp64")
-    assert isinstance(strategy, DataParallel)
+    assert isinstance(strategy, DDP)
     result = train_on(strategy, [share_of(batch(step), mesh) for step in range(STEPS)])
     sizes = strategy.model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
     return result, [int(size) for size in sizes.split(",")]
@@ -374,9 +374,9 @@ def bucket_sizes(choices: dict[str, Any]) -> tuple[Trajectory, list[int]]:
 
 @pytest.mark.skipif(not FIRST_BUCKET, reason="this torch cannot size the first bucket")
 def test_the_first_bucket_may_be_small() -> None:
-    result, small = ranks(2).run(bucket_sizes, {"first_bucket_mb": 0.002, "bucket_mb": 0.02})[0]
+    result, small = rank_pool(2).run(bucket_sizes, {"first_bucket_mb": 0.002, "bucket_mb": 0.02})[0]
     assert result == near(one_process())
-    _, even = ranks(2).run(bucket_sizes, {"bucket_mb": 0.02})[0]
+    _, even = rank_pool(2).run(bucket_sizes, {"bucket_mb": 0.02})[0]
     assert small[0] < even[0], (small, even)
 
 

@@ -11,9 +11,9 @@ from parity.trajectory import DENSE, MOE, described, steps, trainer
 
 from phalanx.data.loader import prefetch
 from phalanx.measure.collectives import CollectiveRecorder
-from phalanx.parallel.collectives import ASKED_FOR
+from phalanx.parallel.collectives import REQUESTED_OPERATION
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
+from phalanx.testing import rank_pool
 
 
 def operations(run: RunSpec) -> Counter[str]:
@@ -21,7 +21,7 @@ def operations(run: RunSpec) -> Counter[str]:
     under_way = trainer(run)
     steps(under_way, 2)
     batches = prefetch(under_way.loader, 2, 3)
-    with CollectiveRecorder(ASKED_FOR.get) as recorder:
+    with CollectiveRecorder(REQUESTED_OPERATION.get) as recorder:
         under_way.train_step(batches)
     return Counter(call.operation for call in recorder.calls)
 
@@ -31,7 +31,7 @@ def of_a_layer(text: Path, out: Path, model: dict[str, Any], world_size: int, ch
     found = []
     for layers in (2, 3):
         run = described(text, out / str(layers), {"model": {**model, "layers": layers}, **changes})
-        each = ranks(world_size).run(operations, run)
+        each = rank_pool(world_size).run(operations, run)
         assert each == [each[0]] * world_size
         found.append(each[0])
     found[1].subtract(found[0])

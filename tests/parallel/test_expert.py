@@ -11,9 +11,9 @@ from parity.trajectory import MOE, described, trainer
 from phalanx.data.loader import prefetch
 from phalanx.model.moe import MoE
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.expert import ExpertRanks, UnderWay
+from phalanx.parallel.expert import ExpertParallelGroup, InFlightDispatch
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
+from phalanx.testing import rank_pool
 
 
 def order_of_a_step(run: RunSpec) -> list[str]:
@@ -23,17 +23,20 @@ def order_of_a_step(run: RunSpec) -> list[str]:
     assert shared is not None
     shared.register_forward_hook(lambda *_: done.append("shared forward"))
     shared.down.weight.register_post_accumulate_grad_hook(lambda _: done.append("shared backward"))
-    begin, wait = ExpertRanks.begin, UnderWay.wait
+    begin, wait = ExpertParallelGroup.start_all_to_all, InFlightDispatch.wait
 
     def noted_begin(*arguments: Any) -> Any:
         done.append("begin")
         return begin(*arguments)
 
-    def noted_wait(of: UnderWay) -> None:
+    def noted_wait(of: InFlightDispatch) -> None:
         wait(of)
         done.append("here")
 
-    with patch.object(ExpertRanks, "begin", noted_begin), patch.object(UnderWay, "wait", noted_wait):
+    with (
+        patch.object(ExpertParallelGroup, "start_all_to_all", noted_begin),
+        patch.object(InFlightDispatch, "wait", noted_wait),
+    ):
         under_way.train_step(prefetch(under_way.loader, 0, 1))
     return done
 
@@ -43,4 +46,4 @@ def test_shared_experts_work_while_tokens_and_their_gradients_are_under_way(tmp_
     model = {**MOE, "layers": 1}
     run = described(Path(__file__).parent, tmp_path, {"model": model, "layout.ep": 2, "layout.micro_batch": 4})
     forward = ["begin", "shared forward", "here", "begin"]
-    assert ranks(2).run(order_of_a_step, run) == [[*forward, "begin", "begin", "shared backward", "here"]] * 2
+    assert rank_pool(2).run(order_of_a_step, run) == [[*forward, "begin", "begin", "shared backward", "here"]] * 2

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from phalanx.parallel.exposed import ExposedTime, TimedWork
+from phalanx.parallel.exposed import TimedWork, WaitTimer
 
 
 class Clock:
@@ -28,26 +28,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_it_adds_up_what_passes_inside_and_forgets_what_is_taken(clock: Clock) -> None:
-    exposed = ExposedTime()
+    exposed = WaitTimer()
     for seconds in (2.0, 3.0):
-        with exposed.waiting():
+        with exposed.measure():
             clock.now += seconds
         clock.now += 50.0
-    assert exposed.take() == 5.0
-    assert exposed.take() == 0.0
+    assert exposed.pop_seconds() == 5.0
+    assert exposed.pop_seconds() == 0.0
 
 
 def test_a_wait_that_fails_counts_too(clock: Clock) -> None:
-    exposed = ExposedTime()
+    exposed = WaitTimer()
 
     def fail() -> None:
-        with exposed.waiting():
+        with exposed.measure():
             clock.now += 7.0
             raise RuntimeError("a rank is gone")
 
     with pytest.raises(RuntimeError):
         fail()
-    assert exposed.take() == 7.0
+    assert exposed.pop_seconds() == 7.0
 
 
 def test_the_wait_for_a_collective_is_counted(clock: Clock) -> None:
@@ -56,6 +56,6 @@ def test_the_wait_for_a_collective_is_counted(clock: Clock) -> None:
             clock.now += 4.0
             return timeout == (timedelta(seconds=9),)
 
-    exposed = ExposedTime()
+    exposed = WaitTimer()
     assert TimedWork(Work(), exposed).wait(timedelta(seconds=9))
-    assert exposed.take() == 4.0
+    assert exposed.pop_seconds() == 4.0

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.data.loader import prefetch
 from phalanx.data.prepare import prepare
-from phalanx.parallel.frozen import Own, relieve, some_experts
-from phalanx.parallel.strategy import state_of
+from phalanx.parallel.frozen import TrainedExperts, partially_trained_layers, set_local_choice_weight
+from phalanx.parallel.strategy import optimizer_state_tensors
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import Codec
-from phalanx.testing import ranks
-from phalanx.train.corpus import open_corpus
+from phalanx.testing import rank_pool
+from phalanx.train.corpus import open_training_data
 from phalanx.train.trainer import Trainer
 
 OWN = (1, 2)
@@ -32,23 +32,23 @@ def small(folder: Path, changes: dict[str, Any] | None = None) -> RunSpec:
     return described(Path(json.__file__).parent, folder, {"model": model, "training.steps": STEPS, **(changes or {})})
 
 
-def trainer_of(run: RunSpec, own: Own | None) -> Trainer:
+def trainer_of(run: RunSpec, own: TrainedExperts | None) -> Trainer:
     assert prepared_text()
-    corpus = open_corpus(run, prepare(run.data))
+    corpus = open_training_data(run, prepare(run.data))
     return Trainer(run, corpus, Path(run.out) / run.name, torch.device("cpu"), own=own)
 
 
-def gradients(run: RunSpec, own: Own | None) -> tuple[float, dict[str, Tensor]]:
+def gradients(run: RunSpec, own: TrainedExperts | None) -> tuple[float, dict[str, Tensor]]:
     """The loss of a step, and its mean gradient."""
     under_way = trainer_of(run, own)
-    sums = under_way.forward_backward(under_way._micros(under_way.loader.step(0)))
+    sums = under_way.forward_backward(under_way._micro_batches(under_way.loader.step(0)))
     under_way.strategy.reduce(sums)
     return float(sums[1]), {name: grad.clone() for name, grad in under_way.strategy.gradients().items()}
 
 
 def test_gradients_are_those_of_the_whole_model(tmp_path):
     run = small(tmp_path)
-    (loss, expected), (found_loss, found) = (gradients(run, own) for own in (None, Own(OWN)))
+    (loss, expected), (found_loss, found) = (gradients(run, own) for own in (None, TrainedExperts(OWN)))
     assert found_loss == pytest.approx(loss, rel=1e-12)
     assert set(found) == set(expected)
     for name, gradient in found.items():
@@ -60,11 +60,11 @@ def test_gradients_are_those_of_the_whole_model(tmp_path):
 def test_who_owns_all_trains_as_if_alone(tmp_path, recompute):
     """Bit for bit."""
     run = small(tmp_path, {"layout.recompute": recompute})
-    (_, expected), (_, found) = (gradients(run, own) for own in (None, Own((0, 1, 2, 3))))
+    (_, expected), (_, found) = (gradients(run, own) for own in (None, TrainedExperts((0, 1, 2, 3))))
     assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
 
 
-def losses(run: RunSpec, own: Own) -> list[float]:
+def losses(run: RunSpec, own: TrainedExperts) -> list[float]:
     under_way = trainer_of(run, own)
     batches = prefetch(under_way.loader, 0, STEPS)
     found = [under_way.train_step(batches)["loss"] for _ in range(STEPS)]
@@ -73,9 +73,9 @@ def losses(run: RunSpec, own: Own) -> list[float]:
 
 def auxiliary(run: RunSpec, ratio: float) -> tuple[float, dict[str, Tensor]]:
     """Of a step whose routers' own experts are relieved: its auxiliary loss, and the gradients of the routers."""
-    under_way = trainer_of(run, Own(OWN))
-    relieve(under_way.module, ratio)
-    sums = under_way.forward_backward(under_way._micros(under_way.loader.step(0)))
+    under_way = trainer_of(run, TrainedExperts(OWN))
+    set_local_choice_weight(under_way.module, ratio)
+    sums = under_way.forward_backward(under_way._micro_batches(under_way.loader.step(0)))
     under_way.strategy.reduce(sums)
     gradients = {name: gradient.clone() for name, gradient in under_way.strategy.gradients().items()}
     return float(sums[2]), {name: gradient for name, gradient in gradients.items() if ".router." in name}
@@ -85,8 +85,8 @@ def auxiliary(run: RunSpec, ratio: float) -> tuple[float, dict[str, Tensor]]:
 def test_choices_of_relieved_experts_count_for_less_in_the_balance_loss(tmp_path, over):
     """As it is written: a E sum_i r_i f_i P_i per token, f_i of what all experts were chosen."""
     moe = {"experts": 4, "top_k": 2, "ffn": 24, "z_loss": 0.0, "balance_loss": 0.3, "balance_over": over}
-    under_way = trainer_of(small(tmp_path, {"model": {**MOE, "moe": moe}}), Own(OWN))
-    relieve(under_way.module, 0.7)
+    under_way = trainer_of(small(tmp_path, {"model": {**MOE, "moe": moe}}), TrainedExperts(OWN))
+    set_local_choice_weight(under_way.module, 0.7)
     for router in under_way.routers.values():
         x = torch.randn(3, 16, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         weight = router.gate.weight.detach().clone().requires_grad_()
@@ -105,13 +105,13 @@ def test_choices_of_relieved_experts_count_for_less_in_the_balance_loss(tmp_path
 def test_relief_that_is_over_leaves_nothing_behind(tmp_path):
     """Bit for bit; and before, it is in the routers' gradients."""
     run = small(tmp_path)
-    plain, under_way = trainer_of(run, Own(OWN)), trainer_of(run, Own(OWN))
-    relieve(under_way.module, 0.5)
-    relieve(under_way.module, 1.0)
+    plain, under_way = trainer_of(run, TrainedExperts(OWN)), trainer_of(run, TrainedExperts(OWN))
+    set_local_choice_weight(under_way.module, 0.5)
+    set_local_choice_weight(under_way.module, 1.0)
     first, second = (each.train_step(prefetch(each.loader, 0, 1)) for each in (plain, under_way))
     assert (first["loss"], first["auxiliary_loss"]) == (second["loss"], second["auxiliary_loss"])
-    for name, parameter in plain.strategy.trained.items():
-        assert torch.equal(parameter, under_way.strategy.trained[name])
+    for name, parameter in plain.strategy.trainable_parameters.items():
+        assert torch.equal(parameter, under_way.strategy.trainable_parameters[name])
     (loss, whole), (less, relieved) = auxiliary(run, 1.0), auxiliary(run, 0.5)
     assert less < loss
     assert all(not torch.allclose(whole[name], gradient, rtol=1e-3) for name, gradient in relieved.items())
@@ -125,15 +125,15 @@ def test_relief_that_is_over_leaves_nothing_behind(tmp_path):
 def test_relief_is_the_same_in_every_layout(tmp_path, layout):
     changes = {f"layout.{name}": value for name, value in layout.items()}
     alone = relieved_losses(small(tmp_path))
-    for found in ranks(2).run(relieved_losses, small(tmp_path, changes)):
+    for found in rank_pool(2).run(relieved_losses, small(tmp_path, changes)):
         assert found == [pytest.approx(expected, rel=1e-9) for expected in alone]
 
 
 def relieved_losses(run: RunSpec) -> list[float]:
-    under_way = trainer_of(run, Own(OWN))
+    under_way = trainer_of(run, TrainedExperts(OWN))
     batches, found = prefetch(under_way.loader, 0, STEPS), []
     for ratio in (0.0, 0.5, 0.75, 1.0):
-        relieve(under_way.module, ratio)
+        set_local_choice_weight(under_way.module, ratio)
         found.append(under_way.train_step(batches)["auxiliary_loss"])
     return found
 
@@ -152,8 +152,8 @@ WIDER = [
 def learn_the_same(folder: Path, size: int, layout: dict[str, Any], own: tuple[int, ...]) -> None:
     """So many ranks in this layout, as one."""
     changes = {f"layout.{name}": value for name, value in layout.items()}
-    alone = losses(small(folder), Own(own))
-    for found in ranks(size).run(losses, small(folder, changes), Own(own)):
+    alone = losses(small(folder), TrainedExperts(own))
+    for found in rank_pool(size).run(losses, small(folder, changes), TrainedExperts(own)):
         assert found == [pytest.approx(expected, rel=1e-9) for expected in alone]
 
 
@@ -179,8 +179,8 @@ def test_ranks_with_different_experts_train_as_many_as_there_are(tmp_path, own, 
 def test_what_rests_on_ranks_that_share_it(tmp_path, rest, layout):
     """In bf16 each number is what it is; blocks of 8 bits are of a rank's part of an expert."""
     changes = {"training.precision": "fp32", **{f"layout.{name}": value for name, value in layout.items()}}
-    alone = losses(small(tmp_path, {"training.precision": "fp32"}), Own(OWN, rest))
-    for found in ranks(2).run(losses, small(tmp_path, changes), Own(OWN, rest)):
+    alone = losses(small(tmp_path, {"training.precision": "fp32"}), TrainedExperts(OWN, rest))
+    for found in rank_pool(2).run(losses, small(tmp_path, changes), TrainedExperts(OWN, rest)):
         assert found == [pytest.approx(expected, rel=1e-5 if rest == "bf16" else 1e-3) for expected in alone]
 
 
@@ -188,13 +188,13 @@ def test_what_rests_on_ranks_that_share_it(tmp_path, rest, layout):
 def test_frozen_experts_in_fewer_bits(tmp_path, rest, off):
     """They compute nearly the same, and rest in as little as they should."""
     run = small(tmp_path, {"training.precision": "fp32"})
-    whole, part = (trainer_of(run, Own(OWN, codec)) for codec in ("fp32", rest))
-    (batch,) = [whole._micros(whole.loader.step(0))[0]]
+    whole, part = (trainer_of(run, TrainedExperts(OWN, codec)) for codec in ("fp32", rest))
+    (batch,) = [whole._micro_batches(whole.loader.step(0))[0]]
     with torch.no_grad():
         expected, found = (each.module(batch.tokens)[0] for each in (whole, part))
     assert float((found - expected).norm() / expected.norm()) <= off
     numbers = {"fp32": 4, "bf16": 2, "int8": 1}[rest]
-    for _, experts in some_experts(part.module):
+    for _, experts in partially_trained_layers(part.module):
         for kind in ("gate", "up", "down"):
             resting = experts.frozen[kind]
             assert resting.numbers.element_size() == numbers
@@ -205,11 +205,11 @@ def test_frozen_experts_in_fewer_bits(tmp_path, rest, off):
 def test_gradients_through_frozen_experts_are_those_of_what_they_compute(tmp_path, rest: Codec):
     """Numerically: a step along the gradient of the embedding changes the loss as it says."""
     run = small(tmp_path, {"training.precision": "fp64"})
-    under_way = trainer_of(run, Own(OWN, rest))
-    micro = under_way._micros(under_way.loader.step(0))[0]
+    under_way = trainer_of(run, TrainedExperts(OWN, rest))
+    micro = under_way._micro_batches(under_way.loader.step(0))[0]
 
     def loss() -> Tensor:
-        return sum(under_way.losses(under_way.module, micro))  # type: ignore[return-value]
+        return sum(under_way.compute_losses(under_way.module, micro))  # type: ignore[return-value]
 
     embedding = under_way.module.embedding.weight
     loss().backward()
@@ -225,11 +225,11 @@ def test_gradients_through_frozen_experts_are_those_of_what_they_compute(tmp_pat
 
 def test_only_the_own_experts_have_gradients_and_moments(tmp_path):
     run = small(tmp_path)
-    whole, part = trainer_of(run, None), trainer_of(run, Own(OWN))
+    whole, part = trainer_of(run, None), trainer_of(run, TrainedExperts(OWN))
     for each in (whole, part):
         each.train_step(prefetch(each.loader, 0, 1))
     others = 2 * 3 * 2 * 24 * 32  # of two layers three tensors of two experts
-    trained, some = (sum(p.numel() for p in each.strategy.trained.values()) for each in (whole, part))
+    trained, some = (sum(p.numel() for p in each.strategy.trainable_parameters.values()) for each in (whole, part))
     assert trained - some == others
-    assert sum(t.numel() for t in state_of(part.optimizers)) == 2 * some
-    assert not [p for p in part.strategy.trained.values() if isinstance(p, DTensor)]
+    assert sum(t.numel() for t in optimizer_state_tensors(part.optimizers)) == 2 * some
+    assert not [p for p in part.strategy.trainable_parameters.values() if isinstance(p, DTensor)]

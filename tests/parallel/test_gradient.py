@@ -5,32 +5,32 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.parallel.gradient import clip_ratio, global_norm, scale
+from phalanx.parallel.gradient import clip_coefficient, global_grad_norm, scale_gradients
 
 
 def test_norm_and_clip() -> None:
     gradients = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
-    norm = global_norm(gradients)
+    norm = global_grad_norm(gradients)
     assert norm == 5
-    scale(gradients, clip_ratio(norm, 10.0))
-    assert global_norm(gradients) == 5
-    scale(gradients, clip_ratio(norm, 1.0))
-    assert global_norm(gradients) == pytest.approx(1.0, rel=1e-5)
+    scale_gradients(gradients, clip_coefficient(norm, 10.0))
+    assert global_grad_norm(gradients) == 5
+    scale_gradients(gradients, clip_coefficient(norm, 1.0))
+    assert global_grad_norm(gradients) == pytest.approx(1.0, rel=1e-5)
 
 
 def test_norm_and_clip_of_bf16_are_measured_in_fp32() -> None:
     gradients = [torch.full((1001,), 1.0, dtype=torch.bfloat16)]
-    norm = global_norm(gradients)
+    norm = global_grad_norm(gradients)
     assert norm.dtype == torch.float32
     assert norm == pytest.approx(1001**0.5, rel=1e-6)
-    scale(gradients, clip_ratio(norm, 1.0))
+    scale_gradients(gradients, clip_coefficient(norm, 1.0))
     assert gradients[0].dtype == torch.bfloat16
-    assert global_norm(gradients) == pytest.approx(1.0, rel=2**-8)
+    assert global_grad_norm(gradients) == pytest.approx(1.0, rel=2**-8)
 
 
 def test_a_limit_of_0_does_not_clip() -> None:
-    assert clip_ratio(torch.tensor(1e9), 0.0) == 1
+    assert clip_coefficient(torch.tensor(1e9), 0.0) == 1
 
 
 def test_no_gradient_has_norm_0() -> None:
-    assert global_norm([]) == 0
+    assert global_grad_norm([]) == 0

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.parallel.links import had_before
+from phalanx.parallel.links import delivered_before
 from phalanx.schedule.action import Action, actions
-from phalanx.schedule.named import PUBLISHED, named
-from phalanx.schedule.simulate import Times, simulate
+from phalanx.schedule.named import PUBLISHED, build_schedule
+from phalanx.schedule.simulate import ActionTimes, simulate
 
 
 def test_of_1f1b_a_message_says_which_others_have_come() -> None:
-    schedule = named("1f1b", 2, 4)
+    schedule = build_schedule("1f1b", 2, 4)
     # Rank 0: F0 F1 B0 F2 B1 F3 B2 B3. Its F2 comes after the gradient of micro-batch 0, its F3 after that of 1.
-    assert had_before(schedule, 1) == {Action(0, "F", micro): had for micro, had in enumerate((0, 0, 1, 2))}
+    assert delivered_before(schedule, 1) == {Action(0, "F", micro): had for micro, had in enumerate((0, 0, 1, 2))}
     # Rank 1: F0 B0 F1 B1 ...: the gradient of a micro-batch comes after its activation.
-    assert had_before(schedule, 0) == {Action(1, "B", micro): micro + 1 for micro in range(4)}
+    assert delivered_before(schedule, 0) == {Action(1, "B", micro): micro + 1 for micro in range(4)}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_has_come_was_sent_before(name: str) -> None:
     """On the simulated timeline each message that another tells of has arrived when that one's step begins."""
-    schedule = named(name, 4, 8)
+    schedule = build_schedule(name, 4, 8)
     begun: dict[Action, float] = {}
     sent_at: dict[Action, float] = {}
-    for spans in simulate(schedule, Times(transfer=0.5)).spans:
+    for spans in simulate(schedule, ActionTimes(transfer=0.5)).spans:
         for span in spans:
             for action in actions(span.step):
-                gave = schedule.gives(action)
+                gave = schedule.output_message(action)
                 if gave is not None:
                     begun[gave], sent_at[gave] = float(span.start), float(span.end)
     told = 0
     for rank in range(4):
         sent = [message for message, _ in schedule.messages(rank)]
-        for message, had in had_before(schedule, rank).items():
+        for message, had in delivered_before(schedule, rank).items():
             there = [mine for mine in sent if schedule.receiver(mine) == schedule.rank_of[message.stage]][:had]
             assert all(sent_at[mine] + 0.5 <= begun[message] for mine in there), message
             told += had

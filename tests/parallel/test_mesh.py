@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Degrees, Layout, degrees, expert_groups, groups
-from phalanx.testing import ranks
+from phalanx.spec.layout import Layout, ParallelDims, expert_parallel_groups, parallel_dims, process_groups
+from phalanx.testing import rank_pool
 
 # A layout, the ranks, the degrees (dp_replicate, dp_shard, pp, cp, tp, and more), and the data that each rank reads.
 TABLE: list[tuple[dict[str, Any], int, tuple[int, ...], list[int]]] = [
@@ -35,11 +35,13 @@ TABLE: list[tuple[dict[str, Any], int, tuple[int, ...], list[int]]] = [
 
 @pytest.mark.parametrize(("layout", "world_size", "expected", "shares"), TABLE)
 def test_degrees_and_data_ranks(layout: Any, world_size: int, expected: Any, shares: list[int]) -> None:
-    made = degrees(Layout(**layout), world_size)
-    assert made == Degrees(*expected)
+    made = parallel_dims(Layout(**layout), world_size)
+    assert made == ParallelDims(*expected)
     assert made.world_size == world_size
-    assert [Mesh(made, rank, None, made.as_data(sharded=False)).dp_rank for rank in range(world_size)] == shares
-    assert set(shares) == set(range(made.dp))
+    assert [
+        Mesh(made, rank, None, made.with_cp_as_data_parallel(sharded=False)).dp_rank for rank in range(world_size)
+    ] == shares
+    assert set(shares) == set(range(made.dp_size))
 
 
 @pytest.mark.parametrize(
@@ -55,34 +57,37 @@ def test_degrees_and_data_ranks(layout: Any, world_size: int, expected: Any, sha
 )
 def test_ranks_that_cannot_be_divided_so(layout: Any, world_size: int, field: str) -> None:
     with pytest.raises(UserError) as caught:
-        degrees(Layout(**layout), world_size)
+        parallel_dims(Layout(**layout), world_size)
     assert caught.value.field == field
     assert caught.value.fix
 
 
 def test_one_rank_has_no_mesh() -> None:
-    sizes = degrees(Layout(), 1)
-    mesh = Mesh(sizes, 0, None, sizes.as_data(sharded=False))
-    assert mesh.axes("dp_replicate", "tp") is None
+    sizes = parallel_dims(Layout(), 1)
+    mesh = Mesh(sizes, 0, None, sizes.with_cp_as_data_parallel(sharded=False))
+    assert mesh.submesh("dp_replicate", "tp") is None
     assert mesh.dp_group is None
 
 
 def test_experts_are_among_the_ranks_of_a_stage() -> None:
     """Neighbours first; with a pipeline a group leaps over the other stages, unless these are outermost."""
-    assert expert_groups(degrees(Layout(ep=4, tp=2), 8)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert expert_groups(degrees(Layout(pp=2, ep=4, tp=2), 8)) == [(0, 1, 4, 5), (2, 3, 6, 7)]
-    assert expert_groups(degrees(Layout(pp=2, ep=4, tp=2, outermost="pipeline"), 8)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert expert_groups(degrees(Layout(), 8)) == []
+    assert expert_parallel_groups(parallel_dims(Layout(ep=4, tp=2), 8)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2), 8)) == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2, outermost="pipeline"), 8)) == [
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+    ]
+    assert expert_parallel_groups(parallel_dims(Layout(), 8)) == []
 
 
 def made_groups(layout: Layout) -> dict[str, list[int]]:
     """The ranks with which this one works on what, by the groups that are there."""
     mesh = build_mesh(layout, dist.get_world_size(), "cpu")
-    assert mesh.devices is not None
-    made = {"dp": mesh.dp_group, "tp": mesh.tp_group, "same experts": mesh.same_experts_group}
-    made |= {"pp": mesh.links[0]} if layout.pp > 1 else {}
-    made |= {"cp": mesh.context.get_group()} if mesh.context else {}
-    made |= {"ep": mesh.experts["ep"].get_group()} if mesh.experts else {}
+    assert mesh.device_mesh is not None
+    made = {"dp": mesh.dp_group, "tp": mesh.tp_group, "same experts": mesh.expert_dp_group}
+    made |= {"pp": mesh.pipeline_groups[0]} if layout.pp > 1 else {}
+    made |= {"cp": mesh.cp_mesh.get_group()} if mesh.cp_mesh else {}
+    made |= {"ep": mesh.ep_mesh["ep"].get_group()} if mesh.ep_mesh else {}
     return {name: sorted(dist.get_process_group_ranks(group)) for name, group in made.items() if group is not None}
 
 
@@ -102,19 +107,19 @@ def made_groups(layout: Layout) -> dict[str, list[int]]:
 def test_groups_are_those_that_are_shown(layout: Any) -> None:
     """`phalanx mesh` and the run agree on every group of every axis."""
     described = Layout(**layout)
-    sizes = degrees(described, 8)
-    for rank, found in enumerate(ranks(8).run(made_groups, described)):
+    sizes = parallel_dims(described, 8)
+    for rank, found in enumerate(rank_pool(8).run(made_groups, described)):
 
         def mine(of_axis: list[tuple[int, ...]], rank: int = rank) -> list[int]:
             (group,) = [group for group in of_axis if rank in group]
             return list(group)
 
-        expected = {axis: mine(groups(sizes, axis)) for axis in ("pp", "cp", "tp") if getattr(sizes, axis) > 1}
-        expected["dp"] = mine(groups(sizes, "dp_replicate", "dp_shard", "cp"))
-        expected["ep"] = mine(expert_groups(sizes))
+        expected = {axis: mine(process_groups(sizes, axis)) for axis in ("pp", "cp", "tp") if getattr(sizes, axis) > 1}
+        expected["dp"] = mine(process_groups(sizes, "dp_replicate", "dp_shard", "cp"))
+        expected["ep"] = mine(expert_parallel_groups(sizes))
         place = expected["ep"].index(rank)
-        assert place == sizes.expert_place(rank)
-        stage = mine(groups(sizes, "dp_replicate", "dp_shard", "cp", "tp"))
+        assert place == sizes.expert_rank(rank)
+        stage = mine(process_groups(sizes, "dp_replicate", "dp_shard", "cp", "tp"))
         expected["same experts"] = stage[place :: sizes.ep]
         assert {name: ranks for name, ranks in found.items() if len(ranks) > 1} == {
             name: ranks for name, ranks in expected.items() if len(ranks) > 1

@@ -17,7 +17,7 @@ from phalanx.parallel import offload
 from phalanx.parallel.offload import SMALL_BYTES, DiskOffload, MappedFile
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
+from phalanx.testing import rank_pool
 
 OPTIMIZERS = {"adamw": {}, "sgd": {"optimizer.name": "sgd"}, "muon": {"optimizer.name": "muon"}}
 
@@ -43,9 +43,9 @@ def offloaded(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
 def test_state_in_files_changes_no_bit(data: str, precision: str, changes: Any, text: Path, tmp_path: Path) -> None:
     common = {"model": MOE, "layout.data": data, "training.precision": precision, "training.steps": 6, **changes}
     common |= {"layout.micro_batch": 2, "layout.bucket_mb": 0.01} if data != "zero3" else {}
-    in_memory = ranks(2).run(trajectory, described(text, tmp_path, common))
+    in_memory = rank_pool(2).run(trajectory, described(text, tmp_path, common))
     disk = {"layout.offload": "nvme", "layout.offload_directory": str(tmp_path)}
-    on_disk = ranks(2).run(offloaded, described(text, tmp_path, {**common, **disk}))
+    on_disk = rank_pool(2).run(offloaded, described(text, tmp_path, {**common, **disk}))
     assert [result for result, _ in on_disk] == in_memory
     states = {"adamw": 2, "sgd": 1, "muon": 1}[changes.get("optimizer.name", "adamw")]
     assert all(files >= 20 * states for _, files in on_disk)
@@ -54,8 +54,8 @@ def test_state_in_files_changes_no_bit(data: str, precision: str, changes: Any, 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 def test_state_in_cpu_memory_changes_no_bit(data: str, text: Path, tmp_path: Path) -> None:
     common = {"model": MOE, "layout.data": data, "training.precision": "bf16", "training.steps": 6}
-    in_memory = ranks(2).run(trajectory, described(text, tmp_path, common))
-    assert ranks(2).run(trajectory, described(text, tmp_path, {**common, "layout.offload": "cpu"})) == in_memory
+    in_memory = rank_pool(2).run(trajectory, described(text, tmp_path, common))
+    assert rank_pool(2).run(trajectory, described(text, tmp_path, {**common, "layout.offload": "cpu"})) == in_memory
 
 
 def half(run: RunSpec) -> None:
@@ -95,10 +95,10 @@ def test_a_tensor_more_than_files_may_be_open_is_explained(tmp_path: Path, monke
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
         kept = DiskOffload(tmp_path)  # takes what it may
-        assert len([kept.keep(torch.ones(SMALL_BYTES)) for _ in range(300)]) == 300
+        assert len([kept.to_host(torch.ones(SMALL_BYTES)) for _ in range(300)]) == 300
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         with pytest.raises(UserError, match="more open files than this process may have"):
-            kept.keep(torch.ones(SMALL_BYTES))
+            kept.to_host(torch.ones(SMALL_BYTES))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from parity.trajectory import DENSE, MOE, described, steps, trainer, trajectory
 from torch import nn
 
-from phalanx.cost.traffic import run_traffic
+from phalanx.cost.traffic import traffic_by_role
 from phalanx.data.loader import Batch, prefetch
 from phalanx.measure.collectives import CollectiveRecorder
-from phalanx.parallel.parameter_server import Server, Worker, parameter_server
+from phalanx.parallel.parameter_server import ParameterServer, ParameterServerWorker, build_parameter_server
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Layout, spread
+from phalanx.spec.layout import Layout, assign_parameters_to_servers
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
-from phalanx.train.metrics import Record
+from phalanx.testing import rank_pool
+from phalanx.train.metrics import MetricsRecord
 from phalanx.train.trainer import Trainer
 
 SERVER = {"layout.data": "parameter_server"}
@@ -38,8 +38,8 @@ def text() -> Path:
 @pytest.mark.parametrize("changes", [{}, {"layout.servers": 2}, {"optimizer.name": "muon", "model": MOE}])
 def test_asynchronous_with_staleness_0_is_synchronous_bit_for_bit(changes: Any, text: Path, tmp_path: Path) -> None:
     changes = {**SERVER, "training.precision": "bf16", **changes}
-    synchronous = ranks(4).run(trajectory, described(text, tmp_path, changes))
-    assert ranks(4).run(trajectory, described(text, tmp_path, {**changes, "layout.staleness": 0})) == synchronous
+    synchronous = rank_pool(4).run(trajectory, described(text, tmp_path, changes))
+    assert rank_pool(4).run(trajectory, described(text, tmp_path, {**changes, "layout.staleness": 0})) == synchronous
 
 
 def hold_last_worker(under_way: Trainer) -> None:
@@ -49,7 +49,7 @@ def hold_last_worker(under_way: Trainer) -> None:
     waiting = dist.new_group([run.layout.servers, last], backend="gloo")
     train_step, done = under_way.train_step, iter(range(1, 1000))
 
-    def held(batches: Iterator[Batch]) -> Record:
+    def held(batches: Iterator[Batch]) -> MetricsRecord:
         record, steps_done = train_step(batches), next(done)
         if steps_done == (1 if dist.get_rank() == last else most):
             dist.barrier(waiting)
@@ -72,7 +72,7 @@ def one_worker_is_slow(run: RunSpec) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("servers", [1, 2])
 def test_staleness_is_used_bounded_and_reported(servers: int, text: Path, tmp_path: Path) -> None:
     changes = {**SERVER, "layout.staleness": 2, "layout.servers": servers, "training.steps": 40}
-    results = ranks(4).run(one_worker_is_slow, described(text, tmp_path, changes))
+    results = rank_pool(4).run(one_worker_is_slow, described(text, tmp_path, changes))
     stale = [record["staleness"] for record in results[0]]
     assert max(stale) <= 2
     assert max(stale) > 0, "nobody went ahead of the slow worker"
@@ -87,17 +87,17 @@ def evaluated_before_an_update(run: RunSpec) -> float:
     """The step of this rank's first record, where the server updates only when all workers have made a step."""
     under_way = trainer(run)
     batches, everybody = prefetch(under_way.loader, 0, run.training.steps), dist.new_group(backend="gloo")
-    update = under_way.strategy.update
+    update = under_way.strategy.step
 
     def held(optimizers: Any) -> None:
-        under_way.strategy.update = update  # type: ignore[method-assign]
+        under_way.strategy.step = update  # type: ignore[method-assign]
         dist.barrier(everybody)
         update(optimizers)
 
-    if not under_way.strategy.computes:
-        under_way.strategy.update = held  # type: ignore[method-assign]
+    if not under_way.strategy.runs_model:
+        under_way.strategy.step = held  # type: ignore[method-assign]
     first = under_way.train_step(batches)["step"]
-    if under_way.strategy.computes:
+    if under_way.strategy.runs_model:
         dist.barrier(everybody)
     under_way.train_step(batches)
     under_way.evaluate()
@@ -106,15 +106,15 @@ def evaluated_before_an_update(run: RunSpec) -> float:
 
 def test_all_ranks_evaluate_before_the_first_update_was_heard_of(text: Path, tmp_path: Path) -> None:
     changes = {**SERVER, "layout.staleness": 4, "training.steps": 2, "optimizer.warmup_steps": 1}
-    assert ranks(3).run(evaluated_before_an_update, described(text, tmp_path, changes), timeout=60) == [1, 0, 0]
+    assert rank_pool(3).run(evaluated_before_an_update, described(text, tmp_path, changes), timeout=60) == [1, 0, 0]
 
 
 def stopped_by_one_worker(run: RunSpec) -> tuple[int, int]:
     """The step after which this rank stops when the first worker is asked to at once, and how many it made."""
     under_way = trainer(run)
-    under_way.asked_to_stop = dist.get_rank() == run.layout.servers
+    under_way.stop_requested = dist.get_rank() == run.layout.servers
     batches, steps_done = prefetch(under_way.loader, 0, run.training.steps), 0
-    while not under_way.stop:
+    while not under_way.should_stop:
         under_way.train_step(batches)
         steps_done += 1
     under_way.evaluate()
@@ -125,7 +125,7 @@ def stopped_by_one_worker(run: RunSpec) -> tuple[int, int]:
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_all_ranks_stop_after_the_same_step(servers: int, staleness: int, text: Path, tmp_path: Path) -> None:
     changes = {**SERVER, "layout.staleness": staleness, "layout.servers": servers, "training.steps": 100}
-    results = ranks(4).run(stopped_by_one_worker, described(text, tmp_path, changes), timeout=60)
+    results = rank_pool(4).run(stopped_by_one_worker, described(text, tmp_path, changes), timeout=60)
     assert results == [(2 + staleness, 2 + staleness)] * 4
 
 
@@ -136,7 +136,7 @@ def exchanged(run: RunSpec) -> dict[str, float]:
     with CollectiveRecorder() as recorder:
         for _ in range(10):
             under_way.train_step(batches)
-        under_way.strategy.settle()
+        under_way.strategy.drain_pending_updates()
     total = Counter[str]()
     for call in recorder.calls:
         total[call.operation] += call.size_bytes
@@ -147,8 +147,8 @@ def test_asynchronous_traffic_is_the_formulas(text: Path, tmp_path: Path) -> Non
     """A worker receives ahead of time, and a server for who is ahead: both in full numbers of messages."""
     model = {**DENSE, "width": 64, "heads": 4, "kv_heads": 2, "vocab": 1024}
     run = described(text, tmp_path, {**SERVER, "layout.staleness": 1, "model": model})
-    server, *workers = ranks(3).run(exchanged, run)
-    predicted = run_traffic(run, 3)
+    server, *workers = rank_pool(3).run(exchanged, run)
+    predicted = traffic_by_role(run, 3)
     for got, role in ((server, "server"), (workers[0], "worker"), (workers[1], "worker")):
         for traffic in predicted[role]:
             ahead = 2 * traffic.bytes if (role, traffic.operation) == ("server", "recv") else 0  # posted, not yet sent
@@ -158,7 +158,7 @@ def test_asynchronous_traffic_is_the_formulas(text: Path, tmp_path: Path) -> Non
 def test_parameters_of_two_types_are_refused() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(UserError, match=r"1.bias in torch.float64"):
-        parameter_server(module, Layout(data="parameter_server"), torch.device("cpu"))
+        build_parameter_server(module, Layout(data="parameter_server"), torch.device("cpu"))
 
 
 def held(run: RunSpec) -> tuple[int, int, int]:
@@ -173,9 +173,9 @@ def held(run: RunSpec) -> tuple[int, int, int]:
         for value in values.values()
         if value.numel() > 1
     )
-    if isinstance(strategy, Server):
+    if isinstance(strategy, ParameterServer):
         return strategy.weights.numel(), strategy.sum.numel(), state
-    assert isinstance(strategy, Worker)
+    assert isinstance(strategy, ParameterServerWorker)
     return sum(w.numel() for w in strategy.weights), sum(s.numel() for s in strategy.sums), state
 
 
@@ -184,7 +184,7 @@ def test_workers_hold_weights_and_gradients_whatever_the_optimizer(
     optimizer: str, states: int, text: Path, tmp_path: Path
 ) -> None:
     run = described(text, tmp_path, {**SERVER, "layout.servers": 2, "optimizer.name": optimizer})
-    *servers, first, second = ranks(4).run(held, run)
+    *servers, first, second = rank_pool(4).run(held, run)
     whole = first[0]
     assert first == second == (whole, whole, 0)
     assert sum(server[0] for server in servers) == whole
@@ -194,7 +194,7 @@ def test_workers_hold_weights_and_gradients_whatever_the_optimizer(
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 6))
 def test_parameters_are_spread_by_size(sizes: dict[str, int], servers: int) -> None:
-    owner = spread(sizes, servers)
+    owner = assign_parameters_to_servers(sizes, servers)
     assert owner.keys() == sizes.keys()
     load = [sum(size for name, size in sizes.items() if owner[name] == server) for server in range(servers)]
     # Any list scheduling: at most 2 - 1/m of the best (Graham 1969, theorem 1), which is at least this.

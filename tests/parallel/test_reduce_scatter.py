@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.exposed import ExposedTime
+from phalanx.parallel.exposed import WaitTimer
 from phalanx.parallel.fsdp import DeferredReduceScatter
-from phalanx.testing import ranks
+from phalanx.testing import rank_pool
 
 SIZES = (3, 1, 5)
 """Elements that a rank keeps of each of three blocks."""
@@ -24,7 +24,7 @@ def blocks(dtype: torch.dtype) -> list[Tensor]:
 
 def both(deferred: bool, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[bool], float]:
     """Our sums and PyTorch's; which of ours were there before `finish`; and the seconds waited."""
-    group, exposed = dist.group.WORLD, ExposedTime()
+    group, exposed = dist.group.WORLD, WaitTimer()
     assert group is not None
     reduce_scatter = DeferredReduceScatter(exposed, deferred)
     ours = [torch.full((size,), torch.nan, dtype=dtype) for size in SIZES]
@@ -36,13 +36,13 @@ def both(deferred: bool, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]
     reduce_scatter.finish()  # nothing is left to end
     for block, out in zip(blocks(dtype), theirs, strict=True):
         dist.reduce_scatter_tensor(out, block, group=group)
-    return ours, theirs, there, exposed.take()
+    return ours, theirs, there, exposed.pop_seconds()
 
 
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_sums_are_those_of_pytorch(world_size: int, deferred: bool) -> None:
-    for ours, theirs, there, seconds in ranks(world_size).run(both, deferred, torch.float64):
+    for ours, theirs, there, seconds in rank_pool(world_size).run(both, deferred, torch.float64):
         for our, their in zip(ours, theirs, strict=True):
             torch.testing.assert_close(our, their, rtol=1e-14, atol=1e-14)
         assert there == [True, True, not deferred]  # each ends when the next begins
@@ -50,6 +50,6 @@ def test_sums_are_those_of_pytorch(world_size: int, deferred: bool) -> None:
 
 
 def test_fp32_sums_are_near() -> None:
-    for ours, theirs, _, _ in ranks(2).run(both, True, torch.float32):
+    for ours, theirs, _, _ in rank_pool(2).run(both, True, torch.float32):
         for our, their in zip(ours, theirs, strict=True):
             torch.testing.assert_close(our, their)

@@ -10,9 +10,9 @@ from parity.trajectory import DENSE, MOE, Table
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.split_backward import Later, finish_weights, split_backward
+from phalanx.parallel.split_backward import DeferredWeightGrads, compute_weight_grads, split_backward
 from phalanx.parallel.strategy import named_parameters
-from phalanx.spec.base import parse
+from phalanx.spec.base import parse_table
 from phalanx.spec.model import ModelSpec
 
 MODELS: dict[str, Table] = {
@@ -27,11 +27,11 @@ MODELS: dict[str, Table] = {
 @pytest.mark.parametrize("model", MODELS)
 def test_halves_are_the_whole(model: str, recompute: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    spec = parse(ModelSpec, MODELS[model])
+    spec = parse_table(ModelSpec, MODELS[model])
     whole = Transformer(spec).to(torch.float64 if dtype == torch.float64 else torch.float32)
     for parameter in whole.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    halves, later = copy.deepcopy(whole), Later()
+    halves, later = copy.deepcopy(whole), DeferredWeightGrads()
     split_backward(halves, later)
     if recompute:
         for index, block in enumerate(halves.blocks):
@@ -45,12 +45,12 @@ def test_halves_are_the_whole(model: str, recompute: bool, dtype: torch.dtype) -
 
     loss(whole).backward()
     for turn in range(2):  # gradients add up
-        with later.collecting() as put_off:
+        with later.deferring() as put_off:
             loss(halves).backward()
         if turn == 0:
             waiting = [name for name, parameter in named_parameters(halves) if parameter.grad is None]
             assert len(waiting) == len(put_off) > 5
-        finish_weights(put_off)
+        compute_weight_grads(put_off)
         assert not put_off
     loss(halves).backward()  # and whole backward passes still work
     for (name, one), (_, other) in zip(named_parameters(whole), named_parameters(halves), strict=True):
@@ -62,14 +62,14 @@ def test_halves_are_the_whole(model: str, recompute: bool, dtype: torch.dtype) -
 
 
 def test_only_linear_layers_and_experts_wait() -> None:
-    spec = parse(ModelSpec, MOE)
-    module, later = Transformer(spec), Later()
+    spec = parse_table(ModelSpec, MOE)
+    module, later = Transformer(spec), DeferredWeightGrads()
     split_backward(module, later)
-    with later.collecting() as put_off:
+    with later.deferring() as put_off:
         logits, auxiliary = module(torch.randint(spec.vocab, (1, 8)))
         (logits.sum() + auxiliary).backward()
     waiting = {name for name, parameter in module.named_parameters() if parameter.grad is None}
     assert waiting
     assert all("norm" not in name and "embedding" not in name for name in waiting)
-    finish_weights(put_off)
+    compute_weight_grads(put_off)
     assert all(parameter.grad is not None for parameter in module.parameters())

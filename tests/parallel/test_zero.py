@@ -12,10 +12,10 @@ import torch.distributed as dist
 from parity.trajectory import MOE, described, steps, trainer, trajectory
 
 from phalanx.parallel import zero
-from phalanx.parallel.strategy import pieces_of
+from phalanx.parallel.strategy import chunk_by_bytes
 from phalanx.parallel.zero import ZeRO
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
+from phalanx.testing import rank_pool
 
 PIECE_BYTES = {2: 52_000, 4: 26_000}
 """By world size: without padding, the last rank's rows would make other pieces than the first's."""
@@ -35,7 +35,7 @@ def in_pieces(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
         under_way = trainer(run)
         result = steps(under_way, run.training.steps)
     assert isinstance(under_way.strategy, ZeRO)
-    return result, len(pieces_of(under_way.strategy.buckets, limit))
+    return result, len(chunk_by_bytes(under_way.strategy.buckets, limit))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -44,6 +44,6 @@ def test_muon_gathers_matrices_piece_by_piece(data: str, world_size: int, text: 
     changes: dict[str, Any] = {"model": {**MOE, **ODD}, "optimizer.name": "muon", "training.steps": 6}
     expected = trajectory(described(text, tmp_path / "one", changes))
     run = described(text, tmp_path, {**changes, "layout.data": data, "layout.bucket_mb": 0.01})
-    for result, pieces in ranks(world_size).run(in_pieces, run):
+    for result, pieces in rank_pool(world_size).run(in_pieces, run):
         assert result == [pytest.approx(step, rel=1e-10) for step in expected]
         assert pieces > 3

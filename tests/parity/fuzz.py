@@ -18,9 +18,9 @@ from parity.trajectory import DENSE, GPT2, MOE, Table, described, proof
 from phalanx.cost.stages import check_layout
 from phalanx.schedule.named import PUBLISHED
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import SHARDED
+from phalanx.spec.layout import SHARDED_STRATEGIES
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
+from phalanx.testing import rank_pool
 
 STEPS = 5
 SEQUENCES = 8
@@ -50,7 +50,7 @@ def draw(dice: random.Random) -> tuple[int, str, int, Table]:
         layout["layout.ep"] = ep
     if data == "hsdp":
         layout["layout.dp_shard"] = 2
-    if data in SHARDED:
+    if data in SHARDED_STRATEGIES:
         layout["layout.offload"] = dice.choice(["none", "none", "cpu"])
     if data == "parameter_server":
         layout["layout.servers"] = dice.choice([1, 2])
@@ -103,7 +103,7 @@ def difference(text: Path, world_size: int, model: str, layers: int, changes: Ta
     kept = {key: value for key, value in changes.items() if not key.startswith("layout.")}
     expected = reference(text, model, layers, tuple(sorted(kept.items())))
     run = described(text, Path(tempfile.mkdtemp()), settings(model, layers, changes))
-    results = ranks(world_size).run(proof, run)
+    results = rank_pool(world_size).run(proof, run)
     return max(
         abs(got - wanted) / abs(wanted)
         for result in results

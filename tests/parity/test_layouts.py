@@ -19,11 +19,11 @@ from parity.fuzz import difference, layouts
 from parity.trajectory import DENSE, GPT2, MOE, described, proof
 from phalanx.cost.stages import check_pipeline
 from phalanx.schedule.action import to_csv
-from phalanx.schedule.named import from_file
-from phalanx.schedule.search import search
-from phalanx.schedule.simulate import Times
+from phalanx.schedule.named import load_schedule_csv
+from phalanx.schedule.search import search_schedule
+from phalanx.schedule.simulate import ActionTimes
 from phalanx.spec.errors import UserError
-from phalanx.testing import ranks
+from phalanx.testing import rank_pool
 
 MODELS = {"dense": DENSE, "moe": MOE}
 MODELS |= {"deep": {**DENSE, "layers": 4}, "deep-moe": {**MOE, "layers": 4}, "deeper": {**DENSE, "layers": 8}}
@@ -315,7 +315,7 @@ def layout(row: Row, model: str) -> dict[str, Any]:
 def test_equals_one_process(row: Row, model: str, text: Path, length: dict[str, Any], tmp_path: Path) -> None:
     changes = {**layout(row, model), **length}
     run, expected = described(text, tmp_path, changes), reference(text, model, changes)
-    results = [proof(run)] if row.ranks == 1 else ranks(row.ranks).run(proof, run)
+    results = [proof(run)] if row.ranks == 1 else rank_pool(row.ranks).run(proof, run)
     for rank, result in enumerate(results):
         assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
 
@@ -337,7 +337,7 @@ def test_every_optimizer_equals_one_process(
     changes = OPTIMIZERS[optimizer]
     run = described(text, tmp_path, {"model": MODELS[model], **DATA[data], **changes, **length})
     expected = reference(text, model, {**changes, **length})
-    for rank, result in enumerate(ranks(world_size).run(proof, run)):
+    for rank, result in enumerate(rank_pool(world_size).run(proof, run)):
         assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
 
 
@@ -365,7 +365,7 @@ NEAR += [expert(2, 2), expert(2, 4, layout__tp=2, layout__data="zero3")]
 def test_bf16_is_near_one_process(row: Row, model: str, text: Path, length: dict[str, Any], tmp_path: Path) -> None:
     changes = {**layout(row, model), **length, "training.precision": "bf16"}
     run, expected = described(text, tmp_path, changes), reference(text, model, changes)
-    result = ranks(row.ranks).run(proof, run)[0]
+    result = rank_pool(row.ranks).run(proof, run)[0]
     assert [loss for loss, _ in result] == pytest.approx([loss for loss, _ in expected], rel=0.02)
 
 
@@ -380,23 +380,23 @@ def test_halves_of_backward_passes_add_up_as_whole_ones_do_in_bf16(
         described(text, tmp_path / schedule, {**changes, **pipeline(schedule, 2, 4).changes})
         for schedule in ("1f1b", "zb-h1")
     )
-    assert ranks(4).run(proof, halves) == ranks(4).run(proof, whole)
+    assert rank_pool(4).run(proof, halves) == rank_pool(4).run(proof, whole)
 
 
 def test_a_schedule_from_a_file_equals_one_process(text: Path, length: dict[str, Any], tmp_path: Path) -> None:
     """A searched order, written as CSV and trained with; of one that cannot run the first violation is said."""
     file = tmp_path / "searched.csv"
-    times = Times(forward=2, input=3, weight=2, transfer=1)
-    file.write_text(to_csv(search(2, 8, times, Fraction(2), moves=200)))
+    times = ActionTimes(forward=2, input_grad=3, weight_grad=2, transfer=1)
+    file.write_text(to_csv(search_schedule(2, 8, times, Fraction(2), moves=200)))
     changes = {"layout.pp": 2, "layout.schedule_file": str(file), "layout.micro_batch": 1}
     for model in DEEP:
         run = described(text, tmp_path, {"model": MODELS[model], **changes, **length})
         expected = reference(text, model, length)
-        for rank, result in enumerate(ranks(2).run(proof, run)):
+        for rank, result in enumerate(rank_pool(2).run(proof, run)):
             assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
     lines = file.read_text().splitlines()
     file.write_text("\n".join([lines[0].replace("0F0,", "", 1), *lines[1:]]))
-    from_file.cache_clear()
+    load_schedule_csv.cache_clear()
     with pytest.raises(UserError, match=r"0F0"):
         check_pipeline(run, 2)
 

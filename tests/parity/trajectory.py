@@ -14,9 +14,9 @@ import torch
 
 from phalanx.data.loader import prefetch
 from phalanx.data.prepare import prepare
-from phalanx.spec.load import build_run
+from phalanx.spec.load import run_from_table
 from phalanx.spec.run import RunSpec
-from phalanx.train.corpus import open_corpus
+from phalanx.train.corpus import open_training_data
 from phalanx.train.trainer import Trainer
 
 Table = dict[str, Any]
@@ -63,13 +63,13 @@ def described(text: Path, out: Path, changes: Table) -> RunSpec:
             table.setdefault(section, {})[name] = value
         else:
             table[section] = value
-    return build_run(table)
+    return run_from_table(table)
 
 
 def trainer(run: RunSpec) -> Trainer:
     """The real trainer of a run on this rank; every rank finds the data prepared."""
     prepared = prepare(run.data)
-    return Trainer(run, open_corpus(run, prepared), Path(run.out) / run.name, torch.device("cpu"))
+    return Trainer(run, open_training_data(run, prepared), Path(run.out) / run.name, torch.device("cpu"))
 
 
 def steps(under_way: Trainer, last: int) -> list[tuple[float, float]]:
@@ -91,5 +91,5 @@ def trajectory(run: RunSpec) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step, on this rank."""
     under_way = trainer(run)
     result = steps(under_way, run.training.steps)
-    under_way.strategy.settle()
+    under_way.strategy.drain_pending_updates()
     return result

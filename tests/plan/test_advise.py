@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from phalanx.cost.checkpointing import best_checkpoints, held_layers, recompute_overhead
-from phalanx.plan.advise import ALIKE, Advice, Advised, advise
-from phalanx.plan.candidates import candidates
-from phalanx.plan.fits import LIKELY
-from phalanx.plan.rules import BY_SIZE, RULES, Degree, Rule, Situation
-from phalanx.plan.search import evaluate, in_order, offers, search
+from phalanx.cost.checkpointing import optimal_num_checkpoints, peak_layers_held, recompute_overhead
+from phalanx.plan.advise import ALIKE, Advice, AdviceReport, advise
+from phalanx.plan.candidates import enumerate_layouts
+from phalanx.plan.fits import MAX_OOM_PROBABILITY
+from phalanx.plan.rules import BY_SIZE, RULES, DegreeRange, RuleOfThumb, RunSituation
+from phalanx.plan.search import evaluate, rank_fitting, runnable_layouts, search_layouts
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import build_run
+from phalanx.spec.load import run_from_table
 from phalanx.spec.run import RunSpec
 
 GIB = 2**30
-PLAIN = Situation(
+PLAIN = RunSituation(
     parameters=10**9, layers=24, experts=False, sequences=64, ranks=16, domain=8, memory_bytes=80 * GIB,
     state={"parameters": 4 * GIB, "gradients": 4 * GIB, "optimizer": 8 * GIB}, activation_bytes=GIB,
     recomputed_bytes=GIB / 4, layer_bytes=GIB, alone=True,
@@ -29,28 +29,28 @@ PLAIN = Situation(
 def make(model: str, machine: str = "h100", nodes: int = 1, tokens: int = 2**22, sequence: int = 8192) -> RunSpec:
     training = {"sequence": sequence, "tokens_per_step": tokens}
     cluster = {"preset": machine, "nodes": nodes, "nproc": 8}
-    return build_run({"model": {"preset": model}, "training": training, "cluster": cluster})
+    return run_from_table({"model": {"preset": model}, "training": training, "cluster": cluster})
 
 
-def applying(situation: Situation) -> set[str]:
+def applying(situation: RunSituation) -> set[str]:
     return {rule.name for rule in RULES if rule.applies(situation)}
 
 
-def of(advised: Advised, name: str) -> Advice:
+def of(advised: AdviceReport, name: str) -> Advice:
     return next(advice for advice in advised.advice if advice.rule.name == name)
 
 
-def names(rule: Rule) -> dict[str, Any]:
+def names(rule: RuleOfThumb) -> dict[str, Any]:
     return {field: wanted if isinstance(wanted, tuple) else str(wanted) for field, wanted in rule.wants.items()}
 
 
 @pytest.fixture(scope="module")
-def eight_billion() -> Advised:
+def eight_billion() -> AdviceReport:
     return advise(make("llama3-8b", nodes=4), 32)
 
 
 @pytest.fixture(scope="module")
-def seventy_billion() -> Advised:
+def seventy_billion() -> AdviceReport:
     return advise(make("llama3-70b", nodes=16), 128)
 
 
@@ -86,21 +86,26 @@ def test_a_boundary_belongs_to_the_larger_class(billions):
 
 def test_checkpoints_of_64_layers():
     """T26: eight checkpoints, sixteen layers' worth, and one forward pass more, a third of a step's compute."""
-    assert best_checkpoints(64) == 8
-    assert held_layers(64, 8) == 16
-    assert all(held_layers(64, other) > 16 for other in range(1, 65) if other != 8)
-    assert [best_checkpoints(layers) for layers in (1, 32, 81, 100)] == [1, 6, 9, 10]
+    assert optimal_num_checkpoints(64) == 8
+    assert peak_layers_held(64, 8) == 16
+    assert all(peak_layers_held(64, other) > 16 for other in range(1, 65) if other != 8)
+    assert [optimal_num_checkpoints(layers) for layers in (1, 32, 81, 100)] == [1, 6, 9, 10]
     assert recompute_overhead() == pytest.approx(1 / 3)
     assert recompute_overhead(backward=1) == pytest.approx(1 / 2)
 
 
 def test_degrees():
-    assert [value for value in range(1, 20) if Degree(2).holds(value, 8)] == list(range(2, 20))
-    assert [value for value in range(1, 20) if Degree(1, "domain").holds(value, 8)] == list(range(1, 9))
-    assert [value for value in range(1, 20) if Degree("domain").holds(value, 8)] == list(range(8, 20))
-    assert [str(degree) for degree in (Degree(1, 1), Degree(2), Degree(1, "domain"), Degree("domain"))] == [
-        "1", "at least 2", "at most the domain", "at least the domain",
-    ]  # fmt: skip
+    assert [value for value in range(1, 20) if DegreeRange(2).holds(value, 8)] == list(range(2, 20))
+    assert [value for value in range(1, 20) if DegreeRange(1, "domain").holds(value, 8)] == list(range(1, 9))
+    assert [value for value in range(1, 20) if DegreeRange("domain").holds(value, 8)] == list(range(8, 20))
+    assert [
+        str(degree) for degree in (DegreeRange(1, 1), DegreeRange(2), DegreeRange(1, "domain"), DegreeRange("domain"))
+    ] == [
+        "1",
+        "at least 2",
+        "at most the domain",
+        "at least the domain",
+    ]
 
 
 SMALL = {
@@ -164,10 +169,10 @@ def test_memory_to_spare_is_what_zb_h2_needs(seventy_billion):
         (make("llama3-70b", nodes=16), seventy_billion, False),
     ):
         ranks = advised.situation.ranks
-        pipelines = [c for c in candidates(run, ranks) if c.pp > 1 and c.schedule == "1f1b"]
-        fastest = next(offers(run, ranks, in_order(run, ranks, pipelines))).candidate
+        pipelines = [c for c in enumerate_layouts(run, ranks) if c.pp > 1 and c.schedule == "1f1b"]
+        fastest = next(runnable_layouts(run, ranks, rank_fitting(run, ranks, pipelines))).candidate
         other = evaluate(run, ranks, [replace(fastest, schedule="zb-h2")])[0]
-        assert advised.situation.spare == spare == (other.p_oom < LIKELY)
+        assert advised.situation.spare == spare == (other.p_oom < MAX_OOM_PROBABILITY)
 
 
 def test_eight_billion_parameters_disagree_with_the_guide_by_size(eight_billion):
@@ -207,7 +212,7 @@ def test_a_rule_whose_layouts_do_not_fit_says_what_is_too_much():
     advice = of(advised, "1B to 10B parameters")
     assert advice.verdict == "does not fit"
     assert advice.option is not None
-    assert advice.option.p_oom >= LIKELY
+    assert advice.option.p_oom >= MAX_OOM_PROBABILITY
     assert advice.more_bytes == advice.option.memory_bytes - advised.best.memory_bytes > 0
     assert "state 15.0" in advice.reason, "weights in bf16: the rest is offloaded"
     assert "GiB of 24.0 of device memory" in advice.reason
@@ -224,20 +229,20 @@ def test_a_rule_that_no_layout_can_obey_says_so():
 
 def test_every_verdict_is_what_the_numbers_say(eight_billion, seventy_billion):
     for run, advised in ((make("llama3-8b", nodes=4), eight_billion), (make("llama3-70b", nodes=16), seventy_billion)):
-        found = candidates(run, advised.situation.ranks)
-        assert advised.best == search(run, advised.situation.ranks, keep=1).options[0]
+        found = enumerate_layouts(run, advised.situation.ranks)
+        assert advised.best == search_layouts(run, advised.situation.ranks, keep=1).options[0]
         assert {advice.verdict for advice in advised.advice} == {"agrees", "costs"}
         for advice in advised.advice:
             assert advice.reason
             assert advice.option is not None
-            assert advice.rule.obeyed(advice.option.candidate, 8)
-            assert advice.option.p_oom < LIKELY
+            assert advice.rule.is_satisfied_by(advice.option.candidate, 8)
+            assert advice.option.p_oom < MAX_OOM_PROBABILITY
             assert (advice.slower < ALIKE) == (advice.verdict == "agrees")
             # No layout that obeys the rule is faster: of a sample of all.
-            others = [c for c in found[::97] if advice.rule.obeyed(c, 8)]
-            fit = [o for o in evaluate(run, advised.situation.ranks, others) if o.p_oom < LIKELY]
+            others = [c for c in found[::97] if advice.rule.is_satisfied_by(c, 8)]
+            fit = [o for o in evaluate(run, advised.situation.ranks, others) if o.p_oom < MAX_OOM_PROBABILITY]
             assert all(o.step_seconds > 0.998 * advice.option.step_seconds for o in fit)
-        assert len(advised.advice) + len(advised.silent) == len(RULES)
+        assert len(advised.advice) + len(advised.inapplicable_rules) == len(RULES)
 
 
 def test_where_nothing_fits_it_says_what_would():

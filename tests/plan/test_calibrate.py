@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.cost.jobs import columns
+from phalanx.cost.jobs import job_table
 from phalanx.cost.step import StepTime, step_seconds
-from phalanx.plan.calibrate import MeasuredRun, calibrate, numbers, predicted, read_measured_run, truth_of
-from phalanx.plan.candidates import candidate_of, jobs_of
-from phalanx.plan.describe import times_of
-from phalanx.plan.search import search
-from phalanx.spec.cluster import Cluster, Measured
+from phalanx.plan.calibrate import MeasuredRun, calibrate, job_row, measured_targets, predict_run, read_measured_run
+from phalanx.plan.candidates import candidate_from_run, candidate_jobs
+from phalanx.plan.describe import time_constants_for
+from phalanx.plan.search import search_layouts
+from phalanx.spec.cluster import CalibrationSpec, ClusterSpec
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import build_run, load_machine
+from phalanx.spec.load import load_machine, run_from_table
 from phalanx.spec.run import RunSpec
 from phalanx.train.setup import to_toml
 
@@ -26,7 +26,7 @@ PROCESS, SHARE, BUFFERS = 400 * 2**20, 1.1, 0.7
 
 IMAGINED = MACHINE.model_copy(
     update={
-        "measured": Measured(
+        "measured": CalibrationSpec(
             runs=1, precision="fp32", time=TRUTH, decided=[], log_half_width=0.1, process_bytes=PROCESS,
             memory_share=SHARE, buffer_share=BUFFERS,
         )
@@ -37,13 +37,13 @@ IMAGINED = MACHINE.model_copy(
 def described(ranks: int, precision: str = "fp32", **layout: object) -> RunSpec:
     model = {"vocab": 2048, "width": 256, "layers": 8, "heads": 8, "ffn": 768, "context": 256}
     training = {"sequence": 256, "tokens_per_step": 4096, "precision": precision}
-    return build_run({"model": model, "training": training, "layout": layout, "cluster": {"nproc": ranks}})
+    return run_from_table({"model": model, "training": training, "layout": layout, "cluster": {"nproc": ranks}})
 
 
 def imagined(ranks: int, **layout: object) -> MeasuredRun:
     """A run as the model has it with the imagined constants."""
     blank = MeasuredRun(str(layout), described(ranks, **layout), ranks, 1.0, 1.0, None)
-    seconds, _, memory = predicted(IMAGINED, blank)
+    seconds, _, memory = predict_run(IMAGINED, blank)
     return replace(blank, step_seconds=seconds, memory_bytes=memory)
 
 
@@ -73,7 +73,7 @@ def found():
 )  # fmt: skip
 def test_layouts_that_it_has_not_seen_are_predicted(found, ranks, layout):
     other = imagined(ranks, **layout)
-    seconds, width, memory = predicted(found.machine, other)
+    seconds, width, memory = predict_run(found.machine, other)
     assert seconds == pytest.approx(other.step_seconds, rel=0.03)
     assert memory == pytest.approx(other.memory_bytes, rel=0.01)
     assert 1 < width < 1.1
@@ -112,9 +112,9 @@ def test_runs_at_odds_are_expected_to_stay_so():
 def test_a_calibrated_machine_is_planned_with(found):
     run = described(4)
     run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc": 4})})
-    best = search(run, 4).options[0]
+    best = search_layouts(run, 4).options[0]
     seen = MeasuredRun("best", run.model_copy(update={"layout": best.candidate.layout()}), 4, 1.0, 1.0, None)
-    seconds, width, memory = predicted(found.machine, seen)
+    seconds, width, memory = predict_run(found.machine, seen)
     assert best.step_seconds == pytest.approx(seconds)
     assert best.high_seconds == pytest.approx(seconds * width)
     assert best.memory_bytes >= memory
@@ -146,14 +146,14 @@ def test_a_constant_that_there_is_not(found):
     run = described(2)
     run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc": 2, "measured": wrong})})
     with pytest.raises(UserError, match="did you mean 'gemm_"):
-        search(run, 2)
+        search_layouts(run, 2)
 
 
 def test_another_precision_than_it_was_calibrated_in(found):
     run = described(2, precision="bf16")
     run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc": 2})})
     with pytest.raises(UserError, match=r'set training\.precision = "fp32"'):
-        search(run, 2)
+        search_layouts(run, 2)
 
 
 # -- run directories ----------------------------------------------------------------------------------------------
@@ -249,15 +249,17 @@ def test_waits_that_the_plan_does_not_have_tell_nothing():
     np.testing.assert_allclose(found.after, [run.step_seconds], rtol=0.05)
 
 
-def step_parts(machine: Cluster, run: MeasuredRun) -> StepTime:
+def step_parts(machine: ClusterSpec, run: MeasuredRun) -> StepTime:
     own = run.run.model_copy(update={"cluster": machine.model_copy(update={"nproc": run.ranks})})
-    return step_seconds(times_of(machine), jobs_of(own, run.ranks, [candidate_of(own, run.ranks)]))
+    return step_seconds(
+        time_constants_for(machine), candidate_jobs(own, run.ranks, [candidate_from_run(own, run.ranks)])
+    )
 
 
 def test_what_ranks_that_share_cores_compute_is_not_taken_for_their_own():
     alone, crowded = (
         replace(imagined(ranks, micro_batch=2), computing_seconds=0.5, waiting_seconds=0.4) for ranks in (2, 4)
     )
-    of = truth_of([alone, crowded], columns([numbers(run, IMAGINED) for run in (alone, crowded)]))
+    of = measured_targets([alone, crowded], job_table([job_row(run, IMAGINED) for run in (alone, crowded)]))
     np.testing.assert_array_equal(of.computing, [0.5, np.nan])
     np.testing.assert_array_equal(of.waiting, [0.4, np.nan])

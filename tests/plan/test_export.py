@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import yaml
 
-from phalanx.cost.stages import stage_layers
+from phalanx.cost.stages import layers_per_stage
 from phalanx.plan.export import export
-from phalanx.plan.exports.exported import NAMES, Exported, Trainer
+from phalanx.plan.exports.exported import NAMES, ExportedConfig, Trainer
 from phalanx.schedule.action import to_csv
-from phalanx.schedule.named import named
+from phalanx.schedule.named import build_schedule
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import degrees
-from phalanx.spec.load import build_run
-from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.layout import parallel_dims
+from phalanx.spec.load import run_from_table
+from phalanx.spec.run import RunSpec, plan_batch
 
 Table = dict[str, Any]
 FLAGS = Path(__file__).parent / "flags"
@@ -39,7 +39,7 @@ EXPERTS = {**SMALL, "moe": {"experts": 8, "top_k": 2, "ffn": 128, "shared_expert
 
 def make(model: Table = LLAMA, training: Table | None = None, optimizer: Table | None = None, **layout: Any) -> RunSpec:
     """A run of 64 sequences of 1,024 tokens a step."""
-    return build_run(
+    return run_from_table(
         {
             "name": "other",
             "model": model,
@@ -51,7 +51,7 @@ def make(model: Table = LLAMA, training: Table | None = None, optimizer: Table |
     )
 
 
-def flags(exported: Exported) -> Table:
+def flags(exported: ExportedConfig) -> Table:
     """Megatron-LM's flags, without dashes; True for those that have no value."""
     words = shlex.split(exported.text.replace("\\\n", " "), comments=True)
     found: Table = {}
@@ -61,7 +61,7 @@ def flags(exported: Exported) -> Table:
     return {name: value for name, value in found.items() if name not in ("nnodes", "nproc-per-node")}
 
 
-def flavor(exported: Exported) -> tuple[Table, Table]:
+def flavor(exported: ExportedConfig) -> tuple[Table, Table]:
     """The model that a note asks to be added to torchtitan, and its experts."""
     line = next(note for note in exported.notes if note.strip().startswith("Qwen3ModelArgs("))
     call = ast.parse(line.strip(), mode="eval").body
@@ -90,7 +90,7 @@ def known(trainer: str) -> set[str]:
     return {name for line in lines if not line.startswith("#") for name in line.split()}
 
 
-def written(exported: Exported, trainer: str) -> set[str]:
+def written(exported: ExportedConfig, trainer: str) -> set[str]:
     """Every name in what was written."""
     if trainer == "megatron":
         return set(flags(exported))
@@ -101,7 +101,7 @@ def written(exported: Exported, trainer: str) -> set[str]:
     return set(names(json.loads(exported.text) if trainer == "deepspeed" else yaml.safe_load(exported.text)))
 
 
-def read_megatron(exported: Exported) -> Table:
+def read_megatron(exported: ExportedConfig) -> Table:
     table = flags(exported)
     size = {axis: int(table[f"{axis}-parallel-size"]) for axis in ("tensor-model", "pipeline-model", "context")}
     tp, pp, cp = size.values()
@@ -114,7 +114,7 @@ def read_megatron(exported: Exported) -> Table:
     }  # fmt: skip
 
 
-def read_torchtitan(exported: Exported) -> Table:
+def read_torchtitan(exported: ExportedConfig) -> Table:
     table, (model, _) = tomllib.loads(exported.text), flavor(exported)
     axes, training = table["parallelism"], table["training"]
     pp = axes["pipeline_parallel_degree"]
@@ -128,7 +128,7 @@ def read_torchtitan(exported: Exported) -> Table:
     }  # fmt: skip
 
 
-def read_deepspeed(exported: Exported) -> Table:
+def read_deepspeed(exported: ExportedConfig) -> Table:
     table = json.loads(exported.text)
     micro, steps = table["train_micro_batch_size_per_gpu"], table["gradient_accumulation_steps"]
     return {
@@ -138,7 +138,7 @@ def read_deepspeed(exported: Exported) -> Table:
     }  # fmt: skip
 
 
-def read_nanotron(exported: Exported) -> Table:
+def read_nanotron(exported: ExportedConfig) -> Table:
     table = yaml.safe_load(exported.text)
     axes, tokens, model = table["parallelism"], table["tokens"], table["model"]["model_config"]
     micro = tokens["micro_batch_size"]
@@ -193,12 +193,28 @@ CASES: list[tuple[str, RunSpec]] = [
 @pytest.mark.parametrize(("trainer", "run"), CASES)
 def test_what_is_written_reads_back_equal(trainer: Trainer, run: RunSpec) -> None:
     exported = export(run, WORLD, trainer)
-    found, sizes, cut, spec = READERS[trainer](exported), degrees(run.layout, WORLD), cut_batch(run, WORLD), run.model
+    found, sizes, cut, spec = (
+        READERS[trainer](exported),
+        parallel_dims(run.layout, WORLD),
+        plan_batch(run, WORLD),
+        run.model,
+    )
     expected = {
-        "dp": sizes.dp, "tp": sizes.tp, "pp": sizes.pp, "cp": sizes.cp, "micro_batch": cut.micro_batch,
-        "sequences": cut.sequences, "sequence": 1024, "layers": spec.layers, "width": spec.width, "ffn": spec.ffn,
-        "heads": spec.heads, "head_dim": spec.head_dim, "kv_heads": spec.kv_heads, "vocab": spec.vocab,
-    }  # fmt: skip
+        "dp": sizes.dp_size,
+        "tp": sizes.tp,
+        "pp": sizes.pp,
+        "cp": sizes.cp,
+        "micro_batch": cut.micro_batch_size,
+        "sequences": cut.global_batch_size,
+        "sequence": 1024,
+        "layers": spec.layers,
+        "width": spec.width,
+        "ffn": spec.ffn,
+        "heads": spec.heads,
+        "head_dim": spec.head_dim,
+        "kv_heads": spec.kv_heads,
+        "vocab": spec.vocab,
+    }
     assert found == {name: expected[name] for name in found}
     assert found["dp"] * found["tp"] * found.get("pp", sizes.pp) * found["cp"] == WORLD
     if trainer != "deepspeed":
@@ -278,14 +294,14 @@ def test_what_nobody_chose_is_said_to_be_a_default(trainer: Trainer) -> None:
     layout = {"data": "zero1"} if trainer != "torchtitan" else {"data": "zero2"}
     table = {"model": QWEN | {"qk_norm": "none", "head_dim": 32}, "layout": {"micro_batch": 1, **layout}}
     batch = {"sequence": 1024, "tokens_per_step": 65_536}
-    left = export(build_run({**table, "training": batch}), WORLD, trainer)
+    left = export(run_from_table({**table, "training": batch}), WORLD, trainer)
     said = "optimizer.learning_rate = 0.003 and training.steps = 1000: defaults of Phalanx, not tuned for this model"
     assert any(note.startswith(said) for note in left.notes)
     assert trainer == "deepspeed" or f"# {said}" in left.text
-    half = export(build_run({**table, "training": {**batch, "steps": 9}}), WORLD, trainer)
+    half = export(run_from_table({**table, "training": {**batch, "steps": 9}}), WORLD, trainer)
     assert any(note.startswith("optimizer.learning_rate = 0.003: a default of Phalanx") for note in half.notes)
     chosen = {**table, "training": {**batch, "steps": 9}, "optimizer": {"learning_rate": 0.003}}
-    assert not any("default" in note for note in export(build_run(chosen), WORLD, trainer).notes)
+    assert not any("default" in note for note in export(run_from_table(chosen), WORLD, trainer).notes)
 
 
 def test_an_unknown_trainer_is_refused() -> None:
@@ -296,7 +312,7 @@ def test_an_unknown_trainer_is_refused() -> None:
 @pytest.mark.parametrize("layout", [{"pp": 4}, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}])
 def test_stages_are_cut_where_they_are_here(layout: Table) -> None:
     run = make(data="zero1", micro_batch=1, **layout)
-    lengths = [len(stage) for stage in stage_layers(run)]
+    lengths = [len(stage) for stage in layers_per_stage(run)]
     assert len(set(lengths)) > 1
     cut = flags(export(run, WORLD, "megatron"))["pipeline-model-parallel-layout"]
     assert (cut[0], cut[-1]) == ("E", "L")
@@ -339,10 +355,10 @@ def test_state_is_sharded_as_it_is_here(trainer: Trainer, run: RunSpec, expected
 
 def test_a_pipeline_of_torchtitan_has_all_micro_batches_of_a_step_at_once() -> None:
     run = make(pp=4, data="zero3", micro_batch=2)
-    table, cut = tomllib.loads(export(run, WORLD, "torchtitan").text), cut_batch(run, WORLD)
-    assert cut.accumulation > 1
-    assert table["training"]["local_batch_size"] == 2 * cut.accumulation
-    assert table["training"]["local_batch_size"] * cut.dp == cut.sequences
+    table, cut = tomllib.loads(export(run, WORLD, "torchtitan").text), plan_batch(run, WORLD)
+    assert cut.gradient_accumulation_steps > 1
+    assert table["training"]["local_batch_size"] == 2 * cut.gradient_accumulation_steps
+    assert table["training"]["local_batch_size"] * cut.dp_size == cut.global_batch_size
 
 
 @pytest.mark.parametrize(
@@ -393,9 +409,9 @@ def test_schedules_are_those_of_pytorch() -> None:
 
 
 def test_torchtitan_takes_schedules_from_files_but_for_those_of_v_shape(tmp_path: Path) -> None:
-    micro_batches = cut_batch(make(pp=4, data="zero3", micro_batch=2), WORLD).accumulation
+    micro_batches = plan_batch(make(pp=4, data="zero3", micro_batch=2), WORLD).gradient_accumulation_steps
     for name in ("zb-h1", "zb-v"):
-        (tmp_path / name).write_text(to_csv(named(name, 4, micro_batches)))
+        (tmp_path / name).write_text(to_csv(build_schedule(name, 4, micro_batches)))
     run = make(pp=4, data="zero3", micro_batch=2, schedule_file=str(tmp_path / "zb-h1"))
     axes = tomllib.loads(export(run, WORLD, "torchtitan").text)["parallelism"]
     assert axes["pipeline_parallel_schedule"] == "PipelineScheduleMulti"

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from parity.trajectory import DENSE, MOE, described, trainer
 
-from phalanx.cost.traffic import grouped_traffic
+from phalanx.cost.traffic import traffic_by_group
 from phalanx.data.loader import prefetch
-from phalanx.plan.matrix import members_of
-from phalanx.spec.layout import degrees
+from phalanx.plan.matrix import communicating_groups
+from phalanx.spec.layout import parallel_dims
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
-from phalanx.train.closely import MEASURED_STEP, measured_step
+from phalanx.testing import rank_pool
+from phalanx.train.closely import MEASURED_STEP, metered_step
 
 Groups = dict[tuple[str, tuple[int, ...]], float]
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -36,18 +36,18 @@ def collectives(run: RunSpec) -> list[dict[str, Any]]:
     batches = prefetch(under_way.loader, 0, MEASURED_STEP)
     for _ in range(MEASURED_STEP - 1):
         under_way.train_step(batches)
-    _, measured = measured_step(under_way, batches)
-    under_way.strategy.settle()
+    _, measured = metered_step(under_way, batches)
+    under_way.strategy.drain_pending_updates()
     found: list[dict[str, Any]] = measured["collectives"]
     return found
 
 
 def predicted(run: RunSpec, world_size: int) -> Groups:
     """Bytes that a member sends, by operation and group."""
-    sizes, found = degrees(run.layout, world_size), defaultdict[tuple[str, tuple[int, ...]], float](float)
-    for place, rows in enumerate(grouped_traffic(run, world_size).values()):
+    sizes, found = parallel_dims(run.layout, world_size), defaultdict[tuple[str, tuple[int, ...]], float](float)
+    for place, rows in enumerate(traffic_by_group(run, world_size).values()):
         for row in (row for row in rows if row.operation != "send"):
-            for group in map(tuple, members_of(run, sizes, row.among).tolist()):
+            for group in map(tuple, communicating_groups(run, sizes, row.group_kind).tolist()):
                 if group[0] // (sizes.cp * sizes.tp) % sizes.pp == place:
                     found[row.operation, group] += row.bytes
     return found
@@ -60,7 +60,7 @@ def test_runs_talk_in_the_groups_of_the_matrix(model: dict[str, Any], changes: d
     numbers = {"training.precision": "bf16", "layout.micro_batch": 1, "model": {**model, "layers": 4}}
     run = described(Path(json.__file__).parent, tmp_path, {**numbers, **changes})
     measured: Groups = defaultdict(float)
-    for rows in ranks(4).run(collectives, run):
+    for rows in rank_pool(4).run(collectives, run):
         for row in rows:
             group = tuple(sorted(row["group"]))
             measured[row["operation"], group] += row["sent_bytes"] / len(group)

@@ -11,15 +11,26 @@ import tomli_w
 
 from phalanx.cost.constants import memory_constants
 from phalanx.cost.memory import model_state_bytes, rank_memory
-from phalanx.cost.parameters import parameters
-from phalanx.plan.explain import option_of
-from phalanx.plan.fits import SURE as RISK
-from phalanx.plan.oom import Effect, alone, diagnose, enough, fits, held, limit_bytes, settings, slower, stepwise
+from phalanx.cost.parameters import count_parameters
+from phalanx.plan.explain import evaluate_layout
+from phalanx.plan.fits import SAFE_OOM_PROBABILITY as RISK
+from phalanx.plan.oom import (
+    RemedyEffect,
+    apply_until_fits,
+    changed_settings,
+    diagnose,
+    evaluate_single_remedies,
+    fits_after,
+    limit_bytes,
+    minimal_subset,
+    relative_slowdown,
+    run_footprint,
+)
 from phalanx.plan.remedies import REMEDIES
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
-from phalanx.spec.load import build_run, load_run
-from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.load import load_run, run_from_table
+from phalanx.spec.run import RunSpec, plan_batch
 
 GIB = 2**30
 Table = dict[str, Any]
@@ -31,7 +42,7 @@ def make(
 ) -> RunSpec:
     training = {"sequence": 1024, "tokens_per_step": 2**18, **(training or {})}
     cluster = {"preset": "h100", "nodes": 1, "nproc": 8, **(cluster or {})}
-    return build_run({"model": model or WIDE, "training": training, "cluster": cluster, "layout": layout})
+    return run_from_table({"model": model or WIDE, "training": training, "cluster": cluster, "layout": layout})
 
 
 C = memory_constants()
@@ -48,7 +59,7 @@ def eight_billion(**layout: Any) -> RunSpec:
     return make({"preset": "llama3-8b"}, training={"sequence": 8192, "tokens_per_step": 2**20}, **layout)
 
 
-def by_name(effects: list[Effect]) -> dict[str, Effect]:
+def by_name(effects: list[RemedyEffect]) -> dict[str, RemedyEffect]:
     return {effect.remedy.name: effect for effect in effects}
 
 
@@ -82,7 +93,7 @@ def run(request) -> RunSpec:
 def test_what_is_said_to_fit_fits_when_it_is_set(run, tmp_path):
     assert total(run) > limit_bytes(run), "the run is of use here only if it does not fit"
     found = diagnose(run)
-    assert fits(found.steps)
+    assert fits_after(found.steps)
     for effect in (*found.steps, *found.needed):
         assert effect.held
         changed = loaded(run, tmp_path, *effect.settings)
@@ -92,17 +103,17 @@ def test_what_is_said_to_fit_fits_when_it_is_set(run, tmp_path):
 
 
 def test_what_a_change_does_alone_it_does_when_it_is_set(run, tmp_path):
-    cut = cut_batch(run, run.cluster.ranks)
-    for effect in alone(run):
+    cut = plan_batch(run, run.cluster.ranks)
+    for effect in evaluate_single_remedies(run):
         if effect.held:
-            changed = loaded(run, tmp_path, f"layout.micro_batch={cut.micro_batch}", *effect.settings)
+            changed = loaded(run, tmp_path, f"layout.micro_batch={cut.micro_batch_size}", *effect.settings)
             assert total(changed) == effect.held.memory.total, effect.settings
             assert effect.held.fits == (total(changed) <= limit_bytes(changed))
             assert effect.freed_bytes == total(run) - total(changed)
 
 
 def test_what_is_freed_is_the_difference(run):
-    steps, before = stepwise(run), held(run).memory
+    steps, before = apply_until_fits(run), run_footprint(run).memory
     for effect in steps:
         assert effect.held
         assert effect.freed_bytes == before.total - effect.held.memory.total > 0.01 * before.total
@@ -116,41 +127,47 @@ def test_what_is_freed_is_the_difference(run):
 def test_what_frees_next_to_nothing_is_left_out():
     """Short sequences leave few activations beside 8 billion parameters."""
     run = make({"preset": "llama3-8b"}, training={"sequence": 16, "tokens_per_step": 128, "precision": "fp32"})
-    recomputed = by_name(alone(run))["recompute blocks"]
+    recomputed = by_name(evaluate_single_remedies(run))["recompute blocks"]
     assert 0 < recomputed.freed_bytes < 0.01 * total(run)
-    steps = stepwise(run)
-    assert fits(steps)
+    steps = apply_until_fits(run)
+    assert fits_after(steps)
     assert {effect.remedy.name for effect in steps} <= {"ZeRO-1", "ZeRO-2", "ZeRO-3"}
 
 
 def test_what_is_needed_cannot_be_left_out(run):
-    needed = enough(run, stepwise(run))
-    assert fits(needed)
+    needed = minimal_subset(run, apply_until_fits(run))
+    assert fits_after(needed)
     for effect in needed:
-        assert not fits(stepwise(run, [other.remedy for other in needed if other is not effect]))
+        assert not fits_after(apply_until_fits(run, [other.remedy for other in needed if other is not effect]))
 
 
 def test_the_cheapest_that_fits_comes_first(run):
     """By what they cost in time, those that make it fit before the others, and what costs more than time last."""
     found = diagnose(run)
     assert found.now.step_seconds
-    groups = [0 if fits([effect]) else 1 if effect.freed_bytes > 0 else 2 for effect in found.alone]
+    groups = [0 if fits_after([effect]) else 1 if effect.freed_bytes > 0 else 2 for effect in found.single_remedies]
     assert groups == sorted(groups)
     for group in set(groups):
-        mine = [effect for effect, other in zip(found.alone, groups, strict=True) if other == group]
+        mine = [effect for effect, other in zip(found.single_remedies, groups, strict=True) if other == group]
         assert [effect.remedy.last for effect in mine] == sorted(effect.remedy.last for effect in mine)
-        costs = [slower(effect, found.now) for effect in mine if not effect.remedy.last]
+        costs = [relative_slowdown(effect, found.now) for effect in mine if not effect.remedy.last]
         assert costs == sorted(costs)
-    assert {effect.remedy.name for effect in found.alone if effect.remedy.last} == {"bf16", "SGD", "more devices"}
+    assert {effect.remedy.name for effect in found.single_remedies if effect.remedy.last} == {
+        "bf16",
+        "SGD",
+        "more devices",
+    }
 
 
 def test_no_change_that_fits_alone_is_cheaper_than_what_is_advised(run):
     found = diagnose(run)
     advised = found.needed[-1]
-    for effect in found.alone:
-        if fits([effect]) and not effect.remedy.last:
-            assert slower(advised, found.now) <= slower(effect, found.now)
-    assert slower(advised, found.now) <= slower(enough(run, stepwise(run))[-1], found.now)
+    for effect in found.single_remedies:
+        if fits_after([effect]) and not effect.remedy.last:
+            assert relative_slowdown(advised, found.now) <= relative_slowdown(effect, found.now)
+    assert relative_slowdown(advised, found.now) <= relative_slowdown(
+        minimal_subset(run, apply_until_fits(run))[-1], found.now
+    )
 
 
 def test_without_times_the_order_is_the_published_one_but_for_what_changes_the_numbers():
@@ -159,9 +176,11 @@ def test_without_times_the_order_is_the_published_one_but_for_what_changes_the_n
     order = [remedy.name for remedy in sorted(REMEDIES, key=lambda remedy: remedy.last)]
     assert order[-3:] == ["bf16", "SGD", "more devices"]
     for suffices in (True, False):
-        names = [effect.remedy.name for effect in found.alone if effect.held and fits([effect]) == suffices]
+        names = [
+            effect.remedy.name for effect in found.single_remedies if effect.held and fits_after([effect]) == suffices
+        ]
         assert names == sorted(names, key=order.index)
-    assert found.steps == stepwise(small(7, training={"precision": "fp32"}))
+    assert found.steps == apply_until_fits(small(7, training={"precision": "fp32"}))
 
 
 def test_the_order_is_that_of_the_guides_text():
@@ -176,15 +195,15 @@ def test_the_order_is_that_of_the_guides_text():
 def test_sgd_for_adam_saves_half_of_parameter_memory():
     """With 4 bytes for each of 4 m numbers; SGD with momentum, a quarter."""
     run = small(1, training={"precision": "fp32"})
-    state = held(run).memory.state
-    m = parameters(run.model).total
+    state = run_footprint(run).memory.state
+    m = count_parameters(run.model).total
     assert state == 16 * m
-    sgd = by_name(alone(run))["SGD"]
+    sgd = by_name(evaluate_single_remedies(run))["SGD"]
     assert sgd.settings == ("optimizer.name=sgd", "optimizer.momentum=0.0")
     assert sgd.freed_bytes == sgd.freed["optimizer"] == 8 * m == state // 2
     fits_with_momentum = small((total(run) - 4 * m) / GIB + 0.01, training={"precision": "fp32"})
-    assert by_name(alone(fits_with_momentum))["SGD"].settings == ("optimizer.name=sgd",)
-    assert by_name(alone(fits_with_momentum))["SGD"].freed_bytes == 4 * m
+    assert by_name(evaluate_single_remedies(fits_with_momentum))["SGD"].settings == ("optimizer.name=sgd",)
+    assert by_name(evaluate_single_remedies(fits_with_momentum))["SGD"].freed_bytes == 4 * m
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -192,11 +211,11 @@ def test_activations_are_as_many_as_the_sequences_of_a_batch(size):
     """Batch x alpha, but for rotary tables, which sequences share; and a batch frees nothing but activations."""
     run = small(0.1, training={"precision": "fp32"}, micro_batch=size)
     assert total(run) > limit_bytes(run)
-    halved = held(small(0.1, training={"precision": "fp32"}, micro_batch=size // 2)).memory
-    now = held(run).memory
+    halved = run_footprint(small(0.1, training={"precision": "fp32"}, micro_batch=size // 2)).memory
+    now = run_footprint(run).memory
     assert now.activations == pytest.approx(2 * halved.activations, rel=1e-3)
     assert (now.parameters, now.gradients, now.optimizer) == (halved.parameters, halved.gradients, halved.optimizer)
-    effect = by_name(alone(run))["smaller micro-batch"]
+    effect = by_name(evaluate_single_remedies(run))["smaller micro-batch"]
     assert effect.settings == ("layout.micro_batch=1",)
     assert {part for part, freed in effect.freed.items() if freed} == {"activations"}
     assert effect.freed_bytes == pytest.approx((1 - 1 / size) * now.activations, rel=1e-3)
@@ -204,17 +223,17 @@ def test_activations_are_as_many_as_the_sequences_of_a_batch(size):
 
 def test_the_least_that_fits_is_taken():
     run = make(micro_batch=32)
-    four = held(make(micro_batch=4)).memory.total
+    four = run_footprint(make(micro_batch=4)).memory.total
     just = small((four + 1) / GIB, micro_batch=32)
     assert total(run) > limit_bytes(just)
-    assert by_name(alone(just))["smaller micro-batch"].settings == ("layout.micro_batch=4",)
-    assert [effect.remedy.name for effect in stepwise(just)] == ["smaller micro-batch"]
+    assert by_name(evaluate_single_remedies(just))["smaller micro-batch"].settings == ("layout.micro_batch=4",)
+    assert [effect.remedy.name for effect in apply_until_fits(just)] == ["smaller micro-batch"]
 
 
 def test_zero_frees_what_its_stages_share():
     run = small(0.1, training={"precision": "fp32"})
-    whole = model_state_bytes(parameters(run.model), "adamw", "fp32")
-    found = by_name(alone(run))
+    whole = model_state_bytes(count_parameters(run.model), "adamw", "fp32")
+    found = by_name(evaluate_single_remedies(run))
     for stage, parts in (
         (1, {"optimizer"}),
         (2, {"optimizer", "gradients"}),
@@ -228,61 +247,68 @@ def test_zero_frees_what_its_stages_share():
 
 def test_times_are_the_planners_and_none_where_it_has_none():
     run = eight_billion()
-    found = by_name(alone(run))
+    found = by_name(evaluate_single_remedies(run))
     recomputed = found["recompute blocks"]
     assert recomputed.run is not None
     assert recomputed.held
-    planned = option_of(run, 8, recomputed.run.layout).step_seconds
+    planned = evaluate_layout(run, 8, recomputed.run.layout).step_seconds
     assert recomputed.held.step_seconds == planned
-    before = held(run).step_seconds
+    before = run_footprint(run).step_seconds
     assert before is not None
     assert 0.2 < planned / before - 1 < 0.4, "about a third"
     offloaded = found["offload to CPU memory"].held
     assert offloaded
-    assert offloaded.step_seconds == option_of(run, 8, Layout(data="zero1", offload="cpu")).step_seconds
+    assert offloaded.step_seconds == evaluate_layout(run, 8, Layout(data="zero1", offload="cpu")).step_seconds
     assert offloaded.step_seconds > before
-    assert held(small(7, training={"precision": "fp32"})).step_seconds is None
+    assert run_footprint(small(7, training={"precision": "fp32"})).step_seconds is None
 
 
 def test_what_is_not_possible_says_why():
-    found = by_name(alone(eight_billion(data="zero3", recompute="full", micro_batch=1)))
+    found = by_name(evaluate_single_remedies(eight_billion(data="zero3", recompute="full", micro_batch=1)))
     for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "recompute attention", "recompute blocks", "bf16"):
         assert found[name].held is None
         assert found[name].problem.startswith("done already")
     assert found["smaller micro-batch"].problem == "a micro-batch is one sequence"
     assert "no experts" in found["expert parallelism"].problem
     assert found["more devices"].held
-    odd = by_name(alone(make({**WIDE, "heads": 9, "kv_heads": 9, "width": 1152}, cluster={"nproc": 2})))
+    odd = by_name(
+        evaluate_single_remedies(make({**WIDE, "heads": 9, "kv_heads": 9, "width": 1152}, cluster={"nproc": 2}))
+    )
     assert "does not divide model.heads" in odd["tensor parallelism"].problem
 
 
 def test_sequences_are_shared_as_the_planner_shares_them():
     on_gpu, on_cpu = make(cluster={"memory_bytes": 2 * GIB}), make(cluster={"memory_bytes": 2 * GIB, "device": "cpu"})
-    assert by_name(alone(on_gpu))["context parallelism"].settings == ("layout.cp=8", "layout.context=ulysses")
-    assert by_name(alone(on_cpu))["context parallelism"].settings == ("layout.cp=8",)
+    assert by_name(evaluate_single_remedies(on_gpu))["context parallelism"].settings == (
+        "layout.cp=8",
+        "layout.context=ulysses",
+    )
+    assert by_name(evaluate_single_remedies(on_cpu))["context parallelism"].settings == ("layout.cp=8",)
     five = {**WIDE, "heads": 5, "kv_heads": 5, "width": 1280}
     few_heads = make(five, cluster={"memory_bytes": 2 * GIB})
-    assert by_name(alone(few_heads))["context parallelism"].settings == ("layout.cp=8",)
+    assert by_name(evaluate_single_remedies(few_heads))["context parallelism"].settings == ("layout.cp=8",)
 
 
 def test_choices_that_mean_nothing_then_are_dropped():
     run = small(0.1, data="ddp", compress="bf16")
-    found = by_name(alone(run))
+    found = by_name(evaluate_single_remedies(run))
     assert "layout.compress=none" in found["ZeRO-1"].settings
     assert "layout.compress=none" in found["pipeline"].settings
 
 
 def test_cpu_memory_is_not_freed_by_offload_to_it_and_has_an_end():
-    on_cpu = by_name(alone(make(cluster={"memory_bytes": 2 * GIB, "device": "cpu"})))["offload to CPU memory"]
+    on_cpu = by_name(evaluate_single_remedies(make(cluster={"memory_bytes": 2 * GIB, "device": "cpu"})))[
+        "offload to CPU memory"
+    ]
     assert on_cpu.held is None
     assert "CPU memory is what is short" in on_cpu.problem
     run = eight_billion(data="zero3", offload="cpu", recompute="full")
-    resting = held(run).memory.host
-    assert held(run).fits
-    assert held(run).memory.host == held(run).memory.offloaded == pytest.approx(2 * 8.03e9, rel=0.01)
+    resting = run_footprint(run).memory.host
+    assert run_footprint(run).fits
+    assert run_footprint(run).memory.host == run_footprint(run).memory.offloaded == pytest.approx(2 * 8.03e9, rel=0.01)
     for memory, fit in ((resting / SURE * 1.0001, True), (resting, False)):
         cluster = run.cluster.model_copy(update={"host_memory_bytes": round(memory)})
-        assert held(run.model_copy(update={"cluster": cluster})).fits is fit
+        assert run_footprint(run.model_copy(update={"cluster": cluster})).fits is fit
 
 
 def test_one_device_offloads_its_gradients_too_where_its_state_is_not_enough():
@@ -298,8 +324,8 @@ def test_one_device_offloads_its_gradients_too_where_its_state_is_not_enough():
         assert found.best
         assert (found.best.candidate.data, found.best.candidate.offload) == (data, "cpu")
         assert [effect.settings for effect in found.needed] == [(f"layout.data={data}", "layout.offload=cpu")]
-        assert "a lone device" in by_name(found.alone)["ZeRO-2"].problem
-    offloading = by_name(alone(one(37, data="zero1", offload="cpu")))
+        assert "a lone device" in by_name(found.single_remedies)["ZeRO-2"].problem
+    offloading = by_name(evaluate_single_remedies(one(37, data="zero1", offload="cpu")))
     assert offloading["ZeRO-2"].held
     assert offloading["ZeRO-2"].held.fits
     assert offloading["ZeRO-3"].held is None
@@ -309,7 +335,7 @@ def test_what_fits_needs_nothing():
     found = diagnose(make(micro_batch=1))
     assert found.now.fits
     assert (found.steps, found.needed) == ([], [])
-    assert len(found.alone) == len(REMEDIES)
+    assert len(found.single_remedies) == len(REMEDIES)
 
 
 def test_a_gpu_keeps_some_memory_to_itself():
@@ -339,13 +365,13 @@ def test_on_a_calibrated_machine_it_agrees_with_the_plan():
     for room, fit in ((1.001 * count, True), (0.999 * count, False)):
         run = calibrated(room)
         assert limit_bytes(run) == pytest.approx(room)
-        planned = option_of(run, 8, run.layout)
-        assert held(run).fits is fit is (planned.p_oom < RISK)
-        assert held(run).step_seconds == planned.step_seconds
+        planned = evaluate_layout(run, 8, run.layout)
+        assert run_footprint(run).fits is fit is (planned.p_oom < RISK)
+        assert run_footprint(run).step_seconds == planned.step_seconds
 
 
 def test_settings_name_what_differs():
     run = make()
-    assert settings(run, run) == ()
+    assert changed_settings(run, run) == ()
     other = make(training={"precision": "fp32"}, cluster={"nodes": 2}, tp=2)
-    assert settings(run, other) == ("training.precision=fp32", "layout.tp=2", "cluster.nodes=2")
+    assert changed_settings(run, other) == ("training.precision=fp32", "layout.tp=2", "cluster.nodes=2")

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.jobs import Attention, Order, Recompute
-from phalanx.cost.parameters import parameters
-from phalanx.plan.describe import habits
-from phalanx.plan.predict import Prediction, Unpredicted, predict_rows
+from phalanx.cost.jobs import ActivationCheckpointing, AttentionKernel, ScheduleKind
+from phalanx.cost.parameters import count_parameters
+from phalanx.plan.describe import trainer_behaviour
+from phalanx.plan.predict import Prediction, PredictionFailure, predict_rows
 from phalanx.plan.rows import NEEDED, OPTIONAL, read_rows
-from phalanx.plan.table import job_of
+from phalanx.plan.table import job_from_row
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_machine, load_model, preset_names
 
@@ -105,7 +105,7 @@ def test_what_a_row_leaves_open_is_named_and_chosen():
 )
 def test_a_row_that_cannot_be_predicted_says_why(changes, reason):
     (found, other) = predict_rows([{**ROW, **changes}, ROW])
-    assert isinstance(found, Unpredicted)
+    assert isinstance(found, PredictionFailure)
     assert reason in found.reason
     assert other == one()
     json.dumps(found.reason)
@@ -153,14 +153,14 @@ def test_rows_that_are_too_short_or_too_long(tmp_path):
     path.write_text("\ufeff" + ",".join(NEEDED) + ",id\n" + "2\n" + "1," * len(NEEDED) + "b,9\n", encoding="utf-8")
     empty = dict.fromkeys(NEEDED, "")
     assert read_rows(path) == [{**empty, "layers": "2", "id": ""}, {**dict.fromkeys(NEEDED, "1"), "id": "b"}]
-    assert all(isinstance(row, Unpredicted) for row in predict_rows(read_rows(path)))
+    assert all(isinstance(row, PredictionFailure) for row in predict_rows(read_rows(path)))
 
 
 def test_the_columns_that_are_needed_are_and_no_others():
     assert {*NEEDED, *OPTIONAL} == {*ROW, "experts", "topk", "ep"}
     for column in ROW:
         (found,) = predict_rows([{name: text for name, text in ROW.items() if name != column}])
-        assert isinstance(found, Unpredicted) == (column in NEEDED), column
+        assert isinstance(found, PredictionFailure) == (column in NEEDED), column
 
 
 def test_devices_by_the_names_that_tables_use():
@@ -172,35 +172,35 @@ def test_devices_by_the_names_that_tables_use():
         ("V100-SXM2-32GB", 32),
         ("NVIDIA H100 80GB HBM3", 80),
     ):
-        choice = job_of({**ROW, "gpu_type": name}).choices[0]
+        choice = job_from_row({**ROW, "gpu_type": name}).choices[0]
         assert choice["memory_bytes"] == pytest.approx(memory * 2**30, rel=0.01)
     for preset in preset_names("machines"):
-        assert job_of({**ROW, "gpu_type": preset.upper()}).choices[0]["peak_flops"] > 0
+        assert job_from_row({**ROW, "gpu_type": preset.upper()}).choices[0]["peak_flops"] > 0
     with pytest.raises(UserError, match="known device"):
-        job_of({**ROW, "gpu_type": ""})
+        job_from_row({**ROW, "gpu_type": ""})
 
 
 @pytest.mark.parametrize(("name", "preset"), [("H100-80GB-PCIe", "h100-pcie"), ("A100-80GB-PCIe", "a100-pcie")])
 def test_cards_are_not_taken_for_modules(name, preset):
     """They are slower, and joined in pairs where a row states no links."""
     unstated = {**ROW, "gpu_type": name, "intra_bw": ""}
-    choice, machine = job_of(unstated).choices[0], load_machine(preset)
-    assert (choice["hbm_bytes_per_second"], choice["domain"]) == (machine.hbm_bytes_per_second, 2)
-    assert job_of({**unstated, "intra_bw": "300"}).choices[0]["domain"] == 8
-    assert job_of({**unstated, "gpu_type": "A100-40GB-PCIe"}).assumed == ["links of a100-40gb"]
+    choice, machine = job_from_row(unstated).choices[0], load_machine(preset)
+    assert (choice["hbm_bytes_per_second"], choice["fast_link_domain"]) == (machine.hbm_bytes_per_second, 2)
+    assert job_from_row({**unstated, "intra_bw": "300"}).choices[0]["fast_link_domain"] == 8
+    assert job_from_row({**unstated, "gpu_type": "A100-40GB-PCIe"}).assumed == ["links of a100-40gb"]
 
 
 def test_devices_without_fast_links_stay_so():
     row = {**ROW, "gpu_type": "L40S", "intra_bw": "", "tp": "1", "dp": "8", "zero": "3", "global_batch": "32"}
-    (alone,) = job_of(row).choices
-    assert (alone["domain"], alone["shard"]) == (1, 8)
+    (alone,) = job_from_row(row).choices
+    assert (alone["fast_link_domain"], alone["shard_group_size"]) == (1, 8)
     sixteen = {**row, "gpus": "16", "dp": "16", "global_batch": "64", "schedule": "HSDP"}
-    assert job_of(sixteen).choices[0]["shard"] == 8  # a node's
+    assert job_from_row(sixteen).choices[0]["shard_group_size"] == 8  # a node's
     assert isinstance(predict_rows([row])[0], Prediction)
 
 
 def test_half_a_card_is_a_device_where_rocm_counts():
-    whole, half = (job_of({**ROW, "gpu_type": name}) for name in ("MI250X", "MI250X-GCD"))
+    whole, half = (job_from_row({**ROW, "gpu_type": name}) for name in ("MI250X", "MI250X-GCD"))
     assert whole.choices == half.choices
     assert (whole.assumed, half.assumed) == (["gpus are GCDs, of which an MI250X has two"], [])
 
@@ -209,14 +209,14 @@ def test_half_a_card_is_a_device_where_rocm_counts():
 def test_models_are_counted_as_they_are_elsewhere(name):
     """A row with a preset's numbers has the preset's parameters (learned positions are not in tables)."""
     spec = load_model(name)
-    count = parameters(spec).total
+    count = count_parameters(spec).total
     experts = {"experts": str(spec.moe.experts), "topk": str(spec.moe.top_k)} if spec.moe else {}
     row = {
         **ROW, "model": name, "params_b": str(count / 1e9), "layers": str(spec.layers), "hidden": str(spec.width),
         "heads": str(spec.heads), "kv_heads": str(spec.kv_heads), "vocab": str(spec.vocab),
         "ffn": str(spec.moe.ffn if spec.moe else spec.ffn), **experts,
     }  # fmt: skip
-    assert job_of(row).choices[0]["parameters"] == pytest.approx(count, rel=0.003)
+    assert job_from_row(row).choices[0]["parameters"] == pytest.approx(count, rel=0.003)
 
 
 def test_latent_attention_and_fine_experts_are_known_by_name():
@@ -226,49 +226,62 @@ def test_latent_attention_and_fine_experts_are_known_by_name():
         "kv_heads": "128", "ffn": "18432", "vocab": "129280", "experts": "256", "topk": "8", "tp": "1", "ep": "8",
         "dp": "8",
     }  # fmt: skip
-    assert job_of(row).choices[0]["parameters"] == pytest.approx(671e9, rel=0.01)
+    assert job_from_row(row).choices[0]["parameters"] == pytest.approx(671e9, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("schedule", "pp", "vpp", "order"),
     [
-        ("no-pipeline", "1", "", Order.NONE), ("1f1b", "4", "1", Order.ONE_F_ONE_B), ("ZB-1p", "4", "1", Order.ZB_H1),
-        ("ZB-2p*", "4", "1", Order.ZB_H2), ("ZB-V", "4", "2", Order.ZB_V),
-        ("interleaved-1f1b", "4", "3", Order.INTERLEAVED), ("GPipe", "4", "", Order.GPIPE),
+        ("no-pipeline", "1", "", ScheduleKind.NONE),
+        ("1f1b", "4", "1", ScheduleKind.ONE_F_ONE_B),
+        ("ZB-1p", "4", "1", ScheduleKind.ZB_H1),
+        ("ZB-2p*", "4", "1", ScheduleKind.ZB_H2),
+        ("ZB-V", "4", "2", ScheduleKind.ZB_V),
+        ("interleaved-1f1b", "4", "3", ScheduleKind.INTERLEAVED),
+        ("GPipe", "4", "", ScheduleKind.GPIPE),
     ],
-)  # fmt: skip
+)
 def test_schedules_by_their_names(schedule, pp, vpp, order):
-    choices = job_of({**ROW, "tp": "2", "pp": pp, "vpp": vpp, "schedule": schedule}).choices
-    assert {choice["order"] for choice in choices} == {order}
+    choices = job_from_row({**ROW, "tp": "2", "pp": pp, "vpp": vpp, "schedule": schedule}).choices
+    assert {choice["schedule"] for choice in choices} == {order}
 
 
 def test_recomputation_by_its_names():
     for said, kind in (("full", 3), ("selective", 1), ("selective-op", 2), ("none", 0)):
-        assert [choice["recompute"] for choice in job_of({**ROW, "recompute": said}).choices] == [kind]
-    older = {Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL}
-    assert {choice["recompute"] for choice in job_of({**ROW, "recompute": ""}).choices} == older
+        assert [choice["recompute"] for choice in job_from_row({**ROW, "recompute": said}).choices] == [kind]
+    older = {ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE, ActivationCheckpointing.FULL}
+    assert {choice["recompute"] for choice in job_from_row({**ROW, "recompute": ""}).choices} == older
 
 
 def test_habits_of_trainers():
-    old = habits("1f1b", "fp16", 0, 0)
-    assert (old["attention"], old["overlap"], old["gradient_bytes"], old["fused"]) == (Attention.FUSED, 0, 2, 1)
-    fsdp = habits("FSDP2; torch.compile", "bf16", 1, 3)
-    assert (fsdp["attention"], fsdp["overlap"], fsdp["parameter_bytes"], fsdp["compiled"]) == (
-        Attention.FLASH_2,
+    old = trainer_behaviour("1f1b", "fp16", 0, 0)
+    assert (old["attention"], old["overlap_grad_reduce"], old["gradient_bytes"], old["fused_elementwise"]) == (
+        AttentionKernel.FUSED,
+        0,
+        2,
+        1,
+    )
+    fsdp = trainer_behaviour("FSDP2; torch.compile", "bf16", 1, 3)
+    assert (fsdp["attention"], fsdp["overlap_grad_reduce"], fsdp["parameter_bytes"], fsdp["compiled"]) == (
+        AttentionKernel.FLASH_2,
         1,
         4,
         1,
     )
-    megatron = habits("interleaved-1f1b; distributed optimizer", "bf16", 1, 1)
-    assert (megatron["attention"], megatron["overlap"], megatron["gradient_bytes"]) == (Attention.FLASH_3, 1, 4)
-    named = habits("1f1b; attention kernel=torch", "bf16", 0, 1)
-    assert (named["attention"], named["fused"], named["whole_logits"]) == (Attention.SEPARATE, 0, 1)
-    assert habits("comm overlap disabled", "bf16", 2, 1)["overlap"] == 0
-    nanotron = habits("1f1b; nanotron", "bf16", 1, 1)
-    assert (nanotron["parted_sends"], nanotron["gathers_ahead"]) == (0, 0)
-    assert (megatron["parted_sends"], megatron["gathers_ahead"]) == (1, 1)
-    assert habits("1f1b (DeepSpeed)", "fp16", 0, 1)["deepspeed"] == 1
-    assert habits("1f1b; Megatron-DeepSpeed", "fp16", 0, 1)["deepspeed"] == 0
+    megatron = trainer_behaviour("interleaved-1f1b; distributed optimizer", "bf16", 1, 1)
+    assert (megatron["attention"], megatron["overlap_grad_reduce"], megatron["gradient_bytes"]) == (
+        AttentionKernel.FLASH_3,
+        1,
+        4,
+    )
+    named = trainer_behaviour("1f1b; attention kernel=torch", "bf16", 0, 1)
+    assert (named["attention"], named["fused_elementwise"], named["gathers_logits"]) == (AttentionKernel.SEPARATE, 0, 1)
+    assert trainer_behaviour("comm overlap disabled", "bf16", 2, 1)["overlap_grad_reduce"] == 0
+    nanotron = trainer_behaviour("1f1b; nanotron", "bf16", 1, 1)
+    assert (nanotron["scatter_gather_p2p"], nanotron["overlap_param_gather"]) == (0, 0)
+    assert (megatron["scatter_gather_p2p"], megatron["overlap_param_gather"]) == (1, 1)
+    assert trainer_behaviour("1f1b (DeepSpeed)", "fp16", 0, 1)["deepspeed"] == 1
+    assert trainer_behaviour("1f1b; Megatron-DeepSpeed", "fp16", 0, 1)["deepspeed"] == 0
 
 
 @pytest.mark.parametrize(
@@ -279,5 +292,5 @@ def test_a_row_of_model_state_alone(zero, ranks, gigabytes):
     """ZeRO (arXiv 1910.02054), table 1: 7.5 B parameters."""
     row = {"id": "z", "params_b": "7.5", "dp": str(ranks), "zero": str(zero), "facts": "activations excluded"}
     (found,) = predict_rows([row])
-    assert isinstance(found, Unpredicted)
+    assert isinstance(found, PredictionFailure)
     assert found.memory_gib == pytest.approx(gigabytes, rel=0.005)

@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 
 from phalanx.cost.constants import time_constants
-from phalanx.cost.jobs import columns
-from phalanx.plan.calibrate import calibrate, numbers, predicted
-from phalanx.plan.describe import times_of
-from phalanx.plan.timings import Exchange, Sweep, Timings, exchanged, read_sweep, timings_of
+from phalanx.cost.jobs import job_table
+from phalanx.plan.calibrate import calibrate, job_row, predict_run
+from phalanx.plan.describe import time_constants_for
+from phalanx.plan.timings import (
+    BenchmarkFile,
+    CollectiveTiming,
+    OperationTimings,
+    benchmark_timings,
+    collective_timings,
+    read_benchmark_file,
+)
 from phalanx.spec.errors import UserError
 from phalanx.train.setup import to_toml
 from tests.plan.test_calibrate import IMAGINED, MACHINE, described, imagined
@@ -21,18 +28,18 @@ SIZES = [2**power for power in range(12, 24, 2)]
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 
 
-def swept(ranks: int = 2, noise: float = 0.0) -> Sweep:
+def swept(ranks: int = 2, noise: float = 0.0) -> BenchmarkFile:
     """What `phalanx measure` would find on the imagined machine."""
-    exchanges = tuple(Exchange(kind, ranks, 1, size, 1.0) for kind in OPERATIONS for size in SIZES)
-    blank = Sweep(
+    exchanges = tuple(CollectiveTiming(kind, ranks, 1, size, 1.0) for kind in OPERATIONS for size in SIZES)
+    blank = BenchmarkFile(
         "measured.json", described(ranks, pp=ranks, micro_batch=4), ranks,
         np.array([(*shape, 1.0, 8) for shape in SHAPES], float), np.ones(2), np.array([(2**26, 1.0)]), exchanges,
     )  # fmt: skip
-    times, chance = times_of(IMAGINED), np.random.default_rng(0)
+    times, chance = time_constants_for(IMAGINED), np.random.default_rng(0)
     found = {
         each.kind: each.predicted(times, np.arange(len(each.seconds)))
         * np.exp(noise * chance.standard_normal(len(each.seconds)))
-        for each in timings_of(blank, columns([numbers(blank, IMAGINED)]))
+        for each in benchmark_timings(blank, job_table([job_row(blank, IMAGINED)]))
     }
     products = blank.products.copy()
     products[:, 4] = found["matrix products"]
@@ -53,7 +60,7 @@ def test_one_run_and_a_sweep_say_what_one_run_cannot(noise):
     before, after = (calibrate([alone], machine, sweeps).machine for sweeps in ([], [swept(noise=noise)]))
     for layout in ({"tp": 2, "micro_batch": 2}, {"cp": 2, "micro_batch": 4}, {"data": "zero1", "micro_batch": 8}):
         truth = imagined(2, **layout)
-        then, now = (abs(np.log(predicted(known, truth)[0] / truth.step_seconds)) for known in (before, after))
+        then, now = (abs(np.log(predict_run(known, truth)[0] / truth.step_seconds)) for known in (before, after))
         assert now < 0.12
         assert now < then
 
@@ -78,20 +85,20 @@ def test_collectives_seen_in_a_step_count_too():
 
 def test_each_operation_has_its_formula():
     """An all-reduce moves its bytes twice, experts' exchanges go to all, and servers' are not the planner's."""
-    jobs = columns([numbers(swept(2), IMAGINED)])
+    jobs = job_table([job_row(swept(2), IMAGINED)])
     kinds = ("all_reduce", "all_gather", "all_to_all", "broadcast")
-    found = exchanged("x", [Exchange(kind, 2, 1, 1e9, 1.0) for kind in kinds], jobs)
-    reduced, gathered, context = found.predicted(times_of(IMAGINED), np.arange(3))
+    found = collective_timings("x", [CollectiveTiming(kind, 2, 1, 1e9, 1.0) for kind in kinds], jobs)
+    reduced, gathered, context = found.predicted(time_constants_for(IMAGINED), np.arange(3))
     assert len(found.seconds) == 3
     assert reduced == pytest.approx(2 * gathered, rel=1e-3)
     assert context == pytest.approx(gathered)
 
 
 def test_how_much_a_prediction_is_off():
-    double = Timings(
+    double = OperationTimings(
         "x", "y", np.array([1.0, 1.0]), np.array([0.25, 0.75]), lambda c, which: np.array([2.0, 0.5])[which]
     )
-    assert double.apart(time_constants()) == pytest.approx(1.0)
+    assert double.geometric_mean_error(time_constants()) == pytest.approx(1.0)
     both = double.errors(time_constants(), points=2)
     assert both.shape == (2, 2)
     np.testing.assert_allclose(both[0], both[1])
@@ -120,18 +127,18 @@ def written(path: Path, content: object) -> Path:
 
 
 def test_a_file_is_read(tmp_path):
-    found = read_sweep(written(tmp_path, document()))
+    found = read_benchmark_file(written(tmp_path, document()))
     assert (found.name, found.ranks, found.run.cluster.nproc) == ("measured.json", 4, 4)
     np.testing.assert_array_equal(found.products[:, 1:5], [[2, 3, 4, 1], [2, 4, 3, 2], [4, 3, 2, 3]])
     np.testing.assert_array_equal(found.core, [3, 6])  # of a layer: its own tokens, and twice others'
     np.testing.assert_array_equal(found.passes, [[8, 2]])
-    assert found.exchanges == (Exchange("all_reduce", 2, 2, 64, 0.5),)
+    assert found.exchanges == (CollectiveTiming("all_reduce", 2, 2, 64, 0.5),)
 
 
 def test_a_part_alone_does(tmp_path):
     only = {name: value for name, value in document().items() if name in ("run_file", "world_size", "attention")}
-    sweep = read_sweep(written(tmp_path, only))
-    (timings,) = timings_of(sweep, columns([numbers(sweep, IMAGINED)]))
+    sweep = read_benchmark_file(written(tmp_path, only))
+    (timings,) = benchmark_timings(sweep, job_table([job_row(sweep, IMAGINED)]))
     assert timings.kind == "attention"
 
 
@@ -142,9 +149,9 @@ def test_a_part_alone_does(tmp_path):
 )  # fmt: skip
 def test_what_is_no_such_file_is_said(tmp_path, content):
     with pytest.raises(UserError, match="is not what phalanx measure writes"):
-        read_sweep(written(tmp_path, content))
+        read_benchmark_file(written(tmp_path, content))
 
 
 def test_a_file_that_is_not_there():
     with pytest.raises(UserError, match="cannot be read"):
-        read_sweep(Path("nowhere.json"))
+        read_benchmark_file(Path("nowhere.json"))

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.explain import MEANING
+from phalanx.plan.explain import PART_DESCRIPTIONS
 from phalanx.report import picture
-from phalanx.report.breakdown import BARS, COLOURS, GIB, LEFT, Bar, Breakdown, marks, ticks, write
-from phalanx.report.picture import Box, Words, check
+from phalanx.report.breakdown import BARS, COLOURS, GIB, LEFT, Bar, Breakdown, axis_ticks, layout_shapes, save_picture
+from phalanx.report.picture import Label, Region, check_picture_file
 from phalanx.spec.errors import UserError
 from tests.report.elements import SVG, marked, written
 
@@ -28,7 +28,7 @@ SHOWN = Breakdown(
 
 
 def svg(shown: Breakdown, folder: Path) -> str:
-    write(shown, folder / "step.svg")
+    save_picture(shown, folder / "step.svg")
     return (folder / "step.svg").read_text()
 
 
@@ -65,7 +65,7 @@ def test_memory_is_beside_what_the_device_has(tmp_path):
 
 
 def test_parts_are_as_long_as_their_seconds_and_follow_each_other():
-    bars = [mark for mark in marks(SHOWN) if isinstance(mark, Box) and mark.kind == "time"]
+    bars = [mark for mark in layout_shapes(SHOWN) if isinstance(mark, Region) and mark.kind == "time"]
     own, other = bars[: len(TIME)], bars[len(TIME) :]
     for drawn, parts in ((own, TIME), (other, SLOWER)):
         assert [mark.fill for mark in drawn] == [COLOURS[part] for part in parts]
@@ -76,7 +76,7 @@ def test_parts_are_as_long_as_their_seconds_and_follow_each_other():
 
 
 def test_colours_are_of_parts_and_differ():
-    assert set(MEANING) < set(COLOURS)
+    assert set(PART_DESCRIPTIONS) < set(COLOURS)
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
@@ -94,10 +94,10 @@ def test_no_words_leave_the_picture_or_cover_others():
     long = "hsdp of 128 dp 1024, tp 8, cp 16 ulysses, ep 8, pp 16 interleaved x 8, micro-batch 1 x 4096, recompute full"
     many = {place: Bar(long, SLOWER) for place in (102, 103, 104, 105)}
     for counted in (1, 20, 79):
-        shown = replace(SHOWN, layout=long, meaning=MEANING, others=many, counted_bytes=counted * GIB)
+        shown = replace(SHOWN, layout=long, meaning=PART_DESCRIPTIONS, others=many, counted_bytes=counted * GIB)
         boxes = []
-        for mark in marks(shown):
-            if isinstance(mark, Words):
+        for mark in layout_shapes(shown):
+            if isinstance(mark, Label):
                 weight = "bold" if mark.bold else "normal"
                 width = textpath.TextPath((0, 0), mark.said, mark.size, prop={"weight": weight}).get_extents().width
                 left = mark.x - {"start": 0, "middle": width / 2, "end": width}[mark.anchor]
@@ -111,7 +111,7 @@ def test_no_words_leave_the_picture_or_cover_others():
 
 @given(st.floats(1e-6, 1e9))
 def test_ticks_are_few_round_and_within(most: float) -> None:
-    shown = ticks(most)
+    shown = axis_ticks(most)
     assert shown[0] == 0
     assert shown[-1] <= most
     assert 5 <= len(shown) <= 11
@@ -120,7 +120,7 @@ def test_ticks_are_few_round_and_within(most: float) -> None:
 @pytest.mark.parametrize("ending", [".svg", ".html", ".png"])
 def test_a_file_of_each_kind(ending, tmp_path):
     file = tmp_path / f"step{ending}"
-    write(SHOWN, file)
+    save_picture(SHOWN, file)
     start = {".svg": b"<svg ", ".html": b"<!doctype", ".png": b"\x89PNG"}[ending]
     assert file.read_bytes().startswith(start)
     if ending != ".png":
@@ -133,8 +133,8 @@ def test_a_file_of_each_kind(ending, tmp_path):
 
 def test_a_wrong_ending_and_a_missing_matplotlib_are_said_at_once(monkeypatch):
     with pytest.raises(UserError, match=r"--picture(.|\n)*use \.svg, \.html or \.png"):
-        check(Path("step.gif"), "--picture")
+        check_picture_file(Path("step.gif"), "--picture")
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
-    check(Path("step.svg"), "--picture")
+    check_picture_file(Path("step.svg"), "--picture")
     with pytest.raises(UserError, match=r"pip install -e '\.\[draw\]'"):
-        check(Path("step.png"), "--picture")
+        check_picture_file(Path("step.png"), "--picture")

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from phalanx.measure.events import FAILED, ROLLED_BACK, note
-from phalanx.measure.lock import hold
-from phalanx.report.facts import facts
+from phalanx.measure.events import FAILED, ROLLED_BACK, append_event
+from phalanx.measure.lock import acquire_run_lock
+from phalanx.report.facts import report_facts
 from phalanx.report.recorded import read_run
 from phalanx.spec.errors import UserError
 from tests.cli.commands import known, shown
@@ -94,7 +94,7 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(run, damage, tmp_path):
     how(directory)
     (found,) = known("report", directory)["runs"]
     assert said in "\n".join(found["problems"])
-    assert found == json.loads(json.dumps(facts(read_run(directory))))
+    assert found == json.loads(json.dumps(report_facts(read_run(directory))))
     text = " ".join(shown("report", directory, width=200).split())
     for problem in (" ".join(problem.split()) for problem in found["problems"]):
         assert problem in text
@@ -112,7 +112,7 @@ def test_a_pipeline_whose_schedule_is_gone_is_not_predicted(tmp_path):
 def test_a_pipeline_that_lost_a_stage_has_no_verdict(tmp_path):
     directory = copied(hybrid(), tmp_path)
     _no_last_stage(directory)
-    found = facts(read_run(directory))
+    found = report_facts(read_run(directory))
     assert found["verdict"] is None
     assert found["problems"][-1] == "there is no verdict: no rank left a record of 1 of 2 stages"
     assert [rank["rank"] for rank in found["ranks"]] == [0, 2]
@@ -120,7 +120,7 @@ def test_a_pipeline_that_lost_a_stage_has_no_verdict(tmp_path):
 
 @pytest.mark.parametrize("run", [two_ranks, hybrid])
 def test_a_whole_run_has_no_problems(run):
-    assert facts(read_run(run()))["problems"] == []
+    assert report_facts(read_run(run()))["problems"] == []
 
 
 @pytest.mark.parametrize("file", ["rank-00000.json", "rank-00002.json"])
@@ -152,7 +152,7 @@ def test_a_gpu_whose_host_does_not_wait_has_the_same_bubble(tmp_path):
     directory = copied(hybrid(), tmp_path)
     for file in (directory / "trace").glob("*"):
         _rewritten(file, lambda line: {name: value for name, value in line.items() if name != "waited"})
-    whole, blind = (facts(read_run(run)) for run in (hybrid(), directory))
+    whole, blind = (report_facts(read_run(run)) for run in (hybrid(), directory))
     bubbles = [row["measured"] for of in (whole, blind) for row in of["beside"] if row["what"] == "bubble"]
     assert bubbles[0] == bubbles[1] > 0
     assert "exposed communication" not in {row["what"] for row in blind["beside"]}
@@ -165,7 +165,7 @@ def test_a_run_that_goes_on_with_other_ranks_is_not_held_against_what_the_first_
         opening = json.loads(file.read_text().splitlines()[0]) | {"step": 8, "ranks": 2}
         if opening["rank"] < 2:
             file.write_text(file.read_text() + json.dumps(opening) + "\n")
-    found = facts(read_run(directory))
+    found = report_facts(read_run(directory))
     assert found["run"]["ranks"] == 2
     assert {row["role"] for row in found["beside"]} == set()
 
@@ -175,7 +175,7 @@ def test_a_layout_that_these_ranks_cannot_have_is_said(tmp_path):
     table = tomllib.loads((directory / "run.toml").read_text())
     table["layout"] |= {"tp": 4}
     (directory / "run.toml").write_text(tomli_w.dumps(table))
-    found = facts(read_run(directory))
+    found = report_facts(read_run(directory))
     assert any("run.toml is not of these 2 ranks" in problem for problem in found["problems"])
     assert found["curves"]["step"] == list(range(1, 9))
 
@@ -187,7 +187,7 @@ def test_a_failed_run_says_why_and_is_watched_no_longer(tmp_path):
     (directory / "failures").mkdir()
     word = {"rank": 1, "step": 5, "time": 1.0, "reason": "OSError: the disk is full\nsecond line", "code": 1}
     (directory / "failures" / "rank-00001.json").write_text(json.dumps(word))
-    assert facts(read_run(directory))["problems"] == ["rank 1 failed: OSError: the disk is full"]
+    assert report_facts(read_run(directory))["problems"] == ["rank 1 failed: OSError: the disk is full"]
     done = watched(directory)
     assert (done.returncode, "step 5/8" in done.stdout) == (1, True)
     assert done.stderr == "phalanx: rank 1 failed: OSError: the disk is full\n"
@@ -213,10 +213,10 @@ def test_of_ranks_that_failed_the_one_that_was_killed_is_named(tmp_path):
 def test_what_a_run_went_on_from_is_told(tmp_path):
     directory = copied(two_ranks(), tmp_path)
     for step in (3, 5):
-        note(directory, FAILED, rank=1, step=step, reason="was killed by SIGKILL", verdict=[])
+        append_event(directory, FAILED, rank=1, step=step, reason="was killed by SIGKILL", verdict=[])
     assert read_run(directory).problems[-1].startswith("it broke off 2 times and went on, the last time at ")
     assert read_run(directory).problems[-1].endswith("rank 1 was killed by SIGKILL, step 5")
-    note(directory, ROLLED_BACK, after=7, to=4, reason="a spike")
+    append_event(directory, ROLLED_BACK, after=7, to=4, reason="a spike")
     assert read_run(directory).problems[-1].startswith("it went back once, the last time at ")
     assert read_run(directory).problems[-1].endswith(": a spike; from step 7 to step 4")
 
@@ -231,11 +231,11 @@ def test_a_run_that_was_ended_is_watched_no_longer(tmp_path):
 def test_a_run_that_is_under_way_is_known_to_be(tmp_path, monkeypatch):
     directory = copied(two_ranks(), tmp_path)
     _cut(directory / "metrics.jsonl")
-    monkeypatch.setattr("phalanx.measure.lock.ENDS_WITHIN_SECONDS", 0.2)
-    held = hold(directory)
+    monkeypatch.setattr("phalanx.measure.lock.SHUTDOWN_GRACE_SECONDS", 0.2)
+    held = acquire_run_lock(directory)
     assert read_run(directory).problems == ["step 4 of 8: it is still under way"]
     with pytest.raises(UserError, match=f"is in use: process {os.getpid()} on"):
-        hold(directory)
+        acquire_run_lock(directory)
     held.close()
     (directory / "lock").write_text("1 on another-host")
     assert read_run(directory).under_way is None

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from phalanx.plan.calibrate import read_measured_run
-from phalanx.plan.timings import Exchange
-from phalanx.report.efficiency import with_parts
-from phalanx.report.exchanges import exchanges_of
-from phalanx.report.recorded import RankRecord, Recorded, read_run
+from phalanx.plan.timings import CollectiveTiming
+from phalanx.report.efficiency import with_measured_parts
+from phalanx.report.exchanges import collective_times
+from phalanx.report.recorded import RankRecord, RunData, read_run
 from tests.report import runs
 
 
@@ -20,19 +20,19 @@ def call(began: float, ended: float | None, exposed: float = 1.0, **more: Any) -
             "ended": ended, "exposed": spent, **more}  # fmt: skip
 
 
-def recorded(*steps: dict[int, list[dict[str, Any]]], **more: Any) -> Recorded:
+def recorded(*steps: dict[int, list[dict[str, Any]]], **more: Any) -> RunData:
     """Collectives of each rank in each step."""
     lines = {rank: [{"step": number, "collectives": step[rank], **more} for number, step in enumerate(steps, 1)]
              for rank in steps[0]}  # fmt: skip
     ranks = {rank: RankRecord(rank, "here", "cpu", 0.0, 0.0, 1, 2, each) for rank, each in lines.items()}
-    return Recorded(Path(), None, 4, 0, ranks, [], {}, [])
+    return RunData(Path(), None, 4, 0, ranks, [], {}, [])
 
 
 def test_the_rank_that_comes_last_tells():
     """Of two calls of a size in each step the shorter time of both ranks; of these the median."""
     one = {1: [call(0, 5), call(6, 9)], 3: [call(4, 5), call(6, 7)]}
     two = {1: [call(0, 3), call(6, 9)], 3: [call(0, 4), call(6, 7)]}
-    assert exchanges_of(recorded(one, two)) == (Exchange("all_gather", 2, 2, 64, 1),)
+    assert collective_times(recorded(one, two)) == (CollectiveTiming("all_gather", 2, 2, 64, 1),)
 
 
 @pytest.mark.parametrize(
@@ -40,17 +40,17 @@ def test_the_rank_that_comes_last_tells():
     [[call(0, 5, exposed=0.5)], [call(0, None)], [call(5, 5)], [], [call(0, 5, group=[1])], [call(0, 5, bytes=8)]],
 )
 def test_what_says_nothing_is_left_out(calls):
-    assert not [each for each in exchanges_of(recorded({1: [call(0, 5)], 3: calls})) if each.size_bytes == 64]
+    assert not [each for each in collective_times(recorded({1: [call(0, 5)], 3: calls})) if each.size_bytes == 64]
 
 
 def test_steps_in_which_memory_was_watched_do_not_count():
-    assert exchanges_of(recorded({1: [call(0, 5)], 3: [call(0, 5)]}, memory=[])) == ()
+    assert collective_times(recorded({1: [call(0, 5)], 3: [call(0, 5)]}, memory=[])) == ()
 
 
 def test_a_real_run_says_how_long_its_collectives_took():
-    measured = with_parts(read_measured_run(runs.hybrid()), runs.hybrid())
+    measured = with_measured_parts(read_measured_run(runs.hybrid()), runs.hybrid())
     assert {each.operation for each in measured.exchanges} >= {"all_reduce"}
     assert all(0 < each.seconds < 10 for each in measured.exchanges)
     assert {each.ranks for each in measured.exchanges} <= {2, 4}
-    assert with_parts(read_measured_run(runs.two_ranks()), runs.two_ranks()).exchanges == ()
-    assert exchanges_of(read_run(runs.two_ranks())) == ()
+    assert with_measured_parts(read_measured_run(runs.two_ranks()), runs.two_ranks()).exchanges == ()
+    assert collective_times(read_run(runs.two_ranks())) == ()

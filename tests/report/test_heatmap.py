@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.report import picture
-from phalanx.report.heatmap import COLOURS, Heatmap, colour, size, svg, ticks, write
+from phalanx.report.heatmap import COLOURS, Heatmap, axis_ticks, colour, format_bytes, save_picture, svg
 from phalanx.spec.errors import UserError
 from tests.report.elements import SVG, marked
 
@@ -80,7 +80,7 @@ def test_titles_are_text_and_not_markup() -> None:
 def test_nothing_or_one_amount(sent: Any, tmp_path: Path) -> None:
     heat = Heatmap("few", sent, "node")
     assert len(marked(svg(heat), "cell")) == np.count_nonzero(sent)
-    write(heat, tmp_path / "few.png")
+    save_picture(heat, tmp_path / "few.png")
     assert (tmp_path / "few.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -88,12 +88,12 @@ def test_nothing_or_one_amount(sent: Any, tmp_path: Path) -> None:
     ("number", "said"), [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1.234e9, "1.23 GB"), (5e21, "5e+03 EB")]
 )
 def test_sizes(number: float, said: str) -> None:
-    assert size(number) == said
+    assert format_bytes(number) == said
 
 
 @given(st.integers(1, 5000), st.integers(0, 72))
 def test_rows_are_numbered_as_far_as_there_is_room(count: int, node: int) -> None:
-    shown = ticks(count, node)
+    shown = axis_ticks(count, node)
     assert shown[0] == 0
     assert shown[-1] < count
     assert len(shown) <= 20
@@ -104,16 +104,16 @@ def test_rows_are_numbered_as_far_as_there_is_room(count: int, node: int) -> Non
 @pytest.mark.parametrize("ending", [".svg", ".html", ".png"])
 def test_a_file_of_each_kind(ending: str, tmp_path: Path) -> None:
     file = tmp_path / f"heat{ending}"
-    write(HEAT, file)
+    save_picture(HEAT, file)
     start = {".svg": b"<svg ", ".html": b"<!doctype", ".png": b"\x89PNG"}[ending]
     assert file.read_bytes().startswith(start)
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"use \.svg, \.html or \.png"):
-        write(HEAT, tmp_path / "heat.gif")
+        save_picture(HEAT, tmp_path / "heat.gif")
     with pytest.raises(UserError, match="cannot be written"):
-        write(HEAT, tmp_path / "nowhere" / "heat.svg")
+        save_picture(HEAT, tmp_path / "nowhere" / "heat.svg")
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[draw\]'"):
-        write(HEAT, tmp_path / "heat.png")
+        save_picture(HEAT, tmp_path / "heat.png")

@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 
 from phalanx.report import words
-from phalanx.report.compare import together
-from phalanx.report.facts import facts
+from phalanx.report.compare import report_data
+from phalanx.report.facts import report_facts
 from phalanx.report.page import main, page
 from phalanx.report.recorded import read_run
 from tests.report.runs import hybrid, two_ranks
@@ -19,7 +19,7 @@ from tests.report.runs import hybrid, two_ranks
 
 @pytest.fixture(scope="module")
 def whole():
-    return together([facts(read_run(hybrid())), facts(read_run(two_ranks()))])
+    return report_data([report_facts(read_run(hybrid())), report_facts(read_run(two_ranks()))])
 
 
 def embedded(text: str, name: str):
@@ -27,7 +27,7 @@ def embedded(text: str, name: str):
 
 
 def test_speed_and_mfu_are_of_the_same_peak_on_shared_cores(whole):
-    speed, mfu = (words.measured(whole["runs"][0], what) for what in ("tokens_per_second", "mfu"))
+    speed, mfu = (words.measured_row(whole["runs"][0], what) for what in ("tokens_per_second", "mfu"))
     assert mfu["ratio"] == pytest.approx(speed["ratio"], rel=0.02)
 
 
@@ -67,7 +67,7 @@ def test_text_from_outside_stays_text(whole):
     run["problems"] = [evil]
     run["findings"][0]["evidence"] = run["verdict"]["evidence"] = evil
     run["memory"]["bytes"][evil] = run["memory"]["bytes"]["parameters"]
-    text = page(together(changed["runs"]))
+    text = page(report_data(changed["runs"]))
     assert "<script>alert" not in text
     assert "<img" not in re.sub(r"<script\b.*?</script>", "", text, flags=re.DOTALL)
     assert embedded(text, "facts")["runs"][0]["problems"] == [evil]
@@ -75,7 +75,7 @@ def test_text_from_outside_stays_text(whole):
 
 
 def test_a_section_without_facts_says_why(whole):
-    text = main(together([whole["runs"][1]]))
+    text = main(report_data([whole["runs"][1]]))
     assert "No step was looked at closely: train with --trace-steps FIRST:LAST." in text
     assert "How much each expert" not in text
 
@@ -89,11 +89,11 @@ def test_a_section_without_facts_says_why(whole):
     ],
 )  # fmt: skip
 def test_numbers_for_people(value, unit, said):
-    assert words.number(value, unit) == said
+    assert words.format_number(value, unit) == said
 
 
 def test_groups_leave_out_what_is_nothing(whole):
-    groups = dict(words.groups(whole["runs"][0]["beside"]))
+    groups = dict(words.group_rows(whole["runs"][0]["beside"]))
     assert list(groups) == [
         "of a step", "memory of pp0", "sent by pp0 in a step", "memory of pp1", "sent by pp1 in a step",
     ]  # fmt: skip

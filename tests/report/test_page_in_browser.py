@@ -114,9 +114,9 @@ def test_the_tables_have_the_numbers_of_the_json(opened):
     rows = browser.value("[...document.querySelectorAll('.beside tbody tr')].map(row => "
                          "[...row.cells].map(cell => cell.firstChild.textContent))")  # fmt: skip
     assert rows == [
-        [words.named(row), *(words.number(row[side], row["unit"]) for side in ("predicted", "measured")),
-         words.times(row["ratio"])]
-        for facts in whole["runs"] for _, group in words.groups(facts["beside"]) for row in group
+        [words.row_label(row), *(words.format_number(row[side], row["unit"]) for side in ("predicted", "measured")),
+         words.format_ratio(row["ratio"])]
+        for facts in whole["runs"] for _, group in words.group_rows(facts["beside"]) for row in group
     ]  # fmt: skip
 
 

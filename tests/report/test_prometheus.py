@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from phalanx.measure.events import BEGAN, note, read_events
-from phalanx.measure.lock import hold
+from phalanx.measure.events import BEGAN, append_event, read_events
+from phalanx.measure.lock import acquire_run_lock
 from phalanx.measure.rounds import JOURNAL_FILE
-from phalanx.report.prometheus import FAMILIES, Follower, Watched, exposition
+from phalanx.report.prometheus import FAMILIES, JsonLinesTail, RunMetrics, exposition
 from phalanx.report.recorded import read_run
 from phalanx.train.manifest import checkpoints
-from phalanx.train.metrics import JsonLines
+from phalanx.train.metrics import JsonLinesLogger
 from tests.report.runs import copied, hybrid, two_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -42,14 +42,14 @@ def parsed(text: str) -> Told:
     return found
 
 
-def told(directory: Path, watched: Watched | None = None) -> Told:
-    return parsed((watched or Watched(directory)).text(checkpoints(directory / "checkpoints")))
+def told(directory: Path, watched: RunMetrics | None = None) -> Told:
+    return parsed((watched or RunMetrics(directory)).exposition_text(checkpoints(directory / "checkpoints")))
 
 
 @pytest.mark.parametrize("run", [two_ranks, hybrid])
 def test_it_tells_what_the_run_wrote(run: Callable[[], Path]) -> None:
     found, recorded = told(run()), read_run(run())
-    last = recorded.trained[-1]
+    last = recorded.step_metrics[-1]
     expected = {
         "phalanx_step": last["step"], "phalanx_loss_nats_per_token": last["loss"],
         "phalanx_gradient_norm": last["grad_norm"], "phalanx_learning_rate": last["learning_rate"],
@@ -58,7 +58,7 @@ def test_it_tells_what_the_run_wrote(run: Callable[[], Path]) -> None:
         "phalanx_held_out_loss_nats_per_token": recorded.evaluations[-1]["held_out_loss"],
         "phalanx_planned_steps": 8, "phalanx_checkpoint_step": 8, "phalanx_under_way": 0, "phalanx_failed_ranks": 0,
         "phalanx_starts_total": 1, "phalanx_checkpoint_interval_steps": recorded.run.checkpoint.every,
-        "phalanx_start_timestamp_seconds": recorded.happened[0]["time"],
+        "phalanx_start_timestamp_seconds": recorded.run_events[0]["time"],
         "phalanx_last_step_timestamp_seconds": max(
             file.stat().st_mtime for file in (run() / "metrics.jsonl", *(run() / "trace").glob("rank-*.jsonl"))
         ),
@@ -92,7 +92,7 @@ def test_names_are_prometheus_own_way() -> None:
 
 def test_what_goes_wrong_is_told(tmp_path: Path) -> None:
     run = copied(two_ranks(), tmp_path)
-    watched = Watched(run)
+    watched = RunMetrics(run)
     assert told(run, watched)["phalanx_loss_nats_per_token"][()] > 0
     *_, last = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
     with (run / "metrics.jsonl").open("a") as file:
@@ -101,7 +101,7 @@ def test_what_goes_wrong_is_told(tmp_path: Path) -> None:
     (run / "failures").mkdir()
     (run / "failures" / "rank-00001.json").write_text("{}")
     shutil.rmtree(run / "checkpoints")
-    lock = hold(run)
+    lock = acquire_run_lock(run)
     assert lock is not None
     found = told(run, watched)
     lock.close()
@@ -113,7 +113,7 @@ def test_what_goes_wrong_is_told(tmp_path: Path) -> None:
 
 def test_a_run_that_is_started_again_with_fewer_ranks_has_only_these(tmp_path: Path) -> None:
     run = copied(two_ranks(), tmp_path)
-    watched = Watched(run)
+    watched = RunMetrics(run)
     assert len(told(run, watched)["phalanx_rank_info"]) == 2
     file = run / "trace" / "rank-00000.jsonl"
     opening, *lines = file.read_text().splitlines(keepends=True)
@@ -130,15 +130,15 @@ def test_no_counter_falls_where_a_run_goes_back(tmp_path: Path) -> None:
     """Prometheus takes a counter that falls for one that began at 0. Starts after a checkpoint that was lost leave
     ranks' records, as steps do."""
     run = copied(two_ranks(), tmp_path)
-    record, watched = run / "trace" / "rank-00000.jsonl", Watched(run)
+    record, watched = run / "trace" / "rank-00000.jsonl", RunMetrics(run)
     opening = json.loads(record.read_text().splitlines()[0])
 
     def start(after_step: int) -> Told:
-        JsonLines(run / "metrics.jsonl", after_step).close()
-        notes = JsonLines(record, after_step)
+        JsonLinesLogger(run / "metrics.jsonl", after_step).close()
+        notes = JsonLinesLogger(record, after_step)
         notes.write({**opening, "step": after_step})
         notes.close()
-        note(run, BEGAN, ranks=2, step=after_step)
+        append_event(run, BEGAN, ranks=2, step=after_step)
         return told(run, watched)
 
     before = [start(8), start(8)][-1]
@@ -159,7 +159,7 @@ def test_a_run_that_has_done_nothing_yet_has_a_plan(tmp_path: Path) -> None:
         "phalanx_start_timestamp_seconds": asked, "phalanx_last_step_timestamp_seconds": asked,
     }  # fmt: skip
     assert {name: values[()] for name, values in told(tmp_path).items()} == expected
-    note(tmp_path, BEGAN, ranks=2, step=0)
+    append_event(tmp_path, BEGAN, ranks=2, step=0)
     began = float(read_events(tmp_path)[0]["time"])
     assert began > asked
     assert told(tmp_path)["phalanx_last_step_timestamp_seconds"][()] == began
@@ -168,7 +168,7 @@ def test_a_run_that_has_done_nothing_yet_has_a_plan(tmp_path: Path) -> None:
 def test_a_step_that_only_ranks_noted_is_one(tmp_path: Path) -> None:
     """With metrics.every = 100 they tell of each, metrics.jsonl of few. What was noted before a start is old."""
     run = copied(two_ranks(), tmp_path)
-    watched, last = Watched(run), "phalanx_last_step_timestamp_seconds"
+    watched, last = RunMetrics(run), "phalanx_last_step_timestamp_seconds"
     stepped = told(run, watched)[last][()] + 100
     os.utime(run / "trace" / "rank-00001.jsonl", (stepped, stepped))
     assert told(run, watched)[last][()] == stepped
@@ -194,15 +194,15 @@ def test_a_file_is_read_once_however_it_grows(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int], n: int
 ) -> None:
     file = tmp_path_factory.mktemp("grows") / "lines.jsonl"
-    follower, seen = Follower(file), []
-    assert follower.news() == (False, [])
+    follower, seen = JsonLinesTail(file), []
+    assert follower.read_new() == (False, [])
     text = "".join(json.dumps({"step": step, "ü": "x" * step}) + "\n" for step in range(n)).encode()
     with file.open("ab") as out:
         for cut in [*cuts, len(text)]:
             out.write(text[:cut])
             out.flush()
             text = text[cut:]
-            seen += [line["step"] for line in follower.news()[1]]
+            seen += [line["step"] for line in follower.read_new()[1]]
     assert seen == list(range(n))
 
 

@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.report.efficiency import columns
+from phalanx.report.efficiency import step_times
 from phalanx.report.recorded import read_run
-from phalanx.report.verdict import Finding, findings
-from phalanx.spec.load import build_run
+from phalanx.report.verdict import Bottleneck, find_bottlenecks
+from phalanx.spec.load import run_from_table
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
-from phalanx.testing.hosts import NoHosts, star
-from phalanx.train.corpus import open_corpus
-from phalanx.train.metrics import open_logs
-from phalanx.train.progress import Progress
-from phalanx.train.setup import read_directory, set_up
+from phalanx.testing import rank_pool
+from phalanx.testing.hosts import NamespacesUnavailable, star_network
+from phalanx.train.corpus import open_training_data
+from phalanx.train.metrics import open_loggers
+from phalanx.train.progress import ProgressDisplay
+from phalanx.train.setup import create_run, read_run_directory
 from phalanx.train.trainer import Trainer
-from phalanx.train.worker import open_notes
+from phalanx.train.worker import open_step_records
 
 pytestmark = pytest.mark.alone
 STEPS, FROM_STEP = 20, 9
@@ -38,7 +38,7 @@ MOE = {**MODEL, "layers": 2, "moe": {"experts": 4, "top_k": 2, "ffn": 512, "bias
 
 
 def described(out: Path, model: dict[str, Any] = MODEL, **layout: Any) -> RunSpec:
-    return build_run(
+    return run_from_table(
         {
             "name": "run",
             "out": str(out),
@@ -96,7 +96,9 @@ def starved_loader(trainer: Trainer) -> Iterator[None]:
     step = trainer.loader.step
 
     def slowly(number: int) -> Any:
-        computing = sum(sum(kinds.values()) for kinds in trainer.line["stages"].values()) if trainer.line else 0.5
+        computing = (
+            sum(sum(kinds.values()) for kinds in trainer.step_record["stages"].values()) if trainer.step_record else 0.5
+        )
         time.sleep(2 * computing)
         return step(number)
 
@@ -120,22 +122,22 @@ WAYS: dict[str, Callable[[Trainer], Any]] = {
 
 def train(directory: Path, way: str) -> None:
     """This rank's part of a run, made slow."""
-    run, data = read_directory(directory)
-    trainer = Trainer(run, open_corpus(run, data, True), directory, torch.device("cpu"), 1e11)
-    logs = open_logs(directory, 0, None, run.name, {}) if trainer.is_main else []
-    notes = open_notes(trainer)
+    run, data = read_run_directory(directory)
+    trainer = Trainer(run, open_training_data(run, data, True), directory, torch.device("cpu"), 1e11)
+    logs = open_loggers(directory, 0, None, run.name, {}) if trainer.is_main else []
+    notes = open_step_records(trainer)
     with WAYS[way](trainer):
-        trainer.train(logs, Progress(0, run.training.steps, quiet=True), None, notes)
+        trainer.train(logs, ProgressDisplay(0, run.training.steps, quiet=True), None, notes)
     for log in (*logs, notes):
         log.close()
 
 
-def verdict(directory: Path) -> tuple[Finding, str]:
+def verdict(directory: Path) -> tuple[Bottleneck, str]:
     recorded = read_run(directory)
-    found = columns(recorded)
+    found = step_times(recorded)
     assert found is not None
     assert recorded.problems == []
-    named = findings(recorded, found)
+    named = find_bottlenecks(recorded, found)
     return named[0], "\n".join(map(str, named))
 
 
@@ -155,11 +157,11 @@ def verdict(directory: Path) -> tuple[Finding, str]:
     ],
 )  # fmt: skip
 def test_a_run_made_slow_is_named_rightly(
-    tmp_path: Path, way: str, model: dict[str, Any], layout: dict[str, Any], right: Callable[[Finding], bool]
+    tmp_path: Path, way: str, model: dict[str, Any], layout: dict[str, Any], right: Callable[[Bottleneck], bool]
 ) -> None:
     for attempt in ("first", "second"):  # others may take a core meanwhile
-        directory = set_up(described(tmp_path / attempt, model, **layout), 2, resume=False)
-        ranks(2).run(train, directory, way)
+        directory = create_run(described(tmp_path / attempt, model, **layout), 2, resume=False)
+        rank_pool(2).run(train, directory, way)
         first, all_named = verdict(directory)
         if right(first):
             break
@@ -170,16 +172,16 @@ def test_a_run_made_slow_is_named_rightly(
 def shaped() -> Iterator[list[list[str]]]:
     """Commands before others that give them a network each, with a link of 40 Mbit/s between the two."""
     try:
-        with star(["far"], 40) as made:
+        with star_network(["far"], 40) as made:
             far = made.hosts["far"]
             ends = ((made.hub, f"h{far.interface}"), (far, far.interface))
             yield [[*host.prefix, "env", f"GLOO_SOCKET_IFNAME={end}"] for host, end in ends]
-    except NoHosts as none:
+    except NamespacesUnavailable as none:
         pytest.skip(f"this process may not make networks: {none}")
 
 
 def test_a_slow_link_is_named(tmp_path: Path, shaped: list[list[str]]) -> None:
-    directory = set_up(described(tmp_path), 2, resume=False)
+    directory = create_run(described(tmp_path), 2, resume=False)
     variables = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from phalanx.cli.report_views import live
-from phalanx.cost.parameters import parameters
-from phalanx.cost.swarm import node_of, round_bytes, state_bytes
-from phalanx.measure.lock import hold
-from phalanx.measure.rounds import Spent
+from phalanx.cli.report_views import render_live
+from phalanx.cost.parameters import count_parameters
+from phalanx.cost.swarm import node_share, round_bytes, state_bytes
+from phalanx.measure.lock import acquire_run_lock
+from phalanx.measure.rounds import RoundRecord
 from phalanx.report import words
-from phalanx.report.compare import together
-from phalanx.report.facts import facts
+from phalanx.report.compare import report_data
+from phalanx.report.facts import report_facts
 from phalanx.report.page import main
 from phalanx.report.recorded import read_run
-from phalanx.report.rounds import beside
+from phalanx.report.rounds import round_rows
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import Method
 from phalanx.train.setup import to_toml
@@ -63,17 +63,17 @@ def row(found: dict[str, Any], role: str, what: str) -> dict[str, Any]:
 
 def test_a_node_and_its_coordinator_wrote_of_the_same_bytes(swarm):
     _, folder = swarm
-    told = facts(read_run(folder / "lead"))["swarm"]["told"]
+    told = report_facts(read_run(folder / "lead"))["swarm"]["told"]
     assert [each["round"] for each in told] == [0, 1, 2, 3]
     for name in ("ann", "bob"):
-        own = facts(read_run(folder / name))["swarm"]["rounds"]
+        own = report_facts(read_run(folder / name))["swarm"]["rounds"]
         assert own["bytes"]["sent"] == [each["bytes"][name] for each in told]
         assert own["steps"] == [3] * 4
 
 
 def test_bytes_and_memory_are_beside_the_formulas(swarm):
     run, folder = swarm
-    found, node = facts(read_run(folder / "ann")), node_of(run.model, "spes+", 2)
+    found, node = report_facts(read_run(folder / "ann")), node_share(run.model, "spes+", 2)
     sent = round_bytes(node, "spes+", "int8")
     held = row(found, "round", "state held")
     assert held["measured"] == held["predicted"] == state_bytes(node)
@@ -84,7 +84,7 @@ def test_bytes_and_memory_are_beside_the_formulas(swarm):
         assert said < each["measured"] < 1.5 * said  # of this model names, checksums and short blocks are a large part
         assert whole["measured"] == 4 * each["measured"]
     first = row(found, "rounds", "all weights, to begin with")
-    assert first["measured"] == first["predicted"] == 4 * parameters(run.model).total
+    assert first["measured"] == first["predicted"] == 4 * count_parameters(run.model).total
     whole = row(found, "rounds", "communication")["measured"]
     own = found["swarm"]["rounds"]
     assert (
@@ -106,7 +106,7 @@ def test_what_a_node_holds_is_the_formulas_to_the_byte(
 ):
     run = run_of(tmp_path, method=method, **changes)
     _, members = learned(run, tmp_path, ("ann", "bob"))
-    node = node_of(run.model, method, owned)
+    node = node_share(run.model, method, owned)
     for rounds in members.rounds.values():
         assert {line["held_bytes"] for line in rounds} == {state_bytes(node, run.swarm.frozen)}
 
@@ -114,7 +114,7 @@ def test_what_a_node_holds_is_the_formulas_to_the_byte(
 def test_seconds_of_a_round_are_those_of_its_kinds(swarm):
     """Without delay nothing runs beside training."""
     _, folder = swarm
-    found = facts(read_run(folder / "bob"))
+    found = report_facts(read_run(folder / "bob"))
     own = found["swarm"]["rounds"]
     for at, whole in enumerate(own["whole"]):
         assert 0 < sum(seconds[at] for seconds in own["seconds"].values()) <= whole
@@ -126,15 +126,25 @@ def test_seconds_of_a_round_are_those_of_its_kinds(swarm):
 def test_time_is_predicted_with_the_step_and_the_link_as_measured(swarm):
     """A link of 1 kB/s up and 2 kB/s down, steps of a second; nobody waits."""
     run, _ = swarm
-    sent = round_bytes(node_of(run.model, "spes+", 2), "spes+", "int8")
+    sent = round_bytes(node_share(run.model, "spes+", 2), "spes+", "int8")
     up, down = round(sent.up), round(sent.down)
-    spent = Spent(0, 3, 300, 2, train_seconds=3.0, send_seconds=up / 1000, receive_seconds=down / 2000, sent_bytes=up,
-                  received_bytes=down, seconds=100.0)  # fmt: skip
-    found = {(role, what): predicted for role, what, _, predicted, _ in beside(run, 1, [spent, spent])}
+    spent = RoundRecord(
+        0,
+        3,
+        300,
+        2,
+        train_seconds=3.0,
+        send_seconds=up / 1000,
+        receive_seconds=down / 2000,
+        sent_bytes=up,
+        received_bytes=down,
+        seconds=100.0,
+    )
+    found = {(role, what): predicted for role, what, _, predicted, _ in round_rows(run, 1, [spent, spent])}
     whole = 3.0 + sent.up / 1000 + sent.down / 2000
     assert found["round", "whole round"] == pytest.approx(whole, rel=1e-6)
     assert found["round", "utilisation"] == pytest.approx(3.0 / whole, rel=1e-6)
-    several = {what: predicted for role, what, _, predicted, _ in beside(run, 2, [spent]) if role == "round"}
+    several = {what: predicted for role, what, _, predicted, _ in round_rows(run, 2, [spent]) if role == "round"}
     assert several["state held"] is None  # what ranks share is the layout's affair
 
 
@@ -189,8 +199,8 @@ def test_bytes_are_measured_though_nothing_is_predicted(node):
 def test_the_page_draws_what_the_facts_say(swarm, name):
     from plotly.graph_objects import Figure
 
-    found = facts(read_run(swarm[1] / name))
-    text = main(together([found]))
+    found = report_facts(read_run(swarm[1] / name))
+    text = main(report_data([found]))
     figure = embedded(text, "figures")["rounds-0"]
     Figure(data=figure["data"], layout=figure["layout"])  # raises for a property that it does not know
     drawn = {trace["name"]: trace["y"] for trace in figure["data"]}
@@ -199,7 +209,7 @@ def test_the_page_draws_what_the_facts_say(swarm, name):
         assert drawn == own["seconds"] | own["bytes"]
     else:
         assert drawn == {who: [each["bytes"][who] for each in told] for who in ("ann", "bob")}
-    for title, value, _ in words.so_far(found):
+    for title, value, _ in words.round_totals(found):
         assert f"<dt>{title}</dt><dd>{value}<" in text
     assert "No step was looked at closely" not in text
 
@@ -207,11 +217,11 @@ def test_the_page_draws_what_the_facts_say(swarm, name):
 def test_the_live_view_and_its_lines_have_the_rounds(swarm):
     from rich.console import Console
 
-    found = facts(read_run(swarm[1] / "ann"))
+    found = report_facts(read_run(swarm[1] / "ann"))
     console = Console(width=160, file=io.StringIO())
-    console.print(live(found))
+    console.print(render_live(found))
     text = console.file.getvalue()
-    used = words.number(found["swarm"]["rounds"]["utilisation"], "")
+    used = words.format_number(found["swarm"]["rounds"]["utilisation"], "")
     assert "rounds 4 of 4" in text
     assert f"training {used} of the time" in text
     lines = shown("watch", swarm[1] / "ann").splitlines()
@@ -222,7 +232,7 @@ def test_the_live_view_and_its_lines_have_the_rounds(swarm):
 def test_a_node_is_watched_until_its_last_round_is_over(node):
     *lines, last = (node / "swarm.jsonl").read_text().splitlines(keepends=True)
     (node / "swarm.jsonl").write_text("".join(lines))
-    held = hold(node)
+    held = acquire_run_lock(node)
     watch = [sys.executable, "-m", "phalanx", "watch", str(node), "--every", "0.1"]
     with subprocess.Popen(watch, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -255,8 +265,8 @@ def test_a_coordinators_directory_says_what_it_is_and_who_told_what(swarm, tmp_p
 
 
 def test_runs_without_a_swarm_have_nothing_of_it():
-    found = facts(read_run(two_ranks()))
+    found = report_facts(read_run(two_ranks()))
     assert "swarm" not in found
     assert "leads" not in found["run"]
-    text = main(together([found]))
+    text = main(report_data([found]))
     assert "swarm" not in text.partition("<script")[0]

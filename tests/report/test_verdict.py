@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.report.efficiency import Columns, columns
-from phalanx.report.recorded import RankRecord, Recorded
-from phalanx.report.verdict import LEAST, Finding, changed, findings
+from phalanx.report.efficiency import StepTimes, step_times
+from phalanx.report.recorded import RankRecord, RunData
+from phalanx.report.verdict import MIN_SHARE, Bottleneck, change_point, find_bottlenecks
 from phalanx.schedule.action import actions
-from phalanx.schedule.named import schedule_of
-from phalanx.schedule.simulate import Times, simulate
-from phalanx.spec.layout import degrees
-from phalanx.spec.load import build_run
-from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.schedule.named import layout_schedule
+from phalanx.schedule.simulate import ActionTimes, simulate
+from phalanx.spec.layout import parallel_dims
+from phalanx.spec.load import run_from_table
+from phalanx.spec.run import RunSpec, plan_batch
 
 STEPS, WHOLE = 40, 1.0
 DENSE = {"vocab": 256, "width": 64, "layers": 8, "heads": 4, "kv_heads": 4, "ffn": 128, "context": 64}
@@ -26,7 +26,7 @@ MOE = {**DENSE, "moe": {"experts": 8, "top_k": 2, "ffn": 64}}
 
 
 def described(ranks: int, model: dict[str, Any] = DENSE, **layout: Any) -> RunSpec:
-    return build_run(
+    return run_from_table(
         {
             "model": model,
             "training": {"steps": STEPS, "sequence": 32, "tokens_per_step": 64 * 32},
@@ -54,7 +54,7 @@ class Wrong:
     update: float = 0.01
 
 
-def recorded(run: RunSpec, ranks: int, wrong: Wrong, seed: int) -> Recorded:
+def recorded(run: RunSpec, ranks: int, wrong: Wrong, seed: int) -> RunData:
     """A run in which that is wrong."""
     lines: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(ranks)}
     chance = np.random.default_rng(seed)
@@ -66,7 +66,7 @@ def recorded(run: RunSpec, ranks: int, wrong: Wrong, seed: int) -> Recorded:
     records = {
         rank: RankRecord(rank, "host", "cpu", 0.0, 0.0, 2**34, 2, lines[rank]) for rank in range(ranks)
     }  # fmt: skip
-    return Recorded(Path("run"), run, ranks, 0, records, [], {}, [])
+    return RunData(Path("run"), run, ranks, 0, records, [], {}, [])
 
 
 def one_step(run: RunSpec, ranks: int, wrong: Wrong, noise: dict[int, float]) -> dict[int, dict[str, Any]]:
@@ -104,18 +104,18 @@ def alone(run: RunSpec, ranks: int, wrong: Wrong, slower: dict[int, float]) -> t
 
 def piped(run: RunSpec, ranks: int, wrong: Wrong, slower: dict[int, float]) -> tuple[Any, Any, Any]:
     """Ranks of a pipeline, and of copies of it."""
-    sizes, micro_batches = degrees(run.layout, ranks), cut_batch(run, ranks).accumulation
-    schedule = schedule_of(run.layout, micro_batches)
+    sizes, micro_batches = parallel_dims(run.layout, ranks), plan_batch(run, ranks).gradient_accumulation_steps
+    schedule = layout_schedule(run.layout, micro_batches)
     passes, stages, waits = {}, {}, {}
     for copy in range(ranks // sizes.pp):
         members = [rank for rank in range(ranks) if copy_of(run, ranks, rank) == copy]
-        at = {sizes.place(rank)["pp"]: rank for rank in members}
+        at = {sizes.coordinates(rank)["pp"]: rank for rank in members}
         each = [
             wrong.stages.get(stage, 1.0) * slower[at[schedule.rank_of[stage]]] / micro_batches
             for stage in range(schedule.stages)
         ]
         halves = [2 * second for second in each]
-        timeline = simulate(schedule, Times(each, halves, 0.0, transfer=wrong.link / 4))
+        timeline = simulate(schedule, ActionTimes(each, halves, 0.0, transfer=wrong.link / 4))
         for place, rank in at.items():
             own: dict[str, dict[str, float]] = {}
             for span in timeline.spans[place]:
@@ -130,8 +130,8 @@ def piped(run: RunSpec, ranks: int, wrong: Wrong, slower: dict[int, float]) -> t
 
 def copy_of(run: RunSpec, ranks: int, rank: int) -> int:
     """Which copy of the pipeline a rank is in."""
-    place = degrees(run.layout, ranks).place(rank)
-    return place["dp_replicate"] * degrees(run.layout, ranks).dp_shard + place["dp_shard"]
+    place = parallel_dims(run.layout, ranks).coordinates(rank)
+    return place["dp_replicate"] * parallel_dims(run.layout, ranks).dp_shard + place["dp_shard"]
 
 
 DDP4, ZERO8 = described(4), described(8, data="zero3")
@@ -141,7 +141,7 @@ COARSE = described(4, pp=4, micro_batch=16)
 EXPERTS = described(4, MOE, ep=4)
 AGAIN = described(4, recompute="full")
 ON_DISK = described(4, data="zero2", offload="nvme", offload_directory="/tmp")
-LABELLED: dict[str, tuple[RunSpec, int, Wrong, Callable[[Finding], bool]]] = {
+LABELLED: dict[str, tuple[RunSpec, int, Wrong, Callable[[Bottleneck], bool]]] = {
     "nothing-ddp": (DDP4, 4, Wrong(), lambda it: it.kind == "compute"),
     "nothing-zero3": (ZERO8, 8, Wrong(), lambda it: it.kind == "compute"),
     "nothing-experts": (EXPERTS, 4, Wrong(), lambda it: it.kind == "compute"),
@@ -187,11 +187,11 @@ LABELLED: dict[str, tuple[RunSpec, int, Wrong, Callable[[Finding], bool]]] = {
 }  # fmt: skip
 
 
-def judged(run: RunSpec, ranks: int, wrong: Wrong, seed: int) -> list[Finding]:
+def judged(run: RunSpec, ranks: int, wrong: Wrong, seed: int) -> list[Bottleneck]:
     of = recorded(run, ranks, wrong, seed)
-    found = columns(of)
+    found = step_times(of)
     assert found is not None
-    return findings(of, found)
+    return find_bottlenecks(of, found)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -200,7 +200,7 @@ def test_a_labelled_record_is_named_rightly(name: str, seed: int) -> None:
     run, ranks, wrong, right = LABELLED[name]
     named = judged(run, ranks, wrong, seed)
     assert right(named[0]), "\n".join(map(str, named))
-    assert named[0].kind == "compute" or named[0].share >= LEAST
+    assert named[0].kind == "compute" or named[0].share >= MIN_SHARE
 
 
 def test_what_a_straggler_costs_is_what_is_gained_without_it() -> None:
@@ -210,26 +210,26 @@ def test_what_a_straggler_costs_is_what_is_gained_without_it() -> None:
 
 
 def test_parts_of_a_step_add_up() -> None:
-    found = columns(recorded(PIPES, 8, Wrong(), seed=1))
-    assert isinstance(found, Columns)
-    assert abs(found.others).max() < 1e-9
+    found = step_times(recorded(PIPES, 8, Wrong(), seed=1))
+    assert isinstance(found, StepTimes)
+    assert abs(found.unattributed).max() < 1e-9
     assert found.steps == list(range(3, STEPS + 1))
 
 
 def test_the_bubble_is_that_of_the_timeline() -> None:
     """Whatever a rank waits after its last pass, in the collectives of the step, is idle too."""
-    found = columns(recorded(PIPE, 4, Wrong(link=0.0), seed=0))
-    schedule = schedule_of(PIPE.layout, cut_batch(PIPE, 4).accumulation)
-    assert isinstance(found, Columns)
-    assert found.bubble == pytest.approx(float(simulate(schedule, Times(1.0, 2.0, 0.0)).bubble), abs=0.03)
+    found = step_times(recorded(PIPE, 4, Wrong(link=0.0), seed=0))
+    schedule = layout_schedule(PIPE.layout, plan_batch(PIPE, 4).gradient_accumulation_steps)
+    assert isinstance(found, StepTimes)
+    assert found.bubble == pytest.approx(float(simulate(schedule, ActionTimes(1.0, 2.0, 0.0)).bubble), abs=0.03)
 
 
 def test_a_rank_without_a_record_is_left_out() -> None:
     whole = recorded(DDP4, 4, Wrong(compute={2: 1.6}), seed=0)
     fewer = replace(whole, ranks={rank: record for rank, record in whole.ranks.items() if rank != 1})
-    found = columns(fewer)
+    found = step_times(fewer)
     assert found is not None
-    assert findings(fewer, found)[0].rank == 2
+    assert find_bottlenecks(fewer, found)[0].rank == 2
 
 
 @pytest.mark.parametrize(
@@ -237,4 +237,4 @@ def test_a_rank_without_a_record_is_left_out() -> None:
     [([0.0] * 10 + [1.0] * 10, 10), ([0.0] * 20, 0), ([1.0] * 10 + [0.0] * 10, 0), ([0.0] * 17 + [1.0] * 3, 17)],
 )
 def test_from_where_on(series: list[float], expected: int) -> None:
-    assert changed(np.array(series), least=0.5) == expected
+    assert change_point(np.array(series), least=0.5) == expected

@@ -8,10 +8,10 @@ import pytest
 
 from phalanx.schedule.action import Schedule
 from phalanx.schedule.generate import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
-from phalanx.schedule.simulate import Times, peak_activations, simulate
+from phalanx.schedule.simulate import ActionTimes, peak_activations, simulate
 from phalanx.spec.errors import UserError
 
-ONE, HALF = Times(*[Frac(1)] * 3), Times(*[Frac(1, 2)] * 3)
+ONE, HALF = ActionTimes(*[Frac(1)] * 3), ActionTimes(*[Frac(1, 2)] * 3)
 SIZES = [(4, 4), (4, 8), (4, 12), (8, 32), (2, 7), (3, 9), (5, 20)]
 UNEVEN = [(1, 1, 1), (2, 2, 1), (3, 4, 2), (1, 2, 3), (5, 3, 1)]
 
@@ -20,10 +20,10 @@ def peaks(schedule: Schedule) -> list[Frac]:
     return [peak_activations(schedule, rank) for rank in range(schedule.ranks)]
 
 
-def excess(schedule: Schedule, times: Times) -> Frac:
+def excess(schedule: Schedule, times: ActionTimes) -> Frac:
     """The longest window beyond a rank's computing: what the zero bubble paper calls the size of the bubble."""
     timeline = simulate(schedule, times)
-    return max(Frac(timeline.window(rank)) - Frac(timeline.busy(rank)) for rank in range(schedule.ranks))
+    return max(Frac(timeline.rank_span(rank)) - Frac(timeline.busy(rank)) for rank in range(schedule.ranks))
 
 
 def order(schedule: Schedule, rank: int) -> str:
@@ -32,7 +32,7 @@ def order(schedule: Schedule, rank: int) -> str:
 
 @pytest.mark.parametrize("p", [4, 8])
 def test_naive_uses_one_pth(p: int) -> None:
-    timeline = simulate(naive(p, 1), Times(1, Frac(1, 2), Frac(1, 2)))
+    timeline = simulate(naive(p, 1), ActionTimes(1, Frac(1, 2), Frac(1, 2)))
     assert timeline.makespan == 2 * p
     assert timeline.bubble == 1 - Frac(1, p)
 
@@ -41,10 +41,10 @@ def test_naive_uses_one_pth(p: int) -> None:
 def test_gpipe_and_1f1b_differ_in_memory_only(p: int, m: int, makespan: int) -> None:
     half = Frac(1, 2)
     for schedule in (gpipe(p, m), one_f_one_b(p, m)):
-        timeline = simulate(schedule, Times(1, half, half))
+        timeline = simulate(schedule, ActionTimes(1, half, half))
         assert timeline.makespan == makespan
         assert timeline.bubble == Frac(p - 1, m + p - 1)
-        assert timeline.overhead == Frac(p - 1, m)
+        assert timeline.bubble_overhead == Frac(p - 1, m)
         assert simulate(schedule).makespan == 3 * (m + p - 1), "backward passes twice as long as forward ones"
     assert peaks(gpipe(p, m)) == [m] * p
     assert peaks(one_f_one_b(p, m)) == [min(m, p - s) for s in range(p)]
@@ -52,7 +52,7 @@ def test_gpipe_and_1f1b_differ_in_memory_only(p: int, m: int, makespan: int) -> 
 
 def test_gpipe_is_the_published_picture() -> None:
     assert order(gpipe(4, 4), 0) == "F0 F1 F2 F3 B3 B2 B1 B0"
-    timeline = simulate(gpipe(4, 4), Times(1, Frac(1, 2), Frac(1, 2)))
+    timeline = simulate(gpipe(4, 4), ActionTimes(1, Frac(1, 2), Frac(1, 2)))
     assert [(spans[0].start, spans[-1].end) for spans in timeline.spans] == [(0, 14), (1, 13), (2, 12), (3, 11)]
 
 
@@ -94,8 +94,8 @@ def test_zb_h1_is_the_published_picture() -> None:
 @pytest.mark.parametrize(("p", "m", "window"), [(4, 8, 24), (4, 12, 36), (8, 32, 96)])
 def test_zb_h2_has_no_bubble_within_a_rank(p: int, m: int, window: int) -> None:
     timeline = simulate(zb_h2(p, m), ONE)
-    assert [timeline.window(rank) for rank in range(p)] == [window] * p
-    assert timeline.window_bubble == 0
+    assert [timeline.rank_span(rank) for rank in range(p)] == [window] * p
+    assert timeline.rank_span_bubble == 0
     assert timeline.makespan == 3 * m + p - 1
     assert peaks(zb_h2(p, m)) == [2 * p - 1] * p
 
@@ -103,7 +103,7 @@ def test_zb_h2_has_no_bubble_within_a_rank(p: int, m: int, window: int) -> None:
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 32), (2, 3), (3, 5)])
 def test_zb_v_has_no_bubble_and_the_memory_of_1f1b(p: int, m: int) -> None:
     timeline = simulate(zb_v(p, m), HALF)  # two stages to a rank
-    assert [timeline.window(rank) for rank in range(p)] == [3 * m] * p
+    assert [timeline.rank_span(rank) for rank in range(p)] == [3 * m] * p
     assert timeline.bubble == Frac(p - 1, 6 * m + p - 1)
     assert peaks(zb_v(p, m)) == [p] * p
 
@@ -111,18 +111,18 @@ def test_zb_v_has_no_bubble_and_the_memory_of_1f1b(p: int, m: int) -> None:
 @pytest.mark.parametrize(("times", "bubble"), [((2, 2, 1), 1), ((3, 4, 2), 2)])
 def test_zb_v_idles_where_times_differ(times: tuple[int, int, int], bubble: int) -> None:
     for p in (4, 8):
-        assert excess(zb_v(p, 4 * p), Times(*(Frac(time, 2) for time in times))) == bubble * (p - 1)
+        assert excess(zb_v(p, 4 * p), ActionTimes(*(Frac(time, 2) for time in times))) == bubble * (p - 1)
 
 
 @pytest.mark.parametrize("times", UNEVEN)
 @pytest.mark.parametrize(("p", "m"), [size for size in SIZES if size[1] >= 2 * size[0] - 1])
 def test_sizes_of_bubbles(p: int, m: int, times: tuple[int, int, int]) -> None:
     forward, input, weight = (Frac(time) for time in times)
-    given, backward = Times(forward, input, weight), input + weight
+    given, backward = ActionTimes(forward, input, weight), input + weight
     assert excess(gpipe(p, m), given) == excess(one_f_one_b(p, m), given) == (p - 1) * (forward + backward)
     if m % p == 0:
         for v in (2, 3):
-            chunk = Times(forward / v, input / v, weight / v)
+            chunk = ActionTimes(forward / v, input / v, weight / v)
             assert excess(interleaved(p, m, v), chunk) == (p - 1) * (forward + backward) / v
     if weight <= forward:  # longer weight halves hold up the input halves between which they were to fill the gaps
         assert excess(zb_h1(p, m), given) == (p - 1) * (forward + input - weight)
@@ -136,7 +136,7 @@ def test_dualpipe_v(p: int, times: tuple[int, int, int]) -> None:
     forward, input, weight = (Frac(time) for time in times)
     for m in (2 * p, 2 * p + 3, 5 * p):
         for overlapped in (forward + input + weight, (forward + input + weight) * Frac(4, 5)):
-            timeline = simulate(dualpipe_v(p, m), Times(forward, input, weight, overlapped=overlapped))
+            timeline = simulate(dualpipe_v(p, m), ActionTimes(forward, input, weight, overlapped=overlapped))
             ideal = m * (forward + input + weight) * 2
             if overlapped == forward + input + weight:
                 assert timeline.makespan - ideal == (p - 1) * (overlapped + input + weight - 3 * weight)

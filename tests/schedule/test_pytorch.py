@@ -28,18 +28,18 @@ def theirs(name: str, p: int, m: int, stages_per_rank: int = 2) -> dict[int, lis
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 7), (4, 8), (4, 11), (8, 32), (4, 3)])
 def test_zb_v_is_theirs(p: int, m: int) -> None:
     made = theirs("ScheduleZBVZeroBubble", p, m)
-    assert to_csv(zb_v(p, m)) == to_csv(Schedule.of(made.values()))  # type: ignore[arg-type]
+    assert to_csv(zb_v(p, m)) == to_csv(Schedule.from_rows(made.values()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 8), (4, 8), (4, 11), (8, 32)])
 def test_dualpipe_v_is_theirs(p: int, m: int) -> None:
-    assert to_csv(dualpipe_v(p, m)) == to_csv(Schedule.of(theirs("ScheduleDualPipeV", p, m).values()))  # type: ignore[arg-type]
+    assert to_csv(dualpipe_v(p, m)) == to_csv(Schedule.from_rows(theirs("ScheduleDualPipeV", p, m).values()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 8, 3), (8, 16, 4)])
 def test_interleaved_is_theirs(p: int, m: int, v: int) -> None:
     made = theirs("ScheduleInterleaved1F1B", p, m, v)
-    assert to_csv(interleaved(p, m, v)) == to_csv(Schedule.of(made.values()))  # type: ignore[arg-type]
+    assert to_csv(interleaved(p, m, v)) == to_csv(Schedule.from_rows(made.values()))  # type: ignore[arg-type]
 
 
 def test_they_read_what_we_write() -> None:
@@ -60,5 +60,5 @@ def test_we_read_what_they_write_with_communication() -> None:
     lowered = torch_schedules._add_send_recv(computing, schedule.rank_of.__getitem__, schedule.stages)
     text = "\n".join(",".join(map(str, row)) for row in lowered.values())
     assert "SEND_F" in text
-    assert Schedule.of(read_csv(text)) == schedule
+    assert Schedule.from_rows(read_csv(text)) == schedule
     assert violations(schedule) == []

@@ -9,21 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.schedule.generate import one_f_one_b, zb_h1, zb_v
-from phalanx.schedule.search import search, split
-from phalanx.schedule.simulate import Times, peak_activations, simulate
+from phalanx.schedule.search import search_schedule, split_backward_passes
+from phalanx.schedule.simulate import ActionTimes, peak_activations, simulate
 from phalanx.schedule.validate import violations
 from phalanx.spec.errors import UserError
 
 
 @pytest.mark.parametrize("times", [
-    Times(0.5, 0.5, 0.5, transfer=0.25),
-    Times(1.0, 1.5, 0.5),
-    Times(1.5, 2.0, 1.0, transfer=0.25),
-    Times(*[[0.5] * 7 + [0.9]] * 3, transfer=0.1),  # a last stage with the head
+    ActionTimes(0.5, 0.5, 0.5, transfer=0.25),
+    ActionTimes(1.0, 1.5, 0.5),
+    ActionTimes(1.5, 2.0, 1.0, transfer=0.25),
+    ActionTimes(*[[0.5] * 7 + [0.9]] * 3, transfer=0.1),  # a last stage with the head
 ], ids=["transfer", "long input halves", "both", "long last stage"])  # fmt: skip
-def test_it_beats_zb_v_in_the_same_memory(times: Times) -> None:
+def test_it_beats_zb_v_in_the_same_memory(times: ActionTimes) -> None:
     p, m = 4, 8
-    found = search(p, m, times, Fraction(p), moves=6_000)
+    found = search_schedule(p, m, times, Fraction(p), moves=6_000)
     assert max(peak_activations(found, rank) for rank in range(p)) <= p
     assert simulate(found, times).bubble < simulate(zb_v(p, m), times).bubble
 
@@ -31,29 +31,29 @@ def test_it_beats_zb_v_in_the_same_memory(times: Times) -> None:
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 2), st.integers(0, 3), st.data())
 def test_it_is_valid_and_no_worse(p: int, m: int, chunks: int, transfer: int, data: st.DataObject) -> None:
-    times = Times(*data.draw(st.tuples(*[st.integers(1, 5)] * 3)), transfer=transfer)
+    times = ActionTimes(*data.draw(st.tuples(*[st.integers(1, 5)] * 3)), transfer=transfer)
     limit = data.draw(st.integers(1, 2 * p))
-    found = search(p, m, times, Fraction(limit), chunks, moves=200)
+    found = search_schedule(p, m, times, Fraction(limit), chunks, moves=200)
     assert violations(found) == []
     assert max(peak_activations(found, rank) for rank in range(p)) <= limit
     if limit >= p:
-        known = [zb_v(p, m)] if chunks == 2 else [split(one_f_one_b(p, m)), zb_h1(p, m)]
+        known = [zb_v(p, m)] if chunks == 2 else [split_backward_passes(one_f_one_b(p, m)), zb_h1(p, m)]
         assert simulate(found, times).makespan <= min(simulate(one, times).makespan for one in known)
 
 
 def test_less_memory_than_published() -> None:
-    found = search(4, 8, Times(), Fraction(2), moves=1_000)
+    found = search_schedule(4, 8, ActionTimes(), Fraction(2), moves=1_000)
     assert max(peak_activations(found, rank) for rank in range(4)) <= 2
     with pytest.raises(UserError, match="less than one micro-batch"):
-        search(4, 8, Times(), Fraction(1, 2))
+        search_schedule(4, 8, ActionTimes(), Fraction(1, 2))
 
 
 def test_it_is_the_same_every_time() -> None:
-    times = Times(1, 2, 1, transfer=1)
-    assert search(3, 6, times, Fraction(3), moves=500) == search(3, 6, times, Fraction(3), moves=500)
+    times = ActionTimes(1, 2, 1, transfer=1)
+    assert search_schedule(3, 6, times, Fraction(3), moves=500) == search_schedule(3, 6, times, Fraction(3), moves=500)
 
 
 def test_halves_let_the_stage_before_begin_sooner() -> None:
     whole = one_f_one_b(3, 5)
-    assert [str(action) for action in split(whole).actions(2)][:4] == ["2F0", "2I0", "2W0", "2F1"]
-    assert (simulate(split(whole)).makespan, simulate(whole).makespan) == (19, 21)
+    assert [str(action) for action in split_backward_passes(whole).actions(2)][:4] == ["2F0", "2I0", "2W0", "2F1"]
+    assert (simulate(split_backward_passes(whole)).makespan, simulate(whole).makespan) == (19, 21)

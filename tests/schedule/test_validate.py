@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.schedule.action import Action, Grid, Schedule, Step, read_csv, to_csv
+from phalanx.schedule.action import Action, Grid, Schedule, ScheduleStep, read_csv, to_csv
 from phalanx.schedule.generate import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
-from phalanx.schedule.simulate import Times, in_flight, peak_activations, simulate
-from phalanx.schedule.validate import violations, violations_as_drawn
+from phalanx.schedule.simulate import ActionTimes, micro_batches_held, peak_activations, simulate
+from phalanx.schedule.validate import lockstep_violations, violations
 from phalanx.spec.errors import UserError
 
 # An article's drawings; on every rank the backward pass of micro-batch 0 runs in the same tick.
@@ -43,18 +43,18 @@ F0 - - - - - - B0
 """
 
 
-def drawn(picture: str) -> list[list[Step | None]]:
+def drawn(picture: str) -> list[list[ScheduleStep | None]]:
     """A picture's rows as a file would have them: one stage to a rank."""
     rows = [row.split() for row in picture.strip().splitlines()]
     cells = [["" if cell == "-" else f"{rank}{cell}" for cell in row] for rank, row in enumerate(rows)]
     return read_csv("\n".join(",".join(row) for row in cells))
 
 
-def as_drawn(schedule: Schedule, times: Times) -> Grid:
+def as_drawn(schedule: Schedule, times: ActionTimes) -> Grid:
     """A schedule on a grid of ticks."""
-    grid: list[list[Step | None]] = []
+    grid: list[list[ScheduleStep | None]] = []
     for spans in simulate(schedule, times).spans:
-        row: list[Step | None] = [None] * int(spans[-1].end)
+        row: list[ScheduleStep | None] = [None] * int(spans[-1].end)
         for step, start, _ in spans:
             row[int(start)] = step
         grid.append(row)
@@ -63,20 +63,22 @@ def as_drawn(schedule: Schedule, times: Times) -> Grid:
 
 @pytest.mark.parametrize("picture", [WRONG_1F1B, WRONG_ZERO_BUBBLE])
 def test_pictures_that_break_dependencies_are_rejected(picture: str) -> None:
-    found = violations_as_drawn(drawn(picture))
+    found = lockstep_violations(drawn(picture))
     assert len(found) == 12
     assert {(violation.rank, violation.action.kind) for violation in found} <= {(r, k) for r in range(3) for k in "BI"}
-    assert not violations(Schedule.of(drawn(picture))), "as orders, with ranks waiting for each other, they can run"
+    assert not violations(Schedule.from_rows(drawn(picture))), (
+        "as orders, with ranks waiting for each other, they can run"
+    )
 
 
 @pytest.mark.parametrize("picture", [GPIPE, NAIVE])
 def test_right_pictures_are_accepted(picture: str) -> None:
-    assert violations_as_drawn(drawn(picture)) == []
+    assert lockstep_violations(drawn(picture)) == []
 
 
 def test_what_is_wrong_is_named() -> None:
     def problems(*rows: str) -> list[str]:
-        return [str(violation) for violation in violations(Schedule.of(read_csv("\n".join(rows))))]
+        return [str(violation) for violation in violations(Schedule.from_rows(read_csv("\n".join(rows))))]
 
     assert problems("0F0,0B0", "1F0,1B0") == []
     assert problems("0F0,0B0", "1B0,1F0") == [
@@ -90,16 +92,16 @@ def test_what_is_wrong_is_named() -> None:
     assert problems("0F0,0B0", "0F1,0B1") == ["rank 1: 0F1 is of a stage that rank 0 has"]
     assert problems("0F0,0W0,0I0") == ["rank 0: 0W0 (number 2 in its row) waits for ever for 0I0"]
     with pytest.raises(UserError, match="1 violations: rank 0: 0W0 is missing"):
-        simulate(Schedule.of(read_csv("0F0,0I0")))
+        simulate(Schedule.from_rows(read_csv("0F0,0I0")))
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    found = violations(Schedule.of(read_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1")))
+    found = violations(Schedule.from_rows(read_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1")))
     assert [str(violation) for violation in found] == [
         "rank 0: 0B0 (number 2 in its row) waits for ever for 1B0",
         "rank 1: 1F1 (number 1 in its row) waits for ever for 0F1",
     ]
-    stuck, _ = violations(Schedule.of(read_csv("0F0,0I0,0W0\n1I0,1F0,1W0")))
+    stuck, _ = violations(Schedule.from_rows(read_csv("0F0,0I0,0W0\n1I0,1F0,1W0")))
     assert str(stuck).endswith("waits for ever for 1I0")
 
 
@@ -125,7 +127,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 @given(schedules(), st.integers(0, 3), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_published_schedules_keep_the_rules(schedule: Schedule, transfer: int, f: int, i: int, w: int) -> None:
     assert violations(schedule) == []
-    timeline = simulate(schedule, Times(f, i, w, transfer))
+    timeline = simulate(schedule, ActionTimes(f, i, w, transfer))
     ends: dict[Action, float] = {}
     for spans in timeline.spans:
         assert all(before.end <= after.start for before, after in itertools.pairwise(spans))
@@ -137,19 +139,19 @@ def test_published_schedules_keep_the_rules(schedule: Schedule, transfer: int, f
                 for needed in schedule.dependencies(action):
                     there = next(one for one in needed if one in ends)
                     assert ends[there] + transfer * (schedule.rank_of[there.stage] != rank) <= start
-    assert all(timeline.busy(rank) <= timeline.window(rank) <= timeline.makespan for rank in range(schedule.ranks))
+    assert all(timeline.busy(rank) <= timeline.rank_span(rank) <= timeline.makespan for rank in range(schedule.ranks))
 
 
 @given(schedules())
 def test_memory_stays_within_its_bounds(schedule: Schedule) -> None:
     for rank in range(schedule.ranks):
         assert 0 < peak_activations(schedule, rank) <= schedule.micro_batches
-        assert in_flight(schedule, rank)[-1] == 1, "the last action gives back the last activation"
+        assert micro_batches_held(schedule, rank)[-1] == 1, "the last action gives back the last activation"
 
 
 @given(schedules())
 def test_a_schedule_returns_from_its_file(schedule: Schedule) -> None:
-    assert Schedule.of(read_csv(to_csv(schedule))) == schedule
+    assert Schedule.from_rows(read_csv(to_csv(schedule))) == schedule
 
 
 @given(schedules(), st.data())
@@ -159,11 +161,11 @@ def test_an_action_left_out_is_found(schedule: Schedule, data: st.DataObject) ->
     orders = [list(order) for order in schedule.orders]
     del orders[rank][lost]
     if any(orders):
-        assert violations(Schedule.of(orders))
+        assert violations(Schedule.from_rows(orders))
 
 
 @pytest.mark.parametrize("make", [naive, gpipe, one_f_one_b, zb_h1, zb_h2, zb_v])
 def test_what_is_simulated_in_ticks_is_accepted_as_drawn(make: Callable[[int, int], Schedule]) -> None:
     halves = any(action.kind == "W" for action in make(4, 8).actions(0))
-    ticks = Times() if halves else Times(1, Fraction(1, 2), Fraction(1, 2))
-    assert violations_as_drawn(as_drawn(make(4, 8), ticks)) == []
+    ticks = ActionTimes() if halves else ActionTimes(1, Fraction(1, 2), Fraction(1, 2))
+    assert lockstep_violations(as_drawn(make(4, 8), ticks)) == []

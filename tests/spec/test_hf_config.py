@@ -1,6 +1,6 @@
 import pytest
 
-from phalanx.spec.base import parse
+from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError
 from phalanx.spec.hf_config import hf_config, model_table
 from phalanx.spec.load import load_model
@@ -29,23 +29,23 @@ ROPES = [
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_config_and_back_is_the_same_model(kind):
-    spec = parse(ModelSpec, SHAPES[kind])
+    spec = parse_table(ModelSpec, SHAPES[kind])
     config = hf_config(spec)
     assert config["model_type"] == kind
-    assert parse(ModelSpec, model_table(config)) == spec
+    assert parse_table(ModelSpec, model_table(config)) == spec
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.get("scaling", "none"))
 def test_rope_and_back(rope):
-    spec = parse(ModelSpec, {**BASE, "rope": rope})
-    assert parse(ModelSpec, model_table(hf_config(spec))).rope == spec.rope
+    spec = parse_table(ModelSpec, {**BASE, "rope": rope})
+    assert parse_table(ModelSpec, model_table(hf_config(spec))).rope == spec.rope
 
 
 def test_a_rope_of_an_older_transformers():
-    config = hf_config(parse(ModelSpec, BASE))
+    config = hf_config(parse_table(ModelSpec, BASE))
     del config["rope_parameters"]
     config |= {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    rope = parse(ModelSpec, model_table(config)).rope
+    rope = parse_table(ModelSpec, model_table(config)).rope
     assert (rope.theta, rope.scaling, rope.factor) == (1e4, "linear", 2.0)
 
 
@@ -60,7 +60,7 @@ def test_published_shapes_survive(preset):
 @pytest.mark.parametrize("kind", SHAPES)
 def test_transformers_reads_the_config_as_we_mean_it(kind):
     transformers = pytest.importorskip("transformers")
-    config = hf_config(parse(ModelSpec, SHAPES[kind]))
+    config = hf_config(parse_table(ModelSpec, SHAPES[kind]))
     theirs = transformers.AutoConfig.for_model(**config)
     assert model_table(theirs.to_dict()) == model_table(config)
 
@@ -76,7 +76,7 @@ def test_transformers_reads_the_config_as_we_mean_it(kind):
 )
 def test_what_cannot_be_expressed_is_refused(change, field):
     with pytest.raises(UserError, match=f"config.json {field}"):
-        model_table({**hf_config(parse(ModelSpec, BASE)), **change})
+        model_table({**hf_config(parse_table(ModelSpec, BASE)), **change})
 
 
 def test_a_missing_key_is_named():
@@ -87,4 +87,4 @@ def test_a_missing_key_is_named():
 @pytest.mark.parametrize("change", [{"norm": "layernorm"}, {"qk_norm": "full"}, {"moe": {**MOE, "shared_experts": 1}}])
 def test_a_shape_without_an_architecture_is_refused(change):
     with pytest.raises(UserError, match="can be exported"):
-        hf_config(parse(ModelSpec, {**BASE, **change}))
+        hf_config(parse_table(ModelSpec, {**BASE, **change}))

@@ -4,15 +4,15 @@ import pytest
 
 from phalanx.spec import installed
 from phalanx.spec.errors import UserError
-from phalanx.spec.installed import refuse_unsupported
+from phalanx.spec.installed import check_torch_supports
 from phalanx.spec.layout import Layout
 
 
 @pytest.mark.parametrize("version", ["2.11.0+cu128", "2.12.1"])
 def test_the_first_bucket_needs_a_torch_that_sizes_it(version: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(installed, "version", lambda _: version)
-    refuse_unsupported(Layout())
+    check_torch_supports(Layout())
     with pytest.raises(UserError, match=f"torch {version[:4]}.* cannot size it\n  fix: use torch 2.13"):
-        refuse_unsupported(Layout(first_bucket_mb=1.0))
+        check_torch_supports(Layout(first_bucket_mb=1.0))
     monkeypatch.setattr(installed, "version", lambda _: "2.13.0+cpu")
-    refuse_unsupported(Layout(first_bucket_mb=1.0))
+    check_torch_supports(Layout(first_bucket_mb=1.0))

@@ -1,9 +1,9 @@
 import pytest
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import check_meaning
-from phalanx.spec.load import build_run, load_machine, load_model, load_run, preset_names
-from phalanx.spec.run import cut_batch
+from phalanx.spec.layout import check_inapplicable_options
+from phalanx.spec.load import load_machine, load_model, load_run, preset_names, run_from_table
+from phalanx.spec.run import plan_batch
 from phalanx.train.setup import to_toml
 
 
@@ -104,7 +104,7 @@ def test_another_strategy_leaves_the_choices_of_the_files_own_behind(tmp_path):
     assert (zero1.reshard, zero1.offload, zero1.offload_directory) == (True, "nvme", "/x")
     asked = load_run(path, ["layout.data=ddp", "layout.staleness=2"], {}).layout
     with pytest.raises(UserError, match=r"layout\.staleness = 2: has no meaning"):
-        check_meaning(asked)
+        check_inapplicable_options(asked)
 
 
 def test_a_mistake_in_the_environment_is_named_so(tmp_path):
@@ -130,14 +130,14 @@ def test_a_bad_override_is_refused(tmp_path, override):
 
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_every_model_preset_loads_and_may_be_changed(preset):
-    run = build_run({"model": {"preset": preset, "layers": 2}})
+    run = run_from_table({"model": {"preset": preset, "layers": 2}})
     assert run.model.layers == 2
     assert load_model(preset).head_dim * load_model(preset).heads >= load_model(preset).width
 
 
 @pytest.mark.parametrize("preset", sorted({*preset_names("machines")} - {"cpu"}))
 def test_every_machine_preset_loads_and_may_be_changed(preset):
-    cluster = build_run({"cluster": {"preset": preset, "nodes": 3}}).cluster
+    cluster = run_from_table({"cluster": {"preset": preset, "nodes": 3}}).cluster
     assert cluster.nodes == 3
     assert 7e13 <= cluster.peak_flops < 3e15
     assert 16 * 2**30 <= cluster.memory_bytes <= 288 * 2**30
@@ -149,22 +149,24 @@ def test_every_machine_preset_loads_and_may_be_changed(preset):
 def test_a_machine_may_be_a_file(tmp_path):
     file = tmp_path / "here.toml"
     file.write_text('device = "cpu"\ncores = 4\nmemory_bytes = 8000\npeak_flops = 1e9\n')
-    cluster = build_run({"cluster": {"preset": str(file), "nproc": 8, "peak_flops": 2e9}}).cluster
+    cluster = run_from_table({"cluster": {"preset": str(file), "nproc": 8, "peak_flops": 2e9}}).cluster
     assert (cluster.preset, cluster.cores, cluster.peak_flops) == (None, 4, 2e9)
-    assert (cluster.crowd, cluster.rank_memory_bytes) == (2, 1000)
+    assert (cluster.ranks_per_core, cluster.rank_memory_bytes) == (2, 1000)
 
 
 def test_a_machine_file_keeps_the_name_of_what_it_changes(tmp_path):
     file = tmp_path / "ours.toml"
     file.write_text('preset = "h100"\nnetwork_bytes_per_second = 25e9\n')
-    cluster = build_run({"cluster": {"preset": str(file)}}).cluster
+    cluster = run_from_table({"cluster": {"preset": str(file)}}).cluster
     assert (cluster.preset, cluster.network_bytes_per_second) == ("h100", 25e9)
     assert cluster.peak_flops == load_machine("h100").peak_flops
 
 
 @pytest.mark.parametrize("first", ["a100", "cpu"])
 def test_another_machine_takes_the_place_of_the_one_that_a_run_resolved(tmp_path, first):
-    run = build_run({"cluster": {"preset": first, "nodes": 3, "price_per_hour": 2.0, "network_bytes_per_second": 9e9}})
+    run = run_from_table(
+        {"cluster": {"preset": first, "nodes": 3, "price_per_hour": 2.0, "network_bytes_per_second": 9e9}}
+    )
     file = tmp_path / "run.toml"
     file.write_text(to_toml(run))
     assert load_run(file, environment={}) == run
@@ -179,7 +181,7 @@ def test_what_a_run_file_says_of_an_unnamed_machine_stays(tmp_path):
 
 
 def test_a_preset_may_be_changed_inside_its_experts():
-    moe = build_run({"model": {"preset": "mixtral-8x7b", "moe": {"top_k": 1}}}).model.moe
+    moe = run_from_table({"model": {"preset": "mixtral-8x7b", "moe": {"top_k": 1}}}).model.moe
     assert (moe.top_k, moe.experts) == (1, 8)
 
 
@@ -195,9 +197,9 @@ def test_replace_validates():
 )
 def test_a_step_is_cut_over_the_ranks(world_size, micro_batch, cut):
     layout = {} if micro_batch is None else {"micro_batch": micro_batch}
-    made = cut_batch(build_run({"layout": layout}), world_size)
-    assert (made.dp, made.micro_batch, made.accumulation) == cut
-    assert made.sequences == made.dp * made.micro_batch * made.accumulation
+    made = plan_batch(run_from_table({"layout": layout}), world_size)
+    assert (made.dp_size, made.micro_batch_size, made.gradient_accumulation_steps) == cut
+    assert made.global_batch_size == made.dp_size * made.micro_batch_size * made.gradient_accumulation_steps
 
 
 @pytest.mark.parametrize(
@@ -206,22 +208,27 @@ def test_a_step_is_cut_over_the_ranks(world_size, micro_batch, cut):
 )
 def test_a_default_micro_batch_has_at_most_16384_tokens_and_2_gib_of_logits(vocab, sequence, micro_batch):
     training = {"sequence": sequence, "tokens_per_step": 128 * sequence}
-    run = build_run({"model": {"vocab": vocab}, "training": training})
-    assert cut_batch(run, 1).micro_batch == micro_batch
+    run = run_from_table({"model": {"vocab": vocab}, "training": training})
+    assert plan_batch(run, 1).micro_batch_size == micro_batch
     assert micro_batch == 1 or micro_batch * sequence <= 16_384
     assert micro_batch == 1 or micro_batch * sequence * vocab * 4 <= 2**31
 
 
 def test_a_step_that_the_ranks_cannot_share_is_refused_with_one_they_can():
     with pytest.raises(UserError, match=r"use training\.tokens_per_step = 16128"):
-        cut_batch(build_run({"layout": {"data": "zero3"}}), 3)
+        plan_batch(run_from_table({"layout": {"data": "zero3"}}), 3)
 
 
 def test_ranks_that_reduce_once_may_share_unevenly():
-    made = cut_batch(build_run({}), 3)
-    assert (made.sequences, made.dp, made.micro_batch, made.accumulation) == (64, 3, 22, 1)
+    made = plan_batch(run_from_table({}), 3)
+    assert (made.global_batch_size, made.dp_size, made.micro_batch_size, made.gradient_accumulation_steps) == (
+        64,
+        3,
+        22,
+        1,
+    )
     with pytest.raises(UserError, match="100 data-parallel ranks cannot share"):
-        cut_batch(build_run({}), 100)
+        plan_batch(run_from_table({}), 100)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +238,7 @@ def test_ranks_that_reduce_once_may_share_unevenly():
 def test_other_ranks_change_accumulation_or_the_batch_and_learning_rates(scaling, ranks, sequences, learning_rate):
     """Tokens per update are those of 2 ranks, 64 sequences."""
     base = {} if scaling == "keep" else {"base_ranks": 2}
-    run = build_run({"training": {"scaling": scaling, **base}, "layout": {"micro_batch": 4}})
-    made = cut_batch(run, ranks)
-    assert (made.sequences, made.learning_rate) == (sequences, learning_rate)
-    assert made.sequences == made.micro_batch * made.dp * made.accumulation
+    run = run_from_table({"training": {"scaling": scaling, **base}, "layout": {"micro_batch": 4}})
+    made = plan_batch(run, ranks)
+    assert (made.global_batch_size, made.learning_rate_scale) == (sequences, learning_rate)
+    assert made.global_batch_size == made.micro_batch_size * made.dp_size * made.gradient_accumulation_steps

@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.spec.load import preset_names
 from phalanx.spec.schema import PUBLISHED, run_schema, schema_text
-from phalanx.spec.starter import starter
+from phalanx.spec.starter import run_file_template
 
 
 def test_the_published_schema_is_current():
@@ -21,7 +21,7 @@ def test_it_knows_every_table_and_the_presets():
 
 def test_it_accepts_the_starter_and_refuses_a_wrong_value():
     jsonschema = pytest.importorskip("jsonschema")
-    run = tomllib.loads(starter("run.toml", "schema"))
+    run = tomllib.loads(run_file_template("run.toml", "schema"))
     jsonschema.validate(run, run_schema())
     for table, key, value in (("training", "steps", "many"), ("training", "step", 1), ("model", "preset", "tony")):
         with pytest.raises(jsonschema.ValidationError):

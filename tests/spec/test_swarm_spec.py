@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import build_run
+from phalanx.spec.load import run_from_table
 from phalanx.spec.run import RunSpec
 
 MODEL = {"vocab": 256, "width": 64, "layers": 2, "heads": 4, "ffn": 128, "context": 64,
@@ -12,12 +12,12 @@ MODEL = {"vocab": 256, "width": 64, "layers": 2, "heads": 4, "ffn": 128, "contex
 
 def described(swarm: dict[str, object], **more: object) -> RunSpec:
     training = {"steps": 200, "sequence": 64, "tokens_per_step": 1024}
-    return build_run({"model": MODEL, "training": training, "swarm": swarm, **more})
+    return run_from_table({"model": MODEL, "training": training, "swarm": swarm, **more})
 
 
 def test_methods_have_their_papers_settings():
     found = {method: described({"method": method}).swarm for method in ("fedavg", "diloco", "spes", "spes+")}
-    assert [swarm.coded for swarm in found.values()] == ["fp32", "fp32", "fp32", "int8"]
+    assert [swarm.effective_codec for swarm in found.values()] == ["fp32", "fp32", "fp32", "int8"]
     outers = [(swarm.outer_optimizer.learning_rate, swarm.outer_optimizer.momentum) for swarm in found.values()]
     assert outers == [(1.0, 0.0), (0.7, 0.9), (1.0, 0.0), (1.0, 0.0)]
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.topology import cluster_fields, parse_topology, read_topology
+from phalanx.spec.topology import infer_cluster, parse_topology, read_topology
 
 # What real machines printed, from public reports. Rows of NICs, which are not read, are left out where it says so.
 # a100-nv12: Lightning-AI/litgpt tests/test_utils.py. h100-nv18: NVIDIA/nccl#1453 (without rows of NICs).
@@ -35,8 +35,8 @@ def test_real_machines(file, gpus, nics, nvlinks, domain, nearest, numa):
     assert len(node.nics) == nics
     assert node.nvlinks == (nvlinks,) * gpus
     assert " ".join(node.nearest_nics(2)) == nearest
-    assert node.numa == tuple(numa)
-    known = cluster_fields(node).fields
+    assert node.numa_nodes == tuple(numa)
+    known = infer_cluster(node).fields
     assert (known["nproc"], known["domain"]) == (gpus, domain)
 
 
@@ -59,21 +59,21 @@ def test_ways_between_gpus():
     ],
 )
 def test_link_speed_is_nvlinks_times_one_of_the_generation(file, preset, speed):
-    assert cluster_fields(read_topology(HERE / file), preset).fields["link_bytes_per_second"] == speed
+    assert infer_cluster(read_topology(HERE / file), preset).fields["link_bytes_per_second"] == speed
 
 
 def test_what_is_not_determined_is_said():
-    assert cluster_fields(read_topology(HERE / "h100-nv18.txt")).unknown == {
+    assert infer_cluster(read_topology(HERE / "h100-nv18.txt")).unknown == {
         "link_bytes_per_second": "18 NVLinks, whose speed depends on the GPU: name its preset",
         "network_bytes_per_second": "the speed of the network devices is not given",
     }
-    unknown = cluster_fields(read_topology(HERE / "rtx4090-pcie.txt")).unknown
+    unknown = infer_cluster(read_topology(HERE / "rtx4090-pcie.txt")).unknown
     assert unknown["link_bytes_per_second"] == "the GPUs have no NVLinks"
     tray = matrix("GPU0 X NV18", "GPU1 NV18 X")
-    assert "72 GPUs of several nodes (gb200)" in cluster_fields(parse_topology(tray), "gb200").unknown["domain"]
+    assert "72 GPUs of several nodes (gb200)" in infer_cluster(parse_topology(tray), "gb200").unknown["domain"]
     bridged = parse_topology(matrix("GPU0 X NV4 NODE", "GPU1 NV4 X NODE", "GPU2 NODE NODE X"))
-    assert bridged.domains() == ((0, 1), (2,))
-    assert cluster_fields(bridged).unknown == {
+    assert bridged.nvlink_domains() == ((0, 1), (2,))
+    assert infer_cluster(bridged).unknown == {
         "domain": "NVLinks join GPUs in groups of different sizes: 1, 2",
         "link_bytes_per_second": "GPUs have different numbers of NVLinks: 0, 4",
         "network_bytes_per_second": "no network devices are listed",
@@ -82,13 +82,13 @@ def test_what_is_not_determined_is_said():
 
 def test_network_speed_is_that_of_the_nearest_devices():
     text = (HERE / "h200-nccl.xml").read_text()
-    assert cluster_fields(parse_topology(text)).fields["network_bytes_per_second"] == 50e9
+    assert infer_cluster(parse_topology(text)).fields["network_bytes_per_second"] == 50e9
     storage = '<nic><net name="eth0" speed="10000"/></nic></cpu>'
     node = parse_topology(text.replace("</cpu>", storage))
     assert node.nic_paths[0] == ("PIX", "PHB", "PHB", "PHB")
-    assert cluster_fields(node).fields["network_bytes_per_second"] == 50e9
+    assert infer_cluster(node).fields["network_bytes_per_second"] == 50e9
     unrated = parse_topology(text.replace('speed="400000"', 'speed="0"'))
-    assert "network_bytes_per_second" in cluster_fields(unrated).unknown
+    assert "network_bytes_per_second" in infer_cluster(unrated).unknown
 
 
 def test_escapes_and_a_blank_cpu_affinity():
@@ -96,9 +96,9 @@ def test_escapes_and_a_blank_cpu_affinity():
         "driver 550\n\t\x1b[4mGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
         "GPU0\t X \tNV18\t44-51,148-155\t0\t\tN/A\nGPU1\tNV18\t X \t\t1\t\tN/A\n"
     )
-    assert (node.gpus, node.numa, node.links) == (("GPU0", "GPU1"), (0, 1), (("X", "NV18"), ("NV18", "X")))
+    assert (node.gpus, node.numa_nodes, node.links) == (("GPU0", "GPU1"), (0, 1), (("X", "NV18"), ("NV18", "X")))
     alone = parse_topology("[4mGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID[0m\nGPU0\t X \t\t\t\tN/A\n")
-    assert (alone.numa, alone.nvlinks, alone.domains()) == ((None,), (0,), ((0,),))
+    assert (alone.numa_nodes, alone.nvlinks, alone.nvlink_domains()) == ((None,), (0,), ((0,),))
 
 
 def test_four_gpus_without_a_switch():
@@ -111,7 +111,7 @@ def test_a_matrix_of_pcie_alone_does_not_tell_of_nvlinks():
     legend = "\nLegend:\n  X    = Self\n  PIX  = Connection traversing at most a single PCIe bridge\n"
     node = parse_topology(matrix("GPU0 X PIX", "GPU1 PIX X") + legend)
     assert node.nvlinks == (None, None)
-    assert "NVLinks are not shown" in cluster_fields(node).unknown["domain"]
+    assert "NVLinks are not shown" in infer_cluster(node).unknown["domain"]
 
 
 def test_columns_that_run_together():
@@ -140,9 +140,9 @@ CLOUD = """<system version="1">
 def test_a_clouds_file_has_the_tree_alone():
     """As Azure/azhpc-images topology/ndv5-topo.xml: devices by their class, and no NVLinks."""
     node = parse_topology(CLOUD.format(numa=-1))
-    assert (node.nics, node.numa) == (("0101:00:00.0",), (None, None, 1))
+    assert (node.nics, node.numa_nodes) == (("0101:00:00.0",), (None, None, 1))
     assert (node.links[0], node.nic_paths) == (("X", "PXB", "SYS"), (("PIX",), ("PXB",), ("SYS",)))
-    assert set(cluster_fields(node).unknown) == {"domain", "link_bytes_per_second", "network_bytes_per_second"}
+    assert set(infer_cluster(node).unknown) == {"domain", "link_bytes_per_second", "network_bytes_per_second"}
 
 
 def gpu(busid: str, dev: int, *links: str) -> str:
@@ -155,7 +155,7 @@ def test_links_between_gpus_to_a_switch_and_to_a_cpu():
     direct += gpu("a", 0, 'target="B" count="3" tclass="0x030200"', 'target="c" count="3" tclass="0x068001"')
     node = parse_topology(f'<system><cpu numaid="0">{direct}</cpu></system>')
     assert (node.links, node.nvlinks) == ((("X", "NV3"), ("NV3", "X")), (3, 3))
-    assert cluster_fields(node).fields["link_bytes_per_second"] == 75e9
+    assert infer_cluster(node).fields["link_bytes_per_second"] == 75e9
     hidden = 'target="fffffff:ff:ff.0" count="6" tclass="0x068000"'
     node = parse_topology(f"<system><cpu>{gpu('a', 0, hidden)}{gpu('b', 1, hidden)}</cpu></system>")
     assert (node.links[0], node.nvlinks) == (("X", "NV6"), (6, 6))
@@ -201,4 +201,4 @@ def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match="cannot be read: No such file"):
         read_topology(tmp_path / "none.xml")
     with pytest.raises(UserError, match="is not a known preset"):
-        cluster_fields(read_topology(HERE / "k40-soc.txt"), "k40")
+        infer_cluster(read_topology(HERE / "k40-soc.txt"), "k40")

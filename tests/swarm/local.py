@@ -20,14 +20,14 @@ from torch import Tensor
 from phalanx.data.prepare import prepare
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.coordinator import Coordinator
-from phalanx.swarm.items import items_of
-from phalanx.swarm.leading import first_weights
-from phalanx.swarm.node import Node
+from phalanx.swarm.items import model_pieces
+from phalanx.swarm.leading import initial_pieces
+from phalanx.swarm.node import SwarmWorker
 from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.wire.certs import issue, make_authority
-from phalanx.swarm.wire.client import Client
+from phalanx.swarm.wire.certs import create_certificate_authority, issue_certificate
+from phalanx.swarm.wire.client import SwarmClient
 from phalanx.swarm.wire.server import serve
-from phalanx.train.corpus import open_corpus
+from phalanx.train.corpus import open_training_data
 from phalanx.train.setup import to_toml
 
 SECONDS = 120
@@ -39,10 +39,10 @@ def certificates() -> Path:
     """An authority, and members."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-certs-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    make_authority(folder)
-    issue(folder, "lead", ["127.0.0.1", "localhost"])
+    create_certificate_authority(folder)
+    issue_certificate(folder, "lead", ["127.0.0.1", "localhost"])
     for node in NODES:
-        issue(folder, node, [])
+        issue_certificate(folder, node, [])
     return folder
 
 
@@ -63,7 +63,7 @@ class Swarm:
     def __init__(self, run: RunSpec, folder: Path, port: int = 0) -> None:
         folder.mkdir(exist_ok=True)
         self.run, self.folder = run, folder
-        self.coordinator = Coordinator(run, folder, first_weights(run))
+        self.coordinator = Coordinator(run, folder, initial_pieces(run))
         greeting = {"run": to_toml(run)}
         self.server, self.port = serve(self.coordinator, f"127.0.0.1:{port}", certificates() / "lead", greeting)
         self.over = threading.Event()
@@ -81,10 +81,10 @@ class Swarm:
         self.server.stop(0).wait(SECONDS)
         self.coordinator.journal.close()
 
-    def client(self, node: str) -> Client:
-        return Client(f"127.0.0.1:{self.port}", certificates() / node)
+    def client(self, node: str) -> SwarmClient:
+        return SwarmClient(f"127.0.0.1:{self.port}", certificates() / node)
 
-    def joined(self, node: str, capacity: float = 4, text: str = "text") -> Client:
+    def joined(self, node: str, capacity: float = 4, text: str = "text") -> SwarmClient:
         """A link of a node that has joined."""
         client = self.client(node)
         client.place = {"capacity": capacity, "text": text}
@@ -113,7 +113,7 @@ def served(run: RunSpec, folder: Path) -> Iterator[Swarm]:
 def pieces(run: RunSpec, path: Path) -> dict[str, Tensor]:
     """A model in a file."""
     with TensorFile(path) as file:
-        return {item.key: file.read(item) for item in items_of(run.model)}
+        return {item.key: file.read(item) for item in model_pieces(run.model)}
 
 
 class Members:
@@ -121,7 +121,7 @@ class Members:
 
     def __init__(self, swarm: Swarm, folder: Path, names: Sequence[str]) -> None:
         self.swarm, self.folder = swarm, folder
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, SwarmWorker] = {}
         self.evaluations: dict[str, dict[str, Any]] = {}
         self.rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         self.steps: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -135,13 +135,13 @@ class Members:
     def add(self, name: str) -> None:
         run, directory = self.swarm.run, self.folder / name
         directory.mkdir(exist_ok=True)
-        corpus = open_corpus(run, prepare(run.data))
-        self.nodes[name] = Node(run, corpus, directory, torch.device("cpu"), name, self.swarm.joined(name))
+        corpus = open_training_data(run, prepare(run.data))
+        self.nodes[name] = SwarmWorker(run, corpus, directory, torch.device("cpu"), name, self.swarm.joined(name))
 
     def _learn(self, name: str) -> None:
         try:
             logs = [_List(self.steps[name])]
-            self.evaluations[name] = self.nodes[name].learn(logs, _List(self.rounds[name]), lambda said: None)
+            self.evaluations[name] = self.nodes[name].participate(logs, _List(self.rounds[name]), lambda said: None)
         except BaseException as error:
             self.failed.append(error)
 

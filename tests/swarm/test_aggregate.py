@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from phalanx.cost.shapes import parameter_shapes
-from phalanx.cost.swarm import coded_bytes, node_of, round_bytes
+from phalanx.cost.swarm import encoded_bytes, node_share, round_bytes
 from phalanx.spec.swarm import Codec
-from phalanx.swarm.aggregate import Rules, State, Told, aggregate, combined, publish
-from phalanx.swarm.items import Item, items_of, told_by
-from phalanx.swarm.merge import merge
-from phalanx.swarm.outer import Outer
-from phalanx.swarm.ownership import Owners, assign, owned
+from phalanx.swarm.aggregate import AggregationConfig, ModelState, NodeUpdate, aggregate, encode_broadcast, robust_mean
+from phalanx.swarm.items import ModelPiece, model_pieces, pieces_sent_by
+from phalanx.swarm.merge import merge_experts
+from phalanx.swarm.outer import OuterSGD
+from phalanx.swarm.ownership import Owners, assign_experts, experts_of
 from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.update import Feedback, heard, tell
+from phalanx.swarm.update import Feedback, decode_piece, write_update
 from tests.cost.test_swarm_cost import TINY
 from tests.swarm.test_feedback import left_out
 
 NODES = ("a", "b", "c", "d")
-ITEMS = items_of(TINY)
+ITEMS = model_pieces(TINY)
 EXPERTS = [item for item in ITEMS if item.expert is not None]
 SHARED = [item for item in ITEMS if item.expert is None]
 
@@ -35,7 +35,7 @@ class Swarm:
     """A round's files: the coordinator's state, and what nodes tell of weights that are drawn for them."""
 
     def __init__(self, folder: Path, codec: Codec = "fp32", owners: Owners | None = None, **rules: Any) -> None:
-        self.folder, self.rules, self.owners = folder, Rules(codec, **rules), owners
+        self.folder, self.rules, self.owners = folder, AggregationConfig(codec, **rules), owners
         self.state = self.fresh("0")
         self.base = drawn(0)
         for item in ITEMS:
@@ -43,37 +43,37 @@ class Swarm:
         self.feedback: dict[str, Feedback] = {node: {} for node in NODES}
         self.number = 0
 
-    def fresh(self, name: str) -> State:
+    def fresh(self, name: str) -> ModelState:
         def file(kind: str) -> TensorFile:
             return TensorFile.create(self.folder / f"{kind}-{name}", parameter_shapes(TINY))
 
-        outer = not self.rules.outer.averages
-        return State(file("base"), file("left"), file("velocity") if outer else None)
+        outer = not self.rules.outer.is_plain_mean
+        return ModelState(file("base"), file("left"), file("velocity") if outer else None)
 
-    def tell(self, node: str, weights: dict[str, Tensor], tokens: int = 100) -> Told:
-        items = told_by(ITEMS, self.owners, node)
+    def tell(self, node: str, weights: dict[str, Tensor], tokens: int = 100) -> NodeUpdate:
+        items = pieces_sent_by(ITEMS, self.owners, node)
         path = self.folder / f"{node}-{self.number}"
-        file = tell(path, items, self.rules.codec, lambda item: weights[item.key], self.state.base.read,
+        file = write_update(path, items, self.rules.codec, lambda item: weights[item.key], self.state.base.read,
                     self.feedback[node])  # fmt: skip
-        return Told(node, tokens, file)
+        return NodeUpdate(node, tokens, file)
 
-    def round(self, told: list[Told]) -> tuple[dict[str, str], TensorFile]:
+    def round(self, told: list[NodeUpdate]) -> tuple[dict[str, str], TensorFile]:
         self.number += 1
         new = self.fresh(str(self.number))
         stands = aggregate(ITEMS, told, self.rules, self.state, new)
-        shapes = {item.key: (coded_bytes(item.numbers, self.rules.codec),) for item in ITEMS if item.key in stands}
+        shapes = {item.key: (encoded_bytes(item.numbers, self.rules.codec),) for item in ITEMS if item.key in stands}
         down = TensorFile.create(self.folder / f"down-{self.number}", shapes, "U8")
-        publish(ITEMS, told, stands, self.rules.codec, self.state, new, down)
+        encode_broadcast(ITEMS, told, stands, self.rules.codec, self.state, new, down)
         self.before, self.state = self.state, new
         return stands, down
 
-    def received(self, down: TensorFile, item: Item) -> Tensor:
+    def received(self, down: TensorFile, item: ModelPiece) -> Tensor:
         """What a node makes of it."""
-        return heard(item, down.raw(item.key), self.rules.codec, self.before.base.read)
+        return decode_piece(item, down.raw(item.key), self.rules.codec, self.before.base.read)
 
 
 def split() -> Owners:
-    return assign(8, dict.fromkeys(NODES, 1.0))
+    return assign_experts(8, dict.fromkeys(NODES, 1.0))
 
 
 CODECS: list[Codec] = ["fp32", "bf16", "int8", "int4"]
@@ -90,7 +90,7 @@ def test_after_a_round_all_have_the_same(tmp_path, codec):
             assert torch.equal(swarm.received(down, item), swarm.state.base.read(item))
             if owner := stands[item.key]:
                 mine = next(one.file for one in told if one.node == owner)
-                own = heard(item, mine.raw(item.key), codec, swarm.before.base.read)
+                own = decode_piece(item, mine.raw(item.key), codec, swarm.before.base.read)
                 assert torch.equal(own, swarm.state.base.read(item))  # nobody needs to send it what it has
 
 
@@ -111,9 +111,11 @@ def test_bytes_are_those_of_the_formulas(tmp_path, codec):
     swarm = Swarm(tmp_path, codec, split())
     told = [swarm.tell(node, drawn(1)) for node in NODES]
     _, down = swarm.round(told)
-    expected, node = round_bytes(node_of(TINY, "spes", 2), "spes", codec), node_of(TINY, "spes", 2)
+    expected, node = round_bytes(node_share(TINY, "spes", 2), "spes", codec), node_share(TINY, "spes", 2)
     sizes = [sum(one.file.place(key)[1] for key in one.file.shapes) for one in told]
-    skipped = sum(down.place(item.key)[1] for item in told_by(ITEMS, swarm.owners, "a") if item.expert is not None)
+    skipped = sum(
+        down.place(item.key)[1] for item in pieces_sent_by(ITEMS, swarm.owners, "a") if item.expert is not None
+    )
     whole = sum(down.place(key)[1] for key in down.shapes)
     if codec == "fp32":
         assert (sizes, whole) == ([660_736] * 4, 1_840_384)
@@ -144,7 +146,7 @@ def test_alone_in_fp32_a_node_gets_back_what_it_sent(tmp_path):
 
 def test_tokens_are_weights():
     values = [torch.tensor([1.0]), torch.tensor([5.0])]
-    assert combined(values, [300, 100], "none") == 2
+    assert robust_mean(values, [300, 100], "none") == 2
 
 
 def test_who_is_missing_does_not_count(tmp_path):
@@ -155,7 +157,7 @@ def test_who_is_missing_does_not_count(tmp_path):
     first = SHARED[0]
     mean = torch.stack([mine[first.key].double() for mine in weights]).mean(0).float()
     torch.testing.assert_close(swarm.state.base.read(first), mean, rtol=1e-6, atol=1e-7)
-    lost = [item for item in EXPERTS if item.expert in owned(split(), "d")]
+    lost = [item for item in EXPERTS if item.expert in experts_of(split(), "d")]
     assert lost
     for item in lost:
         assert torch.equal(swarm.state.base.read(item), swarm.base[item.key])
@@ -164,7 +166,7 @@ def test_who_is_missing_does_not_count(tmp_path):
 
 
 def test_experts_of_two_are_their_mean(tmp_path):
-    swarm = Swarm(tmp_path, "fp32", assign(8, dict.fromkeys(NODES, 1.0), 2))
+    swarm = Swarm(tmp_path, "fp32", assign_experts(8, dict.fromkeys(NODES, 1.0), 2))
     weights = dict(zip(NODES, map(drawn, range(1, 5)), strict=True))
     stands, _ = swarm.round([swarm.tell(node, weights[node]) for node in NODES])
     for item in EXPERTS:
@@ -195,7 +197,7 @@ def test_what_coding_leaves_out_is_told_later(tmp_path, codec):
 
 
 def test_the_outer_optimizer_is_torchs(tmp_path):
-    outer = Outer(0.7, 0.9)
+    outer = OuterSGD(0.7, 0.9)
     swarm = Swarm(tmp_path, "fp32", outer=outer)
     theta = {key: torch.nn.Parameter(value.clone()) for key, value in swarm.base.items()}
     reference = torch.optim.SGD(theta.values(), lr=0.7, momentum=0.9, nesterov=True)
@@ -219,7 +221,7 @@ def test_merging_is_done_to_what_the_owners_told(tmp_path):
             kind: torch.stack([weights[expert // 2][f"{name}[{expert}]"] for expert in range(8)])
             for kind, name in names.items()
         }
-        merge(stacked, 0.05, 4)
+        merge_experts(stacked, 0.05, 4)
         for kind, name in names.items():
             for expert in range(8):
                 item = next(item for item in EXPERTS if item.key == f"{name}[{expert}]")
@@ -230,11 +232,11 @@ def test_merging_is_done_to_what_the_owners_told(tmp_path):
 @pytest.mark.parametrize("liar", [1e30, -1e6, float("nan")])
 def test_a_trimmed_mean_is_within_what_the_honest_say(liar):
     honest = [torch.randn(50, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
-    found = combined([*honest, torch.full((50,), liar)], [1] * 5, "trimmed")
+    found = robust_mean([*honest, torch.full((50,), liar)], [1] * 5, "trimmed")
     stacked = torch.stack(honest)
     assert (found >= stacked.min(0).values).all()
     assert (found <= stacked.max(0).values).all()
 
 
 def test_of_two_nothing_can_be_trimmed():
-    assert combined([torch.zeros(1), torch.ones(1)], [1, 1], "trimmed") == 0.5
+    assert robust_mean([torch.zeros(1), torch.ones(1)], [1, 1], "trimmed") == 0.5

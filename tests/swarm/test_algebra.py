@@ -10,9 +10,9 @@ import torch
 from parity.trajectory import steps, trainer
 
 from phalanx.cost.shapes import parameter_shapes
-from phalanx.cost.swarm import node_of, round_bytes
+from phalanx.cost.swarm import node_share, round_bytes
 from phalanx.spec.run import RunSpec
-from phalanx.swarm.items import items_of
+from phalanx.swarm.items import model_pieces
 from phalanx.swarm.replica import write_weights
 from phalanx.swarm.tensors import TensorFile
 from tests.swarm.local import NODES, learned, pieces, run_of
@@ -58,7 +58,7 @@ def test_after_a_round_all_have_the_same(tmp_path, case):
     for name, node in members.nodes.items():
         mine = pieces(run, node.directory / "base.safetensors")
         assert all(torch.equal(mine[key], value) for key, value in base.items()), name
-        for key, parameter in node.trainer.strategy.trained.items():
+        for key, parameter in node.trainer.strategy.trainable_parameters.items():
             if ".experts." not in key:
                 assert torch.equal(parameter.detach(), base[key]), (name, key)
     losses = [evaluation["held_out_loss"] for evaluation in members.evaluations.values()]
@@ -75,7 +75,7 @@ def test_experts_are_what_their_owners_made_of_them(tmp_path):
     seen = set()
     for node in members.nodes.values():
         with TensorFile(node.directory / "live.safetensors") as live:
-            for item in items_of(run.model):
+            for item in model_pieces(run.model):
                 if item.expert in node.exchange.own:
                     assert torch.equal(live.read(item), base[item.key])
                     seen.add(item.expert)
@@ -92,7 +92,7 @@ def test_with_one_step_and_sgd_it_is_data_parallelism(tmp_path, method, steps):
     found, _ = learned(run, tmp_path, NODES[:2])
     doubled = {**changes, "training.tokens_per_step": 2 * run.training.tokens_per_step}
     expected = alone(run_of(tmp_path, doubled, method="fedavg", every=1), tmp_path)
-    for item in items_of(run.model):
+    for item in model_pieces(run.model):
         if item.expert is None or method == "fedavg":
             torch.testing.assert_close(found[item.key], expected[item.key], rtol=1e-4, atol=1e-6)
 
@@ -105,7 +105,7 @@ def test_no_two_nodes_read_the_same_text_and_bytes_are_those_of_the_formulas(tmp
         for first, count in event["text"].values():
             read += range(first, first + count)
     assert sorted(read) == list(range(4 * run.training.steps))
-    node = node_of(run.model, "spes+", 1)
+    node = node_share(run.model, "spes+", 1)
     expected = round_bytes(node, "spes+", "fp32")
     for rounds in members.rounds.values():
         for spent in rounds[1:]:  # before the first the whole model comes

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.swarm.node import Node
+from phalanx.swarm.node import SwarmWorker
 from tests.swarm.local import NODES, Members, run_of, served
 
 
 class Noted(list[dict[str, Any]]):
     """What a node logs of its steps, and beside it what choices of each expert counted for in them."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: SwarmWorker) -> None:
         super().__init__()
         self.node = node
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.swarm import coded_bytes
+from phalanx.cost.swarm import encoded_bytes
 from phalanx.spec.swarm import BLOCK, Codec
 from phalanx.swarm.codec import TOP, CodecError, decode, encode
 
@@ -21,7 +21,7 @@ def normal(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(3, 5), (256,), (257,), (2, 256, 4), (1,), (), (0,), (511,)])
 def test_as_many_bytes_as_are_counted(codec, shape):
     data = encode(normal(*shape), codec)
-    assert len(data) == coded_bytes(int(torch.Size(shape).numel()), codec)
+    assert len(data) == encoded_bytes(int(torch.Size(shape).numel()), codec)
     assert decode(data, shape, codec).shape == torch.Size(shape)
 
 

@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.cost.swarm import node_of, round_bytes, state_bytes
+from phalanx.cost.swarm import node_share, round_bytes, state_bytes
 from phalanx.data.prepare import prepare
-from phalanx.parallel.strategy import state_of
+from phalanx.parallel.strategy import optimizer_state_tensors
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.codec import encode
-from phalanx.swarm.items import items_of
-from phalanx.swarm.node import Node
+from phalanx.swarm.items import model_pieces
+from phalanx.swarm.node import SwarmWorker
 from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.wire.client import Client
-from phalanx.testing import ranks
-from phalanx.train.corpus import open_corpus
-from phalanx.train.optimizer import learning_rate_ratio
+from phalanx.swarm.wire.client import SwarmClient
+from phalanx.testing import rank_pool
+from phalanx.train.corpus import open_training_data
+from phalanx.train.optimizer import learning_rate_factor
 from tests.swarm.local import NODES, Members, Swarm, certificates, learned, pieces, run_of, served
 from tests.swarm.test_algebra import alone
 from tests.swarm.test_faults import until
@@ -82,12 +82,12 @@ def take_part(run: RunSpec, folder: Path, port: int, certificate: Path) -> list[
     """A node's rank; the sizes of optimizer state that it holds in the end."""
     link = None
     if dist.get_rank() == 0:
-        link = Client(f"127.0.0.1:{port}", certificate)
+        link = SwarmClient(f"127.0.0.1:{port}", certificate)
         link.place = {"capacity": 4, "text": "text"}
         link.join(**link.place)
-    node = Node(run, open_corpus(run, prepare(run.data)), folder, torch.device("cpu"), "ann", link)
-    node.learn([], None, lambda said: None)
-    return [tensor.numel() for tensor in state_of(node.trainer.optimizers)]
+    node = SwarmWorker(run, open_training_data(run, prepare(run.data)), folder, torch.device("cpu"), "ann", link)
+    node.participate([], None, lambda said: None)
+    return [tensor.numel() for tensor in optimizer_state_tensors(node.trainer.optimizers)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -97,7 +97,7 @@ def test_ranks_of_a_node_share_it_by_any_layout(tmp_path, layout):
     with served(described(tmp_path, 1, changes), tmp_path) as swarm:
         run = described(tmp_path, 1, changes | {f"layout.{name}": value for name, value in layout.items()})
         (tmp_path / "ann").mkdir()
-        held = ranks(2).run(take_part, run, tmp_path / "ann", swarm.port, certificates() / "ann")
+        held = rank_pool(2).run(take_part, run, tmp_path / "ann", swarm.port, certificates() / "ann")
         assert held == [[], []]
         assert is_near(swarm.base(), alone(described(tmp_path, 1, changes), tmp_path), 1e-6)
 
@@ -106,8 +106,8 @@ def test_bytes_are_those_of_the_formulas(tmp_path):
     """Up 4M and down 4M to the byte; only what names the tensors comes on top, of what is sent."""
     run = described(tmp_path, 2)
     _, members = learned(run, tmp_path, NODES[:2])
-    expected = round_bytes(node_of(run.model, "ddp"), "ddp")
-    assert expected.up == expected.down == 4 * sum(item.numbers for item in items_of(run.model))
+    expected = round_bytes(node_share(run.model, "ddp"), "ddp")
+    assert expected.up == expected.down == 4 * sum(item.numbers for item in model_pieces(run.model))
     for name, node in members.nodes.items():
         path = node.directory / "update"
         with TensorFile(path) as update:
@@ -120,11 +120,11 @@ def test_a_node_holds_weights_and_gradients_and_no_more(tmp_path):
     run = described(tmp_path, 1)
     _, members = learned(run, tmp_path, NODES[:1])
     trainer = members.nodes["ann"].trainer
-    assert not state_of(trainer.optimizers)
-    trainer.forward_backward(trainer._micros(trainer.loader.step(0)))
-    held = trainer.strategy.held(trainer.optimizers)
+    assert not optimizer_state_tensors(trainer.optimizers)
+    trainer.forward_backward(trainer._micro_batches(trainer.loader.step(0)))
+    held = trainer.strategy.resident_tensors(trainer.optimizers)
     storages = {tensor.untyped_storage().data_ptr(): tensor.nbytes for part in held.values() for tensor in part}
-    assert sum(storages.values()) == state_bytes(node_of(run.model, "ddp"))
+    assert sum(storages.values()) == state_bytes(node_share(run.model, "ddp"))
 
 
 def test_a_coordinator_that_comes_back_keeps_the_moments(tmp_path):
@@ -149,7 +149,7 @@ def test_a_gradient_that_is_not_finite_counts_for_nothing(tmp_path):
     """One node's does not hold up the others; of all nodes', the round is skipped as a trainer skips it: neither
     weights nor moments change, nor does AdamW count it, but the schedule goes on."""
     run = described(tmp_path, 2)
-    items = items_of(run.model)
+    items = model_pieces(run.model)
     with served(run, tmp_path) as swarm:
         links = {name: swarm.joined(name) for name in NODES[:2]}
 
@@ -160,7 +160,7 @@ def test_a_gradient_that_is_not_finite_counts_for_nothing(tmp_path):
                 with TensorFile.create(path, {item.key: (4 * item.numbers,) for item in items}, "U8") as file:
                     for item in items:
                         file.write_raw(item.key, encode(torch.full(item.shape, value), "fp32"))
-                link.put(path, number, tokens[name], 1)
+                link.upload_update(path, number, tokens[name], 1)
             links["ann"].wait(committed=number + 1)
             return swarm.base()
 
@@ -170,7 +170,7 @@ def test_a_gradient_that_is_not_finite_counts_for_nothing(tmp_path):
         for number, (ann, bob, mean) in enumerate([(100, 0, 100), (0, 0, None), (100, 50, 250 / 3)]):
             found = exchange(number, {"ann": ann, "bob": bob})
             if mean is not None:
-                reference.param_groups[0]["lr"] = spec.learning_rate * learning_rate_ratio(spec, number, ROUNDS)
+                reference.param_groups[0]["lr"] = spec.learning_rate * learning_rate_factor(spec, number, ROUNDS)
                 parameter.grad = torch.full_like(parameter, mean)
                 reference.step()
             torch.testing.assert_close(found[key], parameter.detach(), rtol=1e-6, atol=1e-8)
@@ -183,7 +183,7 @@ def test_a_node_whose_gradient_is_not_finite_says_so(tmp_path):
     run = described(tmp_path, 1, {"training.steps": 4})
     with served(run, tmp_path) as swarm:
         before = swarm.base()
-        broken = items_of(run.model)[0]
+        broken = model_pieces(run.model)[0]
         with TensorFile(swarm.coordinator.store.base, writable=True) as base:
             base.write(broken, torch.full(broken.shape, math.nan))
         members = Members(swarm, tmp_path, NODES[:1])

@@ -15,16 +15,16 @@ import torch
 import xxhash
 
 from phalanx.cost.shapes import parameter_shapes
-from phalanx.cost.swarm import coded_bytes
+from phalanx.cost.swarm import encoded_bytes
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
-from phalanx.swarm.guards import Refused
-from phalanx.swarm.items import items_of, told_by
-from phalanx.swarm.ownership import owned
+from phalanx.swarm.guards import UpdateRejected
+from phalanx.swarm.items import model_pieces, pieces_sent_by
+from phalanx.swarm.ownership import experts_of
 from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.update import tell
-from phalanx.swarm.wire.certs import issue, make_authority, member_of
-from phalanx.swarm.wire.client import Client, mark_of
+from phalanx.swarm.update import write_update
+from phalanx.swarm.wire.certs import certificate_member, create_certificate_authority, issue_certificate
+from phalanx.swarm.wire.client import SwarmClient, update_id
 from phalanx.swarm.wire.service import SERVICE, pack
 from tests.swarm.local import NODES, SECONDS, Members, Swarm, certificates, pieces, run_of, served
 
@@ -44,17 +44,17 @@ def owners_of(swarm: Swarm) -> Any:
 
 def written(swarm: Swarm, folder: Path, node: str, change: float = 0.01, experts: Owned | None = None) -> Path:
     """An update of a node in which all that it trains is moved by as much; or with other experts than its own."""
-    experts = owned(owners_of(swarm), node) if experts is None else experts
+    experts = experts_of(owners_of(swarm), node) if experts is None else experts
     owners = tuple((node,) if expert in experts else () for expert in range(4))
     path = folder / f"{node}.told"
     with TensorFile(swarm.coordinator.store.base) as base:
-        items = told_by(items_of(swarm.run.model), owners, node)
-        coded = swarm.run.swarm.coded
-        tell(path, items, coded, lambda item: base.read(item) + change, base.read, {}).close()
+        items = pieces_sent_by(model_pieces(swarm.run.model), owners, node)
+        coded = swarm.run.swarm.effective_codec
+        write_update(path, items, coded, lambda item: base.read(item) + change, base.read, {}).close()
     return path
 
 
-def in_a_round(run: RunSpec, swarm: Swarm, names: tuple[str, ...] = NODES[:2]) -> dict[str, Client]:
+def in_a_round(run: RunSpec, swarm: Swarm, names: tuple[str, ...] = NODES[:2]) -> dict[str, SwarmClient]:
     links = {name: swarm.joined(name) for name in names}
     for link in links.values():
         link.wait(round=0)
@@ -69,18 +69,18 @@ def test_a_node_writes_what_it_owns_and_no_more(tmp_path):
     run = run_of(tmp_path, codec="fp32")
     with served(run, tmp_path) as swarm:
         links = in_a_round(run, swarm)
-        others = owned(owners_of(swarm), "bob")
-        with pytest.raises(Refused, match=r"foreign: it tells of .*, which the node does not train"):
-            links["ann"].put(written(swarm, tmp_path, "ann", experts=others), 0, 100, 3)
-        links["ann"].put(written(swarm, tmp_path, "ann"), 0, 100, 3)
+        others = experts_of(owners_of(swarm), "bob")
+        with pytest.raises(UpdateRejected, match=r"foreign: it tells of .*, which the node does not train"):
+            links["ann"].upload_update(written(swarm, tmp_path, "ann", experts=others), 0, 100, 3)
+        links["ann"].upload_update(written(swarm, tmp_path, "ann"), 0, 100, 3)
         (ann, _) = swarm.coordinator.status()["nodes"]
         assert (ann["node"], ann["told"], ann["refused"]) == ("ann", True, {"foreign": 1})
 
 
 def _not_a_number(path: Path) -> Path:
-    item = items_of(TINY_MODEL.model)[0]
+    item = model_pieces(TINY_MODEL.model)[0]
     with TensorFile(path, writable=True) as file:
-        file.write_raw(item.key, b"\xff" * coded_bytes(item.numbers, "fp32"))
+        file.write_raw(item.key, b"\xff" * encoded_bytes(item.numbers, "fp32"))
     return path
 
 
@@ -102,8 +102,8 @@ def _file(folder: Path, content: bytes) -> Path:
 
 
 def _one_piece(folder: Path) -> Path:
-    item = items_of(TINY_MODEL.model)[0]
-    TensorFile.create(folder / "lie", {item.key: (coded_bytes(item.numbers, "fp32"),)}, "U8").close()
+    item = model_pieces(TINY_MODEL.model)[0]
+    TensorFile.create(folder / "lie", {item.key: (encoded_bytes(item.numbers, "fp32"),)}, "U8").close()
     return folder / "lie"
 
 
@@ -113,20 +113,20 @@ def test_a_node_that_lies_is_named_and_does_not_count(tmp_path, lie):
     said, make = LIES[lie]
     with served(run, tmp_path) as swarm:
         links = in_a_round(run, swarm)
-        with pytest.raises(Refused, match=said):
-            links["ann"].put(make(swarm, tmp_path), 0, 100, 3)
+        with pytest.raises(UpdateRejected, match=said):
+            links["ann"].upload_update(make(swarm, tmp_path), 0, 100, 3)
         assert sum(swarm.coordinator.ledger.refused.values()) == 1
         assert {node for node, _ in swarm.coordinator.ledger.refused} == {"ann"}
         before = swarm.base()
         for name, link in links.items():  # it may still tell the truth
-            link.put(written(swarm, tmp_path, name, 0.01 if name == "ann" else 0.03), 0, 100, 3)
+            link.upload_update(written(swarm, tmp_path, name, 0.01 if name == "ann" else 0.03), 0, 100, 3)
         links["ann"].wait(committed=1)
-        for item in items_of(run.model):
+        for item in model_pieces(run.model):
             if item.expert is None:
                 torch.testing.assert_close(swarm.base()[item.key], before[item.key] + 0.02, rtol=0, atol=1e-6)
 
 
-def raw_put(link: Client, head: dict[str, Any], content: bytes) -> None:
+def raw_put(link: SwarmClient, head: dict[str, Any], content: bytes) -> None:
     """As nobody's client does it."""
     digest = pack({"checksum": head.get("checksum", xxhash.xxh3_128(content).hexdigest())})
     link._channel.stream_unary(f"/{SERVICE}/put")(iter([pack(head), content, digest]), timeout=SECONDS)
@@ -171,10 +171,10 @@ def test_what_was_told_of_a_round_before_is_not_told_again(tmp_path):
         links = in_a_round(run, swarm)
         old = {name: written(swarm, tmp_path, name) for name in links}
         for name, link in links.items():
-            link.put(old[name], 0, 100, 3)
+            link.upload_update(old[name], 0, 100, 3)
         links["ann"].wait(round=1)
-        with pytest.raises(Refused, match="already told: round 0"):
-            links["ann"].put(old["ann"], 0, 100, 3)
+        with pytest.raises(UpdateRejected, match="already told: round 0"):
+            links["ann"].upload_update(old["ann"], 0, 100, 3)
 
 
 def test_an_update_far_larger_than_the_others_is_refused(tmp_path):
@@ -182,10 +182,10 @@ def test_an_update_far_larger_than_the_others_is_refused(tmp_path):
     with served(run, tmp_path) as swarm:
         links = in_a_round(run, swarm, NODES)
         for name in NODES[:3]:
-            links[name].put(written(swarm, tmp_path, name), 0, 100, 3)
-        with pytest.raises(Refused, match="outlying: a change of"):
-            links["dee"].put(written(swarm, tmp_path, "dee", 1.0), 0, 100, 3)
-        links["dee"].put(written(swarm, tmp_path, "dee", 0.02), 0, 100, 3)
+            links[name].upload_update(written(swarm, tmp_path, name), 0, 100, 3)
+        with pytest.raises(UpdateRejected, match="outlying: a change of"):
+            links["dee"].upload_update(written(swarm, tmp_path, "dee", 1.0), 0, 100, 3)
+        links["dee"].upload_update(written(swarm, tmp_path, "dee", 0.02), 0, 100, 3)
 
 
 def test_who_tells_first_is_compared_with_those_who_follow(tmp_path):
@@ -194,18 +194,22 @@ def test_who_tells_first_is_compared_with_those_who_follow(tmp_path):
     run = run_of(tmp_path, codec="fp32", nodes=4)
     with served(run, tmp_path) as swarm:
         links, before = in_a_round(run, swarm, NODES), swarm.base()
-        links["ann"].put(written(swarm, tmp_path, "ann", 1e15), 0, 100, 3)
+        links["ann"].upload_update(written(swarm, tmp_path, "ann", 1e15), 0, 100, 3)
         for name in NODES[1:]:
-            links[name].put(written(swarm, tmp_path, name), 0, 100, 3)
+            links[name].upload_update(written(swarm, tmp_path, name), 0, 100, 3)
         links["ann"].wait(committed=1)
         assert swarm.coordinator.ledger.refused["ann", "outlying"] == 1
-        for item in items_of(run.model):
+        for item in model_pieces(run.model):
             moved = 0.0 if item.expert is not None and "ann" in owners_of(swarm)[item.expert] else 0.01
             torch.testing.assert_close(swarm.base()[item.key], before[item.key] + moved, rtol=0, atol=1e-6)
-        sizes = {item.key: (4 * item.numbers,) for item in items_of(run.model)}
+        sizes = {item.key: (4 * item.numbers,) for item in model_pieces(run.model)}
         for name in ("ann", "bob"):
-            own = [item.key for item in told_by(items_of(run.model), owners_of(swarm), name) if item.expert is not None]
-            links[name].get(tmp_path / f"{name}-down", 0, own, sizes.__getitem__)
+            own = [
+                item.key
+                for item in pieces_sent_by(model_pieces(run.model), owners_of(swarm), name)
+                if item.expert is not None
+            ]
+            links[name].download_round(tmp_path / f"{name}-down", 0, own, sizes.__getitem__)
             assert links[name].counted == (name != "ann")
             with TensorFile(tmp_path / f"{name}-down") as down:
                 assert not set(own) & set(down.shapes)
@@ -216,7 +220,7 @@ def test_of_updates_that_were_cut_off_one_is_kept(tmp_path):
     with served(run, tmp_path) as swarm:
         in_a_round(run, swarm)
         for mark in "abc":
-            with swarm.coordinator.telling("ann", 0, mark) as (path, _):
+            with swarm.coordinator.receiving_update("ann", 0, mark) as (path, _):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(b"some")
         assert list(swarm.coordinator.store.round(0).glob("*.part")) == [path]
@@ -228,9 +232,9 @@ def test_a_poisoned_update_is_bounded_by_a_trimmed_mean(tmp_path):
         links = in_a_round(run, swarm, NODES)
         before = swarm.base()
         for name, change in zip(NODES, (0.01, 0.02, 0.03, 1e6), strict=True):
-            links[name].put(written(swarm, tmp_path, name, change), 0, 100, 3)
+            links[name].upload_update(written(swarm, tmp_path, name, change), 0, 100, 3)
         links["ann"].wait(committed=1)
-        for item in items_of(run.model):
+        for item in model_pieces(run.model):
             if item.expert is None:
                 moved = swarm.base()[item.key] - before[item.key]
                 torch.testing.assert_close(moved, torch.full_like(moved, 0.025), rtol=0, atol=1e-5)
@@ -244,12 +248,12 @@ def test_a_node_that_dies_is_not_waited_for_and_its_experts_go_to_others(tmp_pat
     run = run_of(tmp_path, codec="fp32", nodes=3, round={"lease_seconds": 1.0, "grace_seconds": 30})
     with served(run, tmp_path) as swarm:
         links = in_a_round(run, swarm, NODES[:3])
-        before, lost = swarm.base(), owned(owners_of(swarm), "cid")
+        before, lost = swarm.base(), experts_of(owners_of(swarm), "cid")
         for name, change in (("ann", 0.01), ("bob", 0.03)):
-            links[name].put(written(swarm, tmp_path, name, change), 0, 100, 3)
-        until(lambda: links["ann"].hear() and links["bob"].hear() and swarm.coordinator.ledger.committed == 1)
+            links[name].upload_update(written(swarm, tmp_path, name, change), 0, 100, 3)
+        until(lambda: links["ann"].heartbeat() and links["bob"].heartbeat() and swarm.coordinator.ledger.committed == 1)
         base = swarm.base()
-        for item in items_of(run.model):
+        for item in model_pieces(run.model):
             moved = base[item.key] - before[item.key]
             expected = 0.02 if item.expert is None else 0.0 if item.expert in lost else None
             if expected is not None:
@@ -264,13 +268,13 @@ def test_a_node_that_was_taken_for_gone_is_let_in_again(tmp_path):
     run = run_of(tmp_path, {"training.steps": 60}, codec="fp32", round={"lease_seconds": 1.0, "grace_seconds": 30})
     with served(run, tmp_path) as swarm:
         links = in_a_round(run, swarm)
-        links["bob"].put(written(swarm, tmp_path, "bob"), 0, 100, 3)
-        until(lambda: links["bob"].hear() and "ann" not in swarm.coordinator.ledger.members)
+        links["bob"].upload_update(written(swarm, tmp_path, "bob"), 0, 100, 3)
+        until(lambda: links["bob"].heartbeat() and "ann" not in swarm.coordinator.ledger.members)
         links["bob"].wait(round=1)
         back = ThreadPoolExecutor(1).submit(links["ann"].wait, 1)
-        until(lambda: links["bob"].hear() and "ann" in swarm.coordinator.ledger.members)
-        links["bob"].put(written(swarm, tmp_path, "bob"), 1, 100, 3)
-        until(lambda: links["bob"].hear() and back.done())
+        until(lambda: links["bob"].heartbeat() and "ann" in swarm.coordinator.ledger.members)
+        links["bob"].upload_update(written(swarm, tmp_path, "bob"), 1, 100, 3)
+        until(lambda: links["bob"].heartbeat() and back.done())
         assert back.result().round == 2
         assert len(back.result().owned) == 2
 
@@ -294,17 +298,17 @@ def test_a_quorum_does_not_wait_for_a_slow_node_for_ever_and_tokens_are_weights(
         links = in_a_round(run, swarm, NODES)
         late = written(swarm, tmp_path, "dee")
         for name in NODES[:3]:
-            links[name].put(written(swarm, tmp_path, name), 0, 100, 3)
+            links[name].upload_update(written(swarm, tmp_path, name), 0, 100, 3)
         until(lambda: swarm.coordinator.ledger.committed == 1)
-        with pytest.raises(Refused, match="closed"):
-            links["dee"].put(late, 0, 100, 3)
+        with pytest.raises(UpdateRejected, match="closed"):
+            links["dee"].upload_update(late, 0, 100, 3)
         assert links["dee"].wait(round=1).closes_in_seconds is not None  # it is told how long there is
         before = swarm.base()
         for name in NODES[:3]:
-            links[name].put(written(swarm, tmp_path, name, 0.04), 1, 300, 3)
-        links["dee"].put(written(swarm, tmp_path, "dee", 0.0), 1, 100, 1)
+            links[name].upload_update(written(swarm, tmp_path, name, 0.04), 1, 300, 3)
+        links["dee"].upload_update(written(swarm, tmp_path, "dee", 0.0), 1, 100, 1)
         links["dee"].wait(committed=2)
-        item = items_of(run.model)[0]
+        item = model_pieces(run.model)[0]
         moved = swarm.base()[item.key] - before[item.key]
         torch.testing.assert_close(moved, torch.full_like(moved, 0.04 * 900 / 1000), rtol=0, atol=1e-6)
 
@@ -334,17 +338,17 @@ def test_a_coordinator_that_is_killed_goes_on_with_the_same_round(tmp_path):
     run = run_of(tmp_path, {"training.steps": 24}, codec="fp32")
     swarm = Swarm(run, tmp_path / "lead")
     links = in_a_round(run, swarm)
-    links["ann"].put(written(swarm, tmp_path, "ann", 0.01), 0, 100, 3)
+    links["ann"].upload_update(written(swarm, tmp_path, "ann", 0.01), 0, 100, 3)
     told = written(swarm, tmp_path, "bob", 0.03)
     before, owners, port = swarm.base(), owners_of(swarm), swarm.port
     swarm.stop()
     swarm = Swarm(run, tmp_path / "lead", port)
     try:
         assert owners_of(swarm) == owners
-        assert set(swarm.coordinator.ledger.round.told) == {"ann"}
-        links["bob"].put(told, 0, 100, 3)
+        assert set(swarm.coordinator.ledger.round.updates) == {"ann"}
+        links["bob"].upload_update(told, 0, 100, 3)
         links["bob"].wait(committed=1)
-        item = items_of(run.model)[0]
+        item = model_pieces(run.model)[0]
         moved = swarm.base()[item.key] - before[item.key]
         torch.testing.assert_close(moved, torch.full_like(moved, 0.02), rtol=0, atol=1e-6)
     finally:
@@ -380,11 +384,11 @@ def test_a_coordinator_that_dies_while_it_closes_a_round(tmp_path, monkeypatch, 
             swarm.over.set()
             swarm.ticking.join(SECONDS)
         for name, link in links.items():
-            link.put(written(swarm, folder, name), 0, 100, 3)
+            link.upload_update(written(swarm, folder, name), 0, 100, 3)
         if dies:
-            point = "install" if where == "after the journal" else "settle"
+            point = "apply_round" if where == "after the journal" else "aggregate_round"
             with monkeypatch.context() as patched:
-                patched.setattr(f"phalanx.swarm.store.Store.{point}", _die)
+                patched.setattr(f"phalanx.swarm.store.SwarmStore.{point}", _die)
                 with pytest.raises(KeyboardInterrupt):
                     swarm.coordinator.tick()
             swarm.stop()
@@ -406,12 +410,12 @@ def test_a_transfer_that_breaks_goes_on_where_it_stopped(tmp_path):
         path = written(swarm, tmp_path, "ann")
         content = path.read_bytes()
         half = len(content) // 2
-        part = swarm.coordinator.store.coming(0, "ann", mark_of(path))
+        part = swarm.coordinator.store.partial_update_path(0, "ann", update_id(path))
         part.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(content[:half])
-        links["ann"].put(path, 0, 100, 3)
+        links["ann"].upload_update(path, 0, 100, 3)
         assert links["ann"].sent_bytes == len(content) - half
-        assert "ann" in swarm.coordinator.ledger.round.told
+        assert "ann" in swarm.coordinator.ledger.round.updates
 
 
 def test_weights_of_which_some_came_are_not_sent_again(tmp_path, monkeypatch):
@@ -420,20 +424,20 @@ def test_weights_of_which_some_came_are_not_sent_again(tmp_path, monkeypatch):
     with served(run, tmp_path) as swarm:
         links = in_a_round(run, swarm)
         before, shapes = swarm.base(), parameter_shapes(run.model)
-        into, came = Client._into, list[str]()
+        into, came = SwarmClient._into, list[str]()
 
-        def breaks(self: Client, file: TensorFile, key: str, *rest: Any) -> memoryview:
+        def breaks(self: SwarmClient, file: TensorFile, key: str, *rest: Any) -> memoryview:
             came.append(key)
             if len(came) == 4:
                 for name, link in links.items():
-                    link.put(written(swarm, tmp_path, name), 0, 100, 3)
+                    link.upload_update(written(swarm, tmp_path, name), 0, 100, 3)
                 links["ann"].wait(committed=1)
                 raise BrokenLink
             return into(self, file, key, *rest)
 
-        monkeypatch.setattr(Client, "_into", breaks)
+        monkeypatch.setattr(SwarmClient, "_into", breaks)
         newcomer = swarm.client("cid")
-        assert newcomer.get(tmp_path / "weights", None, (), shapes.__getitem__) == 0
+        assert newcomer.download_round(tmp_path / "weights", None, (), shapes.__getitem__) == 0
         assert sorted(came) == sorted([*shapes, came[3]])
         found = pieces(run, tmp_path / "weights")
         assert all(torch.equal(found[key], value) for key, value in before.items())
@@ -455,35 +459,35 @@ class BrokenLink(grpc.RpcError):
 
 def test_who_has_no_certificate_of_the_group_is_not_heard(tmp_path, monkeypatch):
     monkeypatch.setattr("phalanx.swarm.wire.client.FIRST_SECONDS", 0.5)
-    make_authority(tmp_path / "others")
-    issue(tmp_path / "others", "ann", [])
+    create_certificate_authority(tmp_path / "others")
+    issue_certificate(tmp_path / "others", "ann", [])
     run = run_of(tmp_path)
     with served(run, tmp_path) as swarm:
         with pytest.raises(UserError, match="cannot be reached: its certificate is of another authority"):
-            Client(f"127.0.0.1:{swarm.port}", tmp_path / "others" / "ann").status()
+            SwarmClient(f"127.0.0.1:{swarm.port}", tmp_path / "others" / "ann").status()
         mixed = tmp_path / "mixed"
         mixed.mkdir()
         for file in ("key.pem", "cert.pem"):
             (mixed / file).write_bytes((tmp_path / "others" / "ann" / file).read_bytes())
         (mixed / "ca.pem").write_bytes((certificates() / "ca.pem").read_bytes())
         with pytest.raises(UserError, match="cannot be reached"):
-            Client(f"127.0.0.1:{swarm.port}", mixed).status()
+            SwarmClient(f"127.0.0.1:{swarm.port}", mixed).status()
         call = grpc.insecure_channel(f"127.0.0.1:{swarm.port}").unary_unary(f"/{SERVICE}/status")
         with pytest.raises(grpc.RpcError):
             call(pack({}), timeout=5)
 
 
 def test_a_certificate_that_ran_out(tmp_path, monkeypatch):
-    make_authority(tmp_path / "certs")
-    place = issue(tmp_path / "certs", "old", [], days=-0.02)
+    create_certificate_authority(tmp_path / "certs")
+    place = issue_certificate(tmp_path / "certs", "old", [], days=-0.02)
     with pytest.raises(UserError, match="ran out on"):
-        member_of(place)
+        certificate_member(place)
 
 
 def test_nobody_listens(monkeypatch):
     monkeypatch.setattr("phalanx.swarm.wire.client.FIRST_SECONDS", 0.5)
     with pytest.raises(UserError, match="cannot be reached: nobody listens there"):
-        Client("127.0.0.1:9", certificates() / "ann").status()
+        SwarmClient("127.0.0.1:9", certificates() / "ann").status()
 
 
 def test_two_swarms_do_not_share_a_port(tmp_path):
@@ -495,13 +499,13 @@ def test_two_swarms_do_not_share_a_port(tmp_path):
 def test_another_version_other_text_and_no_room_are_refused(tmp_path):
     run = run_of(tmp_path)
     with served(run, tmp_path) as swarm:
-        with pytest.raises(Refused, match="version: the swarm speaks 3, this node 1"):
+        with pytest.raises(UpdateRejected, match="version: the swarm speaks 3, this node 1"):
             swarm.client("ann").join(capacity=4, text="text", version=1)
         swarm.joined("ann")
-        with pytest.raises(Refused, match="text: it is not what the other nodes read"):
+        with pytest.raises(UpdateRejected, match="text: it is not what the other nodes read"):
             swarm.joined("bob", text="other")
         for capacity in (0, float("nan"), float("inf")):
-            with pytest.raises(Refused, match="capacity"):
+            with pytest.raises(UpdateRejected, match="capacity"):
                 swarm.joined("bob", capacity=capacity)
 
 
@@ -513,5 +517,5 @@ def test_a_swarm_waits_until_all_experts_have_a_place(tmp_path):
         until(lambda: swarm.coordinator.status()["waits_for"] == "memory for 2 more experts of each layer")
         swarm.joined("cid", capacity=2)
         swarm.client("cid").wait(round=0)
-        counts = {node: len(owned(owners_of(swarm), node)) for node in NODES[:3]}
+        counts = {node: len(experts_of(owners_of(swarm), node)) for node in NODES[:3]}
         assert counts == {"ann": 1, "bob": 1, "cid": 2}

@@ -9,31 +9,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.cost.swarm import coded_bytes
-from phalanx.parallel.blocks import of_blocks, to_blocks
+from phalanx.cost.swarm import encoded_bytes
+from phalanx.parallel.blocks import dequantize_blocks, quantize_blocks
 from phalanx.spec.swarm import Codec
-from phalanx.swarm.aggregate import State, publish
+from phalanx.swarm.aggregate import ModelState, encode_broadcast
 from phalanx.swarm.codec import TOP, decode, encode
-from phalanx.swarm.items import Item
+from phalanx.swarm.items import ModelPiece
 from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.update import Feedback, heard, told
+from phalanx.swarm.update import Feedback, decode_piece, encode_piece
 
 ROUNDS = 12
-PIECE = Item("some.weight", (4, 300))
+PIECE = ModelPiece("some.weight", (4, 300))
 FEW_BITS = pytest.mark.parametrize("codec", ["int8", "int4"])
 
 
-def left_out(data: bytes | bytearray, item: Item, codec: Codec) -> Tensor:
+def left_out(data: bytes | bytearray, item: ModelPiece, codec: Codec) -> Tensor:
     """The most that coding may have left out of each number of a piece: half a step of its block, and the rounding."""
-    blocks, scale = to_blocks(decode(data, item.shape, codec).flatten(), TOP[codec])
-    return of_blocks(torch.ones_like(blocks), 0.501 * scale, item.numbers).reshape(item.shape)
+    blocks, scale = quantize_blocks(decode(data, item.shape, codec).flatten(), TOP[codec])
+    return dequantize_blocks(torch.ones_like(blocks), 0.501 * scale, item.numbers).reshape(item.shape)
 
 
-def drawn(seed: int, item: Item = PIECE) -> Tensor:
+def drawn(seed: int, item: ModelPiece = PIECE) -> Tensor:
     return torch.randn(item.shape, generator=torch.Generator().manual_seed(seed))
 
 
-def zero(item: Item) -> Tensor:
+def zero(item: ModelPiece) -> Tensor:
     return torch.zeros(item.shape)
 
 
@@ -46,8 +46,8 @@ def test_what_a_node_told_is_what_it_learned(codec, steady):
     for number in range(ROUNDS):
         change = drawn(0 if steady else number)
         now, before = base + change, base
-        data = told(PIECE, codec, lambda _, now=now: now, lambda _, before=before: before, feedback)
-        base = heard(PIECE, data, codec, lambda _, before=before: before)
+        data = encode_piece(PIECE, codec, lambda _, now=now: now, lambda _, before=before: before, feedback)
+        base = decode_piece(PIECE, data, codec, lambda _, before=before: before)
         learned += change
         without += decode(encode(change, codec), PIECE.shape, codec)
         room = left_out(data, PIECE, codec) + 1e-5
@@ -58,8 +58,8 @@ def test_what_a_node_told_is_what_it_learned(codec, steady):
 
 def test_weights_leave_nothing_out():
     feedback: Feedback = {}
-    data = told(PIECE, "fp32", lambda _: drawn(1), zero, feedback)
-    assert torch.equal(heard(PIECE, data, "fp32", zero), drawn(1))
+    data = encode_piece(PIECE, "fp32", lambda _: drawn(1), zero, feedback)
+    assert torch.equal(decode_piece(PIECE, data, "fp32", zero), drawn(1))
     assert not feedback
 
 
@@ -70,10 +70,10 @@ class Round:
         self.folder, self.codec, self.number = folder, codec, 0
         self.state = self._fresh()
 
-    def _fresh(self) -> State:
+    def _fresh(self) -> ModelState:
         shapes = {PIECE.name: PIECE.shape}
         files = [TensorFile.create(self.folder / f"{kind}-{self.number}", shapes) for kind in ("base", "left")]
-        return State(*files)
+        return ModelState(*files)
 
     @property
     def base(self) -> Tensor:
@@ -84,9 +84,9 @@ class Round:
         self.number += 1
         new, stands = self._fresh(), {} if change is None else {PIECE.key: ""}
         new.base.write(PIECE, self.base if change is None else self.base + change)
-        shapes = {key: (coded_bytes(PIECE.numbers, self.codec),) for key in stands}
+        shapes = {key: (encoded_bytes(PIECE.numbers, self.codec),) for key in stands}
         with TensorFile.create(self.folder / "down", shapes, "U8") as down:
-            publish([PIECE], [], stands, self.codec, self.state, new, down)
+            encode_broadcast([PIECE], [], stands, self.codec, self.state, new, down)
             self.state = new
             return down.raw(PIECE.key) if stands else bytearray()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.swarm.items import fragment_of, in_fragment, items_of
+from phalanx.swarm.items import fragment_index, fragment_pieces, model_pieces
 from phalanx.swarm.tensors import TensorFile
 from tests.swarm.local import NODES, Members, learned, pieces, run_of, served
 from tests.swarm.test_faults import in_a_round, written
@@ -19,12 +19,12 @@ def test_a_round_changes_its_fragment_and_no_more(tmp_path):
         for number in range(2):
             for name, link in links.items():
                 path = written(swarm, tmp_path, name, 0.5)
-                _keep(path, {item.key for item in in_fragment(run.model, number, 2)})
-                link.put(path, number, 100, 2)
+                _keep(path, {item.key for item in fragment_pieces(run.model, number, 2)})
+                link.upload_update(path, number, 100, 2)
             links["ann"].wait(committed=number + 1)
             after = swarm.base()
             changed = {key for key, value in after.items() if not torch.equal(value, before[key])}
-            turn = {item.key for item in items_of(run.model) if fragment_of(item, 2) == number}
+            turn = {item.key for item in model_pieces(run.model) if fragment_index(item, 2) == number}
             assert changed == turn
             before = after
             links["ann"].wait(round=number + 1)

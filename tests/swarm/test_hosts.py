@@ -14,8 +14,8 @@ import pytest
 from phalanx.data.prepare import prepare
 from phalanx.spec.load import load_run
 from phalanx.swarm.ledger import Ledger
-from phalanx.testing.hosts import NoHosts, star
-from phalanx.testing.sites import LEAD, Sites, sites
+from phalanx.testing.hosts import NamespacesUnavailable, star_network
+from phalanx.testing.sites import LEAD, SwarmProcesses, swarm_processes
 from phalanx.train.setup import to_toml
 from tests.swarm.local import NODES, run_of
 
@@ -28,7 +28,7 @@ MODEL = {"vocab": 257, "width": 128, "layers": 2, "heads": 4, "ffn": 256, "conte
 
 
 @pytest.fixture
-def night(tmp_path: Path) -> Iterator[Sites]:
+def night(tmp_path: Path) -> Iterator[SwarmProcesses]:
     """Four nodes and a coordinator that nobody started yet."""
     lines = {"training.steps": 100_000, "model": MODEL, "evaluation.tokens": 1024}
     run = run_of(tmp_path, lines, method="spes", nodes=4, every=4, round=ROUND)
@@ -36,21 +36,24 @@ def night(tmp_path: Path) -> Iterator[Sites]:
     file.write_text(to_toml(run))
     prepare(run.data)  # once, not by four nodes at the same time
     try:
-        with star(NODES, MBIT) as network, sites(network, tmp_path, file, Path(run.out) / run.name) as found:
+        with (
+            star_network(NODES, MBIT) as network,
+            swarm_processes(network, tmp_path, file, Path(run.out) / run.name) as found,
+        ):
             yield found
-    except NoHosts as none:
+    except NamespacesUnavailable as none:
         pytest.skip(f"this process may not make networks: {none}")
 
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-def test_a_rough_night(night: Sites) -> None:
+def test_a_rough_night(night: SwarmProcesses) -> None:
     def until(true: Callable[[], bool], what: str) -> None:
         night.until(true, what, SECONDS)
 
     def rounds(more: int) -> None:
-        wanted = night.committed() + more
-        until(lambda: night.committed() >= wanted, f"round {wanted}")
+        wanted = night.committed_rounds() + more
+        until(lambda: night.committed_rounds() >= wanted, f"round {wanted}")
 
     def tells(name: str) -> None:
         until(lambda: name in night.events("committed")[-1]["nodes"], f"{name} tells again")
@@ -62,12 +65,12 @@ def test_a_rough_night(night: Sites) -> None:
         return False
 
     night.start_all()
-    until(lambda: night.committed() >= 2, "two rounds")
+    until(lambda: night.committed_rounds() >= 2, "two rounds")
 
     # A node dies while it sends: its round ends without it, its experts go to the others.
     until(lambda: coming("dee"), "an update of dee's under way")
     night.kill("dee")
-    died_in = night.committed()
+    died_in = night.committed_rounds()
     until(lambda: any(event["node"] == "dee" for event in night.events("left")), "dee is taken for gone")
     rounds(2)
     assert "dee" not in night.events("committed")[died_in]["nodes"]
@@ -88,16 +91,16 @@ def test_a_rough_night(night: Sites) -> None:
     assert night.events()[: len(before)] == before
 
     # A link is cut for half a minute: the others do not wait for it, and then all are there again.
-    night.network.cut("bob")
-    cut_at, since = time.monotonic(), night.committed()
+    night.network.disconnect("bob")
+    cut_at, since = time.monotonic(), night.committed_rounds()
     until(lambda: time.monotonic() > cut_at + 30, "half a minute")
-    night.network.restore("bob")
+    night.network.reconnect("bob")
     assert any("bob" not in event["nodes"] for event in night.events("committed")[since:])
     tells("bob")
 
     # One computes five times as slowly: nobody waits for it beyond the deadline.
-    since = night.committed()
-    while night.committed() < since + 4:
+    since = night.committed_rounds()
+    while night.committed_rounds() < since + 4:
         night.signal("cid", signal.SIGSTOP)
         time.sleep(0.4)
         night.signal("cid", signal.SIGCONT)
@@ -107,7 +110,7 @@ def test_a_rough_night(night: Sites) -> None:
     check(night)
 
 
-def check(night: Sites) -> None:
+def check(night: SwarmProcesses) -> None:
     """Of all rounds: whose word was accepted counted, and no other's; none stayed open beyond its deadline."""
     ledger, told, late = Ledger(load_run(night.run_file)), set[str](), []
     for event in night.events():
@@ -118,7 +121,7 @@ def check(night: Sites) -> None:
             assert set(event["nodes"]) == told
             told.clear()
             assert ledger.round is not None
-            arrived = [telling.at for telling in ledger.round.told.values()]
+            arrived = [telling.at for telling in ledger.round.updates.values()]
             late.append(event["at"] - max([ledger.closes_at() or event["at"], *arrived]))
         ledger.record(event)
     print(f"{len(late)} rounds; {max(late):.1f} s beyond the deadline at most")

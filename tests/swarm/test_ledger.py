@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from phalanx.spec.errors import UserError
 from phalanx.spec.swarm import RoundSpec
 from phalanx.swarm.journal import Journal
-from phalanx.swarm.ledger import Event, Ledger, patience, replay, summary
+from phalanx.swarm.ledger import Event, Ledger, deadline_offset, replay, summary
 from tests.swarm.local import NODES, run_of
 
 NOWHERE = Path("/nowhere")
@@ -29,7 +29,7 @@ def join(ledger: Ledger, *names: str, capacity: float = 4) -> None:
 
 
 def open_round(ledger: Ledger, now: float = 0.0) -> Event:
-    event = ledger.opening(now)
+    event = ledger.next_round_event(now)
     assert event is not None
     ledger.record(event)
     return event
@@ -42,13 +42,13 @@ def told(ledger: Ledger, node: str, at: float) -> None:
 def test_it_begins_when_enough_have_come_and_ends_after_the_last_round():
     ledger = swarm_of(steps=6, nodes=2)
     join(ledger, "ann")
-    assert (ledger.opening(0.0), ledger.lacking) == (None, "one more node")
+    assert (ledger.next_round_event(0.0), ledger.waiting_for) == (None, "one more node")
     join(ledger, "bob")
     for number in range(2):
         assert open_round(ledger)["round"] == number
         ledger.record({"what": "committed"})
     assert ledger.done
-    assert ledger.opening(0.0) is None
+    assert ledger.next_round_event(0.0) is None
 
 
 def test_a_round_of_which_all_was_refused_ends_too():
@@ -60,17 +60,17 @@ def test_a_round_of_which_all_was_refused_ends_too():
         if teller is not None:
             told(ledger, teller, 1.0)
         for node in {"ann", "bob"} - {teller}:
-            assert not ledger.closing(100.0)
+            assert not ledger.should_close(100.0)
             ledger.record({"what": "refused", "round": number, "node": node, "why": "not finite"})
-        assert not ledger.closing(4.9)
-        assert ledger.closing(6.1)
+        assert not ledger.should_close(4.9)
+        assert ledger.should_close(6.1)
         ledger.record({"what": "committed"})
     open_round(ledger)
     ledger.record({"what": "refused", "round": 0, "node": "ann", "why": "closed"})  # of a round long past
     told(ledger, "bob", 1.0)
-    assert not ledger.closing(100.0)
+    assert not ledger.should_close(100.0)
     told(ledger, "ann", 1.0)
-    assert ledger.closing(1.0)
+    assert ledger.should_close(1.0)
 
 
 def test_all_that_are_there_are_waited_for_and_no_longer():
@@ -79,16 +79,16 @@ def test_all_that_are_there_are_waited_for_and_no_longer():
     open_round(ledger)
     told(ledger, "ann", 1.0)
     told(ledger, "bob", 1.0)
-    assert not ledger.closing(2.0)
+    assert not ledger.should_close(2.0)
     ledger.record({"what": "left", "node": "cid", "why": "not heard of"})
-    assert ledger.closing(2.0)
+    assert ledger.should_close(2.0)
 
 
 def test_nothing_closes_without_a_word():
     ledger = swarm_of()
     join(ledger, *NODES[:2])
     open_round(ledger)
-    assert not ledger.closing(1e9)
+    assert not ledger.should_close(1e9)
 
 
 def test_after_a_quorum_the_missing_have_a_grace():
@@ -99,8 +99,8 @@ def test_after_a_quorum_the_missing_have_a_grace():
     assert ledger.closes_at() is None
     told(ledger, "bob", 112.0)
     assert ledger.closes_at() == 100 + 11 + 10
-    assert not ledger.closing(120.9)
-    assert ledger.closing(121.0)
+    assert not ledger.should_close(120.9)
+    assert ledger.should_close(121.0)
 
 
 def test_the_rounds_before_say_when_the_next_is_over():
@@ -120,7 +120,7 @@ def test_the_rounds_before_say_when_the_next_is_over():
 def test_most_are_waited_for(offsets, grace, times):
     """At least half, whatever the settings; and one that is very late changes little."""
     spec = RoundSpec(grace_seconds=grace, patience=times)
-    limit = patience(offsets, spec)
+    limit = deadline_offset(offsets, spec)
     assert sum(offset <= limit for offset in offsets) >= len(offsets) / 2
 
 
@@ -143,33 +143,33 @@ def test_no_text_is_read_twice_and_no_expert_is_without_an_owner(happens, data, 
             record({"what": "joined", "node": node, "capacity": 4, "text": "t", "at": now})
         elif what == "leave":
             record({"what": "left", "node": node, "why": "x", "at": now})
-        elif what == "tell" and ledger.objection(node, ledger.committed) is None:
+        elif what == "tell" and ledger.rejection_reason(node, ledger.committed) is None:
             record({"what": "accepted", "node": node, "tokens": 1, "steps": 1, "bytes": 1, "norm": 1, "at": now})
-        elif what == "close" and ledger.closing(now):
+        elif what == "close" and ledger.should_close(now):
             record({"what": "committed"})
-        elif what == "open" and (event := ledger.opening(float(now))) is not None:
+        elif what == "open" and (event := ledger.next_round_event(float(now))) is not None:
             record(event)
             assert all(of and set(of) <= set(ledger.members) for of in event["owners"])
             for first, count in event["text"].values():
                 read += range(first, first + count)
-    assert len(read) == len(set(read)) == ledger.text_read
+    assert len(read) == len(set(read)) == ledger.steps_assigned
     again = replay(ledger.run, events)
     assert summary(again, {}, 0.0) == summary(ledger, {}, 0.0)
-    assert (again.text_read, again.owners, again.members) == (ledger.text_read, ledger.owners, ledger.members)
+    assert (again.steps_assigned, again.owners, again.members) == (ledger.steps_assigned, ledger.owners, ledger.members)
 
 
 def test_what_a_node_may_not_tell_of():
     ledger = swarm_of()
     join(ledger, *NODES[:2])
-    assert ledger.objection("ann", 0) == "not open yet"
+    assert ledger.rejection_reason("ann", 0) == "not open yet"
     open_round(ledger)
-    assert ledger.objection("ann", 0) is None
-    assert ledger.objection("eve", 0) == "not of this round"
-    assert ledger.objection("ann", 1) == "not open yet"
+    assert ledger.rejection_reason("ann", 0) is None
+    assert ledger.rejection_reason("eve", 0) == "not of this round"
+    assert ledger.rejection_reason("ann", 1) == "not open yet"
     told(ledger, "ann", 1.0)
-    assert ledger.objection("ann", 0) == "already told"
+    assert ledger.rejection_reason("ann", 0) == "already told"
     ledger.record({"what": "committed"})
-    assert ledger.objection("bob", 0) == "closed"
+    assert ledger.rejection_reason("bob", 0) == "closed"
 
 
 # -- the journal -------------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.swarm.coordinator import rules_of
-from phalanx.swarm.merge import merge, merge_ratio, neighbours
+from phalanx.swarm.coordinator import aggregation_config
+from phalanx.swarm.merge import merge_experts, merge_ratio, nearest_experts
 from tests.swarm.local import run_of
 
 
@@ -17,7 +17,7 @@ def layer(experts: int = 6, seed: int = 0) -> dict[str, Tensor]:
 
 def merged(experts: dict[str, Tensor], alpha: float, nearest: int) -> dict[str, Tensor]:
     copies = {name: stacked.clone() for name, stacked in experts.items()}
-    merge(copies, alpha, nearest)
+    merge_experts(copies, alpha, nearest)
     return copies
 
 
@@ -45,7 +45,7 @@ def test_it_is_what_the_paper_says(alpha, nearest):
 
 
 def test_no_expert_is_its_own_neighbour_and_there_are_at_most_the_others():
-    near = neighbours(layer(3)["gate"], 4)
+    near = nearest_experts(layer(3)["gate"], 4)
     assert [sorted(row) for row in near.tolist()] == [[1, 2], [0, 2], [0, 1]]
 
 
@@ -64,7 +64,7 @@ def test_an_expert_of_zeros_is_like_nobody():
     experts = layer()
     experts["gate"][2] = 0
     assert all(stacked.isfinite().all() for stacked in merged(experts, 0.1, 2).values())
-    assert all(2 not in near for expert, near in enumerate(neighbours(experts["gate"], 1).tolist()) if expert != 2)
+    assert all(2 not in near for expert, near in enumerate(nearest_experts(experts["gate"], 1).tolist()) if expert != 2)
 
 
 def test_one_expert_alone():
@@ -85,7 +85,7 @@ def test_it_takes_little_more_memory_than_one_tensor_of_the_layer():
     experts = {name: torch.randn(16, 64, 128) for name in ("gate", "up", "down")}
     size = experts["gate"].nbytes
     with torch.profiler.profile(profile_memory=True) as profile:
-        merge(experts, 0.1, 4)
+        merge_experts(experts, 0.1, 4)
     held = most = 0
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
@@ -97,6 +97,6 @@ def test_it_takes_little_more_memory_than_one_tensor_of_the_layer():
 def test_with_fragments_each_is_merged_in_its_turn(tmp_path):
     """Every second time that a fragment is exchanged, as far along as the run is."""
     run = run_of(tmp_path, {"training.steps": 24}, every=4, fragments=2, merge={"every": 8, "alpha": 0.1, "steps": 48})
-    found = [rules_of(run, number).merge_alpha for number in range(12)]
+    found = [aggregation_config(run, number).merge_alpha for number in range(12)]
     steps = [2 * (number + 1) for number in range(12)]
     assert found == [merge_ratio(step, 0.1, 48) if step in (6, 8, 14, 16, 22, 24) else 0.0 for step in steps]

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from phalanx.cost.shapes import parameter_shapes
 from phalanx.data.prepare import prepare
-from phalanx.parallel.frozen import Own, some_experts
+from phalanx.parallel.frozen import TrainedExperts, partially_trained_layers
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.codec import decode
-from phalanx.swarm.items import items_of, of_round
-from phalanx.swarm.node import Node
+from phalanx.swarm.items import model_pieces, round_pieces
+from phalanx.swarm.node import SwarmWorker
 from phalanx.swarm.replica import read_weights
 from phalanx.swarm.tensors import TensorFile
-from phalanx.train.corpus import open_corpus
-from phalanx.train.metrics import Record
+from phalanx.train.corpus import open_training_data
+from phalanx.train.metrics import MetricsRecord
 from phalanx.train.trainer import Trainer
 from tests.swarm.local import NODES, Members, Swarm, pieces, run_of, served
 from tests.swarm.test_feedback import left_out
@@ -32,8 +32,8 @@ Weights = dict[str, Tensor]
 def trained(run: RunSpec, under_way: Trainer, own: tuple[int, ...]) -> Weights:
     """What a node trains, piece by piece, as it is now."""
     found = {}
-    for item in items_of(run.model):
-        stacked = under_way.strategy.trained[item.name].detach()
+    for item in model_pieces(run.model):
+        stacked = under_way.strategy.trainable_parameters[item.name].detach()
         if item.expert is None:
             found[item.key] = stacked.clone()
         elif item.expert in own:
@@ -45,7 +45,7 @@ def of_seed(run: RunSpec, path: Path, seed: int) -> TensorFile:
     """A model that is drawn."""
     generator = torch.Generator().manual_seed(seed)
     file = TensorFile.create(path, parameter_shapes(run.model))
-    for item in items_of(run.model):
+    for item in model_pieces(run.model):
         file.write(item, torch.randn(item.shape, generator=generator))
     return file
 
@@ -58,19 +58,21 @@ def of_seed(run: RunSpec, path: Path, seed: int) -> TensorFile:
 def test_so_much_of_what_was_stays(tmp_path, own, share):
     """Of parameters of which nothing is said, nothing; experts that rest are taken whole."""
     run = run_of(tmp_path)
-    under_way = Trainer(run, open_corpus(run, prepare(run.data)), tmp_path, torch.device("cpu"), own=Own(own))
+    under_way = Trainer(
+        run, open_training_data(run, prepare(run.data)), tmp_path, torch.device("cpu"), own=TrainedExperts(own)
+    )
     kept = {name: share for name in parameter_shapes(run.model) if not name.startswith("blocks.1.")}
     with of_seed(run, tmp_path / "base", 1) as base:
         was = trained(run, under_way, own)
-        read_weights(under_way.strategy, Own(own), 4, base.read, kept)
+        read_weights(under_way.strategy, TrainedExperts(own), 4, base.read, kept)
         now = trained(run, under_way, own)
-        for item in (item for item in items_of(run.model) if item.key in now):
+        for item in (item for item in model_pieces(run.model) if item.key in now):
             mine, taken, of_mine = was[item.key], base.read(item), kept.get(item.name, 0.0)
             if of_mine in (0, 1):
                 assert torch.equal(now[item.key], mine if of_mine else taken)
             else:
                 torch.testing.assert_close(now[item.key], of_mine * mine + (1 - of_mine) * taken)
-        for name, part in some_experts(under_way.module):
+        for name, part in partially_trained_layers(under_way.module):
             for kind, resting in part.frozen.items():
                 assert torch.equal(resting.numbers, base.whole(f"{name}.{kind}")[list(part.others)])
 
@@ -78,14 +80,16 @@ def test_so_much_of_what_was_stays(tmp_path, own, share):
 def test_what_was_learned_since_is_added_to_what_is_taken(tmp_path):
     """But where it is said how much of the parameter stays; and where both are the same, nothing is rounded."""
     run = run_of(tmp_path)
-    under_way = Trainer(run, open_corpus(run, prepare(run.data)), tmp_path, torch.device("cpu"), own=Own((1, 3)))
+    under_way = Trainer(
+        run, open_training_data(run, prepare(run.data)), tmp_path, torch.device("cpu"), own=TrainedExperts((1, 3))
+    )
     kept = {name: 1.0 for name in parameter_shapes(run.model) if name.startswith("blocks.1.")}
     with of_seed(run, tmp_path / "base", 1) as base, of_seed(run, tmp_path / "since", 2) as since:
         for taken in (base, since):
             was = trained(run, under_way, (1, 3))
-            read_weights(under_way.strategy, Own((1, 3)), 4, taken.read, kept, since.read)
+            read_weights(under_way.strategy, TrainedExperts((1, 3)), 4, taken.read, kept, since.read)
             now = trained(run, under_way, (1, 3))
-            for item in (item for item in items_of(run.model) if item.key in now):
+            for item in (item for item in model_pieces(run.model) if item.key in now):
                 learned = torch.zeros(()) if item.name in kept else taken.read(item) - since.read(item)
                 assert torch.equal(now[item.key], learned + was[item.key])
 
@@ -119,7 +123,7 @@ class Watched(Members):
     def _learn(self, name: str) -> None:
         try:
             watch = Watch(self.nodes[name], self.seen[name])
-            self.nodes[name].learn([watch], watch, lambda said: None)
+            self.nodes[name].participate([watch], watch, lambda said: None)
         except BaseException as error:
             self.failed.append(error)
 
@@ -127,10 +131,10 @@ class Watched(Members):
 class Watch:
     """A log that looks at its node: of steps, and of rounds."""
 
-    def __init__(self, node: Node, seen: list[Seen]) -> None:
+    def __init__(self, node: SwarmWorker, seen: list[Seen]) -> None:
         self.node, self.seen, self.was = node, seen, {}
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsRecord) -> None:
         node, run = self.node, self.node.run
         now = trained(run, node.trainer, node.exchange.own)
         if "round" in record:
@@ -168,8 +172,8 @@ def test_a_node_goes_on_from_what_all_have_and_what_it_learned(tmp_path, swarm):
     run = run_of(tmp_path, codec="int4", **swarm)
     alone = run.swarm.method == "spes+" and run.swarm.replication == 1
     for seen in (seen for rounds in watched(run, tmp_path)[1].values() for seen in rounds):
-        turn = {item.key for item in of_round(run, seen.number)}
-        for item in (item for item in items_of(run.model) if item.key in seen.now):
+        turn = {item.key for item in round_pieces(run, seen.number)}
+        for item in (item for item in model_pieces(run.model) if item.key in seen.now):
             was, now, base = seen.was[item.key], seen.now[item.key], seen.base[item.key]
             assert not torch.equal(was, base)
             if item.key not in turn or (run.swarm.delay and alone and item.expert is not None):
@@ -188,7 +192,7 @@ def test_what_coding_left_out_of_an_expert_that_goes_on_is_not_told_twice(tmp_pa
     """It is in its weights still: all have these as they were told, but for one coding."""
     run = run_of(tmp_path, codec="int4", **swarm)
     for seen in (seen for rounds in watched(run, tmp_path)[1].values() for seen in rounds):
-        mine = [item for item in of_round(run, seen.number) if item.expert is not None and item.key in seen.update]
+        mine = [item for item in round_pieces(run, seen.number) if item.expert is not None and item.key in seen.update]
         assert mine
         for item in mine:
             error = (seen.base[item.key] - seen.live[item.key]).abs()
@@ -201,7 +205,7 @@ def test_what_coding_left_out_of_the_rest_is_told_later(tmp_path, swarm):
     run = run_of(tmp_path, codec="int4", **swarm)
     first, nodes = watched(run, tmp_path)
     for rounds in nodes.values():
-        for item in (item for item in items_of(run.model) if item.expert is None or not run.swarm.delay):
+        for item in (item for item in model_pieces(run.model) if item.expert is None or not run.swarm.delay):
             before, told, learned = first[item.key], torch.zeros(item.shape), torch.zeros(item.shape)
             for seen in (seen for seen in rounds if item.key in seen.update):
                 told += decode(seen.update[item.key], item.shape, "int4")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phalanx.swarm.outer import Outer
+from phalanx.swarm.outer import OuterSGD
 
 
 @pytest.mark.parametrize(("learning_rate", "momentum"), [(0.7, 0.9), (1.0, 0.5), (0.3, 0.0)])
@@ -11,7 +11,7 @@ def test_it_is_torchs(learning_rate, momentum):
     generator = torch.Generator().manual_seed(0)
     theta = torch.nn.Parameter(torch.randn(20, generator=generator))
     reference = torch.optim.SGD([theta], lr=learning_rate, momentum=momentum, nesterov=momentum > 0)
-    base, velocity, outer = theta.detach().clone(), None, Outer(learning_rate, momentum)
+    base, velocity, outer = theta.detach().clone(), None, OuterSGD(learning_rate, momentum)
     for _ in range(5):
         mean = torch.randn(20, generator=generator)
         theta.grad = base - mean
@@ -22,6 +22,6 @@ def test_it_is_torchs(learning_rate, momentum):
 
 def test_without_momentum_the_mean_is_taken_bit_for_bit():
     base, mean = torch.randn(9), torch.randn(9)
-    new, velocity = Outer().step(base, mean, None)
+    new, velocity = OuterSGD().step(base, mean, None)
     assert new is mean
     assert velocity is None

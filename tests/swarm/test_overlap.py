@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.measure.rounds import Spent
-from phalanx.swarm.exchange import Exchange
-from phalanx.swarm.node import Node
+from phalanx.measure.rounds import RoundRecord
+from phalanx.swarm.exchange import RoundExchange
+from phalanx.swarm.node import SwarmWorker
 from tests.swarm.local import NODES, Members, learned, run_of, served
 
 
@@ -18,13 +18,13 @@ from tests.swarm.local import NODES, Members, learned, run_of, served
 def test_what_came_of_a_round_is_received_beside_learning(tmp_path: Path, monkeypatch: Any, delay: int) -> None:
     """Once, and by whom tells; but for the last round, after which nothing is learned."""
     received: list[tuple[str, int, str]] = []
-    get = Exchange._get
+    get = RoundExchange._get
 
-    def noted(exchange: Exchange, number: int, told: bool, spent: Spent) -> None:
+    def noted(exchange: RoundExchange, number: int, told: bool, spent: RoundRecord) -> None:
         received.append((exchange.name, number, threading.current_thread().name.partition("_")[0]))
         get(exchange, number, told, spent)
 
-    monkeypatch.setattr(Exchange, "_get", noted)
+    monkeypatch.setattr(RoundExchange, "_get", noted)
     learned(run_of(tmp_path, delay=delay), tmp_path, NODES[:2])
     assert sorted(place[:2] for place in received) == [(node, number) for node in NODES[:2] for number in range(4)]
     beside = {number for _, number, thread in received if thread == "telling"}
@@ -33,14 +33,14 @@ def test_what_came_of_a_round_is_received_beside_learning(tmp_path: Path, monkey
 
 def test_a_node_that_fails_meanwhile_does_not_wait_for_the_others(tmp_path: Path, monkeypatch: Any) -> None:
     """The round that it told of stays open for a minute."""
-    learn = Node._learn
+    learn = SwarmWorker._learn
 
-    def fails(node: Node, steps: int, spent: Spent, logs: Any, in_time: bool = False) -> int:
+    def fails(node: SwarmWorker, steps: int, spent: RoundRecord, logs: Any, in_time: bool = False) -> int:
         if not in_time:
             raise MemoryError("no room")
         return learn(node, steps, spent, logs, in_time)
 
-    monkeypatch.setattr(Node, "_learn", fails)
+    monkeypatch.setattr(SwarmWorker, "_learn", fails)
     with served(run_of(tmp_path, delay=2), tmp_path) as swarm:
         swarm.joined(NODES[1])  # and never tells
         members = Members(swarm, tmp_path, NODES[:1])

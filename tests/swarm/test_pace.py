@@ -6,33 +6,33 @@ from contextlib import ExitStack
 
 import pytest
 
-from phalanx.swarm.guards import Refused
-from phalanx.swarm.wire.pace import A_SECOND, AT_ONCE, UNDER_WAY, Pace
+from phalanx.swarm.guards import UpdateRejected
+from phalanx.swarm.wire.pace import A_SECOND, AT_ONCE, UNDER_WAY, RateLimiter
 
 
 def test_calls_at_the_same_time():
-    pace = Pace()
+    pace = RateLimiter()
     with ExitStack() as calls:
         for _ in range(UNDER_WAY):
-            calls.enter_context(pace.call("ann"))
-        with pytest.raises(Refused, match="busy: too many calls"):
-            calls.enter_context(pace.call("ann"))
-        calls.enter_context(pace.call("bob"))
-    with pace.call("ann"):
+            calls.enter_context(pace.limited("ann"))
+        with pytest.raises(UpdateRejected, match="busy: too many calls"):
+            calls.enter_context(pace.limited("ann"))
+        calls.enter_context(pace.limited("bob"))
+    with pace.limited("ann"):
         pass
 
 
 def test_calls_one_after_the_other():
     now = 0.0
-    pace = Pace(lambda: now)
+    pace = RateLimiter(lambda: now)
 
     def begun() -> int:
         """How many until one is too many."""
         for count in range(1000):
             try:
-                with pace.call("ann"):
+                with pace.limited("ann"):
                     pass
-            except Refused:
+            except UpdateRejected:
                 return count
         return 1000
 
@@ -41,5 +41,5 @@ def test_calls_one_after_the_other():
     assert begun() == 2 * A_SECOND
     now = 1e6
     assert begun() == AT_ONCE
-    with pace.call("bob"):
+    with pace.limited("bob"):
         pass

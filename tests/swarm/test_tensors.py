@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from phalanx.swarm.items import Item
+from phalanx.swarm.items import ModelPiece
 from phalanx.swarm.tensors import TensorFile, TensorFileError
 
 STACK = "blocks.0.mlp.experts.up"
@@ -13,13 +13,13 @@ STACK = "blocks.0.mlp.experts.up"
 def test_safetensors_reads_what_was_written_piece_by_piece(tmp_path):
     path, vector = tmp_path / "x.safetensors", torch.arange(5.0)
     with TensorFile.create(path, {STACK: (3, 2, 2), "norm.weight": (5,)}) as file:
-        file.write(Item(STACK, (2, 2), 1), torch.full((2, 2), 7.0))
-        file.write(Item("norm.weight", (5,)), vector)
+        file.write(ModelPiece(STACK, (2, 2), 1), torch.full((2, 2), 7.0))
+        file.write(ModelPiece("norm.weight", (5,)), vector)
     found = load_file(path)
     assert torch.equal(found["norm.weight"], vector)
     assert found[STACK].sum((1, 2)).tolist() == [0, 28, 0]
     with TensorFile(path) as file:
-        assert file.read(Item(STACK, (2, 2), 1)).sum() == 28
+        assert file.read(ModelPiece(STACK, (2, 2), 1)).sum() == 28
 
 
 def test_what_safetensors_wrote_is_read(tmp_path):
@@ -29,7 +29,7 @@ def test_what_safetensors_wrote_is_read(tmp_path):
     with TensorFile(path) as file:
         assert file.shapes == {STACK: (4, 3, 2), "other": (3,)}
         for expert in range(4):
-            assert torch.equal(file.read(Item(STACK, (3, 2), expert)), stacked[expert])
+            assert torch.equal(file.read(ModelPiece(STACK, (3, 2), expert)), stacked[expert])
 
 
 @pytest.mark.parametrize(
@@ -44,16 +44,16 @@ def test_what_is_no_such_file(tmp_path, content):
 
 def test_a_file_that_is_renewed_keeps_its_numbers_only_where_it_has_the_same_tensors(tmp_path):
     path = tmp_path / "x.safetensors"
-    with TensorFile.renew(path, {"a": (4,)}) as file:
-        file.write(Item("a", (4,)), torch.ones(4))
-    with TensorFile.renew(path, {"a": (4,)}) as file:
+    with TensorFile.recreate(path, {"a": (4,)}) as file:
+        file.write(ModelPiece("a", (4,)), torch.ones(4))
+    with TensorFile.recreate(path, {"a": (4,)}) as file:
         assert file.whole("a").tolist() == [1.0] * 4
-    with TensorFile.renew(path, {"b": (4,)}) as file:
+    with TensorFile.recreate(path, {"b": (4,)}) as file:
         assert file.whole("b").tolist() == [0.0] * 4
-    with TensorFile.renew(path, {"b": (5,)}) as file:
+    with TensorFile.recreate(path, {"b": (5,)}) as file:
         assert file.whole("b").tolist() == [0.0] * 5
     path.write_bytes(path.read_bytes()[:-4])
-    with TensorFile.renew(path, {"b": (5,)}) as file:
+    with TensorFile.recreate(path, {"b": (5,)}) as file:
         assert file.whole("b").tolist() == [0.0] * 5
 
 
@@ -74,4 +74,4 @@ def test_numbers_of_another_kind(tmp_path):
 
 def test_a_piece_that_does_not_fit(tmp_path):
     with TensorFile.create(tmp_path / "x", {"a": (4,)}) as file, pytest.raises(TensorFileError, match="do not fit"):
-        file.write(Item("a", (5,)), torch.zeros(5))
+        file.write(ModelPiece("a", (5,)), torch.zeros(5))

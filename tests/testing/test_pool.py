@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from phalanx.spec.errors import UserError
-from phalanx.testing import RanksFailed, ranks
+from phalanx.testing import RankError, rank_pool
 from phalanx.testing.pool import GROWN_BYTES
 
 KEPT = []
@@ -78,66 +78,66 @@ def keeps(size):
 
 
 def test_results_come_in_rank_order_and_processes_stay():
-    first, second = ranks(2).run(rank_and_pid), ranks(2).run(rank_and_pid)
+    first, second = rank_pool(2).run(rank_and_pid), rank_pool(2).run(rank_and_pid)
     assert [rank for rank, _ in first] == [0, 1]
     assert first == second
 
 
 def test_all_reduce():
-    assert ranks(2).run(all_reduced, 10) == [torch.tensor(21)] * 2
+    assert rank_pool(2).run(all_reduced, 10) == [torch.tensor(21)] * 2
 
 
 def test_calls_are_independent():
-    assert ranks(2).run(random_number) == ranks(2).run(random_number)
+    assert rank_pool(2).run(random_number) == rank_pool(2).run(random_number)
 
 
 def test_meshes_and_groups_of_many_calls_do_not_pile_up():
-    counts = [ranks(2).run(sharded_product, seed)[0] for seed in range(20)]
+    counts = [rank_pool(2).run(sharded_product, seed)[0] for seed in range(20)]
     assert len(set(counts)) == 1
 
 
 def test_the_failing_rank_comes_first():
-    with pytest.raises(RanksFailed) as error:
-        ranks(2).run(fails_on, 1)
+    with pytest.raises(RankError) as error:
+        rank_pool(2).run(fails_on, 1)
     assert [failure.rank for failure in error.value.failures] == [1, 0]
     message = str(error.value)
     assert message.startswith(f"{__name__}.fails_on failed on rank 1 of 2: raised")
     assert "ValueError: rank 1 has had enough" in message
     assert "> before the failure" in message
-    assert ranks(2).run(all_reduced, 0) == [torch.tensor(1)] * 2
+    assert rank_pool(2).run(all_reduced, 0) == [torch.tensor(1)] * 2
 
 
 def test_ranks_that_hold_much_more_than_at_first_are_replaced():
-    before = ranks(2).run(rank_and_pid)
-    assert ranks(2).run(keeps, 1000) == before
-    assert ranks(2).run(keeps, GROWN_BYTES + 2**26) == before
-    assert not set(ranks(2).run(rank_and_pid)) & set(before)
+    before = rank_pool(2).run(rank_and_pid)
+    assert rank_pool(2).run(keeps, 1000) == before
+    assert rank_pool(2).run(keeps, GROWN_BYTES + 2**26) == before
+    assert not set(rank_pool(2).run(rank_and_pid)) & set(before)
 
 
 def test_ranks_that_all_answered_are_kept():
-    before = ranks(2).run(rank_and_pid)
-    with pytest.raises(RanksFailed, match="all alike"):
-        ranks(2).run(raises)
-    assert ranks(2).run(rank_and_pid) == before
+    before = rank_pool(2).run(rank_and_pid)
+    with pytest.raises(RankError, match="all alike"):
+        rank_pool(2).run(raises)
+    assert rank_pool(2).run(rank_and_pid) == before
 
 
 def test_a_dead_rank_comes_first():
-    with pytest.raises(RanksFailed, match=r"rank 1 of 2: died .* killed by SIGKILL"):
-        ranks(2).run(dies_on, 1)
+    with pytest.raises(RankError, match=r"rank 1 of 2: died .* killed by SIGKILL"):
+        rank_pool(2).run(dies_on, 1)
 
 
 def test_a_timeout_names_the_rank_and_shows_its_stack():
-    ranks(2).run(rank_and_pid)
-    with pytest.raises(RanksFailed, match=r"rank 1 of 2: did not return") as error:
-        ranks(2).run(hangs_on, 1, timeout=0.5)
+    rank_pool(2).run(rank_and_pid)
+    with pytest.raises(RankError, match=r"rank 1 of 2: did not return") as error:
+        rank_pool(2).run(hangs_on, 1, timeout=0.5)
     assert "in hangs_on" in str(error.value)
     assert "rank 0: returned" in str(error.value)
-    assert ranks(2).run(all_reduced, 0) == [torch.tensor(1)] * 2
+    assert rank_pool(2).run(all_reduced, 0) == [torch.tensor(1)] * 2
 
 
 def test_a_function_that_cannot_be_imported_is_refused():
     with pytest.raises(UserError, match="top level of a module"):
-        ranks(2).run(lambda: None)
+        rank_pool(2).run(lambda: None)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])

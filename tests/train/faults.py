@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.train import checkpoint
-from phalanx.train.launch import leave
+from phalanx.train.launch import exit_rank
 from phalanx.train.trainer import Trainer
-from phalanx.train.worker import work
+from phalanx.train.worker import run_rank
 
 GUILTY, STEP = 1, 3
 
@@ -81,7 +81,7 @@ def slow_disk() -> None:
 
 def bit(trainer: Trainer) -> None:
     """One bit of the last parameter of all."""
-    *_, last = trainer.strategy.trained.values()
+    *_, last = trainer.strategy.trainable_parameters.values()
     last.detach().view(-1).view(torch.uint8)[0] ^= 4
 
 
@@ -117,7 +117,7 @@ def main(fault: str, directory: str) -> None:
     Trainer.train_step = faulty  # type: ignore[method-assign]
     if fault == "told early":
         told_early()
-    leave(work(Path(directory), [], resume=False))
+    exit_rank(run_rank(Path(directory), [], resume=False))
 
 
 if __name__ == "__main__":

@@ -16,39 +16,39 @@ import pytest
 from phalanx.spec.errors import UserError
 from phalanx.testing.runs import SECONDS
 from phalanx.train import meeting as places
-from phalanx.train.agent import Agent, Then, run_ranks
-from phalanx.train.meeting import ALONE, Meeting, NotMetError, interface_of, own_address
+from phalanx.train.agent import ElasticAgent, FailureAction, run_until_done
+from phalanx.train.meeting import SINGLE_NODE, Rendezvous, RendezvousError, interface_of, local_address
 
 SAYS = ("platform",)
 """A module that ends well as a rank."""
 
 
-class Elsewhere(Meeting):
+class Elsewhere(Rendezvous):
     """On this machine there is room for one launcher of a run where nodes meet; the other says that it is not there."""
 
-    is_here = False
+    is_host = False
 
 
 def launch(who: str, port: str) -> None:
     """A launcher. The second node is lost when both have met, before it has said how many ranks it has."""
-    kind, assign = {"first": Meeting, "second": Elsewhere}[who], Agent._assign_worker_ranks
+    kind, assign = {"first": Rendezvous, "second": Elsewhere}[who], ElasticAgent._assign_worker_ranks
 
-    def lost(agent: Agent, store: Any, rank: int, nodes: int, spec: Any) -> Any:
+    def lost(agent: ElasticAgent, store: Any, rank: int, nodes: int, spec: Any) -> Any:
         if nodes == 2 and who == "second":
             os.kill(os.getpid(), signal.SIGKILL)
         return assign(agent, store, rank, nodes, spec)
 
-    Agent._assign_worker_ranks = lost  # type: ignore[method-assign]
+    ElasticAgent._assign_worker_ranks = lost  # type: ignore[method-assign]
     meeting = kind("run", "127.0.0.1", int(port), 1, 2, join_seconds=60, last_call_seconds=5)
-    sys.exit(0 if run_ranks(1, lambda _: SAYS, lambda *_: Then.END, meeting) else 1)
+    sys.exit(0 if run_until_done(1, lambda _: SAYS, lambda *_: FailureAction.END, meeting) else 1)
 
 
 def test_a_node_whose_own_name_is_its_loopbacks_is_reached_by_another_address() -> None:
     """As Debian's installer has it. A machine in no network has none."""
-    meeting = Meeting("run", "127.0.1.1", 29_400, 1, 2, join_seconds=60, last_call_seconds=5)
+    meeting = Rendezvous("run", "127.0.1.1", 29_400, 1, 2, join_seconds=60, last_call_seconds=5)
     routes = [line.split()[1] for line in Path("/proc/net/route").read_text().splitlines()[1:]]
-    assert (interface_of(own_address(meeting)) != "lo") is ("00000000" in routes)
-    assert own_address(ALONE) == "127.0.0.1"
+    assert (interface_of(local_address(meeting)) != "lo") is ("00000000" in routes)
+    assert local_address(SINGLE_NODE) == "127.0.0.1"
 
 
 def test_a_port_of_something_else_is_no_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,10 +57,10 @@ def test_a_port_of_something_else_is_no_place_to_meet(monkeypatch: pytest.Monkey
     with socket.create_server(("127.0.0.1", 0)) as silent:
         meeting = Elsewhere("run", "127.0.0.1", silent.getsockname()[1], 1, 2, join_seconds=1, last_call_seconds=1)
         with pytest.raises(UserError, match="is no place where nodes meet") as other:
-            run_ranks(1, lambda _: SAYS, lambda *_: Then.END, meeting)
-    assert not isinstance(other.value, NotMetError)
-    with pytest.raises(NotMetError, match="nobody answered in 1 s"):
-        run_ranks(1, lambda _: SAYS, lambda *_: Then.END, meeting)
+            run_until_done(1, lambda _: SAYS, lambda *_: FailureAction.END, meeting)
+    assert not isinstance(other.value, RendezvousError)
+    with pytest.raises(RendezvousError, match="nobody answered in 1 s"):
+        run_until_done(1, lambda _: SAYS, lambda *_: FailureAction.END, meeting)
 
 
 def test_who_met_a_node_that_is_lost_before_ranks_start_goes_on_without_it() -> None:
@@ -95,7 +95,7 @@ def test_ranks_that_wait_for_one_that_a_signal_ended_are_not_waited_for() -> Non
         for process in (ended, waits):
             assert process.stdout is not None
             assert process.stdout.read(5) == b"ready"
-        agent = object.__new__(Agent)
+        agent = object.__new__(ElasticAgent)
         agent._pcontext = SimpleNamespace(pids=lambda: {0: ended.pid, 1: waits.pid})
         agent._stop(signal.SIGTERM)  # STOP_SECONDS are more than a test may take
         assert waits.stdout is not None

@@ -19,16 +19,16 @@ import pytest
 from parity.trajectory import MOE, described, steps, trainer, trajectory
 
 from phalanx.data.loader import prefetch
-from phalanx.measure.lock import is_held
+from phalanx.measure.lock import is_running
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
-from phalanx.testing.faults import cut_short
+from phalanx.testing import rank_pool
+from phalanx.testing.faults import truncate_file
 from phalanx.train import manifest
-from phalanx.train.checkpoint import newest_checkpoint, read_tensors
-from phalanx.train.manifest import check_manifest, checkpoints, damage, newest_intact
+from phalanx.train.checkpoint import latest_valid_checkpoint, load_full_tensors
+from phalanx.train.manifest import check_manifest, checkpoints, find_damage, latest_valid
 from phalanx.train.metrics import read_metrics
-from phalanx.train.setup import check_run, set_up, to_toml
+from phalanx.train.setup import create_run, preflight, to_toml
 
 HALF = 5
 SHORT = {"training.steps": 2 * HALF}
@@ -58,7 +58,7 @@ def second_half(run: RunSpec) -> list[tuple[float, float]]:
     assert not damaged
     assert (under_way.step, under_way.tokens) == (HALF, HALF * run.training.tokens_per_step)
     result = steps(under_way, run.training.steps)
-    under_way.strategy.settle()
+    under_way.strategy.drain_pending_updates()
     return result
 
 
@@ -95,7 +95,7 @@ def halves(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     folders = {}
     for name, (world_size, changes) in PLACES.items():
         folders[name] = tmp_path_factory.mktemp(name)
-        ranks(world_size).run(first_half, described(text, folders[name], {"model": MOE, **SHORT, **changes}))
+        rank_pool(world_size).run(first_half, described(text, folders[name], {"model": MOE, **SHORT, **changes}))
     return folders
 
 
@@ -107,7 +107,7 @@ MOVES = [(name, NAMES[(index + apart) % len(NAMES)]) for index, name in enumerat
 def test_what_was_trained_is_what_one_process_trains(name: str, halves: dict[str, Path]) -> None:
     """Every parameter, bias of a router and number of optimizer state, after some updates."""
     last = Path("parity", "checkpoints", f"step-{HALF:08d}")
-    one, other = (read_tensors(halves[place] / last) for place in ("one", name))
+    one, other = (load_full_tensors(halves[place] / last) for place in ("one", name))
     assert one.keys() == other.keys()
     for tensor, expected in one.items():
         assert (other[tensor] - expected).norm() <= 1e-10 * expected.norm(), tensor
@@ -119,7 +119,7 @@ def test_layouts_continue_each_other(
 ) -> None:
     world_size, changes = PLACES[after]
     run = described(text, halves[before], {"model": MOE, **SHORT, **changes})
-    result = ranks(world_size).run(second_half, run)[0]
+    result = rank_pool(world_size).run(second_half, run)[0]
     assert result == [pytest.approx(step, rel=1e-10) for step in uninterrupted[HALF:]]
 
 
@@ -136,16 +136,16 @@ RETURNS = {
 def test_resume_in_another_layout(before: Any, after: Any, common: Any, text: Path, tmp_path: Path) -> None:
     common = {"model": MOE, **SHORT, **common}
     whole = trajectory(described(text, tmp_path / "whole", common))
-    ranks(before[0]).run(first_half, described(text, tmp_path, {**common, **before[1]}))
-    result = ranks(after[0]).run(second_half, described(text, tmp_path, {**common, **after[1]}))[0]
+    rank_pool(before[0]).run(first_half, described(text, tmp_path, {**common, **before[1]}))
+    result = rank_pool(after[0]).run(second_half, described(text, tmp_path, {**common, **after[1]}))[0]
     assert result == [pytest.approx(step, rel=1e-10) for step in whole[HALF:]]
 
 
 def test_resume_in_the_same_layout_is_bit_exact(text: Path, tmp_path: Path) -> None:
     run = described(text, tmp_path, {"training.precision": "bf16", "layout.data": "zero3", **SHORT})
-    whole = ranks(2).run(trajectory, run)
-    ranks(2).run(first_half, run)
-    assert ranks(2).run(second_half, run) == [result[HALF:] for result in whole]
+    whole = rank_pool(2).run(trajectory, run)
+    rank_pool(2).run(first_half, run)
+    assert rank_pool(2).run(second_half, run) == [result[HALF:] for result in whole]
 
 
 def rates_and_tokens(run: RunSpec) -> list[tuple[float, int]]:
@@ -161,8 +161,8 @@ def test_a_run_that_returns_with_other_ranks_warms_up_to_its_new_batch(text: Pat
     the steps of a warm-up."""
     training = {"training.scaling": "linear", "training.base_ranks": 2, **SHORT}
     run = described(text, tmp_path, {**training, "optimizer.warmup_steps": 4, "optimizer.decay": "none"})
-    ranks(2).run(first_half, run)
-    rates, tokens = zip(*ranks(4).run(rates_and_tokens, run)[0], strict=True)
+    rank_pool(2).run(first_half, run)
+    rates, tokens = zip(*rank_pool(4).run(rates_and_tokens, run)[0], strict=True)
     assert rates == pytest.approx([0.01 * factor for factor in (1.25, 1.5, 1.75, 2, 2)])
     assert [after - before for before, after in pairwise(tokens)] == [2 * run.training.tokens_per_step] * (HALF - 1)
     assert tokens[0] == HALF * run.training.tokens_per_step + 2 * run.training.tokens_per_step
@@ -181,9 +181,9 @@ def test_a_warm_up_to_new_rates_goes_on_after_a_restart(text: Path, tmp_path: Pa
     whole, killed = (described(text, tmp_path / name, changes) for name in ("whole", "killed"))
     for run in (whole, killed):
         three_steps_and_save(run)
-    ranks(2).run(three_steps_and_save, killed)
-    rates = ranks(2).run(rates_and_tokens, whole)[0]
-    assert ranks(2).run(rates_and_tokens, killed)[0] == rates[3:]
+    rank_pool(2).run(three_steps_and_save, killed)
+    rates = rank_pool(2).run(rates_and_tokens, whole)[0]
+    assert rank_pool(2).run(rates_and_tokens, killed)[0] == rates[3:]
 
 
 def command(run: RunSpec, file: Path, *more: str) -> list[str]:
@@ -216,7 +216,7 @@ def test_killed_and_resumed_repeats_the_uninterrupted_run(text: Path, tmp_path: 
         time.sleep(0.01)
     process.kill()
     process.wait(timeout=30)
-    while is_held(directory):
+    while is_running(directory):
         assert time.monotonic() < deadline, "a rank outlives its launcher"
         time.sleep(0.01)
     assert len(losses(directory)) < 100
@@ -242,7 +242,7 @@ def saved(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_whole_checkpoints_are_intact(saved: Path) -> None:
     assert [path.name for path in checkpoints(saved)] == ["step-00000004", "step-00000002"]
     assert (saved / "latest").read_text() == "step-00000004\n"
-    assert newest_intact(saved) == (saved / "step-00000004", {})
+    assert latest_valid(saved) == (saved / "step-00000004", {})
 
 
 @pytest.mark.parametrize("kind", ["shard", "rank", "manifest.json", "SHA256SUMS"])
@@ -257,12 +257,12 @@ def test_one_flipped_bit_is_noticed(kind: str, saved: Path, tmp_path: Path) -> N
         flipped = bytearray(whole)
         flipped[place // 8] ^= 1 << place % 8
         file.write_bytes(bytes(flipped))
-        assert damage(newest) is not None, f"bit {place} of {file.name}"
-    checkpoint, damaged = newest_intact(tmp_path / "copy")
+        assert find_damage(newest) is not None, f"bit {place} of {file.name}"
+    checkpoint, damaged = latest_valid(tmp_path / "copy")
     assert checkpoint == tmp_path / "copy" / "step-00000002"
     assert list(damaged) == ["step-00000004"]
     file.write_bytes(whole)
-    assert damage(newest) is None
+    assert find_damage(newest) is None
 
 
 @pytest.mark.parametrize("harm", ["missing", "extra", "truncated", "empty", "no sums"])
@@ -280,7 +280,7 @@ def test_other_damage_is_noticed(harm: str, saved: Path, tmp_path: Path) -> None
         shard.write_bytes(b"")
     else:
         (newest / "SHA256SUMS").unlink()
-    assert damage(newest) is not None
+    assert find_damage(newest) is not None
 
 
 def looked_at(directory: Path) -> tuple[Path | None, dict[str, str], set[str]]:
@@ -289,7 +289,7 @@ def looked_at(directory: Path) -> tuple[Path | None, dict[str, str], set[str]]:
     real = manifest.sha256
     manifest.sha256 = lambda path: (seen.add(path.name), real(path))[1]
     try:
-        return *newest_checkpoint(directory), seen
+        return *latest_valid_checkpoint(directory), seen
     finally:
         manifest.sha256 = real
 
@@ -299,7 +299,7 @@ def test_ranks_share_the_files_of_a_checkpoint(saved: Path, tmp_path: Path) -> N
     shutil.copytree(saved, tmp_path / "copy")
     older, newest = (tmp_path / "copy" / name for name in ("step-00000002", "step-00000004"))
     files = {file.name for file in newest.iterdir()} - {"SHA256SUMS"}
-    told = ranks(2).run(looked_at, tmp_path / "copy")
+    told = rank_pool(2).run(looked_at, tmp_path / "copy")
     assert [found[:2] for found in told] == [(newest, {})] * 2
     assert told[0][2] | told[1][2] == files
     assert not told[0][2] & told[1][2]
@@ -308,7 +308,7 @@ def test_ranks_share_the_files_of_a_checkpoint(saved: Path, tmp_path: Path) -> N
         shutil.copytree(saved, tmp_path / "copy")
         file = newest / name
         file.write_bytes(file.read_bytes()[:-1] + b"?")
-        for checkpoint, damaged, _ in ranks(2).run(looked_at, tmp_path / "copy"):
+        for checkpoint, damaged, _ in rank_pool(2).run(looked_at, tmp_path / "copy"):
             assert checkpoint == older
             assert damaged == {newest.name: f"checksum of {name} is wrong"}
 
@@ -365,7 +365,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
         "latest", "step-00000002", "step-00000004", "step-00000004.damaged"
     ]  # fmt: skip
     assert (directory / "latest").read_text() == "step-00000004\n"
-    assert newest_intact(directory) == (directory / "step-00000004", {})
+    assert latest_valid(directory) == (directory / "step-00000004", {})
     for step, aside in ((5, True), (6, False)):  # it stays until there are two newer ones
         steps(under_way, step)
         under_way.save()
@@ -378,13 +378,13 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(text: Path,
     directory = tmp_path / "parity" / "checkpoints"
     shutil.copytree(saved, directory)
     for shard in directory.glob("step-*/shard-*"):
-        cut_short(shard)
+        truncate_file(shard)
     run = described(text, tmp_path, {"model": MOE})
     for _ in range(2):
         with pytest.raises(UserError, match=r"no intact checkpoint: step-00000002.damaged, step-00000004.damaged"):
             trainer(run).resume()
     with pytest.raises(UserError, match="no intact checkpoint"):
-        check_run(run, 1, resume=True)
+        preflight(run, 1, resume=True)
     for aside in directory.glob("*.damaged"):
         shutil.rmtree(aside)
     assert trainer(run).resume() == (0, {})
@@ -409,7 +409,7 @@ def test_damaged_checkpoints_never_push_an_intact_one_out(text: Path, saved: Pat
     under_way.checkpointer.wait()
     found = checkpoints(tmp_path / "parity" / "checkpoints")
     assert [path.name for path in found] == ["step-00000003"]
-    assert damage(found[0]) is None
+    assert find_damage(found[0]) is None
 
 
 def refused(run: RunSpec) -> UserError:
@@ -417,7 +417,7 @@ def refused(run: RunSpec) -> UserError:
     directory = Path(run.out) / run.name
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     with pytest.raises(UserError) as caught:
-        set_up(run, 1, resume=True)
+        create_run(run, 1, resume=True)
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
     return caught.value
 
@@ -458,7 +458,7 @@ def test_a_checkpoint_of_another_run_is_refused(
 def test_a_broken_manifest_does_not_refuse_the_run(text: Path, saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
     (tmp_path / "parity" / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
-    set_up(described(text, tmp_path, {"model": MOE}), 1, resume=True)
+    create_run(described(text, tmp_path, {"model": MOE}), 1, resume=True)
 
 
 def test_a_run_does_not_return_to_before_its_checkpoint(text: Path, tmp_path: Path) -> None:

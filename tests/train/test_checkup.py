@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from phalanx.measure import incident
-from phalanx.measure.doctor.finding import Finding
+from phalanx.measure.doctor.finding import DoctorFinding
 from phalanx.measure.doctor.gather import COLLECTIVES
 from phalanx.measure.doctor.machine import Machine
-from phalanx.spec.cluster import Cluster
-from phalanx.spec.load import build_run
-from phalanx.testing import ranks
-from phalanx.testing.hosts import NoHosts, star
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.load import run_from_table
+from phalanx.testing import rank_pool
+from phalanx.testing.hosts import NamespacesUnavailable, star_network
 from phalanx.train import checkup
 from phalanx.train.setup import to_toml
 
@@ -42,7 +42,7 @@ def way(operation: str, *groups: tuple[int, ...]) -> dict[str, Any]:
 
 def test_what_links_allow() -> None:
     """2 nodes of 4 GPUs with 400 GB/s inside, 50 GB/s of a card for each outside."""
-    cluster, hosts = Cluster(link_bytes_per_second=400e9, network_bytes_per_second=50e9), ["a"] * 4 + ["b"] * 4
+    cluster, hosts = ClusterSpec(link_bytes_per_second=400e9, network_bytes_per_second=50e9), ["a"] * 4 + ["b"] * 4
     for asked, expected in (
         (way("all_reduce", (0, 1, 2, 3), (4, 5, 6, 7)), 400e9),
         (way("all_reduce", tuple(range(8))), 200e9),
@@ -50,27 +50,29 @@ def test_what_links_allow() -> None:
         (way("all_to_all", tuple(range(8))), 50e9 * 7 / 4),
         (way("send", tuple(range(8))), 50e9),
     ):
-        assert checkup.link_bytes_per_second(asked, hosts, cluster) == pytest.approx(expected)
-    assert checkup.link_bytes_per_second(way("all_reduce", (0, 4)), hosts, Cluster()) is None
+        assert checkup.expected_bus_bandwidth(asked, hosts, cluster) == pytest.approx(expected)
+    assert checkup.expected_bus_bandwidth(way("all_reduce", (0, 4)), hosts, ClusterSpec()) is None
 
 
 def _pairs() -> dict[tuple[str, str], float]:
-    return checkup.pairs(["a", "a", "b", "b"] if dist.get_world_size() == 4 else ["a", "b", "c"], torch.device("cpu"))
+    return checkup.measure_node_pairs(
+        ["a", "a", "b", "b"] if dist.get_world_size() == 4 else ["a", "b", "c"], torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(4, {("a", "b")}), (3, {("a", "b"), ("a", "c"), ("b", "c")})])
 def test_every_pair_of_hosts_is_measured(world_size: int, expected: set[tuple[str, str]]) -> None:
-    found = ranks(world_size).run(_pairs)
+    found = rank_pool(world_size).run(_pairs)
     assert all(set(speeds) == expected and all(speed > 0 for speed in speeds.values()) for speeds in found)
 
 
 def _checked() -> list[dict[str, Any]]:
-    run = build_run(json.loads(json.dumps(RUN)))
-    return [asdict(each) for each in checkup.check(run, torch.device("cpu"))]
+    run = run_from_table(json.loads(json.dumps(RUN)))
+    return [asdict(each) for each in checkup.check_nodes(run, torch.device("cpu"))]
 
 
 def test_ranks_of_one_node_check_what_the_run_sends() -> None:
-    first, *others = ranks(2).run(_checked)
+    first, *others = rank_pool(2).run(_checked)
     found = {each["id"]: each for each in first}
     assert others == [first]
     assert {each["severity"] for each in first} <= {"OK", "SKIP", "WARN"}  # others may use the network of this machine
@@ -86,8 +88,8 @@ def test_what_an_earlier_start_left_is_removed(tmp_path: Path) -> None:
     for rank in (0, 7):
         incident.write_failure(tmp_path, {"rank": rank, "time": 1.0, "reason": "of yesterday"})
     run = tmp_path / "run.toml"
-    run.write_text(to_toml(build_run(json.loads(json.dumps(RUN)))))
-    assert checkup.work(argparse.Namespace(run=run, out=tmp_path)) == 2  # one rank, which sends nothing
+    run.write_text(to_toml(run_from_table(json.loads(json.dumps(RUN)))))
+    assert checkup.rank_main(argparse.Namespace(run=run, out=tmp_path)) == 2  # one rank, which sends nothing
     assert not (tmp_path / COLLECTIVES).exists()
     ((rank, word),) = incident.read_failures(tmp_path).items()
     assert (rank, word["host"]) == (0, Machine().host)
@@ -97,9 +99,9 @@ def test_what_an_earlier_start_left_is_removed(tmp_path: Path) -> None:
 def test_a_host_with_a_slow_link_is_found(tmp_path: Path) -> None:
     """Three hosts of their own names and networks, one of them on a link of a tenth."""
     run = tmp_path / "run.toml"
-    run.write_text(to_toml(build_run(json.loads(json.dumps(RUN)))))
+    run.write_text(to_toml(run_from_table(json.loads(json.dumps(RUN)))))
     try:
-        with star(["n1", "n2", "n3"], FAST) as network:
+        with star_network(["n1", "n2", "n3"], FAST) as network:
             network.shape("n3", SLOW, SLOW)
             master = network.hosts["n1"].address
             started = []
@@ -117,9 +119,9 @@ def test_a_host_with_a_slow_link_is_found(tmp_path: Path) -> None:
             finally:
                 for process in started:
                     process.kill()
-    except NoHosts as error:
+    except NamespacesUnavailable as error:
         pytest.skip(f"no hosts can be made here: {error}")
-    found = [Finding(**each) for each in json.loads((tmp_path / "out" / COLLECTIVES).read_text())]
+    found = [DoctorFinding(**each) for each in json.loads((tmp_path / "out" / COLLECTIVES).read_text())]
     failed = [(each.id, each.host) for each in found if each.severity == "FAIL"]
     assert failed == [("between.slow_node", "n3")]
     assert {each.host for each in found if each.id == "counters.tcp"} == {"n1", "n2", "n3"}

@@ -11,9 +11,9 @@ from parity.trajectory import MOE, described, trainer
 
 from phalanx.data.loader import prefetch
 from phalanx.spec.errors import UserError
-from phalanx.testing import ranks
-from phalanx.train.closely import Closely
-from phalanx.train.worker import window_of
+from phalanx.testing import rank_pool
+from phalanx.train.closely import StepProfiler
+from phalanx.train.worker import profiled_steps
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +26,10 @@ def lines_of(run: Any, window: range, last: int, after: int = 0) -> list[dict[st
     under_way = trainer(run)
     under_way.step = after
     under_way.directory.mkdir(parents=True, exist_ok=True)
-    closely, batches, noted = Closely(under_way, window), prefetch(under_way.loader, after, last), []
+    closely, batches, noted = StepProfiler(under_way, window), prefetch(under_way.loader, after, last), []
     for _ in range(after, last):
         record = closely(batches)
-        noted.append({**(under_way.line or {}), "closely": record.get("closely", False)})
+        noted.append({**(under_way.step_record or {}), "closely": record.get("closely", False)})
     return noted
 
 
@@ -48,7 +48,7 @@ def test_the_first_step_that_is_like_all_others_is_metered(text: Path, tmp_path:
 
 def test_passes_of_a_step_lie_in_it_and_follow_each_other(text: Path, tmp_path: Path) -> None:
     changes = {"layout.pp": 2, "layout.micro_batch": 1}
-    for noted in ranks(2).run(lines_of, described(text, tmp_path, changes), range(3, 5), 4):
+    for noted in rank_pool(2).run(lines_of, described(text, tmp_path, changes), range(3, 5), 4):
         line = noted[-1]
         ends = [moment for *_, begun, ended in line["spans"] for moment in (begun, ended)]
         assert ends == sorted(ends)
@@ -62,11 +62,11 @@ def test_a_run_that_goes_on_looks_at_the_steps_that_are_left(text: Path, tmp_pat
     run = described(text, tmp_path, {"training.steps": 20})
     under_way = trainer(run)
     under_way.step = 11
-    assert window_of(under_way, False, range(10, 14)) == range(12, 14)
-    assert not window_of(under_way, False, range(3, 6))
-    assert window_of(under_way, False, range(18, 30)) == range(18, 21)
-    assert window_of(under_way, True, None) == range(14, 15)
-    assert not window_of(under_way, False, None)
+    assert profiled_steps(under_way, False, range(10, 14)) == range(12, 14)
+    assert not profiled_steps(under_way, False, range(3, 6))
+    assert profiled_steps(under_way, False, range(18, 30)) == range(18, 21)
+    assert profiled_steps(under_way, True, None) == range(14, 15)
+    assert not profiled_steps(under_way, False, None)
     assert [line["step"] for line in lines_of(run, range(12, 15), last=15, after=11) if "memory" in line] == [14]
 
 
@@ -78,7 +78,7 @@ WINDOW, EMPTY = "is not a window of steps", "is an empty window"
     [("3", WINDOW), ("3:2", EMPTY), ("0:4", EMPTY), ("a:b", WINDOW), ("-1:2", WINDOW), ("3:4:5", WINDOW)],
 )
 def test_what_is_no_window_is_refused(steps: str, said: str) -> None:
-    from phalanx.measure.record import parse_window
+    from phalanx.measure.record import parse_step_range
 
     with pytest.raises(UserError, match=said):
-        parse_window(steps)
+        parse_step_range(steps)

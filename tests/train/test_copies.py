@@ -17,12 +17,12 @@ from parity.trajectory import MOE, described, prepared_text, steps, trainer
 
 from phalanx.data.prepare import prepare
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
-from phalanx.train.copies import common
-from phalanx.train.divergence import roll_back
-from phalanx.train.places import VARIABLE, offer_memory
+from phalanx.testing import rank_pool
+from phalanx.train.copies import latest_common_step
+from phalanx.train.divergence import record_rollback
+from phalanx.train.places import SLOTS_ENV, allocate_slots
 from tests.train.test_nodes import nodes, of_one_process
-from tests.train.test_recovery import SECONDS, SHORT, events, ranks_of, reaches, trained, training, until
+from tests.train.test_recovery import SECONDS, SHORT, events, rank_pids, reaches, trained, training, wait_until
 
 TEXT = Path(json.__file__).parent
 COPIED = {"recovery.copy_every": 1, "checkpoint.every": 0}
@@ -36,7 +36,7 @@ def test_what_all_have_is_found(data: st.DataObject) -> None:
     copies = st.tuples(st.integers(0, 3), st.integers(0, world - 1))
     told = data.draw(st.lists(st.lists(copies, max_size=4), min_size=world, max_size=world))
     whole = [step for step in range(4) if all(any((step, rank) in held for held in told) for rank in range(world))]
-    found = common(told)
+    found = latest_common_step(told)
     if found is None:
         assert not whole
         return
@@ -49,16 +49,16 @@ def test_what_all_have_is_found(data: st.DataObject) -> None:
 
 def train_and_return(run: RunSpec, memory: str, lost: int | None, last: int) -> list[tuple[float, float]]:
     """Train, lose what one rank has of itself, and go on in another trainer with what was kept."""
-    os.environ[VARIABLE], os.environ["LOCAL_WORLD_SIZE"] = memory, "1"  # each rank is a node
+    os.environ[SLOTS_ENV], os.environ["LOCAL_WORLD_SIZE"] = memory, "1"  # each rank is a node
     under_way = trainer(run)
     found = []
     for step in range(1, last + 1):
         found += steps(under_way, step)
-        under_way.copy()
+        under_way.save_in_memory()
     assert under_way.copies is not None
     if lost is not None and under_way.mesh.rank == lost:
         for place in under_way.copies._places:
-            place.clear()
+            place.invalidate()
     again = trainer(run)
     again.resume()
     assert again.step == last
@@ -83,12 +83,12 @@ def test_state_returns_to_the_bit(changes: dict[str, Any], count: int, tmp_path:
     prepared_text()
     run = described(TEXT, tmp_path, {**COPIED, **changes})
     prepare(run.data)
-    offer_memory(count)
-    memory = os.environ.pop(VARIABLE)
+    allocate_slots(count)
+    memory = os.environ.pop(SLOTS_ENV)
     last = 3
     for lost in (None, 1):
-        for told in ranks(count).run(train_and_return, run, memory, lost, last):
-            whole = ranks(count).run(of_one_go, described(TEXT, tmp_path, changes), 2 * last)[0]
+        for told in rank_pool(count).run(train_and_return, run, memory, lost, last):
+            whole = rank_pool(count).run(of_one_go, described(TEXT, tmp_path, changes), 2 * last)[0]
             assert told == whole
 
 
@@ -101,9 +101,9 @@ def test_killed_ranks_cost_no_more_than_a_step(tmp_path: Path) -> None:
     with training(TEXT, tmp_path, {**SHORT, **COPIED, "training.steps": 60}) as process:
         for number in range(KILLS):
             began = (events(directory, "began") or [{"step": 0}])[-1]["step"]
-            until(reaches(directory, began + kills.randint(4, 9)), "some steps")
-            os.kill(ranks_of(directory)[kills.randint(0, 1)], signal.SIGKILL)
-            until(lambda number=number: len(events(directory, "began")) > number + 1, "a start")
+            wait_until(reaches(directory, began + kills.randint(4, 9)), "some steps")
+            os.kill(rank_pids(directory)[kills.randint(0, 1)], signal.SIGKILL)
+            wait_until(lambda number=number: len(events(directory, "began")) > number + 1, "a start")
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
     failed, (_, *again) = events(directory, "failed"), events(directory, "began")
@@ -120,15 +120,15 @@ def test_a_lost_node_comes_back_to_its_state(tmp_path: Path) -> None:
     with nodes(tmp_path, COPIED, "2") as at:
         at.start("first")
         at.start("second")
-        until(reaches(directory, 5), "some steps")
+        wait_until(reaches(directory, 5), "some steps")
         at.kill("second")
         last = trained(directory)
         at.start("second")
-        until(lambda: len(events(directory, "began")) > 1, "a start of both")
+        wait_until(lambda: len(events(directory, "began")) > 1, "a start of both")
         first, again = events(directory, "began")
         assert (first["ranks"], again["ranks"]) == (4, 4)
         assert again["step"] >= len(last) - 1
-        until(reaches(directory, again["step"] + 3), "some more steps")
+        wait_until(reaches(directory, again["step"] + 3), "some more steps")
     learned = trained(directory)
     assert learned == of_one_process(tmp_path, len(learned))
 
@@ -137,8 +137,8 @@ def test_one_rank_alone_loses_no_more(tmp_path: Path) -> None:
     """Its launcher starts it again, where it was, and it learns what one that never failed does."""
     directory = tmp_path / "parity"
     with training(TEXT, tmp_path, {**SHORT, **COPIED}, 1) as process:
-        until(reaches(directory, 4), "some steps")
-        os.kill(ranks_of(directory)[0], signal.SIGKILL)
+        wait_until(reaches(directory, 4), "some steps")
+        os.kill(rank_pids(directory)[0], signal.SIGKILL)
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
     assert "rank 0 was killed by SIGKILL" in said
@@ -160,14 +160,14 @@ def keep_and_move(run: RunSpec, memories: list[str], last: int) -> list[int]:
     to whom needs it."""
     rank = int(os.environ["RANK"])
     os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "1", "0"
-    os.environ[VARIABLE] = memories[rank]
+    os.environ[SLOTS_ENV] = memories[rank]
     under_way = trainer(run)
     for step in range(1, last + 1):
         steps(under_way, step)
-        under_way.copy()
+        under_way.save_in_memory()
     found = []
     for moved in (1, 2, 3):
-        os.environ[VARIABLE] = memories[-1] if rank == 3 else memories[(rank + moved) % 3]
+        os.environ[SLOTS_ENV] = memories[-1] if rank == 3 else memories[(rank + moved) % 3]
         again = trainer(run)
         again.resume()
         found.append(again.step)
@@ -182,27 +182,27 @@ def test_ranks_that_change_places_find_their_state(last: int, tmp_path: Path) ->
     prepare(run.data)
     memories = []
     for _ in range(5):
-        offer_memory(1)
-        memories.append(os.environ.pop(VARIABLE))
-    assert ranks(4).run(keep_and_move, run, memories, last) == [[last] * 3] * 4
+        allocate_slots(1)
+        memories.append(os.environ.pop(SLOTS_ENV))
+    assert rank_pool(4).run(keep_and_move, run, memories, last) == [[last] * 3] * 4
 
 
 def test_copies_from_before_the_run_went_back_are_not_gone_on_from(tmp_path: Path) -> None:
     prepared_text()
     run = described(TEXT, tmp_path, {**COPIED, "recovery.rollbacks": 1})
     prepare(run.data)
-    offer_memory(2)
-    memory = os.environ.pop(VARIABLE)
-    assert ranks(2).run(copy_and_go_back, run, memory) == [0, 0]
+    allocate_slots(2)
+    memory = os.environ.pop(SLOTS_ENV)
+    assert rank_pool(2).run(copy_and_go_back, run, memory) == [0, 0]
 
 
 def copy_and_go_back(run: RunSpec, memory: str) -> int:
-    os.environ[VARIABLE], os.environ["LOCAL_WORLD_SIZE"] = memory, "2"
+    os.environ[SLOTS_ENV], os.environ["LOCAL_WORLD_SIZE"] = memory, "2"
     under_way = trainer(run)
     steps(under_way, 3)
-    under_way.copy()
+    under_way.save_in_memory()
     if under_way.is_main:
-        roll_back(under_way.directory, 3, 0, "a spike")
+        record_rollback(under_way.directory, 3, 0, "a spike")
     dist.barrier()
     again = trainer(run)
     again.resume()

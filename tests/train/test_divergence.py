@@ -14,10 +14,10 @@ from parity.trajectory import described, prepared_text, steps, trainer
 from phalanx.measure.events import read_events
 from phalanx.spec.run import RunSpec
 from phalanx.train import worker
-from phalanx.train.divergence import LEAST, Losses, passed_over, roll_back, rollbacks
-from phalanx.train.learner import Micro
+from phalanx.train.divergence import LEAST, LossSpikeDetector, count_rollbacks, record_rollback, steps_to_skip
+from phalanx.train.learner import MicroBatch
 from phalanx.train.metrics import read_metrics
-from phalanx.train.setup import set_up
+from phalanx.train.setup import create_run
 from phalanx.train.trainer import Trainer
 
 STEPS, EVERY, WRONG = 30, 6, 15
@@ -34,8 +34,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, sequences: range, targets: Any) -> No
     """Give these sequences of the text, counted from the run's beginning, other targets."""
 
     class Spoiled(Trainer):
-        def _micros(self, batch: Any) -> list[Micro]:
-            micros = super()._micros(batch)
+        def _micro_batches(self, batch: Any) -> list[MicroBatch]:
+            micros = super()._micro_batches(batch)
             if self.module.training and self.loader._first(self.step) in sequences:  # type: ignore[attr-defined]
                 return [replace(micro, targets=targets(micro.targets)) for micro in micros]
             return micros
@@ -54,15 +54,15 @@ def backwards(targets: torch.Tensor) -> torch.Tensor:
 def test_a_spike_is_gone_back_from(run: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the checkpoint before it; what is learned then is what is learned without the text since."""
     run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"spike": 1.5})})
-    directory, wrong = set_up(run, 1, resume=False), (WRONG - 1) * 8
+    directory, wrong = create_run(run, 1, resume=False), (WRONG - 1) * 8
     spoil(monkeypatch, range(wrong, wrong + 8), backwards)
-    assert worker.work(directory, [], resume=True) == 0
+    assert worker.run_rank(directory, [], resume=True) == 0
     (back,) = [event for event in read_events(directory) if event["what"] == "rolled back"]
     assert (back["after"], back["to"]) == (WRONG, 12)
     assert "times what it was before" in back["reason"]
     one = trainer(described(Path(json.__file__).parent, tmp_path / "one", CHANGES))
     before = steps(one, 12)
-    one.loader.pass_over(WRONG - 12)
+    one.loader.skip_steps(WRONG - 12)
     assert learned(directory) == before + steps(one, STEPS)
 
 
@@ -72,10 +72,10 @@ def test_what_is_not_finite_is_gone_back_from(
     """As often as is allowed; then the run ends. Before its first checkpoint it goes back to its beginning."""
     training = run.training.model_copy(update={"max_bad_steps": 2})
     run = run.model_copy(update={"training": training})
-    directory = set_up(run, 1, resume=False)
+    directory = create_run(run, 1, resume=False)
     forward = Trainer.forward_backward
 
-    def infinite(self: Trainer, micros: list[Micro], told: Any) -> Any:
+    def infinite(self: Trainer, micros: list[MicroBatch], told: Any) -> Any:
         sums = forward(self, micros, told)
         if self.loader._first(self.step) >= 3 * 8:  # type: ignore[attr-defined]
             for parameter in self.module.parameters():
@@ -83,11 +83,11 @@ def test_what_is_not_finite_is_gone_back_from(
         return sums
 
     monkeypatch.setattr(Trainer, "forward_backward", infinite)
-    assert worker.work(directory, [], resume=True) == 1
+    assert worker.run_rank(directory, [], resume=True) == 1
     back = [(event["after"], event["to"]) for event in read_events(directory) if event["what"] == "rolled back"]
     assert back == [(5, 0), (2, 0)]
-    assert rollbacks(directory) == 2
-    assert passed_over(directory, 0) == 7
+    assert count_rollbacks(directory) == 2
+    assert steps_to_skip(directory, 0) == 7
     said = capsys.readouterr().err
     assert "going back to step 0; the text of steps 1 to 5 is passed over" in said
     assert said.count("2 steps in a row were not finite") == 3
@@ -95,7 +95,7 @@ def test_what_is_not_finite_is_gone_back_from(
 
 def ruin(monkeypatch: pytest.MonkeyPatch, step: int, factor: float) -> None:
     """Have the first update that ends this step ruin all weights."""
-    update, done = Trainer._step, []
+    update, done = Trainer._update_or_skip, []
 
     def ruined(self: Trainer, finite: bool) -> None:
         update(self, finite)
@@ -104,7 +104,7 @@ def ruin(monkeypatch: pytest.MonkeyPatch, step: int, factor: float) -> None:
             for parameter in self.module.parameters():
                 parameter.data.mul_(factor)
 
-    monkeypatch.setattr(Trainer, "_step", ruined)
+    monkeypatch.setattr(Trainer, "_update_or_skip", ruined)
 
 
 def returns(directory: Path) -> list[tuple[int, int]]:
@@ -122,9 +122,9 @@ def test_weights_that_are_not_finite_are_left_behind(
     """Nothing is saved of a streak; and a checkpoint to which it was gone back in vain is not gone back to again."""
     checkpoint = run.checkpoint.model_copy(update={"every": every})
     training = run.training.model_copy(update={"max_bad_steps": 5})
-    directory = set_up(run.model_copy(update={"checkpoint": checkpoint, "training": training}), 1, resume=False)
+    directory = create_run(run.model_copy(update={"checkpoint": checkpoint, "training": training}), 1, resume=False)
     ruin(monkeypatch, 5, float("nan"))
-    assert worker.work(directory, [], resume=True) == 0
+    assert worker.run_rank(directory, [], resume=True) == 0
     assert returns(directory) == back
     assert all(torch.isfinite(torch.tensor(learned(directory)[-1])))
 
@@ -132,9 +132,9 @@ def test_weights_that_are_not_finite_are_left_behind(
 def test_ruined_weights_that_were_saved_are_left_behind(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """After going back it is still known what loss was usual before."""
     run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"spike": 1.5})})
-    directory = set_up(run, 1, resume=False)
+    directory = create_run(run, 1, resume=False)
     ruin(monkeypatch, 12, 30.0)
-    assert worker.work(directory, [], resume=True) == 0
+    assert worker.run_rank(directory, [], resume=True) == 0
     assert returns(directory) == [(13, 12), (13, 6)]
     losses = [loss for loss, _ in learned(directory)]
     assert losses[-1] < losses[0]
@@ -143,25 +143,25 @@ def test_ruined_weights_that_were_saved_are_left_behind(run: RunSpec, monkeypatc
 
 def test_where_nothing_older_is_left_the_run_ends(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     training = run.training.model_copy(update={"max_bad_steps": 2})
-    directory = set_up(run.model_copy(update={"training": training}), 1, resume=False)
+    directory = create_run(run.model_copy(update={"training": training}), 1, resume=False)
     ruin(monkeypatch, EVERY, float("nan"))
-    assert worker.work(directory, [], resume=True) == 1
+    assert worker.run_rank(directory, [], resume=True) == 1
     assert returns(directory) == [(8, 6)]
 
 
 def test_text_that_was_passed_over_before_counts_where_a_run_goes_back_further(tmp_path: Path) -> None:
-    roll_back(tmp_path, 15, 12, "a spike")
-    assert (passed_over(tmp_path, 12), passed_over(tmp_path, 6)) == (3, 0)
-    roll_back(tmp_path, 14, 12, "a spike")
-    assert passed_over(tmp_path, 12) == 5
-    roll_back(tmp_path, 13, 6, "a spike")
-    assert (passed_over(tmp_path, 12), passed_over(tmp_path, 6)) == (0, 12)
+    record_rollback(tmp_path, 15, 12, "a spike")
+    assert (steps_to_skip(tmp_path, 12), steps_to_skip(tmp_path, 6)) == (3, 0)
+    record_rollback(tmp_path, 14, 12, "a spike")
+    assert steps_to_skip(tmp_path, 12) == 5
+    record_rollback(tmp_path, 13, 6, "a spike")
+    assert (steps_to_skip(tmp_path, 12), steps_to_skip(tmp_path, 6)) == (0, 12)
 
 
 def test_a_spike_is_against_what_is_usual() -> None:
-    losses = Losses(spike=2.0)
-    assert all(losses.spikes(9.0 - step / 10) is None for step in range(LEAST))
-    assert losses.spikes(16.0) is None
-    assert losses.spikes(18.0) == pytest.approx(18 / 8.6, rel=0.02)
-    assert losses.spikes(float("nan")) is None
-    assert all(Losses(spike=None).spikes(loss) is None for loss in (*[1.0] * LEAST, 100.0))
+    losses = LossSpikeDetector(spike=2.0)
+    assert all(losses.spike_ratio(9.0 - step / 10) is None for step in range(LEAST))
+    assert losses.spike_ratio(16.0) is None
+    assert losses.spike_ratio(18.0) == pytest.approx(18 / 8.6, rel=0.02)
+    assert losses.spike_ratio(float("nan")) is None
+    assert all(LossSpikeDetector(spike=None).spike_ratio(loss) is None for loss in (*[1.0] * LEAST, 100.0))

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from parity.trajectory import described, steps, trainer
 
-from phalanx.spec.load import build_run
-from phalanx.testing.faults import NotAllowed, cut_short, fill, flip, small_disk
-from phalanx.testing.runs import SECONDS, ranks_of, until
-from phalanx.train.launch import LAUNCHER
-from phalanx.train.manifest import checkpoints, damage, step_of
-from phalanx.train.setup import STOPPED, to_toml
+from phalanx.spec.load import run_from_table
+from phalanx.testing.faults import NotAllowed, fill_disk, flip_bit, small_disk, truncate_file
+from phalanx.testing.runs import SECONDS, rank_pids, wait_until
+from phalanx.train.launch import LAUNCHER_PID_ENV
+from phalanx.train.manifest import checkpoints, find_damage, step_of
+from phalanx.train.setup import EXIT_STOPPED, to_toml
 from tests.train.test_recovery import LONG, events, reaches, trained, training
 
 TEXT = Path(json.__file__).parent
@@ -38,7 +38,7 @@ def stopped(process: subprocess.Popen[str]) -> str:
     """End a run in order; returns what it said."""
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=SECONDS)
-    assert process.returncode == STOPPED, said
+    assert process.returncode == EXIT_STOPPED, said
     return said
 
 
@@ -60,21 +60,21 @@ def test_a_full_disk_ends_a_run_which_goes_on_when_there_is_space(disk: Path, tm
     """At once, where a checkpoint is the first thing that does not fit; else after it was started again in vain."""
     directory, changes = disk / "parity", {**LONG, "recovery.restarts": 1}
     with training(TEXT, disk, changes, 2) as process:
-        until(lambda: checkpoints(directory / "checkpoints"), "it saves")
-        others = fill(disk, but_bytes=300_000)
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "it saves")
+        others = fill_disk(disk, but_bytes=300_000)
         newest = step_of(checkpoints(directory / "checkpoints")[0])
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 2 or "starting again from step-" in said, said
     assert "No space left on device" in said
     assert "free space" in said
     saved = checkpoints(directory / "checkpoints")
-    assert [damage(checkpoint) for checkpoint in saved] == [None] * len(saved)
+    assert [find_damage(checkpoint) for checkpoint in saved] == [None] * len(saved)
     assert step_of(saved[0]) >= newest
 
     others.unlink()
     begun = len(events(directory, "began"))
     with training(TEXT, disk, changes, 2, "--resume") as process:
-        until(lambda: len(events(directory, "began")) > begun, "it goes on")
+        wait_until(lambda: len(events(directory, "began")) > begun, "it goes on")
         stopped(process)
     learned = trained(directory)
     assert learned == of_one_process(tmp_path, changes, len(learned))
@@ -84,8 +84,8 @@ def test_a_full_disk_ends_a_run_that_saves_nothing(disk: Path) -> None:
     """After it was started again in vain."""
     directory, changes = disk / "parity", {**LONG, "checkpoint.every": 10**6, "recovery.restarts": 1}
     with training(TEXT, disk, changes, 2) as process:
-        until(reaches(directory, 3), "it trains")
-        fill(disk)
+        wait_until(reaches(directory, 3), "it trains")
+        fill_disk(disk)
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 1, said
     assert "starting again from the beginning" in said
@@ -99,21 +99,21 @@ def test_a_run_starts_again_from_the_checkpoint_before_a_damaged_one(tmp_path: P
     """By itself, however the newest was damaged while its ranks were killed."""
     directory, changes = tmp_path / "parity", {**LONG, "checkpoint.keep": 3}
     with training(TEXT, tmp_path, changes) as process:
-        for number, harm in enumerate((cut_short, flip, Path.unlink), 1):
-            until(lambda at=number: len(events(directory, "began")) == at, "it trains")  # type: ignore[misc]
+        for number, harm in enumerate((truncate_file, flip_bit, Path.unlink), 1):
+            wait_until(lambda at=number: len(events(directory, "began")) == at, "it trains")  # type: ignore[misc]
             began = events(directory, "began")[-1]["step"]
-            until(lambda after=began: saved_after(directory, after) > 1, "two checkpoints")  # type: ignore[misc]
-            ranks = ranks_of(directory)
+            wait_until(lambda after=began: saved_after(directory, after) > 1, "two checkpoints")  # type: ignore[misc]
+            ranks = rank_pids(directory)
             for pid in ranks.values():
                 os.kill(pid, signal.SIGSTOP)
             newest, before, *_ = checkpoints(directory / "checkpoints")
             harm(next(newest.glob("shard-*")))
             for pid in ranks.values():
                 os.kill(pid, signal.SIGKILL)
-            until(lambda at=number: len(events(directory, "began")) > at, "it trains again")  # type: ignore[misc]
+            wait_until(lambda at=number: len(events(directory, "began")) > at, "it trains again")  # type: ignore[misc]
             assert events(directory, "began")[-1]["step"] == step_of(before)
             assert newest.with_name(f"{newest.name}.damaged").exists()
-        until(reaches(directory, step_of(before) + 5), "it goes on")
+        wait_until(reaches(directory, step_of(before) + 5), "it goes on")
         said = stopped(process)
     assert said.count("is damaged and was set aside") == len(events(directory, "set aside")) == 3
     learned = trained(directory)
@@ -132,16 +132,16 @@ def test_a_slow_rank_is_no_failure(tmp_path: Path) -> None:
     """One that stands still again and again, for less long than collectives may take."""
     directory, changes = tmp_path / "parity", {**LONG, "training.timeout_seconds": 10}
     with training(TEXT, tmp_path, changes) as process:
-        until(reaches(directory, 1), "it trains")
-        slow = ranks_of(directory)[1]
+        wait_until(reaches(directory, 1), "it trains")
+        slow = rank_pids(directory)[1]
         for _ in range(8):
             os.kill(slow, signal.SIGSTOP)
             stands = len(trained(directory))
             time.sleep(0.4)
             assert len(trained(directory)) <= stands + 1
             os.kill(slow, signal.SIGCONT)
-            until(reaches(directory, stands + 3), "it goes on")
-        assert ranks_of(directory)[1] == slow
+            wait_until(reaches(directory, stands + 3), "it goes on")
+        assert rank_pids(directory)[1] == slow
         stopped(process)
     assert events(directory, "failed") == []
     learned = trained(directory)
@@ -153,7 +153,7 @@ def test_a_slow_rank_is_no_failure(tmp_path: Path) -> None:
 
 def family(launcher: int) -> list[int]:
     """The processes of a launcher's ranks, and theirs, beside itself."""
-    mark, found = f"{LAUNCHER}={launcher}".encode(), []
+    mark, found = f"{LAUNCHER_PID_ENV}={launcher}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if mark in (folder / "environ").read_bytes().split(b"\0"):
@@ -200,15 +200,15 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_launcher_that_is_killed_leaves_nothing(when: str, temporary: Path, tmp_path: Path) -> None:
     directory = tmp_path / "parity"
     with training(TEXT, tmp_path, LONG) as process:
-        until(reaches(directory, 3) if when == "trains" else lambda: len(ranks_of(directory)) == 2, f"it {when}")
+        wait_until(reaches(directory, 3) if when == "trains" else lambda: len(rank_pids(directory)) == 2, f"it {when}")
         left = family(process.pid)
         assert len(left) >= 2
         taken, files = ports([process.pid, *left]), shared([process.pid, *left])
         assert taken
         process.kill()
         process.wait(timeout=SECONDS)
-        until(lambda: not family(process.pid), "no process is left")
-        until(lambda: not taken & {port for port, _ in listening()}, "nobody listens any longer")
+        wait_until(lambda: not family(process.pid), "no process is left")
+        wait_until(lambda: not taken & {port for port, _ in listening()}, "nobody listens any longer")
         assert [name for name in files if Path(name).exists()] == []
         assert list(temporary.iterdir()) == []
 
@@ -217,15 +217,15 @@ def test_a_launcher_that_is_killed_leaves_nothing(when: str, temporary: Path, tm
 def test_a_signal_while_a_run_starts_again_ends_it(when: str, temporary: Path, tmp_path: Path) -> None:
     directory = tmp_path / "parity"
     with training(TEXT, tmp_path, LONG) as process:
-        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
-        before = set(ranks_of(directory).values())
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        before = set(rank_pids(directory).values())
         os.kill(max(before), signal.SIGKILL)
-        until(lambda: events(directory, "failed"), "the failure is noted")
+        wait_until(lambda: events(directory, "failed"), "the failure is noted")
         if when == "when ranks are there":
-            until(lambda: set(ranks_of(directory).values()) - before, "new ranks")
+            wait_until(lambda: set(rank_pids(directory).values()) - before, "new ranks")
         said = stopped(process)
         assert "Traceback" not in said
-        until(lambda: not family(process.pid), "no process is left")
+        wait_until(lambda: not family(process.pid), "no process is left")
         assert list(temporary.iterdir()) == []
 
 
@@ -238,7 +238,7 @@ def test_a_signal_while_nodes_are_waited_for_ends_the_run(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2"]
     meeting = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{port}"]
     with subprocess.Popen([*command, *meeting], stderr=subprocess.PIPE, text=True) as process:
-        until(lambda: any(name.endswith(f":{port:04X}") for name, _ in listening()), "it waits")
+        wait_until(lambda: any(name.endswith(f":{port:04X}") for name, _ in listening()), "it waits")
         said = stopped(process)
     assert "Traceback" not in said
 
@@ -246,9 +246,9 @@ def test_a_signal_while_nodes_are_waited_for_ends_the_run(tmp_path: Path) -> Non
 def test_a_signal_while_text_is_prepared_ends_the_run(tmp_path: Path) -> None:
     file, cache = tmp_path / "run.toml", tmp_path / "cache"
     data = {"train": ["stdlib"], "tokenizer": "bpe", "cache": str(cache)}
-    file.write_text(to_toml(build_run({"out": str(tmp_path), "model": {"preset": "tiny"}, "data": data})))
+    file.write_text(to_toml(run_from_table({"out": str(tmp_path), "model": {"preset": "tiny"}, "data": data})))
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        until(cache.exists, "it prepares text")
+        wait_until(cache.exists, "it prepares text")
         stopped(process)
     assert not (tmp_path / "run").exists()

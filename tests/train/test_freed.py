@@ -12,8 +12,8 @@ from parity.trajectory import MOE, described, trainer
 
 from phalanx.data.loader import prefetch
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
-from phalanx.train.closely import measured_step
+from phalanx.testing import rank_pool
+from phalanx.train.closely import metered_step
 
 PIPELINE = {"layout.pp": 2, "layout.schedule": "zb-h1", "model": {**MOE, "layers": 4}}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -27,7 +27,7 @@ def freed(run: RunSpec) -> bool:
     under_way = trainer(run)
     batches = prefetch(under_way.loader, 0, 2)
     under_way.train_step(batches)
-    measured_step(under_way, batches)
+    metered_step(under_way, batches)
     left = weakref.ref(under_way.strategy)
     del under_way, batches
     gc.collect()
@@ -38,4 +38,4 @@ def freed(run: RunSpec) -> bool:
 def test_a_run_is_freed(layout: dict[str, Any], tmp_path: Path) -> None:
     text = Path(__file__).parent
     run = described(text, tmp_path, {"model": MOE, "layout.micro_batch": 1, **layout})
-    assert ranks(2).run(freed, run) == [True, True]
+    assert rank_pool(2).run(freed, run) == [True, True]

@@ -20,13 +20,13 @@ from train.test_trainer import wait_for_steps
 from phalanx.measure.explained import explain_run
 from phalanx.measure.hang import Explanation
 from phalanx.measure.incident import read_failures
-from phalanx.testing.faults import NotAllowed, limited
-from phalanx.testing.runs import SECONDS, ranks_of
-from phalanx.train.agent import start_ranks
-from phalanx.train.launch import report_failures, set_environment
+from phalanx.testing.faults import NotAllowed, memory_limited
+from phalanx.testing.runs import SECONDS, rank_pids
+from phalanx.train.agent import launch_ranks
+from phalanx.train.launch import report_and_exit_code, set_worker_environment
 from phalanx.train.manifest import checkpoints
 from phalanx.train.metrics import read_metrics
-from phalanx.train.setup import STOPPED, set_up
+from phalanx.train.setup import EXIT_STOPPED, create_run
 
 TIMEOUT = 6.0
 
@@ -39,7 +39,7 @@ def text() -> Path:
 def directory_of(text: Path, out: Path, nproc: int, layout: dict[str, Any]) -> Path:
     changes = {"training.steps": 100_000, "training.timeout_seconds": TIMEOUT, "training.precision": "fp32"}
     run = described(text, out, {**changes, **layout})
-    return set_up(run, nproc, resume=False)
+    return create_run(run, nproc, resume=False)
 
 
 def started(directory: Path, nproc: int, fault: str, inside: Callable[[], None] | None = None) -> subprocess.Popen[str]:
@@ -54,9 +54,9 @@ def started(directory: Path, nproc: int, fault: str, inside: Callable[[], None] 
 
 def launch(directory: str, nproc: str, fault: str) -> None:
     """What `phalanx train` does, but for the program of the ranks."""
-    set_environment(int(nproc))
+    set_worker_environment(int(nproc))
     words = "tests.train.faults", fault, directory
-    sys.exit(start_ranks(int(nproc), words, partial(report_failures, Path(directory))))
+    sys.exit(launch_ranks(int(nproc), words, partial(report_and_exit_code, Path(directory))))
 
 
 def ended(process: subprocess.Popen[str]) -> str:
@@ -74,7 +74,7 @@ def ended(process: subprocess.Popen[str]) -> str:
 def explained(directory: Path, said: str) -> Explanation:
     print(said)
     found = explain_run(directory)
-    assert f"why: {found.verdict.said}" in said
+    assert f"why: {found.verdict.summary}" in said
     assert f"phalanx debug {directory}" in said
     assert said.count("phalanx: ") == 1
     print(found)
@@ -86,7 +86,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(text: Path, tmp_path: Path) 
     process = started(directory, 4, "none")
     try:
         wait_for_steps(process, directory, 3)
-        os.kill(ranks_of(directory)[1], signal.SIGSTOP)
+        os.kill(rank_pids(directory)[1], signal.SIGSTOP)
         begun = time.monotonic()
         while not list((directory / "hangs").glob("rank-00000.json")):
             assert time.monotonic() < begun + SECONDS
@@ -98,7 +98,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(text: Path, tmp_path: Path) 
         said = ended(process)
     found = explained(directory, said)
     assert (found.verdict.kind, found.verdict.ranks) == ("stopped", (1,))
-    assert "rank 1 (pp=0, tp=1) was stopped (SIGSTOP)" in found.verdict.said
+    assert "rank 1 (pp=0, tp=1) was stopped (SIGSTOP)" in found.verdict.summary
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_a_late_rank_is_told_from_a_dead_one(
     directory = directory_of(text, tmp_path, 2, layout)
     found = explained(directory, ended(started(directory, 2, "late")))
     assert (found.verdict.kind, found.verdict.ranks, found.step) == ("absent", (1,), 3)
-    assert f"rank 1 ({where}=1) was in train/faults.py" in found.verdict.said
-    assert f"rank 0 ({where}=0) waited in {waited}" in found.verdict.said
+    assert f"rank 1 ({where}=1) was in train/faults.py" in found.verdict.summary
+    assert f"rank 0 ({where}=0) waited in {waited}" in found.verdict.summary
 
 
 def test_a_run_that_goes_on_leaves_no_word_of_its_pause(text: Path, tmp_path: Path) -> None:
@@ -143,8 +143,8 @@ def test_a_mismatch_is_told_from_a_late_rank(fault: str, theirs: str, own: str, 
     directory = directory_of(text, tmp_path, 3, {"layout.data": "zero1", "training.tokens_per_step": 288})
     found = explained(directory, ended(started(directory, 3, fault)))
     assert (found.verdict.kind, found.verdict.ranks, found.step) == ("mismatch", (1,), 3)
-    assert f"rank 1 (dp=1) called {own}" in found.verdict.said
-    assert f"called {theirs} at train/faults.py" in found.verdict.said
+    assert f"rank 1 (dp=1) called {own}" in found.verdict.summary
+    assert f"called {theirs} at train/faults.py" in found.verdict.summary
 
 
 def test_a_rank_that_is_told_to_stop_has_time_to_save(text: Path, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_rank_that_is_told_to_stop_has_time_to_save(text: Path, tmp_path: Path
         _, said = process.communicate(timeout=SECONDS)
     finally:
         process.kill()
-    assert process.returncode == STOPPED, said
+    assert process.returncode == EXIT_STOPPED, said
     assert checkpoints(directory / "checkpoints")[0].name == f"step-{read_metrics(directory)[-1]['step']:08d}", said
     assert not list((directory / "hangs").iterdir())
 
@@ -169,7 +169,7 @@ def test_a_rank_that_is_told_to_stop_before_it_trains_does(text: Path, tmp_path:
     one = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=one, cwd=Path(__file__).parents[2]) as process:
         try:
-            assert process.wait(timeout=SECONDS) == STOPPED
+            assert process.wait(timeout=SECONDS) == EXIT_STOPPED
         finally:
             process.kill()
     assert [path.name for path in checkpoints(directory / "checkpoints")] == ["step-00000001"]
@@ -190,7 +190,7 @@ def test_a_library_that_aborts_is_named(fault: str, how: str, text: Path, tmp_pa
     assert "why:" not in said, "nobody left a collective out"
     found = explain_run(directory).verdict
     assert (found.kind, found.ranks) == ("killed", (1,))
-    assert f"rank 1 (dp=1) {how}" in found.said
+    assert f"rank 1 (dp=1) {how}" in found.summary
 
 
 def test_a_mismatch_is_told_where_python_reports_faults_of_its_own(
@@ -222,7 +222,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_named(text: Path, tmp_path:
     changes = {"training.timeout_seconds": 60.0}  # the kernel first takes back what else the group holds, which is slow
     directory = directory_of(text, tmp_path, 2, changes)
     try:
-        with limited(3 * 2**29) as join:
+        with memory_limited(3 * 2**29) as join:
             said = ended(started(directory, 2, "much", lambda: join(os.getpid())))
     except NotAllowed as not_allowed:
         pytest.skip(str(not_allowed))
@@ -230,4 +230,4 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_named(text: Path, tmp_path:
     assert "phalanx: rank 1 was killed by SIGKILL, by the kernel, for want of memory" in said
     found = explain_run(directory).verdict
     assert (found.kind, found.ranks) == ("killed", (1,))
-    assert "by the kernel, for want of memory" in found.said
+    assert "by the kernel, for want of memory" in found.summary

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.train.held import is_out_of_memory, wanted_bytes
+from phalanx.train.held import is_out_of_memory, requested_bytes
 
 
 def test_pytorchs_own_words_are_understood() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**50, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
-    assert wanted_bytes(str(caught.value)) == 2**50
+    assert requested_bytes(str(caught.value)) == 2**50
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,4 @@ def test_pytorchs_own_words_are_understood() -> None:
     ],
 )
 def test_errors(error: BaseException, known: bool, wanted: int | None) -> None:
-    assert (is_out_of_memory(error), wanted_bytes(str(error))) == (known, wanted)
+    assert (is_out_of_memory(error), requested_bytes(str(error))) == (known, wanted)

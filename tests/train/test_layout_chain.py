@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from phalanx.data.prepare import prepare
-from phalanx.model.hf import export_hf, hf_weights
+from phalanx.model.hf import export_hf, open_hf_weights
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
+from phalanx.testing import rank_pool
 from phalanx.train.manifest import checkpoints
 
 MODEL = {**MOE, "layers": 4, "moe": {"experts": 4, "top_k": 2, "ffn": 24}}
@@ -62,7 +62,7 @@ def test_one_run_through_four_layouts(tmp_path: Path) -> None:
         run = described(text, tmp_path, {"model": MODEL, **changes})
         again = tmp_path / f"again-{number}"
         again.mkdir()
-        got = ranks(world_size).run(leg, run, 5 * (number + 1), again)[0]
+        got = rank_pool(world_size).run(leg, run, 5 * (number + 1), again)[0]
         assert got == [pytest.approx(step, rel=1e-10) for step in whole[5 * number : 5 * (number + 1)]], name
         if kept:
             held = tensors(again)
@@ -73,6 +73,6 @@ def test_one_run_through_four_layouts(tmp_path: Path) -> None:
     model = {key.removeprefix("model."): tensor for key, tensor in kept.items() if key.startswith("model.")}
     folder = tmp_path / "hf"
     export_hf(run.model, model, folder, Path(prepare(run.data).tokenizer), 0, "fp32")
-    read = hf_weights(folder)
+    read = open_hf_weights(folder)
     for key, tensor in model.items():
         assert torch.equal(read(key, tensor.shape), tensor.float()), key

@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 from parity.trajectory import DENSE, MOE, described, trainer
 
-from phalanx.cost.parameters import parameters
-from phalanx.cost.traffic import run_traffic
+from phalanx.cost.parameters import count_parameters
+from phalanx.cost.traffic import traffic_by_role
 from phalanx.data.loader import prefetch
 from phalanx.plan.beside import (
     PARTS,
     STATE,
     TOTAL,
-    beside,
-    by_operation,
-    ranks_of,
-    sent_with,
+    bytes_by_operation,
+    bytes_sent_by_operation,
+    compare_with_prediction,
+    ranks_in_role,
 )
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
-from phalanx.train.closely import measured_number, measured_step
+from phalanx.testing import rank_pool
+from phalanx.train.closely import first_steady_step, metered_step
 from phalanx.train.setup import to_toml
 
 # Large enough for a few sums of losses and norms to be below a hundredth of the traffic.
@@ -54,12 +54,12 @@ def text() -> Path:
 
 def measure(run: RunSpec) -> dict[str, Any]:
     """What this rank holds and sends in the step that is measured."""
-    under_way, number = trainer(run), measured_number(run)
+    under_way, number = trainer(run), first_steady_step(run)
     batches = prefetch(under_way.loader, 0, number)
     for _ in range(number - 1):
         under_way.train_step(batches)
-    _, measured = measured_step(under_way, batches)
-    under_way.strategy.settle()
+    _, measured = metered_step(under_way, batches)
+    under_way.strategy.drain_pending_updates()
     return measured
 
 
@@ -90,8 +90,8 @@ def test_state_and_traffic_are_what_the_formulas_say(
     numbers = {"training.precision": precision, "optimizer.name": optimizer}
     run = described(text, tmp_path, {"model": MODELS[model], **numbers, **changes})
     for _ in range(3):  # a thread of gloo may let go of a buffer some time after the wait for it: the least counts
-        measured = ranks(world_size).run(measure, run) if world_size > 1 else [measure(run)]
-        rows = beside(run, world_size, dict(enumerate(measured)))
+        measured = rank_pool(world_size).run(measure, run) if world_size > 1 else [measure(run)]
+        rows = compare_with_prediction(run, world_size, dict(enumerate(measured)))
         if all(within(row) for row in rows if row["what"] == "communication"):
             break
     for row in rows:
@@ -104,7 +104,7 @@ def test_state_and_traffic_are_what_the_formulas_say(
         elif row["what"] == "communication":
             assert within(row), row
             if "powersgd" in layout:  # what it did not send: as much as the gradients
-                assert row["measured"] >= 4 * parameters(run.model).block_matrices, row
+                assert row["measured"] >= 4 * count_parameters(run.model).block_matrices, row
 
 
 LONG = {"training.sequence": 1024, "data.mask_documents": False}
@@ -159,7 +159,7 @@ def test_ranks_that_share_hold_what_the_formulas_say(
     sequences = 8 if "layout.pp" in changes else 4  # all held at a time in some pipelines, and nowhere else
     numbers = {"training.precision": precision, "layout.micro_batch": 1, "training.tokens_per_step": sequences * 1024}
     run = described(text, tmp_path, {**LONG, **numbers, **changes, "model": model})
-    for row in beside(run, world_size, dict(enumerate(ranks(world_size).run(measure, run)))):
+    for row in compare_with_prediction(run, world_size, dict(enumerate(rank_pool(world_size).run(measure, run)))):
         if row["what"] in STATE:
             assert row["measured"] == row["predicted"], row
         elif row["what"] == "working":
@@ -201,7 +201,9 @@ def test_the_most_at_one_time_is_within_5_percent(
     for _ in range(3):  # as above
         rows = [
             row
-            for row in beside(run, world_size, dict(enumerate(ranks(world_size).run(measure, run))))
+            for row in compare_with_prediction(
+                run, world_size, dict(enumerate(rank_pool(world_size).run(measure, run)))
+            )
             if row["what"] == TOTAL
         ]
         if all(row["measured"] <= 1.05 * row["predicted"] for row in rows):
@@ -230,12 +232,12 @@ def test_ranks_that_share_send_what_the_formulas_say(
     exchange the mean over ranks is as predicted."""
     numbers = {"training.precision": "bf16", "layout.micro_batch": 1, "model": {**model, "layers": 4}}
     run = described(text, tmp_path, {**numbers, **changes})
-    measured = ranks(world_size).run(measure, run)
-    for role, traffic in run_traffic(run, world_size).items():
-        expected, mine = by_operation(traffic), ranks_of(role, run.layout, world_size)
+    measured = rank_pool(world_size).run(measure, run)
+    for role, traffic in traffic_by_role(run, world_size).items():
+        expected, mine = bytes_by_operation(traffic), ranks_in_role(role, run.layout, world_size)
         seen = {row["operation"] for rank in mine for row in measured[rank]["collectives"]}
         for operation in {*expected, *seen} - {"recv"}:
-            sent = [sent_with(measured[rank]["collectives"], operation) for rank in mine]
+            sent = [bytes_sent_by_operation(measured[rank]["collectives"], operation) for rank in mine]
             got = sum(sent) / len(sent) if run.layout.ep > 1 else max(sent)
             assert got == pytest.approx(expected.get(operation, 0), rel=0.01, abs=500), (role, operation)
 
@@ -246,8 +248,8 @@ def test_published_bytes_per_parameter_are_held(text: Path, tmp_path: Path) -> N
     model = {**MODELS["dense"], "vocab": 1024}
     for data, per_parameter in published.items():
         run = described(text, tmp_path, {"model": model, "training.precision": "bf16", "layout.data": data})
-        held = [sum(m["held_bytes"].get(part, 0) for part in STATE) for m in ranks(4).run(measure, run)]
-        assert held == pytest.approx([per_parameter * parameters(run.model).total] * 4, rel=0.01)
+        held = [sum(m["held_bytes"].get(part, 0) for part in STATE) for m in rank_pool(4).run(measure, run)]
+        assert held == pytest.approx([per_parameter * count_parameters(run.model).total] * 4, rel=0.01)
 
 
 def test_the_command_shows_predicted_beside_measured(text: Path, tmp_path: Path) -> None:

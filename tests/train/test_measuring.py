@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from parity.trajectory import described
 
-from phalanx.cost.traffic import grouped_traffic
-from phalanx.measure.exchange import ways_of
+from phalanx.cost.traffic import traffic_by_group
+from phalanx.measure.exchange import collective_kinds_of_run
 from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
-from phalanx.train.measuring import measure
-from phalanx.train.ways import group_of
-from phalanx.verify.compare import group_of as planned_group
+from phalanx.testing import rank_pool
+from phalanx.train.measuring import run_benchmarks
+from phalanx.train.ways import process_group_for
+from phalanx.verify.compare import communication_group as planned_group
 from tests.verify.test_dryrun import DENSE, FEW_HEADS, MOE, row
 
 Groups = dict[tuple[str, str], tuple[int, ...]]
@@ -29,8 +29,8 @@ def groups_of(run: RunSpec) -> Groups:
     world_size = dist.get_world_size()
     mesh = build_mesh(run.layout, world_size, "cpu")
     found = {}
-    for way in ways_of(run, grouped_traffic(run, world_size)):
-        group = group_of(run, mesh, way)
+    for way in collective_kinds_of_run(run, traffic_by_group(run, world_size)):
+        group = process_group_for(run, mesh, way)
         assert isinstance(group, dist.ProcessGroup)
         found[way.operation, way.among] = tuple(sorted(dist.get_process_group_ranks(group)))
     return found
@@ -54,7 +54,7 @@ def groups_of(run: RunSpec) -> Groups:
 )
 def test_groups_are_those_of_the_plan(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
     run = described(Path(json.__file__).parent, tmp_path, changes)
-    for rank, found in enumerate(ranks(world_size).run(groups_of, run)):
+    for rank, found in enumerate(rank_pool(world_size).run(groups_of, run)):
         assert found
         for (_, among), group in found.items():
             assert group == planned_group(run, world_size, among, rank), (rank, among)  # type: ignore[arg-type]
@@ -62,27 +62,27 @@ def test_groups_are_those_of_the_plan(world_size: int, changes: dict[str, Any], 
 
 def test_a_broadcast_is_a_servers_with_its_workers(tmp_path: Path) -> None:
     run = described(Path(json.__file__).parent, tmp_path, row(4, data="parameter_server", servers=2)[1])
-    (result, *_) = ranks(4).run(measured, run, ["collectives"], [])
+    (result, *_) = rank_pool(4).run(measured, run, ["collectives"], [])
     by_operation = {way["operation"]: way for way in result["collectives"]}
     assert by_operation["broadcast"]["groups"] == [(0, 2, 3)]
     assert by_operation["send"]["groups"] == [(0, 1, 2, 3)]
 
 
 def measured(run: RunSpec, parts: list[str], sweep: list[int]) -> dict[str, Any]:
-    return measure(run, torch.device("cpu"), parts, 2, sweep)
+    return run_benchmarks(run, torch.device("cpu"), parts, 2, sweep)
 
 
 def test_collectives_are_what_the_run_sends(tmp_path: Path) -> None:
     """Two copies of two tensor-parallel ranks: both groups of a kind are measured beside each other."""
     run = described(Path(json.__file__).parent, tmp_path, row(4, FEW_HEADS, tp=2)[1])
-    (found, *_) = ranks(4).run(measured, run, ["collectives"], [4096, 8192])
+    (found, *_) = rank_pool(4).run(measured, run, ["collectives"], [4096, 8192])
     ways = {(way["operation"], way["among"]): way for way in found["collectives"]}
-    (rows,) = grouped_traffic(run, 4).values()
-    assert set(ways) == {(row.operation, row.among) for row in rows}
+    (rows,) = traffic_by_group(run, 4).values()
+    assert set(ways) == {(row.operation, row.group_kind) for row in rows}
     gradients = ways["all_reduce", "data"]
     assert gradients["groups"] == [(0, 2), (1, 3)]
     sent = [each["size_bytes"] for each in gradients["sizes"] if each["calls"]]
-    assert sent == [round(row.bytes / row.calls) for row in rows if row.among == "data"]
+    assert sent == [round(row.bytes / row.calls) for row in rows if row.group_kind == "data"]
     assert [row["size"] for row in gradients["nccl_tests"]["results"]] == sorted([4096, 8192, *sent])
     assert [device["group"] for device in gradients["nccl_tests"]["config"]["devices"]] == [0, 1, 0, 1]
     for way in ways.values():
@@ -94,7 +94,7 @@ def test_collectives_are_what_the_run_sends(tmp_path: Path) -> None:
 
 def test_the_parts_asked_for_and_no_others_are_measured(tmp_path: Path) -> None:
     run = described(Path(json.__file__).parent, tmp_path, row(2)[1])
-    found, other = ranks(2).run(measured, run, ["attention"], [])
+    found, other = rank_pool(2).run(measured, run, ["attention"], [])
     assert "attention" in found
     assert not {"matmul", "bandwidth", "collectives"} & set(found)
     assert found["attention"] == other["attention"]  # the slowest rank's times, wherever they are asked for

@@ -13,11 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from phalanx.spec.errors import UserError
 from phalanx.train import metrics
-from phalanx.train.metrics import METRICS_FILE, JsonLines, open_logs, read_metrics, wandb_id
+from phalanx.train.metrics import METRICS_FILE, JsonLinesLogger, open_loggers, read_metrics, wandb_id
 
 
 def written(directory: Path, steps: range, after_step: int = 0) -> None:
-    logs = open_logs(directory, after_step, None, "run", {})
+    logs = open_loggers(directory, after_step, None, "run", {})
     for step in steps:
         for log in logs:
             log.write({"step": step, "loss": float(step)})
@@ -26,7 +26,7 @@ def written(directory: Path, steps: range, after_step: int = 0) -> None:
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    log = JsonLines(tmp_path / METRICS_FILE, 0)
+    log = JsonLinesLogger(tmp_path / METRICS_FILE, 0)
     log.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "mfu": -math.inf, "tokens": 3})
     log.close()
 
@@ -61,22 +61,22 @@ def test_a_kill_while_the_file_is_rewritten_loses_nothing(tmp_path: Path, monkey
             patched.setattr(os, moment, killed)
             patched.setattr(Path, moment, killed, raising=False)
             with pytest.raises(KeyboardInterrupt):
-                JsonLines(tmp_path / METRICS_FILE, 4)
+                JsonLinesLogger(tmp_path / METRICS_FILE, 4)
         assert read_metrics(tmp_path) == before
-    JsonLines(tmp_path / METRICS_FILE, 4).close()
+    JsonLinesLogger(tmp_path / METRICS_FILE, 4).close()
     assert read_metrics(tmp_path) == before[:4]
 
 
 def test_logs_close_after_a_write_that_failed_and_twice(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full, the disk that is always full")
-    log = JsonLines(tmp_path / METRICS_FILE, 0)
+    log = JsonLinesLogger(tmp_path / METRICS_FILE, 0)
     log._file.close()
     log._file = Path("/dev/full").open("a")  # noqa: SIM115
     with pytest.raises(OSError, match="No space left"):
         log.write({"step": 1})
     written(tmp_path, range(0))
-    for each in (log, *open_logs(tmp_path, 0, None, "run", {})):
+    for each in (log, *open_loggers(tmp_path, 0, None, "run", {})):
         each.close(failed=True)
         each.close()
 
@@ -87,7 +87,7 @@ def test_wandb_that_is_not_installed_is_named(
 ) -> None:
     monkeypatch.setattr(metrics, "find_spec", lambda name: ModuleSpec(name, None) if a_directory else None)
     with pytest.raises(UserError) as caught:
-        open_logs(tmp_path, 0, "project", "run", {})
+        open_loggers(tmp_path, 0, "project", "run", {})
     assert (caught.value.field, caught.value.value) == ("metrics.wandb", "project")
     assert caught.value.fix == "pip install -e '.[wandb]'"
     assert not list(tmp_path.iterdir())
@@ -104,7 +104,7 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     for failed in (True, False):
-        log, *others = open_logs(tmp_path, 0, "phalanx-test", "run", {"steps": 3})
+        log, *others = open_loggers(tmp_path, 0, "phalanx-test", "run", {"steps": 3})
         log.write({"step": 1, "loss": math.nan})
         for each in (log, *others):
             each.close(failed)
@@ -113,5 +113,5 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path, monkeypatch: pyte
     assert {run.name for run in runs} == {f"run-{wandb_id(tmp_path)}.wandb"}
     (tmp_path / "refused").mkdir()
     with pytest.raises(UserError, match="wandb login"):  # W&B allows no slash in a project
-        open_logs(tmp_path / "refused", 0, "phalanx/test", "run", {})
+        open_loggers(tmp_path / "refused", 0, "phalanx/test", "run", {})
     assert not (tmp_path / "refused" / METRICS_FILE).exists()

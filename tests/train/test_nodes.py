@@ -16,10 +16,10 @@ import pytest
 from parity.trajectory import DENSE, described, steps, trainer
 
 from phalanx.data.prepare import prepare
-from phalanx.testing.hosts import NoHosts, Star, star
-from phalanx.testing.runs import SECONDS, ranks_of, until
+from phalanx.testing.hosts import NamespacesUnavailable, StarNetwork, star_network
+from phalanx.testing.runs import SECONDS, rank_pids, wait_until
 from phalanx.train.manifest import checkpoints
-from phalanx.train.setup import STOPPED, to_toml
+from phalanx.train.setup import EXIT_STOPPED, to_toml
 from tests.train.test_recovery import events, reaches, trained
 
 NAMES = ("first", "second")
@@ -34,7 +34,7 @@ CHANGES = {
 class Nodes:
     """The launchers of a run's nodes."""
 
-    def __init__(self, network: Star, run: Path, nodes: str) -> None:
+    def __init__(self, network: StarNetwork, run: Path, nodes: str) -> None:
         self.network, self.run, self.nodes = network, run, nodes
         self.at: dict[str, subprocess.Popen[str]] = {}
 
@@ -69,7 +69,7 @@ def nodes(tmp_path: Path, changes: dict[str, Any], count: str = "1:2") -> Iterat
     file.write_text(to_toml(run))
     prepare(run.data)
     try:
-        with star(NAMES) as network:
+        with star_network(NAMES) as network:
             found = Nodes(network, file, count)
             try:
                 yield found
@@ -78,8 +78,8 @@ def nodes(tmp_path: Path, changes: dict[str, Any], count: str = "1:2") -> Iterat
                     with suppress(ProcessLookupError):
                         process.kill()
                     process.wait(timeout=SECONDS)
-                until(lambda: not ranks_of(tmp_path / "parity"), "no rank is left")
-    except NoHosts as none:
+                wait_until(lambda: not rank_pids(tmp_path / "parity"), "no rank is left")
+    except NamespacesUnavailable as none:
         pytest.skip(f"this process may not make networks: {none}")
 
 
@@ -96,17 +96,17 @@ def test_a_lost_node_and_its_return(tmp_path: Path) -> None:
     with nodes(tmp_path, {}) as at:
         at.start("first")
         at.start("second")
-        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         at.kill("second")
-        until(lambda: len(events(directory, "began")) > 1, "a start of those who are left")
+        wait_until(lambda: len(events(directory, "began")) > 1, "a start of those who are left")
         at.start("second")
-        until(lambda: len(events(directory, "began")) > 2, "a start of all")
-        until(reaches(directory, events(directory, "began")[-1]["step"] + 5), "some steps of all")
+        wait_until(lambda: len(events(directory, "began")) > 2, "a start of all")
+        wait_until(reaches(directory, events(directory, "began")[-1]["step"] + 5), "some steps of all")
         at.at["second"].send_signal(signal.SIGTERM)
-        assert at.ends("second") == STOPPED, at.said("second")
-        until(lambda: len(events(directory, "began")) > 3, "a start of those who stay")
+        assert at.ends("second") == EXIT_STOPPED, at.said("second")
+        wait_until(lambda: len(events(directory, "began")) > 3, "a start of those who stay")
         at.at["first"].send_signal(signal.SIGTERM)
-        assert at.ends("first") == STOPPED, at.said("first")
+        assert at.ends("first") == EXIT_STOPPED, at.said("first")
         for met in ("2 of 2 nodes met: 4 ranks start", "1 of 2 nodes met: 2 ranks start"):
             assert met in at.said("first")
     assert [event["ranks"] for event in events(directory, "began")] == [4, 2, 4, 2]
@@ -121,16 +121,16 @@ def test_a_cut_link_and_the_place_to_meet_lost(tmp_path: Path) -> None:
     with nodes(tmp_path, {}) as at:
         at.start("first")
         at.start("second")
-        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
-        at.network.cut("second")
-        until(lambda: len(events(directory, "began")) > 1, "a start of the node where they meet")
-        at.network.restore("second")
-        until(lambda: len(events(directory, "began")) > 2, "a start of both")
-        until(reaches(directory, events(directory, "began")[-1]["step"] + 2), "some steps of both")
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        at.network.disconnect("second")
+        wait_until(lambda: len(events(directory, "began")) > 1, "a start of the node where they meet")
+        at.network.reconnect("second")
+        wait_until(lambda: len(events(directory, "began")) > 2, "a start of both")
+        wait_until(reaches(directory, events(directory, "began")[-1]["step"] + 2), "some steps of both")
         at.kill("first")
         at.start("first")
-        until(lambda: len(events(directory, "began")) > 3, "a start of both again")
-        until(reaches(directory, events(directory, "began")[-1]["step"] + 2), "some more steps")
+        wait_until(lambda: len(events(directory, "began")) > 3, "a start of both again")
+        wait_until(reaches(directory, events(directory, "began")[-1]["step"] + 2), "some more steps")
     assert [event["ranks"] for event in events(directory, "began")] == [4, 2, 4, 4]
     learned = trained(directory)
     assert learned == of_one_process(tmp_path, len(learned))
@@ -171,7 +171,7 @@ def test_two_runs_at_one_place(tmp_path: Path) -> None:
     directory = tmp_path / "parity"
     with nodes(tmp_path, {}, "1") as at:
         at.start("first")
-        until(reaches(directory, 1), "a step")
+        wait_until(reaches(directory, 1), "a step")
         first = at.at["first"]
         at.run = at.run.with_name("other.toml")
         at.run.write_text((tmp_path / "run.toml").read_text().replace('name = "parity"', 'name = "other"'))
@@ -179,7 +179,7 @@ def test_two_runs_at_one_place(tmp_path: Path) -> None:
         assert at.ends("first") == 2
         assert "another run" in at.said("first")
         last = len(trained(directory))
-        until(reaches(directory, last + 2), "steps of the first run")
+        wait_until(reaches(directory, last + 2), "steps of the first run")
         at.at["first"] = first
 
 
@@ -189,7 +189,7 @@ def test_too_few_ranks_for_any_layout(tmp_path: Path) -> None:
     with nodes(tmp_path, {"cluster.memory_bytes": 10**7}) as at:
         at.start("first")
         at.start("second")
-        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         at.kill("second")
         assert at.ends("first") == 2
         assert "no layout of" in at.said("first")

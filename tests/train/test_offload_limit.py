@@ -16,9 +16,9 @@ import pytest
 
 from benchmarks.limit import base_bytes, memory_limit
 from phalanx.cost.memory import checkpoint_bytes, rank_memory
-from phalanx.cost.parameters import parameters
-from phalanx.spec.load import build_run, load_run
-from phalanx.train.manifest import checkpoints, damage
+from phalanx.cost.parameters import count_parameters
+from phalanx.spec.load import load_run, run_from_table
+from phalanx.train.manifest import checkpoints, find_damage
 from phalanx.train.setup import to_toml
 
 PHALANX = [sys.executable, "-c", "from phalanx.cli.main import main; main()"]
@@ -32,7 +32,7 @@ the base of Python and torch."""
 def described(directory: Path, name: str, model: dict[str, int], offload: Path | None, **training: int) -> Path:
     """The file of a short run."""
     rests = {"offload": "nvme", "offload_directory": str(offload)} if offload else {}
-    run = build_run(
+    run = run_from_table(
         {
             "name": name,
             "out": str(directory),
@@ -68,7 +68,7 @@ def test_a_run_larger_than_its_memory_trains_as_in_memory(tmp_path: Path) -> Non
     all of that; four times as large in `benchmarks/offload.py`, where the base weighs less."""
     if not sys.platform.startswith("linux"):
         pytest.skip("neither cgroups nor a working RLIMIT_DATA on this system")
-    total = parameters(build_run({"model": MODEL}).model).total
+    total = count_parameters(run_from_table({"model": MODEL}).model).total
     state_bytes = 12 * total
     with memory_limit(None) as probe:
         above_base = 2 * total + ROOM_BYTES
@@ -82,7 +82,7 @@ def test_a_run_larger_than_its_memory_trains_as_in_memory(tmp_path: Path) -> Non
         peak = limit.peak_bytes()
         assert peak is None or peak <= limit_bytes
     [checkpoint] = checkpoints(tmp_path / "disk" / "checkpoints")
-    assert damage(checkpoint) is None
+    assert find_damage(checkpoint) is None
     assert len(list(checkpoint.glob("shard-*"))) > 5  # none of which was large
 
     with memory_limit(limit_bytes) as limit:
@@ -115,7 +115,7 @@ def start(file: Path) -> subprocess.Popen[str]:
 def test_a_disk_that_fills_up_stops_the_run_and_leaves_the_checkpoint(tmp_path: Path) -> None:
     offload = tmp_path / "offload"
     first = described(tmp_path, "run", SMALL, offload)
-    in_files = rank_memory(load_run(first, environment={}), 1)["rank"].in_files
+    in_files = rank_memory(load_run(first, environment={}), 1)["rank"].on_disk
     with filesystem(offload, 2 * in_files):
         assert train(first).returncode == 0
     [checkpoint] = checkpoints(tmp_path / "run" / "checkpoints")
@@ -131,7 +131,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_leaves_the_checkpoint(tmp_path: 
         begun = start(more)
         wait_until(lambda: "steps = 4" in (tmp_path / "run" / "run.toml").read_text())  # it is checked, and not built
         # Room for the state that the checkpoint brings, and not for the gradients of the first step.
-        state_bytes = checkpoint_bytes(build_run({"model": SMALL}))
+        state_bytes = checkpoint_bytes(run_from_table({"model": SMALL}))
         (offload / "others").write_bytes(b"0" * (2 * in_files - state_bytes - 500_000))
         _, said = begun.communicate(timeout=200)
     assert begun.returncode == 2
@@ -141,7 +141,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_leaves_the_checkpoint(tmp_path: 
     assert "GB are free" in said
     assert "the last checkpoint stands" in said
     assert checkpoints(tmp_path / "run" / "checkpoints") == [checkpoint]
-    assert damage(checkpoint) is None
+    assert find_damage(checkpoint) is None
     with filesystem(offload, 2 * in_files):
         assert train(more, "--resume").returncode == 0
 

@@ -14,12 +14,12 @@ from phalanx.model.transformer import Transformer
 from phalanx.spec.load import load_model
 from phalanx.spec.run import OptimizerSpec
 from phalanx.train.muon import Muon, orthogonalise
-from phalanx.train.optimizer import build_optimizers, learning_rate_ratio, set_learning_rate
+from phalanx.train.optimizer import build_optimizers, learning_rate_factor, set_learning_rate
 
 
 def ratios(steps: int, **fields: object) -> list[float]:
     spec = OptimizerSpec(**fields)  # type: ignore[arg-type]
-    return [learning_rate_ratio(spec, step, steps) for step in range(steps)]
+    return [learning_rate_factor(spec, step, steps) for step in range(steps)]
 
 
 def test_warm_up_rises_to_the_peak() -> None:
@@ -70,7 +70,7 @@ def test_wsd_never_falls_faster_than_its_line(steps: int, least: float, share: f
     warmup = data.draw(st.integers(0, steps - 1))
     fields = {"warmup_steps": warmup, "decay": "wsd", "min_ratio": least, "decay_fraction": share}
     spec = OptimizerSpec(**fields)  # type: ignore[arg-type]
-    values = [learning_rate_ratio(spec, step, steps) for step in range(max(0, warmup - 1), steps + 1)]
+    values = [learning_rate_factor(spec, step, steps) for step in range(max(0, warmup - 1), steps + 1)]
     slope = (1 - least) / min(share * steps, steps - warmup)
     assert all(before - after <= slope + 1e-9 for before, after in itertools.pairwise(values))
     assert values[-1] == pytest.approx(least)

@@ -18,10 +18,10 @@ from parity.trajectory import described, steps, trainer
 
 from phalanx.measure.events import read_events
 from phalanx.spec.load import LAYOUT_FILE
-from phalanx.testing.runs import SECONDS, ranks_of, until
+from phalanx.testing.runs import SECONDS, rank_pids, wait_until
 from phalanx.train.manifest import checkpoints
 from phalanx.train.metrics import read_metrics
-from phalanx.train.setup import STOPPED, to_toml
+from phalanx.train.setup import EXIT_STOPPED, to_toml
 
 STEPS = 24
 SHORT = {"training.steps": STEPS, "checkpoint.every": 5}
@@ -48,7 +48,7 @@ def training(
     finally:
         process.kill()
         process.wait(timeout=SECONDS)
-        until(lambda: not ranks_of(folder / "parity"), "no rank is left")
+        wait_until(lambda: not rank_pids(folder / "parity"), "no rank is left")
 
 
 def reaches(directory: Path, step: int) -> Callable[[], bool]:
@@ -80,8 +80,8 @@ def test_a_killed_rank_is_started_again(
     """And the run learns what it would have learned, bit for bit."""
     directory = tmp_path / "parity"
     with training(text, tmp_path, SHORT) as process:
-        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
-        os.kill(ranks_of(directory)[1], sent)
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        os.kill(rank_pids(directory)[1], sent)
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
     assert f"rank 1 was killed by {sent.name}" in said
@@ -96,8 +96,8 @@ def test_a_stopped_rank_is_started_again(whole: list[tuple[float, float]], text:
     """SIGSTOP: it lives and answers nothing, and the others' collectives end by their timeout."""
     directory = tmp_path / "parity"
     with training(text, tmp_path, {**SHORT, "training.timeout_seconds": 3}) as process:
-        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
-        os.kill(ranks_of(directory)[1], signal.SIGSTOP)
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        os.kill(rank_pids(directory)[1], signal.SIGSTOP)
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
     assert "starting again from step-" in said
@@ -109,11 +109,11 @@ def test_a_signal_ends_the_run_to_be_gone_on_with(told: str, text: Path, tmp_pat
     """Whoever wants the run directory is told of the launcher."""
     directory = tmp_path / "parity"
     with training(text, tmp_path, LONG) as process:
-        until(reaches(directory, 3), "step 3")
+        wait_until(reaches(directory, 3), "step 3")
         assert (directory / "lock").read_text().split()[0] == str(process.pid)
-        os.kill(process.pid if told == "the launcher" else ranks_of(directory)[1], signal.SIGTERM)
+        os.kill(process.pid if told == "the launcher" else rank_pids(directory)[1], signal.SIGTERM)
         _, said = process.communicate(timeout=SECONDS)
-    assert process.returncode == STOPPED, said
+    assert process.returncode == EXIT_STOPPED, said
     last = read_metrics(directory)[-1]["step"]
     assert checkpoints(directory / "checkpoints")[0].name == f"step-{last:08d}"
     assert not events(directory, "failed")
@@ -123,28 +123,28 @@ def test_a_run_that_starts_again_is_nobody_elses(text: Path, tmp_path: Path) -> 
     """Its ranks are gone for a while, and the launcher is not: its run file stays what it was."""
     directory = tmp_path / "parity"
     with training(text, tmp_path, {**LONG, "training.steps": 400}) as process:
-        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         described_as = (directory / "run.toml").read_text()
         assert "nproc = 2" in described_as, "for whoever goes on with it"
-        os.kill(ranks_of(directory)[1], signal.SIGKILL)
+        os.kill(rank_pids(directory)[1], signal.SIGKILL)
         other = [sys.executable, "-m", "phalanx", "train", str(directory), "--resume"]
         other += ["--set", "optimizer.learning_rate=1"]
         refused = subprocess.run(other, capture_output=True, text=True, timeout=SECONDS)
         assert refused.returncode == 2, refused.stderr
         assert f"is in use: process {process.pid} on" in refused.stderr
         assert (directory / "run.toml").read_text() == described_as
-        until(lambda: len(events(directory, "began")) == 2, "ranks begin anew")
+        wait_until(lambda: len(events(directory, "began")) == 2, "ranks begin anew")
         process.terminate()
-        assert process.wait(timeout=SECONDS) == STOPPED
+        assert process.wait(timeout=SECONDS) == EXIT_STOPPED
 
 
 def test_a_signal_before_there_is_a_step_is_answered(text: Path, tmp_path: Path) -> None:
     directory = tmp_path / "parity"
     with training(text, tmp_path, LONG) as process:
-        until((directory / "run.toml").exists, "ranks are about to start")
+        wait_until((directory / "run.toml").exists, "ranks are about to start")
         process.terminate()
         _, said = process.communicate(timeout=SECONDS)
-    assert process.returncode == STOPPED, said
+    assert process.returncode == EXIT_STOPPED, said
     assert "nothing new is saved" in said
     assert not checkpoints(directory / "checkpoints")
 
@@ -165,7 +165,7 @@ def killing(directory: Path, doomed: Callable[[int], bool]) -> Iterator[None]:
 
     def kill() -> None:
         while not over.wait(0.05):
-            for rank, process in ranks_of(directory).items():
+            for rank, process in rank_pids(directory).items():
                 if doomed(rank):
                     with suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
@@ -183,7 +183,7 @@ def test_a_run_goes_on_without_a_rank_that_always_fails(text: Path, tmp_path: Pa
     """The planner lays it over the other two, and it learns what one process learns."""
     directory, changes = tmp_path / "parity", {**SHORT, "recovery.restarts": 1}
     with training(text, tmp_path, changes, 3) as process:
-        until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         with killing(directory, lambda rank: rank == 2):
             _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said

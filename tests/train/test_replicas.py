@@ -13,12 +13,21 @@ from hypothesis import strategies as st
 from parity.trajectory import DENSE, MOE, described, steps, trainer
 from train.test_hangs import directory_of, ended, started
 
-from phalanx.parallel.parts import local
+from phalanx.parallel.parts import local_tensor
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Degrees
-from phalanx.testing import ranks
-from phalanx.train.checkpoint import state_tensors
-from phalanx.train.replicas import CHUNK, _gathered, _held, check_replicas, differences, fingerprint, place_of, said
+from phalanx.spec.layout import ParallelDims
+from phalanx.testing import rank_pool
+from phalanx.train.checkpoint import checkpoint_tensors
+from phalanx.train.replicas import (
+    CHUNK,
+    _gathered,
+    _held,
+    check_replica_consistency,
+    describe_mismatch,
+    find_mismatch,
+    shard_id,
+    tensor_hash,
+)
 from phalanx.train.trainer import Trainer
 from tests.cli.commands import known
 
@@ -28,22 +37,22 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
 @given(st.sampled_from(DTYPES[:4]), st.integers(1, 40), st.data())
 def test_every_single_bit_counts(dtype: torch.dtype, count: int, data: Any) -> None:
     tensor = torch.arange(count).to(dtype)
-    before = int(fingerprint(tensor))
-    assert int(fingerprint(tensor.clone())) == before
+    before = int(tensor_hash(tensor))
+    assert int(tensor_hash(tensor.clone())) == before
     flip(tensor, data.draw(st.integers(0, 8 * tensor.nbytes - 1)))
-    assert int(fingerprint(tensor)) != before
+    assert int(tensor_hash(tensor)) != before
 
 
 def test_places_count_and_storage_does_not() -> None:
     for dtype in DTYPES:
         tensor = (torch.arange(6) > 2).to(dtype).view(2, 3)
-        assert int(fingerprint(tensor.t())) == int(fingerprint(tensor.t().contiguous()))
-        assert int(fingerprint(tensor)) != int(fingerprint(tensor.flip(0)))
+        assert int(tensor_hash(tensor.t())) == int(tensor_hash(tensor.t().contiguous()))
+        assert int(tensor_hash(tensor)) != int(tensor_hash(tensor.flip(0)))
     long = torch.zeros(CHUNK + 3)
-    before = int(fingerprint(long))
+    before = int(tensor_hash(long))
     flip(long, 32 * (CHUNK + 1))
-    assert int(fingerprint(long)) != before
-    assert int(fingerprint(torch.empty(0))) == 0
+    assert int(tensor_hash(long)) != before
+    assert int(tensor_hash(torch.empty(0))) == 0
 
 
 def flip(tensor: torch.Tensor, bit: int) -> None:
@@ -51,16 +60,16 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
 
 
 def test_the_minority_is_named_and_two_alone_are_both() -> None:
-    assert differences([{1: 5, 2: 6}, {1: 5}, {2: 6}]) is None
-    found = differences([{1: 5, 2: 6}, {1: 5, 2: 7, 3: 0}, {1: 4, 2: 7, 3: 1}])
+    assert find_mismatch([{1: 5, 2: 6}, {1: 5}, {2: 6}]) is None
+    found = find_mismatch([{1: 5, 2: 6}, {1: 5, 2: 7, 3: 0}, {1: 4, 2: 7, 3: 1}])
     assert found is not None
     assert (found.key, found.ranks, found.holders, found.tensors) == (1, (2,), (0, 1, 2), 3)
-    text = said(found, "model.head.weight", Degrees(3, 1, 1, 1, 1), 40, 10)
+    text = describe_mismatch(found, "model.head.weight", ParallelDims(3, 1, 1, 1, 1), 40, 10)
     assert "step 40: model.head.weight differs on rank 2 (dp=2) from the 2 others" in text
     assert "and 2 more tensors; it was equal after step 30" in text
-    two = differences([{1: 5}, {1: 6}])
+    two = find_mismatch([{1: 5}, {1: 6}])
     assert two is not None
-    assert "between rank 0 (dp=0), rank 1 (dp=1)" in said(two, "x", Degrees(2, 1, 1, 1, 1), 10, 10)
+    assert "between rank 0 (dp=0), rank 1 (dp=1)" in describe_mismatch(two, "x", ParallelDims(2, 1, 1, 1, 1), 10, 10)
 
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
@@ -82,7 +91,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("count", "changes"), LAYOUTS)
 def test_one_bit_on_one_rank_is_found(count: int, changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
     run = described(text, tmp_path, {"training.precision": "fp32", **changes})
-    told = ranks(count).run(corrupted, run)
+    told = rank_pool(count).run(corrupted, run)
     assert {said for said, _, _, _ in told} == {told[0][0]}, "all ranks say the same"
     found, name, _, holders = told[-1]
     # Rows that are trained may be those of what is computed with: one place of memory under two names.
@@ -109,24 +118,24 @@ def corrupted(run: Any) -> tuple[str, str, int, list[int]]:
     key = [key for key in tables[last] if any(key in table for table in tables[:last])][-1 if last == 1 else 0]
     name = next((name for known, name, _ in held if known == key), "")
     if under_way.mesh.rank == last:
-        flip(local(tensor_of(under_way, name)), 3)
+        flip(local_tensor(tensor_of(under_way, name)), 3)
     return checked(under_way, 3), name, key, [rank for rank, table in enumerate(tables) if key in table]
 
 
 def checked(under_way: Trainer, step: int) -> str:
-    return str(check_replicas(under_way.strategy, under_way.optimizers, under_way.mesh.degrees, step, 1) or "")
+    return str(check_replica_consistency(under_way.strategy, under_way.optimizers, under_way.mesh.dims, step, 1) or "")
 
 
 def tensor_of(under_way: Trainer, name: str) -> torch.Tensor:
     """The tensor itself, by the name under which it is compared."""
     if name.startswith("computing."):
         return under_way.module.get_parameter(name.removeprefix("computing.")).detach()
-    return state_tensors(under_way.strategy, under_way.optimizers)[name]
+    return checkpoint_tensors(under_way.strategy, under_way.optimizers)[name]
 
 
 def test_parts_of_one_tensor_are_told_apart() -> None:
-    assert place_of("a", torch.zeros(2)) == place_of("a", torch.ones(2))
-    assert place_of("a", torch.zeros(2)) != place_of("b", torch.zeros(2))
+    assert shard_id("a", torch.zeros(2)) == shard_id("a", torch.ones(2))
+    assert shard_id("a", torch.zeros(2)) != shard_id("b", torch.zeros(2))
 
 
 def test_servers_have_no_replicas(text: Path, tmp_path: Path) -> None:
@@ -146,4 +155,4 @@ def test_the_run_stops_and_names_rank_tensor_and_step(text: Path, tmp_path: Path
     assert not list((directory / "hangs").glob("*.json"))
     verdict = known("debug", directory)["verdict"]
     assert (verdict["kind"], verdict["ranks"]) == ("error", [1])
-    assert verdict["said"].startswith("CorruptionError: step 4: model.")
+    assert verdict["summary"].startswith("CorruptionError: step 4: model.")

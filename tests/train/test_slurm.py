@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.measure.events import read_events
-from phalanx.spec.load import build_run
-from phalanx.testing.slurm import NoSlurm, Slurm, slurm
-from phalanx.train.manifest import checkpoints, damage, step_of
+from phalanx.spec.load import run_from_table
+from phalanx.testing.slurm import LocalSlurm, SlurmUnavailable, local_slurm
+from phalanx.train.manifest import checkpoints, find_damage, step_of
 from phalanx.train.setup import to_toml
 from tests.cli.commands import shown
 
@@ -27,13 +27,13 @@ MODEL = {"vocab": 257, "width": 64, "layers": 2, "heads": 4, "ffn": 128, "contex
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSlurm]:
     path = os.environ["PATH"]
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{path}"  # where `phalanx` is
     try:
-        with slurm(tmp_path_factory.mktemp("slurm"), nodes=2) as found:
+        with local_slurm(tmp_path_factory.mktemp("slurm"), nodes=2) as found:
             yield found
-    except NoSlurm as none:
+    except SlurmUnavailable as none:
         pytest.skip(f"there is no Slurm: {none}")
     finally:
         os.environ["PATH"] = path
@@ -43,7 +43,7 @@ def script(
     directory: Path, name: str, steps: int, options: Sequence[str] = ("--nproc", "2"), check: bool = False
 ) -> Path:
     """A batch script, beside its run file."""
-    run = build_run(
+    run = run_from_table(
         {
             "name": name,
             "out": str(directory),
@@ -64,7 +64,7 @@ def script(
 
 
 @contextmanager
-def shared_memory(cluster: Slurm, node: str, size: str) -> Iterator[list[str]]:
+def shared_memory(cluster: LocalSlurm, node: str, size: str) -> Iterator[list[str]]:
     """Another /dev/shm for what a node runs, which its daemon alone sees; yields what to put before a command there."""
     there = ["nsenter", "--mount", "--target", (cluster.place / f"slurmd-{node}.pid").read_text().strip()]
     subprocess.run([*there, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"], check=True)
@@ -92,7 +92,7 @@ def over(job: dict[str, str]) -> bool:
 
 
 @pytest.mark.timeout(400)
-def test_a_job_trains_to_the_end(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_job_trains_to_the_end(cluster: LocalSlurm, tmp_path: Path) -> None:
     """On a node of which `phalanx doctor` has no more to say than a warning."""
     with shared_memory(cluster, cluster.nodes[0], "8g") as there:
         subprocess.run(
@@ -106,11 +106,11 @@ def test_a_job_trains_to_the_end(cluster: Slurm, tmp_path: Path) -> None:
     assert "on 2 ranks (cpu)" in log
     assert steps_done(tmp_path, "whole") == [1, 2, 3, 4]
     [last] = checkpoints(tmp_path / "whole" / "checkpoints")
-    assert (last.name, damage(last)) == ("step-00000004", None)
+    assert (last.name, find_damage(last)) == ("step-00000004", None)
 
 
 @pytest.mark.timeout(400)
-def test_a_node_that_is_not_well_is_left_out(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_node_that_is_not_well_is_left_out(cluster: LocalSlurm, tmp_path: Path) -> None:
     sick = cluster.nodes[1]
     batches = [
         script(tmp_path, name, steps=4, options=("--nodes", nodes, "--nproc", "1"), check=True)
@@ -128,7 +128,7 @@ def test_a_node_that_is_not_well_is_left_out(cluster: Slurm, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(400)
-def test_a_node_whose_check_never_ends_is_left_out(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_node_whose_check_never_ends_is_left_out(cluster: LocalSlurm, tmp_path: Path) -> None:
     """As one on which Python hangs for its disk: in a minute, the least that Slurm counts."""
     batch = script(tmp_path, "hangs", steps=4, options=("--nodes", "1:2", "--nproc", "1"), check=True)
     real, hung = Path(sys.executable).with_name("phalanx"), f'[ "$1 $SLURMD_NODENAME" = "doctor {cluster.nodes[1]}" ]'
@@ -145,7 +145,7 @@ def test_a_node_whose_check_never_ends_is_left_out(cluster: Slurm, tmp_path: Pat
 
 
 @pytest.mark.timeout(400)
-def test_a_run_file_that_is_not_there_is_no_fault_of_the_nodes(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_run_file_that_is_not_there_is_no_fault_of_the_nodes(cluster: LocalSlurm, tmp_path: Path) -> None:
     batch = script(tmp_path, "elsewhere", steps=4, check=True)
     batch.with_suffix(".toml").unlink()
     ended = cluster.wait(job := cluster.submit(batch), over, SECONDS)
@@ -156,15 +156,17 @@ def test_a_run_file_that_is_not_there_is_no_fault_of_the_nodes(cluster: Slurm, t
 
 
 @pytest.mark.timeout(600)
-def test_a_job_that_is_cancelled_saves_and_goes_on_when_it_is_submitted_again(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_job_that_is_cancelled_saves_and_goes_on_when_it_is_submitted_again(
+    cluster: LocalSlurm, tmp_path: Path
+) -> None:
     batch = script(tmp_path, "stopped", steps=100_000)
     job = cluster.submit(batch)
     until(lambda: len(steps_done(tmp_path, "stopped")) > 2, "it trains")
-    cluster.do("scancel", job)
+    cluster.run("scancel", job)
     assert cluster.wait(job, over, SECONDS)["JobState"] == "CANCELLED"  # and is not put into the queue again
     until(lambda: bool(checkpoints(tmp_path / "stopped" / "checkpoints")), "it has saved")
     [saved] = checkpoints(tmp_path / "stopped" / "checkpoints")
-    assert damage(saved) is None
+    assert find_damage(saved) is None
     step = int(saved.name.removeprefix("step-"))
 
     batch = script(tmp_path, "stopped", steps=step + 2)
@@ -180,7 +182,7 @@ def test_a_job_that_is_cancelled_saves_and_goes_on_when_it_is_submitted_again(cl
     [("vocab = 257", "vocab = 200", "model.vocab"), ("steps = 4", "step = 4", "training.step")],
 )
 def test_what_the_user_must_change_ends_it_with_2(
-    cluster: Slurm, tmp_path: Path, right: str, wrong: str, said: str
+    cluster: LocalSlurm, tmp_path: Path, right: str, wrong: str, said: str
 ) -> None:
     """Noticed when it is to begin, or before nodes are looked at: of these none is well."""
     batch = script(tmp_path, "wrong", steps=4, check="step" in wrong)
@@ -199,17 +201,17 @@ def again_in_the_queue(job: dict[str, str]) -> bool:
 
 
 @pytest.mark.timeout(600)
-def test_a_job_that_slurm_stops_saves_and_is_put_into_the_queue_again(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_job_that_slurm_stops_saves_and_is_put_into_the_queue_again(cluster: LocalSlurm, tmp_path: Path) -> None:
     """With the signal that `#SBATCH --signal` sends before the time limit: to the steps, not to the script."""
     job = cluster.submit(script(tmp_path, "again", steps=100_000))
     until(lambda: len(steps_done(tmp_path, "again")) > 2, "it trains")
-    cluster.do("scancel", "--signal=TERM", job)
+    cluster.run("scancel", "--signal=TERM", job)
     cluster.wait(job, again_in_the_queue, SECONDS)
     [saved] = checkpoints(tmp_path / "again" / "checkpoints")
     step = step_of(saved)
 
     script(tmp_path, "again", steps=step + 2)
-    cluster.do("scontrol", "update", f"JobId={job}", "StartTime=now+3")  # rather than two minutes later
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")  # rather than two minutes later
     ended = cluster.wait(job, over, SECONDS)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
     assert f"resumed after step {step}" in (tmp_path / f"again-{job}.log").read_text()
@@ -217,17 +219,17 @@ def test_a_job_that_slurm_stops_saves_and_is_put_into_the_queue_again(cluster: S
 
 
 @pytest.mark.timeout(600)
-def test_a_job_of_two_nodes_goes_on_without_one(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_job_of_two_nodes_goes_on_without_one(cluster: LocalSlurm, tmp_path: Path) -> None:
     """And what becomes of it is decided by the node that stays, not by what srun says of the other."""
     job = cluster.submit(script(tmp_path, "two", steps=100_000, options=("--nodes", "1:2", "--nproc", "1")))
     until(lambda: len(steps_done(tmp_path, "two")) > 2, "it trains")
-    assert cluster.said(job)["NumNodes"] == "2"
-    cluster.do("scontrol", "update", f"NodeName={cluster.nodes[1]}", "State=down", "Reason=test")
+    assert cluster.job_info(job)["NumNodes"] == "2"
+    cluster.run("scontrol", "update", f"NodeName={cluster.nodes[1]}", "State=down", "Reason=test")
     until(lambda: ranks_that_began(tmp_path, "two") == [2, 1], "it goes on alone")
     until(lambda: len(steps_done(tmp_path, "two")) > 2, "it trains alone")
-    cluster.do("scancel", "--signal=TERM", job)
+    cluster.run("scancel", "--signal=TERM", job)
     cluster.wait(job, again_in_the_queue, SECONDS)
-    cluster.do("scancel", job)
+    cluster.run("scancel", job)
     done = len(steps_done(tmp_path, "two"))
     assert steps_done(tmp_path, "two") == list(range(1, done + 1))
     assert step_of(checkpoints(tmp_path / "two" / "checkpoints")[0]) == done

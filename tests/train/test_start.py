@@ -11,7 +11,7 @@ import pytest
 import torch
 from parity.trajectory import DENSE, described, steps, trainer
 
-from phalanx.data.loader import IGNORED, prefetch
+from phalanx.data.loader import IGNORE_INDEX, prefetch
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def test_training_starts_from_hugging_face_weights(text: Path, tmp_path: Path) -
     under_way = trainer(described(text, tmp_path, changes))
     batch = next(prefetch(under_way.loader, 0, 1))
     tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
-    assert batch.starts is None
-    assert not (targets == IGNORED).any()
+    assert batch.document_starts is None
+    assert not (targets == IGNORE_INDEX).any()
     whole = torch.cat((tokens, targets[:, -1:]), dim=1)
     with torch.no_grad():
         expected = float(theirs(input_ids=whole, labels=whole).loss)

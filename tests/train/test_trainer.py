@@ -22,13 +22,13 @@ from torch.distributed import TCPStore
 
 from phalanx.cost.compute import forward_flops, training_flops_per_token
 from phalanx.data.loader import prefetch
-from phalanx.measure.calls import is_loss
-from phalanx.testing import ranks
-from phalanx.testing.runs import ranks_of, until
+from phalanx.measure.calls import is_peer_loss
+from phalanx.testing import rank_pool
+from phalanx.testing.runs import rank_pids, wait_until
 from phalanx.train.launch import read_failures
-from phalanx.train.metrics import open_logs, read_metrics
-from phalanx.train.progress import Progress
-from phalanx.train.setup import INTERRUPTED, STOPPED, set_up, to_toml
+from phalanx.train.metrics import open_loggers, read_metrics
+from phalanx.train.progress import ProgressDisplay
+from phalanx.train.setup import EXIT_INTERRUPTED, EXIT_STOPPED, create_run, to_toml
 from phalanx.train.trainer import DivergenceError, Trainer
 
 
@@ -52,13 +52,15 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(text: Path, tmp_path: 
     under_way = trainer(described(text, tmp_path, {"model": MOE}))
     poison(under_way, {2, 4})
     batches = prefetch(under_way.loader, 0, 5)
-    before = [p.detach().clone() for p in under_way.strategy.trained.values()]
+    before = [p.detach().clone() for p in under_way.strategy.trainable_parameters.values()]
     records = []
     for step in range(1, 6):
         records.append(under_way.train_step(batches))
-        same = all(torch.equal(a, b) for a, b in zip(before, under_way.strategy.trained.values(), strict=True))
+        same = all(
+            torch.equal(a, b) for a, b in zip(before, under_way.strategy.trainable_parameters.values(), strict=True)
+        )
         assert same == (step in {2, 4})
-        before = [p.detach().clone() for p in under_way.strategy.trained.values()]
+        before = [p.detach().clone() for p in under_way.strategy.trainable_parameters.values()]
     assert [record["skipped_steps"] for record in records] == [0, 1, 1, 2, 2]
     assert [math.isfinite(record["grad_norm"]) for record in records] == [True, False, True, False, True]
 
@@ -67,17 +69,17 @@ def test_training_stops_with_the_reason_after_bad_steps_in_a_row(text: Path, tmp
     under_way = trainer(described(text, tmp_path, {"training.max_bad_steps": 3}))
     poison(under_way, {2, 5, 6, 7})
     with pytest.raises(DivergenceError, match=r"step 7: 3 steps in a row were not finite: loss nan.*learning_rate"):
-        under_way.train([], Progress(0, 20, quiet=True))
+        under_way.train([], ProgressDisplay(0, 20, quiet=True))
 
 
 def test_a_run_writes_its_metrics(text: Path, tmp_path: Path) -> None:
     changes = {"training.steps": 6, "evaluation": {"every": 3}, "model": MOE, "layout.recompute": "full"}
     run = described(text, tmp_path, changes)
-    set_up(run, 1, resume=False)
+    create_run(run, 1, resume=False)
     under_way = trainer(run)
     under_way.peak_flops = 1e9
-    logs = open_logs(under_way.directory, 0, None, run.name, {})
-    evaluation = under_way.train(logs, Progress(0, 6, quiet=True))
+    logs = open_loggers(under_way.directory, 0, None, run.name, {})
+    evaluation = under_way.train(logs, ProgressDisplay(0, 6, quiet=True))
     for log in logs:
         log.close()
     records = read_metrics(under_way.directory)
@@ -105,7 +107,7 @@ def test_a_run_writes_its_metrics(text: Path, tmp_path: Path) -> None:
 def test_evaluation_is_the_same_in_every_cut(text: Path, tmp_path: Path) -> None:
     whole = trainer(described(text, tmp_path, {"layout.micro_batch": 8})).evaluate()
     parts = trainer(described(text, tmp_path, {"layout.micro_batch": 1})).evaluate()
-    spread = ranks(2).run(held_out, described(text, tmp_path, {"layout.data": "zero3"}))
+    spread = rank_pool(2).run(held_out, described(text, tmp_path, {"layout.data": "zero3"}))
     for other in (parts, *spread):
         for name in ("held_out_loss", "held_out_bits_per_byte", "held_out_tokens"):
             assert other[name] == pytest.approx(whole[name], rel=1e-12)
@@ -170,10 +172,10 @@ def test_torchrun_starts_the_same_program(text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "nproc", "code"),
     [
-        (signal.SIGTERM, 2, STOPPED),
-        (signal.SIGINT, 2, INTERRUPTED),
-        (signal.SIGINT, 1, INTERRUPTED),
-        (signal.SIGHUP, 2, STOPPED),  # the terminal was closed
+        (signal.SIGTERM, 2, EXIT_STOPPED),
+        (signal.SIGINT, 2, EXIT_INTERRUPTED),
+        (signal.SIGINT, 1, EXIT_INTERRUPTED),
+        (signal.SIGHUP, 2, EXIT_STOPPED),  # the terminal was closed
     ],
 )
 def test_a_signal_ends_the_run_with_a_checkpoint(
@@ -201,26 +203,26 @@ def test_a_run_under_nohup_outlives_its_terminal(text: Path, tmp_path: Path) -> 
     wait_for_steps(process, tmp_path / "parity", last + 5)
     os.killpg(process.pid, signal.SIGTERM)
     process.communicate(timeout=60)
-    assert process.returncode == STOPPED
+    assert process.returncode == EXIT_STOPPED
 
 
 def test_a_gpu_that_is_gone_is_a_failure_of_that_rank(text: Path, tmp_path: Path) -> None:
     """Not a mistake of the user's, and no reason to go on on the CPU."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    directory = set_up(described(text, tmp_path, {}), 2, resume=False)
+    directory = create_run(described(text, tmp_path, {}), 2, resume=False)
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     command = [sys.executable, "-m", "phalanx.train", str(directory), "--device", "cuda"]
     ended = subprocess.run(command, env={**os.environ, **place}, capture_output=True, timeout=100)
     assert ended.returncode == 1
     (left,) = read_failures(directory)
     assert (left["rank"], left["code"], left["final"]) == (1, 1, False)
-    assert not is_loss(left["reason"])
+    assert not is_peer_loss(left["reason"])
 
 
 def test_a_rank_that_stands_by_ends_in_order_when_it_is_told_to(text: Path, tmp_path: Path) -> None:
     """Who ends by the signal itself leaves the others no time to save."""
-    directory = set_up(described(text, tmp_path, {}), 1, resume=False)
+    directory = create_run(described(text, tmp_path, {}), 1, resume=False)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     command = [sys.executable, "-m", "phalanx.train", str(directory), "--ranks", "1"]
@@ -228,9 +230,9 @@ def test_a_rank_that_stands_by_ends_in_order_when_it_is_told_to(text: Path, tmp_
         try:
             heeds = 1 << (signal.SIGTERM - 1)
             status = Path(f"/proc/{process.pid}/status")
-            until(lambda: int(status.read_text().split("SigCgt:\t")[1][:16], 16) & heeds, "it listens for signals")
+            wait_until(lambda: int(status.read_text().split("SigCgt:\t")[1][:16], 16) & heeds, "it listens for signals")
             process.terminate()
-            assert process.wait(timeout=60) == STOPPED
+            assert process.wait(timeout=60) == EXIT_STOPPED
         finally:
             process.kill()
 
@@ -260,7 +262,7 @@ def test_the_rank_that_was_killed_is_named(changes: dict[str, Any], text: Path, 
     run = described(text, tmp_path, {**LONG, "recovery.restarts": 0, **changes})
     process = launched(run, tmp_path, nproc=3 if changes else 2)
     wait_for_steps(process, tmp_path / "parity", 3)
-    os.kill(ranks_of(tmp_path / "parity")[1], signal.SIGKILL)
+    os.kill(rank_pids(tmp_path / "parity")[1], signal.SIGKILL)
     _, said = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "phalanx: rank 1 was killed by SIGKILL" in said
@@ -283,9 +285,9 @@ def stop_of(run: Any, told: int) -> int | None:
     under_way = trainer(run)
     batches = prefetch(under_way.loader, 0, run.training.steps)
     under_way.train_step(batches)
-    under_way.asked_to_stop = under_way.mesh.rank == told
+    under_way.stop_requested = under_way.mesh.rank == told
     under_way.train_step(batches)
-    return under_way.stop_after
+    return under_way.stop_after_step
 
 
 @pytest.mark.parametrize("changes", [{"layout.tp": 2}, {"layout.cp": 2}, {"layout.pp": 2}, {"layout.ep": 2}])
@@ -296,7 +298,7 @@ def test_all_ranks_stop_when_one_is_told_to(changes: Any, told: int, tmp_path: P
     for number in range(3):
         (text / f"{number}.py").write_text(Path(__file__).read_text())
     run = described(text, tmp_path, {"model": MOE, "layout.micro_batch": 1, **changes})
-    assert ranks(2).run(stop_of, run, told) == [2, 2]
+    assert rank_pool(2).run(stop_of, run, told) == [2, 2]
 
 
 def routing(run: Any) -> tuple[list[tuple[float, ...]], list[list[int]]]:
@@ -306,10 +308,10 @@ def routing(run: Any) -> tuple[list[tuple[float, ...]], list[list[int]]]:
     kept = ("auxiliary_loss", "hot_expert_share", "dropped_share")
     records = [under_way.train_step(batches) for _ in range(3)]
     assert all(("all_to_all_seconds" in record) == (run.layout.ep > 1) for record in records)
-    under_way.count_anew()
+    under_way.rotate_expert_counts()
     counts = under_way.evaluate()["expert_tokens"]
     assert [sum(of_layer) for of_layer in counts] == [3 * 8 * 32 * run.model.moe.top_k] * len(counts)
-    under_way.count_anew()
+    under_way.rotate_expert_counts()
     assert not any(map(sum, under_way.evaluate()["expert_tokens"])), "counted since the evaluation before"
     return [tuple(record[name] for name in kept if name in record) for record in records], counts
 
@@ -338,5 +340,5 @@ def test_what_is_said_of_experts_does_not_depend_on_the_layout(
     model = {**MOE, "moe": {**MOE["moe"], **({} if capacity is None else {"capacity_factor": capacity})}}
     records, counts = routing(described(text, tmp_path / "one", {"model": model}))
     assert len(records[0]) == (2 if capacity is None else 3)
-    for rank in ranks(world_size).run(routing, described(text, tmp_path / "many", {"model": model, **changes})):
+    for rank in rank_pool(world_size).run(routing, described(text, tmp_path / "many", {"model": model, **changes})):
         assert rank == ([pytest.approx(step, rel=1e-10) for step in records], counts)

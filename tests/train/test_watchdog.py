@@ -12,10 +12,10 @@ import pytest
 import torch._C._distributed_c10d as c10d
 from measure.test_hang import BUSY, WAITING, dump
 
-from phalanx.measure.hang import explain
+from phalanx.measure.hang import diagnose_hang
 from phalanx.measure.incident import dump_file, read_dumps
-from phalanx.spec.layout import Degrees
-from phalanx.testing.runs import SECONDS, until
+from phalanx.spec.layout import ParallelDims
+from phalanx.testing.runs import SECONDS, wait_until
 from phalanx.train import flight, watchdog
 from phalanx.train.watchdog import Watchdog
 
@@ -23,7 +23,7 @@ from phalanx.train.watchdog import Watchdog
 @pytest.fixture(autouse=True)
 def pytests_faulthandler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stays as it is."""
-    monkeypatch.setattr(watchdog, "_tell_of_aborts", lambda file: None)
+    monkeypatch.setattr(watchdog, "_install_abort_handler", lambda file: None)
     monkeypatch.setattr(watchdog.faulthandler, "disable", lambda: None)
 
 
@@ -35,10 +35,10 @@ def test_what_is_written_of_a_failure_stays(tmp_path: Path, monkeypatch: pytest.
         if not dump_file(tmp_path, 0).exists():
             return b""
         looking.set()
-        until(lambda: "error" in read_dumps(tmp_path)[0], "the failure is written down")
+        wait_until(lambda: "error" in read_dumps(tmp_path)[0], "the failure is written down")
         return b"moved"
 
-    monkeypatch.setattr(watchdog, "moved", moved)
+    monkeypatch.setattr(watchdog, "recorder_fingerprint", moved)
     under_watch = Watchdog(tmp_path, timeout_seconds=0.1)
 
     def fail() -> None:
@@ -53,15 +53,15 @@ def test_what_is_written_of_a_failure_stays(tmp_path: Path, monkeypatch: pytest.
 
 def test_gloo_and_nccl_count_the_collectives_of_a_group_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the group of all ranks has both: the first of one is not held against the first of the other."""
-    sizes = Degrees(1, 2, 1, 1, 1)
+    sizes = ParallelDims(1, 2, 1, 1, 1)
     gloo, nccl = entry("gloo:broadcast", over=True), entry("nccl:all_reduce", over=False)
     here, late = remembered(monkeypatch, [gloo], [nccl]), remembered(monkeypatch, [gloo], [])
     dumps = {0: dump(0, sizes, here, WAITING), 1: dump(1, sizes, late, BUSY)}
     for told in dumps.values():
         told["groups"] = {call["group"]: [0, 1] for call in here}
-    found = explain(dumps, {}, sizes).verdict
+    found = diagnose_hang(dumps, {}, sizes).verdict
     assert (found.kind, found.ranks) == ("absent", (1,))
-    assert "rank 0 (dp=0) waited in all_reduce of [4] Float, number 1 of all ranks" in found.said
+    assert "rank 0 (dp=0) waited in all_reduce of [4] Float, number 1 of all ranks" in found.summary
 
 
 def entry(name: str, over: bool) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def remembered(monkeypatch: pytest.MonkeyPatch, gloo: list[Any], nccl: list[Any]
     for name, entries in (("_dump_fr_trace", gloo), ("_dump_nccl_trace", nccl)):
         told = pickle.dumps({"entries": entries})
         monkeypatch.setattr(c10d, name, lambda *_, told=told: told, raising=False)
-    return list(flight.calls(with_lines=False))
+    return list(flight.recent_collectives(with_lines=False))
 
 
 @pytest.mark.parametrize(
@@ -90,4 +90,4 @@ def remembered(monkeypatch: pytest.MonkeyPatch, gloo: list[Any], nccl: list[Any]
 )
 def test_who_reads_a_file_does_not_wait_for_others(file: str, line: str, waits: bool) -> None:
     own = FrameSummary("/x/phalanx/train/trainer.py", 1, "resume", line="load_state(checkpoint)")
-    assert watchdog._waits(StackSummary.from_list([own, FrameSummary(file, 2, "f", line=line)])) is waits
+    assert watchdog._is_waiting(StackSummary.from_list([own, FrameSummary(file, 2, "f", line=line)])) is waits

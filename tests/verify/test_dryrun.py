@@ -13,10 +13,10 @@ from parity.trajectory import described, trainer
 from phalanx.data.loader import prefetch
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
-from phalanx.testing import ranks
-from phalanx.train.closely import measured_number, measured_step
-from phalanx.verify.compare import NEAR, Line, compare
-from phalanx.verify.dryrun import Traced, TraceError, corners, dry_run
+from phalanx.testing import rank_pool
+from phalanx.train.closely import first_steady_step, metered_step
+from phalanx.verify.compare import RELATIVE_TOLERANCE, PlanCheck, compare_with_plan
+from phalanx.verify.dryrun import Traced, TraceError, corner_ranks, dry_run
 from tests.cli import commands
 
 Table = dict[str, Any]
@@ -104,12 +104,12 @@ those of ranks that share products and of FSDP are estimates."""
 
 def measure(run: RunSpec) -> Table:
     """What this rank holds and sends in the step that is measured."""
-    under_way, number = trainer(run), measured_number(run)
+    under_way, number = trainer(run), first_steady_step(run)
     batches = prefetch(under_way.loader, 0, number)
     for _ in range(number - 1):
         under_way.train_step(batches)
-    _, measured = measured_step(under_way, batches)
-    under_way.strategy.settle()
+    _, measured = metered_step(under_way, batches)
+    under_way.strategy.drain_pending_updates()
     return measured
 
 
@@ -139,27 +139,27 @@ def test_program_real_rank_and_plan_are_one(world_size: int, changes: Table, tex
     others the corners are traced."""
     run = described(text, tmp_path, changes)
     balanced = run.layout.ep == 1
-    which = corners(run, world_size) if world_size == 8 and balanced else range(world_size)
+    which = corner_ranks(run, world_size) if world_size == 8 and balanced else range(world_size)
     traced = list(dry_run(run, world_size, which))
-    real = ranks(world_size).run(measure, run) if world_size > 1 else [measure(run)]
+    real = rank_pool(world_size).run(measure, run) if world_size > 1 else [measure(run)]
     for mine in traced:
         its = real[mine["rank"]]
         if balanced:
             assert sent(mine["collectives"]) == sent(its["collectives"]), mine["rank"]
-            assert _peak(mine) == pytest.approx(_peak(its), rel=NEAR), mine["rank"]
-        wrong = [line for line in compare(run, world_size, mine) if not line.agrees]
+            assert _peak(mine) == pytest.approx(_peak(its), rel=RELATIVE_TOLERANCE), mine["rank"]
+        wrong = [line for line in compare_with_plan(run, world_size, mine) if not line.agrees]
         near = ROUGH.get(_name(changes), 0.0)
         assert [line for line in wrong if line.what != "total" or not _within(line, near)] == [], mine["rank"]
     if not balanced:
         assert _summed(traced) == _summed(real)
-        assert sum(map(_peak, traced)) == pytest.approx(sum(map(_peak, real)), rel=NEAR)
+        assert sum(map(_peak, traced)) == pytest.approx(sum(map(_peak, real)), rel=RELATIVE_TOLERANCE)
 
 
 def _peak(measured: Table) -> int:
     return int(measured["peak_bytes"]["total"])
 
 
-def _within(line: Line, near: float) -> bool:
+def _within(line: PlanCheck, near: float) -> bool:
     return abs(line.traced / line.planned - 1) <= near
 
 
@@ -189,21 +189,21 @@ WRONG: dict[str, tuple[Table, set[tuple[str, str]]]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_plan_of_something_else_disagrees(what: str, traced: tuple[RunSpec, Traced]) -> None:
     run, mine = traced
-    assert all(line.agrees for line in compare(run, 4, mine))
+    assert all(line.agrees for line in compare_with_plan(run, 4, mine))
     changes, expected = WRONG[what]
     other = run.model_copy(
         update={section: getattr(run, section).replace(**fields) for section, fields in changes.items()}
     )
-    found = {(line.kind, line.what) for line in compare(other, 4, mine) if not line.agrees}
+    found = {(line.kind, line.what) for line in compare_with_plan(other, 4, mine) if not line.agrees}
     assert expected <= found
 
 
 def test_corners_are_the_first_and_last_of_every_axis(text: Path, tmp_path: Path) -> None:
     """Of 2 copies x 2 stages x 2 tensor-parallel ranks; of two servers and three workers; of two experts' ranks."""
     run = described(text, tmp_path, row(8, pp=2, tp=2)[1])
-    assert corners(run, 8) == [0, 1, 2, 4, 7]
-    assert corners(described(text, tmp_path, row(5, data="parameter_server", servers=2)[1]), 5) == [0, 1, 2, 4]
-    assert corners(described(text, tmp_path, row(8, MOE, ep=2)[1]), 8) == [0, 1, 7]
+    assert corner_ranks(run, 8) == [0, 1, 2, 4, 7]
+    assert corner_ranks(described(text, tmp_path, row(5, data="parameter_server", servers=2)[1]), 5) == [0, 1, 2, 4]
+    assert corner_ranks(described(text, tmp_path, row(8, MOE, ep=2)[1]), 8) == [0, 1, 7]
 
 
 def test_what_cannot_be_traced_is_refused(text: Path, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_nothing_is_written_where_state_would_rest_in_files(text: Path, tmp_path
     directory.mkdir()
     run = described(text, tmp_path, row(2, data="zero1", offload="nvme", offload_directory=str(directory))[1])
     mine = next(dry_run(run, 2, [0]))
-    assert all(line.agrees for line in compare(run, 2, mine))
+    assert all(line.agrees for line in compare_with_plan(run, 2, mine))
     assert list(directory.iterdir()) == []
 
 

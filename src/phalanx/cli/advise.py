@@ -14,7 +14,7 @@ from phalanx.cli.options import Json, Machine, Overrides
 OOM = "oom"
 
 
-class Usage(TyperCommand):
+class OptionalSubcommand(TyperCommand):
     """A command whose first word may be `oom`, which its usage line shows as people write it."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -58,33 +58,33 @@ def _rules(
     path: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str], as_json: bool
 ) -> None:
     from phalanx.cli import advise_views as views
-    from phalanx.cli.plan import on_machines
+    from phalanx.cli.plan import run_on_cluster
     from phalanx.plan.advise import advise as advised_for
 
-    run, world_size = on_machines(path, machine, nodes, nproc, overrides)
+    run, world_size = run_on_cluster(path, machine, nodes, nproc, overrides)
     advised = advised_for(run, world_size)
     if as_json:
-        print(json.dumps(views.facts(run, advised), indent=2))
+        print(json.dumps(views.advice_to_json(run, advised), indent=2))
     else:
-        views.show(run, advised)
+        views.print_advice(run, advised)
 
 
 def _out_of_memory(
     path: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str], as_json: bool
 ) -> None:
     from phalanx.cli import oom_views as views
-    from phalanx.cli.plan import on_machines
-    from phalanx.cost.stages import refuse_automatic
+    from phalanx.cli.plan import run_on_cluster
+    from phalanx.cost.stages import require_resolved_layout
     from phalanx.plan.oom import diagnose
     from phalanx.spec.load import load_run
 
-    refuse_automatic(load_run(path, overrides))
-    run, _ = on_machines(path, machine, nodes, nproc, overrides)
+    require_resolved_layout(load_run(path, overrides))
+    run, _ = run_on_cluster(path, machine, nodes, nproc, overrides)
     diagnosis = diagnose(run)
     if as_json:
-        print(json.dumps(views.facts(run, diagnosis), indent=2))
+        print(json.dumps(views.oom_to_json(run, diagnosis), indent=2))
     else:
-        views.show(run, diagnosis)
+        views.print_oom_advice(run, diagnosis)
 
 
 def _words(first: str, second: str | None) -> tuple[bool, Path]:
@@ -100,4 +100,4 @@ def _words(first: str, second: str | None) -> tuple[bool, Path]:
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-app.command("advise", cls=Usage)(advise)
+app.command("advise", cls=OptionalSubcommand)(advise)

@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 
 from phalanx.cost.footprint import GIB
-from phalanx.plan.advise import ALIKE, Advice, Advised
-from phalanx.plan.rules import Kind, Rule
-from phalanx.plan.search import Option
+from phalanx.plan.advise import ALIKE, Advice, AdviceReport
+from phalanx.plan.rules import Kind, RuleOfThumb
+from phalanx.plan.search import EvaluatedLayout
 from phalanx.spec.run import RunSpec
 
 TITLES: dict[Kind, str] = {
@@ -23,7 +23,7 @@ WIDTH = 120
 """Of the text, so that a narrow terminal breaks its lines rather than our words."""
 
 
-def show(run: RunSpec, advised: Advised) -> None:
+def print_advice(run: RunSpec, advised: AdviceReport) -> None:
     """The planner's best layout, then every rule that applies, beside it."""
     console = Console(width=max(Console().width, WIDTH))
     here, best = advised.situation, advised.best
@@ -43,18 +43,18 @@ def show(run: RunSpec, advised: Advised) -> None:
     console.print()
     for note in (
         f"agrees: the fastest layout that obeys the rule takes less than {ALIKE:.0%} more time than the planner's best",
-        f"{len(advised.silent)} rules do not apply; --json names them",
+        f"{len(advised.inapplicable_rules)} rules do not apply; --json names them",
     ):
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 
 
-def _show(console: Console, advice: Advice, best: Option) -> None:
+def _show(console: Console, advice: Advice, best: EvaluatedLayout) -> None:
     rule, verdict = advice.rule, advice.verdict
     said = f"{verdict} {advice.slower:.1%}" if verdict == "costs" else verdict
     console.print(f"  {said:13}", style=STYLES[verdict], end="", highlight=False)
     asks = f" [{rule.partial}]" if rule.partial else ""
     console.print(f"{rule.name} -> {rule.says}{asks}", highlight=False, soft_wrap=True, markup=False)
-    lines = [f"because {advice.because} ({rule.source})"]
+    lines = [f"because {advice.why_rule_applies} ({rule.source})"]
     if advice.option is not None and advice.option is not best:
         lines.append(f"with {_option(advice.option)} ({advice.more_bytes / GIB:+.1f})")
     lines += [advice.reason, *([rule.beyond] if rule.beyond else [])]
@@ -62,11 +62,11 @@ def _show(console: Console, advice: Advice, best: Option) -> None:
         console.print(f"{'':15}{line}", style="dim" if line == lines[0] else "", highlight=False, soft_wrap=True)
 
 
-def _option(option: Option) -> str:
+def _option(option: EvaluatedLayout) -> str:
     return f"{option.candidate}: {option.step_seconds:.3f} s, {option.memory_bytes / GIB:.1f} GiB"
 
 
-def facts(run: RunSpec, advised: Advised) -> dict[str, Any]:
+def advice_to_json(run: RunSpec, advised: AdviceReport) -> dict[str, Any]:
     """What `phalanx advise --json` prints."""
     here = advised.situation
     return {
@@ -77,7 +77,7 @@ def facts(run: RunSpec, advised: Advised) -> dict[str, Any]:
         "advice": [
             {
                 **_rule(advice.rule),
-                "because": advice.because,
+                "because": advice.why_rule_applies,
                 "verdict": advice.verdict,
                 "layout": advice.option and _facts(advice.option),
                 "slower": advice.slower,
@@ -86,16 +86,16 @@ def facts(run: RunSpec, advised: Advised) -> dict[str, Any]:
             }
             for advice in advised.advice
         ],
-        "silent": [_rule(rule) for rule in advised.silent],
+        "silent": [_rule(rule) for rule in advised.inapplicable_rules],
     }
 
 
-def _rule(rule: Rule) -> dict[str, str]:
+def _rule(rule: RuleOfThumb) -> dict[str, str]:
     texts = {"kind": rule.kind, "rule": rule.name, "says": rule.says, "asks": rule.partial, "source": rule.source}
     return {**texts, "beyond": rule.beyond}
 
 
-def _facts(option: Option) -> dict[str, Any]:
+def _facts(option: EvaluatedLayout) -> dict[str, Any]:
     return {
         "candidate": str(option.candidate),
         "layout": option.candidate.layout().model_dump(exclude_defaults=True),

@@ -65,9 +65,9 @@ def calibrate(
         raise UserError("--out", str(out), "does not end in .toml, as --machine wants it", "name a .toml file")
 
     from phalanx.plan.calibrate import calibrate as fit
-    from phalanx.plan.calibrate import read_measured_run, this_cpu, write_machine
-    from phalanx.plan.timings import read_sweep
-    from phalanx.report.efficiency import with_parts
+    from phalanx.plan.calibrate import detect_cpu, read_measured_run, write_machine
+    from phalanx.plan.timings import read_benchmark_file
+    from phalanx.report.efficiency import with_measured_parts
     from phalanx.spec.load import load_machine
 
     runs, files = ([path for path in found_by if (path.suffix == ".json") is kind] for kind in (False, True))
@@ -77,27 +77,27 @@ def calibrate(
     for directory in runs:
         if sum(other.resolve() == directory.resolve() for other in runs) > 1:
             raise UserError("RUN_DIR", str(directory), "is given twice, and would count for two", "name each run once")
-    measured = [with_parts(read_measured_run(directory), directory) for directory in runs]
-    sweeps = [read_sweep(file) for file in files]
+    measured = [with_measured_parts(read_measured_run(directory), directory) for directory in runs]
+    sweeps = [read_benchmark_file(file) for file in files]
     if machine is None and any(run.run.cluster.device == "cuda" for run in measured):
         raise UserError("--machine", None, "is needed for runs on GPUs", "name theirs, such as --machine h100")
     with Console(stderr=True).status(f"constants of {len(runs)} runs, with each left out in turn"):
-        found = fit(measured, load_machine(machine) if machine else this_cpu(), sweeps)
+        found = fit(measured, load_machine(machine) if machine else detect_cpu(), sweeps)
     write_machine(out, found.machine, [*(run.name for run in measured), *(sweep.name for sweep in sweeps)])
     if json_:
         import json
 
-        print(json.dumps(facts(measured, found), indent=2))
+        print(json.dumps(calibration_to_json(measured, found), indent=2))
     else:
-        show(measured, found, out)
+        print_calibration(measured, found, out)
     if found.machine.measured is not None and found.machine.measured.log_half_width > WIDE:
         fix = "add runs, longer ones, while nothing else uses the machine"
         print(f"{out} predicts too widely to choose by: {fix}", file=sys.stderr)
 
 
-def facts(runs: list[MeasuredRun], found: Calibration) -> dict[str, Any]:
+def calibration_to_json(runs: list[MeasuredRun], found: Calibration) -> dict[str, Any]:
     """What `--json` prints: predicted beside measured of each run, and the machine."""
-    rows = zip(runs, found.before, found.after, found.left_out, found.memory, strict=True)
+    rows = zip(runs, found.before, found.after, found.leave_one_out, found.memory, strict=True)
     return {
         "runs": [
             {
@@ -116,7 +116,7 @@ def facts(runs: list[MeasuredRun], found: Calibration) -> dict[str, Any]:
     }
 
 
-def show(runs: list[MeasuredRun], found: Calibration, out: Path) -> None:
+def print_calibration(runs: list[MeasuredRun], found: Calibration, out: Path) -> None:
     """Predicted beside measured, and what the runs decide."""
     from math import exp
 
@@ -131,7 +131,7 @@ def show(runs: list[MeasuredRun], found: Calibration, out: Path) -> None:
     for header in ("step s", "before", "now", "by the others", "GiB", "now"):
         table.add_column(header, justify="right")
     for run, before, after, left_out, memory in zip(
-        runs, found.before, found.after, found.left_out, found.memory, strict=True
+        runs, found.before, found.after, found.leave_one_out, found.memory, strict=True
     ):
         errors = [f"{100 * (seconds / run.step_seconds - 1):+.1f} %" for seconds in (before, after, left_out)]
         held = f"{run.memory_bytes / GIB:.2f}", f"{100 * (memory / run.memory_bytes - 1):+.1f} %"

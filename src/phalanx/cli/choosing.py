@@ -8,26 +8,26 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
 
-def chosen(run: RunSpec) -> tuple[RunSpec, str]:
+def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
     """The run with the fastest layout whose memory is almost surely enough on the ranks of its cluster, or if none is
     the one with least risk, and what the planner says of the first ten, as JSON. Says on stderr what was taken."""
     import json
 
-    from phalanx.cli.plan_views import facts
-    from phalanx.cli.searching import searching
-    from phalanx.plan.explain import best_plan
+    from phalanx.cli.plan_views import plan_to_json
+    from phalanx.cli.searching import search_progress
+    from phalanx.plan.explain import plan_or_raise
 
     described, ranks = run.model_copy(update={"automatic": False}), run.cluster.ranks
-    with searching(ranks) as report:
-        plan = best_plan(described, ranks, report=report)
-    best = plan.taken
+    with search_progress(ranks) as report:
+        plan = plan_or_raise(described, ranks, report=report)
+    best = plan.chosen
     seconds = f"{best.step_seconds:.3f} s a step predicted"
     print(f"layout: {best.candidate} (of {plan.considered:,}; {seconds})", file=sys.stderr)
     taken = described.model_copy(update={"layout": best.candidate.layout()})
-    return taken, json.dumps(facts(taken, ranks, plan, top=10, tokens=None), indent=2)
+    return taken, json.dumps(plan_to_json(taken, ranks, plan, top=10, tokens=None), indent=2)
 
 
-def chosen_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
+def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
     """The same for so many ranks a node.
 
     Raises UserError where nobody says how many.
@@ -35,4 +35,4 @@ def chosen_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
     if ranks is None:
         fix = "set cluster.nproc, or give --nproc"
         raise UserError("layout", "auto", "needs to know how many ranks there are", fix)
-    return chosen(run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc": ranks})}))
+    return choose_layout(run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc": ranks})}))

@@ -16,7 +16,7 @@ from phalanx.spec.tokenizer import BYTES_VOCAB
 from phalanx.train.progress import SECONDS_BETWEEN_LINES
 
 if TYPE_CHECKING:
-    from phalanx.data.encode import Counts, Progress
+    from phalanx.data.encode import Progress, TokenizationCounts
     from phalanx.data.tokenizer import Tokenizer
 
 app = typer.Typer(help="Turn text into tokens, and look at tokens.", no_args_is_help=True)
@@ -54,7 +54,7 @@ def prepare(
         phalanx data prepare stdlib --out tokens/stdlib --tokenizer bytes --json
     """
     from phalanx.data.corpus import documents
-    from phalanx.data.encode import disk_error, limit_threads, write_pairs
+    from phalanx.data.encode import disk_error, limit_threads, write_indexed_pairs
 
     _refuse([Path(f"{out}.bin"), Path(f"{out}.idx")], force)
     model = _tokenizer(tokenizer)
@@ -64,7 +64,7 @@ def prepare(
         out.parent.mkdir(parents=True, exist_ok=True)
         with _progress(_total_bytes(sources)) as progress:
             text = documents(sources, text_key, "SOURCE")
-            (counts,) = write_pairs(text, model, [out], end=end, progress=progress)
+            (counts,) = write_indexed_pairs(text, model, [out], end=end, progress=progress)
     except OSError as error:
         raise disk_error("--out", out, error) from None
     _print(_prepared(out, counts, time.monotonic() - begun), json_)
@@ -156,9 +156,9 @@ def _tokenizer(name: str) -> Tokenizer:
 
 def _total_bytes(sources: list[str]) -> int | None:
     """Bytes of text to read, where the files tell."""
-    from phalanx.data.corpus import parts
+    from phalanx.data.corpus import list_source_files
 
-    found = parts(sources, "SOURCE")
+    found = list_source_files(sources, "SOURCE")
     return sum(part.size for part in found) if all(part.kind == "text" for part in found) else None
 
 
@@ -186,17 +186,17 @@ class _Lines:
     def __init__(self, show: Any) -> None:
         self.show, self.next = show, time.monotonic() + SECONDS_BETWEEN_LINES
 
-    def __call__(self, counts: Counts) -> None:
+    def __call__(self, counts: TokenizationCounts) -> None:
         if time.monotonic() >= self.next:
             self.show(_describe(counts))
             self.next = time.monotonic() + SECONDS_BETWEEN_LINES
 
 
-def _describe(counts: Counts) -> str:
+def _describe(counts: TokenizationCounts) -> str:
     return f"{counts.documents:,} documents, {counts.tokens:,} tokens"
 
 
-def _prepared(out: Path, counts: Counts, seconds: float) -> dict[str, Any]:
+def _prepared(out: Path, counts: TokenizationCounts, seconds: float) -> dict[str, Any]:
     return {
         "prefix": str(out),
         "documents": counts.documents,

@@ -48,11 +48,11 @@ def _show(found: Explanation) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     verdict = found.verdict
-    say(Text(verdict.said, "bold"))
+    say(Text(verdict.summary, "bold"))
     say(f"what to do: {verdict.fix}")
     if found.step is not None:
         say(f"the last step that all ranks which told finished: {found.step}")
-    for line in found.before:
+    for line in found.earlier_failures:
         say(f"before: {line}")
     if found.ranks:
         say("")

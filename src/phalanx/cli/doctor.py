@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.options import Json, Overrides
-from phalanx.measure.doctor.children import run as run_child
-from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.finding import Finding, Skip
+from phalanx.measure.doctor.children import run_command as run_child
+from phalanx.measure.doctor.expected import Expectations
+from phalanx.measure.doctor.finding import CheckSkipped, DoctorFinding
 from phalanx.measure.doctor.machine import COMMAND_SECONDS, Machine
 from phalanx.spec.errors import UserError
 
@@ -102,22 +102,22 @@ def _is_missing(file: Path) -> bool:
     return run_child(("test", "-e", str(file)), COMMAND_SECONDS).code == 1
 
 
-def _expected(run: Path | None, nproc: int | None, overrides: list[str]) -> Expected:
+def _expected(run: Path | None, nproc: int | None, overrides: list[str]) -> Expectations:
     if run is None:
-        return Expected(ranks=nproc)
-    from phalanx.measure.doctor.asked import expected_of
+        return Expectations(ranks=nproc)
+    from phalanx.measure.doctor.asked import expectations_from_run
     from phalanx.spec.load import load_run
 
-    return expected_of(load_run(run, overrides), nproc)
+    return expectations_from_run(load_run(run, overrides), nproc)
 
 
 def _examined(
-    expected: Expected, sysroot: Path | None, record: Path | None, leave: Path | None, topology: Path | None
-) -> list[Finding]:
+    expected: Expectations, sysroot: Path | None, record: Path | None, leave: Path | None, topology: Path | None
+) -> list[DoctorFinding]:
     """Findings of one machine, and what else was asked for of it."""
     from phalanx.measure.doctor import examine
-    from phalanx.measure.doctor.gather import leave as left
     from phalanx.measure.doctor.gather import storage_clock
+    from phalanx.measure.doctor.gather import write_node_report as left
 
     if sysroot is not None and not sysroot.is_dir():
         raise UserError("--sysroot", str(sysroot), "is no directory", "give one that phalanx doctor --record wrote")
@@ -125,9 +125,9 @@ def _examined(
     if topology is not None:
         _write_topology(machine, topology)
     if leave is None:
-        return list(examine.node(machine, expected, with_facts=record is not None).findings)
+        return list(examine.examine_node(machine, expected, with_facts=record is not None).findings)
     leave.mkdir(parents=True, exist_ok=True)
-    node = examine.node(machine, expected, ahead_seconds=storage_clock(leave))
+    node = examine.examine_node(machine, expected, ahead_seconds=storage_clock(leave))
     print(f"left {left(leave, node)}", file=sys.stderr)
     return list(node.findings)
 
@@ -137,21 +137,31 @@ def _write_topology(machine: Machine, file: Path) -> None:
 
     try:
         file.write_text(matrix(machine))
-    except Skip as skipped:
+    except CheckSkipped as skipped:
         raise UserError("--topology", str(file), f"there is nothing to write: {skipped}", "leave it out") from None
     print(f"wrote {file}, for phalanx placement RUN.toml --topology {file}", file=sys.stderr)
 
 
-def _gathered(directory: Path, wanted: int) -> list[Finding]:
-    from phalanx.measure.doctor.gather import between, collect, of_collectives, old
+def _gathered(directory: Path, wanted: int) -> list[DoctorFinding]:
+    from phalanx.measure.doctor.gather import (
+        collective_findings,
+        compare_nodes,
+        read_node_reports,
+        stale_report_findings,
+    )
 
-    nodes = collect(directory)
+    nodes = read_node_reports(directory)
     of_nodes = (each for node in nodes for each in node.findings)
-    return [*between(nodes, wanted), *old(directory), *of_collectives(directory), *of_nodes]
+    return [
+        *compare_nodes(nodes, wanted),
+        *stale_report_findings(directory),
+        *collective_findings(directory),
+        *of_nodes,
+    ]
 
 
-def _collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> list[Finding]:
-    from phalanx.cli.choosing import chosen_for
+def _collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> list[DoctorFinding]:
+    from phalanx.cli.choosing import choose_layout_for
     from phalanx.cost.stages import check_layout
     from phalanx.spec.load import load_run
 
@@ -163,28 +173,28 @@ def _collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> l
             "start each node with torchrun -m phalanx.train.checkup, or set cluster.nodes = 1",
         )  # fmt: skip
     if described.automatic:
-        described, _ = chosen_for(described, nproc or described.cluster.nproc)
-    from phalanx.train.checkup import checked
-    from phalanx.train.launch import choose_nproc
+        described, _ = choose_layout_for(described, nproc or described.cluster.nproc)
+    from phalanx.train.checkup import launch_check
+    from phalanx.train.launch import select_nproc
 
-    ranks = choose_nproc(described, nproc)
+    ranks = select_nproc(described, nproc)
     if ranks == 1:
         raise UserError("--nproc", 1, "leaves nobody to send to", "start 2 ranks or more")
     check_layout(described, ranks)
-    return checked(described, ranks)
+    return launch_check(described, ranks)
 
 
-def _tell(found: list[Finding], out: Path | None, as_json: bool) -> None:
-    from phalanx.measure.doctor.report import exit_code, ordered, write
+def _tell(found: list[DoctorFinding], out: Path | None, as_json: bool) -> None:
+    from phalanx.measure.doctor.report import by_severity, exit_code, write_reports
 
     if out is not None:
-        write(out, found, "phalanx doctor")
+        write_reports(out, found, "phalanx doctor")
         print(f"wrote {out}/findings.json, findings.md and failing_nodes.txt", file=sys.stderr)
     if as_json:
-        listed = [asdict(each) for each in ordered(found)]
+        listed = [asdict(each) for each in by_severity(found)]
         print(json.dumps({"exit_code": exit_code(found), "findings": listed}, indent=2))
     else:
-        from phalanx.cli.doctor_views import show
+        from phalanx.cli.doctor_views import print_findings
 
-        show(found)
+        print_findings(found)
     raise typer.Exit(exit_code(found))

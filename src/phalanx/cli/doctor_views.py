@@ -9,17 +9,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.measure.doctor.finding import Finding
-from phalanx.measure.doctor.report import failing, ordered
+from phalanx.measure.doctor.finding import DoctorFinding
+from phalanx.measure.doctor.report import by_severity, failing_hosts
 
 STYLES = {"FAIL": "bold red", "WARN": "yellow"}
 NAMES = (("FAIL", "failures"), ("WARN", "warnings"), ("OK", "well"), ("SKIP", "not checked"))
 
 
-def show(found: Sequence[Finding]) -> None:
+def print_findings(found: Sequence[DoctorFinding]) -> None:
     """What is wrong and what to do, then what was not looked at and why, then what is well."""
     console = Console(highlight=False)
-    wrong = [each for each in ordered(found) if each.severity in STYLES]
+    wrong = [each for each in by_severity(found) if each.severity in STYLES]
     hosts = {each.host for each in found if each.host}
     if wrong:
         console.print(_table(wrong, len(hosts) > 1))
@@ -32,11 +32,11 @@ def show(found: Sequence[Finding]) -> None:
         console.print(Text(f"well: {listed}", "dim"), soft_wrap=True)
     counts = ", ".join(f"{sum(each.severity == kind for each in found)} {name}" for kind, name in NAMES)
     console.print(f"\n{', '.join(sorted(hosts)) or 'ranks'}: {counts}", style="bold", soft_wrap=True)
-    if len(hosts) > 1 and failing(found):
-        console.print(f"leave out: --exclude={','.join(failing(found))}", soft_wrap=True)
+    if len(hosts) > 1 and failing_hosts(found):
+        console.print(f"leave out: --exclude={','.join(failing_hosts(found))}", soft_wrap=True)
 
 
-def _table(wrong: Sequence[Finding], several: bool) -> Table:
+def _table(wrong: Sequence[DoctorFinding], several: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for name in ("", "finding", *(["host"] if several else []), "device", "measured", "should be", "what to do"):
         table.add_column(name, overflow="fold", no_wrap=not name, ratio=2 if name == "what to do" else None)
@@ -49,7 +49,7 @@ def _table(wrong: Sequence[Finding], several: bool) -> Table:
     return table
 
 
-def _reasons(skipped: Sequence[Finding]) -> dict[str, list[str]]:
+def _reasons(skipped: Sequence[DoctorFinding]) -> dict[str, list[str]]:
     """What was not looked at, by why."""
     reasons: dict[str, list[str]] = {}
     for each in skipped:

@@ -54,24 +54,24 @@ def dryrun(
     described = load_run(run, set_ or [], machine=machine)
     described, world_size = _sized(described, world)
     check_layout(described, world_size)  # before torch is imported, which takes a second
-    from phalanx.verify.compare import compare
-    from phalanx.verify.dryrun import check_traceable, corners, dry_run
+    from phalanx.verify.compare import compare_with_plan
+    from phalanx.verify.dryrun import check_traceable, corner_ranks, dry_run
 
     check_traceable(described, world_size)
-    traced_ranks = _which(ranks, world_size, lambda: corners(described, world_size))
+    traced_ranks = _which(ranks, world_size, lambda: corner_ranks(described, world_size))
     found = []
     with _tracing(len(traced_ranks), jobs) as done:
         for traced in dry_run(described, world_size, traced_ranks, jobs):
-            found.append((traced, compare(described, world_size, traced)))
+            found.append((traced, compare_with_plan(described, world_size, traced)))
             done()
     if json_:
-        from phalanx.cli.dryrun_views import facts
+        from phalanx.cli.dryrun_views import dry_run_to_json
 
-        print(json.dumps(facts(described, world_size, found), indent=2))
+        print(json.dumps(dry_run_to_json(described, world_size, found), indent=2))
     else:
-        from phalanx.cli.dryrun_views import show
+        from phalanx.cli.dryrun_views import print_dry_run
 
-        show(described, world_size, found)
+        print_dry_run(described, world_size, found)
     raise typer.Exit(not all(line.agrees for _, lines in found for line in lines))
 
 
@@ -81,14 +81,14 @@ def _sized(run: RunSpec, world: int | None) -> tuple[RunSpec, int]:
     world_size = world or nodes * (nproc or 1)
     if not run.automatic:
         return run, world_size
-    from phalanx.cli.choosing import chosen
+    from phalanx.cli.choosing import choose_layout
 
     per_node = min(nproc or world_size, world_size)
     if world_size % per_node:
         fix = f"use a multiple of cluster.nproc ({per_node})"
         raise UserError("--world", world_size, "does not fill nodes, for which the planner chooses", fix)
     cluster = run.cluster.model_copy(update={"nodes": world_size // per_node, "nproc": per_node})
-    return chosen(run.model_copy(update={"cluster": cluster}))[0], world_size
+    return choose_layout(run.model_copy(update={"cluster": cluster}))[0], world_size
 
 
 def _which(text: str, world_size: int, corners: Callable[[], list[int]]) -> list[int]:

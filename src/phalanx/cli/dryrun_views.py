@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.info import short
-from phalanx.spec.layout import AXES, degrees
+from phalanx.cli.info import format_si
+from phalanx.spec.layout import AXES, parallel_dims
 from phalanx.spec.run import RunSpec
-from phalanx.verify.compare import Line
+from phalanx.verify.compare import PlanCheck
 
-Found = list[tuple[dict[str, Any], list[Line]]]
+Found = list[tuple[dict[str, Any], list[PlanCheck]]]
 """What was traced of each rank, and how it compares."""
 NOTES = (
     "bytes are those that a rank sends (around a ring, where operations go around one); memory is what tensors hold, "
@@ -24,7 +24,7 @@ NOTES = (
 UNITS = {"collective": "B", "memory": "B", "flops": "FLOP"}
 
 
-def facts(run: RunSpec, world_size: int, found: Found) -> dict[str, Any]:
+def dry_run_to_json(run: RunSpec, world_size: int, found: Found) -> dict[str, Any]:
     """All of it, for programs."""
     return {
         "world_size": world_size,
@@ -45,7 +45,7 @@ def facts(run: RunSpec, world_size: int, found: Found) -> dict[str, Any]:
     }
 
 
-def show(run: RunSpec, world_size: int, found: Found) -> None:
+def print_dry_run(run: RunSpec, world_size: int, found: Found) -> None:
     """The same, for people."""
     console = Console(width=max(Console().width, 110), highlight=False)
     console.print(_overview(run, world_size, found), soft_wrap=True)
@@ -81,16 +81,16 @@ def _overview(run: RunSpec, world_size: int, found: Found) -> Table:
         table.add_row(
             Text(f"{traced['rank']}") + Text(_where(run, world_size, traced["rank"]), "dim"),
             f"{calls:,} {'as planned' if same else 'not as planned'}",
-            f"{short(sum(line.traced for line in collectives))}B",
-            f"{short(total.traced)}B", f"{short(total.planned)}B", _off(total),
-            short(flops.traced), short(flops.planned), _off(flops),
+            f"{format_si(sum(line.traced for line in collectives))}B",
+            f"{format_si(total.traced)}B", f"{format_si(total.planned)}B", _off(total),
+            format_si(flops.traced), format_si(flops.planned), _off(flops),
             f"{traced['tracing']['seconds']:.1f} s",
             style="" if all(line.agrees for line in lines) else "red",
         )  # fmt: skip
     return table
 
 
-def _detail(lines: list[Line]) -> Table:
+def _detail(lines: list[PlanCheck]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column, justify in (("", "left"), ("among", "left"), ("ranks", "right"), ("calls", "right")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
@@ -103,13 +103,13 @@ def _detail(lines: list[Line]) -> Table:
         of_collective = line.kind == "collective"
         table.add_row(
             line.what, line.among, f"{line.ranks:,}" if of_collective else "", calls if of_collective else "",
-            f"{short(line.traced)}{UNITS[line.kind]}", f"{short(line.planned)}{UNITS[line.kind]}", _off(line),
+            f"{format_si(line.traced)}{UNITS[line.kind]}", f"{format_si(line.planned)}{UNITS[line.kind]}", _off(line),
             line.why, style="" if line.agrees else "red",
         )  # fmt: skip
     return table
 
 
-def _off(line: Line) -> str:
+def _off(line: PlanCheck) -> str:
     """How far the program is from the plan."""
     if line.traced == line.planned:
         return "="
@@ -123,8 +123,8 @@ def _where(run: RunSpec, world_size: int, rank: int) -> str:
 
 def _place(run: RunSpec, world_size: int, rank: int) -> dict[str, int]:
     """On the axes of more than one rank; of a server nothing."""
-    sizes = degrees(run.layout, world_size)
+    sizes = parallel_dims(run.layout, world_size)
     if rank < sizes.servers:
         return {}
-    place = sizes.place(rank)
+    place = sizes.coordinates(rank)
     return {axis: place[axis] for axis in AXES if getattr(sizes, axis) > 1}

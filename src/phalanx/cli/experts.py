@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.cli.options import Json
-from phalanx.cost.placement import balanced, busiest_rank
+from phalanx.cost.placement import balanced_expert_order, max_rank_load
 from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from phalanx.spec.model import ModelSpec
-from phalanx.train.manifest import intact_checkpoint, read_manifest
+from phalanx.train.manifest import read_manifest, require_valid_checkpoint
 
 Loads = dict[int, list[int]]
 
@@ -55,27 +55,27 @@ def experts(
     described = load_run(run / "run.toml", environment={})
     ranks = ep or described.layout.ep
     layers = _layers(run, described.model, ranks)
-    checkpoint = intact_checkpoint(run)
+    checkpoint = require_valid_checkpoint(run)
     loads = _loads(checkpoint, layers)
     if order is None:
-        orders = {layer: balanced(tokens, ranks) for layer, tokens in loads.items()}
+        orders = {layer: balanced_expert_order(tokens, ranks) for layer, tokens in loads.items()}
     else:
         orders = {layer: list(range(len(tokens))) for layer, tokens in loads.items()} | _read_order(order, loads)
     rows = [
         {
             "layer": layer,
             "tokens": tokens,
-            "busiest_rank": busiest_rank(tokens, range(len(tokens)), ranks),
-            "then": busiest_rank(tokens, orders[layer], ranks),
+            "busiest_rank": max_rank_load(tokens, range(len(tokens)), ranks),
+            "then": max_rank_load(tokens, orders[layer], ranks),
             "order": orders[layer],
         }
         for layer, tokens in loads.items()
     ]
     before = None
     if balance or order:
-        from phalanx.train.renumber import renumber  # torch takes seconds to import
+        from phalanx.train.renumber import reorder_experts  # torch takes seconds to import
 
-        before = renumber(checkpoint, orders)
+        before = reorder_experts(checkpoint, orders)
     if json_:
         print(json.dumps({"ep": ranks, "layers": rows, "before": before and str(before)}, indent=2))
     else:
@@ -89,7 +89,7 @@ def _layers(run: Path, spec: ModelSpec, ranks: int) -> list[int]:
     fix = f"use one of {', '.join(map(str, divisors(spec.moe.experts)))}"
     problem = f"does not divide model.moe.experts ({spec.moe.experts})"
     require(spec.moe.experts % ranks == 0, "--ep", ranks, problem, fix)
-    return [layer for layer in range(spec.layers) if spec.is_moe(layer)]
+    return [layer for layer in range(spec.layers) if spec.is_moe_layer(layer)]
 
 
 def _loads(checkpoint: Path, layers: list[int]) -> Loads:

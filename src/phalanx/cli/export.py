@@ -32,9 +32,9 @@ def export(
     require(to == "hf", "--to", to, "is not a known format", "use --to hf")
     from phalanx.data.tokenizer import load_tokenizer
     from phalanx.model.hf import export_hf
-    from phalanx.train.trained import load_trained
+    from phalanx.train.trained import load_trained_model
 
-    spec, model, tokenizer = load_trained(run)
+    spec, model, tokenizer = load_trained_model(run)
     parameters = dict(model.named_parameters())
     export_hf(spec.model, parameters, directory, tokenizer, load_tokenizer(tokenizer).end, dtype)
     total = sum(parameter.numel() for parameter in parameters.values())

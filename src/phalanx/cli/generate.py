@@ -38,14 +38,14 @@ def generate(
     import torch
 
     from phalanx.data.tokenizer import load_tokenizer
-    from phalanx.model.generate import sample
-    from phalanx.train.trained import load_trained
+    from phalanx.model.generate import stream_tokens
+    from phalanx.train.trained import load_trained_model
 
-    spec, model, path = load_trained(run)
+    spec, model, path = load_trained_model(run)
     tokenizer = load_tokenizer(path)
     start = torch.tensor(tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end])
     generator = torch.Generator().manual_seed(seed)
-    new = islice(sample(model, start, temperature, top_k, generator, spec.training.sequence), tokens)
+    new = islice(stream_tokens(model, start, temperature, top_k, generator, spec.training.sequence), tokens)
     print(prompt, end="", flush=True)
     for text in pieces(tokenizer, start.tolist(), takewhile(lambda token: token != tokenizer.end, new)):
         print(text, end="", flush=True)

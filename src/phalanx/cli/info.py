@@ -12,9 +12,9 @@ from rich.table import Table
 
 from phalanx.cost.compute import forward_flops_per_token, training_flops_per_token
 from phalanx.cost.memory import Optimizer, model_state_bytes
-from phalanx.cost.parameters import ParameterCount, parameters
+from phalanx.cost.parameters import ParameterCount, count_parameters
 from phalanx.spec.base import require
-from phalanx.spec.cluster import Cluster
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_machine, load_model, preset_names
 from phalanx.spec.model import ModelSpec
@@ -53,7 +53,7 @@ def info(
         phalanx info --list
     """
     if list_:
-        models = {name: parameters(load_model(name)) for name in preset_names("models")}
+        models = {name: count_parameters(load_model(name)) for name in preset_names("models")}
         machines = {name: load_machine(name) for name in preset_names("machines")}
         if json_:
             _print_json({"models": _model_facts(models), "machines": _machine_facts(machines)})
@@ -65,14 +65,14 @@ def info(
     spec = load_model(model)
     tokens = _sequence(spec, sequence)
     if json_:
-        _print_json(facts(spec, tokens))
+        _print_json(model_info(spec, tokens))
     else:
         _show(model, spec, tokens)
 
 
-def facts(spec: ModelSpec, sequence: int) -> dict[str, Any]:
+def model_info(spec: ModelSpec, sequence: int) -> dict[str, Any]:
     """What `phalanx info --json` prints: counts of parameters, FLOPs per token, bytes of state."""
-    count = parameters(spec)
+    count = count_parameters(spec)
     state = {name: model_state_bytes(count, name, "bf16") for name in get_args(Optimizer)}
     return {
         "parameters": {
@@ -102,7 +102,7 @@ def _sequence(spec: ModelSpec, sequence: int | None) -> int:
 
 
 def _show(name: str, spec: ModelSpec, sequence: int) -> None:
-    console, known = Console(), facts(spec, sequence)
+    console, known = Console(), model_info(spec, sequence)
     console.print(name, style="bold", end="  ", highlight=False, markup=False)
     console.print(describe(spec), highlight=False, soft_wrap=True)
     tables = (
@@ -140,25 +140,25 @@ def _parameter_table(known: dict[str, int]) -> Table:
 def _flops_table(known: dict[str, float], sequence: int) -> Table:
     table = _table(f"FLOPs per token at {sequence:,} tokens", "forward", "training")
     for row, kind in (("causal attention", "causal"), ("full attention, as PaLM counts", "full")):
-        table.add_row(row, short(known[f"forward_{kind}"]), short(known[f"training_{kind}"]))
+        table.add_row(row, format_si(known[f"forward_{kind}"]), format_si(known[f"training_{kind}"]))
     return table
 
 
 def _state_table(known: dict[str, dict[str, int]]) -> Table:
     table = _table("bytes of training state", "parameters", "gradients", "optimizer", "total")
     for optimizer, state in known.items():
-        table.add_row(optimizer, *(f"{short(size)}B" for size in state.values()))
+        table.add_row(optimizer, *(f"{format_si(size)}B" for size in state.values()))
     return table
 
 
 def _model_list(presets: dict[str, ParameterCount]) -> Table:
     table = _table("model", "parameters", "active per token")
     for name, count in presets.items():
-        table.add_row(name, short(count.total, COUNT), short(count.active, COUNT))
+        table.add_row(name, format_si(count.total, COUNT), format_si(count.active, COUNT))
     return table
 
 
-def _machine_list(presets: dict[str, Cluster]) -> Table:
+def _machine_list(presets: dict[str, ClusterSpec]) -> Table:
     table = _table("machine", "TFLOP/s", "GiB", "memory GB/s", "link GB/s", "domain", "NIC GB/s", "W")
     for name, machine in presets.items():
         table.add_row(
@@ -178,7 +178,7 @@ def _model_facts(presets: dict[str, ParameterCount]) -> dict[str, Any]:
     return {name: {"total": count.total, "active": count.active} for name, count in presets.items()}
 
 
-def _machine_facts(presets: dict[str, Cluster]) -> dict[str, Any]:
+def _machine_facts(presets: dict[str, ClusterSpec]) -> dict[str, Any]:
     return {
         name: {key: value for key in DEVICE if (value := getattr(machine, key)) is not None}
         for name, machine in presets.items()
@@ -196,7 +196,7 @@ def _table(first: str, *columns: str) -> Table:
     return table
 
 
-def short(number: float, prefixes: tuple[str, ...] = SI) -> str:
+def format_si(number: float, prefixes: tuple[str, ...] = SI) -> str:
     """A number to three digits with its power of a thousand: 8030261248 is "8.03 G", as a count "8.03 B"."""
     power = 0
     while number >= 999.5 and power < len(prefixes) - 1:

@@ -9,7 +9,7 @@ import typer
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.schema import PUBLISHED, schema_text
-from phalanx.spec.starter import starter
+from phalanx.spec.starter import run_file_template
 
 
 def init(
@@ -35,7 +35,7 @@ def init(
     try:
         if schema:
             path.with_name(PUBLISHED.name).write_text(schema_text())
-        path.write_text(starter(str(path), f"./{PUBLISHED.name}" if schema else PUBLISHED.as_uri()))
+        path.write_text(run_file_template(str(path), f"./{PUBLISHED.name}" if schema else PUBLISHED.as_uri()))
     except OSError as error:
         raise UserError("PATH", str(path), f"cannot be written: {error.strerror}", "choose another place") from None
     print(f"wrote {path}; train it with: phalanx train {path}")

@@ -11,7 +11,7 @@ import typer
 from phalanx.cli.options import Overrides, RunFile
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
-from phalanx.train.launching.job import Job, check_job, parse_nodes, quoted, ranks_of_a_node
+from phalanx.train.launching.job import ClusterJob, check_job, parse_nodes, ranks_per_node, shell_join
 from phalanx.train.launching.kubernetes import kubernetes
 from phalanx.train.launching.skypilot import skypilot
 from phalanx.train.launching.slurm import slurm
@@ -94,9 +94,9 @@ def launch(
     given = {"to": to, "nodes": nodes, "nproc": nproc, "cpus": cpus, "memory": memory, **own}
     options = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
     sets = [word for override in set_ or () for word in ("--set", override)]
-    words = quoted(["phalanx", "launch", str(run), *options, *sets, *(() if check else ("--no-check",))])
-    ranks = ranks_of_a_node(described, nproc)
-    job = Job(described, run, " ".join(words.splitlines()), least, most, ranks, sets, check, cpus, memory)
+    words = shell_join(["phalanx", "launch", str(run), *options, *sets, *(() if check else ("--no-check",))])
+    ranks = ranks_per_node(described, nproc)
+    job = ClusterJob(described, run, " ".join(words.splitlines()), least, most, ranks, sets, check, cpus, memory)
     check_job(job)
     _write(write(job, **own), out)
 

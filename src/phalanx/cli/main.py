@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from phalanx import __version__
-from phalanx.cli.usage import in_our_words
+from phalanx.cli.usage import translate_usage_errors
 from phalanx.spec.errors import UserError
 
 COMMANDS = (
@@ -23,7 +23,7 @@ COMMANDS = (
 """Each a file beside this one with a function of its name, or with an `app` of several."""
 
 
-class Lazily(TyperGroup):
+class LazyCommandGroup(TyperGroup):
     """Commands whose files are imported when they are asked for, so that each starts without the others."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -46,20 +46,20 @@ class Lazily(TyperGroup):
             self.listing = False
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        with in_our_words():
+        with translate_usage_errors():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        with in_our_words():
+        with translate_usage_errors():
             return super().invoke(ctx)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
-            from phalanx.spec.base import suggest  # with pydantic, which a command's help does not need
+            from phalanx.spec.base import did_you_mean  # with pydantic, which a command's help does not need
 
-            raise UserError("command", cmd_name, "is not known", suggest(cmd_name, list(COMMANDS)))
+            raise UserError("command", cmd_name, "is not known", did_you_mean(cmd_name, list(COMMANDS)))
         if self.listing:
-            return TyperCommand(cmd_name, help=summary(cmd_name))
+            return TyperCommand(cmd_name, help=command_help(cmd_name))
         file = import_module(f"phalanx.cli.{cmd_name}")
         own = getattr(file, "app", None)
         if own is None:
@@ -70,7 +70,7 @@ class Lazily(TyperGroup):
         return command
 
 
-def summary(name: str) -> str:
+def command_help(name: str) -> str:
     """A command's help, read from its file: that of its function, or of its `app`. To import all of these files takes
     several times as long as all else that lists them."""
     tree = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
@@ -86,7 +86,7 @@ def summary(name: str) -> str:
 
 app = typer.Typer(
     name="phalanx",
-    cls=Lazily,
+    cls=LazyCommandGroup,
     help="Plans, runs and verifies distributed training of language models.",
     no_args_is_help=True,
     add_completion=False,

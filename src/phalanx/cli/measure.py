@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from phalanx.cli.choosing import chosen_for
+from phalanx.cli.choosing import choose_layout_for
 from phalanx.cli.options import Json, Overrides
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
@@ -19,7 +19,7 @@ UNITS = {"": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, 
 """As nccl-tests has them, and as they are written."""
 
 
-class Usage(TyperCommand):
+class OptionalSubcommand(TyperCommand):
     """A command whose first word may name a part, which its usage line shows as people write it."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -62,7 +62,7 @@ def measure(
     from phalanx.spec.load import load_run
 
     parts, path = _words(first, second)
-    sizes = swept(sweep) if sweep is not None else []
+    sizes = parse_size_sweep(sweep) if sweep is not None else []
     if sizes and "collectives" not in parts:
         raise UserError("--sweep", sweep, f"has no meaning for {parts[0]}", "remove it, or measure collectives")
     run = load_run(path, set_ or [])
@@ -75,9 +75,9 @@ def measure(
     if json_:
         print(json.dumps(found, indent=2))
     else:
-        from phalanx.cli.measure_views import show
+        from phalanx.cli.measure_views import print_benchmarks
 
-        show(found)
+        print_benchmarks(found)
     wrong = [way["nccl_tests"]["out_of_bounds"]["count"] for way in found.get("collectives", [])]
     raise typer.Exit(any(wrong))
 
@@ -92,7 +92,7 @@ def _words(first: str, second: str | None) -> tuple[list[str], Path]:
     return (list(PARTS), Path(first)) if second is None else ([first], Path(second))
 
 
-def swept(text: str) -> list[int]:
+def parse_size_sweep(text: str) -> list[int]:
     """Sizes in bytes from one to another, each twice the last: "4KiB:16MiB".
 
     Raises UserError if it is no such range.
@@ -114,7 +114,7 @@ def _size(text: str) -> int:
 def _measured(run: RunSpec, nproc: int | None, largest: int, options: list[str]) -> dict[str, Any]:
     """What its ranks find, of sizes up to `largest` bytes; their errors are printed, and end this process."""
     from phalanx.cost.stages import check_layout
-    from phalanx.spec.installed import refuse_unsupported
+    from phalanx.spec.installed import check_torch_supports
 
     if run.cluster.nodes > 1:
         raise UserError(
@@ -123,17 +123,17 @@ def _measured(run: RunSpec, nproc: int | None, largest: int, options: list[str])
         )  # fmt: skip
     known = nproc or run.cluster.nproc
     if run.automatic:
-        run, _ = chosen_for(run, known)
+        run, _ = choose_layout_for(run, known)
     if known is not None:
         check_layout(run, known)  # before torch is imported, which takes a second
-    refuse_unsupported(run.layout)
-    from phalanx.train.launch import choose_device, choose_nproc
-    from phalanx.train.measuring import measured
+    check_torch_supports(run.layout)
+    from phalanx.train.launch import select_device, select_nproc
+    from phalanx.train.measuring import launch_benchmarks
 
-    ranks = choose_nproc(run, nproc)
+    ranks = select_nproc(run, nproc)
     check_layout(run, ranks)
-    _refuse_too_large(largest, ranks, choose_device(run))
-    found = measured(run, ranks, options)
+    _refuse_too_large(largest, ranks, select_device(run))
+    found = launch_benchmarks(run, ranks, options)
     if isinstance(found, int):
         raise typer.Exit(found)
     return found
@@ -160,4 +160,4 @@ def _write(file: Path, found: dict[str, Any]) -> None:
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-app.command("measure", cls=Usage)(measure)
+app.command("measure", cls=OptionalSubcommand)(measure)

@@ -7,14 +7,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.cli.info import short
+from phalanx.cli.info import format_si
 from phalanx.measure.fit import WARN_ABOVE
-from phalanx.measure.nccl_tests import table
+from phalanx.measure.nccl_tests import format_table
 
 Facts = dict[str, Any]
 
 
-def show(found: Facts) -> None:
+def print_benchmarks(found: Facts) -> None:
     """All that was measured. Every line that is not nccl-tests' begins with # among collectives."""
     console = Console(width=max(Console().width, 110), highlight=False)
     several = f"{found['world_size']} ranks at once, each {found['device']}; the slowest counts"
@@ -58,8 +58,8 @@ def _bandwidth(found: Facts) -> Table:
     grid = _grid("memory", "read and written", "in", "a rank", "all ranks")
     for row in found["bandwidth"]:
         speeds = row["bytes_per_second"], found["world_size"] * row["bytes_per_second"]
-        moved = f"{short(row['moved_bytes'])}B"
-        grid.add_row(row["what"], moved, _milliseconds(row["seconds"]), *(f"{short(each)}B/s" for each in speeds))
+        moved = f"{format_si(row['moved_bytes'])}B"
+        grid.add_row(row["what"], moved, _milliseconds(row["seconds"]), *(f"{format_si(each)}B/s" for each in speeds))
     return grid
 
 
@@ -72,7 +72,7 @@ def _grid(title: str, *columns: str) -> Table:
 
 
 def _timed(flops: float, seconds: float) -> tuple[str, str]:
-    return _milliseconds(seconds), short(flops / seconds)
+    return _milliseconds(seconds), format_si(flops / seconds)
 
 
 def _milliseconds(seconds: float) -> str:
@@ -91,7 +91,7 @@ def _way(way: Facts) -> str:
     where = ", ".join("-".join(map(str, group)) for group in groups[:4]) + (", ..." if len(groups) > 4 else "")
     sent = ", ".join(f"{each['calls']} x {each['size_bytes']:,} B" for each in way["sizes"] if each["calls"])
     lines = [f"# {way['operation']} among {way['among']}: {ranks} ranks ({where}); an update calls {sent}"]
-    return "\n".join([*lines, table(way["nccl_tests"]), *_fit(way["fit"], ranks), "#"])
+    return "\n".join([*lines, format_table(way["nccl_tests"]), *_fit(way["fit"], ranks), "#"])
 
 
 def _fit(fit: Facts | None, ranks: int) -> list[str]:

@@ -9,17 +9,17 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.table import Column, Table
 
-from phalanx.cli.info import describe, short
+from phalanx.cli.info import describe, format_si
 from phalanx.cli.options import Json, Machine, Overrides, Ranks, RunFile
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.cost.network import Strategy
-from phalanx.cost.stages import refuse_automatic
-from phalanx.plan.fits import SURE, surely_fits
+from phalanx.cost.stages import require_resolved_layout
+from phalanx.plan.fits import SAFE_OOM_PROBABILITY, fits_safely
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import MEANT_FOR, SPLIT_AXES, Layout
+from phalanx.spec.layout import MODEL_PARALLEL_AXES, VALID_DATA_STRATEGIES, Layout
 from phalanx.spec.load import load_run
-from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.run import RunSpec, plan_batch
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "total")
 WIDTH = 120
@@ -30,12 +30,12 @@ NOTES = (
     "estimated: activations of one micro-batch (in a pipeline of those in flight) at their peak, and an upper bound of "
     "communication buffers; not counted: allocator, libraries",
     "total: the most at one time, less than the parts together, whose peaks come at different times",
-    f"does not fit: P(OOM) {SURE:.0%} or more, with what driver and libraries take, as in `phalanx advise oom`",
+    f"does not fit: P(OOM) {SAFE_OOM_PROBABILITY:.0%} or more, with what driver and libraries take, as in `phalanx advise oom`",
 )
 
 
 @dataclass(frozen=True)
-class Row:
+class MemoryRow:
     """A role under a layout, or why the layout cannot run."""
 
     data: Strategy
@@ -64,20 +64,20 @@ def memory(
         phalanx memory run.toml --ranks 8 --set layout.recompute=full --json
     """
     described = load_run(run, set_ or [], machine=machine)
-    refuse_automatic(described)
+    require_resolved_layout(described)
     world_size, why = (ranks, "--ranks") if ranks else (described.cluster.ranks, "cluster.nproc x cluster.nodes")
     if ranks is None and described.cluster.nproc is None:
         why = "one per node, since cluster.nproc is not set; see --ranks"
     each = -(-world_size // described.cluster.nodes)  # where CPUs compute, these share a node's memory
     described = described.model_copy(update={"cluster": described.cluster.model_copy(update={"nproc": each})})
-    found = rows(described, world_size)
+    found = memory_rows(described, world_size)
     if json_:
-        print(json.dumps(facts(described, world_size, found), indent=2))
+        print(json.dumps(memory_to_json(described, world_size, found), indent=2))
     else:
         _show(described, world_size, why, found)
 
 
-def rows(run: RunSpec, world_size: int) -> list[Row]:
+def memory_rows(run: RunSpec, world_size: int) -> list[MemoryRow]:
     """The run under every strategy that such ranks may have."""
     found = []
     for data in get_args(Strategy):
@@ -91,7 +91,9 @@ def rows(run: RunSpec, world_size: int) -> list[Row]:
 
 def _layout(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
     """The layout with another strategy, without the choices that mean nothing there; None if there is none."""
-    unset = {field: Layout.model_fields[field].default for field, meant in MEANT_FOR.items() if data not in meant}
+    unset = {
+        field: Layout.model_fields[field].default for field, meant in VALID_DATA_STRATEGIES.items() if data not in meant
+    }
     if unset.get("offload"):
         unset["offload_directory"] = None
     shards = [
@@ -103,20 +105,20 @@ def _layout(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
     return layout.model_copy(update={**unset, "data": data})
 
 
-def _rows(run: RunSpec, world_size: int, own: bool) -> list[Row]:
+def _rows(run: RunSpec, world_size: int, own: bool) -> list[MemoryRow]:
     data, cluster = run.layout.data, run.cluster
     try:
-        held, micro_batch = rank_memory(run, world_size), cut_batch(run, world_size).micro_batch
+        held, micro_batch = rank_memory(run, world_size), plan_batch(run, world_size).micro_batch_size
     except UserError as error:
-        return [Row(data, own, problem=str(error).partition("\n")[0])]
+        return [MemoryRow(data, own, problem=str(error).partition("\n")[0])]
     known = {role: cluster.rank_memory_bytes is not None and role != "server" for role in held}
     return [
-        Row(data, own, role, micro_batch, found, surely_fits(cluster, [found]) if known[role] else None)
+        MemoryRow(data, own, role, micro_batch, found, fits_safely(cluster, [found]) if known[role] else None)
         for role, found in held.items()
     ]
 
 
-def facts(run: RunSpec, world_size: int, found: list[Row]) -> dict[str, Any]:
+def memory_to_json(run: RunSpec, world_size: int, found: list[MemoryRow]) -> dict[str, Any]:
     """What `phalanx memory --json` prints."""
     return {
         "model": run.model.preset or run.model.from_hf,
@@ -131,7 +133,7 @@ def facts(run: RunSpec, world_size: int, found: list[Row]) -> dict[str, Any]:
     }
 
 
-def _show(run: RunSpec, world_size: int, why: str, found: list[Row]) -> None:
+def _show(run: RunSpec, world_size: int, why: str, found: list[MemoryRow]) -> None:
     console = Console(width=max(Console().width, WIDTH))
     console.print(run.model.preset or run.model.from_hf or "model", style="bold", end="  ", highlight=False)
     console.print(describe(run.model), highlight=False, soft_wrap=True)
@@ -146,17 +148,17 @@ def _show(run: RunSpec, world_size: int, why: str, found: list[Row]) -> None:
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 
 
-def _line(run: RunSpec, world_size: int, why: str, found: list[Row]) -> str:
+def _line(run: RunSpec, world_size: int, why: str, found: list[MemoryRow]) -> str:
     """Ranks, arithmetic, micro-batch."""
     sizes = {row.micro_batch for row in found if row.micro_batch}
     tokens = f"{run.training.sequence} tokens"
     batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
-    shared = [f"{axis} {getattr(run.layout, axis)}" for axis in SPLIT_AXES if getattr(run.layout, axis) > 1]
+    shared = [f"{axis} {getattr(run.layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(run.layout, axis) > 1]
     ranks = ", ".join([f"{world_size} rank{'s' if world_size > 1 else ''} ({why})", *shared])
     return f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, recompute {run.layout.recompute}"
 
 
-def _table(world_size: int, found: list[Row]) -> Table:
+def _table(world_size: int, found: list[MemoryRow]) -> Table:
     offloads = any(row.memory and row.memory.offloaded for row in found)
     differ = len({row.micro_batch for row in found if row.micro_batch}) > 1
     table = Table(
@@ -168,15 +170,15 @@ def _table(world_size: int, found: list[Row]) -> Table:
         if row.memory is None:
             table.add_row(_name(row, world_size), *["-"] * len(PARTS))
             continue
-        held = [f"{short(getattr(row.memory, part))}B" for part in PARTS]
-        held += [f"{short(row.memory.offloaded)}B"] if offloads else []
+        held = [f"{format_si(getattr(row.memory, part))}B" for part in PARTS]
+        held += [f"{format_si(row.memory.offloaded)}B"] if offloads else []
         held += [str(row.micro_batch)] if differ else []
         style = "red" if row.fits is False else "bold" if row.own else ""
         table.add_row(_name(row, world_size), *held, "does not fit" if row.fits is False else "", style=style)
     return table
 
 
-def _name(row: Row, world_size: int) -> str:
+def _name(row: MemoryRow, world_size: int) -> str:
     """The strategy, and the role where there are two; the run's own is marked."""
     data = "one process" if world_size == 1 and row.data == "ddp" else row.data
     role = "" if row.role == "rank" else f" {row.role}"

@@ -11,7 +11,7 @@ from rich.text import Text
 from phalanx.cli.options import Json, Overrides, Ranks, RunFile
 from phalanx.cost.stages import check_layout
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import degrees, expert_groups, groups
+from phalanx.spec.layout import expert_parallel_groups, parallel_dims, process_groups
 from phalanx.spec.load import load_run
 
 MEANING = {
@@ -37,8 +37,8 @@ def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json 
     described = load_run(run, set_ or [])
     world_size = ranks or described.cluster.ranks
     per_node = described.cluster.nproc or world_size
-    sizes = degrees(described.layout, world_size)
-    found = {axis: groups(sizes, axis) for axis in sizes.axes} | {"ep": expert_groups(sizes)}
+    sizes = parallel_dims(described.layout, world_size)
+    found = {axis: process_groups(sizes, axis) for axis in sizes.axes} | {"ep": expert_parallel_groups(sizes)}
     axes = [
         {
             "axis": axis,

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from phalanx.cost.footprint import GIB
-from phalanx.plan.fits import SURE
-from phalanx.plan.oom import Diagnosis, Effect, Held, fits
+from phalanx.plan.fits import SAFE_OOM_PROBABILITY
+from phalanx.plan.oom import Diagnosis, RemedyEffect, RunFootprint, fits_after
 from phalanx.spec.run import RunSpec
 
 WIDTH = 150
@@ -21,23 +21,23 @@ NOTES = (
     "some choices)",
     "alone: as little of the change as makes the run fit, or what frees most",
     "parts are at the most of each, which comes at different times: all at one time are less; fits: P(OOM) below "
-    f"{SURE:.0%}",
+    f"{SAFE_OOM_PROBABILITY:.0%}",
 )
 
 
-def show(run: RunSpec, found: Diagnosis) -> None:
+def print_oom_advice(run: RunSpec, found: Diagnosis) -> None:
     """What the run holds, what each remedy frees alone, the steps until it fits, and which of them it needs."""
     console = Console(width=max(Console().width, WIDTH))
     _head(console, run, found)
     order = "" if found.now.fits else ": those that make it fit, then those that help but do not suffice"
     console.print(f"\neach change alone, cheapest first{order}", style="bold")
     table = _table("change", "frees GiB", "most in", "GiB then", "step s", "", "--set", "costs")
-    for effect in found.alone:
+    for effect in found.single_remedies:
         if effect.held is not None:
             _row(table, effect, found.now, " ".join(effect.settings), effect.remedy.costs)
     console.print(table)
-    for problem in dict.fromkeys(effect.problem for effect in found.alone if effect.held is None):
-        names = ", ".join(effect.remedy.name for effect in found.alone if effect.problem == problem)
+    for problem in dict.fromkeys(effect.problem for effect in found.single_remedies if effect.held is None):
+        names = ", ".join(effect.remedy.name for effect in found.single_remedies if effect.problem == problem)
         console.print(f"not {names}: {problem}", style="dim", highlight=False, soft_wrap=True)
     if found.now.fits:
         console.print("\nThe run fits already: nothing has to change.", style="green")
@@ -73,7 +73,7 @@ def _steps(console: Console, found: Diagnosis) -> None:
         for effect in found.steps:
             before = _step(table, effect, before)
         console.print(table)
-    if not fits(found.steps):
+    if not fits_after(found.steps):
         console.print("No order of these changes makes it fit.", style="red")
         return
     last = found.needed[-1]
@@ -98,12 +98,12 @@ def _best(console: Console, found: Diagnosis) -> None:
     )  # fmt: skip
 
 
-def _step(table: Table, effect: Effect, before: Held) -> Held:
+def _step(table: Table, effect: RemedyEffect, before: RunFootprint) -> RunFootprint:
     _row(table, effect, before)
     return effect.held or before
 
 
-def _row(table: Table, effect: Effect, before: Held, *more: str) -> None:
+def _row(table: Table, effect: RemedyEffect, before: RunFootprint, *more: str) -> None:
     after = effect.held
     if after is None:
         return
@@ -131,7 +131,7 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def facts(run: RunSpec, found: Diagnosis) -> dict[str, Any]:
+def oom_to_json(run: RunSpec, found: Diagnosis) -> dict[str, Any]:
     """What `phalanx advise oom --json` prints."""
     return {
         "model": run.model.preset or run.model.from_hf,
@@ -139,20 +139,20 @@ def facts(run: RunSpec, found: Diagnosis) -> dict[str, Any]:
         "limit_bytes": found.limit_bytes,
         "micro_batch": found.micro_batch,
         "now": _held(found.now),
-        "alone": [_effect(effect) for effect in found.alone],
+        "alone": [_effect(effect) for effect in found.single_remedies],
         "steps": [_effect(effect) for effect in found.steps],
         "needed": [_effect(effect) for effect in found.needed],
-        "fits": found.now.fits or fits(found.steps),
+        "fits": found.now.fits or fits_after(found.steps),
         "planner": found.best and str(found.best.candidate),
     }
 
 
-def _held(found: Held) -> dict[str, Any]:
+def _held(found: RunFootprint) -> dict[str, Any]:
     memory = {**asdict(found.memory), "total": found.memory.total}
     return {"memory": memory, "fits": found.fits, "step_seconds": found.step_seconds}
 
 
-def _effect(effect: Effect) -> dict[str, Any]:
+def _effect(effect: RemedyEffect) -> dict[str, Any]:
     return {
         "remedy": effect.remedy.name,
         "source": effect.remedy.source,

@@ -16,14 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.options import Json, Overrides, RunFile
-from phalanx.cost.stages import cut_stages, part_flops, ranges, stage_costs
+from phalanx.cost.stages import balance_stages, contiguous_ranges, layer_flops, stage_costs
 from phalanx.report.timeline import COLOURS, LEGEND, chrome_trace, draw, kinds, lines
 from phalanx.schedule.action import Schedule, read_csv, to_csv
-from phalanx.schedule.idealised import active, book_overlap
-from phalanx.schedule.named import PUBLISHED, any_schedule_of, named
-from phalanx.schedule.search import search
-from phalanx.schedule.simulate import Timeline, Times, peak_activations, simulate
-from phalanx.schedule.validate import violations, violations_as_drawn
+from phalanx.schedule.idealised import active_fraction_per_tick, book_overlap
+from phalanx.schedule.named import PUBLISHED, build_schedule, representative_schedule
+from phalanx.schedule.search import search_schedule
+from phalanx.schedule.simulate import ActionTimes, Timeline, peak_activations, simulate
+from phalanx.schedule.validate import lockstep_violations, violations
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
@@ -128,26 +128,26 @@ def _times(text: str) -> list[Fraction]:
     return [*values, Fraction(0)][:4]
 
 
-def _per_stage(times: list[Fraction], schedule: Schedule) -> Times:
+def _per_stage(times: list[Fraction], schedule: Schedule) -> ActionTimes:
     """A rank's times shared among its stages."""
     stages = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
     forward, input, weight = (time / stages for time in times[:3])
-    return Times(forward, input, weight, times[3])
+    return ActionTimes(forward, input, weight, times[3])
 
 
 def _schedule(
     name: str, stages: int | None, microbatches: int | None, v: int | None, memory: float | None, times: list[Fraction]
 ) -> Schedule:
     if name.endswith(".csv"):
-        return Schedule.of(_read(Path(name)))
+        return Schedule.from_rows(_read(Path(name)))
     if name not in (known := [*PUBLISHED, "searched", IDEALISED]):
         raise UserError("SCHEDULE", name, "is not known", f"use one of {', '.join(known)}, or a .csv file")
     p, m = _sizes(stages, microbatches)
     if name == "searched":
         forward, input, weight, transfer = map(float, times)
-        half = Times(forward / 2, input / 2, weight / 2, transfer)
-        return search(p, m, half, Fraction(p if memory is None else memory))
-    return named(name, p, m, v or 2)
+        half = ActionTimes(forward / 2, input / 2, weight / 2, transfer)
+        return search_schedule(p, m, half, Fraction(p if memory is None else memory))
+    return build_schedule(name, p, m, v or 2)
 
 
 def _read(file: Path) -> list[list[Any]]:
@@ -164,12 +164,12 @@ def _facts(name: str, timeline: Timeline, schedule: Schedule | None) -> dict[str
         "ranks": len(ranks),
         "makespan": float(timeline.makespan),
         "bubble": float(timeline.bubble),
-        "bubble_over_ideal": float(timeline.overhead),
-        "window_bubble": float(timeline.window_bubble),
-        "windows": [float(timeline.window(rank)) for rank in ranks],
+        "bubble_over_ideal": float(timeline.bubble_overhead),
+        "window_bubble": float(timeline.rank_span_bubble),
+        "windows": [float(timeline.rank_span(rank)) for rank in ranks],
     }
     if schedule is None:
-        return facts | {"active": active(timeline)}
+        return facts | {"active": active_fraction_per_tick(timeline)}
     peaks = [float(peak_activations(schedule, rank)) for rank in ranks]
     return facts | {"stages": schedule.stages, "micro_batches": schedule.micro_batches, "peak_activations": peaks}
 
@@ -240,9 +240,9 @@ def cut(
         phalanx pipeline cut run.toml --stages 16 --set model.preset=llama3-8b --set training.sequence=8192
     """
     described = load_run(run, set_ or [])
-    number = stages or any_schedule_of(described.layout).stages
-    costs = part_flops(described.model, described.training.sequence)
-    layers = cut_stages(costs, number)
+    number = stages or representative_schedule(described.layout).stages
+    costs = layer_flops(described.model, described.training.sequence)
+    layers = balance_stages(costs, number)
     rows = stage_costs(costs, layers)
     even = _evenly(described.model.layers, number)
     facts = {
@@ -273,7 +273,9 @@ def _explain(facts: dict[str, Any], costs: Sequence[float]) -> None:
     for column in ("stage", "layers", "GFLOP per token", "beside the mean"):
         table.add_column(column, justify="left" if column == "layers" else "right")
     mean = sum(facts["flops_per_token"]) / facts["stages"]
-    for stage, (layers, cost) in enumerate(zip(ranges(facts["layers"]), facts["flops_per_token"], strict=True)):
+    for stage, (layers, cost) in enumerate(
+        zip(contiguous_ranges(facts["layers"]), facts["flops_per_token"], strict=True)
+    ):
         names = [f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])]
         names = ["embedding", *names] if stage == 0 else names
         names += ["head"] if stage == facts["stages"] - 1 else []
@@ -310,9 +312,9 @@ def check(
         phalanx pipeline check mine.csv --order --json
     """
     grid = _read(file)
-    schedule = Schedule.of(grid)
+    schedule = Schedule.from_rows(grid)
     as_drawn = not order and any(step is None for row in grid for step in row)
-    found = violations_as_drawn(grid) if as_drawn else violations(schedule)
+    found = lockstep_violations(grid) if as_drawn else violations(schedule)
     facts = {
         "valid": not found,
         "as_drawn": as_drawn,

@@ -15,15 +15,23 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.cli.options import Json, Overrides, Ranks, RunFile
-from phalanx.cli.plan import USUAL_DEVICES
-from phalanx.plan.matrix import Matrix, matrices, merge
-from phalanx.plan.placement import LINKS, Site, by_link, findings, nic_loads, relayed, site_of
-from phalanx.report.heatmap import Heatmap, size, write
-from phalanx.spec.layout import SPLIT_AXES, degrees
+from phalanx.cli.plan import DEFAULT_DEVICES_PER_NODE
+from phalanx.plan.matrix import TrafficMatrix, merge_matrices, traffic_matrices
+from phalanx.plan.placement import (
+    LINKS,
+    NodeLayout,
+    bytes_by_link,
+    nic_loads,
+    node_layout,
+    placement_findings,
+    with_pxn,
+)
+from phalanx.report.heatmap import Heatmap, format_bytes, save_picture
+from phalanx.spec.layout import MODEL_PARALLEL_AXES, parallel_dims
 from phalanx.spec.load import load_run
 from phalanx.spec.node import NodeTopology
 from phalanx.spec.run import RunSpec
-from phalanx.spec.topology import cluster_fields, read_topology
+from phalanx.spec.topology import infer_cluster, read_topology
 
 MOST_CELLS = 128
 """Rows of a picture: of more ranks it shows nodes, of more nodes several at once."""
@@ -67,14 +75,14 @@ def placement(
     described = load_run(run, set_ or [])
     node = read_topology(topology) if topology else None
     world_size, per_node = _counts(described, ranks, nproc, node)
-    site = site_of(described.cluster, per_node, node)
-    parts = matrices(described, world_size, site.island)
+    site = node_layout(described.cluster, per_node, node)
+    parts = traffic_matrices(described, world_size, site.ranks_per_island)
     if pxn:
-        parts = {axis: relayed(part, site) for axis, part in parts.items()}
-    heat = picture(described, world_size, parts, site)
-    facts = facts_of(described, world_size, parts, site, node) | {"pxn": pxn, "sent": _sent(heat)}
+        parts = {axis: with_pxn(part, site) for axis, part in parts.items()}
+    heat = traffic_heatmap(described, world_size, parts, site)
+    facts = placement_to_json(described, world_size, parts, site, node) | {"pxn": pxn, "sent": _sent(heat)}
     if out is not None:
-        write(heat, out)
+        save_picture(heat, out)
         print(f"wrote {out}", file=sys.stderr)
     if json_:
         print(json.dumps(facts, indent=2))
@@ -84,17 +92,17 @@ def placement(
 
 def _counts(run: RunSpec, ranks: int | None, nproc: int | None, node: NodeTopology | None) -> tuple[int, int]:
     """Ranks of the run, and of a node."""
-    usual = len(node.gpus) if node else USUAL_DEVICES
+    usual = len(node.gpus) if node else DEFAULT_DEVICES_PER_NODE
     per_node = nproc or run.cluster.nproc or min(usual, ranks or usual)
     return ranks or per_node * run.cluster.nodes, per_node
 
 
-def facts_of(
-    run: RunSpec, world_size: int, parts: dict[str, Matrix], site: Site, node: NodeTopology | None
+def placement_to_json(
+    run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout, node: NodeTopology | None
 ) -> dict[str, Any]:
     """What `phalanx placement --json` prints, but for the matrix; bytes are those of one optimizer update."""
-    sizes, whole = degrees(run.layout, world_size), merge(world_size, list(parts.values()))
-    links = by_link(whole, site)
+    sizes, whole = parallel_dims(run.layout, world_size), merge_matrices(world_size, list(parts.values()))
+    links = bytes_by_link(whole, site)
     network = links["rail"] + links["spine"]
     loads = nic_loads(whole, site)
     return {
@@ -103,19 +111,19 @@ def facts_of(
         "nproc": site.nproc,
         "nodes": -(-world_size // site.nproc),
         "site": asdict(site),
-        "seats": seats(run, world_size, site.nproc),
-        "bytes": {axis: by_link(part, site) for axis, part in parts.items()} | {"total": links},
+        "seats": seating_by_node(run, world_size, site.nproc),
+        "bytes": {axis: bytes_by_link(part, site) for axis, part in parts.items()} | {"total": links},
         "share_of_all": {link: links[link] / whole.total if whole.total else 0.0 for link in LINKS},
         "cross_rail_share_of_network": links["spine"] / network if network else 0.0,
         "nics": [asdict(load) for load in loads],
         "busiest_nic_seconds": _seconds(run, site, node, max(max(n.sent_bytes, n.received_bytes) for n in loads)),
-        "findings": [asdict(finding) for finding in findings(sizes, parts, site, run.cluster)],
+        "findings": [asdict(finding) for finding in placement_findings(sizes, parts, site, run.cluster)],
     }
 
 
-def seats(run: RunSpec, world_size: int, nproc: int) -> list[str]:
+def seating_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
     """Of every node, which places of each axis its ranks have: "dp_shard 0, pp 0-1, tp 0-3"."""
-    sizes = degrees(run.layout, world_size)
+    sizes = parallel_dims(run.layout, world_size)
     shape = [getattr(sizes, axis) for axis in sizes.axes]
     found = []
     for first in range(0, world_size, nproc):
@@ -130,15 +138,15 @@ def seats(run: RunSpec, world_size: int, nproc: int) -> list[str]:
     return found
 
 
-def picture(run: RunSpec, world_size: int, parts: dict[str, Matrix], site: Site) -> Heatmap:
+def traffic_heatmap(run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Heatmap:
     """The matrix of all traffic, of ranks, nodes or groups of nodes."""
-    whole, nodes = merge(world_size, list(parts.values())), -(-world_size // site.nproc)
+    whole, nodes = merge_matrices(world_size, list(parts.values())), -(-world_size // site.nproc)
     name = f"{_name(run, world_size)}, on {nodes} x {site.nproc}"
     if world_size <= MOST_CELLS:
-        return Heatmap(name, whole.dense(), node=site.nproc if nodes > 1 else 0)
+        return Heatmap(name, whole.to_dense(), node=site.nproc if nodes > 1 else 0)
     several = -(-nodes // MOST_CELLS)
     unit = "node" if several == 1 else f"block of {several} nodes"
-    return Heatmap(name, whole.folded(site.nproc * several).dense(), unit)
+    return Heatmap(name, whole.aggregated(site.nproc * several).to_dense(), unit)
 
 
 def _sent(heat: Heatmap) -> dict[str, Any]:
@@ -149,15 +157,15 @@ def _sent(heat: Heatmap) -> dict[str, Any]:
 
 def _name(run: RunSpec, world_size: int) -> str:
     layout = run.layout
-    axes = [f"{axis} {getattr(layout, axis)}" for axis in SPLIT_AXES if getattr(layout, axis) > 1]
+    axes = [f"{axis} {getattr(layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(layout, axis) > 1]
     axes = [f"{axis} outermost" if axis.startswith("pp") and layout.outermost == "pipeline" else axis for axis in axes]
-    kind = f"{layout.data} dp {degrees(layout, world_size).dp}"
+    kind = f"{layout.data} dp {parallel_dims(layout, world_size).dp_size}"
     return f"{run.model.preset or run.model.from_hf or 'model'}, {', '.join([kind, *axes])}"
 
 
-def _seconds(run: RunSpec, site: Site, node: NodeTopology | None, busiest_bytes: float) -> float | None:
+def _seconds(run: RunSpec, site: NodeLayout, node: NodeTopology | None, busiest_bytes: float) -> float | None:
     """What the busiest network device needs at least; None where speeds are not known."""
-    measured = cluster_fields(node, run.cluster.preset).fields.get("network_bytes_per_second") if node else None
+    measured = infer_cluster(node, run.cluster.preset).fields.get("network_bytes_per_second") if node else None
     of_device = measured or run.cluster.network_bytes_per_second
     devices = len({name for mine in site.nics for name in mine})
     return busiest_bytes * devices / (of_device * site.nproc) if of_device else None
@@ -191,8 +199,8 @@ def _table(facts: dict[str, Any]) -> Table:
     numbers = [Column(header, justify="right") for header in (*LINKS.values(), "all")]
     table = Table("bytes per step", *numbers, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for axis, links in facts["bytes"].items():
-        cells = [size(links[link]) if links[link] else "-" for link in LINKS]
-        table.add_row(axis, *cells, size(sum(links.values())), style="bold" if axis == "total" else "")
+        cells = [format_bytes(links[link]) if links[link] else "-" for link in LINKS]
+        table.add_row(axis, *cells, format_bytes(sum(links.values())), style="bold" if axis == "total" else "")
     table.add_row("share", *(f"{facts['share_of_all'][link]:.1%}" for link in LINKS), "")
     return table
 
@@ -208,8 +216,8 @@ def _network(facts: dict[str, Any]) -> str:
     needs = f": {seconds:.3g} s at least" if seconds else ""
     relay = " (with --pxn, as NCCL relays it, less)" if total["spine"] and not facts["pxn"] else ""
     return (
-        f"\nof the network's {size(total['rail'] + total['spine'])}, {facts['cross_rail_share_of_network']:.1%} go "
+        f"\nof the network's {format_bytes(total['rail'] + total['spine'])}, {facts['cross_rail_share_of_network']:.1%} go "
         f"from rail to rail, by the spine{relay}\n"
-        f"busiest network device: {busiest['nic']} of node {busiest['node']}, sends {size(busiest['sent_bytes'])}, "
-        f"receives {size(busiest['received_bytes'])}{needs}; the mean sends {size(mean)}"
+        f"busiest network device: {busiest['nic']} of node {busiest['node']}, sends {format_bytes(busiest['sent_bytes'])}, "
+        f"receives {format_bytes(busiest['received_bytes'])}{needs}; the mean sends {format_bytes(mean)}"
     )

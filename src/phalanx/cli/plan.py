@@ -9,17 +9,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.cli.options import Json, Machine, Overrides
-from phalanx.cli.plan_checks import check_export, check_number, check_options, check_picture, check_writable, given
-from phalanx.cli.searching import searching
+from phalanx.cli.plan_checks import (
+    check_export,
+    check_number,
+    check_options,
+    check_picture,
+    check_writable,
+    given_options,
+)
+from phalanx.cli.searching import search_progress
 
 if TYPE_CHECKING:
-    from phalanx.plan.search import Option, Plan
-    from phalanx.spec.cluster import Cluster
+    from phalanx.plan.search import EvaluatedLayout, Plan
+    from phalanx.spec.cluster import ClusterSpec
     from phalanx.spec.run import RunSpec
 
-USUAL_DEVICES = 8
+DEFAULT_DEVICES_PER_NODE = 8
 """Of a node, where nothing is said."""
-SEARCHED = 10
+MIN_SEARCHED = 10
 """Layouts that are looked for at least: among them may be a surer one than the first."""
 
 
@@ -74,7 +81,7 @@ def plan(
 
         phalanx plan --batch runs.csv --json
     """
-    check_options(run, batch, out, given(context))
+    check_options(run, batch, out, given_options(context))
     if picture is not None:
         explain = explain or 1
         check_picture(picture, {"--diff": diff, "--why-not": why_not, "--export": export, "--json": json_ or None})
@@ -87,17 +94,17 @@ def plan(
         _predict(batch, json_)
         return
     assert run is not None
-    described, world_size = on_machines(run, machine, nodes, nproc, set_ or [], topology)
+    described, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
     if export is not None:
         check_export(described, export)
     if diff is not None:
         _show_diff(described, world_size, diff)
         return
-    yours = _yours(described, world_size, why_not) if why_not is not None else None
-    found = _search(described, world_size, max(top, explain or 1, SEARCHED), export)
+    yours = _evaluate_user_layout(described, world_size, why_not) if why_not is not None else None
+    found = _search(described, world_size, max(top, explain or 1, MIN_SEARCHED), export)
     best = found.options[0]
     if export is not None:
-        _export(described, world_size, found.taken, export)
+        _export(described, world_size, found.chosen, export)
     elif yours is not None:
         _why_not(described, yours, best)
     elif explain is not None:
@@ -107,10 +114,10 @@ def plan(
     else:
         _show(described, world_size, found, top, tokens)
     if out is not None:
-        _write(described, found.taken, out)
+        _write(described, found.chosen, out)
 
 
-def _write(run: RunSpec, option: Option, file: Path) -> None:
+def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
     """The run with a layout, to train."""
     from phalanx.spec.errors import UserError
     from phalanx.train.setup import to_toml
@@ -124,7 +131,7 @@ def _write(run: RunSpec, option: Option, file: Path) -> None:
     print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}): {start} {file}", file=sys.stderr)
 
 
-def on_machines(
+def run_on_cluster(
     run: Path,
     machine: str | None,
     nodes: int | None,
@@ -141,28 +148,31 @@ def on_machines(
         of_node = _fields(topology, described.cluster)
         described = load_run(run, [*of_node, *overrides], machine=machine)
     cluster = described.cluster
-    changes = {"nodes": nodes or cluster.nodes, "nproc": nproc or cluster.nproc or cluster.cores or USUAL_DEVICES}
+    changes = {
+        "nodes": nodes or cluster.nodes,
+        "nproc": nproc or cluster.nproc or cluster.cores or DEFAULT_DEVICES_PER_NODE,
+    }
     cluster = cluster.model_copy(update=changes)
     return described.model_copy(update={"cluster": cluster, "automatic": False}), cluster.ranks
 
 
-def _fields(topology: Path, cluster: Cluster) -> list[str]:
+def _fields(topology: Path, cluster: ClusterSpec) -> list[str]:
     """What the topology of a node determines of a cluster, as --set takes it."""
-    from phalanx.spec.topology import cluster_fields, read_topology
+    from phalanx.spec.topology import infer_cluster, read_topology
 
-    known = cluster_fields(read_topology(topology), cluster.preset).fields
+    known = infer_cluster(read_topology(topology), cluster.preset).fields
     return [f"cluster.{name}={value}" for name, value in known.items() if name != "nproc" or cluster.nproc is None]
 
 
 def _search(run: RunSpec, world_size: int, keep: int, trainer: str | None = None) -> Plan:
     """The fastest layouts; for another trainer, of those that it can express if it can any."""
-    from phalanx.plan.explain import best_plan
-    from phalanx.plan.export import exportable
+    from phalanx.plan.explain import plan_or_raise
+    from phalanx.plan.export import search_exportable
 
-    with searching(world_size) as report:
+    with search_progress(world_size) as report:
         if trainer is not None:
-            return exportable(run, world_size, trainer, keep, report)  # type: ignore[arg-type]
-        return best_plan(run, world_size, keep, report)
+            return search_exportable(run, world_size, trainer, keep, report)  # type: ignore[arg-type]
+        return plan_or_raise(run, world_size, keep, report)
 
 
 def _predict(file: Path, as_json: bool) -> None:
@@ -177,67 +187,67 @@ def _predict(file: Path, as_json: bool) -> None:
         for row in found:
             print(json.dumps(asdict(row)))
     else:
-        from phalanx.cli.plan_views import predictions
+        from phalanx.cli.plan_views import print_predictions
 
-        predictions(found)
+        print_predictions(found)
 
 
 def _print_json(run: RunSpec, world_size: int, found: Plan, top: int, tokens: float | None) -> None:
     import json
 
-    from phalanx.cli.plan_views import facts
+    from phalanx.cli.plan_views import plan_to_json
 
-    print(json.dumps(facts(run, world_size, found, top, tokens), indent=2))
+    print(json.dumps(plan_to_json(run, world_size, found, top, tokens), indent=2))
 
 
 def _show(run: RunSpec, world_size: int, found: Plan, top: int, tokens: float | None) -> None:
-    from phalanx.cli.plan_views import ranked
+    from phalanx.cli.plan_views import print_layout_table
 
-    ranked(run, world_size, found, top, tokens)
+    print_layout_table(run, world_size, found, top, tokens)
 
 
 def _explain(run: RunSpec, world_size: int, found: Plan, at: int, picture: Path | None) -> None:
-    from phalanx.cli.plan_views import breakdown, explained
+    from phalanx.cli.plan_views import breakdown, print_explanation
 
     check_number("--explain", at, found.options)
     if picture is not None:
-        from phalanx.report.breakdown import write
+        from phalanx.report.breakdown import save_picture
 
-        write(breakdown(run, world_size, found, at - 1), picture)
+        save_picture(breakdown(run, world_size, found, at - 1), picture)
         print(f"wrote {picture}", file=sys.stderr)
-    explained(run, world_size, found, at - 1)
+    print_explanation(run, world_size, found, at - 1)
 
 
-def _yours(run: RunSpec, world_size: int, text: str) -> Option:
+def _evaluate_user_layout(run: RunSpec, world_size: int, text: str) -> EvaluatedLayout:
     """What a layout takes that the user wrote: one that cannot be is said before any search."""
-    from phalanx.plan.explain import option_of, parse_layout
+    from phalanx.plan.explain import evaluate_layout, parse_layout
 
-    return option_of(run, world_size, parse_layout(text))
+    return evaluate_layout(run, world_size, parse_layout(text))
 
 
-def _why_not(run: RunSpec, yours: Option, best: Option) -> None:
-    from phalanx.cli.plan_views import compared
+def _why_not(run: RunSpec, yours: EvaluatedLayout, best: EvaluatedLayout) -> None:
+    from phalanx.cli.plan_views import print_comparison
 
-    compared(run, yours, best, ("yours", "best"))
+    print_comparison(run, yours, best, ("yours", "best"))
 
 
 def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
     """Each by its number in the table, if it is one, else as it is written."""
-    from phalanx.cli.plan_views import compared
+    from phalanx.cli.plan_views import print_comparison
 
     numbers = [int(text) for text in texts if text.isdecimal()]
     for number in numbers:
         check_number("--diff", number)
-    written = {text: _yours(run, world_size, text) for text in texts if not text.isdecimal()}
+    written = {text: _evaluate_user_layout(run, world_size, text) for text in texts if not text.isdecimal()}
     ranked = _search(run, world_size, max(numbers)).options if numbers else []
     for number in numbers:
         check_number("--diff", number, ranked)
     first, second = (written[text] if text in written else ranked[int(text) - 1] for text in texts)
     names = [f"layout {text}" if text.isdecimal() else name for text, name in zip(texts, "AB", strict=True)]
-    compared(run, first, second, (names[0], names[1]))
+    print_comparison(run, first, second, (names[0], names[1]))
 
 
-def _export(run: RunSpec, world_size: int, option: Option, trainer: str) -> None:
+def _export(run: RunSpec, world_size: int, option: EvaluatedLayout, trainer: str) -> None:
     from phalanx.plan.export import export
     from phalanx.spec.errors import UserError
 

@@ -11,14 +11,14 @@ import typer
 from phalanx.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from phalanx.plan.search import Option
+    from phalanx.plan.search import EvaluatedLayout
     from phalanx.spec.run import RunSpec
 
 VIEWS = ("--explain", "--why-not", "--diff", "--export")
 """Options that ask for something but the table."""
 
 
-def given(context: typer.Context) -> list[str]:
+def given_options(context: typer.Context) -> list[str]:
     """The options of a command line, as help has them."""
     options = [parameter for parameter in context.command.params if parameter.param_type_name == "option"]
     sources = [context.get_parameter_source(option.name or "") for option in options]
@@ -50,9 +50,9 @@ def check_options(run: Path | None, batch: Path | None, out: Path | None, given:
 
 def check_export(run: RunSpec, trainer: str) -> None:
     """Raise UserError for a trainer that is not known, or that has no words for the run in any layout."""
-    from phalanx.plan.export import check_run, check_trainer
+    from phalanx.plan.export import check_run, require_known_trainer
 
-    check_trainer(trainer, "--export")
+    require_known_trainer(trainer, "--export")
     check_run(run, trainer)  # type: ignore[arg-type]
 
 
@@ -71,18 +71,18 @@ def check_writable(option: str, file: Path) -> None:
 
 def check_picture(file: Path, others: dict[str, object]) -> None:
     """Raise UserError for a file that is no picture, or where another option asks for what is not drawn."""
-    from phalanx.report.picture import check
+    from phalanx.report.picture import check_picture_file
 
-    check(file, "--picture")
+    check_picture_file(file, "--picture")
     for option, value in others.items():
         if value is not None:
             raise UserError("--picture", str(file), f"draws what --explain says, and not {option}", f"omit {option}")
 
 
-def check_number(option: str, number: int, found: list[Option] | None = None) -> None:
+def check_number(option: str, number: int, found: list[EvaluatedLayout] | None = None) -> None:
     """Raise UserError for a number that the table does not have; before a search, that no table has."""
-    from phalanx.plan.search import COUNTED
+    from phalanx.plan.search import MAX_EXACT_EVALUATIONS
 
-    last = COUNTED if found is None else len(found)
+    last = MAX_EXACT_EVALUATIONS if found is None else len(found)
     if not 1 <= number <= last:
         raise UserError(option, number, "is no layout of the table", f"use a number from 1 to {last:,}")

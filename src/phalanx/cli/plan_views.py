@@ -11,14 +11,21 @@ from rich.table import Column, Table
 
 from phalanx.cost.energy import energy_kwh, rental_cost
 from phalanx.cost.footprint import GIB
-from phalanx.plan.beyond import Training, training
-from phalanx.plan.explain import MEANING, alike, crossing, shares, what_ifs, why
-from phalanx.plan.fits import LIKELY, SURE
-from phalanx.plan.predict import Prediction, Unpredicted
-from phalanx.plan.search import Option, Plan
-from phalanx.plan.simulated import show_command, timeline
+from phalanx.plan.beyond import TrainingCost, estimate_training_cost
+from phalanx.plan.explain import (
+    PART_DESCRIPTIONS,
+    equally_fast,
+    evaluate_what_ifs,
+    explain_slowdown,
+    slow_link_warnings,
+    time_breakdown,
+)
+from phalanx.plan.fits import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
+from phalanx.plan.predict import Prediction, PredictionFailure
+from phalanx.plan.search import EvaluatedLayout, Plan
+from phalanx.plan.simulated import show_command, simulate_candidate
 from phalanx.report.breakdown import Bar, Breakdown
-from phalanx.spec.cluster import Cluster
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.run import RunSpec
 
 WIDTH = 150
@@ -27,41 +34,41 @@ OTHERS = 4
 """Layouts in a picture beside the one that it explains."""
 
 
-def ranked(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> None:
+def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> None:
     """The table of the fastest layouts, the front of time and memory, and what a whole training takes with the best."""
     console = _console()
     _head(console, run, world_size, plan)
     table = _table(
         "", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble", *_costs(run)
     )
-    front = plan.front
+    front = plan.pareto_front
     for number, option in enumerate(plan.options[:top], 1):
         mark = "*" if option in front else " "
         table.add_row(f"{number}{mark}", str(option.candidate), *_figures(option), *_cost(run, world_size, option))
     console.print(table)
     console.print()
-    limit = f"P(OOM) below {LIKELY:.0%}"
-    if (first := plan.options[0]).p_oom >= SURE:
-        console.print(_surer(plan, first), style="yellow", highlight=False, soft_wrap=True)
+    limit = f"P(OOM) below {MAX_OOM_PROBABILITY:.0%}"
+    if (first := plan.options[0]).p_oom >= SAFE_OOM_PROBABILITY:
+        console.print(_safer_alternative(plan, first), style="yellow", highlight=False, soft_wrap=True)
     console.print(f"*: no layout above it in this table takes less memory. All shown have {limit}.", style="dim")
     console.print("Steps within 0.1 % of each other count as alike: the simpler layout comes first.", style="dim")
     console.print("exposed: communication that nothing hides. --explain K says where time and memory go.", style="dim")
     console.print()
-    for line in _training(run, training(run, world_size, plan.options[0], tokens)):
+    for line in _training(run, estimate_training_cost(run, world_size, plan.options[0], tokens)):
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _surer(plan: Plan, first: Option) -> str:
+def _safer_alternative(plan: Plan, first: EvaluatedLayout) -> str:
     """That the fastest layout may not fit, and what to take instead."""
-    said, sure = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%}).", plan.sure
+    said, sure = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%}).", plan.fastest_safe
     if sure is None:
-        return f"{said} None shown is below {SURE:.0%}."
+        return f"{said} None shown is below {SAFE_OOM_PROBABILITY:.0%}."
     number, slower = plan.options.index(sure) + 1, sure.step_seconds / first.step_seconds - 1
-    longer = "equally fast" if alike(sure, first) else f"with steps {slower:.1%} longer"
-    return f"{said} The fastest below {SURE:.0%} is {number}, {longer}: {sure.candidate}"
+    longer = "equally fast" if equally_fast(sure, first) else f"with steps {slower:.1%} longer"
+    return f"{said} The fastest below {SAFE_OOM_PROBABILITY:.0%} is {number}, {longer}: {sure.candidate}"
 
 
-def _training(run: RunSpec, whole: Training) -> list[str]:
+def _training(run: RunSpec, whole: TrainingCost) -> list[str]:
     """A whole training in words."""
     days = f"{whole.days:,.1f} days" if whole.days >= 2 else f"{24 * whole.days:,.1f} hours"
     kept = f"at a goodput of {whole.goodput:.1%}" if whole.goodput else "without failures"
@@ -81,7 +88,7 @@ def _training(run: RunSpec, whole: Training) -> list[str]:
     return lines
 
 
-def explained(run: RunSpec, world_size: int, plan: Plan, at: int) -> None:
+def print_explanation(run: RunSpec, world_size: int, plan: Plan, at: int) -> None:
     """Where a layout's time and memory go, why others lose, and what would help."""
     console, option = _console(), plan.options[at]
     _head(console, run, world_size, plan)
@@ -92,15 +99,15 @@ def explained(run: RunSpec, world_size: int, plan: Plan, at: int) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    for note in crossing(run, option.candidate):
+    for note in slow_link_warnings(run, option.candidate):
         console.print(note, style="yellow", highlight=False)
     console.print()
     table = _table("time", "seconds", "share", "")
-    for part, seconds in shares(option).items():
+    for part, seconds in time_breakdown(option).items():
         share = seconds / option.step_seconds
-        table.add_row(MEANING[part], f"{seconds:.3f}", f"{share:.1%}", "█" * round(40 * share))
+        table.add_row(PART_DESCRIPTIONS[part], f"{seconds:.3f}", f"{share:.1%}", "█" * round(40 * share))
     console.print(table)
-    if option.candidate.pp > 1 and run.cluster.crowd <= 1:  # the simulation gives each rank a core
+    if option.candidate.pp > 1 and run.cluster.ranks_per_core <= 1:  # the simulation gives each rank a core
         _simulated(console, run, world_size, option)
     console.print()
     table = _table("memory, GiB", *option.stages, "")
@@ -115,9 +122,11 @@ def explained(run: RunSpec, world_size: int, plan: Plan, at: int) -> None:
     if others:
         console.print("\nwhy others lose", style="bold")
         for other in others:
-            console.print(f"  {other.candidate}\n    {why(run, other, option)}", highlight=False, soft_wrap=True)
+            console.print(
+                f"  {other.candidate}\n    {explain_slowdown(run, other, option)}", highlight=False, soft_wrap=True
+            )
     console.print("\nwhat if, beside layout 1", style="bold")
-    for idea in what_ifs(run, world_size, plan.options[0]):
+    for idea in evaluate_what_ifs(run, world_size, plan.options[0]):
         then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "nothing fits"
         console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)
 
@@ -132,19 +141,19 @@ def breakdown(run: RunSpec, world_size: int, plan: Plan, at: int) -> Breakdown:
     return Breakdown(
         f"{_where(run, world_size)}, layout {at + 1}",
         str(option.candidate),
-        MEANING,
-        shares(option),
-        {place + 1: Bar(str(plan.options[place].candidate), shares(plan.options[place])) for place in others},
+        PART_DESCRIPTIONS,
+        time_breakdown(option),
+        {place + 1: Bar(str(plan.options[place].candidate), time_breakdown(plan.options[place])) for place in others},
         [Bar(name, parts) for name, parts in stages.items()],
         option.memory_bytes,
         float(run.cluster.rank_memory_bytes or 0),
     )
 
 
-def _simulated(console: Console, run: RunSpec, world_size: int, option: Option) -> None:
+def _simulated(console: Console, run: RunSpec, world_size: int, option: EvaluatedLayout) -> None:
     """The pipeline as it would run, beside what the search took for it."""
     candidate, said = option.candidate, option.parts["compute"] + option.parts["bubble"]
-    seconds = float(timeline(run, world_size, candidate).makespan)
+    seconds = float(simulate_candidate(run, world_size, candidate).makespan)
     line = f"its schedule, simulated action by action: {seconds:.3f} s of compute and bubble, {said:.3f} s above"
     console.print(line, style="dim", highlight=False, soft_wrap=True)
     drawn = show_command(run, world_size, candidate)
@@ -153,7 +162,7 @@ def _simulated(console: Console, run: RunSpec, world_size: int, option: Option) 
     )
 
 
-def compared(run: RunSpec, first: Option, second: Option, names: tuple[str, str]) -> None:
+def print_comparison(run: RunSpec, first: EvaluatedLayout, second: EvaluatedLayout, names: tuple[str, str]) -> None:
     """Two layouts side by side, and why one is slower."""
     console = _console()
     for name, option in zip(names, (first, second), strict=True):
@@ -164,8 +173,8 @@ def compared(run: RunSpec, first: Option, second: Option, names: tuple[str, str]
     )
     sign = 1 if slower is first else -1
     table = _table("", *names, f"{slow} - {fast}")
-    mine, its = (shares(option) | {"step": option.step_seconds} for option in (first, second))
-    for part, meaning in (MEANING | {"step": "step"}).items():
+    mine, its = (time_breakdown(option) | {"step": option.step_seconds} for option in (first, second))
+    for part, meaning in (PART_DESCRIPTIONS | {"step": "step"}).items():
         apart = sign * (mine[part] - its[part])
         table.add_row(meaning, f"{mine[part]:.3f} s", f"{its[part]:.3f} s", f"{apart:+.3f} s")
     held = first.memory_bytes / GIB, second.memory_bytes / GIB
@@ -174,20 +183,20 @@ def compared(run: RunSpec, first: Option, second: Option, names: tuple[str, str]
     console.print(table)
     console.print()
     for name, option in zip(names, (first, second), strict=True):
-        if option.p_oom >= LIKELY:
+        if option.p_oom >= MAX_OOM_PROBABILITY:
             console.print(f"{name} is not likely to fit", style="yellow", highlight=False)
     said = f"{slow} and {fast} are equally fast"
-    if not alike(slower, faster):
+    if not equally_fast(slower, faster):
         longer = slower.step_seconds / faster.step_seconds - 1
-        said = f"{slow} takes {longer:.1%} longer than {fast}, {why(run, slower, faster)}"
+        said = f"{slow} takes {longer:.1%} longer than {fast}, {explain_slowdown(run, slower, faster)}"
     console.print(said, highlight=False, soft_wrap=True)
 
 
-def predictions(found: Sequence[Prediction | Unpredicted]) -> None:
+def print_predictions(found: Sequence[Prediction | PredictionFailure]) -> None:
     """A table of predicted rows."""
     table = _table("row", "step s", "80 %", "TFLOP/s", "MFU", "GiB", "P(OOM)", "assumed")
     for row in found:
-        if isinstance(row, Unpredicted):
+        if isinstance(row, PredictionFailure):
             table.add_row(row.id, "-", "", "", "", "", "", row.reason)
             continue
         span = f"{row.step_time_low_s:.4g} to {row.step_time_high_s:.4g}"
@@ -198,7 +207,7 @@ def predictions(found: Sequence[Prediction | Unpredicted]) -> None:
     _console().print(table)
 
 
-def facts(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> dict[str, Any]:
+def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> dict[str, Any]:
     """What `phalanx plan --json` prints."""
     return {
         "model": run.model.preset or run.model.from_hf,
@@ -209,15 +218,15 @@ def facts(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | N
         "layouts": [
             {
                 **asdict(option),
-                "parts": shares(option),
+                "parts": time_breakdown(option),
                 "layout": option.candidate.layout().model_dump(exclude_defaults=True),
                 "candidate": str(option.candidate),
-                "on_front": option in plan.front,
+                "on_front": option in plan.pareto_front,
             }
             for option in plan.options[:top]
         ],
-        "taken": str(plan.taken.candidate),
-        "training": asdict(training(run, world_size, plan.options[0], tokens)),
+        "taken": str(plan.chosen.candidate),
+        "training": asdict(estimate_training_cost(run, world_size, plan.options[0], tokens)),
     }
 
 
@@ -228,11 +237,11 @@ def _head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:
         f"{training.sequence:,}; {plan.considered:,} layouts, {plan.fitting:,} likely to fit",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    console.print(known_by(run.cluster), style="dim", highlight=False, soft_wrap=True)
+    console.print(calibration_note(run.cluster), style="dim", highlight=False, soft_wrap=True)
     console.print()
 
 
-def known_by(cluster: Cluster) -> str:
+def calibration_note(cluster: ClusterSpec) -> str:
     """Which of a machine's numbers were measured, and which are assumed."""
     measured = cluster.measured
     if measured is None:
@@ -247,7 +256,7 @@ def _where(run: RunSpec, world_size: int) -> str:
     return f"{name} on {world_size:,} x {machine}"
 
 
-def _figures(option: Option) -> list[str]:
+def _figures(option: EvaluatedLayout) -> list[str]:
     step = option.step_seconds
     return [
         f"{step:.3f}", f"{option.low_seconds:.3g} to {option.high_seconds:.3g}", f"{option.tokens_per_second:,.0f}",
@@ -261,7 +270,7 @@ def _costs(run: RunSpec) -> list[str]:
     return [*money, *(["kWh/1e9 tokens"] if run.cluster.watts else [])]
 
 
-def _cost(run: RunSpec, world_size: int, option: Option) -> list[str]:
+def _cost(run: RunSpec, world_size: int, option: EvaluatedLayout) -> list[str]:
     """Of a billion tokens: money, energy."""
     hours, cluster = BILLION / option.tokens_per_second / 3600, run.cluster
     money = [f"{rental_cost(world_size, hours, cluster.price_per_hour):,.0f}"] if cluster.price_per_hour else []

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from phalanx.data.encode import Counts, Progress
+from phalanx.data.encode import Progress, TokenizationCounts
 
 
 @contextmanager
-def preparing() -> Iterator[Progress]:
+def tokenization_progress() -> Iterator[Progress]:
     """A line on a terminal that counts documents and tokens, and vanishes when they are ready."""
     with Console(stderr=True).status("reading the text ...") as status:
-        yield lambda counts: status.update(describe(counts))
+        yield lambda counts: status.update(format_counts(counts))
 
 
-def describe(counts: Counts) -> str:
+def format_counts(counts: TokenizationCounts) -> str:
     """Documents and tokens so far."""
     return f"tokenizing: {counts.documents:,} documents, {counts.tokens:,} tokens"

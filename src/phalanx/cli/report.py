@@ -12,7 +12,7 @@ from phalanx.cli.options import Json, Machine
 from phalanx.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from phalanx.report.recorded import Recorded
+    from phalanx.report.recorded import RunData
 
 PAGE = "report.html"
 
@@ -50,8 +50,8 @@ def report(
 
         phalanx report runs/first --trace trace.json
     """
-    from phalanx.report.compare import together
-    from phalanx.report.facts import facts
+    from phalanx.report.compare import report_data
+    from phalanx.report.facts import report_facts
     from phalanx.report.page import page
     from phalanx.report.recorded import read_run
     from phalanx.spec.load import load_machine
@@ -60,19 +60,19 @@ def report(
     recorded = [read_run(directory, known) for directory in runs]
     if trace is not None:
         _write_trace(recorded, trace)
-    whole = together([facts(run) for run in recorded])
+    whole = report_data([report_facts(run) for run in recorded])
     file = html or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
     if json_:
         print(json.dumps(whole, indent=2, allow_nan=False))
     else:
-        from phalanx.cli.report_views import show
+        from phalanx.cli.report_views import print_report
 
-        show(whole, file)
+        print_report(whole, file)
     if html or not json_:
         _write(file, page(whole), "--html")
 
 
-def _write_trace(recorded: list[Recorded], file: Path) -> None:
+def _write_trace(recorded: list[RunData], file: Path) -> None:
     from phalanx.report.trace import chrome_trace
 
     if len(recorded) > 1:

@@ -14,7 +14,7 @@ from rich.text import Text
 from phalanx.report import words
 
 Facts = dict[str, Any]
-PARTS = ("compute", "communication", "pipeline", "data", "optimizer", "others")
+PARTS = ("compute", "communication", "pipeline", "data", "optimizer", "unattributed")
 """Of a rank's step, in the order in which they are shown."""
 SHORT = {
     "loss": ("loss {}", "loss"), "tokens_per_second": ("{} tokens/s", "tokens/s"), "mfu": ("MFU {}", ""),
@@ -30,7 +30,7 @@ MOST = 16
 """Ranks that are listed: of more, those that compute longest."""
 
 
-def show(whole: Facts, file: Path) -> None:
+def print_report(whole: Facts, file: Path) -> None:
     """All of it: each run, then how several differ, then where the page is."""
     console = Console(width=max(Console().width, 80), highlight=False)
     for facts in whole["runs"]:
@@ -44,22 +44,22 @@ def show(whole: Facts, file: Path) -> None:
     console.print(f"page: {file}", soft_wrap=True, markup=False)
 
 
-def live(facts: Facts) -> Group:
+def render_live(facts: Facts) -> Group:
     """The essentials of a run that goes on."""
     run, curves = facts["run"], facts["curves"]
     parts: list[RenderableType] = [
-        Text.assemble((run["name"], "bold"), f"  {'  '.join(words.about(run)[:2])}"),
+        Text.assemble((run["name"], "bold"), f"  {'  '.join(words.run_summary(run)[:2])}"),
         _bar(run["step"] / run.get("steps", run["step"] or 1)),
-        Text(newest(facts)),
+        Text(format_latest_step(facts)),
     ]
     if not run.get("leads"):
         parts.append(Text(f"{sparkline(curves.get('loss', []), WIDE)}  loss"))
     if "swarm" in facts:
-        parts += [Text(), rounds(facts), *map(Text, words.rounds(facts)[-NEWEST:])]
+        parts += [Text(), format_round_totals(facts), *map(Text, words.round_lines(facts)[-NEWEST:])]
     if facts["ranks"]:
-        parts += [Text(), where(facts["ranks"])]
+        parts += [Text(), rank_time_table(facts["ranks"])]
     if facts["verdict"]:
-        parts += [Text(), verdict(facts["verdict"])]
+        parts += [Text(), format_bottleneck(facts["verdict"])]
     return Group(*parts, *(Text(f"! {problem}", "dim") for problem in facts["problems"]))
 
 
@@ -68,90 +68,98 @@ def _bar(share: float) -> Text:
     return Text.assemble(("━" * done, "green"), ("━" * (WIDE - done), "dim"))
 
 
-def newest(facts: Facts, at: int = -1) -> str:
+def format_latest_step(facts: Facts, at: int = -1) -> str:
     """A step in a line, by default the newest: its loss, speed and time, and the time that is left."""
     curves, run = facts["curves"], facts["run"]
     if not curves["step"]:
-        return words.step(run) if "swarm" in facts else "no step is done yet"
+        return words.format_progress(run) if "swarm" in facts else "no step is done yet"
     steps = f"/{run['steps']}" if "steps" in run else ""
     parts = [f"step {curves['step'][at]}{steps}"]
     parts += [
-        said.format(words.number(curves[what][at], unit)) for what, (said, unit) in SHORT.items() if what in curves
+        said.format(words.format_number(curves[what][at], unit))
+        for what, (said, unit) in SHORT.items()
+        if what in curves
     ]
     left = words.seconds_left(facts)
-    return "  ".join(parts) + (f"  {words.seconds(left)} left" if left and at == -1 else "")
+    return "  ".join(parts) + (f"  {words.format_seconds(left)} left" if left and at == -1 else "")
 
 
 def _report(facts: Facts) -> Iterator[RenderableType]:
-    yield header(facts)
+    yield format_header(facts)
     if facts["verdict"]:
-        yield verdict(facts["verdict"])
+        yield format_bottleneck(facts["verdict"])
         yield Text("\n").join(
-            Text.assemble((words.costs(finding), "bold"), f". {words.sentence(finding['evidence'])}", style="dim")
+            Text.assemble(
+                (words.bottleneck_headline(finding), "bold"), f". {words.as_sentence(finding['evidence'])}", style="dim"
+            )
             for finding in facts["findings"][1:]
         )
     if facts["beside"]:
         yield _beside(facts["beside"])
     if facts["ranks"]:
-        yield where(facts["ranks"])
-        yield Text(words.HOW, "dim")
+        yield rank_time_table(facts["ranks"])
+        yield Text(words.TABLE_NOTE, "dim")
     if "swarm" in facts:
-        yield Group(rounds(facts), *map(Text, words.rounds(facts)[-NEWEST:]))
+        yield Group(format_round_totals(facts), *map(Text, words.round_lines(facts)[-NEWEST:]))
         if facts["swarm"]["rounds"]:
-            yield Text(words.HOW_ROUNDS, "dim")
+            yield Text(words.ROUND_TABLE_NOTE, "dim")
 
 
-def rounds(facts: Facts) -> Text:
+def format_round_totals(facts: Facts) -> Text:
     """What a swarm's rounds come to, in a line."""
-    return Text("  ".join(" ".join(filter(None, said)) for said in words.so_far(facts)), "bold")
+    return Text("  ".join(" ".join(filter(None, said)) for said in words.round_totals(facts)), "bold")
 
 
-def header(facts: Facts) -> Text:
+def format_header(facts: Facts) -> Text:
     """The run in two lines, and below them what is missing of it."""
-    about, run = words.about(facts["run"]), facts["run"]
+    about, run = words.run_summary(facts["run"]), facts["run"]
     problems = "".join(f"\n! {problem}" for problem in facts["problems"])
     return Text.assemble((run["name"], "bold"), f"  {about[0]}\n", "  ".join(about[1:]), (problems, "yellow"))
 
 
-def verdict(finding: Facts) -> Text:
+def format_bottleneck(finding: Facts) -> Text:
     """What costs most, why, and what to change first."""
     return Text.assemble(
-        (f"{words.costs(finding)}. ", "bold"), words.sentence(finding["evidence"]), ("\nchange first: ", "bold"),
-        finding["first"],
-    )  # fmt: skip
+        (f"{words.bottleneck_headline(finding)}. ", "bold"),
+        words.as_sentence(finding["evidence"]),
+        ("\nchange first: ", "bold"),
+        finding["suggestion"],
+    )
 
 
 def _beside(rows: Sequence[Facts]) -> Table:
     table = _table("", "predicted", "measured", "ratio")
-    for title, own in words.groups(rows):
+    for title, own in words.group_rows(rows):
         if table.rows:
             table.add_section()
         table.add_row(Text(title, "bold"))
         for row in own:
-            values = [words.number(row[name], row["unit"]) for name in ("predicted", "measured")]
+            values = [words.format_number(row[name], row["unit"]) for name in ("predicted", "measured")]
             off = "yellow" if words.is_off(row["ratio"]) else ""
-            table.add_row(f"  {words.named(row)}", *values, Text(words.times(row["ratio"]), off))
+            table.add_row(f"  {words.row_label(row)}", *values, Text(words.format_ratio(row["ratio"]), off))
     return table
 
 
-def where(ranks: Sequence[Facts]) -> Group:
+def rank_time_table(ranks: Sequence[Facts]) -> Group:
     """Where each rank's step went, as times; parts that no rank has are left out."""
     shown = sorted(sorted(ranks, key=lambda rank: -rank["compute"])[:MOST], key=lambda rank: rank["rank"])
     parts = [part for part in PARTS if any(rank[part] > 0 for rank in ranks)]
     table = _table("rank", *(words.NAMES.get(part, part) for part in parts))
     for rank in shown:
-        table.add_row(f"{rank['rank']} on {rank['host']}", *(words.seconds(max(0.0, rank[part])) for part in parts))
+        table.add_row(
+            f"{rank['rank']} on {rank['host']}", *(words.format_seconds(max(0.0, rank[part])) for part in parts)
+        )
     more = f", the {MOST} of {len(ranks)} that compute longest" if len(ranks) > MOST else ""
     return Group(Text(f"where each rank's step went{more}", "bold"), table)
 
 
 def _comparison(comparison: Facts) -> Iterator[RenderableType]:
-    for sentence in words.compared(comparison):
+    for sentence in words.format_comparison(comparison):
         yield Text(sentence)
     table = _table("", *comparison["names"])
     for row in comparison["rows"]:
-        values = [words.number(value, row["unit"]) for value in row["measured"]]
-        ratios = ["", *(f"  {words.times(ratio):>8}" for ratio in row["ratio"][1:])]
+        values = [words.format_number(value, row["unit"]) for value in row["measured"]]
+        ratios = ["", *(f"  {words.format_ratio(ratio):>8}" for ratio in row["ratio"][1:])]
         cells = [value + ratio for value, ratio in zip(values, ratios, strict=True)]
         table.add_row(words.NAMES.get(row["what"], row["what"]), *cells)
     yield table

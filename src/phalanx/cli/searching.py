@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phalanx.plan.search import Report
+    from phalanx.plan.search import ProgressCallback
 
 
 @contextmanager
-def searching(devices: int) -> Iterator[Report]:
+def search_progress(devices: int) -> Iterator[ProgressCallback]:
     """A bar on a terminal that vanishes when the search ends: layouts evaluated, then how many of the fastest that are
     asked for were found to run and fit. Nothing where stderr is no terminal."""
     from rich.console import Console

@@ -15,7 +15,7 @@ PATIENCE_SECONDS = 30.0
 """For one who is connected: each holds a thread."""
 
 
-def server(option: str, host: str, port: int, answer: Callable[[str, str], Answer]) -> ThreadingHTTPServer:
+def make_http_server(option: str, host: str, port: int, answer: Callable[[str, str], Answer]) -> ThreadingHTTPServer:
     """One that answers GET; `answer` is given the path that is asked for, and the name under which the asker knows this
     machine.
 

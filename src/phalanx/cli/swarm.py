@@ -52,15 +52,15 @@ def certs(
         phalanx swarm certs certs ann bob eve
     """
     _check_installed()
-    from phalanx.swarm.wire.certs import issue, make_authority
+    from phalanx.swarm.wire.certs import create_certificate_authority, issue_certificate
 
     if not (folder / "ca.key").exists():
-        make_authority(folder)
+        create_certificate_authority(folder)
         print(f"{folder}/ca.key: keep it to yourself")
     elif not members:
         raise UserError("NAME", None, "is missing", f"say for whom: phalanx swarm certs {folder} ann bob")
     for member in members or []:
-        print(f"{issue(folder, member, host or [], days)}: for {member}")
+        print(f"{issue_certificate(folder, member, host or [], days)}: for {member}")
 
 
 @app.command()
@@ -88,11 +88,11 @@ def serve(
     _swarm_of(described)
     _port(listen, "--listen")
     _check_installed()
-    from phalanx.swarm.leading import lead
-    from phalanx.swarm.wire.certs import member_of
+    from phalanx.swarm.leading import serve_swarm
+    from phalanx.swarm.wire.certs import certificate_member
 
-    member_of(certificates)
-    raise typer.Exit(lead(described, listen, certificates, lambda said: print(said, flush=True)))
+    certificate_member(certificates)
+    raise typer.Exit(serve_swarm(described, listen, certificates, lambda said: print(said, flush=True)))
 
 
 @app.command()
@@ -119,7 +119,7 @@ def join(
     """
     _port(address, "ADDRESS")
     _check_installed()
-    from phalanx.swarm.joining import join as take_part
+    from phalanx.swarm.joining import join_swarm as take_part
 
     raise typer.Exit(take_part(address, certificates, nproc, out, set_ or [], lambda said: print(said, flush=True)))
 
@@ -134,11 +134,11 @@ def status(address: Address, certificates: Certificates, json_: Json = False) ->
     """
     _port(address, "ADDRESS")
     _check_installed()
-    from phalanx.swarm.wire.certs import member_of
-    from phalanx.swarm.wire.client import Client
+    from phalanx.swarm.wire.certs import certificate_member
+    from phalanx.swarm.wire.client import SwarmClient
 
-    member_of(certificates)
-    found = Client(address, certificates).status()
+    certificate_member(certificates)
+    found = SwarmClient(address, certificates).status()
     print(json.dumps(found, indent=2) if json_ else _table(found))
 
 
@@ -208,20 +208,20 @@ def _ways(
     run: RunSpec, swarm: SwarmSpec, nodes: int, link: tuple[float, float], step_seconds: float | None
 ) -> Iterator[dict[str, Any]]:
     """A row for each method and codec; of the run file's own too."""
-    from phalanx.cost.swarm import RoundBytes, node_of, round_bytes, round_time, state_bytes
+    from phalanx.cost.swarm import RoundBytes, node_share, round_bytes, round_time, state_bytes
     from phalanx.spec.swarm import SPLIT
 
     experts = run.model.moe.experts if run.model.moe else 0
-    own = swarm.method, swarm.coded
+    own = swarm.method, swarm.effective_codec
     for method, codec in [*(way for way in WAYS if way != own), own]:
         if method in SPLIT and not experts:
             continue
         owned = min(experts, -(-experts * swarm.replication // nodes))
-        node = node_of(run.model, method, owned)
+        node = node_share(run.model, method, owned)
         whole = round_bytes(node, method, codec, swarm.replication)
-        exchanges, delay = (swarm.steps, 0) if method == "ddp" else (1 / swarm.fragments, swarm.delay)
+        exchanges, delay = (swarm.steps_per_round, 0) if method == "ddp" else (1 / swarm.fragments, swarm.delay)
         sent = RoundBytes(whole.up * exchanges, whole.down * exchanges)
-        time = round_time(sent, *link, swarm.steps, step_seconds or 0.0, delay)
+        time = round_time(sent, *link, swarm.steps_per_round, step_seconds or 0.0, delay)
         yield {
             "method": method,
             "codec": codec,
@@ -238,14 +238,14 @@ def _ways(
 def _plan_table(rows: list[dict[str, Any]], swarm: SwarmSpec, link: str) -> Table:
     from rich.table import Table
 
-    from phalanx.cli.info import short
+    from phalanx.cli.info import format_si
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(f"{swarm.steps} steps, {link} Mbit/s", no_wrap=True)
+    table.add_column(f"{swarm.steps_per_round} steps, {link} Mbit/s", no_wrap=True)
     for header in ("up", "down", "state held", "on the wire", "of a round", "learning"):
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        held = (f"{short(row[name])}B" for name in ("up_bytes", "down_bytes", "state_bytes"))
+        held = (f"{format_si(row[name])}B" for name in ("up_bytes", "down_bytes", "state_bytes"))
         known = row["round_seconds"] is not None
         time = (f"{row['round_seconds']:,.3g} s", f"{row['utilisation']:.0%}") if known else ("", "")
         name = f"{row['method']}, {row['codec']}{' (chosen)' if row['chosen'] else ''}"

@@ -14,9 +14,9 @@ from typing import IO, Annotated
 
 import typer
 
-from phalanx.cli.choosing import chosen, chosen_for
-from phalanx.measure.record import parse_window
-from phalanx.spec.errors import NodeError, UserError
+from phalanx.cli.choosing import choose_layout, choose_layout_for
+from phalanx.measure.record import parse_step_range
+from phalanx.spec.errors import LocalNodeError, UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
@@ -113,18 +113,18 @@ def train(
         fix = "lead it with phalanx swarm serve; to train it here alone: --set swarm="
         raise UserError("swarm", described.swarm.method, "is for several sites, and not for phalanx train", fix)
     if trace_steps is not None:
-        check_window(described, trace_steps)
+        check_profiled_steps(described, trace_steps)
     if print_config:
         print(_config(described, nproc))
         return
     if nproc is not None:  # the run directory says so, too, for whoever goes on with it
         cluster = described.cluster.model_copy(update={"nproc": nproc})
         described = described.model_copy(update={"cluster": cluster})
-    from phalanx.train.setup import STOPPED
+    from phalanx.train.setup import EXIT_STOPPED
 
     def stop(*_: object) -> None:  # until there are ranks, which save before they end
         print("phalanx: stopped by a signal before a step was done: nothing new is saved", file=sys.stderr)
-        sys.exit(STOPPED)
+        sys.exit(EXIT_STOPPED)
 
     signal.signal(signal.SIGTERM, stop)
     options = [
@@ -136,17 +136,17 @@ def train(
         cluster = described.cluster.model_copy(update={"nodes": most})
         described = described.model_copy(update={"cluster": cluster})
         try:
-            place = address(rendezvous, described.recovery.join_seconds)
+            place = resolve_rendezvous(rendezvous, described.recovery.join_seconds)
             raise typer.Exit(_run_on_nodes(described, resume, options, least, *place))
-        except NodeError as error:
+        except LocalNodeError as error:
             print(f"phalanx: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
     raise typer.Exit(_run(described, resume, options))
 
 
-def check_window(run: RunSpec, steps: str) -> None:
+def check_profiled_steps(run: RunSpec, steps: str) -> None:
     """Raise UserError for no window of steps, or one in which nothing would be noted."""
-    window = parse_window(steps)
+    window = parse_step_range(steps)
     if window[0] > run.training.steps:
         raise UserError("--trace-steps", steps, f"begins after the last step, {run.training.steps}", "begin earlier")
     if not run.metrics.record:
@@ -164,22 +164,22 @@ def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
 
 def _config(run: RunSpec, nproc: int | None) -> str:
     from phalanx.cost.stages import check_layout
-    from phalanx.spec.run import cut_batch
+    from phalanx.spec.run import plan_batch
     from phalanx.train.setup import to_toml
 
     ranks = nproc or run.cluster.nproc
     if run.automatic:
-        run, _ = chosen_for(run, ranks)
+        run, _ = choose_layout_for(run, ranks)
     if ranks is None:  # the GPUs of this machine decide, and only torch could count them
         return to_toml(run).rstrip()
     world_size = ranks * run.cluster.nodes
     check_layout(run, world_size)
-    cut = cut_batch(run, world_size)
-    note = f"# per update: {cut.micro_batch} sequences x {cut.dp} ranks x {cut.accumulation} accumulated"
+    cut = plan_batch(run, world_size)
+    note = f"# per update: {cut.micro_batch_size} sequences x {cut.dp_size} ranks x {cut.gradient_accumulation_steps} accumulated"
     return f"{note}\n{to_toml(run)}".rstrip()
 
 
-def address(rendezvous: str | None, patience_seconds: float) -> tuple[str, int]:
+def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple[str, int]:
     """The host and port where nodes meet, once that name is known here: a machine's that is being started may not be.
 
     Raises UserError for none, and for a name that is not known in so many seconds.
@@ -189,10 +189,10 @@ def address(rendezvous: str | None, patience_seconds: float) -> tuple[str, int]:
         fix = "give one of the nodes and a free port there, the same on all: node0:29500 (docs/launching.md)"
         raise UserError("--rendezvous", rendezvous, "says no place where nodes could meet", fix)
     waiting, deadline = False, time.monotonic() + patience_seconds
-    while isinstance(place := _looked_up(host), OSError):
+    while isinstance(place := _resolve_host(host), OSError):
         if time.monotonic() > deadline:
             fix = "give a name that all nodes know, or an address"
-            raise NodeError("--rendezvous", rendezvous, f"{host} is not known here: {place.strerror}", fix)
+            raise LocalNodeError("--rendezvous", rendezvous, f"{host} is not known here: {place.strerror}", fix)
         if not waiting:
             print(f"phalanx: {host} is not known here, waiting for it: {place.strerror}", file=sys.stderr)
         waiting = True
@@ -202,7 +202,7 @@ def address(rendezvous: str | None, patience_seconds: float) -> tuple[str, int]:
     return host, int(port)
 
 
-def _looked_up(host: str) -> IPv4Address | OSError:
+def _resolve_host(host: str) -> IPv4Address | OSError:
     try:
         return IPv4Address(gethostbyname(host))
     except OSError as error:
@@ -210,61 +210,61 @@ def _looked_up(host: str) -> IPv4Address | OSError:
 
 
 def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
-    from phalanx.train.setup import check_run
+    from phalanx.train.setup import preflight
 
     known = run.cluster.nproc
     plan = None
     if run.automatic:
-        run, plan = chosen_for(run, known)
+        run, plan = choose_layout_for(run, known)
     if known is not None:
-        check_run(run, known, resume)  # before torch is imported, which takes a second
-    from phalanx.train.launch import choose_nproc
-    from phalanx.train.recovery import train_through
+        preflight(run, known, resume)  # before torch is imported, which takes a second
+    from phalanx.train.launch import select_nproc
+    from phalanx.train.recovery import supervise_training
 
-    ranks = choose_nproc(run)
+    ranks = select_nproc(run)
     directory, lock = _set_up(run, ranks, resume, plan)
     with lock or nullcontext():
-        return train_through(directory, run, ranks, partial(layout_for, run, None), options)
+        return supervise_training(directory, run, ranks, partial(replan_layout, run, None), options)
 
 
 def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], least: int, host: str, port: int) -> int:
     """The same on one of several nodes, each of which runs this command."""
     from phalanx.cost.stages import check_layout
-    from phalanx.train.launch import choose_nproc
-    from phalanx.train.meeting import Meeting
-    from phalanx.train.recovery import train_through
+    from phalanx.train.launch import select_nproc
+    from phalanx.train.meeting import Rendezvous
+    from phalanx.train.recovery import supervise_training
     from phalanx.train.setup import run_directory
 
-    ranks, most = choose_nproc(run), run.cluster.nodes
+    ranks, most = select_nproc(run), run.cluster.nodes
     plan = None
     if run.automatic:
-        run, plan = chosen_for(run, ranks)
+        run, plan = choose_layout_for(run, ranks)
     recovery = run.recovery
-    meeting = Meeting(run.name, host, port, least, most, recovery.join_seconds, recovery.last_call_seconds)
-    if meeting.is_here:  # the others find no place to meet before the run directory is there
+    meeting = Rendezvous(run.name, host, port, least, most, recovery.join_seconds, recovery.last_call_seconds)
+    if meeting.is_host:  # the others find no place to meet before the run directory is there
         directory, lock = _set_up(run, ranks * most, resume, plan)
     else:
         check_layout(run, ranks * most)
         directory, lock = run_directory(run), None
     with lock or nullcontext():
-        return train_through(directory, run, ranks, partial(layout_for, run, ranks), options, meeting)
+        return supervise_training(directory, run, ranks, partial(replan_layout, run, ranks), options, meeting)
 
 
 def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:
     """The run's directory, and what keeps others out of it."""
-    from phalanx.cli.preparing import preparing
-    from phalanx.train.setup import check_and_prepare, claim, write_directory
+    from phalanx.cli.preparing import tokenization_progress
+    from phalanx.train.setup import check_and_prepare, lock_run_directory, write_run_directory
 
-    with preparing() as progress:
+    with tokenization_progress() as progress:
         prepared = check_and_prepare(run, ranks, resume, progress)
-    lock = claim(run, resume)
-    directory = write_directory(run, prepared)
+    lock = lock_run_directory(run, resume)
+    directory = write_run_directory(run, prepared)
     if plan is not None:
         (directory / PLAN_FILE).write_text(plan)
     return directory, lock
 
 
-def layout_for(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
+def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
     """The planner's for other ranks than a run was meant for, `nproc` of them a node (None: all on this one). Of a
     machine that nobody described it goes by what the run has measured; before that, the run's own layout must do.
 
@@ -283,4 +283,4 @@ def layout_for(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
     measured, training = run.cluster.measured, run.training
     if measured is None or measured.precision != training.precision:  # what the planner knows of any machine
         training = training.model_copy(update={"precision": "bf16"})
-    return chosen(run.model_copy(update={"cluster": cluster, "training": training}))[0].layout
+    return choose_layout(run.model_copy(update={"cluster": cluster, "training": training}))[0].layout

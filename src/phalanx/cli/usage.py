@@ -16,17 +16,17 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 @contextmanager
-def in_our_words() -> Iterator[None]:
+def translate_usage_errors() -> Iterator[None]:
     """Raise UserError for what typer refuses: an unknown option, a missing argument, a value of another type."""
     try:
         yield
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # which is the help, and no mistake
             raise
-        raise explained(error) from None
+        raise to_user_error(error) from None
 
 
-def explained(error: Any) -> UserError:
+def to_user_error(error: Any) -> UserError:
     """A usage error as one of ours: which option or argument, its value, what is wrong, what to do."""
     command = error.ctx.command_path if error.ctx else "phalanx"
     see = f"`{command} --help` shows what it takes" if error.ctx else "--help shows what it takes"
@@ -49,9 +49,9 @@ def explained(error: Any) -> UserError:
 
 
 def _unknown(kind: str, asked: str, known: list[str]) -> UserError:
-    from phalanx.spec.base import suggest  # with pydantic, which a command's help does not need
+    from phalanx.spec.base import did_you_mean  # with pydantic, which a command's help does not need
 
-    return UserError(kind, asked, "is not known", suggest(asked, known))
+    return UserError(kind, asked, "is not known", did_you_mean(asked, known))
 
 
 def _name(parameter: Any) -> str:

@@ -72,21 +72,21 @@ def watch(
             _lines(run, every)
 
 
-def _looks(directory: Path, every_seconds: float) -> Iterator[dict[str, Any]]:
+def _poll_facts(directory: Path, every_seconds: float) -> Iterator[dict[str, Any]]:
     """The facts of a run again and again, until its last step is done. One that ended before ends this command too,
     with exit code 1; one that may be started again is waited for."""
-    from phalanx.report.facts import facts
+    from phalanx.report.facts import report_facts
     from phalanx.report.recorded import read_run
 
     said = None
     while True:
-        found = facts(read_run(directory))
+        found = report_facts(read_run(directory))
         yield found
         run = found["run"]
         if run["step"] >= run.get("steps", float("inf")) and not _in_last_round(found):
             return
         broken = "; ".join(found["problems"]) if run["failed"] or run["under_way"] is False else None
-        if broken and not run["under_way"] and _is_over(directory):
+        if broken and not run["under_way"] and _has_ended(directory):
             print(f"phalanx: {broken}", file=sys.stderr)
             raise typer.Exit(1)
         if broken and broken != said:
@@ -95,7 +95,7 @@ def _looks(directory: Path, every_seconds: float) -> Iterator[dict[str, Any]]:
         time.sleep(every_seconds)
 
 
-def _is_over(directory: Path) -> bool:
+def _has_ended(directory: Path) -> bool:
     """Whether a run that has broken off is not started again: it says so itself, or nothing is heard of it."""
     happened = read_events(directory)
     if happened and happened[-1]["what"] == ENDED:
@@ -116,24 +116,24 @@ def _in_last_round(found: dict[str, Any]) -> bool:
 def _live(directory: Path, every_seconds: float) -> None:
     from rich.live import Live
 
-    from phalanx.cli.report_views import live
+    from phalanx.cli.report_views import render_live
 
     with Live(auto_refresh=False) as screen:
-        for found in _looks(directory, every_seconds):
-            screen.update(live(found), refresh=True)
+        for found in _poll_facts(directory, every_seconds):
+            screen.update(render_live(found), refresh=True)
 
 
 def _lines(directory: Path, every_seconds: float) -> None:
-    from phalanx.cli.report_views import newest
-    from phalanx.report.words import rounds
+    from phalanx.cli.report_views import format_latest_step
+    from phalanx.report.words import round_lines
 
     shown = told = 0
-    for found in _looks(directory, every_seconds):
+    for found in _poll_facts(directory, every_seconds):
         steps = found["curves"]["step"]
         for at in range(-sum(step > shown for step in steps), 0):
-            print(newest(found, at), flush=True)
+            print(format_latest_step(found, at), flush=True)
         shown = steps[-1] if steps else 0
-        said = rounds(found)
+        said = round_lines(found)
         for line in said[told:]:
             print(line, flush=True)
         told = len(said)

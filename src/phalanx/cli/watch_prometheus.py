@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from threading import Lock
 
-from phalanx.cli.serving import Answer, server
-from phalanx.report.prometheus import Watched
+from phalanx.cli.serving import Answer, make_http_server
+from phalanx.report.prometheus import RunMetrics
 from phalanx.train.manifest import checkpoints
 
 EVERYWHERE = "0.0.0.0"
@@ -19,14 +19,14 @@ def serve(directory: Path, port: int) -> None:
 
     Raises UserError if the port is taken.
     """
-    watched, one_at_a_time = Watched(directory), Lock()
+    watched, one_at_a_time = RunMetrics(directory), Lock()
 
     def answer(path: str, host: str) -> Answer:
         if path != "/metrics":
             return 404, "text/plain", "there is /metrics only"
         with one_at_a_time:
-            return 200, KIND, watched.text(checkpoints(directory / "checkpoints"))
+            return 200, KIND, watched.exposition_text(checkpoints(directory / "checkpoints"))
 
-    with server("--prometheus", EVERYWHERE, port, answer) as found:
+    with make_http_server("--prometheus", EVERYWHERE, port, answer) as found:
         print(f"http://{EVERYWHERE}:{found.server_port}/metrics  (Ctrl-C ends it)", flush=True)
         found.serve_forever()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from phalanx.cli.serving import Answer, server
-from phalanx.report.compare import together
-from phalanx.report.facts import facts
+from phalanx.cli.serving import Answer, make_http_server
+from phalanx.report.compare import report_data
+from phalanx.report.facts import report_facts
 from phalanx.report.moments import Facts
 from phalanx.report.page import main, page
 from phalanx.report.recorded import read_run
@@ -34,10 +34,10 @@ def serve(directory: Path, port: int, every_seconds: float) -> None:
                 return 200, "application/json", json.dumps(_now(directory))
         return 404, "text/plain", "there is nothing of this name"
 
-    with server("--port", HERE, port, answer) as found:
+    with make_http_server("--port", HERE, port, answer) as found:
         print(f"http://{HERE}:{found.server_port}/  (Ctrl-C ends it)", flush=True)
         found.serve_forever()
 
 
 def _now(directory: Path) -> Facts:
-    return together([facts(read_run(directory))])
+    return report_data([report_facts(read_run(directory))])

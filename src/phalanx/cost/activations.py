@@ -21,7 +21,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.cost.kept import Pass, attention, experts, head, inputs, mlp, mlp_gradients, norm, put_off, put_off_head
+from phalanx.cost.kept import (
+    ForwardShape,
+    deferred_head_grad_bytes,
+    deferred_weight_grad_bytes,
+    mlp_backward_bytes,
+    saved_by_attention,
+    saved_by_experts,
+    saved_by_head,
+    saved_by_inputs,
+    saved_by_mlp,
+    saved_by_norm,
+)
 from phalanx.cost.precision import Precision
 from phalanx.schedule.action import Schedule
 from phalanx.spec.layout import Layout
@@ -44,7 +55,7 @@ class ActivationBytes:
     """Dense MLPs."""
     experts: int = 0
     """Routers, routed and shared experts."""
-    borders: int = 0
+    tp_boundaries: int = 0
     """Of a stage of a pipeline what it was given and what it gives, where nothing else keeps that."""
     head_and_loss: int = 0
     """Input of the head, log-probabilities (at least fp32) and targets."""
@@ -59,35 +70,35 @@ class ActivationBytes:
     """The most kept while a block or attention is computed again in the backward pass; 0 where none is."""
     recomputed_first: int = 0
     """The same of the first block, which is the last to be computed again."""
-    stream_gradient: int = 0
+    residual_gradient: int = 0
     """Not kept: of the residual stream, between blocks."""
-    put_off: int = 0
+    deferred_weight_grads: int = 0
     """What a stage keeps of a micro-batch between the halves of its backward pass."""
 
     @property
     def total(self) -> int:
         """Bytes kept when the forward pass and the loss are done."""
-        blocks = self.checkpoints + self.norms + self.attention + self.mlp + self.experts + self.borders
+        blocks = self.checkpoints + self.norms + self.attention + self.mlp + self.experts + self.tp_boundaries
         return self.inputs + blocks + self.head_and_loss + self.weight_copies
 
     @property
     def peak(self) -> int:
         """The most at one time: when the backward pass begins, or while something is computed again."""
-        return max(self.at_loss, self.in_blocks())
+        return max(self.at_backward_start, self.within_blocks())
 
     @property
-    def at_loss(self) -> int:
+    def at_backward_start(self) -> int:
         """When the backward pass begins, with the loss."""
         return self.total + self.loss_gradients
 
-    def in_blocks(self, done: float = 0.0) -> int:
+    def within_blocks(self, done: float = 0.0) -> int:
         """Inside a block of the backward pass of which a share is done: what those after it kept is free."""
         again = self.recomputed + done * (self.recomputed_first - self.recomputed)
         return round(max((1 - done) * self._in_blocks, again)) + self.mlp_gradients
 
     def between_blocks(self, done: float) -> int:
         """Between two blocks of the backward pass, when the one is done with and the next not begun."""
-        return round((1 - done) * self._in_blocks) + self.stream_gradient
+        return round((1 - done) * self._in_blocks) + self.residual_gradient
 
     @property
     def _in_blocks(self) -> int:
@@ -96,7 +107,7 @@ class ActivationBytes:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageBlocks:
     """A stage of a pipeline."""
 
     layers: range
@@ -104,14 +115,14 @@ class Stage:
     """It has the embedding."""
     last: bool = False
     """It has the head."""
-    halved: bool = False
+    splits_backward: bool = False
     """Its backward passes are in two halves."""
 
 
-def stages_of(layers: Sequence[range], schedule: Schedule) -> list[Stage]:
+def pipeline_stages(layers: Sequence[range], schedule: Schedule) -> list[StageBlocks]:
     """Of a pipeline with these layers in each."""
     last = len(layers) - 1
-    return [Stage(mine, index == 0, index == last, schedule.halved) for index, mine in enumerate(layers)]
+    return [StageBlocks(mine, index == 0, index == last, schedule.splits_backward) for index, mine in enumerate(layers)]
 
 
 def activation_bytes(
@@ -122,7 +133,7 @@ def activation_bytes(
     layout: Layout | None = None,
     autocast: bool = False,
     masked: bool = False,
-    stage: Stage | None = None,
+    stage: StageBlocks | None = None,
 ) -> ActivationBytes:
     """Activations of one rank for a micro-batch of `batch` sequences of `sequence` tokens; in a pipeline those of one
     `stage`.
@@ -138,21 +149,25 @@ def activation_bytes(
     The backward pass frees what it is done with, so that while layer l is computed again there is what the layers
     before it keep, what it drops itself, and nothing of those after it or of the loss.
     """
-    layout, stage = layout or Layout(), stage or Stage(range(spec.layers), first=True, last=True)
-    run = Pass(batch, sequence, precision, layout, autocast and precision == "bf16", masked)
-    stream = run.here * spec.width * run.stream
-    normed = Counter(norms=norm(spec, run))
+    layout, stage = layout or Layout(), stage or StageBlocks(range(spec.layers), first=True, last=True)
+    run = ForwardShape(batch, sequence, precision, layout, autocast and precision == "bf16", masked)
+    stream = run.residual_tokens * spec.width * run.residual_bytes
+    normed = Counter(norms=saved_by_norm(spec, run))
     again = Counter(checkpoints=stream)
-    kept = Counter(inputs=inputs(spec, run, stage.first))
-    norm_has_stream = spec.norm == "layernorm" or run.stream == run.wide  # else it keeps an fp32 copy
+    kept = Counter(inputs=saved_by_inputs(spec, run, stage.first))
+    norm_has_stream = (
+        spec.norm == "layernorm" or run.residual_bytes == run.high_precision_bytes
+    )  # else it keeps an fp32 copy
     if not stage.first and not norm_has_stream and layout.recompute != "full":
-        kept += Counter(borders=stream)
+        kept += Counter(tp_boundaries=stream)
     if not stage.last:
-        kept += Counter(borders=stream)
+        kept += Counter(tp_boundaries=stream)
     alive: list[int] = []
-    attended = attention(spec, run)
+    attended = saved_by_attention(spec, run)
     for layer in stage.layers:
-        mixed = experts(spec, spec.moe, run) if spec.moe and spec.is_moe(layer) else mlp(spec, run)
+        mixed = (
+            saved_by_experts(spec, spec.moe, run) if spec.moe and spec.is_moe_layer(layer) else saved_by_mlp(spec, run)
+        )
         if layout.recompute == "full":
             kept += again
             # The first norm keeps the block's input, which is there already, unless it needs it in fp32.
@@ -166,45 +181,56 @@ def activation_bytes(
         else:
             kept += normed + attended + normed + mixed
     halves: list[int] = []
-    if stage.halved:
-        halves = [put_off(spec, layer, run) for layer in stage.layers]
-        halves += [put_off_head(spec, run)] if stage.last else []
+    if stage.splits_backward:
+        halves = [deferred_weight_grad_bytes(spec, layer, run) for layer in stage.layers]
+        halves += [deferred_head_grad_bytes(spec, run)] if stage.last else []
         # What later layers, and the head, have put off.
         alive = [size + sum(halves[index + 1 :]) for index, size in enumerate(alive)]
-    flowing, loss_gradients = mlp_gradients(spec, stage.layers[-1], run, stage.halved), 0
+    flowing, loss_gradients = mlp_backward_bytes(spec, stage.layers[-1], run, stage.splits_backward), 0
     if stage.last:
-        kept += normed + head(spec, run)
+        kept += normed + saved_by_head(spec, run)
         flowing += stream  # elsewhere the stream's gradient is a message
         # Of shared logits only the gradient in what the loss computes in, and where that is not theirs the other.
-        each = 2 * run.wide if run.tp == 1 else run.wide + (run.number if run.number < run.wide else 0)
-        loss_gradients = run.tokens * run.share(spec.vocab) * each
+        each = (
+            2 * run.high_precision_bytes
+            if run.tp == 1
+            else run.high_precision_bytes + (run.compute_bytes if run.compute_bytes < run.high_precision_bytes else 0)
+        )
+        loss_gradients = run.tokens * run.largest_share(spec.vocab) * each
     return ActivationBytes(
         **kept,
         loss_gradients=loss_gradients,
         mlp_gradients=flowing,
-        stream_gradient=stream,
+        residual_gradient=stream,
         recomputed=max(alive, default=0),
         recomputed_first=alive[0] if alive else 0,
-        put_off=sum(halves),
+        deferred_weight_grads=sum(halves),
     )
 
 
 @dataclass(frozen=True)
-class InFlight:
+class PeakInFlightBytes:
     """The most that a rank of a pipeline has of activations, in bytes."""
 
-    before: int
+    forward_only: int
     """Until it has gradients of its parameters."""
-    trained: int
+    with_gradients: int
     """From then on."""
 
 
-def in_flight(schedule: Schedule, rank: int, kept: Sequence[ActivationBytes], inside: int) -> InFlight:
+def peak_in_flight_bytes(
+    schedule: Schedule, rank: int, kept: Sequence[ActivationBytes], inside: int
+) -> PeakInFlightBytes:
     """Of activations that every stage keeps of a micro-batch from the forward to the backward pass, and between that
     pass's halves; and what is on its way `inside` blocks."""
     mine = {stage: kept[stage] for stage in schedule.stages_of(rank)}
     sizes = {
-        stage: (of.total, max(of.at_loss, of.in_blocks() + inside), of.put_off, of.in_blocks(1.0) + inside)
+        stage: (
+            of.total,
+            max(of.at_backward_start, of.within_blocks() + inside),
+            of.deferred_weight_grads,
+            of.within_blocks(1.0) + inside,
+        )
         for stage, of in mine.items()
     }
     held, trained, most = 0, False, [0, 0]
@@ -225,4 +251,4 @@ def in_flight(schedule: Schedule, rank: int, kept: Sequence[ActivationBytes], in
             held, trained = held - total, True
             if held + at_end > most[True]:
                 most[True] = held + at_end
-    return InFlight(*most)
+    return PeakInFlightBytes(*most)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.cost.compute import EVERY_OTHER_PRODUCT
+from phalanx.cost.compute import SELECTIVE_MATMUL_FRACTION
 from phalanx.cost.constants import TimeConstants
-from phalanx.cost.jobs import RECOMPUTED, Attention, Column, Jobs, Recompute
-from phalanx.cost.kernels import attention_seconds, by_era, linear_seconds, passes_seconds
+from phalanx.cost.jobs import RECOMPUTED, ActivationCheckpointing, AttentionKernel, Column, JobTable
+from phalanx.cost.kernels import attention_seconds, by_generation, linear_seconds, memory_pass_seconds
 from phalanx.cost.links import all_to_all_seconds, ring_seconds
 
 
@@ -26,20 +26,20 @@ class BlockTime:
     """Of both passes, tensor, context and expert parallelism's exchanges, as far as they are seen."""
 
 
-def block_seconds(c: TimeConstants, jobs: Jobs) -> tuple[BlockTime, BlockTime]:
+def block_seconds(c: TimeConstants, jobs: JobTable) -> tuple[BlockTime, BlockTime]:
     """A block with a dense MLP, and one with experts (evenly loaded; zero in a model that has none)."""
     tokens = jobs.tokens
     attention = _attention(c, jobs, tokens)
-    dense = _combine(c, jobs, tokens, attention, _mlp(c, jobs, tokens), np.zeros(1), extra=0)
+    dense = _block_time(c, jobs, tokens, attention, _mlp(c, jobs, tokens), np.zeros(1), extra=0)
     routed = jobs.experts > 0
-    sent = jobs.number_bytes * tokens * jobs.width * jobs.top_k / jobs.tp
-    shown = np.where(jobs.overlap_ep > 0, c.leak, 1.0)
+    sent = jobs.compute_dtype_bytes * tokens * jobs.width * jobs.top_k / jobs.tp
+    shown = np.where(jobs.overlap_ep > 0, c.overlap_leak, 1.0)
     exchange = np.where(routed, 2 * all_to_all_seconds(c, jobs, sent) * shown, 0.0)
-    return dense, _combine(c, jobs, tokens, attention, _experts(c, jobs, tokens), exchange, extra=20)
+    return dense, _block_time(c, jobs, tokens, attention, _experts(c, jobs, tokens), exchange, extra=20)
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LayerTimes:
     """Products of a part of a block: forward, gradients of inputs, of weights; passes over memory; attention's core."""
 
     forward: Column
@@ -49,35 +49,39 @@ class _Part:
     core: tuple[Column, Column] = (np.zeros(1), np.zeros(1))
 
 
-def _attention(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
+def _attention(c: TimeConstants, jobs: JobTable, tokens: Column) -> _LayerTimes:
     D, inner = jobs.width, jobs.heads * jobs.value_dim / jobs.tp
     into = linear_seconds(c, jobs, tokens, np.maximum(jobs.attention_parameters / D / jobs.tp - inner, 64), D)
     out = linear_seconds(c, jobs, tokens, D, inner)
     forward, inputs, weights = (a + b for a, b in zip(into, out, strict=True))
-    separate_norms = (jobs.matrices > 2) & (jobs.fused == 0) & (jobs.compiled == 0)
+    separate_norms = (jobs.mlp_matrices > 2) & (jobs.fused_elementwise == 0) & (jobs.compiled == 0)
     parted = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     compiled = _compiled(c, jobs)
     wide = (c.width_passes * compiled + np.where(separate_norms, c.norm_passes, 0.0)) / parted
-    passes = passes_seconds(c, jobs, jobs.number_bytes * tokens * D * (wide + c.shared_passes * compiled / jobs.tp))
-    return _Part(forward, inputs, weights, passes, attention_seconds(c, jobs))
+    passes = memory_pass_seconds(
+        c, jobs, jobs.compute_dtype_bytes * tokens * D * (wide + c.shared_passes * compiled / jobs.tp)
+    )
+    return _LayerTimes(forward, inputs, weights, passes, attention_seconds(c, jobs))
 
 
-def _compiled(c: TimeConstants, jobs: Jobs) -> Column:
+def _compiled(c: TimeConstants, jobs: JobTable) -> Column:
     """Of the passes over memory, the part that torch.compile leaves."""
     left: Column = np.where(jobs.compiled > 0, c.compiled, 1.0)
     return left
 
 
-def _mlp(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
-    up = linear_seconds(c, jobs, tokens, jobs.ffn * (jobs.matrices - 1) / jobs.tp, jobs.width)
+def _mlp(c: TimeConstants, jobs: JobTable, tokens: Column) -> _LayerTimes:
+    up = linear_seconds(c, jobs, tokens, jobs.ffn * (jobs.mlp_matrices - 1) / jobs.tp, jobs.width)
     down = linear_seconds(c, jobs, tokens, jobs.width, jobs.ffn / jobs.tp)
     compiled = _compiled(c, jobs)
-    inner = jobs.ffn * (jobs.matrices - 1) / jobs.tp * c.inner_passes * compiled
+    inner = jobs.ffn * (jobs.mlp_matrices - 1) / jobs.tp * c.inner_passes * compiled
     forward, inputs, weights = (a + b for a, b in zip(up, down, strict=True))
-    return _Part(forward, inputs, weights, passes_seconds(c, jobs, jobs.number_bytes * tokens * inner))
+    return _LayerTimes(
+        forward, inputs, weights, memory_pass_seconds(c, jobs, jobs.compute_dtype_bytes * tokens * inner)
+    )
 
 
-def _experts(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
+def _experts(c: TimeConstants, jobs: JobTable, tokens: Column) -> _LayerTimes:
     """Whole experts; tensor-parallel ranks share the tokens that go to them."""
     count, D = np.maximum(jobs.experts, 1), jobs.width
     here, ffn, shared = count / jobs.ep, np.maximum(jobs.expert_ffn, 1), np.maximum(jobs.shared_ffn, 1) / jobs.tp
@@ -92,15 +96,21 @@ def _experts(c: TimeConstants, jobs: Jobs, tokens: Column) -> _Part:
     )
     compiled = _compiled(c, jobs)
     inner = 2 * (copies * jobs.expert_ffn + tokens * jobs.shared_ffn / jobs.tp) * c.inner_passes * compiled
-    passes = passes_seconds(c, jobs, jobs.number_bytes * (inner + copies * D * c.route_passes))
-    return _Part(forward, inputs, weights, passes)
+    passes = memory_pass_seconds(c, jobs, jobs.compute_dtype_bytes * (inner + copies * D * c.route_passes))
+    return _LayerTimes(forward, inputs, weights, passes)
 
 
-def _combine(
-    c: TimeConstants, jobs: Jobs, tokens: Column, attention: _Part, rest: _Part, sent: Column, extra: int
+def _block_time(
+    c: TimeConstants,
+    jobs: JobTable,
+    tokens: Column,
+    attention: _LayerTimes,
+    rest: _LayerTimes,
+    sent: Column,
+    extra: int,
 ) -> BlockTime:
     core, core_back = attention.core
-    operations = c.operations * np.where(jobs.compiled > 0, 0.6, np.where(jobs.fused > 0, 0.75, 1.0))
+    operations = c.operations * np.where(jobs.compiled > 0, 0.6, np.where(jobs.fused_elementwise > 0, 0.75, 1.0))
     operations = operations + 4 * (jobs.tp > 1)
     gaps = operations * c.gap_seconds / 2
     passes, weights = attention.passes + rest.passes, attention.weights + rest.weights
@@ -110,43 +120,47 @@ def _combine(
     ring, ring_back = _context_parallel(c, jobs, tokens, core)
     between = _tensor_parallel(c, jobs, tokens)
     hidden = np.where(
-        (jobs.beside_weights > 0) & (jobs.on_cores == 0), (1 - c.leak) * np.minimum(between, weights), 0.0
+        (jobs.overlap_tp_with_weight_grads > 0) & (jobs.comm_uses_compute_cores == 0),
+        (1 - c.overlap_leak) * np.minimum(between, weights),
+        0.0,
     )
     ahead, back = between + sent + ring, between - hidden + sent + ring_back
 
-    flash = jobs.attention >= Attention.FLASH_1
-    products = EVERY_OTHER_PRODUCT * (attention.forward + rest.forward)
-    partly = np.where(jobs.zero >= 3, products, 0.0) + passes
+    flash = jobs.attention >= AttentionKernel.FLASH_1
+    products = SELECTIVE_MATMUL_FRACTION * (attention.forward + rest.forward)
+    partly = np.where(jobs.zero_stage >= 3, products, 0.0) + passes
     again = np.select(
         [jobs.recompute == kind for kind in RECOMPUTED],
         [forward + ahead, np.where(flash, 0.0, core), partly, attention.forward + core],
         0.0,
     )
-    host = (operations + extra) * c.launch_seconds * by_era(jobs, 1.0, c.launch_1, c.launch_2)
-    both = 1.5 + (jobs.recompute == Recompute.FULL)
-    return BlockTime(either(forward + ahead, host), either(backward + back + again, host * both), weights, ahead + back)
+    host = (operations + extra) * c.launch_seconds * by_generation(jobs, 1.0, c.launch_1, c.launch_2)
+    both = 1.5 + (jobs.recompute == ActivationCheckpointing.FULL)
+    return BlockTime(
+        smooth_max(forward + ahead, host), smooth_max(backward + back + again, host * both), weights, ahead + back
+    )
 
 
-def either(device: Column, other: Column, sharpness: int = 4) -> Column:
+def smooth_max(device: Column, other: Column, sharpness: int = 4) -> Column:
     """The longer of two times, and a little more where they are alike: neither hides quite in the other."""
     return (device**sharpness + other**sharpness) ** (1 / sharpness)
 
 
-def _tensor_parallel(c: TimeConstants, jobs: Jobs, tokens: Column) -> Column:
+def _tensor_parallel(c: TimeConstants, jobs: JobTable, tokens: Column) -> Column:
     """Of one pass: an all-reduce after attention and one after the MLP, or with sequence parallelism an all-gather and
     a reduce-scatter each (arXiv 2205.05198, section 4.2.2)."""
-    size = jobs.number_bytes * tokens * jobs.width
+    size = jobs.compute_dtype_bytes * tokens * jobs.width
     one = ring_seconds(c, jobs, size, jobs.tp, 1.0, reduces=True, calls=1.0 + jobs.sequence_parallel)
-    return jobs.exchanges * one * np.where(jobs.overlap_tp > 0, c.leak, 1.0)
+    return jobs.tp_reductions_per_block * one * np.where(jobs.overlap_tp > 0, c.overlap_leak, 1.0)
 
 
-def _context_parallel(c: TimeConstants, jobs: Jobs, tokens: Column, core: Column) -> tuple[Column, Column]:
+def _context_parallel(c: TimeConstants, jobs: JobTable, tokens: Column, core: Column) -> tuple[Column, Column]:
     """Forward and backward: keys and values of all ranks go round beside attention's core (Ring Attention, arXiv
     2310.01889), and back with their gradients; or queries, keys and values are exchanged, and the output
     (DeepSpeed-Ulysses, arXiv 2309.14509), which nothing hides."""
-    keys = jobs.number_bytes * tokens * jobs.kv_heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
-    queries = jobs.number_bytes * tokens * jobs.heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
-    hidden = np.where(jobs.on_cores > 0, 0.0, 0.8 * core)
+    keys = jobs.compute_dtype_bytes * tokens * jobs.kv_heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
+    queries = jobs.compute_dtype_bytes * tokens * jobs.heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
+    hidden = np.where(jobs.comm_uses_compute_cores > 0, 0.0, 0.8 * core)
     ring = np.maximum(ring_seconds(c, jobs, keys * jobs.cp, jobs.cp, jobs.tp) - hidden, 0.0)
     swap = ring_seconds(c, jobs, keys + queries, jobs.cp, jobs.tp, calls=2.0)
     return np.where(jobs.ulysses > 0, swap, ring), np.where(jobs.ulysses > 0, swap, 2 * ring)

@@ -12,29 +12,31 @@ from itertools import accumulate, pairwise
 from math import ceil
 
 from phalanx.cost.network import Strategy
-from phalanx.cost.precision import COMPUTED, KEPT, Precision
-from phalanx.cost.shapes import Shape, Shapes, elements, owned_elements
-from phalanx.cost.shares import Held
-from phalanx.schedule.action import POSTED
-from phalanx.schedule.named import any_schedule_of
-from phalanx.spec.layout import Degrees, Layout
+from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
+from phalanx.cost.shapes import Shape, Shapes, max_shard_elements, num_elements
+from phalanx.cost.shares import RankTensors
+from phalanx.schedule.action import MAX_POSTED_RECEIVES
+from phalanx.schedule.named import representative_schedule
+from phalanx.spec.layout import Layout, ParallelDims
 from phalanx.spec.run import RunSpec
 
 MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Sending:
+class CommBufferPeak:
     """Buffers at a moment of a step's last micro-batch."""
 
-    done: float
+    backward_fraction: float
     """Share of its backward pass, from 0 when that begins to 1 at its end and at the update."""
     bytes: int
     between: bool = False
     """Whether it is between blocks, whose inner gradients are gone."""
 
 
-def sendings(rank: Held, run: RunSpec, strategy: Strategy, sizes: Degrees, accumulation: int) -> list[Sending]:
+def comm_buffer_peaks(
+    rank: RankTensors, run: RunSpec, strategy: Strategy, sizes: ParallelDims, accumulation: int
+) -> list[CommBufferPeak]:
     """The moments at which a rank that computes may hold most, under the strategy that its layout comes to; of its
     tensors, experts may have ranks of their own. A parameter server's worker has none: what it sends and receives are
     its gradients and parameters, or on a GPU in CPU memory."""
@@ -42,13 +44,15 @@ def sendings(rank: Held, run: RunSpec, strategy: Strategy, sizes: Degrees, accum
     wholes = 1 if on_gpu else 2
     match strategy:
         case "ddp":
-            others = rank.apart if layout.pp == 1 else rank.all  # at the step's end all of these are on their way
-            found = ddp_buffers(rank.dense, layout, KEPT[precision]) if layout.pp == 1 and sizes.dp > 1 else []
-            ended = Sending(1.0, KEPT[precision] * _whole(list(others.values())))
-            return [*found, ended] if others and (sizes.dp > 1 or rank.apart) else found
+            others = rank.expert if layout.pp == 1 else rank.all  # at the step's end all of these are on their way
+            found = (
+                ddp_buffers(rank.dense, layout, STATE_BYTES[precision]) if layout.pp == 1 and sizes.dp_size > 1 else []
+            )
+            ended = CommBufferPeak(1.0, STATE_BYTES[precision] * _bucket_bytes(list(others.values())))
+            return [*found, ended] if others and (sizes.dp_size > 1 or rank.expert) else found
         case "zero1" | "zero2":
-            found = zero_buffers(rank, layout, COMPUTED[precision], strategy == "zero1", wholes)
-            return [replace(each, done=1.0) for each in found] if layout.pp > 1 else found
+            found = zero_buffers(rank, layout, COMPUTE_BYTES[precision], strategy == "zero1", wholes)
+            return [replace(each, backward_fraction=1.0) for each in found] if layout.pp > 1 else found
         case "zero3" | "hsdp":
             deferred = not on_gpu and sizes.dp_replicate == 1
             summed_twice = deferred and accumulation > 1 and layout.offload == "none"
@@ -56,21 +60,27 @@ def sendings(rank: Held, run: RunSpec, strategy: Strategy, sizes: Degrees, accum
                 layout = layout.model_copy(update={"reshard": False})
             of = partial(fsdp_buffers, layout=layout, precision=precision, wholes=wholes, summed_twice=summed_twice)
             found = of(rank.dense, ranks=rank.shards)
-            if rank.apart:  # one gradient is on its way at a time
-                found = _beside(of(rank.dense, ranks=rank.shards, wholes=0), of(rank.apart, ranks=rank.apart_shards))
-            return [replace(each, done=ceil(each.done)) for each in found] if layout.pp > 1 else found
+            if rank.expert:  # one gradient is on its way at a time
+                found = _combine_peaks(
+                    of(rank.dense, ranks=rank.shards, wholes=0), of(rank.expert, ranks=rank.expert_shards)
+                )
+            return (
+                [replace(each, backward_fraction=ceil(each.backward_fraction)) for each in found]
+                if layout.pp > 1
+                else found
+            )
         case "parameter_server":
             return []
 
 
-def _beside(sent: list[Sending], others: list[Sending]) -> list[Sending]:
+def _combine_peaks(sent: list[CommBufferPeak], others: list[CommBufferPeak]) -> list[CommBufferPeak]:
     """Each moment of two with the most of the other."""
     most, more = (max((each.bytes for each in of), default=0) for of in (sent, others))
     mine = [replace(each, bytes=each.bytes + more) for each in sent]
     return mine + [replace(each, bytes=each.bytes + most) for each in others]
 
 
-def exchange_bytes(run: RunSpec, batch: int) -> int:
+def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
     """Of what ranks that share a model send each other of activations and gradients inside blocks, an upper estimate of
     what is on its way at one time, for micro-batches of `batch` sequences.
 
@@ -92,14 +102,14 @@ def exchange_bytes(run: RunSpec, batch: int) -> int:
         numbers += around * tokens * spec.head_dim
     if layout.ep > 1 and spec.moe:
         numbers += 3 * spec.moe.top_k * here * spec.width
-    return max(4, COMPUTED[run.training.precision]) * numbers
+    return max(4, COMPUTE_BYTES[run.training.precision]) * numbers
 
 
-def link_bytes(run: RunSpec, batch: int, place: int) -> int:
+def pipeline_buffer_bytes(run: RunSpec, batch: int, place: int) -> int:
     """Of what the stages of a pipeline send each other: on every link some are received ahead, and one is sent."""
-    links = [link for link in any_schedule_of(run.layout).links if place in link]
-    messages = sum(POSTED if to == place else 1 for _, to in links)
-    return max(4, COMPUTED[run.training.precision]) * messages * _tokens(run, batch)[1] * run.model.width
+    links = [link for link in representative_schedule(run.layout).links if place in link]
+    messages = sum(MAX_POSTED_RECEIVES if to == place else 1 for _, to in links)
+    return max(4, COMPUTE_BYTES[run.training.precision]) * messages * _tokens(run, batch)[1] * run.model.width
 
 
 def _tokens(run: RunSpec, batch: int) -> tuple[int, int]:
@@ -108,29 +118,34 @@ def _tokens(run: RunSpec, batch: int) -> tuple[int, int]:
     return tokens, tokens // run.layout.tp if run.layout.sequence_parallel else tokens
 
 
-def ddp_buffers(shapes: Shapes, layout: Layout, number: int) -> list[Sending]:
+def ddp_buffers(shapes: Shapes, layout: Layout, number: int) -> list[CommBufferPeak]:
     """Gradients are views of what is sent. Compressed to bf16, a bucket (of fp32) has a copy of half its size on the
     way when its gradients are there; one is counted. PowerSGD keeps what it did not send (its thin matrices are small),
     and a copy of a bucket."""
     if layout.compress == "none":
         return []
-    sizes = [_whole(bucket) for bucket in buckets(shapes, layout.bucket_mb * MIB / number)]
+    sizes = [_bucket_bytes(bucket) for bucket in bucket_sizes(shapes, layout.bucket_mb * MIB / number)]
     copied, unsent = (2, 0) if layout.compress == "bf16" else (number, number * sum(sizes))
     done = [so_far / sum(sizes) for so_far in accumulate(sizes)]
-    return [Sending(0.0, unsent), *(Sending(at, unsent + copied * size) for at, size in zip(done, sizes, strict=True))]
+    return [
+        CommBufferPeak(0.0, unsent),
+        *(CommBufferPeak(at, unsent + copied * size) for at, size in zip(done, sizes, strict=True)),
+    ]
 
 
-def zero_buffers(rank: Held, layout: Layout, number: int, whole_gradients: bool, wholes: int) -> list[Sending]:
+def zero_buffers(
+    rank: RankTensors, layout: Layout, number: int, whole_gradients: bool, wholes: int
+) -> list[CommBufferPeak]:
     """Of ZeRO-1 (`whole_gradients`) or ZeRO-2, each bucket's reduce-scatter when its gradients are there, beside which
     ZeRO-2 keeps those of the next bucket until they are all there; and after the update the gathers of a bucket and of
     the one before it, each of an N-th and the whole. Buckets are as `parallel.zero` cuts them, with padded rows; those
     of offload may be smaller."""
     shapes, ranks, owned = rank.all, list[int](), list[int]()
-    cut = bucket_names(shapes, layout.bucket_mb * MIB / number, rank.apart)
+    cut = bucket_names(shapes, layout.bucket_mb * MIB / number, rank.expert)
     for bucket in cut:
-        ranks.append(rank.apart_shards if bucket[0] in rank.apart else rank.shards)
-        owned.append(sum(owned_elements(shapes[name], ranks[-1]) for name in bucket))
-    filling = [0 if whole_gradients else _whole([shapes[name] for name in bucket]) for bucket in [*cut[1:], []]]
+        ranks.append(rank.expert_shards if bucket[0] in rank.expert else rank.shards)
+        owned.append(sum(max_shard_elements(shapes[name], ranks[-1]) for name in bucket))
+    filling = [0 if whole_gradients else _bucket_bytes([shapes[name] for name in bucket]) for bucket in [*cut[1:], []]]
     done = [size / sum(owned) for size in accumulate(owned)]
     # Alone a rank sends nothing, and copies nothing.
     reduced = [
@@ -139,12 +154,12 @@ def zero_buffers(rank: Held, layout: Layout, number: int, whole_gradients: bool,
     wholes_and_parts = [part * (n + 1) if n > 1 else 0 for part, n in zip(owned, ranks, strict=True)]
     gathered = max(sum(pair) for pair in pairwise([0, *wholes_and_parts]))
     at = [*zip(done, reduced, strict=True), (1.0, gathered)]
-    return [Sending(share, number * size) for share, size in at if size]
+    return [CommBufferPeak(share, number * size) for share, size in at if size]
 
 
 def fsdp_buffers(
     shapes: Shapes, *, layout: Layout, ranks: int, precision: Precision, wholes: int, summed_twice: bool
-) -> list[Sending]:
+) -> list[CommBufferPeak]:
     """Of ZeRO-3: what is gathered when the backward pass begins; when the first block's gradients are there, and the
     last one's; and at the backward pass's end those of the root unit, which is all that is in no block and stays
     gathered until then.
@@ -156,36 +171,36 @@ def fsdp_buffers(
     out of what was gathered is less (torch/distributed/fsdp/_fully_shard). `summed_twice`: on a CPU a micro-batch's
     sums come beside those of the micro-batches before it (`parallel.fsdp`).
     """
-    computed, kept = COMPUTED[precision] * ranks, KEPT[precision] * ranks
-    root, *blocks = units(shapes, layout, ranks)
+    computed, kept = COMPUTE_BYTES[precision] * ranks, STATE_BYTES[precision] * ranks
+    root, *blocks = fsdp_unit_sizes(shapes, layout, ranks)
     block = max(blocks, default=0)
     ahead = min(max(1, layout.prefetch), len(blocks))
     last = [] if "head.weight" not in shapes else [n for n in shapes if n.startswith(("embedding", "positions"))]
-    early = root - sum(owned_elements(shapes[name], ranks) for name in last)
+    early = root - sum(max_shard_elements(shapes[name], ranks) for name in last)
 
     def reducing(unit: int) -> int:
-        return kept * unit * wholes + (KEPT[precision] * unit if wholes else 0)
+        return kept * unit * wholes + (STATE_BYTES[precision] * unit if wholes else 0)
 
     gathered = root + (ahead * block if layout.reshard else sum(blocks))
     in_blocks = computed * (gathered + early + block) + reducing(block)
     copying = in_blocks + kept * block
     at_the_end = max((computed + kept) * root + reducing(block), reducing(root))
-    sums = KEPT[precision] * (root + sum(blocks)) if summed_twice else 0
+    sums = STATE_BYTES[precision] * (root + sum(blocks)) if summed_twice else 0
     first = 1 / max(1, len(blocks))
     inside = (0.0, computed * gathered), (first, in_blocks), (1.0, in_blocks)
     # Of the first block nothing is under way yet when its gradients are copied.
     between = (first, in_blocks), (min(1.0, 2 * first), copying), (1.0, max(copying, at_the_end))
     at = [*((*each, False) for each in inside), *((*each, True) for each in between)]
-    return [Sending(done, round(size + sums * done), apart) for done, size, apart in at]
+    return [CommBufferPeak(done, round(size + sums * done), apart) for done, size, apart in at]
 
 
-def server_buffers(owned_bytes: int, workers: int, staleness: int | None) -> int:
+def parameter_server_buffers(owned_bytes: int, workers: int, staleness: int | None) -> int:
     """Room for one worker's gradients; asynchronously for s + 1 of every worker's, and s + 1 copies of the weights on
     their way (s = `staleness`)."""
     return owned_bytes if staleness is None else (workers + 1) * (staleness + 1) * owned_bytes
 
 
-def buckets(shapes: Shapes, limit: float) -> list[list[Shape]]:
+def bucket_sizes(shapes: Shapes, limit: float) -> list[list[Shape]]:
     """Parameters sent at once (see `bucket_names`)."""
     return [[shapes[name] for name in bucket] for bucket in bucket_names(shapes, limit)]
 
@@ -200,25 +215,25 @@ def bucket_names(shapes: Shapes, limit: float, apart: Container[str] = ()) -> li
             cut.append([])
             size = 0
         cut[-1].append(name)
-        size += elements(shapes[name])
+        size += num_elements(shapes[name])
     return cut
 
 
-def units(shapes: Shapes, layout: Layout, ranks: int) -> list[int]:
+def fsdp_unit_sizes(shapes: Shapes, layout: Layout, ranks: int) -> list[int]:
     """Numbers that a rank owns, with padding, of what FSDP gathers at once: the root, then every wrapped part."""
     owned = {"": 0}
     for name, shape in shapes.items():
-        unit = unit_of(name, layout)
-        owned[unit] = owned.get(unit, 0) + owned_elements(shape, ranks)
+        unit = fsdp_unit_of(name, layout)
+        owned[unit] = owned.get(unit, 0) + max_shard_elements(shape, ranks)
     return list(owned.values())
 
 
-def unit_of(name: str, layout: Layout) -> str:
+def fsdp_unit_of(name: str, layout: Layout) -> str:
     """The wrapped part that a parameter is gathered with; "" for the root."""
     # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks are whole.
     depth = {"model": 0, "block": 2, "sublayer": 2 if layout.recompute == "full" else 3}[layout.wrap]
     return ".".join(name.split(".")[:depth]) if name.startswith("blocks.") else ""
 
 
-def _whole(bucket: list[Shape]) -> int:
-    return sum(map(elements, bucket))
+def _bucket_bytes(bucket: list[Shape]) -> int:
+    return sum(map(num_elements, bucket))

@@ -6,18 +6,18 @@ from __future__ import annotations
 from math import ceil, sqrt
 
 
-def held_layers(layers: int, checkpoints: int) -> int:
+def peak_layers_held(layers: int, checkpoints: int) -> int:
     """Layers' worth held at the peak: one input for each of so many checkpoints, and all activations of the layers
     between two of them (Chen et al., arXiv 1604.06174, section 4.1, which takes the two to be of one size)."""
     return checkpoints + ceil(layers / checkpoints)
 
 
-def best_checkpoints(layers: int) -> int:
+def optimal_num_checkpoints(layers: int) -> int:
     """As many checkpoints as hold least: sqrt(layers), or of several the nearest to it; about twice as many layers'
     worth are held."""
 
     def held(checkpoints: int) -> tuple[int, float]:
-        return held_layers(layers, checkpoints), abs(checkpoints - sqrt(layers))
+        return peak_layers_held(layers, checkpoints), abs(checkpoints - sqrt(layers))
 
     return min(range(1, layers + 1), key=held)
 

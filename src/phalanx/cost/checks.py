@@ -7,21 +7,21 @@ from math import inf
 from phalanx.spec.errors import UserError
 
 
-def check_counts(**values: int) -> None:
+def require_at_least_one(**values: int) -> None:
     """Raises UserError that names the first value below 1."""
     for name, value in values.items():
         if value < 1:
             raise UserError(name, value, "must be 1 or more")
 
 
-def check_positive(**values: float) -> None:
+def require_positive(**values: float) -> None:
     """Raises UserError that names the first value that is not above 0, or not finite."""
     for name, value in values.items():
         if not 0 < value < inf:
             raise UserError(name, value, "must be above 0 and finite")
 
 
-def check_not_negative(**values: float) -> None:
+def require_non_negative(**values: float) -> None:
     """Raises UserError that names the first value below 0, or not finite."""
     for name, value in values.items():
         if not 0 <= value < inf:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.cost.jobs import Recompute
-from phalanx.cost.parameters import parameters
-from phalanx.cost.shapes import Shape, elements, parameter_shapes
-from phalanx.cost.shares import Held, rank_shapes
-from phalanx.cost.stages import rank_layers
-from phalanx.schedule.named import any_schedule_of
-from phalanx.spec.layout import degrees
+from phalanx.cost.jobs import ActivationCheckpointing
+from phalanx.cost.parameters import count_parameters
+from phalanx.cost.shapes import Shape, num_elements, parameter_shapes
+from phalanx.cost.shares import RankTensors, rank_tensors
+from phalanx.cost.stages import layers_per_rank
+from phalanx.schedule.named import representative_schedule
+from phalanx.spec.layout import parallel_dims
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.run import RunSpec, plan_batch
 
-EVERY_OTHER_PRODUCT = 0.35
+SELECTIVE_MATMUL_FRACTION = 0.35
 """Of the FLOPs of a block's linear products, those of every second one, which torchtitan's selective recomputation does
 again: the keys', the output's and one of the MLP's (0.37 in Llama 3 8B, less where keys have fewer heads)."""
 
@@ -46,10 +46,12 @@ def forward_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> Forwar
     other tokens, 4 L H head_dim T (PaLM, arXiv 2204.02311, appendix B). PaLM counts every pair of tokens; `causal`
     counts the lower triangle only, half of them.
     """
-    attention = sum(elements(s) for name, s in parameter_shapes(spec).items() if ".attention." in name and len(s) > 1)
+    attention = sum(
+        num_elements(s) for name, s in parameter_shapes(spec).items() if ".attention." in name and len(s) > 1
+    )
     projections, head = 2.0 * attention, 2.0 * spec.vocab * spec.width
     core = 4 * spec.layers * spec.heads * spec.head_dim * sequence * (0.5 if causal else 1.0)
-    return ForwardFlops(projections, core, 2 * parameters(spec).matmul - projections - head, head)
+    return ForwardFlops(projections, core, 2 * count_parameters(spec).matmul - projections - head, head)
 
 
 def forward_flops_per_token(spec: ModelSpec, sequence: int, causal: bool = True) -> float:
@@ -64,7 +66,7 @@ def training_flops_per_token(spec: ModelSpec, sequence: int, causal: bool = True
 
 
 def recomputed_flops_per_token(
-    spec: ModelSpec, sequence: int, recompute: Recompute, *, flash: bool = True, sharded: bool = False,
+    spec: ModelSpec, sequence: int, recompute: ActivationCheckpointing, *, flash: bool = True, sharded: bool = False,
     causal: bool = True,
 ) -> float:  # fmt: skip
     """FLOPs that the backward pass does once more on one token: what the planner's times have too (`cost.block`).
@@ -75,40 +77,46 @@ def recomputed_flops_per_token(
     """
     parts = forward_flops(spec, sequence, causal)
     return {
-        Recompute.NONE: 0.0,
-        Recompute.SELECTIVE: 0.0 if flash else parts.core,
-        Recompute.OPERATIONS: EVERY_OTHER_PRODUCT * (parts.projections + parts.mlp) if sharded else 0.0,
-        Recompute.FULL: parts.blocks,
-        Recompute.ATTENTION: parts.projections + parts.core,
+        ActivationCheckpointing.NONE: 0.0,
+        ActivationCheckpointing.SELECTIVE: 0.0 if flash else parts.core,
+        ActivationCheckpointing.OPERATIONS: SELECTIVE_MATMUL_FRACTION * (parts.projections + parts.mlp)
+        if sharded
+        else 0.0,
+        ActivationCheckpointing.FULL: parts.blocks,
+        ActivationCheckpointing.ATTENTION: parts.projections + parts.core,
     }[recompute]
 
 
 def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     """FLOPs of a rank's forward and backward passes in one update, of its shares of tensors and attention, with what it
     computes again; experts balanced."""
-    sizes, cut, spec, layout = degrees(run.layout, world_size), cut_batch(run, world_size), run.model, run.layout
+    sizes, cut, spec, layout = parallel_dims(run.layout, world_size), plan_batch(run, world_size), run.model, run.layout
     if rank < sizes.servers:
         return 0.0
-    at = sizes.place(rank)
-    each, more = divmod(cut.sequences, cut.dp)
+    at = sizes.coordinates(rank)
+    each, more = divmod(cut.global_batch_size, cut.dp_size)
     rows = each + (at["dp_replicate"] * sizes.dp_shard + at["dp_shard"] < more)
     tokens = rows * run.training.sequence / sizes.cp
-    held = rank_shapes(run, world_size, at["tp"])[at["pp"]]
-    layers = rank_layers(run)[at["pp"]] if sizes.pp > 1 else range(spec.layers)
+    held = rank_tensors(run, world_size, at["tp"])[at["pp"]]
+    layers = layers_per_rank(run)[at["pp"]] if sizes.pp > 1 else range(spec.layers)
     products, of_attention = 0.0, 0.0
     for name, shape in held.all.items():
         if name.startswith("blocks.") and len(shape) > 1:
-            flops = 2 * rows_through(name, run, tokens) * elements(shape[1:] if ".experts." in name else shape)
+            flops = (
+                2
+                * tokens_through_parameter(name, run, tokens)
+                * num_elements(shape[1:] if ".experts." in name else shape)
+            )
             products, of_attention = products + flops, of_attention + flops * (".attention." in name)
     causal = not run.data.mask_documents  # of masked documents kernels compute every pair of tokens
     heads = -(-spec.heads // sizes.tp)
     core = 4 * heads * spec.head_dim * run.training.sequence * (0.5 if causal else 1.0) * tokens * len(layers)
     again = {"none": 0.0, "selective": of_attention + core, "full": products + core}[layout.recompute]
-    head = head_shape(run, held, at["pp"])
-    return 3 * (products + core) + again + (6 * tokens * elements(head) if head else 0)
+    head = lm_head_shape(run, held, at["pp"])
+    return 3 * (products + core) + again + (6 * tokens * num_elements(head) if head else 0)
 
 
-def rows_through(name: str, run: RunSpec, tokens: float) -> float:
+def tokens_through_parameter(name: str, run: RunSpec, tokens: float) -> float:
     """Of a rank's tokens those that a tensor multiplies; of stacked experts the rows that all of them are given,
     balanced."""
     layout, moe = run.layout, run.model.moe
@@ -118,12 +126,12 @@ def rows_through(name: str, run: RunSpec, tokens: float) -> float:
     return here if ".router." in name else tokens
 
 
-def head_shape(run: RunSpec, held: Held, place: int) -> Shape | None:
+def lm_head_shape(run: RunSpec, held: RankTensors, place: int) -> Shape | None:
     """Of what the ranks at this place of the pipeline compute logits with, which may be the embedding; None where they
     do not."""
-    if run.layout.pp > 1 and any_schedule_of(run.layout).ends[1] != place:
+    if run.layout.pp > 1 and representative_schedule(run.layout).end_ranks[1] != place:
         return None
-    return held.copied or held.dense.get("head.weight") or held.dense["embedding.weight"]
+    return held.tied_embedding_copy or held.dense.get("head.weight") or held.dense["embedding.weight"]
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_flops: float, ranks: int) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from phalanx.cost.checks import check_counts
+from phalanx.cost.checks import require_at_least_one
 from phalanx.cost.network import bus_factor
 from phalanx.spec.errors import UserError
 
@@ -33,7 +33,7 @@ def all_to_all(size_bytes: float, nodes: int, devices_per_node: int, pxn: bool =
     With `pxn` (NCCL 2.12: PCI x NVLink), what goes to another rail is handed over NVLink to the device on that rail
     first. Without it, it leaves by the sender's own NIC and crosses the spine, as (g-1)/g of all that leaves does.
     """
-    check_counts(nodes=nodes, devices_per_node=devices_per_node)
+    require_at_least_one(nodes=nodes, devices_per_node=devices_per_node)
     others = bus_factor("all_to_all", devices_per_node)
     return FabricLoad(
         nic_bytes=size_bytes * bus_factor("all_to_all", nodes),
@@ -44,7 +44,7 @@ def all_to_all(size_bytes: float, nodes: int, devices_per_node: int, pxn: bool =
 
 def flat_ring_all_reduce(size_bytes: float, nodes: int, devices_per_node: int) -> FabricLoad:
     """g rings over all N ranks: each rank sends 2 (N-1)/N of S/g in every ring, in one of them to another node."""
-    check_counts(nodes=nodes, devices_per_node=devices_per_node)
+    require_at_least_one(nodes=nodes, devices_per_node=devices_per_node)
     hop = size_bytes / devices_per_node * bus_factor("all_reduce", nodes * devices_per_node)
     inside = devices_per_node - 1 if nodes > 1 else devices_per_node
     return FabricLoad(nic_bytes=hop if nodes > 1 else 0.0, nvlink_bytes=hop * inside, spine_share=0.0)
@@ -56,7 +56,7 @@ def hierarchical_all_reduce(size_bytes: float, nodes: int, devices_per_node: int
     NICs send 2 (n-1)/(n g) S (BlueConnect, Cho et al., MLSys 2019). Those of `flat_ring_all_reduce` send more by
     (N-1)/N over (n-1)/n: 1.875 x on 2 nodes of 8, 1.06 x on 16.
     """
-    check_counts(nodes=nodes, devices_per_node=devices_per_node)
+    require_at_least_one(nodes=nodes, devices_per_node=devices_per_node)
     return FabricLoad(
         nic_bytes=size_bytes / devices_per_node * bus_factor("all_reduce", nodes),
         nvlink_bytes=size_bytes * bus_factor("all_reduce", devices_per_node),
@@ -71,7 +71,7 @@ def double_tree_all_reduce(size_bytes: float, nodes: int, devices_per_node: int)
     35, 2009): of the half it sends one copy up as a leaf, and otherwise one up and two down. `nic_bytes` is that most,
     2 S/g; it may be less.
     """
-    check_counts(nodes=nodes, devices_per_node=devices_per_node)
+    require_at_least_one(nodes=nodes, devices_per_node=devices_per_node)
     return FabricLoad(
         nic_bytes=2 * size_bytes / devices_per_node if nodes > 1 else 0.0,
         nvlink_bytes=size_bytes * bus_factor("all_reduce", devices_per_node),

@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.cost.constants import IntervalConstants
-from phalanx.cost.jobs import Column, Jobs
+from phalanx.cost.jobs import Column, JobTable
 
 KINDS = ("low_precision", "experts", "sharded", "small", "stated")
 
 
-def kind(jobs: Jobs) -> Column:
+def run_kind(jobs: JobTable) -> Column:
     """The kind of each job, as an index into KINDS: the first that it is of."""
     small = jobs.width <= 2048
-    is_kind = [jobs.low_precision > 0, jobs.experts > 0, jobs.zero >= 3, small]
+    is_kind = [jobs.low_precision > 0, jobs.experts > 0, jobs.zero_stage >= 3, small]
     return np.select(is_kind, [0.0, 1.0, 2.0, 3.0], 4.0) + np.zeros(jobs.count)
 
 
-def log_half_width(c: IntervalConstants, jobs: Jobs) -> Column:
+def log_half_width(c: IntervalConstants, jobs: JobTable) -> Column:
     """Half of the 80 % interval's width, as a logarithm."""
     widths = np.array([getattr(c, name) for name in KINDS])
-    return widths[kind(jobs).astype(np.int64)]
+    return widths[run_kind(jobs).astype(np.int64)]

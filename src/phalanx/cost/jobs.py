@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Column = NDArray[np.float64]
 
 
-class Attention(IntEnum):
+class AttentionKernel(IntEnum):
     """How attention is computed: scores written to memory by separate or by fused kernels, or never written (Flash
     Attention, arXiv 2205.14135; its second version, arXiv 2307.08691; kernels written for newer devices, such as
     cuDNN's and arXiv 2407.08608)."""
@@ -30,7 +30,7 @@ class Attention(IntEnum):
     """Around a ring by separate kernels, a causal half of the pairs, and again in the backward pass: nothing kept."""
 
 
-class Recompute(IntEnum):
+class ActivationCheckpointing(IntEnum):
     """What the backward pass computes again: nothing; attention's core (arXiv 2205.05198, section 5); norms and
     activations (Megatron-Core's recompute_modules) and, in trainers on FSDP, every other product (torchtitan's
     selective); whole blocks; attention with its projections (Phalanx's own selective)."""
@@ -42,14 +42,23 @@ class Recompute(IntEnum):
     ATTENTION = 4
 
 
-RECOMPUTED = (Recompute.FULL, Recompute.SELECTIVE, Recompute.OPERATIONS, Recompute.ATTENTION)
+RECOMPUTED = (
+    ActivationCheckpointing.FULL,
+    ActivationCheckpointing.SELECTIVE,
+    ActivationCheckpointing.OPERATIONS,
+    ActivationCheckpointing.ATTENTION,
+)
 """Those that compute something again."""
-OWN_RECOMPUTE = {"none": Recompute.NONE, "selective": Recompute.ATTENTION, "full": Recompute.FULL}
+PHALANX_CHECKPOINTING = {
+    "none": ActivationCheckpointing.NONE,
+    "selective": ActivationCheckpointing.ATTENTION,
+    "full": ActivationCheckpointing.FULL,
+}
 """What `layout.recompute` means: even where flash kernels keep no scores, selective drops what attention's projections
 keep."""
 
 
-class Order(IntEnum):
+class ScheduleKind(IntEnum):
     """Pipeline schedules, as far as their bubbles differ."""
 
     NONE = 0
@@ -61,7 +70,7 @@ class Order(IntEnum):
     GPIPE = 6
 
 
-class Offload(IntEnum):
+class OffloadTarget(IntEnum):
     """Where what a rank trains rests: on its device; in CPU memory; in files, as far as `parallel.offload` puts it
     there."""
 
@@ -71,7 +80,7 @@ class Offload(IntEnum):
 
 
 @dataclass(frozen=True)
-class Jobs:
+class JobTable:
     """Columns of equal length (or of length 1). Degrees count ranks, sizes elements, speeds are per device."""
 
     # The model.
@@ -87,7 +96,7 @@ class Jobs:
     attention_parameters: Column
     """Of one layer's projections."""
     ffn: Column
-    matrices: Column
+    mlp_matrices: Column
     """Matrices of an MLP: 3 where it is gated, else 2."""
     vocab: Column
     tied: Column
@@ -108,7 +117,7 @@ class Jobs:
     """The most that a matrix product in 16 bits was seen to reach."""
     low_matmul_flops: Column
     """The same in 8 bits."""
-    units: Column
+    num_sms: Column
     """Multiprocessors of a device; 0 where it is not made of them."""
     hbm_bytes_per_second: Column
     memory_bytes: Column
@@ -123,73 +132,73 @@ class Jobs:
     host_memory_bytes: Column
     """A device's share of CPU memory."""
     disk_bytes_per_second: Column
-    domain: Column
+    fast_link_domain: Column
     """Devices joined by the fast links."""
-    crowd: Column
+    ranks_per_core: Column
     """Ranks that share one core, of which each has a part of its speed; 1 where each has a device of its own."""
-    on_cores: Column
+    comm_uses_compute_cores: Column
     """Whether exchanges take the cores that compute, as on CPUs: nothing hides behind anything."""
-    era: Column
+    hardware_generation: Column
     """Generation of device and of the software that runs on it: 0 Ampere and older, 1 Hopper, 2 Blackwell."""
     # The layout.
     ranks: Column
     dp: Column
     tp: Column
     pp: Column
-    virtual: Column
+    virtual_stages: Column
     cp: Column
     ep: Column
-    zero: Column
-    shard: Column
+    zero_stage: Column
+    shard_group_size: Column
     """Ranks that share what ZeRO shards."""
     micro_batch: Column
     micro_batches: Column
     recompute: Column
     sequence_parallel: Column
-    order: Column
+    schedule: Column
     attention: Column
     low_precision: Column
     """Whether linear layers run in 8 bits."""
-    number_bytes: Column
+    compute_dtype_bytes: Column
     """Of a number that is computed with or sent between ranks that share a model."""
     parameter_bytes: Column
     """Per parameter, of the weights that a rank has."""
     gradient_bytes: Column
     """Per parameter, as gradients are kept."""
-    sent_bytes: Column
+    gradient_wire_bytes: Column
     """Per parameter, as gradients are sent."""
-    scatters: Column
+    grad_reductions_per_step: Column
     """Times that gradients are sent in a step: once, or with every micro-batch."""
     state_bytes: Column
     """Per parameter, of what the optimizer keeps."""
     offload: Column
-    """Where what it trains rests: `Offload`."""
+    """Where what it trains rests: `OffloadTarget`."""
     compiled: Column
-    fused: Column
+    fused_elementwise: Column
     """Whether norms and activations run in kernels written for them, rather than operation by operation."""
-    overlap: Column
+    overlap_grad_reduce: Column
     """Whether data-parallel exchanges run beside the backward pass."""
-    gathers_ahead: Column
+    overlap_param_gather: Column
     """Whether what ZeRO-1 and 2 gather after the update runs beside the next step's forward pass."""
     overlap_tp: Column
     """Whether tensor-parallel exchanges run beside products."""
-    beside_weights: Column
+    overlap_tp_with_weight_grads: Column
     """Whether the backward pass's tensor-parallel exchanges run beside gradients of weights."""
     overlap_ep: Column
     """Whether experts' exchanges run beside another micro-batch's products."""
     ulysses: Column
     """Whether context-parallel ranks exchange tokens for heads, rather than send keys and values round."""
-    relayed: Column
+    dedup_node_dispatch: Column
     """Whether a token crosses to a node once, however many of its experts are there."""
-    exchanges: Column
+    tp_reductions_per_block: Column
     """Of a block's outputs, those that tensor-parallel ranks sum: 2, or 1 where attention and MLP run side by side."""
     deepspeed: Column
     """Whether DeepSpeed's engines run it."""
-    parted_sends: Column
+    scatter_gather_p2p: Column
     """Whether tensor-parallel ranks each send a part of what all of them have to the next stage."""
-    whole_logits: Column
+    gathers_logits: Column
     """Whether every tensor-parallel rank has the logits of the whole vocabulary."""
-    postponed: Column
+    optimizer_post_validation: Column
     """Whether the optimizer's checks of all gradients are made after the step, and it is taken back if they fail."""
     first_blocks: Column
     """Of the first rank of a pipeline; without one all."""
@@ -197,10 +206,10 @@ class Jobs:
     """Of the rank between whose blocks cost most."""
     last_blocks: Column
     """Of the last, or of the one that has the head."""
-    first_routed: Column
+    first_moe_blocks: Column
     """Of `first_blocks`, those with experts."""
-    middle_routed: Column
-    last_routed: Column
+    middle_moe_blocks: Column
+    last_moe_blocks: Column
     pipeline_outermost: Column
     """Whether a pipeline's stages are furthest apart, and not data-parallel ranks."""
 
@@ -226,34 +235,36 @@ class Jobs:
         return np.where(self.ep > 1, self.ep, self.tp)
 
     @cached_property
-    def stage_domain(self) -> Column:
+    def fast_link_ranks_per_stage(self) -> Column:
         """Of a stage's ranks, those that share a domain: all in it, or what a pipeline's other stages leave of it."""
-        shared = np.minimum(self.tp * self.cp, self.domain)
-        return np.where(self.pipeline_outermost > 0, self.domain, np.maximum(self.domain / self.pp, shared))
+        shared = np.minimum(self.tp * self.cp, self.fast_link_domain)
+        return np.where(
+            self.pipeline_outermost > 0, self.fast_link_domain, np.maximum(self.fast_link_domain / self.pp, shared)
+        )
 
     @property
-    def ends_together(self) -> NDArray[np.bool_]:
+    def embedding_and_head_share_rank(self) -> NDArray[np.bool_]:
         """Whether one rank has both embedding and head: without a pipeline, and where it is a V."""
-        together: NDArray[np.bool_] = (self.pp == 1) | (self.order == Order.ZB_V)
+        together: NDArray[np.bool_] = (self.pp == 1) | (self.schedule == ScheduleKind.ZB_V)
         return together
 
     @property
-    def has_between(self) -> NDArray[np.bool_]:
+    def has_middle_stages(self) -> NDArray[np.bool_]:
         """Whether a pipeline has ranks with neither embedding nor head."""
-        between: NDArray[np.bool_] = self.pp > np.where(self.ends_together, 1, 2)
+        between: NDArray[np.bool_] = self.pp > np.where(self.embedding_and_head_share_rank, 1, 2)
         return between
 
-    def take(self, chosen: NDArray[np.int64] | NDArray[np.bool_]) -> Jobs:
+    def select(self, chosen: NDArray[np.int64] | NDArray[np.bool_]) -> JobTable:
         """Some of them, by index or by mask."""
         size = self.count
-        return Jobs(**{f.name: np.broadcast_to(getattr(self, f.name), size)[chosen] for f in fields(self)})
+        return JobTable(**{f.name: np.broadcast_to(getattr(self, f.name), size)[chosen] for f in fields(self)})
 
 
-def columns(rows: Sequence[Mapping[str, float]]) -> Jobs:
+def job_table(rows: Sequence[Mapping[str, float]]) -> JobTable:
     """Jobs from rows of numbers by column."""
-    return Jobs(**{f.name: np.array([row[f.name] for row in rows], dtype=np.float64) for f in fields(Jobs)})
+    return JobTable(**{f.name: np.array([row[f.name] for row in rows], dtype=np.float64) for f in fields(JobTable)})
 
 
-def broadcast(common: Mapping[str, float], varying: Mapping[str, Column]) -> Jobs:
+def broadcast_jobs(common: Mapping[str, float], varying: Mapping[str, Column]) -> JobTable:
     """Jobs that agree in `common` and differ in `varying`."""
-    return Jobs(**{name: np.array([value], dtype=np.float64) for name, value in common.items()}, **varying)
+    return JobTable(**{name: np.array([value], dtype=np.float64) for name, value in common.items()}, **varying)

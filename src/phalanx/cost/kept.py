@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from phalanx.cost.precision import COMPUTED, Precision
+from phalanx.cost.precision import COMPUTE_BYTES, Precision
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, MoESpec
 
@@ -15,7 +15,7 @@ INDEX = 8
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardShape:
     """Sizes of a forward pass on one rank; those of numbers are in bytes."""
 
     batch: int
@@ -36,66 +36,66 @@ class Pass:
         return self.batch * self.sequence // self.layout.cp
 
     @property
-    def here(self) -> int:
+    def residual_tokens(self) -> int:
         """Tokens of the residual stream on this rank."""
         return self.tokens // self.tp if self.layout.sequence_parallel else self.tokens
 
-    def share(self, count: int) -> int:
+    def largest_share(self, count: int) -> int:
         """Of heads, columns or rows of the vocabulary, those of the rank that has most."""
         return max(1, -(-count // self.tp))
 
     @property
-    def number(self) -> int:
+    def compute_bytes(self) -> int:
         """What matrix products compute in."""
-        return COMPUTED[self.precision]
+        return COMPUTE_BYTES[self.precision]
 
     @property
-    def wide(self) -> int:
+    def high_precision_bytes(self) -> int:
         """What asks for accuracy: norms, softmax, rotary tables, the router. At least fp32."""
-        return max(4, self.number)
+        return max(4, self.compute_bytes)
 
     @property
-    def stream(self) -> int:
+    def residual_bytes(self) -> int:
         """The residual stream, which autocast leaves in the parameters' fp32."""
-        return self.wide if self.autocast else self.number
+        return self.high_precision_bytes if self.autocast else self.compute_bytes
 
     def linear_input(self, width: int, readers: int) -> int:
         """The input that `readers` linear layers share. Autocast casts it for each of them anew; layers that are cut
         over ranks take it together."""
-        return self.here * width * self.number * (readers if self.autocast and self.tp == 1 else 1)
+        return self.residual_tokens * width * self.compute_bytes * (readers if self.autocast and self.tp == 1 else 1)
 
-    def weights(self, count: int) -> int:
+    def weight_copies(self, count: int) -> int:
         """Copies of `count` fp32 weights, kept by the products with them."""
-        return count * self.number if self.autocast else 0
+        return count * self.compute_bytes if self.autocast else 0
 
 
-def inputs(spec: ModelSpec, run: Pass, first: bool) -> int:
+def saved_by_inputs(spec: ModelSpec, run: ForwardShape, first: bool) -> int:
     """What blocks share; the first stage has the tokens."""
     ring = run.layout.cp > 1 and run.layout.context == "ring"
     places = run.tokens if run.masked else run.tokens // run.batch  # positions start anew with each document
     tokens = run.tokens * (INDEX if run.tp == 1 else INDEX + 1)  # embedding; and whose rows other ranks have
     # Learned: the embedding's indices, of runs of tokens (ulysses) as a view of the whole row's.
     positions = (places if ring or run.masked else run.sequence) * INDEX
-    tables = 2 * places * spec.head_dim * run.wide  # rope: products with cosine and sine
+    tables = 2 * places * spec.head_dim * run.high_precision_bytes  # rope: products with cosine and sine
     again = run.masked and run.layout.recompute != "none"
     mask = run.batch * run.sequence * (INDEX if ring else run.sequence) if again else 0  # bool, to compute again
     kept = tables if spec.positions == "rope" else positions if first else 0
     return kept + (tokens if first else 0) + mask
 
 
-def norm(spec: ModelSpec, run: Pass) -> int:
+def saved_by_norm(spec: ModelSpec, run: ForwardShape) -> int:
     """A norm of the residual stream."""
     if spec.norm == "layernorm":
-        return run.here * (spec.width + 2) * run.stream  # x, its mean and 1 / std
-    return _rms_norm(run, run.here, spec.width)
+        return run.residual_tokens * (spec.width + 2) * run.residual_bytes  # x, its mean and 1 / std
+    return _rms_norm(run, run.residual_tokens, spec.width)
 
 
-def _rms_norm(run: Pass, vectors: int, width: int) -> int:
+def _rms_norm(run: ForwardShape, vectors: int, width: int) -> int:
     """Over `vectors` of `width`: x, x / rms and 1 / rms."""
-    return vectors * (2 * width + 1) * run.wide
+    return vectors * (2 * width + 1) * run.high_precision_bytes
 
 
-def attention(spec: ModelSpec, run: Pass) -> Counter[str]:
+def saved_by_attention(spec: ModelSpec, run: ForwardShape) -> Counter[str]:
     """Projections, norms of queries and keys, and flash attention: q, k, v, its output, which is wo's input, and the
     logsumexp of each row and head; with a mask also that, as numbers to add.
 
@@ -104,7 +104,7 @@ def attention(spec: ModelSpec, run: Pass) -> Counter[str]:
     """
     if run.tp > 1 and run.layout.heads == "gathered":
         return _gathered_attention(spec, run)
-    D, H, K, kv_heads = spec.width, run.share(spec.heads), spec.head_dim, run.share(spec.kv_heads)
+    D, H, K, kv_heads = spec.width, run.largest_share(spec.heads), spec.head_dim, run.largest_share(spec.kv_heads)
     q, kv = H * K, kv_heads * K
     kept = run.linear_input(D, readers=3)  # wq, wk, wv
     weights = 2 * D * (q + kv)
@@ -116,13 +116,13 @@ def attention(spec: ModelSpec, run: Pass) -> Counter[str]:
         weights += q + kv
     cp, ring = run.layout.cp, run.layout.context == "ring"
     inner = kv if cp == 1 or ring else max(kv_heads, cp) * K
-    kept += run.tokens * (2 * q + 2 * inner + (q if cp > 1 else 0)) * run.number
-    kept += run.tokens * H * run.wide
-    kept += run.batch * run.sequence**2 * run.number if run.masked and not (cp > 1 and ring) else 0
-    return Counter(attention=kept, weight_copies=run.weights(weights))
+    kept += run.tokens * (2 * q + 2 * inner + (q if cp > 1 else 0)) * run.compute_bytes
+    kept += run.tokens * H * run.high_precision_bytes
+    kept += run.batch * run.sequence**2 * run.compute_bytes if run.masked and not (cp > 1 and ring) else 0
+    return Counter(attention=kept, weight_copies=run.weight_copies(weights))
 
 
-def _gathered_attention(spec: ModelSpec, run: Pass) -> Counter[str]:
+def _gathered_attention(spec: ModelSpec, run: ForwardShape) -> Counter[str]:
     """The same where ranks have columns of heads: queries and keys are there whole, and of the heads that its columns
     belong to a rank has values, output and logsumexp."""
     D, K, whole = spec.width, spec.head_dim, spec.heads * spec.head_dim
@@ -135,107 +135,132 @@ def _gathered_attention(spec: ModelSpec, run: Pass) -> Counter[str]:
     elif spec.qk_norm == "full":
         kept += 2 * _rms_norm(run, run.tokens, whole)
         weights += 2 * whole
-    kept += run.tokens * (2 * whole + 2 * mine * K) * run.number + run.tokens * mine * run.wide
-    kept += run.batch * run.sequence**2 * run.number if run.masked else 0
-    return Counter(attention=kept, weight_copies=run.weights(weights))
+    kept += run.tokens * (2 * whole + 2 * mine * K) * run.compute_bytes + run.tokens * mine * run.high_precision_bytes
+    kept += run.batch * run.sequence**2 * run.compute_bytes if run.masked else 0
+    return Counter(attention=kept, weight_copies=run.weight_copies(weights))
 
 
-def _norm_of_all_heads(run: Pass, width: int) -> int:
+def _norm_of_all_heads(run: ForwardShape, width: int) -> int:
     """Over all heads; where ranks share these it is made of single operations."""
-    if run.tp == 1 or run.number == run.wide:
+    if run.tp == 1 or run.compute_bytes == run.high_precision_bytes:
         return _rms_norm(run, run.tokens, width)
-    return run.tokens * (width * (run.wide + run.number) + run.wide)
+    return run.tokens * (width * (run.high_precision_bytes + run.compute_bytes) + run.high_precision_bytes)
 
 
-def mlp(spec: ModelSpec, run: Pass) -> Counter[str]:
+def saved_by_mlp(spec: ModelSpec, run: ForwardShape) -> Counter[str]:
     """A dense MLP."""
-    ffn = run.share(spec.ffn)
+    ffn = run.largest_share(spec.ffn)
     if spec.activation == "swiglu":
-        return Counter(mlp=_swiglu(run, spec.width, ffn), weight_copies=run.weights(3 * spec.width * ffn))
+        return Counter(mlp=_swiglu(run, spec.width, ffn), weight_copies=run.weight_copies(3 * spec.width * ffn))
     kept = run.linear_input(spec.width, readers=1)  # up
-    kept += 2 * run.tokens * ffn * run.number  # gelu: its input; down: its output
-    return Counter(mlp=kept, weight_copies=run.weights(2 * spec.width * ffn))
+    kept += 2 * run.tokens * ffn * run.compute_bytes  # gelu: its input; down: its output
+    return Counter(mlp=kept, weight_copies=run.weight_copies(2 * spec.width * ffn))
 
 
-def _swiglu(run: Pass, width: int, ffn: int) -> int:
-    inner = 4 * run.tokens * ffn * run.number  # silu: gate x; product: silu and up x; down: the product
+def _swiglu(run: ForwardShape, width: int, ffn: int) -> int:
+    inner = 4 * run.tokens * ffn * run.compute_bytes  # silu: gate x; product: silu and up x; down: the product
     return run.linear_input(width, readers=2) + inner  # gate, up
 
 
-def experts(spec: ModelSpec, moe: MoESpec, run: Pass) -> Counter[str]:
+def saved_by_experts(spec: ModelSpec, moe: MoESpec, run: ForwardShape) -> Counter[str]:
     """Routers, routed and shared experts. No expert drops a token, so that which one it went to does not matter; of
     ranks that have different experts each is given as many rows as it sends (they are balanced)."""
     D, E, k, ep = spec.width, moe.experts, moe.top_k, run.layout.ep
-    rows, F = _rows(moe, run)
-    shared = run.share(moe.ffn * moe.shared_experts) if moe.shared_experts else 0
+    rows, F = _expert_rows(moe, run)
+    shared = run.largest_share(moe.ffn * moe.shared_experts) if moe.shared_experts else 0
     kept = run.linear_input(D, readers=1)  # the router
     if shared and run.autocast:  # else gate and up of the shared experts read what the router does
         kept += run.linear_input(D, readers=2)
-    kept += 4 * run.tokens * shared * run.number  # as in a SwiGLU
-    kept += run.here * (2 * E + 1) * run.wide  # z-loss: logits and logsumexp; softmax or sigmoid: scores
-    kept += run.here * run.wide if moe.score == "sigmoid" else 0  # balance loss: sums of scores
-    kept += run.here * (k + 1) * run.wide if moe.normalize_top_k else 0  # chosen scores and their sums
-    kept += (1 if moe.balance_over == "micro_batch" else run.batch) * E * run.wide  # balance loss: shares of tokens
-    kept += (run.here * k + 2 * rows) * INDEX  # gather: the chosen; sorting by expert, and back
+    kept += 4 * run.tokens * shared * run.compute_bytes  # as in a SwiGLU
+    kept += (
+        run.residual_tokens * (2 * E + 1) * run.high_precision_bytes
+    )  # z-loss: logits and logsumexp; softmax or sigmoid: scores
+    kept += (
+        run.residual_tokens * run.high_precision_bytes if moe.score == "sigmoid" else 0
+    )  # balance loss: sums of scores
+    kept += (
+        run.residual_tokens * (k + 1) * run.high_precision_bytes if moe.normalize_top_k else 0
+    )  # chosen scores and their sums
+    kept += (
+        (1 if moe.balance_over == "micro_batch" else run.batch) * E * run.high_precision_bytes
+    )  # balance loss: shares of tokens
+    kept += (run.residual_tokens * k + 2 * rows) * INDEX  # gather: the chosen; sorting by expert, and back
     kept += 2 * rows * INDEX if ep > 1 else 0  # sorting what came from all ranks by expert, and back
-    kept += rows * (D + 4 * F) * run.number  # the experts, each a SwiGLU
-    kept += rows * (D + 1) * run.number  # weighted sum: outputs and weights
+    kept += rows * (D + 4 * F) * run.compute_bytes  # the experts, each a SwiGLU
+    kept += rows * (D + 1) * run.compute_bytes  # weighted sum: outputs and weights
     # Grouped products, where there is one for the dtype and the sizes, keep where each expert's rows end (int32).
-    grouped = run.number <= 4 and D * run.number % 16 == 0 and F * run.number % 16 == 0
+    grouped = run.compute_bytes <= 4 and D * run.compute_bytes % 16 == 0 and F * run.compute_bytes % 16 == 0
     kept += 3 * (E // ep) * 4 if grouped else 0
-    return Counter(experts=kept, weight_copies=run.weights(D * E + 3 * D * (F * E // ep + shared)))
+    return Counter(experts=kept, weight_copies=run.weight_copies(D * E + 3 * D * (F * E // ep + shared)))
 
 
-def head(spec: ModelSpec, run: Pass) -> Counter[str]:
+def saved_by_head(spec: ModelSpec, run: ForwardShape) -> Counter[str]:
     """The head and the loss."""
     kept = run.linear_input(spec.width, readers=1)
-    vocab = run.share(spec.vocab)
-    kept += run.tokens * vocab * run.wide  # log-softmax: its output. The fp32 copy of bf16 logits is dropped
+    vocab = run.largest_share(spec.vocab)
+    kept += (
+        run.tokens * vocab * run.high_precision_bytes
+    )  # log-softmax: its output. The fp32 copy of bf16 logits is dropped
     if run.tp == 1:
-        kept += run.tokens * INDEX + run.wide  # negative log-likelihood: targets, and their total weight
+        kept += (
+            run.tokens * INDEX + run.high_precision_bytes
+        )  # negative log-likelihood: targets, and their total weight
     else:
         kept += run.tokens * (INDEX + 2)  # each target's column, whether it is here, and whether it counts
-    return Counter(head_and_loss=kept, weight_copies=run.weights(vocab * spec.width))
+    return Counter(head_and_loss=kept, weight_copies=run.weight_copies(vocab * spec.width))
 
 
-def mlp_gradients(spec: ModelSpec, layer: int, run: Pass, halved: bool) -> int:
+def mlp_backward_bytes(spec: ModelSpec, layer: int, run: ForwardShape, halved: bool) -> int:
     """What is on its way through a block's MLP or experts in the backward pass where that is most, beyond what is freed
     until then: gradients of a SwiGLU's two factors, or of a GELU's output; of the rows of experts, before and after
     their sorting. `halved`: with the input of the last product, which is not freed then."""
-    if spec.moe is None or not spec.is_moe(layer):
-        return ((2 if spec.activation == "swiglu" else 1) + halved) * run.tokens * run.share(spec.ffn) * run.number
-    rows, F = _rows(spec.moe, run)
-    return rows * (2 * spec.width + 3 * F if halved else 2 * max(spec.width, F)) * run.number
+    if spec.moe is None or not spec.is_moe_layer(layer):
+        return (
+            ((2 if spec.activation == "swiglu" else 1) + halved)
+            * run.tokens
+            * run.largest_share(spec.ffn)
+            * run.compute_bytes
+        )
+    rows, F = _expert_rows(spec.moe, run)
+    return rows * (2 * spec.width + 3 * F if halved else 2 * max(spec.width, F)) * run.compute_bytes
 
 
-def _rows(moe: MoESpec, run: Pass) -> tuple[int, int]:
+def _expert_rows(moe: MoESpec, run: ForwardShape) -> tuple[int, int]:
     """How many rows a rank's experts are given, and their inner width. Ranks that share products have some columns of
     every expert, and so all tokens; or some experts, and their own tokens."""
-    tokens, width = (run.here, moe.ffn) if run.layout.ep > 1 else (run.tokens, run.share(moe.ffn))
+    tokens, width = (run.residual_tokens, moe.ffn) if run.layout.ep > 1 else (run.tokens, run.largest_share(moe.ffn))
     return tokens * moe.top_k, width
 
 
-def put_off(spec: ModelSpec, layer: int, run: Pass) -> int:
+def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, run: ForwardShape) -> int:
     """What the second half of a block's backward pass needs (`parallel.split_backward`): of every linear layer its
     input, the gradient of its output, and under autocast the copy of its weight."""
-    D, q, kv = spec.width, run.share(spec.heads) * spec.head_dim, run.share(spec.kv_heads) * spec.head_dim
+    D, q, kv = (
+        spec.width,
+        run.largest_share(spec.heads) * spec.head_dim,
+        run.largest_share(spec.kv_heads) * spec.head_dim,
+    )
     if run.layout.heads == "gathered":
         q = kv = spec.heads * spec.head_dim // run.tp
-    kept = run.linear_input(D, readers=3) + run.tokens * (2 * q + 2 * kv + D) * run.number
-    kept += attention(spec, run)["weight_copies"]
-    if spec.moe is None or not spec.is_moe(layer):
-        kept += mlp(spec, run)["weight_copies"]
-        ffn, first = run.share(spec.ffn), 2 if spec.activation == "swiglu" else 1
-        return kept + run.linear_input(D, readers=first) + run.tokens * ((1 + first) * ffn + D) * run.number
-    moe, (rows, F) = spec.moe, _rows(spec.moe, run)
-    shared = run.share(moe.ffn * moe.shared_experts) if moe.shared_experts else 0
-    kept += experts(spec, moe, run)["weight_copies"]
-    kept += run.linear_input(D, readers=3 if shared else 1) + run.here * moe.experts * run.number
-    kept += run.tokens * (3 * shared + D) * run.number if shared else 0
-    return kept + rows * (2 * D + 3 * F) * run.number
+    kept = run.linear_input(D, readers=3) + run.tokens * (2 * q + 2 * kv + D) * run.compute_bytes
+    kept += saved_by_attention(spec, run)["weight_copies"]
+    if spec.moe is None or not spec.is_moe_layer(layer):
+        kept += saved_by_mlp(spec, run)["weight_copies"]
+        ffn, first = run.largest_share(spec.ffn), 2 if spec.activation == "swiglu" else 1
+        return kept + run.linear_input(D, readers=first) + run.tokens * ((1 + first) * ffn + D) * run.compute_bytes
+    moe, (rows, F) = spec.moe, _expert_rows(spec.moe, run)
+    shared = run.largest_share(moe.ffn * moe.shared_experts) if moe.shared_experts else 0
+    kept += saved_by_experts(spec, moe, run)["weight_copies"]
+    kept += run.linear_input(D, readers=3 if shared else 1) + run.residual_tokens * moe.experts * run.compute_bytes
+    kept += run.tokens * (3 * shared + D) * run.compute_bytes if shared else 0
+    return kept + rows * (2 * D + 3 * F) * run.compute_bytes
 
 
-def put_off_head(spec: ModelSpec, run: Pass) -> int:
+def deferred_head_grad_bytes(spec: ModelSpec, run: ForwardShape) -> int:
     """The same of the head."""
-    vocab = run.share(spec.vocab)
-    return run.linear_input(spec.width, readers=1) + run.tokens * vocab * run.number + run.weights(vocab * spec.width)
+    vocab = run.largest_share(spec.vocab)
+    return (
+        run.linear_input(spec.width, readers=1)
+        + run.tokens * vocab * run.compute_bytes
+        + run.weight_copies(vocab * spec.width)
+    )

@@ -6,22 +6,22 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.cost.constants import TimeConstants
-from phalanx.cost.jobs import Column, Jobs
+from phalanx.cost.jobs import Column, JobTable
 
 
-def link_speed(c: TimeConstants, jobs: Jobs) -> Column:
+def fast_link_bandwidth(c: TimeConstants, jobs: JobTable) -> Column:
     """Bytes per second of one device's fast links, as collectives reach them."""
-    return jobs.link_bytes_per_second * np.where(jobs.era > 1, c.link_2, c.link)
+    return jobs.link_bytes_per_second * np.where(jobs.hardware_generation > 1, c.link_2, c.link)
 
 
-def network_speed(c: TimeConstants, jobs: Jobs) -> Column:
+def network_bandwidth(c: TimeConstants, jobs: JobTable) -> Column:
     """Bytes per second of one device's share of the network, as collectives reach it."""
     return jobs.network_bytes_per_second * c.network / jobs.oversubscription
 
 
 def ring_seconds(
     c: TimeConstants,
-    jobs: Jobs,
+    jobs: JobTable,
     size_bytes: Column,
     ranks: Column,
     stride: Column | float,
@@ -35,10 +35,14 @@ def ring_seconds(
     its domain, the network cards of its members in a node serve it together. Every step of a ring waits for the one
     before it; all-reduces go by trees between nodes (NCCL, src/graph/tuning.cc).
     """
-    inside = np.clip(jobs.stage_domain / stride, 1, ranks)
+    inside = np.clip(jobs.fast_link_ranks_per_stage / stride, 1, ranks)
     nodes = ranks / inside
-    leaves = ranks * stride > jobs.stage_domain
-    speed = np.where(leaves, np.minimum(link_speed(c, jobs), inside * network_speed(c, jobs)), link_speed(c, jobs))
+    leaves = ranks * stride > jobs.fast_link_ranks_per_stage
+    speed = np.where(
+        leaves,
+        np.minimum(fast_link_bandwidth(c, jobs), inside * network_bandwidth(c, jobs)),
+        fast_link_bandwidth(c, jobs),
+    )
     if reduces:
         steps = 2 * c.network_hop_seconds * np.log2(np.maximum(nodes, 1)) + c.hop_seconds * np.minimum(inside - 1, 7)
     else:
@@ -48,7 +52,7 @@ def ring_seconds(
     return np.where(ranks > 1, moved + calls * latency, 0.0)
 
 
-def all_to_all_seconds(c: TimeConstants, jobs: Jobs, size_bytes: Column) -> Column:
+def all_to_all_seconds(c: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
     """Seconds in which each expert-parallel rank sends `size_bytes` of tokens, evenly to all.
 
     Experts are not split: expert-parallel ranks lie beside one another, whatever tensor parallelism is. What leaves the
@@ -56,18 +60,24 @@ def all_to_all_seconds(c: TimeConstants, jobs: Jobs, size_bytes: Column) -> Colu
     experts are there: of n nodes, k experts drawn at random are on n (1 - (1 - 1/n)^k).
     """
     ranks = jobs.ep
-    inside = np.clip(jobs.stage_domain, 1, ranks)
+    inside = np.clip(jobs.fast_link_ranks_per_stage, 1, ranks)
     nodes, top_k = ranks / inside, np.maximum(jobs.top_k, 1)
     distinct = np.minimum(nodes * (1 - (1 - 1 / nodes) ** top_k) / top_k, 1.0)
-    far = size_bytes * (ranks - inside) / ranks * np.where(jobs.relayed > 0, distinct, 1.0) / network_speed(c, jobs)
-    near = size_bytes * (inside - 1) / inside / link_speed(c, jobs)
+    far = (
+        size_bytes
+        * (ranks - inside)
+        / ranks
+        * np.where(jobs.dedup_node_dispatch > 0, distinct, 1.0)
+        / network_bandwidth(c, jobs)
+    )
+    near = size_bytes * (inside - 1) / inside / fast_link_bandwidth(c, jobs)
     latency = c.link_seconds + np.where(ranks > inside, c.network_seconds, 0.0)
     return np.where(ranks > 1, latency + np.maximum(far, near), 0.0)
 
 
-def send_seconds(c: TimeConstants, jobs: Jobs, size_bytes: Column) -> Column:
+def p2p_seconds(c: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
     """Seconds of one message to the next stage, which is in another node unless all stages share a domain."""
     apart = jobs.tp * jobs.cp * np.where(jobs.pipeline_outermost > 0, jobs.dp, 1)
-    leaves = (apart * jobs.pp > jobs.domain) & (2 * apart >= jobs.domain)
-    near = c.link_seconds + size_bytes / link_speed(c, jobs)
-    return np.where(leaves, c.network_seconds + size_bytes / network_speed(c, jobs), near)
+    leaves = (apart * jobs.pp > jobs.fast_link_domain) & (2 * apart >= jobs.fast_link_domain)
+    near = c.link_seconds + size_bytes / fast_link_bandwidth(c, jobs)
+    return np.where(leaves, c.network_seconds + size_bytes / network_bandwidth(c, jobs), near)

@@ -11,18 +11,31 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.cost.activations import ActivationBytes, InFlight, Stage, activation_bytes, in_flight, stages_of
-from phalanx.cost.buffers import Sending, exchange_bytes, link_bytes, sendings, server_buffers
-from phalanx.cost.moments import Kept, moments, moments_in_flight, update_bytes
+from phalanx.cost.activations import (
+    ActivationBytes,
+    PeakInFlightBytes,
+    StageBlocks,
+    activation_bytes,
+    peak_in_flight_bytes,
+    pipeline_stages,
+)
+from phalanx.cost.buffers import (
+    CommBufferPeak,
+    activation_exchange_bytes,
+    comm_buffer_peaks,
+    parameter_server_buffers,
+    pipeline_buffer_bytes,
+)
+from phalanx.cost.moments import PersistentMemory, memory_peaks, optimizer_step_bytes, pipeline_memory_peaks
 from phalanx.cost.network import Strategy
-from phalanx.cost.parameters import ParameterCount, parameters
-from phalanx.cost.precision import COMPUTED, KEPT, Precision
-from phalanx.cost.shapes import Shape, Shapes, elements, muon_trains, owned_elements, parameter_shapes
-from phalanx.cost.shares import Held, rank_shapes
-from phalanx.cost.stages import check_layout, stage_layers
-from phalanx.schedule.named import schedule_of
-from phalanx.spec.layout import SHARDED, Layout, degrees, spread
-from phalanx.spec.run import Cut, OptimizerSpec, RunSpec, cut_batch
+from phalanx.cost.parameters import ParameterCount, count_parameters
+from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
+from phalanx.cost.shapes import Shape, Shapes, is_muon_parameter, max_shard_elements, num_elements, parameter_shapes
+from phalanx.cost.shares import RankTensors, rank_tensors
+from phalanx.cost.stages import check_layout, layers_per_stage
+from phalanx.schedule.named import layout_schedule
+from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, assign_parameters_to_servers, parallel_dims
+from phalanx.spec.run import BatchPlan, OptimizerSpec, RunSpec, plan_batch
 
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
 
@@ -62,7 +75,7 @@ def state_bytes(optimizer: Optimizer, precision: Precision) -> StateBytes:
     Parameters, gradients and state are fp32 for bf16 and fp32 alike: the bf16 copies that the products read
     are made when needed and dropped. fp64 doubles everything. "muon" is a parameter that Muon itself trains.
     """
-    number = KEPT[precision]
+    number = STATE_BYTES[precision]
     return StateBytes(number, number, STATES[optimizer] * number)
 
 
@@ -76,24 +89,24 @@ def model_state_bytes(count: ParameterCount, optimizer: Optimizer, precision: Pr
 
 def checkpoint_bytes(run: RunSpec) -> int:
     """Bytes of one checkpoint: parameters and optimizer state."""
-    state = model_state_bytes(parameters(run.model), optimizer_of(run.optimizer), run.training.precision)
+    state = model_state_bytes(count_parameters(run.model), optimizer_kind(run.optimizer), run.training.precision)
     return state.parameters + state.optimizer
 
 
-def room_for_checkpoints_bytes(run: RunSpec, there: int) -> int:
+def checkpoint_space_needed_bytes(run: RunSpec, there: int) -> int:
     """Bytes that the checkpoints of a run still need beside those that are there: the oldest goes when a new one has
     come."""
     return max(1, run.checkpoint.keep + 1 - there) * checkpoint_bytes(run)
 
 
-def optimizer_of(spec: OptimizerSpec) -> Optimizer:
+def optimizer_kind(spec: OptimizerSpec) -> Optimizer:
     """What a run's optimizer is called here."""
     if spec.name == "sgd":
         return "sgd-momentum" if spec.momentum else "sgd"
     return spec.name
 
 
-def strategy_bytes(strategy: Strategy, precision: Precision, whole: int, owned: int, states: int) -> StateBytes:
+def sharded_state_bytes(strategy: Strategy, precision: Precision, whole: int, owned: int, states: int) -> StateBytes:
     """State that one rank keeps of a model of `whole` parameters, of which it owns `owned`, and keeps `states` numbers
     of optimizer state.
 
@@ -110,7 +123,7 @@ def strategy_bytes(strategy: Strategy, precision: Precision, whole: int, owned: 
     state: the published figures (ZeRO, arXiv 1910.02054, section 3.1 and figure 1). In fp32 and fp64 those rows are
     the model's own.
     """
-    computed, kept = COMPUTED[precision], KEPT[precision]
+    computed, kept = COMPUTE_BYTES[precision], STATE_BYTES[precision]
     trained_apart = kept * owned if precision == "bf16" else 0
     match strategy:
         case "zero1":
@@ -136,9 +149,9 @@ class RankMemory:
     """Buffers, and what was gathered and is given back."""
     offloaded: int = 0
     """Resting in CPU memory or files; not in `total`."""
-    in_files: int = 0
+    on_disk: int = 0
     """Of what is offloaded."""
-    never_together: int = 0
+    non_concurrent_bytes: int = 0
     """What the most of all parts add up to beyond the most of all of them at one time; below 0 where that is at the
     update, whose own needs are in no part."""
 
@@ -155,12 +168,12 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Bytes on the device, the most at one time."""
-        return self.state + self.working - self.never_together
+        return self.state + self.working - self.non_concurrent_bytes
 
     @property
     def host(self) -> int:
         """Bytes in CPU memory, of what is offloaded."""
-        return self.offloaded - self.in_files
+        return self.offloaded - self.on_disk
 
 
 def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
@@ -170,63 +183,71 @@ def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
     Raises UserError if the layout cannot run on so many ranks.
     """
     check_layout(run, world_size)
-    places = _places(run, world_size)
+    places = _stage_memories(run, world_size)
     if run.layout.data == "parameter_server":
-        return {"server": _server(run, world_size), "worker": places[0]}
+        return {"server": _largest_server(run, world_size), "worker": places[0]}
     if run.layout.pp == 1:
         return {"rank": places[0]}
     return {f"pp{place}": held for place, held in enumerate(places)}
 
 
-def rank_states(run: RunSpec, world_size: int) -> list[StateBytes]:
+def rank_model_states(run: RunSpec, world_size: int) -> list[StateBytes]:
     """What the fullest rank that computes, at each place of the pipeline (one, without a pipeline), holds from step to
     step, before anything is offloaded. Exact."""
-    return [_state(run, rank) for rank in rank_shapes(run, world_size)]
+    return [_state(run, rank) for rank in rank_tensors(run, world_size)]
 
 
-def _state(run: RunSpec, rank: Held) -> StateBytes:
-    precision, strategy = run.training.precision, runs_as(run.layout, rank.shards)
+def _state(run: RunSpec, rank: RankTensors) -> StateBytes:
+    precision, strategy = run.training.precision, effective_strategy(run.layout, rank.shards)
     total = StateBytes(0, 0, 0)
-    for shapes, shards in ((rank.dense, rank.shards), (rank.apart, rank.apart_shards)):
+    for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
         # With nobody to share the rest with, ZeRO-3 splits nothing; a parameter server keeps its workers' states.
-        whole, _ = _counts(shapes, run, 1)
-        owned, states = _counts(shapes, run, 1 if strategy == "ddp" else shards)
-        total += strategy_bytes(strategy, precision, whole, owned, 0 if strategy == "parameter_server" else states)
-    number = (KEPT if strategy == "ddp" else COMPUTED)[precision]  # ddp computes by autocast
-    copied = 0 if rank.copied is None else number * elements(rank.copied)
+        whole, _ = _owned_counts(shapes, run, 1)
+        owned, states = _owned_counts(shapes, run, 1 if strategy == "ddp" else shards)
+        total += sharded_state_bytes(strategy, precision, whole, owned, 0 if strategy == "parameter_server" else states)
+    number = (STATE_BYTES if strategy == "ddp" else COMPUTE_BYTES)[precision]  # ddp computes by autocast
+    copied = 0 if rank.tied_embedding_copy is None else number * num_elements(rank.tied_embedding_copy)
     return StateBytes(total.parameters + copied, total.gradients, total.optimizer)
 
 
-def _places(run: RunSpec, world_size: int) -> list[RankMemory]:
+def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
     """Ranks that compute, one of each place of the pipeline."""
-    layout, sizes = run.layout, degrees(run.layout, world_size)
-    data, cut = sizes.as_data(sharded=layout.data in SHARDED), cut_batch(run, world_size)
-    strategy = runs_as(layout, data.dp_shard)
+    layout, sizes = run.layout, parallel_dims(run.layout, world_size)
+    data, cut = sizes.with_cp_as_data_parallel(sharded=layout.data in SHARDED_STRATEGIES), plan_batch(run, world_size)
+    strategy = effective_strategy(layout, data.dp_shard)
     passes = _in_flight(run, cut, strategy) if layout.pp > 1 else []
-    exchange = exchange_bytes(run, cut.micro_batch)
-    alike: dict[object, tuple[tuple[StateBytes, int, int], list[Sending]]] = {}
+    exchange = activation_exchange_bytes(run, cut.micro_batch_size)
+    alike: dict[object, tuple[tuple[StateBytes, int, int], list[CommBufferPeak]]] = {}
     found = []
-    for place, rank in enumerate(rank_shapes(run, world_size)):
-        kinds = rank.kinds
+    for place, rank in enumerate(rank_tensors(run, world_size)):
+        kinds = rank.signature
         if kinds not in alike:
-            alike[kinds] = _rests(run, rank, strategy), sendings(rank, run, strategy, data, cut.accumulation)
+            alike[kinds] = (
+                _resident_and_offloaded(run, rank, strategy),
+                comm_buffer_peaks(rank, run, strategy, data, cut.gradient_accumulation_steps),
+            )
         (state, offloaded, in_files), sent = alike[kinds]
-        kept = _kept(run, rank, strategy, state, cut.accumulation, alone=data.dp == 1)
+        kept = _persistent_memory(run, rank, strategy, state, cut.gradient_accumulation_steps, alone=data.dp_size == 1)
         if layout.pp == 1:
             activations = _activations(run, cut, strategy)
-            beside, most, at = exchange, activations.peak, moments(kept, activations, exchange, sent)
+            beside, most, at = exchange, activations.peak, memory_peaks(kept, activations, exchange, sent)
         else:  # what is exchanged inside blocks is among what is in flight
-            beside, most = link_bytes(run, cut.micro_batch, place), max(passes[place].before, passes[place].trained)
-            at = moments_in_flight(kept, passes[place], beside, sent)
+            beside, most = (
+                pipeline_buffer_bytes(run, cut.micro_batch_size, place),
+                max(passes[place].forward_only, passes[place].with_gradients),
+            )
+            at = pipeline_memory_peaks(kept, passes[place], beside, sent)
         parts = RankMemory(
             state.parameters, state.gradients, state.optimizer, most,
             beside + max((each.bytes for each in sent), default=0), offloaded, in_files,
         )  # fmt: skip
-        found.append(replace(parts, never_together=parts.total - max(at)))
+        found.append(replace(parts, non_concurrent_bytes=parts.total - max(at)))
     return found
 
 
-def _kept(run: RunSpec, rank: Held, strategy: Strategy, state: StateBytes, accumulation: int, alone: bool) -> Kept:
+def _persistent_memory(
+    run: RunSpec, rank: RankTensors, strategy: Strategy, state: StateBytes, accumulation: int, alone: bool
+) -> PersistentMemory:
     """What of a rank's state is there when. DDP's buckets are there all the time, and a parameter server's worker adds
     up in place; others drop gradients when they were used. What DDP drops for parts that a step leaves unused, the
     micro-batches before the last make anew outside its buckets. In a pipeline ZeRO-3 adds up whole gradients."""
@@ -235,68 +256,74 @@ def _kept(run: RunSpec, rank: Held, strategy: Strategy, state: StateBytes, accum
     sets = max(buckets, accumulation > 1) + (buckets and layout.unused_parameters and accumulation > 1)
     summed = gradients
     if strategy in ("zero3", "hsdp") and layout.pp > 1:
-        summed = KEPT[run.training.precision] * sum(map(elements, [*rank.dense.values(), *rank.apart.values()]))
-    if rank.copied is not None:  # its gradient, until that is sent to who trains it
-        summed += COMPUTED[run.training.precision] * elements(rank.copied)
+        summed = STATE_BYTES[run.training.precision] * sum(
+            map(num_elements, [*rank.dense.values(), *rank.expert.values()])
+        )
+    if rank.tied_embedding_copy is not None:  # its gradient, until that is sent to who trains it
+        summed += COMPUTE_BYTES[run.training.precision] * num_elements(rank.tied_embedding_copy)
     before = gradients if strategy == "parameter_server" else sets * gradients
-    return Kept(state.parameters + state.optimizer, gradients, before, summed, update_bytes(run, rank, strategy))
+    return PersistentMemory(
+        state.parameters + state.optimizer, gradients, before, summed, optimizer_step_bytes(run, rank, strategy)
+    )
 
 
-def in_files_bytes(run: RunSpec, world_size: int) -> int:
+def disk_offload_bytes(run: RunSpec, world_size: int) -> int:
     """What the fullest rank puts in files (`layout.offload = "nvme"`)."""
-    layout, sizes = run.layout, degrees(run.layout, world_size)
-    strategy = runs_as(layout, sizes.as_data(sharded=layout.data in SHARDED).dp_shard)
-    return max(_rests(run, rank, strategy)[2] for rank in rank_shapes(run, world_size))
+    layout, sizes = run.layout, parallel_dims(run.layout, world_size)
+    strategy = effective_strategy(
+        layout, sizes.with_cp_as_data_parallel(sharded=layout.data in SHARDED_STRATEGIES).dp_shard
+    )
+    return max(_resident_and_offloaded(run, rank, strategy)[2] for rank in rank_tensors(run, world_size))
 
 
-def _rests(run: RunSpec, rank: Held, strategy: Strategy) -> tuple[StateBytes, int, int]:
+def _resident_and_offloaded(run: RunSpec, rank: RankTensors, strategy: Strategy) -> tuple[StateBytes, int, int]:
     """What a rank has on its device from step to step, what rests elsewhere, and what of that in files."""
     layout, state = run.layout, _state(run, rank)
     if layout.offload == "none":
         return state, 0, 0
-    owned = _counts(rank.dense, run, rank.shards)[0] + _counts(rank.apart, run, rank.apart_shards)[0]
-    copied = 0 if run.training.precision == "bf16" else KEPT[run.training.precision] * owned
+    owned = _owned_counts(rank.dense, run, rank.shards)[0] + _owned_counts(rank.expert, run, rank.expert_shards)[0]
+    copied = 0 if run.training.precision == "bf16" else STATE_BYTES[run.training.precision] * owned
     kept, offloaded = _offload(strategy, state, copied)
     # FSDP2 keeps parameters and gradients in CPU memory; only the state is ours to put in files.
     in_files = state.optimizer if strategy in ("zero3", "hsdp") else offloaded
     return kept, offloaded, in_files if layout.offload == "nvme" else 0
 
 
-def _activations(run: RunSpec, cut: Cut, strategy: Strategy, stage: Stage | None = None) -> ActivationBytes:
+def _activations(run: RunSpec, cut: BatchPlan, strategy: Strategy, stage: StageBlocks | None = None) -> ActivationBytes:
     """Of a micro-batch, in a pipeline on one of its stages."""
     autocast = strategy in ("ddp", "parameter_server")
-    sizes = run.model, cut.micro_batch, run.training.sequence, run.training.precision, run.layout, autocast
+    sizes = run.model, cut.micro_batch_size, run.training.sequence, run.training.precision, run.layout, autocast
     return activation_bytes(*sizes, run.data.mask_documents, stage)
 
 
-def _in_flight(run: RunSpec, cut: Cut, strategy: Strategy) -> list[InFlight]:
+def _in_flight(run: RunSpec, cut: BatchPlan, strategy: Strategy) -> list[PeakInFlightBytes]:
     """What a rank at each place of the pipeline has of activations."""
-    schedule, kept = schedule_of(run.layout, cut.accumulation), dict[object, ActivationBytes]()
+    schedule, kept = layout_schedule(run.layout, cut.gradient_accumulation_steps), dict[object, ActivationBytes]()
     of_stages = []
-    for stage in stages_of(stage_layers(run), schedule):
-        alike = tuple(map(run.model.is_moe, stage.layers)), stage.first, stage.last
+    for stage in pipeline_stages(layers_per_stage(run), schedule):
+        alike = tuple(map(run.model.is_moe_layer, stage.layers)), stage.first, stage.last
         if alike not in kept:
             kept[alike] = _activations(run, cut, strategy, stage)
         of_stages.append(kept[alike])
-    inside = exchange_bytes(run, cut.micro_batch)
-    return [in_flight(schedule, place, of_stages, inside) for place in range(run.layout.pp)]
+    inside = activation_exchange_bytes(run, cut.micro_batch_size)
+    return [peak_in_flight_bytes(schedule, place, of_stages, inside) for place in range(run.layout.pp)]
 
 
-def _server(run: RunSpec, world_size: int) -> RankMemory:
+def _largest_server(run: RunSpec, world_size: int) -> RankMemory:
     """The server that holds most. A server is in CPU memory, whatever computes."""
     layout, shapes = run.layout, parameter_shapes(run.model)
-    workers = cut_batch(run, world_size).dp
-    owner = spread({name: elements(shape) for name, shape in shapes.items()}, layout.servers)
+    workers = plan_batch(run, world_size).dp_size
+    owner = assign_parameters_to_servers({name: num_elements(shape) for name, shape in shapes.items()}, layout.servers)
     servers = []
     for server in range(layout.servers):
-        owned, states = _counts({name: shape for name, shape in shapes.items() if owner[name] == server}, run, 1)
-        state = strategy_bytes("parameter_server", run.training.precision, owned, owned, states)
-        buffers = server_buffers(state.parameters, workers, layout.staleness)
+        owned, states = _owned_counts({name: shape for name, shape in shapes.items() if owner[name] == server}, run, 1)
+        state = sharded_state_bytes("parameter_server", run.training.precision, owned, owned, states)
+        buffers = parameter_server_buffers(state.parameters, workers, layout.staleness)
         servers.append(RankMemory(state.parameters, state.gradients, state.optimizer, communication=buffers))
     return max(servers, key=lambda server: server.total)
 
 
-def runs_as(layout: Layout, shards: int) -> Strategy:
+def effective_strategy(layout: Layout, shards: int) -> Strategy:
     """The strategy that a layout comes to: FSDP with nobody to share with is a replica, or ZeRO-2 if it offloads; in a
     pipeline ZeRO-2 keeps whole gradients."""
     data = layout.data
@@ -305,16 +332,18 @@ def runs_as(layout: Layout, shards: int) -> Strategy:
     return "zero1" if layout.pp > 1 and data == "zero2" else data
 
 
-def _counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:
+def _owned_counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:
     """Parameters of the first of `ranks` that share all rows, and numbers of optimizer state that it keeps for them."""
-    optimizer = optimizer_of(run.optimizer)
-    owned = {name: owned_elements(shape, ranks) for name, shape in shapes.items()}
-    return sum(owned.values()), sum(count * _states(name, shapes[name], optimizer) for name, count in owned.items())
+    optimizer = optimizer_kind(run.optimizer)
+    owned = {name: max_shard_elements(shape, ranks) for name, shape in shapes.items()}
+    return sum(owned.values()), sum(
+        count * _optimizer_states_per_parameter(name, shapes[name], optimizer) for name, count in owned.items()
+    )
 
 
-def _states(name: str, shape: Shape, optimizer: Optimizer) -> int:
+def _optimizer_states_per_parameter(name: str, shape: Shape, optimizer: Optimizer) -> int:
     """Numbers of optimizer state per number of a parameter: Muon leaves what is no matrix in a block to AdamW."""
-    return STATES["adamw" if optimizer == "muon" and not muon_trains(name, shape) else optimizer]
+    return STATES["adamw" if optimizer == "muon" and not is_muon_parameter(name, shape) else optimizer]
 
 
 def _offload(strategy: Strategy, state: StateBytes, copied: int) -> tuple[StateBytes, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from phalanx.cost.checks import check_counts
+from phalanx.cost.checks import require_at_least_one
 from phalanx.cost.network import ring_steps
 from phalanx.spec.errors import UserError
 
@@ -69,7 +69,7 @@ def all_reduce_latency_seconds(
 
     with N ranks on n nodes. Where each has one rank only, a ring's hop between nodes takes as long as a tree's.
     """
-    check_counts(nodes=nodes, ranks_per_node=ranks_per_node)
+    require_at_least_one(nodes=nodes, ranks_per_node=ranks_per_node)
     inside = HOP_MICROSECONDS[link][algorithm][protocol]
     between = HOP_MICROSECONDS["net"]["tree" if ranks_per_node == 1 else algorithm][protocol]
     base = BASE_MICROSECONDS[algorithm][protocol]
@@ -94,7 +94,7 @@ def all_reduce_bytes_per_second(
     Flags leave 1/2 of the bus to LL in a ring, less in a tree, and .92 to LL128; a tree reaches .92 of it. A ring sends
     2 (N-1)/N of the buffer through every link, a tree 2 x the whole. In one node, `generation` tells the most of LL.
     """
-    check_counts(nodes=nodes, ranks_per_node=ranks_per_node)
+    require_at_least_one(nodes=nodes, ranks_per_node=ranks_per_node)
     if nodes * ranks_per_node == 1:
         raise UserError("ranks", 1, "has nobody to exchange with", "give two ranks or more")
     shares: _By = {"LL": 1 / 2, "LL128": 0.92, "Simple": 1.0}

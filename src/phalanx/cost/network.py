@@ -9,7 +9,7 @@ from typing import Literal
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 Operation = Collective | Literal["send", "recv"]
-Among = Literal[
+GroupKind = Literal[
     "data", "replicas", "same_experts", "expert_replicas", "tp", "copies", "parts", "cp", "ep", "pp", "ends", "losses",
     "servers",
 ]  # fmt: skip
@@ -21,7 +21,7 @@ Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"]
 
 
 @dataclass(frozen=True)
-class Send:
+class RingMessage:
     """One message on the ring: in `step` (from 1), `source` sends its copy of `chunk` to `target`."""
 
     step: int
@@ -30,20 +30,20 @@ class Send:
     chunk: int
 
 
-def reduce_scatter_sends(ranks: int) -> list[Send]:
+def reduce_scatter_sends(ranks: int) -> list[RingMessage]:
     """Partial sums go round: every rank starts with the chunk of its own number, and ends with the next one's sum."""
     return _ring(ranks, first=0)
 
 
-def all_gather_sends(ranks: int) -> list[Send]:
+def all_gather_sends(ranks: int) -> list[RingMessage]:
     """Sums go round: every rank starts with the chunk whose sum it owns after the reduce-scatter."""
     return _ring(ranks, first=1)
 
 
-def _ring(ranks: int, first: int) -> list[Send]:
+def _ring(ranks: int, first: int) -> list[RingMessage]:
     """N - 1 steps. Rank r sends chunk r + `first`, and from then on the chunk that it has just received."""
     return [
-        Send(step, rank, (rank + 1) % ranks, (rank + first - (step - 1)) % ranks)
+        RingMessage(step, rank, (rank + 1) % ranks, (rank + first - (step - 1)) % ranks)
         for step in range(1, ranks)
         for rank in range(ranks)
     ]
@@ -93,7 +93,7 @@ def _chunks(own: Sequence[float], count: int) -> list[list[float]]:
     return [list(own[begin:end]) for begin, end in pairwise(bounds)]
 
 
-def _elements_sent(sends: list[Send], rank: int, sizes: list[int]) -> int:
+def _elements_sent(sends: list[RingMessage], rank: int, sizes: list[int]) -> int:
     return sum(sizes[send.chunk] for send in sends if send.source == rank)
 
 
@@ -135,13 +135,13 @@ class Traffic:
     """Named as in torch.distributed."""
     bytes: float
     """Sent by the rank; received, if the operation is recv."""
-    why: str
-    among: Among = "data"
+    purpose: str
+    group_kind: GroupKind = "data"
     """The ranks that it goes to."""
     calls: int = 1
 
 
-def update_traffic(
+def step_traffic(
     strategy: Strategy,
     parameter_bytes: float,
     gradient_bytes: float,
@@ -158,7 +158,7 @@ def update_traffic(
     section 7: 2 Psi for DDP and ZeRO-1 and 2, 3 Psi for ZeRO-3, where P = G = Psi, a = 1 and N is large):
 
         ddp 2 G f | zero1 (G + P) f | zero2 (a G + P) f | zero3 a (2 P + G) f, or a (P + G) f if not resharded
-        hsdp: zero3, + 2 (G/N) (R-1)/R | parameter_server: P received, G sent by a worker (see `server_traffic`)
+        hsdp: zero3, + 2 (G/N) (R-1)/R | parameter_server: P received, G sent by a worker (see `parameter_server_traffic`)
 
     All is linear in P and G: parts of a model that are treated differently add up.
     """
@@ -193,7 +193,9 @@ def update_traffic(
             ]
 
 
-def server_traffic(parameter_bytes: float, gradient_bytes: float, workers: int, share: float = 1.0) -> list[Traffic]:
+def parameter_server_traffic(
+    parameter_bytes: float, gradient_bytes: float, workers: int, share: float = 1.0
+) -> list[Traffic]:
     """Traffic of one parameter server for one update: W x its parameters sent, W x its gradients received.
 
     `share` is the part of the model that it keeps, 1/S where S servers share evenly (Li et al., OSDI 2014).

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.cost.shapes import elements, parameter_shapes
+from phalanx.cost.shapes import num_elements, parameter_shapes
 from phalanx.spec.model import ModelSpec
 
 PART = {
@@ -42,7 +42,7 @@ class ParameterCount:
     """Norms of the residual stream, and of queries and keys."""
     head: int
     """Output projection to the vocabulary; 0 where it is tied to the embedding."""
-    idle: int
+    inactive_experts: int
     """Of the routed experts, those that one token is not sent to."""
     biases: int
     """Of attention and MLPs, what is added rather than multiplied."""
@@ -58,7 +58,7 @@ class ParameterCount:
     @property
     def active(self) -> int:
         """Parameters that one token uses: top_k of the routed experts, and everything else."""
-        return self.total - self.idle
+        return self.total - self.inactive_experts
 
     @property
     def matmul(self) -> int:
@@ -76,17 +76,17 @@ class ParameterCount:
 
 
 @lru_cache
-def parameters(spec: ModelSpec) -> ParameterCount:
+def count_parameters(spec: ModelSpec) -> ParameterCount:
     """Count the parameters of `spec`: the sum over its tensors, `parameter_shapes`."""
     count: Counter[str] = Counter()
     biases = 0
     for name, shape in parameter_shapes(spec).items():
         part = next(PART[module] for module in reversed(name.split(".")) if module in PART)
-        count[part] += elements(shape)
-        biases += elements(shape) if name.endswith(".bias") and part != "norms" else 0
+        count[part] += num_elements(shape)
+        biases += num_elements(shape) if name.endswith(".bias") and part != "norms" else 0
     return ParameterCount(
         **{part: count[part] for part in PART.values()},
-        idle=count["experts"] // spec.moe.experts * (spec.moe.experts - spec.moe.top_k) if spec.moe else 0,
+        inactive_experts=count["experts"] // spec.moe.experts * (spec.moe.experts - spec.moe.top_k) if spec.moe else 0,
         biases=biases,
         tied_head=spec.vocab * spec.width if spec.tied else 0,
     )

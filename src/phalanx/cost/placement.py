@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def balanced(tokens_E: Sequence[float], ranks: int) -> list[int]:
+def balanced_expert_order(tokens_E: Sequence[float], ranks: int) -> list[int]:
     """An order in which ranks have about equally many tokens: the busiest experts first, each to the rank that has
     least to do and still has room (Graham's rule, SIAM J. Appl. Math. 17, 1969, with equally many experts for each);
     or the experts as they are, where that does not help."""
@@ -17,10 +17,10 @@ def balanced(tokens_E: Sequence[float], ranks: int) -> list[int]:
         )
         least.append(expert)
     order = [expert for mine in placed for expert in sorted(mine)]
-    return min(as_they_are, order, key=lambda order: busiest_rank(tokens_E, order, ranks))
+    return min(as_they_are, order, key=lambda order: max_rank_load(tokens_E, order, ranks))
 
 
-def busiest_rank(tokens_E: Sequence[float], order: Sequence[int], ranks: int) -> float:
+def max_rank_load(tokens_E: Sequence[float], order: Sequence[int], ranks: int) -> float:
     """How much more than its share the busiest of so many ranks has to do: 1 is balanced."""
     room = len(order) // ranks
     of_rank = [sum(tokens_E[expert] for expert in order[first : first + room]) for first in range(0, len(order), room)]

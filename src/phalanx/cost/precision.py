@@ -10,13 +10,13 @@ from phalanx.cost.jobs import Column
 
 Precision = Literal["bf16", "fp32", "fp64"]
 
-COMPUTED: dict[Precision, int] = {"bf16": 2, "fp32": 4, "fp64": 8}
+COMPUTE_BYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4, "fp64": 8}
 """What matrix products read and write."""
-KEPT: dict[Precision, int] = {"bf16": 4, "fp32": 4, "fp64": 8}
+STATE_BYTES: dict[Precision, int] = {"bf16": 4, "fp32": 4, "fp64": 8}
 """What an optimizer trains, its gradients, and its state. bf16 is too coarse for them: its copies that the products
 read are made when needed."""
 
 
-def row_bytes(number_bytes: Column) -> Column:
+def master_weight_bytes(number_bytes: Column) -> Column:
     """`KEPT`, of many jobs by what they compute with: fp32, unless that is wider. Losses are as exact."""
-    return np.maximum(number_bytes, KEPT["bf16"])
+    return np.maximum(number_bytes, STATE_BYTES["bf16"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp, expm1, inf, sqrt
 
-from phalanx.cost.checks import check_not_negative, check_positive
+from phalanx.cost.checks import require_non_negative, require_positive
 from phalanx.spec.errors import UserError
 
 
@@ -28,16 +28,16 @@ LLAMA3 = FailureRecord(failures=419, devices=16_384, hours=54 * 24)
 The table's counts are used, not its percentages: 148 faulty GPUs are 35.3 %, where 30.1 % is printed."""
 
 
-def job_mtbf_seconds(failures_per_device_hour: float, devices: int) -> float:
+def mtbf_seconds(failures_per_device_hour: float, devices: int) -> float:
     """Mean time between failures of a job that any one of its devices stops: failures are independent and rates add."""
-    check_positive(failures_per_device_hour=failures_per_device_hour, devices=devices)
+    require_positive(failures_per_device_hour=failures_per_device_hour, devices=devices)
     return 3600 / (failures_per_device_hour * devices)
 
 
-def seen_mtbf_seconds(expected_seconds: float, failures: int, seconds: float) -> float:
+def observed_mtbf_seconds(expected_seconds: float, failures: int, seconds: float) -> float:
     """Mean time between failures of a job that failed so often in so many seconds: what was expected of its devices,
     until two failures came sooner than that. (No time at all may have passed by clocks of hosts that differ.)"""
-    check_positive(expected_seconds=expected_seconds)
+    require_positive(expected_seconds=expected_seconds)
     return min(expected_seconds, seconds / failures) if failures > 1 and seconds > 0 else expected_seconds
 
 
@@ -50,23 +50,23 @@ def seen_mtbf_seconds(expected_seconds: float, failures: int, seconds: float) ->
 
 def young_interval_seconds(write_seconds: float, mtbf_seconds: float) -> float:
     """First-order optimum sqrt(2 d M) (Young, Communications of the ACM 17, 1974): the least time lost, if d << M."""
-    check_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
+    require_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
     return sqrt(2 * write_seconds * mtbf_seconds)
 
 
 def daly_interval_seconds(write_seconds: float, mtbf_seconds: float) -> float:
     """Higher-order optimum sqrt(2 d M) [1 + 1/3 sqrt(d/2M) + 1/9 (d/2M)] - d, and M from d = 2M on.
 
-    Daly, Future Generation Computer Systems 22, 2006: the first terms of the series of `best_interval_seconds`.
+    Daly, Future Generation Computer Systems 22, 2006: the first terms of the series of `optimal_interval_seconds`.
     """
-    check_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
+    require_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
     half = write_seconds / (2 * mtbf_seconds)
     if half >= 1:
         return mtbf_seconds
     return sqrt(2 * write_seconds * mtbf_seconds) * (1 + sqrt(half) / 3 + half / 9) - write_seconds
 
 
-def best_interval_seconds(write_seconds: float, mtbf_seconds: float) -> float:
+def optimal_interval_seconds(write_seconds: float, mtbf_seconds: float) -> float:
     """The interval of the best `goodput`, whatever the restart takes.
 
     The expected time per second of work, (e^((tau + d)/M) - 1)/tau, is least where u = tau/M has
@@ -74,7 +74,7 @@ def best_interval_seconds(write_seconds: float, mtbf_seconds: float) -> float:
     both Young's interval and M are above its root: from the nearer one, Newton's method comes down to the root and
     never passes it.
     """
-    check_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
+    require_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
     write = write_seconds / mtbf_seconds
     best, last = min(1.0, sqrt(2 * write)), inf
     while best < last:
@@ -89,8 +89,8 @@ def availability_interval_seconds(write_seconds: float, mtbf_seconds: float, res
     It maximises the part of a cycle that is work, (T - d)/T, times the part of time between failures that is kept,
     M/(M + R + T/2). Their T is from one write to the next: this interval and d.
     """
-    check_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
-    check_not_negative(restart_seconds=restart_seconds)
+    require_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
+    require_non_negative(restart_seconds=restart_seconds)
     return sqrt(2 * (mtbf_seconds + restart_seconds) * write_seconds + write_seconds**2)
 
 
@@ -100,8 +100,8 @@ def goodput(interval_seconds: float, write_seconds: float, mtbf_seconds: float, 
     (tau/M) / (e^(R/M) (e^((tau + d)/M) - 1)), with failures at any time, so while writing and restarting too (Daly,
     Future Generation Computer Systems 22, 2006, the higher-order model).
     """
-    check_positive(interval_seconds=interval_seconds, mtbf_seconds=mtbf_seconds)
-    check_not_negative(write_seconds=write_seconds, restart_seconds=restart_seconds)
+    require_positive(interval_seconds=interval_seconds, mtbf_seconds=mtbf_seconds)
+    require_non_negative(write_seconds=write_seconds, restart_seconds=restart_seconds)
     cycle = (interval_seconds + write_seconds) / mtbf_seconds
     lost = exp(-(restart_seconds / mtbf_seconds) - cycle)
     return interval_seconds / mtbf_seconds * lost / -expm1(-cycle)
@@ -122,15 +122,15 @@ def reliability(
     failures_per_device_hour: float, devices: int, write_seconds: float, restart_seconds: float
 ) -> Reliability:
     """How often the job fails, its best checkpoint interval, and its goodput with that."""
-    mtbf = job_mtbf_seconds(failures_per_device_hour, devices)
-    interval = best_interval_seconds(write_seconds, mtbf)
+    mtbf = mtbf_seconds(failures_per_device_hour, devices)
+    interval = optimal_interval_seconds(write_seconds, mtbf)
     return Reliability(mtbf, interval, goodput(interval, write_seconds, mtbf, restart_seconds))
 
 
 def days_to(tokens: float, tokens_per_second: float, goodput: float = 1.0) -> float:
     """Days until `tokens` are trained on, at the whole run's speed while it trains."""
-    check_positive(tokens_per_second=tokens_per_second, goodput=goodput)
-    check_not_negative(tokens=tokens)
+    require_positive(tokens_per_second=tokens_per_second, goodput=goodput)
+    require_non_negative(tokens=tokens)
     if goodput > 1:
         raise UserError("goodput", goodput, "is a part of the time", "give at most 1")
     return tokens / (tokens_per_second * goodput) / 86_400

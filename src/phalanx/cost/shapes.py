@@ -28,31 +28,31 @@ def parameter_shapes(spec: ModelSpec) -> Shapes:
 
 
 @cache
-def in_any_block(name: str) -> str:
+def strip_block_index(name: str) -> str:
     """A parameter's name without its block's number: "blocks.3.mlp.up.weight" is "blocks.mlp.up.weight"."""
     part, _, rest = name.partition(".")
     return f"{part}.{rest.partition('.')[2]}" if part == "blocks" else name
 
 
-def elements(shape: Shape) -> int:
+def num_elements(shape: Shape) -> int:
     """Numbers in a tensor of this shape."""
     return math.prod(shape)
 
 
-def owned_elements(shape: Shape, ranks: int) -> int:
+def max_shard_elements(shape: Shape, ranks: int) -> int:
     """Numbers of the first of `ranks` that share the rows of a tensor: each has as many rows, but the last may have
     fewer, and padding in their place where all send or store equally much."""
     return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
-def muon_trains(name: str, shape: Shape) -> bool:
+def is_muon_parameter(name: str, shape: Shape) -> bool:
     """Whether Muon trains a tensor: matrices inside blocks, and stacks of them. AdamW trains the rest (Jordan et al.
     2024, https://kellerjordan.github.io/posts/muon/)."""
     return name.startswith("blocks.") and len(shape) >= 2
 
 
 def _block(spec: ModelSpec, layer: int) -> Shapes:
-    mlp = _moe(spec, spec.moe) if spec.moe and spec.is_moe(layer) else _mlp(spec)
+    mlp = _moe(spec, spec.moe) if spec.moe and spec.is_moe_layer(layer) else _mlp(spec)
     return _named(attention_norm=_norm(spec), attention=_attention(spec), mlp_norm=_norm(spec), mlp=mlp)
 
 

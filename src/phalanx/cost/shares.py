@@ -6,62 +6,66 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, partial
 
-from phalanx.cost.shapes import Shape, Shapes, in_any_block, parameter_shapes
-from phalanx.cost.stages import stage_layers
-from phalanx.schedule.named import any_schedule_of
-from phalanx.spec.layout import SHARDED, Layout, degrees
+from phalanx.cost.shapes import Shape, Shapes, parameter_shapes, strip_block_index
+from phalanx.cost.stages import layers_per_stage
+from phalanx.schedule.named import representative_schedule
+from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, parallel_dims
 from phalanx.spec.run import RunSpec
-from phalanx.spec.share import Share, rows_of, tensor_share
+from phalanx.spec.share import TensorSharding, rows_on_rank, tensor_sharding
 
 
 @dataclass(frozen=True)
-class Held:
+class RankTensors:
     """The tensors of a rank."""
 
     dense: Shapes
     """All but experts that are apart, of which each data-parallel rank has a copy, or some rows."""
     shards: int
     """Ranks that have rows of these."""
-    apart: Shapes
+    expert: Shapes
     """Experts, where ranks have different ones."""
-    apart_shards: int
+    expert_shards: int
     """Ranks that have rows of these."""
     names: tuple[str, ...]
     """Of all of them, in the model's order."""
-    copied: Shape | None = None
+    tied_embedding_copy: Shape | None = None
     """Of a tied embedding, which another rank trains."""
 
     @property
     def all(self) -> Shapes:
         """Dense ones and those apart, in a model's order."""
-        shapes = self.dense | self.apart
+        shapes = self.dense | self.expert
         return {name: shapes[name] for name in self.names}
 
     @property
-    def kinds(self) -> tuple[object, ...]:
+    def signature(self) -> tuple[object, ...]:
         """The same for ranks of one model and layout that differ in nothing but the blocks' numbers."""
-        return tuple(map(in_any_block, self.dense)), tuple(map(in_any_block, self.apart)), self.copied
+        return (
+            tuple(map(strip_block_index, self.dense)),
+            tuple(map(strip_block_index, self.expert)),
+            self.tied_embedding_copy,
+        )
 
 
-def rank_shapes(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[Held]:
+def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTensors]:
     """Of a rank at each place of the pipeline (one, without a pipeline): by default of the one with the largest shares,
     else of the one that has this place among those that share products.
 
     Raises UserError if the ranks cannot be divided so.
     """
     spec, layout = run.model, run.layout
-    sizes = degrees(layout, world_size)
-    data = sizes.as_data(sharded=layout.data in SHARDED)
+    sizes = parallel_dims(layout, world_size)
+    data = sizes.with_cp_as_data_parallel(sharded=layout.data in SHARDED_STRATEGIES)
     copies = sizes.dp_replicate if layout.data == "hsdp" else 1
-    same = sizes.dp * sizes.cp * sizes.tp // sizes.ep // copies
+    same = sizes.dp_size * sizes.cp * sizes.tp // sizes.ep // copies
     whole = parameter_shapes(spec)
-    share_of = cache(partial(tensor_share, spec, layout))
-    shares = {name: share_of(in_any_block(name)) for name in whole}
+    share_of = cache(partial(tensor_sharding, spec, layout))
+    shares = {name: share_of(strip_block_index(name)) for name in whole}
     shapes = {name: _share(layout, share, whole[name], tp_rank) for name, share in shares.items()}
-    apart = {name for name, share in shares.items() if share.among == "ep"}
-    apart_shards = same if layout.data in SHARDED else 1
+    apart = {name for name, share in shares.items() if share.mesh_axis == "ep"}
+    apart_shards = same if layout.data in SHARDED_STRATEGIES else 1
     return [
-        Held(
+        RankTensors(
             {name: shapes[name] for name in names if name not in apart}, data.dp_shard,
             {name: shapes[name] for name in names if name in apart}, apart_shards,
             tuple(names), shapes["embedding.weight"] if copied else None,
@@ -70,20 +74,22 @@ def rank_shapes(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[Held]:
     ]  # fmt: skip
 
 
-def _share(layout: Layout, share: Share, shape: Shape, tp_rank: int) -> Shape:
+def _share(layout: Layout, share: TensorSharding, shape: Shape, tp_rank: int) -> Shape:
     """Of one of the ranks that share a tensor; of those that share experts all have as many."""
-    if share.axis is None:
+    if share.dim is None:
         return shape
-    parts, place = (layout.tp // share.copies, tp_rank // share.copies) if share.among == "tp" else (layout.ep, 0)
-    return tuple(rows_of(place, size, parts) if axis == share.axis else size for axis, size in enumerate(shape))
+    parts, place = (
+        (layout.tp // share.replication, tp_rank // share.replication) if share.mesh_axis == "tp" else (layout.ep, 0)
+    )
+    return tuple(rows_on_rank(place, size, parts) if axis == share.dim else size for axis, size in enumerate(shape))
 
 
 def _names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:
     """The tensors of each place of the pipeline, and whether it has a copy of a tied embedding beside."""
     if run.layout.pp == 1:
         return [(names, False)]
-    schedule, layers = any_schedule_of(run.layout), stage_layers(run)
-    first, last = schedule.ends
+    schedule, layers = representative_schedule(run.layout), layers_per_stage(run)
+    first, last = schedule.end_ranks
     ends = {"embedding": first, "positions": first, "norm": last, "head": last}
     rank_of = {str(layer): schedule.rank_of[stage] for stage, mine in enumerate(layers) for layer in mine}
 

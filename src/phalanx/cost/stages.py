@@ -8,20 +8,20 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 
-from phalanx.cost.shapes import elements, parameter_shapes
-from phalanx.schedule.named import any_schedule_of, schedule_of
+from phalanx.cost.shapes import num_elements, parameter_shapes
+from phalanx.schedule.named import layout_schedule, representative_schedule
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import refuse_unrunnable
+from phalanx.spec.layout import check_supported
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.run import RunSpec, cut_batch
-from phalanx.spec.share import check_shares
+from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.share import check_divisibility
 
 ANY_NUMBER = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
 """Schedules that take micro-batches of which ranks have different numbers."""
 
 
-def refuse_automatic(run: RunSpec) -> None:
+def require_resolved_layout(run: RunSpec) -> None:
     """Raise UserError for a run whose layout nobody has chosen yet."""
     require(
         not run.automatic, "layout", "auto", "is the planner's to choose, which is not asked here",
@@ -31,10 +31,10 @@ def refuse_automatic(run: RunSpec) -> None:
 
 def check_layout(run: RunSpec, world_size: int) -> None:
     """Raise UserError for a layout that so many ranks, this model and these batches cannot have."""
-    refuse_automatic(run)
-    refuse_unrunnable(run.layout)
-    cut_batch(run, world_size)
-    check_shares(run, world_size)
+    require_resolved_layout(run)
+    check_supported(run.layout)
+    plan_batch(run, world_size)
+    check_divisibility(run, world_size)
     check_pipeline(run, world_size)
 
 
@@ -43,73 +43,73 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
     layout = run.layout
     if layout.pp == 1:
         return
-    cut = cut_batch(run, world_size)
-    stage_layers(run)
+    cut = plan_batch(run, world_size)
+    layers_per_stage(run)
     try:
-        schedule = schedule_of(layout, cut.accumulation)
+        schedule = layout_schedule(layout, cut.gradient_accumulation_steps)
     except UserError as error:
         if layout.schedule_file is not None:
             raise
-        problem = f"cannot run a step of {cut.accumulation} micro-batches: that {error.problem}"
+        problem = f"cannot run a step of {cut.gradient_accumulation_steps} micro-batches: that {error.problem}"
         fix = "change layout.micro_batch or training.tokens_per_step"
         raise UserError("layout.schedule", layout.schedule, problem, fix) from None
     name = layout.schedule_file or layout.schedule
-    if name not in ANY_NUMBER and cut.sequences % (cut.dp * cut.micro_batch):
+    if name not in ANY_NUMBER and cut.global_batch_size % (cut.dp_size * cut.micro_batch_size):
         raise UserError(
             "training.tokens_per_step", run.training.tokens_per_step,
             f'gives ranks different numbers of micro-batches, which "{name}" does not take',
             "make it a multiple of micro-batch x data-parallel ranks x training.sequence",
         )  # fmt: skip
-    first, last = schedule.ends
+    first, last = schedule.end_ranks
     if run.model.tied and first != last and layout.data in ("zero3", "hsdp"):
         raise UserError(
             "model.tied", True, f'with layout.data = "{layout.data}" embedding and head must be on one rank',
             'use layout.schedule = "zb-v" or "dualpipe-v", which have both there, or layout.data = "zero1"',
         )  # fmt: skip
-    if run.training.compile and schedule.halved:
+    if run.training.compile and schedule.splits_backward:
         raise UserError(
             "training.compile", True, f'cannot split backward passes as "{name}" does',
             'set it to false, or use layout.schedule = "1f1b" (and no schedule_file)',
         )  # fmt: skip
 
 
-def stage_layers(run: RunSpec) -> list[range]:
+def layers_per_stage(run: RunSpec) -> list[range]:
     """The layers of every stage of a run's pipeline.
 
     Raises UserError if there are more stages than layers.
     """
-    stages = any_schedule_of(run.layout).stages
+    stages = representative_schedule(run.layout).stages
     try:
-        return ranges(_counts(run.model, run.training.sequence, stages))
+        return contiguous_ranges(_counts(run.model, run.training.sequence, stages))
     except UserError as error:
         problem = f"makes {stages} stages, which {error.problem}"
         raise UserError("layout.pp", run.layout.pp, problem, error.fix) from None
 
 
-def rank_layers(run: RunSpec) -> list[list[int]]:
+def layers_per_rank(run: RunSpec) -> list[list[int]]:
     """The layers of each rank of a run's pipeline, on all of its stages.
 
     Raises UserError if there are more stages than layers.
     """
     found: list[list[int]] = [[] for _ in range(run.layout.pp)]
-    rank_of = any_schedule_of(run.layout).rank_of
-    for stage, layers in enumerate(stage_layers(run)):
+    rank_of = representative_schedule(run.layout).rank_of
+    for stage, layers in enumerate(layers_per_stage(run)):
         found[rank_of[stage]] += layers
     return found
 
 
 @lru_cache  # the planner asks for the same cuts many times
 def _counts(spec: ModelSpec, sequence: int, stages: int) -> tuple[int, ...]:
-    return tuple(cut_stages(part_flops(spec, sequence), stages))
+    return tuple(balance_stages(layer_flops(spec, sequence), stages))
 
 
-def ranges(counts: Sequence[int]) -> list[range]:
+def contiguous_ranges(counts: Sequence[int]) -> list[range]:
     """The layers of every stage, from how many each has."""
     return [range(begin, end) for begin, end in pairwise([0, *accumulate(counts)])]
 
 
 @lru_cache  # likewise
-def part_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> tuple[float, ...]:
+def layer_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> tuple[float, ...]:
     """FLOPs to train on one token, of the embedding, of each block, and of the last norm with the head: their sum is
     `training_flops_per_token` and, for the rows of the embedding that are read and whose gradients are added, 2 D."""
     attention = 12 * spec.heads * spec.head_dim * sequence * (0.5 if causal else 1.0)
@@ -119,19 +119,19 @@ def part_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> tuple[flo
         if owner == "blocks" and len(shape) >= 2:
             layer, _, tensor = rest.partition(".")
             used = spec.moe.top_k / spec.moe.experts if spec.moe and ".experts." in f".{tensor}" else 1.0
-            blocks[int(layer)] += 6 * elements(shape) * used
+            blocks[int(layer)] += 6 * num_elements(shape) * used
     return 2.0 * spec.width, *blocks, 6.0 * spec.vocab * spec.width
 
 
 def stage_costs(costs: Sequence[float], layers: Sequence[int]) -> list[float]:
     """What each stage costs, of so many blocks: the first has the embedding, the last the head."""
-    found = [sum(costs[1 + layer] for layer in mine) for mine in ranges(layers)]
+    found = [sum(costs[1 + layer] for layer in mine) for mine in contiguous_ranges(layers)]
     found[0] += costs[0]
     found[-1] += costs[-1]
     return found
 
 
-def cut_stages(costs: Sequence[float], stages: int) -> list[int]:
+def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
     """How many blocks each stage has, where `costs` are those of the embedding, of each block and of the head: each has
     one at least, the costliest stage costs as little as can be, and the rest are as even as this leaves them.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.cost.parameters import parameters
+from phalanx.cost.parameters import count_parameters
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.swarm import BLOCK, SPLIT, Codec, Method
 
@@ -21,40 +21,40 @@ MOMENTS_BYTES = 8
 """Of each parameter that a node steps: two moments of AdamW in fp32."""
 
 
-def coded_bytes(numbers: int, codec: Codec) -> int:
+def encoded_bytes(numbers: int, codec: Codec) -> int:
     """Of one tensor: its numbers, and a scale for each block of them, the last of which may be shorter."""
     blocks = -(-numbers // BLOCK) if codec in SCALED else 0
     return -(-BITS[codec] * numbers // 8) + SCALE_BYTES * blocks
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeShare:
     """What a node has of a model: parameters that all nodes train, those of its experts, and those of the others'."""
 
     shared: int
-    own: int
-    others: int
+    trained_experts: int
+    frozen_experts: int
     steps: bool = True
     """Whether it steps what it trains, and has moments of that; of ddp the coordinator does."""
 
     @property
     def total(self) -> int:
         """M."""
-        return self.shared + self.own + self.others
+        return self.shared + self.trained_experts + self.frozen_experts
 
     @property
     def trained(self) -> int:
         """What it has gradients of."""
-        return self.shared + self.own
+        return self.shared + self.trained_experts
 
 
-def node_of(model: ModelSpec, method: Method, owned: int = 0) -> Node:
+def node_share(model: ModelSpec, method: Method, owned: int = 0) -> NodeShare:
     """A node that owns so many experts of each layer; where nodes do not split them all are everybody's."""
-    count = parameters(model)
+    count = count_parameters(model)
     if method not in SPLIT or model.moe is None:
-        return Node(count.total, 0, 0, steps=method != "ddp")
+        return NodeShare(count.total, 0, 0, steps=method != "ddp")
     own = count.experts * owned // model.moe.experts
-    return Node(count.total - count.experts, own, count.experts - own)
+    return NodeShare(count.total - count.experts, own, count.experts - own)
 
 
 @dataclass(frozen=True)
@@ -74,27 +74,27 @@ class RoundBytes:
         return self.up / up_bytes_per_second + self.down / down_bytes_per_second
 
 
-def round_bytes(node: Node, method: Method, codec: Codec = "fp32", replication: int = 1) -> RoundBytes:
+def round_bytes(node: NodeShare, method: Method, codec: Codec = "fp32", replication: int = 1) -> RoundBytes:
     """Of SPES up b (M_s + m M_e / E) and down b M; of the others b M both ways. SPES+ does not send a node what it
     alone trains."""
     each = BITS[codec] / 8 + (SCALE_BYTES / BLOCK if codec in SCALED else 0)
-    kept = node.own if method == "spes+" and replication == 1 else 0
+    kept = node.trained_experts if method == "spes+" and replication == 1 else 0
     return RoundBytes(each * node.trained, each * (node.total - kept))
 
 
-def saving(model: ModelSpec, nodes: int) -> tuple[float, float]:
+def spes_traffic_saving(model: ModelSpec, nodes: int) -> tuple[float, float]:
     """Of what DiLoCo sends, the part that SPES does not: of both ways M_e (1 - 1/N) / 2M, and of the way up twice
     that."""
-    count = parameters(model)
+    count = count_parameters(model)
     up = count.experts * (1 - 1 / nodes) / count.total
     return up / 2, up
 
 
-def state_bytes(node: Node, frozen: Codec = "fp32") -> int:
+def state_bytes(node: NodeShare, frozen: Codec = "fp32") -> int:
     """Of weights, gradients and moments of AdamW on a node, in fp32; experts that it does not train may rest in fewer
     bits."""
     each = WEIGHT_BYTES + GRADIENT_BYTES + (MOMENTS_BYTES if node.steps else 0)
-    return each * node.trained + coded_bytes(node.others, frozen)
+    return each * node.trained + encoded_bytes(node.frozen_experts, frozen)
 
 
 @dataclass(frozen=True)

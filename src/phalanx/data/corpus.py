@@ -29,7 +29,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceFile:
     """A piece of a corpus that is opened as one: a file, or a Hugging Face dataset."""
 
     kind: Kind
@@ -50,8 +50,8 @@ def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD
     Raises UserError (under `field`) for a source missing or unreadable, a bad line, or no text at all.
     """
     empty = True
-    for part in parts(sources, field):
-        for document in read(part, text_key, field):
+    for part in list_source_files(sources, field):
+        for document in read_documents(part, text_key, field):
             if document.text:
                 empty = False
                 yield document
@@ -59,20 +59,20 @@ def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD
         raise UserError(field, list(sources), "has no text", "name files with text in them")
 
 
-def split(name: str, fraction: float) -> bool:
+def is_held_out(name: str, fraction: float) -> bool:
     """Whether the document of this name is held out: the same answer in every run and on every machine."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
-def parts(sources: Sequence[str], field: str = FIELD) -> list[Part]:
+def list_source_files(sources: Sequence[str], field: str = FIELD) -> list[SourceFile]:
     """The files and datasets that `sources` mean. Raises UserError for one that is not there."""
     if not sources:
         raise UserError(field, list(sources), "names no source", 'name a file, a directory, a glob, or "stdlib"')
     return [part for source in sources for part in _parts(source, field)]
 
 
-def _parts(source: str, field: str) -> list[Part]:
+def _parts(source: str, field: str) -> list[SourceFile]:
     if source == "stdlib":
         library = sysconfig.get_path("stdlib")
         return [_file(path, os.path.relpath(path, library), field) for path in _walk(library) if path.endswith(".py")]
@@ -92,11 +92,11 @@ def _parts(source: str, field: str) -> list[Part]:
     return [_file(match, match, field) for match in found]
 
 
-def _dataset(source: str) -> Part:
+def _dataset(source: str) -> SourceFile:
     """A dataset on disk changes when one of its files does; of one on the hub only the name is known."""
     files = [os.stat(path) for path in _walk(os.path.expanduser(source[3:]))]
     size, changed = sum(file.st_size for file in files), max((file.st_mtime_ns for file in files), default=0)
-    return Part("hf", source[3:], source, size, changed)
+    return SourceFile("hf", source[3:], source, size, changed)
 
 
 def _walk(root: str) -> list[str]:
@@ -107,17 +107,17 @@ def _walk(root: str) -> list[str]:
     return found
 
 
-def _file(path: str, name: str, field: str, named: bool = False) -> Part:
+def _file(path: str, name: str, field: str, named: bool = False) -> SourceFile:
     kinds: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
     try:
         status = os.stat(path)
     except OSError as error:
         raise _unreadable(field, path, error) from None
     kind = kinds.get(Path(path).suffix, "text")
-    return Part(kind, path, name, status.st_size, status.st_mtime_ns, named)
+    return SourceFile(kind, path, name, status.st_size, status.st_mtime_ns, named)
 
 
-def read(part: Part, text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
+def read_documents(part: SourceFile, text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
     """The documents of one part, in its order; the empty ones too, so that their numbers stay.
 
     Raises UserError if it cannot be read, or a line or row has no text under `text_key`.
@@ -129,7 +129,7 @@ def read(part: Part, text_key: str = "text", field: str = FIELD) -> Iterator[Doc
         raise _unreadable(field, part.path, error) from None
 
 
-def _text(part: Part, text_key: str, field: str) -> Iterator[Document]:
+def _text(part: SourceFile, text_key: str, field: str) -> Iterator[Document]:
     raw = Path(part.path).read_bytes()
     if b"\0" in raw[:BINARY_PROBE_BYTES]:
         if part.named:
@@ -145,7 +145,7 @@ def _decode(raw: bytes) -> str:
         return raw.decode("latin-1")
 
 
-def _jsonl(part: Part, text_key: str, field: str) -> Iterator[Document]:
+def _jsonl(part: SourceFile, text_key: str, field: str) -> Iterator[Document]:
     with open(part.path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -171,7 +171,7 @@ def _field(row: Any, text_key: str, where: str) -> str:
     return text
 
 
-def _parquet(part: Part, text_key: str, field: str) -> Iterator[Document]:
+def _parquet(part: SourceFile, text_key: str, field: str) -> Iterator[Document]:
     parquet = _extra("pyarrow.parquet", field, part.path)
     try:
         file = parquet.ParquetFile(part.path)
@@ -189,7 +189,7 @@ def _parquet(part: Part, text_key: str, field: str) -> Iterator[Document]:
                 yield Document(f"{part.name}:{number}", _field({text_key: text}, text_key, f"{part.path}:{number}"))
 
 
-def _hf(part: Part, text_key: str, field: str) -> Iterator[Document]:
+def _hf(part: SourceFile, text_key: str, field: str) -> Iterator[Document]:
     datasets = _extra("datasets", field, part.name)
     path = os.path.expanduser(part.path)
     try:

@@ -31,7 +31,7 @@ BACKGROUND = ThreadPoolExecutor(1, "phalanx-encode")
 
 
 @dataclass(frozen=True)
-class Counts:
+class TokenizationCounts:
     """What has been written."""
 
     documents: int = 0
@@ -40,7 +40,7 @@ class Counts:
     """Bytes of the text in UTF-8."""
 
 
-Progress = Callable[[Counts], None]
+Progress = Callable[[TokenizationCounts], None]
 
 
 def limit_threads(workers: int) -> None:
@@ -49,7 +49,7 @@ def limit_threads(workers: int) -> None:
         os.environ["RAYON_NUM_THREADS"] = str(workers)
 
 
-def encode(
+def tokenize_documents(
     documents: Iterable[Document], tokenizer: Tokenizer, chunk: int = CHUNK_CHARACTERS
 ) -> Iterator[tuple[Document, np.ndarray]]:
     """Each document with its ids, int32 [tokens], no end token; in order, and `chunk` characters at once."""
@@ -63,24 +63,24 @@ def encode(
         yield from zip(done, future.result(), strict=True)
 
 
-def write_pairs(
+def write_indexed_pairs(
     documents: Iterable[Document],
     tokenizer: Tokenizer,
     prefixes: Sequence[Path],
     choose: Callable[[Document], int] = lambda document: 0,
     end: bool = True,
     progress: Progress | None = None,
-) -> list[Counts]:
+) -> list[TokenizationCounts]:
     """Write every document to the pair that `choose` says, with the end token if `end`; what went to each.
 
     A failure leaves nothing under the prefixes. Errors of the file system are raised as they are (OSError).
     """
     dtype = token_dtype(tokenizer.vocab)
     tail = np.array([tokenizer.end] if end else [], np.int32)
-    counts = [Counts() for _ in prefixes]
+    counts = [TokenizationCounts() for _ in prefixes]
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
-        for document, ids in encode(documents, tokenizer):
+        for document, ids in tokenize_documents(documents, tokenizer):
             which = choose(document)
             writers[which].add(np.concatenate([ids, tail]))
             counts[which] = _plus(counts[which], document, ids.size + tail.size)
@@ -98,14 +98,16 @@ def disk_error(field: str, path: str | Path, error: OSError) -> UserError:
     return UserError(field, str(path), f"cannot be used: {error.strerror or error}", "name another directory")
 
 
-def _plus(counts: Counts, document: Document, tokens: int) -> Counts:
+def _plus(counts: TokenizationCounts, document: Document, tokens: int) -> TokenizationCounts:
     text = document.text
     size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-    return Counts(counts.documents + 1, counts.tokens + tokens, counts.text_bytes + size)
+    return TokenizationCounts(counts.documents + 1, counts.tokens + tokens, counts.text_bytes + size)
 
 
-def _sum(counts: Sequence[Counts]) -> Counts:
-    return Counts(*(sum(getattr(c, name) for c in counts) for name in ("documents", "tokens", "text_bytes")))
+def _sum(counts: Sequence[TokenizationCounts]) -> TokenizationCounts:
+    return TokenizationCounts(
+        *(sum(getattr(c, name) for c in counts) for name in ("documents", "tokens", "text_bytes"))
+    )
 
 
 def _groups(documents: Iterable[Document], chunk: int) -> Iterator[list[Document]]:
@@ -122,12 +124,12 @@ def _groups(documents: Iterable[Document], chunk: int) -> Iterator[list[Document
 
 
 def _encode(group: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
-    pieces = [cut(document.text) for document in group]
+    pieces = [split_text(document.text) for document in group]
     ids = iter(tokenizer.encode_batch([piece for of_one in pieces for piece in of_one]))
     return [np.concatenate([next(ids) for _ in of_one]) if len(of_one) > 1 else next(ids) for of_one in pieces]
 
 
-def cut(text: str, size: int = PIECE_CHARACTERS) -> list[str]:
+def split_text(text: str, size: int = PIECE_CHARACTERS) -> list[str]:
     """A long text in pieces of about `size` characters, each but the last ending a line, or else a word.
 
     One text is encoded by one thread, in a hundred times its size of memory: too much for a whole corpus.

@@ -191,7 +191,7 @@ def _broken(field: str, path: str, problem: str) -> UserError:
     )
 
 
-def cut_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail: str | Path) -> None:
+def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail: str | Path) -> None:
     """Make two pairs of one: the last `fraction` of its tokens as `tail`, the rest as `head`; none is copied.
 
     Their .bin files are links to the dataset's. Raises UserError if there are not two tokens to divide.

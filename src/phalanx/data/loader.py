@@ -18,7 +18,7 @@ import numpy as np
 from phalanx.data.indexed import IndexedDataset
 from phalanx.spec.errors import UserError
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """The target of a position that has none; torch's cross_entropy leaves it out."""
 
 
@@ -28,11 +28,11 @@ class Batch:
     """Inputs, int64 [B, T]."""
     targets: np.ndarray
     """The token after each input, int64 [B, T]; -100 where there is none."""
-    starts: np.ndarray | None
+    document_starts: np.ndarray | None
     """For each position, where in its row its document begins, int32 [B, T]; None: plain causal attention."""
 
 
-class Steps(Protocol):
+class StepLoader(Protocol):
     """What gives the batch of a step: a Loader or a StreamingLoader."""
 
     def step(self, number: int) -> Batch:
@@ -44,11 +44,11 @@ class Steps(Protocol):
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
         """Go on from a checkpoint's state; unless steps are `resized` they must be as large as there."""
 
-    def pass_over(self, steps: int) -> None:
+    def skip_steps(self, steps: int) -> None:
         """Leave out the sequences of so many steps, from where the run goes on."""
 
 
-def gather(
+def pack_rows(
     tokens: np.ndarray, begins: np.ndarray, shifts: np.ndarray, first: np.ndarray, sequence: int, mask: bool
 ) -> Batch:
     """Cut rows out of a stream whose documents lie elsewhere in `tokens`.
@@ -77,7 +77,7 @@ def gather(
 
 
 @dataclass(frozen=True)
-class Epoch:
+class EpochOrder:
     """The order of one epoch."""
 
     begins: np.ndarray
@@ -88,17 +88,17 @@ class Epoch:
     """The order in which its sequences are seen, int64 [sequences]."""
 
 
-def shuffle(offsets: np.ndarray, sequence: int, seed: int, epoch: int) -> Epoch:
+def shuffle_epoch(offsets: np.ndarray, sequence: int, seed: int, epoch: int) -> EpochOrder:
     """The order of epoch `epoch`; `offsets` int64 [documents + 1] is where documents begin in the file."""
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     documents = generator.permutation(len(offsets) - 1)
     begins = np.zeros(len(offsets), np.int64)
     np.cumsum(np.diff(offsets)[documents], out=begins[1:])
     order = generator.permutation((int(begins[-1]) - 1) // sequence)
-    return Epoch(begins, offsets[:-1][documents] - begins[:-1], order)
+    return EpochOrder(begins, offsets[:-1][documents] - begins[:-1], order)
 
 
-class Loader:
+class TokenLoader:
     """This rank's share of every global step, by random access: no state but the step number.
 
     Sequence i of step n is number g = n * sequences_per_step + i; g // sequences_per_epoch is its epoch. (After a
@@ -118,7 +118,7 @@ class Loader:
     ) -> None:
         self.dataset, self.sequence, self.seed, self.mask = dataset, sequence, seed, mask_documents
         self.sequences_per_step = sequences_per_step
-        self.rows = share(sequences_per_step, rank, ranks)
+        self.rows = rank_rows(sequences_per_step, rank, ranks)
         self._origin = (0, 0)
         self.sequences_per_epoch = (dataset.size - 1) // sequence
         if self.sequences_per_epoch < 1:
@@ -127,13 +127,13 @@ class Loader:
                 f"has {dataset.size:,} tokens, and one sequence and its target need {sequence + 1:,}",
                 "give more text, or lower training.sequence",
             )  # fmt: skip
-        self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle(dataset.offsets, sequence, seed, epoch))
+        self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, sequence, seed, epoch))
 
     def step(self, number: int) -> Batch:
         """This rank's rows of global step `number`: [sequences_per_step / ranks, T]."""
         wanted = self._first(number) + self.rows
         epochs, index = np.divmod(wanted, self.sequences_per_epoch)
-        return stack([self._rows(int(epoch), index[epochs == epoch]) for epoch in np.unique(epochs)])
+        return concat_batches([self._rows(int(epoch), index[epochs == epoch]) for epoch in np.unique(epochs)])
 
     def _first(self, step: int) -> int:
         from_step, from_sequence = self._origin
@@ -142,7 +142,7 @@ class Loader:
     def _rows(self, number: int, index: np.ndarray) -> Batch:
         epoch = self._epoch(number)
         first = epoch.order[index] * self.sequence
-        return gather(self.dataset.tokens, epoch.begins, epoch.shifts, first, self.sequence, self.mask)
+        return pack_rows(self.dataset.tokens, epoch.begins, epoch.shifts, first, self.sequence, self.mask)
 
     def state(self, step: int) -> dict[str, Any]:
         """Where the run is before step `step`, for a checkpoint (JSON-able)."""
@@ -155,10 +155,10 @@ class Loader:
 
         Raises UserError if it was made with other data, or data cut or shuffled otherwise; steps may be `resized`.
         """
-        check_identity(self._identity, state, resized)
+        check_resumable(self._identity, state, resized)
         self._origin = (state["step"], state["epoch"] * self.sequences_per_epoch + state["position"])
 
-    def pass_over(self, steps: int) -> None:
+    def skip_steps(self, steps: int) -> None:
         """Leave out the sequences of so many steps, from where the run goes on."""
         from_step, from_sequence = self._origin
         self._origin = (from_step, from_sequence + steps * self.sequences_per_step)
@@ -173,7 +173,7 @@ class Loader:
         }
 
 
-def share(sequences: int, rank: int, ranks: int) -> np.ndarray:
+def rank_rows(sequences: int, rank: int, ranks: int) -> np.ndarray:
     """The rows of a global batch that are this rank's: a contiguous block, int64 [sequences / ranks], where ranks come
     out unevenly one more for the first of them."""
     each, more = divmod(sequences, ranks)
@@ -181,17 +181,19 @@ def share(sequences: int, rank: int, ranks: int) -> np.ndarray:
     return np.arange(first, first + each + (rank < more))
 
 
-def stack(batches: list[Batch]) -> Batch:
+def concat_batches(batches: list[Batch]) -> Batch:
     """The rows of several batches, one after the other."""
     if len(batches) == 1:
         return batches[0]
     starts = None
-    if any(batch.starts is not None for batch in batches):
-        starts = np.concatenate([np.zeros_like(b.tokens, np.int32) if b.starts is None else b.starts for b in batches])
+    if any(batch.document_starts is not None for batch in batches):
+        starts = np.concatenate(
+            [np.zeros_like(b.tokens, np.int32) if b.document_starts is None else b.document_starts for b in batches]
+        )
     return Batch(np.concatenate([b.tokens for b in batches]), np.concatenate([b.targets for b in batches]), starts)
 
 
-def check_identity(mine: dict[str, Any], state: dict[str, Any], resized: bool = False) -> None:
+def check_resumable(mine: dict[str, Any], state: dict[str, Any], resized: bool = False) -> None:
     """Raise UserError at the first value of `mine` that a checkpoint's state has otherwise; the size of steps may
     differ if they are `resized`."""
     fields = {
@@ -244,12 +246,12 @@ def evaluation_batches(
             starts = np.maximum(begins[document] - where[:, :1], 0).astype(np.int32)
         yield Batch(
             tokens=np.ascontiguousarray(cut[:, :-1]),
-            targets=np.where(where[:, 1:] <= targets, cut[:, 1:], IGNORED),
-            starts=starts if starts is not None and starts.any() else None,
+            targets=np.where(where[:, 1:] <= targets, cut[:, 1:], IGNORE_INDEX),
+            document_starts=starts if starts is not None and starts.any() else None,
         )
 
 
-def prefetch(loader: Steps, first_step: int, last_step: int, depth: int = 2) -> Generator[Batch, None, None]:
+def prefetch(loader: StepLoader, first_step: int, last_step: int, depth: int = 2) -> Generator[Batch, None, None]:
     """The batches of steps first_step..last_step - 1, up to `depth` prepared ahead in a background thread.
 
     An error in the thread is raised where the batch would have come. Closing the generator ends the thread.

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.data.corpus import Document, documents, parts, read, split
-from phalanx.data.encode import Progress, disk_error, write_pairs
-from phalanx.data.indexed import IndexedDataset, cut_tail, prefix_of
+from phalanx.data.corpus import Document, documents, is_held_out, list_source_files, read_documents
+from phalanx.data.encode import Progress, disk_error, write_indexed_pairs
+from phalanx.data.indexed import IndexedDataset, prefix_of, split_tail
 from phalanx.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec
@@ -29,7 +29,7 @@ STREAMING_HELD_OUT_DOCUMENTS = 1000
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     train: str
     """Prefix of the .bin/.idx pair to train on; "" where data.streaming tokenizes during training."""
     held_out: str
@@ -38,14 +38,14 @@ class Prepared:
     """Path of the tokenizer.json."""
 
 
-def prepare(data: DataSpec, progress: Progress | None = None) -> Prepared:
+def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
     """Tokenize what `data` describes, unless an earlier run did.
 
     The cache's key is the names, sizes and times of all files (of a dataset on the hub, the name only), the
     tokenizer and the split. An entry is complete or absent: it is written aside and renamed, and of two runs
     at once the first wins. Raises UserError for anything wrong with the sources, the tokenizer or the cache.
     """
-    check(data)
+    check_sources(data)
     cache = Path(data.cache).expanduser()
     final = cache / _fingerprint(data)
     try:
@@ -60,19 +60,19 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> Prepared:
     except OSError as error:
         raise disk_error("data.cache", data.cache, error) from None
     # A pair of the user's is read where it lies, but for its end where that is held out.
-    train = _pair(data.train, "data.train") if data.held_out else None
+    train = _indexed_prefix(data.train, "data.train") if data.held_out else None
     train = "" if data.streaming else train or str(final / "train")
-    held_out = _pair(data.held_out, "data.held_out") or str(final / "held_out")
-    return Prepared(train, held_out, str(final / "tokenizer.json"))
+    held_out = _indexed_prefix(data.held_out, "data.held_out") or str(final / "held_out")
+    return PreparedData(train, held_out, str(final / "tokenizer.json"))
 
 
-def check(data: DataSpec) -> None:
+def check_sources(data: DataSpec) -> None:
     """Look at every source and the tokenizer, quickly. Raises UserError for the first that cannot work."""
-    tokenizer = given_tokenizer(data)
+    tokenizer = tokenizer_without_training(data)
     for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
         if not sources and field == "data.held_out":
             continue
-        prefix = _pair(sources, field)
+        prefix = _indexed_prefix(sources, field)
         if prefix is None:
             next(documents(sources, data.text_key, field))
         elif tokenizer is None:
@@ -104,15 +104,19 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) 
 
 
 def _check_overlap(data: DataSpec) -> None:
-    if not data.held_out or _pair(data.train, "data.train") or _pair(data.held_out, "data.held_out"):
+    if (
+        not data.held_out
+        or _indexed_prefix(data.train, "data.train")
+        or _indexed_prefix(data.held_out, "data.held_out")
+    ):
         return
-    train = {os.path.realpath(part.path) for part in parts(data.train, "data.train")}
-    for part in parts(data.held_out, "data.held_out"):
+    train = {os.path.realpath(part.path) for part in list_source_files(data.train, "data.train")}
+    for part in list_source_files(data.held_out, "data.held_out"):
         if os.path.realpath(part.path) in train:
             raise UserError("data.held_out", part.path, "is in data.train too", "leave it out of one of them")
 
 
-def _pair(sources: Sequence[str], field: str) -> str | None:
+def _indexed_prefix(sources: Sequence[str], field: str) -> str | None:
     """The prefix that `sources` is, or None if they are text."""
     found = [prefix for source in sources if (prefix := prefix_of(source)) is not None]
     if found and len(sources) > 1:
@@ -125,7 +129,7 @@ def _pair(sources: Sequence[str], field: str) -> str | None:
     return found[0] if found else None
 
 
-def given_tokenizer(data: DataSpec) -> Tokenizer | None:
+def tokenizer_without_training(data: DataSpec) -> Tokenizer | None:
     """The tokenizer, if it can be had without the text; None where it is made from that.
 
     Raises UserError if it is a file that is no tokenizer.
@@ -141,11 +145,11 @@ def _training_texts(data: DataSpec) -> Iterator[str]:
     Where every document would be held out by name, the end of the text is instead: then it is all documents.
     """
     everything = sorted(
-        parts(data.train), key=lambda part: hashlib.blake2b(part.name.encode("utf-8", "replace")).digest()
+        list_source_files(data.train), key=lambda part: hashlib.blake2b(part.name.encode("utf-8", "replace")).digest()
     )
 
     def texts(held_out: bool) -> Iterator[str]:
-        found = (document for part in everything for document in read(part, data.text_key))
+        found = (document for part in everything for document in read_documents(part, data.text_key))
         return (document.text for document in found if held_out or not _held_out(data, document))
 
     kept = texts(held_out=False)
@@ -154,24 +158,24 @@ def _training_texts(data: DataSpec) -> Iterator[str]:
 
 
 def _held_out(data: DataSpec, document: Document) -> bool:
-    return not data.held_out and split(document.name, data.held_out_fraction)
+    return not data.held_out and is_held_out(document.name, data.held_out_fraction)
 
 
 def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
     """Fill a cache folder: tokenizer.json, and the pairs that are not the user's own."""
-    tokenizer = given_tokenizer(data) or train_bpe(_training_texts(data), data.tokenizer_vocab)
+    tokenizer = tokenizer_without_training(data) or train_bpe(_training_texts(data), data.tokenizer_vocab)
     tokenizer.save(folder / "tokenizer.json")
     train, held_out = folder / "train", folder / "held_out"
-    pair = _pair(data.train, "data.train")
+    pair = _indexed_prefix(data.train, "data.train")
     if data.held_out:
-        if _pair(data.held_out, "data.held_out") is None:
-            write_pairs(
+        if _indexed_prefix(data.held_out, "data.held_out") is None:
+            write_indexed_pairs(
                 documents(data.held_out, data.text_key, "data.held_out"), tokenizer, [held_out], progress=progress
             )
         if pair is None and not data.streaming:
-            write_pairs(documents(data.train, data.text_key), tokenizer, [train], progress=progress)
+            write_indexed_pairs(documents(data.train, data.text_key), tokenizer, [train], progress=progress)
     elif pair is not None:
-        cut_tail(IndexedDataset(pair), data.held_out_fraction, train, held_out)
+        split_tail(IndexedDataset(pair), data.held_out_fraction, train, held_out)
     elif data.streaming:
         _write_first_held_out(data, tokenizer, held_out, progress)
     else:
@@ -183,18 +187,22 @@ def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: P
     """Hold documents out by name; of so few that none or all would be, the end of the text instead."""
     prefixes = [folder / "train", folder / "held_out"]
     text = documents(data.train, data.text_key)
-    counts = write_pairs(text, tokenizer, prefixes, lambda document: int(_held_out(data, document)), progress=progress)
+    counts = write_indexed_pairs(
+        text, tokenizer, prefixes, lambda document: int(_held_out(data, document)), progress=progress
+    )
     if not all(count.documents for count in counts):
         for prefix in prefixes:
             Path(f"{prefix}.bin").unlink()
-        write_pairs(documents(data.train, data.text_key), tokenizer, [folder / "all"], progress=progress)
-        cut_tail(IndexedDataset(folder / "all"), data.held_out_fraction, *prefixes)
+        write_indexed_pairs(documents(data.train, data.text_key), tokenizer, [folder / "all"], progress=progress)
+        split_tail(IndexedDataset(folder / "all"), data.held_out_fraction, *prefixes)
 
 
 def _write_first_held_out(data: DataSpec, tokenizer: Tokenizer, prefix: Path, progress: Progress | None) -> None:
     """The first held-out documents only: a stream may be endless."""
     held_out = (document for document in documents(data.train, data.text_key) if _held_out(data, document))
-    (counts,) = write_pairs(islice(held_out, STREAMING_HELD_OUT_DOCUMENTS), tokenizer, [prefix], progress=progress)
+    (counts,) = write_indexed_pairs(
+        islice(held_out, STREAMING_HELD_OUT_DOCUMENTS), tokenizer, [prefix], progress=progress
+    )
     if not counts.documents:
         raise UserError(
             "data.held_out", None, "no document of data.train is held out: it has too few", "give data.held_out"
@@ -212,10 +220,10 @@ def _publish(aside: Path, final: Path) -> None:
 def _fingerprint(data: DataSpec) -> str:
     key = data.model_dump(mode="json", exclude={"cache", "mask_documents"})
     for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
-        prefix = _pair(sources, field)
+        prefix = _indexed_prefix(sources, field)
         if prefix is not None:
             sources = [f"{prefix}.idx", f"{prefix}.bin"]
-        found = parts(sources, field) if sources else []
+        found = list_source_files(sources, field) if sources else []
         key[field] = [(part.kind, os.path.abspath(part.path), part.name, part.size, part.changed) for part in found]
     if data.tokenizer not in ("bpe", "bytes"):
         key["tokenizer"] = hashlib.sha256(load_tokenizer(data.tokenizer).to_json().encode()).hexdigest()

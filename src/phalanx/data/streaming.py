@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data.corpus import Document, Part, parts, read, split
-from phalanx.data.encode import encode
-from phalanx.data.loader import Batch, check_identity, gather, share
+from phalanx.data.corpus import Document, SourceFile, is_held_out, list_source_files, read_documents
+from phalanx.data.encode import tokenize_documents
+from phalanx.data.loader import Batch, check_resumable, pack_rows, rank_rows
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec
@@ -29,7 +29,7 @@ KEPT_STATES = 64
 
 
 @dataclass(frozen=True)
-class Cursor:
+class StreamPosition:
     """A place in the stream."""
 
     epoch: int = 0
@@ -62,11 +62,11 @@ class StreamingLoader:
     ) -> None:
         self.data, self.tokenizer, self.sequence, self.seed = data, tokenizer, sequence, seed
         self.sequences_per_step = sequences_per_step
-        self.rows = share(sequences_per_step, rank, ranks)
-        self._parts = parts(data.train)
+        self.rows = rank_rows(sequences_per_step, rank, ranks)
+        self._parts = list_source_files(data.train)
         self._states: dict[int, dict[str, Any]] = {}
         self._origin = (0, 0)
-        self._go_to(0, Cursor())
+        self._go_to(0, StreamPosition())
 
     def step(self, number: int) -> Batch:
         """This rank's rows of global step `number`: [sequences_per_step / ranks, T].
@@ -95,11 +95,11 @@ class StreamingLoader:
 
         Raises UserError if it was made with other data, or data cut or shuffled otherwise; steps may be `resized`.
         """
-        check_identity(self._identity, state, resized)
-        cursor = Cursor(**{name: int(state[name]) for name in Cursor.__dataclass_fields__})
+        check_resumable(self._identity, state, resized)
+        cursor = StreamPosition(**{name: int(state[name]) for name in StreamPosition.__dataclass_fields__})
         self._go_to(int(state["step"]), cursor, int(state["tokens"]))
 
-    def pass_over(self, steps: int) -> None:
+    def skip_steps(self, steps: int) -> None:
         """Leave out the sequences of so many steps, from where the run goes on."""
         sequences = steps * self.sequences_per_step
         for _ in range(sequences):
@@ -108,10 +108,10 @@ class StreamingLoader:
         self._origin = (from_step, tokens + sequences * self.sequence)
         self._remember()
 
-    def _go_to(self, step: int, cursor: Cursor, tokens: int = 0) -> None:
+    def _go_to(self, step: int, cursor: StreamPosition, tokens: int = 0) -> None:
         self._origin = (step, tokens)
         self._next, self._skip, self._position = step, cursor.offset, cursor.position
-        self._buffer: deque[Piece] = deque()
+        self._buffer: deque[DocumentPiece] = deque()
         self._buffered = -cursor.offset
         self._start = cursor
         self._pieces = self._read(cursor)
@@ -122,7 +122,7 @@ class StreamingLoader:
         place = self._start
         if self._buffer:
             head = self._buffer[0]
-            place = Cursor(self._start.epoch, head.part, head.document, self._skip, self._position)
+            place = StreamPosition(self._start.epoch, head.part, head.document, self._skip, self._position)
         from_step, tokens = self._origin
         tokens += (self._next - from_step) * self.sequences_per_step * self.sequence
         self._states[self._next] = {"step": self._next, **vars(place), "tokens": tokens, **self._identity}
@@ -165,12 +165,12 @@ class StreamingLoader:
                 f"has {self._buffered:,} tokens, and one sequence and its target need {self.sequence + 1:,}",
                 "give more text, or lower training.sequence",
             )  # fmt: skip
-        self._start = Cursor(self._start.epoch + 1)
+        self._start = StreamPosition(self._start.epoch + 1)
         self._buffer.clear()
         self._buffered = self._skip = self._position = 0
         self._pieces = self._read(self._start)
 
-    def _read(self, cursor: Cursor) -> Iterator[Piece]:
+    def _read(self, cursor: StreamPosition) -> Iterator[DocumentPiece]:
         """The documents from the cursor's on, tokenized and ended, to the end of its epoch."""
         order = np.random.Generator(np.random.PCG64([self.seed, cursor.epoch])).permutation(len(self._parts))
         places: deque[tuple[int, int]] = deque()
@@ -178,17 +178,17 @@ class StreamingLoader:
         def texts() -> Iterator[Document]:
             for part in range(cursor.part, len(order)):
                 first = cursor.document if part == cursor.part else 0
-                for number, document in enumerate(read(self._parts[order[part]], self.data.text_key)):
+                for number, document in enumerate(read_documents(self._parts[order[part]], self.data.text_key)):
                     if number >= first and document.text and not self._held_out(document):
                         places.append((part, number))
                         yield document
 
         end = np.array([self.tokenizer.end], np.int32)
-        for _, ids in encode(texts(), self.tokenizer, CHUNK_CHARACTERS):
-            yield Piece(*places.popleft(), np.concatenate([ids, end]))
+        for _, ids in tokenize_documents(texts(), self.tokenizer, CHUNK_CHARACTERS):
+            yield DocumentPiece(*places.popleft(), np.concatenate([ids, end]))
 
     def _held_out(self, document: Document) -> bool:
-        return not self.data.held_out and split(document.name, self.data.held_out_fraction)
+        return not self.data.held_out and is_held_out(document.name, self.data.held_out_fraction)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class StreamingLoader:
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentPiece:
     part: int
     document: int
     ids: np.ndarray
@@ -212,10 +212,10 @@ def _batch(rows: list[list[np.ndarray]], sequence: int, mask: bool) -> Batch:
     pieces = [piece for row in rows for piece in row]
     begins = np.cumsum([0, *map(len, pieces)])
     first = np.arange(len(rows)) * (sequence + 1)
-    return gather(np.concatenate(pieces), begins, np.zeros(len(pieces), np.int64), first, sequence, mask)
+    return pack_rows(np.concatenate(pieces), begins, np.zeros(len(pieces), np.int64), first, sequence, mask)
 
 
-def _fingerprint(found: list[Part], tokenizer: Tokenizer, data: DataSpec) -> str:
+def _fingerprint(found: list[SourceFile], tokenizer: Tokenizer, data: DataSpec) -> str:
     files = [(part.name, part.size) for part in found]
     split_by = None if data.held_out else data.held_out_fraction
     key = json.dumps([files, tokenizer.to_json(), data.text_key, split_by])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from phalanx.measure.timing import seconds_each
+from phalanx.measure.timing import time_calls
 
 CACHES = Path("/sys/devices/system/cpu")
 AT_LEAST_BYTES = 16 * 2**20
@@ -38,6 +38,6 @@ def bandwidth(device: torch.device, size_bytes: int, iterations: int) -> list[di
     calls = {"copy": (2, lambda: a.copy_(b)), "triad": (3, lambda: torch.add(b, c, alpha=3.0, out=a))}
     rows = []
     for what, (arrays, call) in calls.items():
-        seconds, moved = median(seconds_each(call, device, iterations)), arrays * a.nbytes
+        seconds, moved = median(time_calls(call, device, iterations)), arrays * a.nbytes
         rows.append({"what": what, "moved_bytes": moved, "seconds": seconds, "bytes_per_second": moved / seconds})
     return rows

@@ -43,20 +43,20 @@ NAMESPACES = ("c10d", "_c10d_functional")
 
 
 @dataclass
-class Collective:
+class CollectiveCall:
     """One call. `size_bytes` is that of the whole: what is reduced or broadcast, what is gathered from all, what a rank
     has to scatter, exchange or send."""
 
     operation: str
     """What was asked for."""
-    made_of: str
+    executed_as: str
     """The operation that did it."""
     group: tuple[int, ...]
     """Among which ranks of the run."""
     size_bytes: int
-    begun: float
+    start: float
     """By time.perf_counter()."""
-    ended: float | None = None
+    end: float | None = None
     """None where the backend does not tell (send and recv)."""
 
     @property
@@ -71,13 +71,13 @@ class Collective:
             return self.size_bytes if self.operation == "send" else 0
         return sent_bytes(cast(network.Collective, self.operation), self.size_bytes, self.ranks)
 
-    def exposed(self, waits: Sequence[tuple[float, float]]) -> float:
+    def exposed_seconds(self, waits: Sequence[tuple[float, float]]) -> float:
         """The seconds of it in which the rank waited, where `waits` are in the order of time."""
         total = 0.0
-        for before, after in islice(waits, bisect_right(waits, self.begun, key=itemgetter(1)), None):
-            if self.ended is None or before >= self.ended:
+        for before, after in islice(waits, bisect_right(waits, self.start, key=itemgetter(1)), None):
+            if self.end is None or before >= self.end:
                 break
-            total += min(self.ended, after) - max(self.begun, before)
+            total += min(self.end, after) - max(self.start, before)
         return total
 
 
@@ -87,18 +87,18 @@ class CollectiveRecorder(TorchDispatchMode):
     def __init__(self, asked_for: Callable[[], str | None] = lambda: None) -> None:
         """`asked_for` names what the operation under way stands for, if for another."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.asked_for = asked_for
-        self.calls: list[Collective] = []
+        self.requested_operation = asked_for
+        self.calls: list[CollectiveCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         begun = time.perf_counter()
         out = func(*args, **(kwargs or {}))
         operation = NAMES.get(func._schema.name.partition("::")[2]) if func.namespace in NAMESPACES else None
         if operation is not None:
-            asked_for = self.asked_for() or operation
-            call = Collective(asked_for, operation, _group(args), _size(operation, args), begun)
+            asked_for = self.requested_operation() or operation
+            call = CollectiveCall(asked_for, operation, _group(args), _size(operation, args), begun)
             self.calls.append(call)
-            _note_end(call, out)
+            _record_end(call, out)
         return out
 
 
@@ -120,9 +120,9 @@ def _size(operation: str, args: Sequence[Any]) -> int:
     return sizes[1] if operation == "all_to_all" else max(sizes)
 
 
-def _note_end(call: Collective, out: Any) -> None:
+def _record_end(call: CollectiveCall, out: Any) -> None:
     def over(_: Any) -> None:
-        call.ended = time.perf_counter()
+        call.end = time.perf_counter()
 
     for leaf in tree_leaves(out):
         if isinstance(leaf, torch.ScriptObject):

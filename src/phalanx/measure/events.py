@@ -18,21 +18,21 @@ EVENTS_FILE = "events.jsonl"
 BEGAN, FAILED, ENDED, ROLLED_BACK = "began", "failed", "ended", "rolled back"
 """Ranks began, after a step and so many; the first of them failed; all came to the last step, or were told to stop; the
 run went back, and the same ranks begin again."""
-TURNS = (BEGAN, FAILED, ENDED, ROLLED_BACK)
+LIFECYCLE_EVENTS = (BEGAN, FAILED, ENDED, ROLLED_BACK)
 """By which it is known whether ranks are at work."""
-SET_ASIDE = "set aside"
+QUARANTINED = "set aside"
 """A checkpoint was, for it was damaged."""
-NEEDED = {
+REQUIRED_FIELDS = {
     BEGAN: ("ranks", "step"),
     FAILED: ("rank", "step", "reason"),
     ENDED: ("step",),
     ROLLED_BACK: ("after", "to", "reason"),
-    SET_ASIDE: ("checkpoint", "problem"),
+    QUARANTINED: ("checkpoint", "problem"),
 }
 """What each kind says, beside when it was."""
 
 
-def note(directory: Path, what: str, **facts: Any) -> None:
+def append_event(directory: Path, what: str, **facts: Any) -> None:
     """Add a line to a run's events."""
     line = json.dumps({"time": time.time(), "what": what, "host": socket.gethostname(), **facts})
     with suppress(OSError), (directory / EVENTS_FILE).open("ab+") as file:  # the disk may be what failed
@@ -41,14 +41,14 @@ def note(directory: Path, what: str, **facts: Any) -> None:
         file.write((line if whole else "\n" + line).encode() + b"\n")
 
 
-def last_written(file: Path) -> float | None:
+def mtime_or_none(file: Path) -> float | None:
     """When a file was last written; None where it is not there."""
     with suppress(OSError):
         return file.stat().st_mtime
     return None
 
 
-def seconds_until(events: Sequence[Mapping[str, Any]], what: str) -> float:
+def active_seconds_until(events: Sequence[Mapping[str, Any]], what: str) -> float:
     """From a run's first event to the last of a kind, without the time in which nobody was there: between an end and
     the next start, and from the last sign of life (`alive_until`) to a start by another launcher."""
     last = max((at for at, event in enumerate(events) if event["what"] == what), default=0)
@@ -67,18 +67,20 @@ def _launcher(began: Mapping[str, Any]) -> tuple[Any, Any]:
     return began.get("host"), began.get("launcher")
 
 
-def failures_so_far(directory: Path) -> tuple[int, float]:
+def failure_count_and_uptime(directory: Path) -> tuple[int, float]:
     """How often a run has broken off, whoever noticed, which never falls, and the seconds that it was under way."""
     events = read_events(directory)
     if not events:
         return 0, 0.0
-    happened = [event["what"] for event in events if event["what"] in TURNS]
+    happened = [event["what"] for event in events if event["what"] in LIFECYCLE_EVENTS]
     unnoted = sum(after == BEGAN == before for before, after in pairwise(happened))  # then a start follows another
     under_way = 0.0 if happened[-1:] == [ENDED] else time.time() - float(events[-1]["time"])
-    return len(failures_told(events, but_last=False)) + unnoted, seconds_until(events, events[-1]["what"]) + under_way
+    return len(describe_failures(events, but_last=False)) + unnoted, active_seconds_until(
+        events, events[-1]["what"]
+    ) + under_way
 
 
-def failures_told(events: Sequence[Mapping[str, Any]], but_last: bool) -> list[str]:
+def describe_failures(events: Sequence[Mapping[str, Any]], but_last: bool) -> list[str]:
     """A line on each failure of a run: when, which rank, why, and what was found out of it; `but_last` leaves out the
     one that it broke off by, if it has not begun since."""
     since = [event for event in events if event["what"] in (BEGAN, FAILED)]
@@ -104,15 +106,15 @@ def _told(event: Mapping[str, Any]) -> str:
     return "; ".join([f"{_when(event)}: rank {event['rank']} {event['reason']}, step {event['step']}", *verdict])
 
 
-def returns_told(events: Sequence[Mapping[str, Any]]) -> list[str]:
+def describe_rollbacks(events: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line on each time that a run went back: when, why, from which step and to which."""
     back = [event for event in events if event["what"] == ROLLED_BACK]
     return [f"{_when(event)}: {event['reason']}; from step {event['after']} to step {event['to']}" for event in back]
 
 
-def damage_told(events: Sequence[Mapping[str, Any]]) -> list[str]:
+def describe_damaged_checkpoints(events: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line on each checkpoint that was set aside: when, and what is wrong with it."""
-    aside = [event for event in events if event["what"] == SET_ASIDE]
+    aside = [event for event in events if event["what"] == QUARANTINED]
     return [f"{_when(event)}: {event['checkpoint']} was set aside, damaged: {event['problem']}" for event in aside]
 
 
@@ -127,6 +129,9 @@ def read_events(directory: Path) -> list[Mapping[str, Any]]:
     for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
         with suppress(ValueError):
             event = json.loads(line)
-            if isinstance(event, dict) and {"what", "time", *NEEDED.get(str(event.get("what")), ())} <= event.keys():
+            if (
+                isinstance(event, dict)
+                and {"what", "time", *REQUIRED_FIELDS.get(str(event.get("what")), ())} <= event.keys()
+            ):
                 events.append(event)
     return events

@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.cost.network import Among, Operation, Traffic, bus_factor
+from phalanx.cost.network import GroupKind, Operation, Traffic, bus_factor
 from phalanx.cost.precision import Precision
-from phalanx.measure.products import COMPUTE
-from phalanx.measure.timing import seconds_each
+from phalanx.measure.products import TORCH_DTYPES
+from phalanx.measure.timing import time_calls
 from phalanx.spec.run import RunSpec
 
 Call = Callable[[Tensor, Tensor, dist.ProcessGroup], object]
 """An operation: out, sent, among whom. `out` may be `sent`, or a part of it, or it of `out`, where that is in place."""
-Place = Literal["out_of_place", "in_place"]
-PLACES: tuple[Place, Place] = ("out_of_place", "in_place")
+BufferMode = Literal["out_of_place", "in_place"]
+PLACES: tuple[BufferMode, BufferMode] = ("out_of_place", "in_place")
 SCATTERED = ("reduce_scatter", "all_to_all")
 SUMMED = ("all_reduce", "reduce_scatter")
 UNCHECKED_IN_PLACE = ("all_to_all", "send")
@@ -38,11 +38,11 @@ AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
-class Way:
+class CollectiveKind:
     """An operation of torch.distributed among some of a run's ranks, in numbers of some kind."""
 
     operation: Operation
-    among: Among
+    among: GroupKind
     precision: Precision
 
     @property
@@ -52,10 +52,10 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchmarkCase:
     """A way, and a size for it."""
 
-    way: Way
+    way: CollectiveKind
     ranks: int
     """n, of each group."""
     size_bytes: int
@@ -64,102 +64,110 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Timed:
+class CaseTiming:
     """What one rank saw of a case."""
 
     group: tuple[int, ...]
-    seconds: Mapping[Place, list[float]]
+    seconds: Mapping[BufferMode, list[float]]
     """Of each iteration."""
-    wrong: Mapping[Place, int | None]
+    wrong: Mapping[BufferMode, int | None]
     """Numbers that did not arrive as they should; None where that cannot be said."""
 
 
 # -- which -------------------------------------------------------------------------------------------------------------
 
 
-def ways_of(run: RunSpec, traffic: Mapping[str, list[Traffic]]) -> dict[Way, list[list[Traffic]]]:
+def collective_kinds_of_run(
+    run: RunSpec, traffic: Mapping[str, list[Traffic]]
+) -> dict[CollectiveKind, list[list[Traffic]]]:
     """What a run sends (`cost.traffic.grouped_traffic`) by way, for each role that sends so. What one rank receives
     another sends."""
-    found: dict[Way, list[list[Traffic]]] = {}
+    found: dict[CollectiveKind, list[list[Traffic]]] = {}
     for rows in traffic.values():
-        here: dict[Way, list[Traffic]] = {}
+        here: dict[CollectiveKind, list[Traffic]] = {}
         for row in rows:
             if row.operation != "recv":
-                here.setdefault(Way(row.operation, _joins(row.among), _numbers(run, row)), []).append(row)
+                here.setdefault(
+                    CollectiveKind(row.operation, _actual_group(row.group_kind), _wire_precision(run, row)), []
+                ).append(row)
         for way, mine in here.items():
             found.setdefault(way, []).append(mine)
     return found
 
 
-def _joins(among: Among) -> Among:
+def _actual_group(among: GroupKind) -> GroupKind:
     """The ends of a pipeline talk over its group."""
     return "pp" if among == "ends" else among
 
 
-def _numbers(run: RunSpec, row: Traffic) -> Precision:
+def _wire_precision(run: RunSpec, row: Traffic) -> Precision:
     """What it is sent in. Gradients are summed in what an optimizer trains, but where a layout says otherwise."""
     precision, layout = run.training.precision, run.layout
     narrow = layout.data in ("zero1", "zero2") or layout.compress == "bf16"
-    wide = row.among in OF_MODELS and row.operation in (*SUMMED, "broadcast", "send") and not narrow
+    wide = row.group_kind in OF_MODELS and row.operation in (*SUMMED, "broadcast", "send") and not narrow
     return "fp32" if precision == "bf16" and wide else precision
 
 
-def cases_of(way: Way, roles: list[list[Traffic]], ranks: int, sweep: Iterable[int] = ()) -> list[Case]:
+def benchmark_cases(
+    way: CollectiveKind, roles: list[list[Traffic]], ranks: int, sweep: Iterable[int] = ()
+) -> list[BenchmarkCase]:
     """The sizes of its calls, of a row their mean, and those of a sweep, in order. What a rank sends for a call of
     size S is S x `bus_factor`; sizes are rounded to whole numbers, equally many for each rank."""
-    calls: dict[int, int] = dict.fromkeys((_whole(way, size, ranks) for size in sweep), 0)
+    calls: dict[int, int] = dict.fromkeys((_round_size(way, size, ranks) for size in sweep), 0)
     for rows in roles:
         here: dict[int, int] = {}
         for row in rows:
-            size = _whole(way, row.bytes / row.calls / _factor(way.operation, ranks), ranks)
+            size = _round_size(way, row.bytes / row.calls / _bus_factor(way.operation, ranks), ranks)
             here[size] = here.get(size, 0) + row.calls
         calls |= {size: max(calls.get(size, 0), count) for size, count in here.items()}
-    return [Case(way, ranks, size, count) for size, count in sorted(calls.items())]
+    return [BenchmarkCase(way, ranks, size, count) for size, count in sorted(calls.items())]
 
 
-def _whole(way: Way, size_bytes: float, ranks: int) -> int:
-    step = COMPUTE[way.precision].itemsize * (1 if way.operation in ("all_reduce", "broadcast", "send") else ranks)
+def _round_size(way: CollectiveKind, size_bytes: float, ranks: int) -> int:
+    step = TORCH_DTYPES[way.precision].itemsize * (1 if way.operation in ("all_reduce", "broadcast", "send") else ranks)
     return max(1, round(size_bytes / step)) * step
 
 
-def _factor(operation: Operation, ranks: int) -> float:
+def _bus_factor(operation: Operation, ranks: int) -> float:
     return 1.0 if operation == "send" or operation == "recv" else bus_factor(operation, ranks)
 
 
-def bandwidths(case: Case, seconds: float) -> tuple[float, float]:
+def bandwidths(case: BenchmarkCase, seconds: float) -> tuple[float, float]:
     """algbw = S / t and busbw = algbw x f(n), in bytes per second."""
     algorithm = case.size_bytes / seconds
-    return algorithm, algorithm * _factor(case.way.operation, case.ranks)
+    return algorithm, algorithm * _bus_factor(case.way.operation, case.ranks)
 
 
-def elements_of(case: Case) -> int:
+def element_count(case: BenchmarkCase) -> int:
     """nccl-tests' count: numbers of the whole, or of one rank's part of it where each has one."""
-    numbers = case.size_bytes // COMPUTE[case.way.precision].itemsize
+    numbers = case.size_bytes // TORCH_DTYPES[case.way.precision].itemsize
     return numbers // case.ranks if case.way.operation in (*SCATTERED, "all_gather") else numbers
 
 
 # -- how long, and whether it is right ---------------------------------------------------------------------------------
 
 
-def timed(case: Case, call: Call, group: dist.ProcessGroup, device: torch.device, iterations: int) -> Timed:
+def time_case(
+    case: BenchmarkCase, call: Call, group: dist.ProcessGroup, device: torch.device, iterations: int
+) -> CaseTiming:
     """Run a case on this rank; all of the group's ranks do at once."""
-    seconds: dict[Place, list[float]] = {}
-    wrong: dict[Place, int | None] = {}
+    seconds: dict[BufferMode, list[float]] = {}
+    wrong: dict[BufferMode, int | None] = {}
     for place in PLACES:
         out, sent = _buffers(case, place, group.rank(), device)
         _fill(case, group.rank(), sent)
         dist.barrier(group)
-        seconds[place] = seconds_each(partial(call, out, sent, group), device, iterations)
+        seconds[place] = time_calls(partial(call, out, sent, group), device, iterations)
         wrong[place] = _wrong(case, call, out, sent, group)
         if place == "in_place" and case.way.operation in UNCHECKED_IN_PLACE:
             wrong[place] = None
-    return Timed(tuple(dist.get_process_group_ranks(group)), seconds, wrong)
+    return CaseTiming(tuple(dist.get_process_group_ranks(group)), seconds, wrong)
 
 
-def _buffers(case: Case, place: Place, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _buffers(case: BenchmarkCase, place: BufferMode, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Out and sent. In place one is the other, or this rank's part of it."""
-    make = partial(torch.zeros, dtype=COMPUTE[case.way.precision], device=device)
-    count, operation = elements_of(case), case.way.operation
+    make = partial(torch.zeros, dtype=TORCH_DTYPES[case.way.precision], device=device)
+    count, operation = element_count(case), case.way.operation
     whole = make(count * (case.ranks if operation in (*SCATTERED, "all_gather") else 1))
     part = whole[rank * count : (rank + 1) * count]
     if operation == "all_gather":
@@ -169,7 +177,7 @@ def _buffers(case: Case, place: Place, rank: int, device: torch.device) -> tuple
     return whole, whole if place == "in_place" else torch.zeros_like(whole)
 
 
-def _fill(case: Case, rank: int, sent: Tensor) -> None:
+def _fill(case: BenchmarkCase, rank: int, sent: Tensor) -> None:
     """What a rank sends to be checked: marks at every n-th place, from its own on, and zeros between, so that sums are
     exact in any arithmetic and order."""
     for begin in range(0, len(sent), AT_ONCE):
@@ -177,7 +185,7 @@ def _fill(case: Case, rank: int, sent: Tensor) -> None:
         part.copy_(_marks(_places(part, begin), rank, case.ranks))
 
 
-def _wrong(case: Case, call: Call, out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> int:
+def _wrong(case: BenchmarkCase, call: Call, out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> int:
     """Numbers of one call's result that are not as they should be."""
     rank = group.rank()
     out.fill_(-1)
@@ -198,9 +206,9 @@ def _marks(places: Tensor, rank: Tensor | int, ranks: int) -> Tensor:
     return torch.where(places % ranks == rank, 1 + places % MARKS, 0)
 
 
-def _expected(case: Case, rank: int, places: Tensor) -> Tensor:
+def _expected(case: BenchmarkCase, rank: int, places: Tensor) -> Tensor:
     """What this rank should have at some places of its result."""
-    n, count = case.ranks, elements_of(case)
+    n, count = case.ranks, element_count(case)
     match case.way.operation:
         case "all_reduce":
             return 1 + places % MARKS

@@ -9,14 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.measure.events import BEGAN, ENDED, TURNS, damage_told, failures_told, read_events, returns_told
-from phalanx.measure.hang import Explanation, Verdict, explain
-from phalanx.measure.incident import failure_file, fault_file, fault_told, read_dumps, read_failures
-from phalanx.measure.lock import is_held
-from phalanx.measure.record import FOLDER
+from phalanx.measure.events import (
+    BEGAN,
+    ENDED,
+    LIFECYCLE_EVENTS,
+    describe_damaged_checkpoints,
+    describe_failures,
+    describe_rollbacks,
+    read_events,
+)
+from phalanx.measure.hang import Explanation, Verdict, diagnose_hang
+from phalanx.measure.incident import describe_fault, failure_file, fault_file, read_dumps, read_failures
+from phalanx.measure.lock import is_running
+from phalanx.measure.record import TRACE_DIR
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Degrees, degrees
-from phalanx.spec.load import load_run, with_kept_layout
+from phalanx.spec.layout import ParallelDims, parallel_dims
+from phalanx.spec.load import load_run, with_last_used_layout
 from phalanx.spec.run import RunSpec
 
 
@@ -25,32 +33,36 @@ def explain_run(directory: Path) -> Explanation:
 
     Raises UserError if it is none.
     """
-    run = with_kept_layout(load_run(directory / "run.toml", environment={}), directory)
+    run = with_last_used_layout(load_run(directory / "run.toml", environment={}), directory)
     dumps, failures, events = read_dumps(directory), read_failures(directory), read_events(directory)
     told = [dump["ranks"] for dump in dumps.values()]
     began = [event["ranks"] for event in events if event["what"] == BEGAN]
     ranks = told[0] if told else max([max(failures, default=0) + 1, *began[-1:]])
     try:
-        sizes = degrees(run.layout, ranks)
+        sizes = parallel_dims(run.layout, ranks)
     except UserError:  # of failures before a first step nobody knows how many ranks there were
-        sizes = Degrees(ranks, 1, 1, 1, 1)
-    found = explain(dumps, failures, sizes)
+        sizes = ParallelDims(ranks, 1, 1, 1, 1)
+    found = diagnose_hang(dumps, failures, sizes)
     if found.verdict.kind == "nothing":
-        found = replace(found, verdict=_without_words(directory, run, failures, events))
-    lines = [*failures_told(events, but_last=bool(dumps or failures)), *returns_told(events), *damage_told(events)]
-    return replace(found, before=tuple(sorted(lines)))
+        found = replace(found, verdict=_verdict_without_dumps(directory, run, failures, events))
+    lines = [
+        *describe_failures(events, but_last=bool(dumps or failures)),
+        *describe_rollbacks(events),
+        *describe_damaged_checkpoints(events),
+    ]
+    return replace(found, earlier_failures=tuple(sorted(lines)))
 
 
-def headline(directory: Path) -> list[str]:
+def failure_headline(directory: Path) -> list[str]:
     """Of a run that broke off: what its ranks did, where their words say more than the first failure does."""
     with suppress(UserError):
         found = explain_run(directory)
         if found.verdict.kind not in ("killed", "error", "nothing"):
-            return [f"why: {found.verdict.said}", f"details: phalanx debug {directory}"]
+            return [f"why: {found.verdict.summary}", f"details: phalanx debug {directory}"]
     return []
 
 
-def suspects(directory: Path) -> set[int]:
+def suspect_ranks(directory: Path) -> set[int]:
     """The ranks that a run broke off by, as far as what its ranks left tells more than that they lost others."""
     with suppress(UserError):
         verdict = explain_run(directory).verdict
@@ -58,7 +70,7 @@ def suspects(directory: Path) -> set[int]:
     return set()
 
 
-def _without_words(
+def _verdict_without_dumps(
     directory: Path,
     run: RunSpec,
     failures: Mapping[int, Mapping[str, Any]],
@@ -70,12 +82,12 @@ def _without_words(
         fix = f"read {failure_file(directory, rank)}"
         return Verdict("nothing", (rank,), f"rank {rank} failed: {first['reason']}", fix)
     see, go_on = f"phalanx report {directory} says how it went", f"phalanx train {directory} --resume goes on with it"
-    noted = [event for event in events if event["what"] in TURNS]
+    noted = [event for event in events if event["what"] in LIFECYCLE_EVENTS]
     last: Mapping[str, Any] = noted[-1] if noted else {"what": None}
     steps = run.training.steps or 0
-    if is_held(directory):
+    if is_running(directory):
         said = "the run is under way, and no rank has stood still for long since it began"
-        if written := [time.time() - file.stat().st_mtime for file in (directory / FOLDER).glob("rank-*.jsonl")]:
+        if written := [time.time() - file.stat().st_mtime for file in (directory / TRACE_DIR).glob("rank-*.jsonl")]:
             said += f"; ranks last noted a step {min(written):.0f} s ago"
         see = f"wait: a rank that stands still says where, within {run.training.timeout_seconds:g} s"
     elif last["what"] == ENDED and last["step"] < steps:
@@ -83,7 +95,7 @@ def _without_words(
     elif last["what"] == ENDED:
         said = f"the run ended in order, after step {last['step']}"
     elif last["what"] == BEGAN:
-        if faults := {rank: told for rank in range(last["ranks"]) if (told := fault_told(directory, rank))}:
+        if faults := {rank: told for rank in range(last["ranks"]) if (told := describe_fault(directory, rank))}:
             said = "; ".join(f"rank {rank} ended by a signal: {told}" for rank, told in faults.items())
             return Verdict("killed", tuple(faults), said, f"read {fault_file(directory, min(faults))}; {go_on}")
         said = "the run broke off without a word: its launcher was killed, or the machine stopped"

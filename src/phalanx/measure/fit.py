@@ -24,7 +24,7 @@ EXACT = 1e-12
 
 
 @dataclass(frozen=True)
-class Piece:
+class LinearPiece:
     """A line: seconds = latency_seconds + size in bytes x seconds_per_byte."""
 
     latency_seconds: float
@@ -33,11 +33,11 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Fit:
+class PiecewiseFit:
     """What times do over sizes. It says nothing about sizes beyond these, nor about groups of other ranks."""
 
-    pieces: tuple[Piece, ...]
-    joined: Literal["max", "min"]
+    pieces: tuple[LinearPiece, ...]
+    combination: Literal["max", "min"]
     """Whether time is the longer or the shorter of the pieces."""
     sizes_bytes: tuple[float, ...]
     residuals: tuple[float, ...]
@@ -45,7 +45,7 @@ class Fit:
 
     def seconds(self, size_bytes: float) -> float:
         """Of one call of this size."""
-        return float(_joined(self.joined, self.pieces, np.array([float(size_bytes)]))[0])
+        return float(_joined(self.combination, self.pieces, np.array([float(size_bytes)]))[0])
 
     @property
     def mean_error(self) -> float:
@@ -58,12 +58,12 @@ class Fit:
         return float(np.max(np.abs(self.residuals)))
 
     @property
-    def doubtful(self) -> bool:
+    def is_poor(self) -> bool:
         """Whether some size is further off than `WARN_ABOVE`."""
         return self.max_error > WARN_ABOVE
 
 
-def fit(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
+def fit_latency_bandwidth(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> PiecewiseFit | None:
     """The best of one line, and of two at every break between sizes, by relative squares. The second line's two
     parameters and the break must pay for themselves (Bayesian information criterion; Schwarz, Ann. Statist. 6, 1978).
 
@@ -85,7 +85,7 @@ def fit(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
     return min(found, key=_information)
 
 
-def _line(x: Numbers, t: Numbers) -> Piece:
+def _line(x: Numbers, t: Numbers) -> LinearPiece:
     """The line of least relative squares; neither of its numbers is below 0."""
     scale = x.max()
     matrix, ones = np.stack([1 / t, x / scale / t], axis=1), np.ones_like(t)
@@ -94,21 +94,21 @@ def _line(x: Numbers, t: Numbers) -> Piece:
         latency, slope = 0.0, matrix[:, 1].sum() / (matrix[:, 1] ** 2).sum()
     elif slope < 0:
         latency, slope = matrix[:, 0].sum() / (matrix[:, 0] ** 2).sum(), 0.0
-    return Piece(float(latency), float(slope / scale))
+    return LinearPiece(float(latency), float(slope / scale))
 
 
-def _fit(joined: Literal["max", "min"], pieces: tuple[Piece, ...], x: Numbers, t: Numbers) -> Fit:
+def _fit(joined: Literal["max", "min"], pieces: tuple[LinearPiece, ...], x: Numbers, t: Numbers) -> PiecewiseFit:
     residuals = _joined(joined, pieces, x) / t - 1
-    return Fit(pieces, joined, tuple(x.tolist()), tuple(residuals.tolist()))
+    return PiecewiseFit(pieces, joined, tuple(x.tolist()), tuple(residuals.tolist()))
 
 
-def _joined(joined: Literal["max", "min"], pieces: Sequence[Piece], x: Numbers) -> Numbers:
+def _joined(joined: Literal["max", "min"], pieces: Sequence[LinearPiece], x: Numbers) -> Numbers:
     lines = np.stack([piece.latency_seconds + piece.seconds_per_byte * x for piece in pieces])
     chosen: Numbers = lines.max(axis=0) if joined == "max" else lines.min(axis=0)
     return chosen
 
 
-def _information(found: Fit) -> float:
+def _information(found: PiecewiseFit) -> float:
     """n ln(mean square) + k ln n."""
     count, parameters = len(found.residuals), 3 * len(found.pieces) - 1
     square = max(float(np.mean(np.square(found.residuals))), EXACT**2)

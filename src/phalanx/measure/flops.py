@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
-PRODUCTS = {"mm": aten.mm, "addmm": aten.addmm, "bmm": aten.bmm, "baddbmm": aten.baddbmm}
+MATMUL_OPS = {"mm": aten.mm, "addmm": aten.addmm, "bmm": aten.bmm, "baddbmm": aten.baddbmm}
 """Also of those that write in place, whose names end with an underscore."""
 ATTENTION = "_scaled_dot_product_"
 
 
-class FlopMeter(TorchDispatchMode):
+class FlopCounter(TorchDispatchMode):
     """Adds up matrix products and attention, as `cost.compute` counts them: the two products of attention twice as
     often backward as forward, and of causal attention half of each; the scores that kernels compute again are not
     counted. (PyTorch's own counter knows neither causality, nor the CPU's kernels, nor grouped products.)"""
@@ -29,7 +29,7 @@ class FlopMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__ if func.namespace == "aten" else ""
-        if (product := PRODUCTS.get(name.rstrip("_"))) is not None:
+        if (product := MATMUL_OPS.get(name.rstrip("_"))) is not None:
             self.flops += flop_registry[product](*args, **(kwargs or {}), out_val=out)
         elif name == "_grouped_mm":
             self.flops += _grouped(args[0], out)

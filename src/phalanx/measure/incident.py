@@ -17,22 +17,22 @@ from phalanx.measure.doctor.machine import Machine
 
 HANGS, FAILURES = "hangs", "failures"
 FORMAT = 1
-STOOD, FAILED, ABORTED = "nothing moved", "it failed", "it was aborted"
+STALLED, FAILED, ABORTED = "nothing moved", "it failed", "it was aborted"
 """Why a rank left word."""
 
 FATAL, _FRAME = "Fatal Python error: ", re.compile(r'  File "(.+)", line (\d+) in (.+)')
 """As faulthandler writes them."""
 
-Place = tuple[str, int, str]
+Frame = tuple[str, int, str]
 """Of a stack: file, line, function."""
 
 
-def at(place: Sequence[Any] | None) -> str:
+def format_frame(place: Sequence[Any] | None) -> str:
     """ "trainer.py:83 (reduce)", with the folder that it is in."""
     return "an unknown line" if not place else f"{'/'.join(str(place[0]).split('/')[-2:])}:{place[1]} ({place[2]})"
 
 
-class Call(TypedDict):
+class RecordedCollective(TypedDict):
     """One collective that a rank called."""
 
     group: str
@@ -45,11 +45,11 @@ class Call(TypedDict):
     """Of the inputs."""
     over: bool
     """Whether it had ended."""
-    at: Place | None
+    at: Frame | None
     """Who called it."""
 
 
-class Dump(TypedDict):
+class HangDump(TypedDict):
     """What a rank tells of itself and of its neighbours."""
 
     format: int
@@ -65,12 +65,12 @@ class Dump(TypedDict):
     """How long nothing had moved."""
     error: NotRequired[str]
     """What it failed with then, or before that."""
-    stack: list[Place]
+    stack: list[Frame]
     """Of its main thread, innermost first; of an error, where that was raised."""
     waiting: bool
     """Whether it waited for others there."""
     groups: dict[str, list[int]]
-    calls: list[Call]
+    calls: list[RecordedCollective]
     """The last ones, oldest first."""
     oom_kills: int
     """Processes of its group that the kernel killed for want of memory since it began."""
@@ -78,7 +78,7 @@ class Dump(TypedDict):
     """Of the other ranks on this host: the state of their process in /proc, or "gone"."""
 
 
-TOLD = frozenset(Dump.__annotations__) - {"error"}
+TOLD = frozenset(HangDump.__annotations__) - {"error"}
 """In every dump. (__required_keys__ takes NotRequired for required where annotations are put off.)"""
 
 
@@ -92,7 +92,7 @@ def fault_file(directory: Path, rank: int) -> Path:
     return directory / HANGS / f"rank-{rank:05d}.fault"
 
 
-def fault_told(directory: Path, rank: int) -> str | None:
+def describe_fault(directory: Path, rank: int) -> str | None:
     """Of a rank that a signal ended: "Segmentation fault in train/worker.py:12 (work)", as far as faulthandler wrote
     it; None where it wrote nothing."""
     try:
@@ -104,7 +104,7 @@ def fault_told(directory: Path, rank: int) -> str | None:
     place = next(filter(None, map(_FRAME.fullmatch, lines[begun + 1 :])), None)
     if said is None or place is None:
         return said
-    return f"{said} in {at(place.groups())}"
+    return f"{said} in {format_frame(place.groups())}"
 
 
 def failure_file(directory: Path, rank: int) -> Path:
@@ -112,7 +112,7 @@ def failure_file(directory: Path, rank: int) -> Path:
     return directory / FAILURES / f"rank-{rank:05d}.json"
 
 
-def write_dump(directory: Path, dump: Dump) -> None:
+def write_dump(directory: Path, dump: HangDump) -> None:
     """Leave what a rank tells of where it stood."""
     _write(dump_file(directory, dump["rank"]), json.dumps(dump))
 
@@ -122,13 +122,13 @@ def write_failure(directory: Path, record: Mapping[str, Any]) -> None:
     _write(failure_file(directory, record["rank"]), json.dumps({"host": Machine().host, **record}, indent=1))
 
 
-def forget(directory: Path, rank: int) -> None:
+def remove_dumps(directory: Path, rank: int) -> None:
     """What a rank left of an earlier start."""
     for file in (dump_file(directory, rank), failure_file(directory, rank)):
         file.unlink(missing_ok=True)
 
 
-def forget_from(directory: Path, rank: int) -> None:
+def remove_dumps_from_rank(directory: Path, rank: int) -> None:
     """What was left by this rank and those after it, of an earlier start that had them."""
     for folder in (HANGS, FAILURES):
         for file in (directory / folder).glob("rank-*"):
@@ -144,7 +144,7 @@ def _write(file: Path, text: str) -> None:
     aside.replace(file)
 
 
-def read_dumps(directory: Path) -> dict[int, Dump]:
+def read_dumps(directory: Path) -> dict[int, HangDump]:
     """Of every rank that left one."""
     found = [one for one in _read(directory / HANGS) if one.keys() >= TOLD and one["format"] == FORMAT]
     return {int(one["rank"]): one for one in found}  # type: ignore[misc]

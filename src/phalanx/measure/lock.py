@@ -16,11 +16,11 @@ from typing import IO
 from phalanx.spec.errors import UserError
 
 LOCK_FILE, LAUNCHER_LOCK_FILE = "lock", "launcher.lock"
-ENDS_WITHIN_SECONDS = 5.0
+SHUTDOWN_GRACE_SECONDS = 5.0
 
 
-def hold(
-    directory: Path, patience_seconds: float = ENDS_WITHIN_SECONDS, ender: int | None = None, name: str = LOCK_FILE
+def acquire_run_lock(
+    directory: Path, patience_seconds: float = SHUTDOWN_GRACE_SECONDS, ender: int | None = None, name: str = LOCK_FILE
 ) -> IO[str] | None:
     """Keep others out of a run directory as long as what is returned lives; None where the file system has no locks.
     They are told of the process to end (`ender`), if that is not this one.
@@ -29,7 +29,7 @@ def hold(
     """
     file = (directory / name).open("a+")
     try:
-        _wait_until(lambda: _taken(file), directory, patience_seconds)
+        _wait_until(lambda: _try_lock(file), directory, patience_seconds)
     except OSError:
         return None
     file.truncate(0)
@@ -38,7 +38,7 @@ def hold(
     return file
 
 
-def is_held(directory: Path) -> bool | None:
+def is_running(directory: Path) -> bool | None:
     """Whether a run is under way there; None where that cannot be known: it runs on another host, or is an old one."""
     looks = _looks(directory)
     if any(held for held, _ in looks):
@@ -46,14 +46,14 @@ def is_held(directory: Path) -> bool | None:
     return False if looks and all(_holder(said)[1] == socket.gethostname() for _, said in looks) else None
 
 
-def refuse_held(directory: Path, patience_seconds: float = ENDS_WITHIN_SECONDS) -> None:
+def check_not_running(directory: Path, patience_seconds: float = SHUTDOWN_GRACE_SECONDS) -> None:
     """Raise UserError if somebody is at work in a run directory for longer than `patience_seconds`."""
-    if patience_seconds > ENDS_WITHIN_SECONDS and is_held(directory):
+    if patience_seconds > SHUTDOWN_GRACE_SECONDS and is_running(directory):
         print(f"phalanx: waiting for up to {patience_seconds:g} s: {_whose(directory)}", file=sys.stderr)
-    _wait_until(lambda: not is_held(directory), directory, patience_seconds)
+    _wait_until(lambda: not is_running(directory), directory, patience_seconds)
 
 
-def _taken(file: IO[str]) -> bool:
+def _try_lock(file: IO[str]) -> bool:
     """Whether the lock is ours now."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,7 +10,7 @@ FIRST_SIZE, ENOUGH_SECONDS = 128, 0.02
 """Products grow from this size until one takes so long: 1024 is a second where bf16 is computed in software."""
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:
     """Best speed in FLOP/s over a few square products [n, n] with the threads this process has; n is `size`, or less
     on a device that is slow."""
     side = min(FIRST_SIZE, size)
@@ -31,7 +31,7 @@ def _best_seconds(device: torch.device, dtype: torch.dtype, side: int, rounds: i
     return best
 
 
-def computes_bf16(device: torch.device) -> bool:
+def has_fast_bf16(device: torch.device) -> bool:
     """Whether products in bf16 have instructions or kernels of their own there. On CPUs without (x86 before AVX-512)
     PyTorch computes them number by number, some thirty times slower than in fp32."""
     return device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -76,7 +76,7 @@ class MemoryMeter(TorchDispatchMode):
         self.peak_total = 0
         """The most that all of them held together."""
         self._elastic_bytes = 0
-        self.look()
+        self.reclassify()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -84,10 +84,10 @@ class MemoryMeter(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs, out) if communicates else out):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
                 self._note(leaf, "communication" if communicates else "activations", moves=communicates)
-        self.look() if communicates else self._measure()  # what came of a collective may be a gradient
+        self.reclassify() if communicates else self._measure()  # what came of a collective may be a gradient
         return out
 
-    def look(self) -> None:
+    def reclassify(self) -> None:
         """Ask again what belongs to which part."""
         for part, tensors in self.known().items():
             for tensor in tensors:
@@ -124,7 +124,7 @@ class MemoryMeter(TorchDispatchMode):
         self.peak_total = max(self.peak_total, sum(self.held.values()))
 
     @contextmanager
-    def gradients_of(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    def tracking_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
         """Inside, gradients count as such from the moment that they are there."""
 
         def came(parameter: Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.measure.exchange import PLACES, SUMMED, Case, Place, Timed, bandwidths, elements_of
+from phalanx.measure.exchange import PLACES, SUMMED, BenchmarkCase, BufferMode, CaseTiming, bandwidths, element_count
 
 VERSION = 3
 TYPES = {"bf16": "bfloat16", "fp32": "float", "fp64": "double"}
@@ -20,24 +20,24 @@ GB = 1e9
 
 
 @dataclass(frozen=True)
-class Measured:
+class CaseResult:
     """A case over all ranks."""
 
-    case: Case
-    each: dict[Place, list[float]]
+    case: BenchmarkCase
+    each: dict[BufferMode, list[float]]
     """Seconds of each iteration on the rank that took longest."""
-    seconds: dict[Place, float]
+    seconds: dict[BufferMode, float]
     """Of one call: the mean over iterations and ranks, as nccl-tests has it by default."""
-    wrong: dict[Place, int | None]
+    wrong: dict[BufferMode, int | None]
     """Numbers over all ranks."""
 
 
-def over_ranks(case: Case, ranks: Sequence[Timed]) -> Measured:
+def merge_ranks(case: BenchmarkCase, ranks: Sequence[CaseTiming]) -> CaseResult:
     """What all ranks saw of a case as one result."""
     each = {place: np.max([rank.seconds[place] for rank in ranks], axis=0).tolist() for place in PLACES}
     seconds = {place: mean(mean(rank.seconds[place]) for rank in ranks) for place in PLACES}
     wrong = {place: _added([rank.wrong[place] for rank in ranks]) for place in PLACES}
-    return Measured(case, each, seconds, wrong)
+    return CaseResult(case, each, seconds, wrong)
 
 
 def _added(wrong: list[int | None]) -> int | None:
@@ -48,7 +48,7 @@ def _added(wrong: list[int | None]) -> int | None:
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def table(document: dict[str, Any]) -> str:
+def format_table(document: dict[str, Any]) -> str:
     """A `document` as nccl-tests prints it, header to average."""
     return "\n".join([*_header(document["config"]), *map(_row, document["results"]), *_footer(document), "#"])
 
@@ -110,8 +110,8 @@ def _footer(document: dict[str, Any]) -> list[str]:
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
-def document(
-    measured: Sequence[Measured],
+def to_json_document(
+    measured: Sequence[CaseResult],
     iterations: int,
     swept: bool,
     surroundings: dict[str, Any],
@@ -141,11 +141,11 @@ def document(
     }
 
 
-def _result(measured: Measured, iterations: int) -> dict[str, Any]:
+def _result(measured: CaseResult, iterations: int) -> dict[str, Any]:
     case, operation = measured.case, measured.case.way.operation
     result: dict[str, Any] = {
         "size": case.size_bytes,
-        "count": elements_of(case),
+        "count": element_count(case),
         "type": TYPES[case.way.precision],
         "redop": "sum" if operation in (*SUMMED, "send") else "none",  # as sendrecv_perf has it
         "root": f"{0 if operation == 'broadcast' else -1:6d}",

@@ -14,19 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.cost.compute import head_shape, rows_through
-from phalanx.cost.shapes import Shape, in_any_block
-from phalanx.cost.shares import Held, rank_shapes
-from phalanx.cost.stages import rank_layers
-from phalanx.measure.timing import seconds_each
-from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.cost.compute import lm_head_shape, tokens_through_parameter
+from phalanx.cost.shapes import Shape, strip_block_index
+from phalanx.cost.shares import RankTensors, rank_tensors
+from phalanx.cost.stages import layers_per_rank
+from phalanx.measure.timing import time_calls
+from phalanx.spec.run import RunSpec, plan_batch
 
-COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Product:
+class MatmulShape:
     """A linear layer on one micro-batch: [m, k] times [k, n]; of experts, `batch` of them at once."""
 
     batch: int
@@ -41,7 +41,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Core:
+class AttentionShape:
     """Attention's own two products: queries of a rank with keys of all, or in a ring with those of one step."""
 
     batch: int
@@ -65,16 +65,16 @@ class Core:
 # -- which -------------------------------------------------------------------------------------------------------------
 
 
-def products_of(run: RunSpec, world_size: int) -> dict[Product, tuple[tuple[str, ...], int]]:
+def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tuple[str, ...], int]]:
     """The products of a rank's forward pass on one micro-batch: which layers they are, and how often one rank does
     them, at the place of the pipeline that does most. Experts are balanced, shares those of the rank with the largest.
 
     Raises UserError if the layout cannot run on so many ranks.
     """
-    tokens = cut_batch(run, world_size).micro_batch * run.training.sequence / run.layout.cp
-    found: dict[Product, tuple[tuple[str, ...], int]] = {}
-    for place, held in enumerate(rank_shapes(run, world_size)):
-        here: dict[Product, list[str]] = {}
+    tokens = plan_batch(run, world_size).micro_batch_size * run.training.sequence / run.layout.cp
+    found: dict[MatmulShape, tuple[tuple[str, ...], int]] = {}
+    for place, held in enumerate(rank_tensors(run, world_size)):
+        here: dict[MatmulShape, list[str]] = {}
         for name, shape in _weights(run, held, place):
             here.setdefault(_product(run, name, shape, tokens), []).append(_layer(name))
         for product, names in here.items():
@@ -83,42 +83,42 @@ def products_of(run: RunSpec, world_size: int) -> dict[Product, tuple[tuple[str,
     return found
 
 
-def _weights(run: RunSpec, held: Held, place: int) -> list[tuple[str, Shape]]:
+def _weights(run: RunSpec, held: RankTensors, place: int) -> list[tuple[str, Shape]]:
     """What multiplies at one place of the pipeline: matrices in blocks, and the head, which may be the embedding."""
     found = [(name, shape) for name, shape in held.all.items() if name.startswith("blocks.") and len(shape) > 1]
-    head = head_shape(run, held, place)
+    head = lm_head_shape(run, held, place)
     return found if head is None else [*found, ("head.weight", head)]
 
 
-def _product(run: RunSpec, name: str, shape: Shape, tokens: float) -> Product:
-    rows = int(rows_through(name, run, tokens))
+def _product(run: RunSpec, name: str, shape: Shape, tokens: float) -> MatmulShape:
+    rows = int(tokens_through_parameter(name, run, tokens))
     if len(shape) == 3:
         experts, n, k = shape
-        return Product(experts, max(1, rows // experts), n, k)
-    return Product(1, rows, *shape)
+        return MatmulShape(experts, max(1, rows // experts), n, k)
+    return MatmulShape(1, rows, *shape)
 
 
 def _layer(name: str) -> str:
     """A parameter's name without what all have: "wq", "experts.gate"."""
-    inner = in_any_block(name).removeprefix("blocks.").removesuffix(".weight")
+    inner = strip_block_index(name).removeprefix("blocks.").removesuffix(".weight")
     return inner.removeprefix("attention.").removeprefix("mlp.")
 
 
-def cores_of(run: RunSpec, world_size: int) -> dict[Core, int]:
+def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]:
     """Attention's parts in a rank's forward pass on one micro-batch, and how often one rank does them. A ring's first
     step is causal; at the others half of the pairs are seen.
 
     Raises UserError if the layout cannot run on so many ranks.
     """
     spec, layout, tokens = run.model, run.layout, run.training.sequence
-    layers = max(map(len, rank_layers(run))) if layout.pp > 1 else spec.layers
+    layers = max(map(len, layers_per_rank(run))) if layout.pp > 1 else spec.layers
     heads, kv_heads = (max(1, -(-count // layout.tp)) for count in (spec.heads, spec.kv_heads))
     if layout.context == "ulysses" and layout.cp > 1:
         heads, kv_heads = heads // layout.cp, max(1, kv_heads // layout.cp)
     elif layout.cp > 1:
         tokens //= layout.cp
     of = partial(
-        Core, cut_batch(run, world_size).micro_batch, heads, kv_heads, tokens,
+        AttentionShape, plan_batch(run, world_size).micro_batch_size, heads, kv_heads, tokens,
         head_dim=spec.head_dim, masked=run.data.mask_documents,
     )  # fmt: skip
     found = {of(keys=tokens, causal=True): layers}
@@ -130,18 +130,18 @@ def cores_of(run: RunSpec, world_size: int) -> dict[Core, int]:
 # -- how long ----------------------------------------------------------------------------------------------------------
 
 
-def matmul(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
+def benchmark_matmul(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
     """Of each product median seconds and FLOP/s: forward, and of the gradients of its inputs and of its weights."""
-    dtype = COMPUTE[run.training.precision]
+    dtype = TORCH_DTYPES[run.training.precision]
     rows: list[Row] = []
-    for product, (names, count) in products_of(run, world_size).items():
+    for product, (names, count) in matmul_shapes(run, world_size).items():
         row = {"layers": names, "count": count, **asdict(product), "flops": product.flops}
         timed = _timed(_product_calls(product, dtype, device), device, iterations)
         rows.append(row | {f"{what}_seconds": seconds for what, seconds in timed.items()})
     return rows
 
 
-def _product_calls(product: Product, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+def _product_calls(product: MatmulShape, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Tensor]]:
     batch = (product.batch,) if product.batch > 1 else ()
     make = partial(torch.randn, device=device, dtype=dtype)
     x, weight = make(*batch, product.m, product.k), make(*batch, product.n, product.k)
@@ -153,18 +153,18 @@ def _product_calls(product: Product, dtype: torch.dtype, device: torch.device) -
     }
 
 
-def attention(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
+def benchmark_attention(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
     """Of each part of attention median seconds, forward and backward."""
-    dtype = COMPUTE[run.training.precision]
+    dtype = TORCH_DTYPES[run.training.precision]
     rows: list[Row] = []
-    for core, count in cores_of(run, world_size).items():
+    for core, count in attention_shapes(run, world_size).items():
         timed = _timed(_core_calls(core, dtype, device), device, iterations)
         row = {"count": count, **asdict(core), "flops": core.flops}
         rows.append(row | {f"{what}_seconds": seconds for what, seconds in timed.items()})
     return rows
 
 
-def _core_calls(core: Core, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:
+def _core_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:
     make = partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
     q = make(core.batch, core.heads, core.queries, core.head_dim)
     k, v = (make(core.batch, core.kv_heads, core.keys, core.head_dim) for _ in range(2))
@@ -191,4 +191,4 @@ def _core_calls(core: Core, dtype: torch.dtype, device: torch.device) -> dict[st
 def _timed(
     calls: dict[str, Callable[[], Tensor]] | dict[str, Callable[[], object]], device: torch.device, iterations: int
 ) -> dict[str, float]:
-    return {what: median(seconds_each(call, device, iterations)) for what, call in calls.items()}
+    return {what: median(time_calls(call, device, iterations)) for what, call in calls.items()}

@@ -2,8 +2,8 @@
 
 RUN_DIR/trace/rank-00000.jsonl      of each rank
 
-The first line of every start says who writes (`Opening`), the others what happened (`StepLine`, `PauseLine`). A step
-that was looked at closely has more: when each pass, wait and collective was, and what memory held (`Closely`).
+The first line of every start says who writes (`RunHeader`), the others what happened (`StepRecord`, `PauseRecord`). A step
+that was looked at closely has more: when each pass, wait and collective was, and what memory held (`StepProfiler`).
 All times are seconds of the rank's own time.perf_counter(); the opening says what to add to have that of rank 0."""
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import NotRequired, TypedDict
 
 from phalanx.spec.errors import UserError
 
-FOLDER = "trace"
+TRACE_DIR = "trace"
 FORMAT = 1
 POINTS = 400
 """Of memory over a step, so many moments are kept."""
 
 
-class Opening(TypedDict):
+class RunHeader(TypedDict):
     """The first line of a start."""
 
     format: int
@@ -38,7 +38,7 @@ class Opening(TypedDict):
     """That the ranks on a CPU may use."""
 
 
-class StepLine(TypedDict):
+class StepRecord(TypedDict):
     """One step."""
 
     step: int
@@ -81,7 +81,7 @@ class CollectiveSpan(TypedDict):
     """Seconds of it in which the rank waited for it."""
 
 
-class PauseLine(TypedDict):
+class PauseRecord(TypedDict):
     """What stood between two steps: a checkpoint, an evaluation."""
 
     step: int
@@ -90,7 +90,7 @@ class PauseLine(TypedDict):
     seconds: float
 
 
-def parse_window(text: str) -> range:
+def parse_step_range(text: str) -> range:
     """The steps that "10:13" names, both ends among them.
 
     Raises UserError for anything else.
@@ -103,12 +103,14 @@ def parse_window(text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
-def record_file(directory: Path, rank: int) -> Path:
+def rank_record_file(directory: Path, rank: int) -> Path:
     """Where a rank of a run writes."""
-    return directory / FOLDER / f"rank-{rank:05d}.jsonl"
+    return directory / TRACE_DIR / f"rank-{rank:05d}.jsonl"
 
 
-def thinned(history: Sequence[tuple[float, Mapping[str, int]]], points: int = POINTS) -> list[dict[str, float]]:
+def downsample_memory(
+    history: Sequence[tuple[float, Mapping[str, int]]], points: int = POINTS
+) -> list[dict[str, float]]:
     """Memory over time at no more than so many moments: of each stretch of time the one at which all parts together
     were most."""
     if not history:

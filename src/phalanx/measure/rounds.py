@@ -11,7 +11,7 @@ ROUNDS_FILE, JOURNAL_FILE = "swarm.jsonl", "journal.jsonl"
 
 
 @dataclass
-class Spent:
+class RoundRecord:
     """Of a round, on a node's rank 0. Coding, sending and receiving may go on beside training."""
 
     round: int

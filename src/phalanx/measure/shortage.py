@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from phalanx.measure.incident import fault_told, read_dumps
-from phalanx.measure.record import record_file
+from phalanx.measure.incident import describe_fault, read_dumps
+from phalanx.measure.record import rank_record_file
 
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def oom_kills() -> int | None:
+def cgroup_oom_kills() -> int | None:
     """Processes of this one's group that the kernel has killed for want of memory; None where it does not say.
 
     cgroup v2 counts in memory.events, v1 in memory.oom_control (Documentation/admin-guide/cgroup-v2.rst, and
@@ -28,7 +28,7 @@ def oom_kills() -> int | None:
     return None
 
 
-def limit_bytes() -> int | None:
+def cgroup_memory_limit() -> int | None:
     """The most that the group may hold; None where there is no limit, or nobody says so."""
     for file in _files("memory.max", "memory.limit_in_bytes"):
         text = file.read_text().strip()
@@ -37,27 +37,29 @@ def limit_bytes() -> int | None:
     return None
 
 
-def in_words(found: Mapping[str, Any]) -> str:
+def format_oom_report(found: Mapping[str, Any]) -> str:
     """An account for people; "" where there is none."""
     if not found:
         return ""
     held, wanted, limit = found["held_bytes"], found["wanted_bytes"], found["limit_bytes"]
-    parts = ", ".join(f"{name} {size(held[name])}" for name in held if name not in ("total", "peak", "reserved"))
-    asked = f"{size(wanted)} were wanted beside the" if wanted else "it held"
-    reserved = f", {size(held['reserved'])} reserved" if "reserved" in held else ""
-    most = f" (limit {size(limit)})" if limit else ""
-    return f"out of memory: {asked} {size(held['total'])}{' held' if wanted else ''}{most}: {parts}{reserved}"
+    parts = ", ".join(
+        f"{name} {format_bytes(held[name])}" for name in held if name not in ("total", "peak", "reserved")
+    )
+    asked = f"{format_bytes(wanted)} were wanted beside the" if wanted else "it held"
+    reserved = f", {format_bytes(held['reserved'])} reserved" if "reserved" in held else ""
+    most = f" (limit {format_bytes(limit)})" if limit else ""
+    return f"out of memory: {asked} {format_bytes(held['total'])}{' held' if wanted else ''}{most}: {parts}{reserved}"
 
 
-def why_killed(directory: Path, rank: int, how: str, kills: int = 0) -> str:
+def describe_kill(directory: Path, rank: int, how: str, kills: int = 0) -> str:
     """Of a rank that left no word: where it was, whether the kernel killed it for want of memory, what it last held.
     `kills` are those that its launcher has seen since it started; other ranks may have seen them too."""
     if "SIGKILL" not in how:
-        told = fault_told(directory, rank)
+        told = describe_fault(directory, rank)
         return f"{how}: {told}" if told else f"{how} without a word"
     if kills or any(dump.get("oom_kills") for dump in read_dumps(directory).values()):
-        limit = limit_bytes()
-        most = f" (limit of its group: {size(limit)})" if limit else ""
+        limit = cgroup_memory_limit()
+        most = f" (limit of its group: {format_bytes(limit)})" if limit else ""
         return f"{how}, by the kernel, for want of memory{most}{_last_peak(directory, rank)}"
     return f"{how} without a word; out of memory?"
 
@@ -65,14 +67,16 @@ def why_killed(directory: Path, rank: int, how: str, kills: int = 0) -> str:
 def _last_peak(directory: Path, rank: int) -> str:
     """The last that the rank itself noted: it writes them down about once in a second."""
     with suppress(OSError, ValueError):
-        lines = [json.loads(line) for line in record_file(directory, rank).read_text().splitlines() if line[-1:] == "}"]
+        lines = [
+            json.loads(line) for line in rank_record_file(directory, rank).read_text().splitlines() if line[-1:] == "}"
+        ]
         for line in reversed(lines):
             if "peak_memory_bytes" in line:
-                return f"; it had noted a peak of {size(line['peak_memory_bytes'])} by step {line['step']}"
+                return f"; it had noted a peak of {format_bytes(line['peak_memory_bytes'])} by step {line['step']}"
     return ""
 
 
-def size(value: int) -> str:
+def format_bytes(value: int) -> str:
     """1.23 GB; less than that in MB."""
     return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
 

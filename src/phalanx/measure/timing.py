@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 
-def seconds_each(call: Callable[[], object], device: torch.device, iterations: int) -> list[float]:
+def time_calls(call: Callable[[], object], device: torch.device, iterations: int) -> list[float]:
     """Seconds of each of so many calls in a row, after one to warm up: by CUDA's events on a GPU, which does not wait
     for the host between them, by the clock on a CPU."""
     call()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.norm import RMSNorm
-from phalanx.model.rotary import Rotary, rotate
+from phalanx.model.rotary import RotaryTable, apply_rotary
 from phalanx.spec.model import ModelSpec
 
 # Devices whose fused kernels take grouped heads together with a mask. On CUDA flash takes no mask and the others no
@@ -33,22 +33,22 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(spec.head_dim if per_head else query, spec.norm_eps)
             self.k_norm = RMSNorm(spec.head_dim if per_head else value, spec.norm_eps)
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary | None, mask_B1TT: Tensor | None) -> Tensor:
-        q, k, v = self.into(x_BTD)
+    def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask_B1TT: Tensor | None) -> Tensor:
+        q, k, v = self.project_in(x_BTD)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q_BTHK, k_BTHK, v_BTHK = self._heads(q), self._heads(k), self._heads(v)
         if self.qk_norm == "head":
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
         if rotary is not None:
-            q_BTHK, k_BTHK = rotate(q_BTHK, rotary), rotate(k_BTHK, rotary)
-        return self.out_of(self.attend(q_BTHK, k_BTHK, v_BTHK, mask_B1TT).flatten(2))
+            q_BTHK, k_BTHK = apply_rotary(q_BTHK, rotary), apply_rotary(k_BTHK, rotary)
+        return self.project_out(self.attend(q_BTHK, k_BTHK, v_BTHK, mask_B1TT).flatten(2))
 
-    def into(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_in(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, their heads side by side."""
         return self.wq(x_BTD), self.wk(x_BTD), self.wv(x_BTD)
 
-    def out_of(self, heads_BTQ: Tensor) -> Tensor:
+    def project_out(self, heads_BTQ: Tensor) -> Tensor:
         """What the heads say, in the residual stream's width."""
         return self.wo(heads_BTQ)
 

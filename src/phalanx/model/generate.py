@@ -11,7 +11,7 @@ from torch import Tensor
 Model = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def sample(
+def stream_tokens(
     model: Model,
     tokens_T: Tensor,
     temperature: float = 1.0,
@@ -30,12 +30,12 @@ def sample(
         seen_T = tokens_T if context is None else tokens_T[-context:]
         with torch.no_grad():
             logits_1TV, _ = model(seen_T[None])
-        token = draw(logits_1TV[0, -1].float().to(device), temperature, top_k, generator)
+        token = sample_token(logits_1TV[0, -1].float().to(device), temperature, top_k, generator)
         tokens_T = torch.cat((tokens_T, tokens_T.new_tensor([token])))
         yield token
 
 
-def draw(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> int:
+def sample_token(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> int:
     """A token from softmax(logits / temperature) over the `top_k` likeliest."""
     if temperature == 0:
         return int(logits_V.argmax())
@@ -60,7 +60,7 @@ def generate(
     The other arguments are `sample`'s. Exactly `count` forward passes are made whatever is drawn, so that
     ranks which share a sharded model stay in step.
     """
-    new = list(islice(sample(model, tokens_T, temperature, top_k, generator, context), count))
+    new = list(islice(stream_tokens(model, tokens_T, temperature, top_k, generator, context), count))
     if end in new:
         stop = new.index(end)
         new[stop:] = [end] * (count - stop)

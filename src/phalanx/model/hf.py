@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from phalanx.model.hf_names import FAMILIES, Source, hf_place, hf_sources
+from phalanx.model.hf_names import FAMILIES, TensorSource, hf_location, hf_sources
 from phalanx.model.hf_tokenizer import hf_tokenizer_files
 from phalanx.model.transformer import Transformer
 from phalanx.spec.errors import UserError
@@ -34,7 +34,7 @@ AGAIN = "download it again"
 SAVED = "give a directory that save_pretrained wrote"
 
 
-def hf_weights(directory: str | Path) -> Callable[[str, torch.Size], Tensor]:
+def open_hf_weights(directory: str | Path) -> Callable[[str, torch.Size], Tensor]:
     """A function that reads one parameter, by our name, from what `save_pretrained` wrote into `directory`.
 
     It gives the full tensor on the CPU in the checkpoint's dtype, and holds no more than that in memory.
@@ -53,7 +53,7 @@ def hf_weights(directory: str | Path) -> Callable[[str, torch.Size], Tensor]:
     opened = cache(_open)
 
     def weight(name: str, shape: torch.Size) -> Tensor:
-        place = hf_place(kind, name)
+        place = hf_location(kind, name)
         if "{e}" in place.name:
             names = [place.name.replace("{e}", str(expert)) for expert in range(shape[0])]
             return torch.stack([_checked(read(theirs), theirs, shape[1:]) for theirs in names])
@@ -167,7 +167,7 @@ def _shapes(spec: ModelSpec) -> dict[str, torch.Size]:
 
 
 def _write_tensors(
-    sources: Mapping[str, Source],
+    sources: Mapping[str, TensorSource],
     shapes: Mapping[str, torch.Size],
     tensors: Mapping[str, Tensor],
     directory: Path,
@@ -176,7 +176,7 @@ def _write_tensors(
 ) -> None:
     """One file, or several with the index of what they hold; one file's tensors are in memory at a time."""
     sizes = {name: _elements(source, shapes) * dtype.itemsize for name, source in sources.items()}
-    shards = cut(sizes, shard_bytes)
+    shards = shard_names(sizes, shard_bytes)
     files = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     files = [ONE_FILE] if len(shards) == 1 else files
     for file, names in zip(files, shards, strict=True):
@@ -188,17 +188,17 @@ def _write_tensors(
         (directory / INDEX).write_text(_json(index), encoding="utf-8")
 
 
-def _elements(source: Source, shapes: Mapping[str, torch.Size]) -> int:
+def _elements(source: TensorSource, shapes: Mapping[str, torch.Size]) -> int:
     return sum(shapes[name].numel() // (1 if source.expert is None else shapes[name][0]) for name in source.names)
 
 
-def _tensor(source: Source, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def _tensor(source: TensorSource, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     parts = [tensors[name] if source.expert is None else tensors[name][source.expert] for name in source.names]
     whole = torch.cat([part.detach() for part in parts]).to("cpu", dtype)
     return (whole.T if source.transposed else whole).contiguous()
 
 
-def cut(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
+def shard_names(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
     """Names in their order, in runs of at most `limit_bytes`; a larger one is alone."""
     runs: list[list[str]] = []
     room = 0

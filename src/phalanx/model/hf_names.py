@@ -13,7 +13,7 @@ import torch
 from phalanx.spec.errors import UserError
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """The tensor of a checkpoint that holds one of our parameters, alone or with others."""
 
     name: str
@@ -24,7 +24,7 @@ class Place(NamedTuple):
     """Kept as [in, out]: GPT-2's Conv1D."""
 
 
-Names = dict[str, Place]
+Names = dict[str, TensorLocation]
 
 
 def _blocks(prefix: str, names: Names) -> Names:
@@ -35,65 +35,65 @@ def _blocks(prefix: str, names: Names) -> Names:
 
 
 LLAMA = {
-    "embedding.weight": Place("model.embed_tokens.weight"),
-    "norm.weight": Place("model.norm.weight"),
-    "head.weight": Place("lm_head.weight"),
+    "embedding.weight": TensorLocation("model.embed_tokens.weight"),
+    "norm.weight": TensorLocation("model.norm.weight"),
+    "head.weight": TensorLocation("lm_head.weight"),
 } | _blocks(
     "model.layers",
     {
-        "attention_norm.weight": Place("input_layernorm.weight"),
-        "attention.wq.weight": Place("self_attn.q_proj.weight"),
-        "attention.wk.weight": Place("self_attn.k_proj.weight"),
-        "attention.wv.weight": Place("self_attn.v_proj.weight"),
-        "attention.wo.weight": Place("self_attn.o_proj.weight"),
-        "attention.q_norm.weight": Place("self_attn.q_norm.weight"),
-        "attention.k_norm.weight": Place("self_attn.k_norm.weight"),
-        "mlp_norm.weight": Place("post_attention_layernorm.weight"),
-        "mlp.gate.weight": Place("mlp.gate_proj.weight"),
-        "mlp.up.weight": Place("mlp.up_proj.weight"),
-        "mlp.down.weight": Place("mlp.down_proj.weight"),
-        "mlp.router.gate.weight": Place("mlp.gate.weight"),
-        "mlp.experts.gate": Place("mlp.experts.{e}.gate_proj.weight"),
-        "mlp.experts.up": Place("mlp.experts.{e}.up_proj.weight"),
-        "mlp.experts.down": Place("mlp.experts.{e}.down_proj.weight"),
+        "attention_norm.weight": TensorLocation("input_layernorm.weight"),
+        "attention.wq.weight": TensorLocation("self_attn.q_proj.weight"),
+        "attention.wk.weight": TensorLocation("self_attn.k_proj.weight"),
+        "attention.wv.weight": TensorLocation("self_attn.v_proj.weight"),
+        "attention.wo.weight": TensorLocation("self_attn.o_proj.weight"),
+        "attention.q_norm.weight": TensorLocation("self_attn.q_norm.weight"),
+        "attention.k_norm.weight": TensorLocation("self_attn.k_norm.weight"),
+        "mlp_norm.weight": TensorLocation("post_attention_layernorm.weight"),
+        "mlp.gate.weight": TensorLocation("mlp.gate_proj.weight"),
+        "mlp.up.weight": TensorLocation("mlp.up_proj.weight"),
+        "mlp.down.weight": TensorLocation("mlp.down_proj.weight"),
+        "mlp.router.gate.weight": TensorLocation("mlp.gate.weight"),
+        "mlp.experts.gate": TensorLocation("mlp.experts.{e}.gate_proj.weight"),
+        "mlp.experts.up": TensorLocation("mlp.experts.{e}.up_proj.weight"),
+        "mlp.experts.down": TensorLocation("mlp.experts.{e}.down_proj.weight"),
     },
 )
 
 MIXTRAL = LLAMA | _blocks(
     "model.layers",
     {
-        "mlp.router.gate.weight": Place("block_sparse_moe.gate.weight"),
-        "mlp.experts.gate": Place("block_sparse_moe.experts.{e}.w1.weight"),
-        "mlp.experts.up": Place("block_sparse_moe.experts.{e}.w3.weight"),
-        "mlp.experts.down": Place("block_sparse_moe.experts.{e}.w2.weight"),
+        "mlp.router.gate.weight": TensorLocation("block_sparse_moe.gate.weight"),
+        "mlp.experts.gate": TensorLocation("block_sparse_moe.experts.{e}.w1.weight"),
+        "mlp.experts.up": TensorLocation("block_sparse_moe.experts.{e}.w3.weight"),
+        "mlp.experts.down": TensorLocation("block_sparse_moe.experts.{e}.w2.weight"),
     },
 )
 
 GPT2 = {
-    "embedding.weight": Place("transformer.wte.weight"),
-    "positions.weight": Place("transformer.wpe.weight"),
-    "norm.weight": Place("transformer.ln_f.weight"),
-    "norm.bias": Place("transformer.ln_f.bias"),
-    "head.weight": Place("lm_head.weight"),
+    "embedding.weight": TensorLocation("transformer.wte.weight"),
+    "positions.weight": TensorLocation("transformer.wpe.weight"),
+    "norm.weight": TensorLocation("transformer.ln_f.weight"),
+    "norm.bias": TensorLocation("transformer.ln_f.bias"),
+    "head.weight": TensorLocation("lm_head.weight"),
 } | _blocks(
     "transformer.h",
     {
-        "attention_norm.weight": Place("ln_1.weight"),
-        "attention_norm.bias": Place("ln_1.bias"),
-        "attention.wq.weight": Place("attn.c_attn.weight", part=0, parts=3, transposed=True),
-        "attention.wk.weight": Place("attn.c_attn.weight", part=1, parts=3, transposed=True),
-        "attention.wv.weight": Place("attn.c_attn.weight", part=2, parts=3, transposed=True),
-        "attention.wq.bias": Place("attn.c_attn.bias", part=0, parts=3),
-        "attention.wk.bias": Place("attn.c_attn.bias", part=1, parts=3),
-        "attention.wv.bias": Place("attn.c_attn.bias", part=2, parts=3),
-        "attention.wo.weight": Place("attn.c_proj.weight", transposed=True),
-        "attention.wo.bias": Place("attn.c_proj.bias"),
-        "mlp_norm.weight": Place("ln_2.weight"),
-        "mlp_norm.bias": Place("ln_2.bias"),
-        "mlp.up.weight": Place("mlp.c_fc.weight", transposed=True),
-        "mlp.up.bias": Place("mlp.c_fc.bias"),
-        "mlp.down.weight": Place("mlp.c_proj.weight", transposed=True),
-        "mlp.down.bias": Place("mlp.c_proj.bias"),
+        "attention_norm.weight": TensorLocation("ln_1.weight"),
+        "attention_norm.bias": TensorLocation("ln_1.bias"),
+        "attention.wq.weight": TensorLocation("attn.c_attn.weight", part=0, parts=3, transposed=True),
+        "attention.wk.weight": TensorLocation("attn.c_attn.weight", part=1, parts=3, transposed=True),
+        "attention.wv.weight": TensorLocation("attn.c_attn.weight", part=2, parts=3, transposed=True),
+        "attention.wq.bias": TensorLocation("attn.c_attn.bias", part=0, parts=3),
+        "attention.wk.bias": TensorLocation("attn.c_attn.bias", part=1, parts=3),
+        "attention.wv.bias": TensorLocation("attn.c_attn.bias", part=2, parts=3),
+        "attention.wo.weight": TensorLocation("attn.c_proj.weight", transposed=True),
+        "attention.wo.bias": TensorLocation("attn.c_proj.bias"),
+        "mlp_norm.weight": TensorLocation("ln_2.weight"),
+        "mlp_norm.bias": TensorLocation("ln_2.bias"),
+        "mlp.up.weight": TensorLocation("mlp.c_fc.weight", transposed=True),
+        "mlp.up.bias": TensorLocation("mlp.c_fc.bias"),
+        "mlp.down.weight": TensorLocation("mlp.c_proj.weight", transposed=True),
+        "mlp.down.bias": TensorLocation("mlp.c_proj.bias"),
     },
 )
 
@@ -104,7 +104,7 @@ FAMILIES: dict[str, Names] = {
 """By config.json's model_type."""
 
 
-def hf_place(kind: str, name: str) -> Place:
+def hf_location(kind: str, name: str) -> TensorLocation:
     """Where a checkpoint of model type `kind` keeps our parameter `name`; only {e} is left open.
 
     Raises UserError if that model type has no such parameter.
@@ -117,7 +117,7 @@ def hf_place(kind: str, name: str) -> Place:
     return place._replace(name=place.name.replace("{i}", layer[1])) if layer else place
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """What a Hugging Face tensor is made of: these parameters one after the other along the output axis."""
 
     names: tuple[str, ...]
@@ -126,15 +126,15 @@ class Source(NamedTuple):
     transposed: bool
 
 
-def hf_sources(kind: str, shapes: Mapping[str, torch.Size]) -> dict[str, Source]:
+def hf_sources(kind: str, shapes: Mapping[str, torch.Size]) -> dict[str, TensorSource]:
     """Every tensor of a checkpoint of type `kind`, by its Hugging Face name; `shapes` are our parameters', in
     the model's own order, which is also that of fused parts."""
-    made: dict[str, Source] = {}
+    made: dict[str, TensorSource] = {}
     for name, shape in shapes.items():
-        place = hf_place(kind, name)
+        place = hf_location(kind, name)
         experts: list[int | None] = list(range(shape[0])) if "{e}" in place.name else [None]
         for expert in experts:
             theirs = place.name.replace("{e}", str(expert))
-            before = made.get(theirs, Source((), expert, place.transposed))
+            before = made.get(theirs, TensorSource((), expert, place.transposed))
             made[theirs] = before._replace(names=(*before.names, name))
     return made

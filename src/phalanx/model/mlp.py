@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from phalanx.spec.model import ModelSpec
 
 
-class SwiGLU(nn.Module):
+class SwiGLUMLP(nn.Module):
     """down(silu(gate x) * up x) (GLU variants, arXiv 2002.05202)."""
 
     def __init__(self, width: int, ffn: int) -> None:
@@ -18,19 +18,19 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(ffn, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.into(x)
-        return self.out_of(F.silu(gate) * up)
+        gate, up = self.project_in(x)
+        return self.project_out(F.silu(gate) * up)
 
-    def into(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def project_in(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """To the inner width."""
         return self.gate(x), self.up(x)
 
-    def out_of(self, hidden: Tensor) -> Tensor:
+    def project_out(self, hidden: Tensor) -> Tensor:
         """Back to the width of the residual stream."""
         return self.down(hidden)
 
 
-class GELU(nn.Module):
+class GELUMLP(nn.Module):
     """down(gelu(up x)) (GPT-2)."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -40,18 +40,18 @@ class GELU(nn.Module):
         self.approximate = "tanh" if spec.activation == "gelu_tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:
-        (up,) = self.into(x)
-        return self.out_of(F.gelu(up, approximate=self.approximate))
+        (up,) = self.project_in(x)
+        return self.project_out(F.gelu(up, approximate=self.approximate))
 
-    def into(self, x: Tensor) -> tuple[Tensor]:
+    def project_in(self, x: Tensor) -> tuple[Tensor]:
         """To the inner width."""
         return (self.up(x),)
 
-    def out_of(self, hidden: Tensor) -> Tensor:
+    def project_out(self, hidden: Tensor) -> Tensor:
         """Back to the width of the residual stream."""
         return self.down(hidden)
 
 
-def mlp(spec: ModelSpec) -> nn.Module:
+def build_mlp(spec: ModelSpec) -> nn.Module:
     """The dense MLP that `spec` describes."""
-    return SwiGLU(spec.width, spec.ffn) if spec.activation == "swiglu" else GELU(spec)
+    return SwiGLUMLP(spec.width, spec.ffn) if spec.activation == "swiglu" else GELUMLP(spec)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from phalanx.model.mlp import SwiGLU
+from phalanx.model.mlp import SwiGLUMLP
 from phalanx.spec.model import ModelSpec, MoESpec
 
 
@@ -48,7 +48,7 @@ class Router(nn.Module):
         weights = score.gather(-1, chosen)
         if self.moe.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
-        load_BE = self.count(chosen, score.dtype)
+        load_BE = self.tokens_per_expert(chosen, score.dtype)
         dropped = None if self.moe.capacity_factor is None else ~within_capacity(self.moe, chosen)
         if torch.is_grad_enabled():
             self.load += load_BE.sum(0)
@@ -60,14 +60,14 @@ class Router(nn.Module):
         balance = balance_loss(self.moe, share, load_BE, self.relief)
         return weights, chosen, balance + z_loss(self.moe, logits)
 
-    def count(self, chosen_BTk: Tensor, dtype: torch.dtype) -> Tensor:
+    def tokens_per_expert(self, chosen_BTk: Tensor, dtype: torch.dtype) -> Tensor:
         """How many tokens of each sequence chose each expert, [B, E]."""
         chosen = chosen_BTk.flatten(1)
         counts = torch.zeros(len(chosen), self.moe.experts, dtype=dtype, device=chosen.device)
         return counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=dtype))
 
     @torch.no_grad()
-    def rebalance(self, apply: bool = True) -> None:
+    def update_bias(self, apply: bool = True) -> None:
         """Raise the bias of experts with less than their share of `load`, lower that of the others; reset
         `load`, which must hold the tokens of the whole global batch (arXiv 2408.15664, algorithm 1). Without
         `apply` it is only reset."""
@@ -85,12 +85,12 @@ def within_capacity(moe: MoESpec, chosen_BTk: Tensor) -> Tensor:
     place = torch.arange(chosen.shape[1], device=chosen.device) - first.gather(1, by_expert)
     return (
         torch.empty_like(chosen, dtype=torch.bool)
-        .scatter_(1, order, place < capacity(moe, chosen.shape[1]))
+        .scatter_(1, order, place < expert_capacity(moe, chosen.shape[1]))
         .view_as(chosen_BTk)
     )
 
 
-def capacity(moe: MoESpec, choices: int) -> int:
+def expert_capacity(moe: MoESpec, choices: int) -> int:
     """Places of an expert for the choices of a sequence (Switch Transformer, arXiv 2101.03961, eq. 3)."""
     assert moe.capacity_factor is not None
     return math.ceil(moe.capacity_factor * choices / moe.experts)
@@ -136,16 +136,16 @@ class Experts(nn.Module):
         return self.product(hidden_NF, down, ends_E)
 
     def product(self, x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-        """See `expert_product`."""
-        return expert_product(x_NI, weight_EOI, ends_E)
+        """See `grouped_linear`."""
+        return grouped_linear(x_NI, weight_EOI, ends_E)
 
 
-def expert_product(x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """Each expert's rows times its own weight, transposed: [N, O]."""
-    return (_grouped if grouped_runs(x_NI, weight_EOI) else _looped)(x_NI, weight_EOI, ends_E)
+    return (_grouped if supports_grouped_mm(x_NI, weight_EOI) else _looped)(x_NI, weight_EOI, ends_E)
 
 
-def grouped_runs(x: Tensor, weight: Tensor) -> bool:
+def supports_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     """Whether torch has a grouped matrix product for this dtype and device: bf16 everywhere, fp32 on the CPU;
     its kernels want rows of whole 16 bytes."""
     dtypes = (torch.bfloat16, torch.float32) if x.device.type == "cpu" else (torch.bfloat16,)
@@ -158,7 +158,7 @@ def _grouped(x: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _looped(x: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    sizes = on_host(torch.diff(ends_E, prepend=ends_E.new_zeros(1)), len(x))
+    sizes = to_host_list(torch.diff(ends_E, prepend=ends_E.new_zeros(1)), len(x))
     return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(sizes), weight_EOI, strict=True)])
 
 
@@ -169,24 +169,24 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(spec, moe)
         self.experts = Experts(spec, moe)
-        self.shared = SwiGLU(spec.width, moe.ffn * moe.shared_experts) if moe.shared_experts else None
+        self.shared = SwiGLUMLP(spec.width, moe.ffn * moe.shared_experts) if moe.shared_experts else None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's output [B, T, D] and its auxiliary loss summed over tokens."""
         weights, chosen, auxiliary = self.router(x_BTD)
-        out = self.mix(x_BTD, weights, chosen)
+        out = self.apply_experts(x_BTD, weights, chosen)
         if self.shared is not None:
             out = out + self.shared(x_BTD)
         return out, auxiliary
 
-    def mix(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
+    def apply_experts(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
         """What the chosen experts make of each token, weighted and summed."""
-        rows, order, counts_E = sorted_by_expert(x_BTD, chosen_BTk, self.router.moe)
+        rows, order, counts_E = permute_by_expert(x_BTD, chosen_BTk, self.router.moe)
         y = self.experts(rows, counts_E.cumsum(0))
-        return combined(y, order, weights_BTk).view_as(x_BTD)
+        return combine_expert_outputs(y, order, weights_BTk).view_as(x_BTD)
 
 
-def sorted_by_expert(x_BTD: Tensor, chosen_BTk: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor, Tensor]:
+def permute_by_expert(x_BTD: Tensor, chosen_BTk: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor, Tensor]:
     """A row for each choice of each token, those of the first expert first; which choice each row is; and how many each
     expert has, [E]."""
     chosen = chosen_BTk.flatten()
@@ -194,12 +194,12 @@ def sorted_by_expert(x_BTD: Tensor, chosen_BTk: Tensor, moe: MoESpec) -> tuple[T
     counts = chosen.new_zeros(moe.experts + 1).scatter_add_(0, chosen, chosen.new_ones(1).expand(len(chosen)))
     counts_E, rows = counts[:-1], order
     if moe.capacity_factor is not None:  # dropped choices stand last
-        most = len(chosen_BTk) * moe.experts * capacity(moe, len(chosen) // len(chosen_BTk))
-        rows = order[: on_host(counts_E.sum(0, keepdim=True), min(most, len(chosen)))[0]]
+        most = len(chosen_BTk) * moe.experts * expert_capacity(moe, len(chosen) // len(chosen_BTk))
+        rows = order[: to_host_list(counts_E.sum(0, keepdim=True), min(most, len(chosen)))[0]]
     return x_BTD.flatten(0, 1)[rows // chosen_BTk.shape[-1]], order, counts_E
 
 
-def on_host(counts: Tensor, total: int) -> list[int]:
+def to_host_list(counts: Tensor, total: int) -> list[int]:
     """The numbers in a vector, which add up to `total` where experts are balanced. In a step that is traced without
     numbers (`phalanx.verify`) they are: its vectors have none."""
     if isinstance(counts, FakeTensor):
@@ -208,8 +208,8 @@ def on_host(counts: Tensor, total: int) -> list[int]:
     return cast(list[int], counts.tolist())
 
 
-def combined(y: Tensor, order: Tensor, weights_BTk: Tensor) -> Tensor:
-    """The weighted sum of what each token's experts said, [N, D], from rows in the `order` of `sorted_by_expert`."""
+def combine_expert_outputs(y: Tensor, order: Tensor, weights_BTk: Tensor) -> Tensor:
+    """The weighted sum of what each token's experts said, [N, D], from rows in the `order` of `permute_by_expert`."""
     if len(y) < len(order):
         y = torch.cat([y, y.new_zeros(len(order) - len(y), y.shape[1])])
     y_NkD = y[order.argsort()].unflatten(0, (-1, weights_BTk.shape[-1]))

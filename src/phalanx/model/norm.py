@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
-def norm(spec: ModelSpec) -> nn.Module:
+def build_norm(spec: ModelSpec) -> nn.Module:
     """The norm of the residual stream."""
     kind = RMSNorm if spec.norm == "rmsnorm" else nn.LayerNorm
     return kind(spec.width, spec.norm_eps)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.spec.model import RopeSpec
 
-Rotary = tuple[Tensor, Tensor]
+RotaryTable = tuple[Tensor, Tensor]
 
 
 def frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
@@ -47,7 +47,7 @@ def _yarn(rope: RopeSpec, base_J: Tensor, head_dim: int) -> Tensor:
     return stretch_J * base_J / rope.factor + (1 - stretch_J) * base_J
 
 
-def rotary(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.dtype) -> Rotary:
+def rotary_table(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
     """Cosine and sine, [..., T, 1, K] each, for positions [..., T]. Angles are taken in fp64: in fp32 a
     position of 100,000 is off by a hundredth of a radian."""
     angle = positions[..., None].double() * frequencies(rope, head_dim).to(positions.device)
@@ -57,7 +57,7 @@ def rotary(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.dtype)
     return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
 
 
-def rotate(x_BTHK: Tensor, table: Rotary) -> Tensor:
+def apply_rotary(x_BTHK: Tensor, table: RotaryTable) -> Tensor:
     """Turn channel j with channel j + K/2 by the position's angle (the convention of Llama's HF weights)."""
     cos, sin = table
     first, second = x_BTHK.chunk(2, dim=-1)

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.attention import Attention
-from phalanx.model.mlp import mlp
+from phalanx.model.mlp import build_mlp
 from phalanx.model.moe import MoE
-from phalanx.model.norm import norm
-from phalanx.model.rotary import Rotary, rotary
+from phalanx.model.norm import build_norm
+from phalanx.model.rotary import RotaryTable, rotary_table
 from phalanx.spec.model import ModelSpec
 
 
@@ -23,12 +23,12 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.attention_norm = norm(spec)
+        self.attention_norm = build_norm(spec)
         self.attention = Attention(spec)
-        self.mlp_norm = norm(spec)
-        self.mlp = MoE(spec, spec.moe) if spec.moe and spec.is_moe(layer) else mlp(spec)
+        self.mlp_norm = build_norm(spec)
+        self.mlp = MoE(spec, spec.moe) if spec.moe and spec.is_moe_layer(layer) else build_mlp(spec)
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """The block's output [B, T, D] and its auxiliary loss summed over tokens (0 without experts)."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask)
         if isinstance(self.mlp, MoE):
@@ -48,7 +48,7 @@ class Transformer(nn.Module):
         if spec.positions == "learned":
             self.positions = nn.Embedding(spec.context, spec.width)
         self.blocks = nn.ModuleList([Block(spec, layer) for layer in range(spec.layers)])
-        self.norm = norm(spec)
+        self.norm = build_norm(spec)
         if not spec.tied:
             self.head = nn.Linear(spec.width, spec.vocab, bias=False)
 
@@ -58,31 +58,31 @@ class Transformer(nn.Module):
         `starts_BT` holds for each token the index in its row at which its document begins: documents do not
         attend to each other, and each counts its positions from 0. None: every row is one document.
         """
-        x_BTD, auxiliary = self.through(self.blocks, self.embed(tokens_BT, starts_BT), starts_BT)
-        return self.predict(x_BTD), auxiliary
+        x_BTD, auxiliary = self.run_blocks(self.blocks, self.embed(tokens_BT, starts_BT), starts_BT)
+        return self.compute_logits(x_BTD), auxiliary
 
     def embed(self, tokens_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
         """What the first block is given, [B, T, D]."""
         x_BTD = self.embedding(tokens_BT)
         if self.spec.positions == "learned":
-            x_BTD = x_BTD + self.positions(in_document(self.attended(tokens_BT), starts_BT))
+            x_BTD = x_BTD + self.positions(positions_in_document(self.local_positions(tokens_BT), starts_BT))
         return x_BTD
 
-    def through(self, blocks: Iterable[nn.Module], x_BTD: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run_blocks(self, blocks: Iterable[nn.Module], x_BTD: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
         """What these blocks make of `x_BTD`, and their auxiliary loss."""
-        mask = None if starts_BT is None else self.mask(starts_BT)
+        mask = None if starts_BT is None else self.attention_mask(starts_BT)
         table = None
         if self.spec.positions != "learned":
             dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
-            place_T = self.attended(x_BTD)
-            table = rotary(self.spec.rope, self.spec.head_dim, in_document(place_T, starts_BT), dtype)
+            place_T = self.local_positions(x_BTD)
+            table = rotary_table(self.spec.rope, self.spec.head_dim, positions_in_document(place_T, starts_BT), dtype)
         auxiliary = x_BTD.new_zeros(())
         for block in blocks:
             x_BTD, more = block(x_BTD, table, mask)
             auxiliary = auxiliary + more
         return x_BTD, auxiliary
 
-    def predict(self, x_BTD: Tensor) -> Tensor:
+    def compute_logits(self, x_BTD: Tensor) -> Tensor:
         """Logits of what the last block gave, [B, T, V]."""
         return self.logits(self.norm(x_BTD), self.head_weight)
 
@@ -95,16 +95,16 @@ class Transformer(nn.Module):
         """The last product, [B, T, V]."""
         return F.linear(x_BTD, weight_VD)
 
-    def mask(self, starts_BT: Tensor) -> Tensor:
+    def attention_mask(self, starts_BT: Tensor) -> Tensor:
         """What attention is told of documents."""
         return document_mask(starts_BT)
 
-    def attended(self, x_BT: Tensor) -> Tensor:
+    def local_positions(self, x_BT: Tensor) -> Tensor:
         """Where in its row each token is whose attention is computed here, [T]."""
         return torch.arange(x_BT.shape[1], device=x_BT.device)
 
 
-def in_document(place_T: Tensor, starts_BT: Tensor | None) -> Tensor:
+def positions_in_document(place_T: Tensor, starts_BT: Tensor | None) -> Tensor:
     """Positions in their documents of the tokens at `place_T` in their rows: [T], or [B, T] where documents start
     inside of rows."""
     return place_T if starts_BT is None else place_T - starts_BT[:, place_T]

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from phalanx.model.weights import generator_of, initial_weight
+from phalanx.model.weights import initial_weight, named_generator
 from phalanx.spec.base import require
 from phalanx.spec.model import ModelSpec
 
 Weights = Callable[[str, torch.Size], Tensor]
 
 
-def upcycled(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: int) -> Weights:
+def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: int) -> Weights:
     """The initial weights of the mixture `spec` by name, from the `weights` of `source`: these themselves, if it is a
     mixture too. Routers are drawn as always; a head of its own begins as the embedding that it was tied to.
 
@@ -41,7 +41,9 @@ def upcycled(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: int) ->
     def weight(name: str, shape: torch.Size) -> Tensor:
         layer, stacked, kind = name.partition(".experts.")
         if stacked:
-            return experts_of(weights(f"{layer}.{kind}.weight", shape[1:]), shape[0], spec.redrawn, seed, layer, kind)
+            return replicate_mlp(
+                weights(f"{layer}.{kind}.weight", shape[1:]), shape[0], spec.redrawn, seed, layer, kind
+            )
         if name.endswith(".router.gate.weight"):
             return initial_weight(spec, name, shape, seed)
         return weights("embedding.weight" if name == "head.weight" and source.tied else name, shape)
@@ -49,17 +51,17 @@ def upcycled(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: int) ->
     return weight
 
 
-def experts_of(dense: Tensor, experts: int, redrawn: float, seed: int, layer: str, kind: str) -> Tensor:
+def replicate_mlp(dense: Tensor, experts: int, redrawn: float, seed: int, layer: str, kind: str) -> Tensor:
     """A stack of copies of one matrix of an MLP. Of each, the same part of the inner units in all matrices of the layer
     is drawn anew, with the mean and deviation of what stood there (arXiv 2502.19261)."""
     stack = dense.expand(experts, *dense.shape).clone()
     for expert, copy in enumerate(stack):
         units_FD = copy.T if kind == "down" else copy
-        order = torch.randperm(len(units_FD), generator=generator_of(seed, f"{layer} {expert}"))
+        order = torch.randperm(len(units_FD), generator=named_generator(seed, f"{layer} {expert}"))
         chosen = order[: round(redrawn * len(units_FD))]
         if len(chosen):
             before = units_FD[chosen].float()
-            generator = generator_of(seed, f"{layer} {expert} {kind}")
+            generator = named_generator(seed, f"{layer} {expert} {kind}")
             drawn = torch.empty_like(before).normal_(float(before.mean()), float(before.std()), generator=generator)
             units_FD[chosen] = drawn.to(units_FD.dtype)
     return stack

@@ -26,10 +26,10 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int) -> 
     std = math.sqrt(2 / (5 * spec.width))
     if name.endswith(RESIDUAL_OUTPUTS):
         std /= math.sqrt(2 * spec.layers)
-    return torch.empty(shape).normal_(0, std, generator=generator_of(seed, name))
+    return torch.empty(shape).normal_(0, std, generator=named_generator(seed, name))
 
 
-def generator_of(seed: int, name: str) -> torch.Generator:
+def named_generator(seed: int, name: str) -> torch.Generator:
     """What draws for a name, on the CPU: the same wherever it is asked for."""
     # Of a seed torch's CPU generator takes 32 bits, so seed and name must share them.
     return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))

@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.spec.swarm import BLOCK
 
 
-def to_blocks(flat: Tensor, top: int) -> tuple[Tensor, Tensor]:
+def quantize_blocks(flat: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """Whole numbers, int8 [..., blocks, 256] (the last filled with zeros), and scales, fp32 [..., blocks], of numbers
     [..., n]. The scale of a block that is not finite is not."""
     missing = -flat.shape[-1] % BLOCK
@@ -20,6 +20,6 @@ def to_blocks(flat: Tensor, top: int) -> tuple[Tensor, Tensor]:
     return codes.nan_to_num().to(torch.int8), scale
 
 
-def of_blocks(codes: Tensor, scale: Tensor, count: int) -> Tensor:
+def dequantize_blocks(codes: Tensor, scale: Tensor, count: int) -> Tensor:
     """The first `count` numbers, fp32 [..., count], of each row of blocks."""
     return (codes.float() * scale[..., None]).flatten(-2)[..., :count]

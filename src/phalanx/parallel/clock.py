@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-Mark = Any
-"""A moment, until `Clock.read` says when it was: of the host a number, of a GPU an event."""
+Timestamp = Any
+"""A moment, until `DeviceClock.resolve` says when it was: of the host a number, of a GPU an event."""
 
 
-class Clock:
+class DeviceClock:
     """Moments of the host on a CPU, and of the stream of a GPU, both told by time.perf_counter()."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def now(self) -> Mark:
+    def record(self) -> Timestamp:
         """This moment."""
         if self.device.type != "cuda":
             return time.perf_counter()
@@ -26,14 +26,14 @@ class Clock:
         event.record()
         return event
 
-    def read(self, marks: Sequence[Mark]) -> list[float]:
+    def resolve(self, marks: Sequence[Timestamp]) -> list[float]:
         """When they were, in seconds. Waits for a GPU to come to the last."""
         if self.device.type != "cuda":
             return list(marks)
-        end = self.now()
+        end = self.record()
         torch.cuda.synchronize(self.device)
         over = time.perf_counter()
         return [over - mark.elapsed_time(end) / 1e3 for mark in marks]
 
 
-HOST = Clock(torch.device("cpu"))
+HOST_CLOCK = DeviceClock(torch.device("cpu"))

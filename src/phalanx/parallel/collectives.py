@@ -10,29 +10,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.exposed import ExposedTime
+from phalanx.parallel.exposed import WaitTimer
 
 # Of one tensor each; torch 2.13 renamed both.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-ASKED_FOR: ContextVar[str | None] = ContextVar("asked_for", default=None)
+REQUESTED_OPERATION: ContextVar[str | None] = ContextVar("asked_for", default=None)
 """What an operation stands for while it is called, for whoever records operations."""
 
 
 @contextmanager
-def standing_for(operation: str) -> Iterator[None]:
+def recorded_as(operation: str) -> Iterator[None]:
     """Around the call of an operation that does the work of another."""
-    token = ASKED_FOR.set(operation)
+    token = REQUESTED_OPERATION.set(operation)
     try:
         yield
     finally:
-        ASKED_FOR.reset(token)
+        REQUESTED_OPERATION.reset(token)
 
 
-def begin_all_reduce(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup | None, exposed: ExposedTime
+def start_all_reduce(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None, exposed: WaitTimer
 ) -> Callable[[], None]:
     """Starts to sum each of these tensors, of one dtype, over the ranks by one all-reduce; what it returns ends it, and
     writes the sums into them."""
@@ -40,7 +40,7 @@ def begin_all_reduce(
     work = dist.all_reduce(flat, group=group, async_op=True)
 
     def end() -> None:
-        with exposed.waiting():
+        with exposed.measure():
             work.wait()
         for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(total.view_as(tensor))
@@ -55,20 +55,20 @@ class ReduceScatter:
     times as fast.
     """
 
-    def __init__(self, sent: Tensor, out: Tensor, group: dist.ProcessGroup, exposed: ExposedTime) -> None:
+    def __init__(self, sent: Tensor, out: Tensor, group: dist.ProcessGroup, exposed: WaitTimer) -> None:
         """`sent` [N x n] holds a part for each of the N ranks, `out` [n] takes this rank's."""
         self.sent, self.out, self.exposed = sent, out, exposed
         self.received: Tensor | None = None
         if sent.device.type == "cpu":
             self.received = torch.empty_like(sent)
-            with standing_for("reduce_scatter"):
+            with recorded_as("reduce_scatter"):
                 self.work = dist.all_to_all_single(self.received, sent, group=group, async_op=True)
         else:
             self.work = reduce_scatter(out, sent, group=group, async_op=True)
 
     def wait(self) -> None:
         """End it: `out` has the sum."""
-        with self.exposed.waiting():
+        with self.exposed.measure():
             self.work.wait()
         if self.received is not None:
             total = self.received.view(-1, self.out.numel())

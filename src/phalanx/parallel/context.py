@@ -23,27 +23,27 @@ from torch import Tensor
 from phalanx.model.attention import Attention
 from phalanx.model.moe import Router
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.exposed import ExposedTime
+from phalanx.parallel.exposed import WaitTimer
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class ContextRanks:
+class ContextParallelGroup:
     """The ranks that share sequences."""
 
     def __init__(self, group: dist.ProcessGroup, kind: str) -> None:
         """`kind`: ring or ulysses."""
         self.group, self.kind = group, kind
         self.size, self.rank = group.size(), group.rank()
-        self.exposed = ExposedTime()
+        self.exposed = WaitTimer()
 
-    def places(self, tokens: int, device: torch.device) -> Tensor:
+    def local_token_indices(self, tokens: int, device: torch.device) -> Tensor:
         """Which of a row's `tokens` are this rank's, [t]."""
-        return places(tokens, self.size, self.rank, self.kind, device)
+        return local_token_indices(tokens, self.size, self.rank, self.kind, device)
 
-    def pass_on(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def send_to_next(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Start to send to the next rank and to receive as much from the one before; what is returned beside the
         tensor that will come ends both."""
         came = torch.empty_like(tensor)
@@ -56,21 +56,21 @@ class ContextRanks:
         )
 
         def end() -> None:
-            with self.exposed.waiting():
+            with self.exposed.measure():
                 for work in works:
                     work.wait()
 
         return came, end
 
-    def exchange(self, sent: Tensor) -> Tensor:
+    def all_to_all(self, sent: Tensor) -> Tensor:
         """sent[i] goes to rank i; what rank j sent comes back at [j]."""
         came = torch.empty_like(sent)
-        with self.exposed.waiting():
+        with self.exposed.measure():
             dist.all_to_all_single(came, sent, group=self.group)
         return came
 
 
-def places(tokens: int, ranks: int, rank: int, kind: str, device: torch.device | None = None) -> Tensor:
+def local_token_indices(tokens: int, ranks: int, rank: int, kind: str, device: torch.device | None = None) -> Tensor:
     """Which of a row's tokens a rank has: of 2 x ranks equal pieces the one at `rank` from the front and the one at
     `rank` from the back (ring), or a run of them (ulysses)."""
     if kind == "ulysses":
@@ -79,29 +79,29 @@ def places(tokens: int, ranks: int, rank: int, kind: str, device: torch.device |
     return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]])
 
 
-def split_sequences(model: Transformer, ranks: ContextRanks) -> None:
+def apply_context_parallel(model: Transformer, ranks: ContextParallelGroup) -> None:
     """Let a model that is given its rank's tokens of every row (and where all of the row's documents start) attend to
     those of the others."""
-    inner = model.attended
-    model.attended = lambda x_BT: _attended(inner, ranks, x_BT)  # type: ignore[method-assign]
+    inner = model.local_positions
+    model.local_positions = lambda x_BT: _attended(inner, ranks, x_BT)  # type: ignore[method-assign]
     if ranks.kind == "ring":
-        model.mask = lambda starts_BT: starts_BT  # type: ignore[method-assign]
+        model.attention_mask = lambda starts_BT: starts_BT  # type: ignore[method-assign]
     for part in model.modules():
         if isinstance(part, Attention):
             how = _ring if ranks.kind == "ring" else _ulysses
             part.attend = partial(how, part.attend, ranks)  # type: ignore[method-assign]
         elif isinstance(part, Router):
-            part.count = partial(_count, part.count, ranks)  # type: ignore[method-assign]
+            part.tokens_per_expert = partial(_count, part.tokens_per_expert, ranks)  # type: ignore[method-assign]
 
 
-def _attended(inner: Callable[[Tensor], Tensor], ranks: ContextRanks, x_BT: Tensor) -> Tensor:
-    return ranks.places(len(inner(x_BT)) * ranks.size, x_BT.device)
+def _attended(inner: Callable[[Tensor], Tensor], ranks: ContextParallelGroup, x_BT: Tensor) -> Tensor:
+    return ranks.local_token_indices(len(inner(x_BT)) * ranks.size, x_BT.device)
 
 
-def _count(count: Callable[..., Tensor], ranks: ContextRanks, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+def _count(count: Callable[..., Tensor], ranks: ContextParallelGroup, chosen: Tensor, dtype: torch.dtype) -> Tensor:
     """The balance of experts is that of whole sequences."""
     counts = count(chosen, dtype)
-    with ranks.exposed.waiting():
+    with ranks.exposed.measure():
         dist.all_reduce(counts, group=ranks.group)
     return counts
 
@@ -109,57 +109,61 @@ def _count(count: Callable[..., Tensor], ranks: ContextRanks, chosen: Tensor, dt
 # -- ulysses -----------------------------------------------------------------------------------------------------------
 
 
-def _ulysses(attend: Attend, ranks: ContextRanks, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _ulysses(
+    attend: Attend, ranks: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> Tensor:
     """Attention [B, t, H, K] of all tokens' heads, by ranks that each have some of the heads of all tokens."""
     if k.shape[2] < ranks.size:
         k, v = (x.repeat_interleave(ranks.size // x.shape[2], dim=2) for x in (k, v))
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms may have lifted them to fp32
     heads = [x.shape[2] // ranks.size for x in (q, k, v)]
     packed = torch.cat([x.unflatten(2, (ranks.size, -1)) for x in (q, k, v)], dim=3).movedim(2, 0)
-    all_tokens = cast(Tensor, _Exchange.apply(packed, ranks)).movedim(0, 1).flatten(1, 2)
+    all_tokens = cast(Tensor, _AllToAll.apply(packed, ranks)).movedim(0, 1).flatten(1, 2)
     q, k, v = all_tokens.split(heads, dim=2)
     out = attend(q, k, v, mask)
     by_rank = out.unflatten(1, (ranks.size, -1)).movedim(1, 0)
-    return cast(Tensor, _Exchange.apply(by_rank, ranks)).movedim(0, 2).flatten(2, 3)
+    return cast(Tensor, _AllToAll.apply(by_rank, ranks)).movedim(0, 2).flatten(2, 3)
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, ranks: ContextRanks) -> Tensor:
+    def forward(ctx: Any, sent: Tensor, ranks: ContextParallelGroup) -> Tensor:
         ctx.ranks = ranks
-        return ranks.exchange(sent.contiguous())
+        return ranks.all_to_all(sent.contiguous())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.exchange(gradient.contiguous()), None
+        return ctx.ranks.all_to_all(gradient.contiguous()), None
 
 
 # -- ring --------------------------------------------------------------------------------------------------------------
 
 
-def _ring(_: Attend, ranks: ContextRanks, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None) -> Tensor:
+def _ring(_: Attend, ranks: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None) -> Tensor:
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms may have lifted them to fp32
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    return cast(Tensor, _Ring.apply(q, k, v, starts_BT, ranks)).transpose(1, 2)
+    return cast(Tensor, _RingAttention.apply(q, k, v, starts_BT, ranks)).transpose(1, 2)
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     """Attention of q [B, H, t, K] to everybody's keys and values."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None, ranks: ContextRanks) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None, ranks: ContextParallelGroup
+    ) -> Tensor:
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = torch.zeros_like(q, dtype=exact)
         total = out.new_full(q.shape[:3], float("-inf"))
         own = both = torch.stack([k, v])
         for step in range(ranks.size):
             source = (ranks.rank - step) % ranks.size
-            coming, arrived = ranks.pass_on(both) if step + 1 < ranks.size else (both, lambda: None)
-            mine, theirs = seen(ranks.rank, source, q.shape[2])
+            coming, arrived = ranks.send_to_next(both) if step + 1 < ranks.size else (both, lambda: None)
+            mine, theirs = visible_blocks(ranks.rank, source, q.shape[2])
             mask = _mask(ranks, source, starts_BT, mine, theirs)
             k, v = both[:, :, :, theirs].unbind()
-            part, its_total = attention(q[:, :, mine], k, v, step == 0, mask)
-            _merge(out[:, :, mine], total[:, :, mine], part, its_total)
+            part, its_total = attention_with_lse(q[:, :, mine], k, v, step == 0, mask)
+            _merge_partial_attention(out[:, :, mine], total[:, :, mine], part, its_total)
             arrived()
             both = coming
         ctx.starts, ctx.ranks = starts_BT, ranks
@@ -176,8 +180,8 @@ class _Ring(torch.autograd.Function):
         of_both, late = torch.zeros_like(both, dtype=total.dtype), lambda: None
         for step in range(ranks.size):
             source = (ranks.rank - step) % ranks.size
-            coming, arrived = ranks.pass_on(both) if step + 1 < ranks.size else (both, lambda: None)
-            mine, theirs = seen(ranks.rank, source, q.shape[2])
+            coming, arrived = ranks.send_to_next(both) if step + 1 < ranks.size else (both, lambda: None)
+            mine, theirs = visible_blocks(ranks.rank, source, q.shape[2])
             mask = _mask(ranks, source, ctx.starts, mine, theirs)
             k, v = both[:, :, :, theirs].unbind()
             g, own, o, divisor = (x[:, :, mine] for x in (gradient, q, out, total))
@@ -188,13 +192,13 @@ class _Ring(torch.autograd.Function):
             of_both[1][:, :, theirs] += grads[2]
             arrived()
             both = coming
-            of_both, late = ranks.pass_on(of_both)
+            of_both, late = ranks.send_to_next(of_both)
         late()
         of_k, of_v = of_both.to(q.dtype).unbind()
         return of_q.to(q.dtype), of_k, of_v, None, None
 
 
-def seen(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
+def visible_blocks(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
     """Which of a rank's tokens see which of another's, where each has a piece from the front and one from the back: of
     ranks before it all see the front piece, of ranks behind it the back piece sees all."""
     every, half = slice(0, tokens), tokens // 2
@@ -203,25 +207,27 @@ def seen(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
     return (every if source == rank else slice(half, tokens)), every
 
 
-def _mask(ranks: ContextRanks, source: int, starts_BT: Tensor | None, mine: slice, theirs: slice) -> Tensor | None:
+def _mask(
+    ranks: ContextParallelGroup, source: int, starts_BT: Tensor | None, mine: slice, theirs: slice
+) -> Tensor | None:
     """Which token sees which, [B, 1, ., .] bool; None where documents do not matter."""
     if starts_BT is None:
         return None
     tokens = starts_BT.shape[1]
-    query = ranks.places(tokens, starts_BT.device)[mine]
-    key = places(tokens, ranks.size, source, "ring", starts_BT.device)[theirs]
+    query = ranks.local_token_indices(tokens, starts_BT.device)[mine]
+    key = local_token_indices(tokens, ranks.size, source, "ring", starts_BT.device)[theirs]
     same = starts_BT[:, None, query, None] == starts_BT[:, None, None, key]
     return same & (query[:, None] >= key)
 
 
-def _merge(out: Tensor, total: Tensor, part: Tensor, its_total: Tensor) -> None:
+def _merge_partial_attention(out: Tensor, total: Tensor, part: Tensor, its_total: Tensor) -> None:
     """Add to attention [B, H, ., K], whose log-sum-exp is `total`, that to other keys (in place)."""
     both = torch.logaddexp(total, its_total)
     out.mul_((total - both).exp()[..., None]).add_(part * (its_total - both).exp()[..., None])
     total.copy_(both)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention [B, H, t, K] to some keys, and the log of what its softmax was divided by, [B, H, t]."""
     if q.device.type == "cpu":
         out, total = CPU_ATTENTION(q, k, v, 0.0, causal and mask is None, attn_mask=_additive(mask, q))

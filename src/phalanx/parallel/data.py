@@ -17,16 +17,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.parallel.collectives import begin_all_reduce
-from phalanx.parallel.gradient import scale
-from phalanx.parallel.strategy import WRAPPER, Strategy, pieces_of
+from phalanx.parallel.collectives import start_all_reduce
+from phalanx.parallel.gradient import scale_gradients
+from phalanx.parallel.strategy import CHECKPOINT_WRAPPER_PREFIX, Strategy, chunk_by_bytes
 from phalanx.spec.layout import Layout
 
 POWERSGD_FROM_STEP = 10
 """PowerSGD sends whole gradients before: the first ones change most, and DDP settles its buckets (arXiv 1905.13727)."""
 
 
-class Replica(Strategy):
+class OverlappingReplica(Strategy):
     """Data parallelism without DDP, which follows one micro-batch at a time: gradients are summed in `collect`, for
     those whose micro-batches overlap (a pipeline)."""
 
@@ -37,17 +37,17 @@ class Replica(Strategy):
         super().__init__(module, group)
         self.apart, self.bucket_bytes = apart, int(layout.bucket_mb * 2**20)
 
-    def collect(self) -> None:
-        for parameter in self.trained.values():
+    def finalize_gradients(self) -> None:
+        for parameter in self.trainable_parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [gradient for name, gradient in self.gradients().items() if name not in self.apart]
-        buckets = pieces_of(gradients, self.bucket_bytes)
-        for end in [begin_all_reduce(bucket, self.group, self.exposed) for bucket in buckets]:
+        buckets = chunk_by_bytes(gradients, self.bucket_bytes)
+        for end in [start_all_reduce(bucket, self.group, self.comm_wait) for bucket in buckets]:
             end()
 
 
-class DataParallel(Strategy):
+class DDP(Strategy):
     """A replica of the model. DDP divides summed gradients by the ranks; the trainer divides the loss by the tokens
     of the global batch, so `loss_scale` takes DDP's division back."""
 
@@ -61,7 +61,9 @@ class DataParallel(Strategy):
         self.loss_scale, self.apart, self.unused = float(group.size()), apart, layout.unused_parameters
         # The routers' buffers are kept equal by summing their loads; DDP need not broadcast them at every forward pass.
         ignored = [name for name, _ in module.named_buffers()]
-        ignored += [name for name, _ in module.named_parameters() if name.replace(WRAPPER, "") in apart]
+        ignored += [
+            name for name, _ in module.named_parameters() if name.replace(CHECKPOINT_WRAPPER_PREFIX, "") in apart
+        ]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         self.model = DistributedDataParallel(
             module,
@@ -70,17 +72,17 @@ class DataParallel(Strategy):
             find_unused_parameters=layout.unused_parameters,
             gradient_as_bucket_view=True,
             init_sync=False,  # initial weights are a function of their names
-            **_buckets(layout),
+            **_bucket_options(layout),
         )
         self._powersgd: PowerSGDState | None = None
         if layout.compress == "bf16":
-            self.model.register_comm_hook(group, average_in_bf16)
+            self.model.register_comm_hook(group, bf16_allreduce_hook)
         elif layout.compress == "powersgd":
             self._powersgd = PowerSGDState(group, layout.compress_rank, POWERSGD_FROM_STEP)
             self.model.register_comm_hook(self._powersgd, powerSGD_hook)
         self._last_gradient = 0.0
         # Weak: autograd keeps the hooks of a parameter alive, and this would keep the group of ranks with it.
-        ready = partial(DataParallel._gradient_ready, weakref.proxy(self))
+        ready = partial(DDP._gradient_ready, weakref.proxy(self))
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(ready)
@@ -99,23 +101,23 @@ class DataParallel(Strategy):
         # On the CPU, backward returns when the last bucket is reduced: what follows the last gradient is exposed.
         if next(self.model.parameters()).device.type == "cpu":
             now = time.perf_counter()
-            self.exposed.add(min(now, self._last_gradient), now)
+            self.comm_wait.add(min(now, self._last_gradient), now)
 
-    def sum_terms(self) -> None:
+    def reduce_partial_gradients(self) -> None:
         """As everywhere; DDP did not divide those that are apart."""
         apart = [gradient for name, gradient in self.gradients().items() if name in self.apart]
-        scale(apart, torch.tensor(1 / self.loss_scale, dtype=torch.float64))
-        super().sum_terms()
+        scale_gradients(apart, torch.tensor(1 / self.loss_scale, dtype=torch.float64))
+        super().reduce_partial_gradients()
 
-    def drop_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """Set them to zero where they lie, in the buckets that DDP keeps: dropped, the micro-batches before the last
         would make a second set of them. A part that a step may leave unused must have none."""
         self.module.zero_grad(set_to_none=self.unused)
 
-    def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+    def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         """As everywhere, and what PowerSGD did not send yet."""
         unsent = self._powersgd.error_dict.values() if self._powersgd else ()
-        return super().held(optimizers) | {"communication": list(unsent)}
+        return super().resident_tensors(optimizers) | {"communication": list(unsent)}
 
     def join(self) -> AbstractContextManager[None]:
         """Around the last steps of a run, of which ranks have different numbers: those that are done shadow the others'
@@ -127,7 +129,7 @@ class DataParallel(Strategy):
         return self.model.join()
 
 
-def _buckets(layout: Layout) -> dict[str, Any]:
+def _bucket_options(layout: Layout) -> dict[str, Any]:
     """DDP's options for the size of buckets, in MiB."""
     if layout.first_bucket_mb is None:
         return {"bucket_cap_mb": layout.bucket_mb}
@@ -135,7 +137,7 @@ def _buckets(layout: Layout) -> dict[str, Any]:
 
 
 # DDP compares the types as objects, so that this file does not postpone annotations.
-def average_in_bf16(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+def bf16_allreduce_hook(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
     """Half the bytes of fp32 on the wire. (PyTorch's own hook of this kind is refused by name without NCCL.)"""
     buffer = bucket.buffer()
     small = buffer.to(torch.bfloat16).div_(group.size())

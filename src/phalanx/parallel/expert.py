@@ -17,93 +17,93 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.model.moe import Experts, MoE, combined, on_host, sorted_by_expert
+from phalanx.model.moe import Experts, MoE, combine_expert_outputs, permute_by_expert, to_host_list
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.exposed import ExposedTime
+from phalanx.parallel.exposed import WaitTimer
 from phalanx.parallel.strategy import named_modules, named_parameters
 
 
-class ExpertRanks:
+class ExpertParallelGroup:
     """The ranks that have different experts."""
 
     def __init__(self, group: dist.ProcessGroup, places: Tensor | None = None) -> None:
         """The first rank has the first experts, and so on; or experts by their `places`, [E + 1]."""
-        self.group, self.size, self.places = group, group.size(), places
-        self.exposed = ExposedTime()
-        self.waits = ExposedTime()
+        self.group, self.size, self.expert_permutation = group, group.size(), places
+        self.exposed = WaitTimer()
+        self.waits = WaitTimer()
         """Of what `exposed` counts, that for all-to-alls."""
         self.rows = 0
         """That came, since they were last taken."""
 
     def wait(self, work: dist.Work | None) -> None:
         """For an exchange to end."""
-        with self.exposed.waiting(), self.waits.waiting():
+        with self.exposed.measure(), self.waits.measure():
             if work is not None:
                 work.wait()
 
-    def take_rows(self) -> int:
+    def pop_row_count(self) -> int:
         """How many came since the last call."""
         rows, self.rows = self.rows, 0
         return rows
 
-    def begin(self, rows: Tensor, sent: list[int], came: list[int]) -> tuple[Tensor, dist.Work | None]:
+    def start_all_to_all(self, rows: Tensor, sent: list[int], came: list[int]) -> tuple[Tensor, dist.Work | None]:
         """Start to send `sent[i]` rows to rank i, the first first; `came[j]` rows will be from rank j."""
         received = rows.new_empty(sum(came), *rows.shape[1:])
         work = dist.all_to_all_single(received, rows.contiguous(), came, sent, group=self.group, async_op=True)
         return received, work
 
 
-def expert_names(module: nn.Module) -> frozenset[str]:
+def expert_parameter_names(module: nn.Module) -> frozenset[str]:
     """The parameters that ranks with different experts have apart."""
     owners = [f"{name}." for name, part in named_modules(module) if isinstance(part, Experts)]
     return frozenset(name for name, _ in named_parameters(module) if name.startswith(tuple(owners)))
 
 
-def split_experts(model: Transformer, ranks: ExpertRanks) -> None:
+def apply_expert_parallel(model: Transformer, ranks: ExpertParallelGroup) -> None:
     """Let the layers of a model, of whose experts this rank has its share, send tokens to the others."""
     for part in model.modules():
         if isinstance(part, MoE):
             part.forward = partial(_forward, part, ranks)  # type: ignore[method-assign]
 
 
-def _forward(moe: MoE, ranks: ExpertRanks, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(moe: MoE, ranks: ExpertParallelGroup, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """See MoE.forward."""
     weights, chosen, auxiliary = moe.router(x_BTD)
-    chosen = chosen if ranks.places is None else ranks.places[chosen]
-    rows, order, counts_E = sorted_by_expert(x_BTD, chosen, moe.router.moe)
+    chosen = chosen if ranks.expert_permutation is None else ranks.expert_permutation[chosen]
+    rows, order, counts_E = permute_by_expert(x_BTD, chosen, moe.router.moe)
     if torch.is_autocast_enabled(rows.device.type):
         rows = rows.to(torch.get_autocast_dtype(rows.device.type))
     # How many rows each rank sends to each expert of each other.
     theirs = torch.empty_like(counts_E)
     ranks.wait(dist.all_to_all_single(theirs, counts_E, group=ranks.group, async_op=True))
-    sent = on_host(counts_E.view(ranks.size, -1).sum(1), len(rows))
+    sent = to_host_list(counts_E.view(ranks.size, -1).sum(1), len(rows))
     by_source = theirs.view(ranks.size, -1)
-    came = on_host(by_source.sum(1), len(rows))
+    came = to_host_list(by_source.sum(1), len(rows))
 
     ranks.rows += sum(came)
 
-    under_way = UnderWay(ranks, sent, came)
-    coming = _Depart.apply(rows, under_way)
+    under_way = InFlightDispatch(ranks, sent, came)
+    coming = _StartDispatch.apply(rows, under_way)
     shared = moe.shared(x_BTD) if moe.shared is not None else None
-    arrived = cast(Tensor, _Arrive.apply(coming, under_way))
+    arrived = cast(Tensor, _FinishDispatch.apply(coming, under_way))
 
     local = torch.arange(by_source.shape[1], device=rows.device).repeat(ranks.size)
     by_expert = local.repeat_interleave(theirs, output_size=sum(came)).argsort(stable=True)
     y = moe.experts(arrived[by_expert], by_source.sum(0).cumsum(0))
-    y = cast(Tensor, _Return.apply(y[by_expert.argsort()], ranks, came, sent))
-    out = combined(y, order, weights).view_as(x_BTD)
+    y = cast(Tensor, _Combine.apply(y[by_expert.argsort()], ranks, came, sent))
+    out = combine_expert_outputs(y, order, weights).view_as(x_BTD)
     return out if shared is None else out + shared, auxiliary
 
 
 @dataclass
-class UnderWay:
+class InFlightDispatch:
     """Rows on their way to experts, or their gradients on the way back."""
 
-    ranks: ExpertRanks
-    sent: list[int]
-    came: list[int]
+    ranks: ExpertParallelGroup
+    send_counts: list[int]
+    recv_counts: list[int]
     work: dist.Work | None = None
-    back: Tensor | None = None
+    gradient: Tensor | None = None
     """Where the gradients arrive."""
 
     def wait(self) -> None:
@@ -112,29 +112,29 @@ class UnderWay:
         self.work = None
 
 
-class _Depart(torch.autograd.Function):
+class _StartDispatch(torch.autograd.Function):
     """Send rows to their experts; what it returns is there after `_Arrive`. Autograd runs backward what was done last
     first: what stands between the two works while gradients, too, are under way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, under_way: UnderWay) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, under_way: InFlightDispatch) -> Tensor:
         ctx.under_way = under_way
-        received, under_way.work = under_way.ranks.begin(rows, under_way.sent, under_way.came)
+        received, under_way.work = under_way.ranks.start_all_to_all(rows, under_way.send_counts, under_way.recv_counts)
         return received
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
         of = ctx.under_way
         of.wait()
-        back, of.back = of.back, None
+        back, of.gradient = of.gradient, None
         return back, None
 
 
-class _Arrive(torch.autograd.Function):
+class _FinishDispatch(torch.autograd.Function):
     """Wait for rows; begin to send their gradients back, which are there after `_Depart`."""
 
     @staticmethod
-    def forward(ctx: Any, received: Tensor, under_way: UnderWay) -> Tensor:
+    def forward(ctx: Any, received: Tensor, under_way: InFlightDispatch) -> Tensor:
         ctx.under_way = under_way
         under_way.wait()
         return received.view_as(received)
@@ -142,22 +142,22 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         of = ctx.under_way
-        of.back, of.work = of.ranks.begin(gradient, of.came, of.sent)
+        of.gradient, of.work = of.ranks.start_all_to_all(gradient, of.recv_counts, of.send_counts)
         return gradient, None  # not of these rows, but on time: `_Depart` has those
 
 
-class _Return(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     """Send rows, as many as came, to where they came from."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: ExpertRanks, sent: list[int], came: list[int]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, ranks: ExpertParallelGroup, sent: list[int], came: list[int]) -> Tensor:
         ctx.ranks, ctx.sent, ctx.came = ranks, sent, came
-        back, work = ranks.begin(rows, sent, came)
+        back, work = ranks.start_all_to_all(rows, sent, came)
         ranks.wait(work)
         return back
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        back, work = ctx.ranks.begin(gradient, ctx.came, ctx.sent)
+        back, work = ctx.ranks.start_all_to_all(gradient, ctx.came, ctx.sent)
         ctx.ranks.wait(work)
         return back, None, None, None

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 
-class ExposedTime:
+class WaitTimer:
     """The spans in which the host waited for a collective. Exact on the CPU, where waiting blocks the host; on a GPU
     the host does not wait, and the total stays 0."""
 
@@ -21,7 +21,7 @@ class ExposedTime:
         """Each span, by time.perf_counter(), while somebody keeps a list here."""
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Count the time spent inside."""
         begun = time.perf_counter()
         try:
@@ -35,7 +35,7 @@ class ExposedTime:
         if self.spans is not None:
             self.spans.append((begun, ended))
 
-    def take(self) -> float:
+    def pop_seconds(self) -> float:
         """The seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
@@ -44,10 +44,10 @@ class ExposedTime:
 class TimedWork(dist.Work):
     """A collective under way whose wait is counted."""
 
-    def __init__(self, work: dist.Work, exposed: ExposedTime) -> None:
+    def __init__(self, work: dist.Work, exposed: WaitTimer) -> None:
         super().__init__()
         self.work, self.exposed = work, exposed
 
     def wait(self, *timeout: timedelta) -> bool:
-        with self.exposed.waiting():
+        with self.exposed.measure():
             return self.work.wait(*timeout)

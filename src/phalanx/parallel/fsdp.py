@@ -19,14 +19,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from phalanx.parallel.collectives import ReduceScatter
-from phalanx.parallel.exposed import ExposedTime, TimedWork
+from phalanx.parallel.exposed import TimedWork, WaitTimer
 from phalanx.parallel.offload import CpuOffload
-from phalanx.parallel.splittable import refuse_unsplittable_optimizers
-from phalanx.parallel.strategy import Strategy, named_modules, pieces_of, step_with
+from phalanx.parallel.splittable import check_shardable_optimizers
+from phalanx.parallel.strategy import Strategy, chunk_by_bytes, named_modules, step_parameters
 from phalanx.spec.layout import Layout
 
 
-class FullySharded(Strategy):
+class FSDP(Strategy):
     """A sharded model. Gradients are summed over ranks, not averaged: the trainer divides the loss."""
 
     autocast = False
@@ -53,10 +53,10 @@ class FullySharded(Strategy):
         )
         on_gpu = mesh.device_type != "cpu"
         place = OffloadPolicy() if offload is None else CPUOffloadPolicy(pin_memory=on_gpu)
-        wrapped = [part for block in blocks for part in _parts(block, layout.wrap)]
+        wrapped = [part for block in blocks for part in _fsdp_units(block, layout.wrap)]
         shard = partial(fully_shard, mp_policy=policy, offload_policy=place)
         reshard = layout.reshard and layout.pp == 1
-        for owner in owners_of(module, apart):  # from the inside to the outside
+        for owner in modules_owning(module, apart):  # from the inside to the outside
             shard(owner, mesh=apart_mesh, reshard_after_forward=reshard)
         for part in wrapped:
             shard(part, mesh=mesh, reshard_after_forward=reshard)
@@ -68,14 +68,14 @@ class FullySharded(Strategy):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         # A deferred sum comes when FSDP2 believes that it is there, and must not be cast in between.
-        cast = compute_dtype is not None and any(p.dtype != torch.float32 for p in self.trained.values())
+        cast = compute_dtype is not None and any(p.dtype != torch.float32 for p in self.trainable_parameters.values())
         self.deferred = mesh.ndim == 1 and not cast
         self.offload = offload
         self.in_pipeline = layout.pp > 1
         self._prefetch(layout.prefetch)
         self.reduce_scatter: DeferredReduceScatter | None = None
         if not on_gpu:
-            self._overlap_on_gloo()
+            self._install_gloo_collectives()
 
     def _prefetch(self, ahead: int) -> None:
         """Gather so many units ahead of the one that computes."""
@@ -85,11 +85,11 @@ class FullySharded(Strategy):
         for index, unit in enumerate(backward):
             unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + ahead])
 
-    def _overlap_on_gloo(self) -> None:
-        self.reduce_scatter = DeferredReduceScatter(self.exposed, deferred=self.deferred)
+    def _install_gloo_collectives(self) -> None:
+        self.reduce_scatter = DeferredReduceScatter(self.comm_wait, deferred=self.deferred)
         for unit in self.units:
             unit._set_unshard_async_op(True)
-            unit.set_custom_all_gather(TimedAllGather(self.exposed))
+            unit.set_custom_all_gather(TimedAllGather(self.comm_wait))
             unit.set_custom_reduce_scatter(self.reduce_scatter)
 
     @contextmanager
@@ -97,7 +97,7 @@ class FullySharded(Strategy):
         """Around the forward and backward pass of a micro-batch. Gradients are split after each of them: kept whole
         until the last, they would take as much memory as the model. Replicas sum theirs after the last."""
         if self.in_pipeline:
-            self._end_with_backward(False)
+            self._set_gradient_sync(False)
             yield
             return
         self.root.set_requires_all_reduce(last)
@@ -106,30 +106,30 @@ class FullySharded(Strategy):
             yield
             return
         # FSDP2 would add to gradients whose sum has not come yet: they accumulate here.
-        before = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
-        self.drop_gradients()
+        before = {name: p.grad for name, p in self.trainable_parameters.items() if p.grad is not None}
+        self.zero_grad()
         yield
         self.reduce_scatter.finish()
         for name, gradient in before.items():
-            parameter = self.trained[name]
+            parameter = self.trainable_parameters[name]
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
-    def _end_with_backward(self, now: bool) -> None:
+    def _set_gradient_sync(self, now: bool) -> None:
         """Whether gradients are split, and parameters given back, when a backward pass ends. A pipeline's micro-batches
         overlap, and halves of backward passes go on with parameters that must still be those of the forward pass."""
         self.root.set_requires_gradient_sync(now)
         self.root.set_reshard_after_backward(now)
         self.root.set_is_last_backward(now)
 
-    def end_weights(self) -> None:
+    def finish_weight_grad_pass(self) -> None:
         """FSDP2 adds a pass's gradients up, in the dtype in which it reduces them, when the pass ends. What tells it so
         hangs on the units' inputs and outputs, which this pass did not reach."""
         self.root._get_fsdp_state()._root_post_backward_final_callback()
 
-    def collect(self) -> None:
+    def finalize_gradients(self) -> None:
         """What FSDP2 does when a backward pass ends, once for all of a pipeline's step (as PyTorch's own pipelining
         does it, `_PipelineStageBase.perform_reduce_grad`)."""
-        self._end_with_backward(True)
+        self._set_gradient_sync(True)
         state = self.root._get_fsdp_state()
         for each in state._state_ctx.all_states:
             if each._fsdp_param_group is not None:
@@ -138,45 +138,45 @@ class FullySharded(Strategy):
         if self.reduce_scatter is not None:
             self.reduce_scatter.finish()
 
-    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step all at once, or what is offloaded piece by piece."""
-        refuse_unsplittable_optimizers(optimizers)
+        check_shardable_optimizers(optimizers)
         if self.offload is None:
-            super().update(optimizers)
+            super().step(optimizers)
             return
-        pieces = pieces_of(list(self.trained.values()), self.offload.piece_bytes)
+        pieces = chunk_by_bytes(list(self.trainable_parameters.values()), self.offload.piece_bytes)
         gradients = [[parameter.grad for parameter in piece] for piece in pieces]
-        self.drop_gradients()
+        self.zero_grad()
         for index, (piece, its_gradients) in enumerate(zip(pieces, gradients, strict=True)):
-            with self.offload.piece(index, optimizers, piece, []):
-                step_with(optimizers, piece, its_gradients)
+            with self.offload.stepping(index, optimizers, piece, []):
+                step_parameters(optimizers, piece, its_gradients)
 
-    def new_state(self, parameter: nn.Parameter) -> Tensor:
-        return self.offload.zeros_like(parameter) if self.offload else super().new_state(parameter)
+    def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
+        return self.offload.zeros_like(parameter) if self.offload else super().init_optimizer_state(parameter)
 
-    def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
-        held = super().held(optimizers)
-        held["parameters"] = list(self.trained.values())  # whole ones are gathered, which `elastic` counts
+    def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+        held = super().resident_tensors(optimizers)
+        held["parameters"] = list(self.trainable_parameters.values())  # whole ones are gathered, which `elastic` counts
         return held if self.offload is None else {"offloaded": [tensor for part in held.values() for tensor in part]}
 
-    def elastic(self) -> list[Tensor]:
+    def resizable_buffers(self) -> list[Tensor]:
         groups = [unit._get_fsdp_state()._fsdp_param_group for unit in self.units]
         parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
         return [whole for parameter in parameters for whole in getattr(parameter, "all_gather_outputs", [])]
 
-    def rest(self) -> None:
+    def reshard_parameters(self) -> None:
         """Split the parameters again that a forward pass without a backward pass left gathered."""
         for unit in self.units:
             unit.reshard()
 
 
-def owners_of(module: nn.Module, names: frozenset[str]) -> list[nn.Module]:
+def modules_owning(module: nn.Module, names: frozenset[str]) -> list[nn.Module]:
     """The modules whose own parameters these are."""
     owners = {name.rpartition(".")[0] for name in names}
     return [part for name, part in named_modules(module) if name in owners]
 
 
-def _parts(block: nn.Module, wrap: str) -> list[nn.Module]:
+def _fsdp_units(block: nn.Module, wrap: str) -> list[nn.Module]:
     """What is gathered at once of a block: all of it, its parts, or nothing of its own (the whole model at once)."""
     parts = [child for child in block.children() if any(True for _ in child.parameters())]
     return {"model": [], "block": [block], "sublayer": parts}[wrap]
@@ -185,7 +185,7 @@ def _parts(block: nn.Module, wrap: str) -> list[nn.Module]:
 class TimedAllGather(DefaultAllGather):
     """PyTorch's all-gather, with the time spent waiting for it counted."""
 
-    def __init__(self, exposed: ExposedTime) -> None:
+    def __init__(self, exposed: WaitTimer) -> None:
         self.exposed = exposed
 
     def __call__(
@@ -202,7 +202,7 @@ class DeferredReduceScatter(DefaultReduceScatter):
     backward pass of one more unit; at most one unit's buffers are held meanwhile.
     """
 
-    def __init__(self, exposed: ExposedTime, deferred: bool) -> None:
+    def __init__(self, exposed: WaitTimer, deferred: bool) -> None:
         self.exposed, self.deferred = exposed, deferred
         self._pending: ReduceScatter | None = None
 

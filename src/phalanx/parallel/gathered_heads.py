@@ -16,24 +16,24 @@ from torch import Tensor
 
 from phalanx.model.attention import Attention
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.tensor import Products, TensorRanks
+from phalanx.parallel.tensor import TensorParallelGroup, TensorTuple
 from phalanx.spec.model import ModelSpec
 
 
-def gather_heads(model: Transformer, ranks: TensorRanks) -> None:
-    """Let attention, whose products `split_products` has split, work on columns of heads."""
-    columns = Columns(model.spec, ranks)
+def apply_gathered_heads(model: Transformer, ranks: TensorParallelGroup) -> None:
+    """Let attention, whose products `apply_tensor_parallel` has split, work on columns of heads."""
+    columns = GatheredHeads(model.spec, ranks)
     for part in model.modules():
         if isinstance(part, Attention):
-            part.into = partial(_into, part.into, columns)  # type: ignore[method-assign, assignment]
+            part.project_in = partial(_into, part.project_in, columns)  # type: ignore[method-assign, assignment]
             part.attend = partial(_attend, part.attend, columns)  # type: ignore[method-assign]
 
 
-class Columns:
+class GatheredHeads:
     """Attention where ranks cannot share heads: each has some columns of queries, keys and values. Queries and keys are
     gathered; with them it computes the heads that its columns of the values belong to, and of the result only these."""
 
-    def __init__(self, spec: ModelSpec, ranks: TensorRanks) -> None:
+    def __init__(self, spec: ModelSpec, ranks: TensorParallelGroup) -> None:
         count = spec.heads * spec.head_dim // ranks.size
         first = ranks.rank * count
         self.ranks = ranks
@@ -42,14 +42,14 @@ class Columns:
         """Columns of these heads that other ranks have, before and behind."""
 
 
-def _into(into: Callable[[Tensor], Products], columns: Columns, x_BTD: Tensor) -> Products:
+def _into(into: Callable[[Tensor], TensorTuple], columns: GatheredHeads, x_BTD: Tensor) -> TensorTuple:
     q, k, v = into(x_BTD)
     q, k = cast(Tensor, _GatherColumns.apply(torch.stack([q, k]), columns.ranks)).unbind()
     return q, k, F.pad(v, columns.padding)
 
 
 def _attend(
-    attend: Callable[..., Tensor], columns: Columns, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    attend: Callable[..., Tensor], columns: GatheredHeads, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor:
     out = attend(q[:, :, columns.heads], k[:, :, columns.heads], v, mask).flatten(2)
     before, behind = columns.padding
@@ -60,10 +60,10 @@ class _GatherColumns(torch.autograd.Function):
     """All ranks' columns; their gradients are summed where they belong."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
         ctx.ranks = ranks
-        return ranks.begin_gather(x, axis=x.ndim - 1)()
+        return ranks.start_all_gather(x, axis=x.ndim - 1)()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.begin_scatter(gradient, axis=gradient.ndim - 1)(), None
+        return ctx.ranks.start_reduce_scatter(gradient, axis=gradient.ndim - 1)(), None

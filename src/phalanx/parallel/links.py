@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.exposed import ExposedTime
-from phalanx.schedule.action import POSTED, Action, Schedule, actions
+from phalanx.parallel.exposed import WaitTimer
+from phalanx.schedule.action import MAX_POSTED_RECEIVES, Action, Schedule, actions
 
 
-class Links:
+class PipelineP2P:
     """The messages of a step between this rank and the others of its pipeline.
 
     On every link they come in the order in which they are sent, which the schedule tells both ends: so nothing but the
@@ -28,7 +28,7 @@ class Links:
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         shapes: Sequence[torch.Size],
         like: Tensor,
-        waits: ExposedTime,
+        waits: WaitTimer,
     ) -> None:
         """`groups` are for messages to later ranks and to earlier ones; `shapes` are those of each micro-batch's
         activation; `like` has their dtype and device."""
@@ -37,7 +37,7 @@ class Links:
         self._inbox: dict[Action, Tensor] = {}
         self._sends: dict[int, deque[tuple[dist.Work | None, Tensor]]] = defaultdict(deque)
         self._dropped: Counter[int] = Counter()
-        self._had = had_before(schedule, rank)
+        self._had = delivered_before(schedule, rank)
         self._coming: dict[int, deque[Action]] = {
             sender: deque(message for message, to in schedule.messages(sender) if to == rank)
             for sender in range(schedule.ranks)
@@ -45,7 +45,7 @@ class Links:
         }
         self._posted: dict[int, deque[tuple[Action, dist.Work | None, Tensor]]] = defaultdict(deque)
         for sender in self._coming:
-            self._post(sender)
+            self._post_receives(sender)
 
     def send(self, message: Action, tensor: Tensor) -> None:
         """Send what a stage gave to the stage that needs it; returns at once."""
@@ -62,20 +62,20 @@ class Links:
         while message not in self._inbox:
             sender = self.schedule.rank_of[message.stage]
             first, work, tensor = self._posted[sender].popleft()
-            self._post(sender)
-            with self.waits.waiting():
+            self._post_receives(sender)
+            with self.waits.measure():
                 if work is not None:
                     work.wait()
             self._inbox[first] = tensor
-            self._drop(sender, self._had[first])
+            self._release_sends(sender, self._had[first])
         return self._inbox.pop(message)
 
     def finish(self) -> None:
         """Wait for what is still on its way."""
         for to, sends in self._sends.items():
-            self._drop(to, self._dropped[to] + len(sends))
+            self._release_sends(to, self._dropped[to] + len(sends))
 
-    def _drop(self, to: int, count: int) -> None:
+    def _release_sends(self, to: int, count: int) -> None:
         """Let go of the first `count` messages that a rank was sent."""
         while self._dropped[to] < count:
             work, _ = self._sends[to].popleft()
@@ -83,9 +83,9 @@ class Links:
             if work is not None:
                 work.wait()
 
-    def _post(self, sender: int) -> None:
+    def _post_receives(self, sender: int) -> None:
         coming, posted = self._coming[sender], self._posted[sender]
-        while coming and len(posted) < POSTED:
+        while coming and len(posted) < MAX_POSTED_RECEIVES:
             message = coming.popleft()
             tensor = self.like.new_empty(self.shapes[message.micro])
             work = dist.irecv(tensor, group=self.groups[sender > self.rank], group_src=sender, tag=self._tag(message))
@@ -97,7 +97,7 @@ class Links:
 
 
 @lru_cache(maxsize=16)
-def had_before(schedule: Schedule, rank: int) -> dict[Action, int]:
+def delivered_before(schedule: Schedule, rank: int) -> dict[Action, int]:
     """Of each message to a rank, how many of that rank's own messages its sender has had before it sends it. Who gets
     it knows that those have arrived, without asking the network: gloo does not say when a send is done."""
     found: dict[Action, int] = {}
@@ -107,8 +107,8 @@ def had_before(schedule: Schedule, rank: int) -> dict[Action, int]:
         sent = [message for message, to in schedule.messages(rank) if to == other]
         place, had = {message: index for index, message in enumerate(sent)}, 0
         for step in schedule.orders[other]:
-            needed = [schedule.needs(action) for action in actions(step)]
+            needed = [schedule.input_message(action) for action in actions(step)]
             had = max([had, *(place[message] + 1 for message in needed if message in place)])
-            given = [schedule.gives(action) for action in actions(step)]
+            given = [schedule.output_message(action) for action in actions(step)]
             found |= {gave: had for gave in given if gave is not None and schedule.receiver(gave) == rank}
     return found

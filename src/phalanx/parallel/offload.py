@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.parallel.heap import keep_free
-from phalanx.parallel.parts import as_part
+from phalanx.parallel.heap import tune_malloc
+from phalanx.parallel.parts import as_dtensor
 from phalanx.spec.errors import UserError
 
 MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
@@ -40,24 +40,24 @@ class CpuOffload:
     piece_bytes = 256 * 2**20
     """What is trained, stepped at once."""
 
-    def keep(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor in the place where it rests; of one without memory, zeros."""
-        room = self._room_for(tensor)
+        room = self._allocate_like(tensor)
         return room if tensor.is_meta else room.copy_(tensor)
 
-    def _room_for(self, like: Tensor) -> Tensor:
+    def _allocate_like(self, like: Tensor) -> Tensor:
         return torch.zeros_like(like, device="cpu", pin_memory=torch.cuda.is_available())
 
-    def changed(self, tensors: Sequence[Tensor]) -> None:
+    def write_back(self, tensors: Sequence[Tensor]) -> None:
         """Begin to bring back to where they rest tensors that were changed outside `piece`."""
 
     def zeros_like(self, parameter: Tensor) -> Tensor:
         """Optimizer state of a parameter that rests here, not stepped yet."""
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return _like(parameter, self._room_for(local))
+        return _like(parameter, self._allocate_like(local))
 
     @contextmanager
-    def piece(
+    def stepping(
         self,
         index: int,
         optimizers: Sequence[torch.optim.Optimizer],
@@ -82,11 +82,11 @@ class DiskOffload(CpuOffload):
         self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(WRITERS)
         self._writing: list[Future[None]] = []
         # What the launcher has for speed is undone: memory is what is short here.
-        keep_free(FREED_AT_ONCE_BYTES, pieces_below_bytes=FREED_AT_ONCE_BYTES)
-        _allow_many_files()
+        tune_malloc(FREED_AT_ONCE_BYTES, pieces_below_bytes=FREED_AT_ONCE_BYTES)
+        _raise_file_limit()
 
     @contextmanager
-    def piece(
+    def stepping(
         self,
         index: int,
         optimizers: Sequence[torch.optim.Optimizer],
@@ -96,10 +96,10 @@ class DiskOffload(CpuOffload):
         self._reader.submit(_read_all, self.pieces.get(index + 1, []))
         yield
         if index not in self.pieces:
-            self.pieces[index] = self._adopt(optimizers, parameters, gradients)
+            self.pieces[index] = self._move_new_state_to_disk(optimizers, parameters, gradients)
         self._write(self.pieces[index])
 
-    def changed(self, tensors: Sequence[Tensor]) -> None:
+    def write_back(self, tensors: Sequence[Tensor]) -> None:
         self._write(self._files_of(tensors))
 
     def _write(self, files: Sequence[MappedFile]) -> None:
@@ -109,7 +109,7 @@ class DiskOffload(CpuOffload):
             before.result()
         self._writing = writing
 
-    def _adopt(
+    def _move_new_state_to_disk(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         parameters: Sequence[nn.Parameter],
@@ -123,7 +123,7 @@ class DiskOffload(CpuOffload):
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         if _local(value).data_ptr() not in self.files:
-                            state[key] = _like(value, self.keep(_local(value)))
+                            state[key] = _like(value, self.to_host(_local(value)))
                         tensors.append(state[key])
         return self._files_of(tensors)
 
@@ -131,9 +131,9 @@ class DiskOffload(CpuOffload):
         found = [self.files.get(_local(tensor).data_ptr()) for tensor in tensors]
         return [file for file in found if file is not None]
 
-    def _room_for(self, like: Tensor) -> Tensor:
+    def _allocate_like(self, like: Tensor) -> Tensor:
         if like.numel() * like.element_size() < SMALL_BYTES:
-            return super()._room_for(like)
+            return super()._allocate_like(like)
         file = MappedFile(self.directory, like)
         self.files[file.tensor.data_ptr()] = file
         return file.tensor
@@ -149,7 +149,9 @@ class MappedFile:
             self.file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
             os.posix_fallocate(self.file.fileno(), 0, size)  # a mapped file that cannot grow later kills its process
         except OSError as error:
-            raise UserError("layout.offload_directory", str(directory), *_no_room(directory, size, error)) from error
+            raise UserError(
+                "layout.offload_directory", str(directory), *_disk_full_error(directory, size, error)
+            ) from error
         self.memory = mmap.mmap(self.file.fileno(), size)
         self.tensor = torch.frombuffer(self.memory, dtype=like.dtype).view(like.shape)
 
@@ -171,13 +173,13 @@ def _read_all(files: Sequence[MappedFile]) -> None:
         file.read()
 
 
-def _allow_many_files() -> None:
+def _raise_file_limit() -> None:
     """Each tensor has a file with two descriptors (the map's is its own); the usual soft limit is 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _no_room(directory: Path, size: int, error: OSError) -> tuple[str, str]:
+def _disk_full_error(directory: Path, size: int, error: OSError) -> tuple[str, str]:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = shutil.disk_usage(directory).free
         problem = f"has no room for {size / 1e9:.3f} GB of optimizer state more ({free / 1e9:.3f} GB are free)"
@@ -195,4 +197,4 @@ def _like(tensor: Tensor, local: Tensor) -> Tensor:
     """`local` as this rank's part of a tensor that is split as `tensor` is."""
     if not isinstance(tensor, DTensor):
         return local
-    return as_part(local, tensor.device_mesh, tensor.placements, tensor.shape)
+    return as_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)

@@ -23,16 +23,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.model.moe import Router
-from phalanx.parallel.gradient import global_norm
-from phalanx.parallel.strategy import Reduced, Strategy, named_parameters, place_buffers, rebind, state_of
+from phalanx.parallel.gradient import global_grad_norm
+from phalanx.parallel.strategy import (
+    StepReduction,
+    Strategy,
+    named_parameters,
+    optimizer_state_tensors,
+    place_buffers,
+    replace_parameter,
+)
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Layout, spread
+from phalanx.spec.layout import Layout, assign_parameters_to_servers
 
 Shapes = dict[str, torch.Size]
 
 
 @dataclass(frozen=True)
-class Roles:
+class ServerTopology:
     """Who does what."""
 
     servers: list[int]
@@ -46,7 +53,7 @@ class Roles:
     """Updates that a worker's weights may lack; None: it waits for every update."""
 
 
-def parameter_server(module: nn.Module, layout: Layout, device: torch.device) -> Strategy:
+def build_parameter_server(module: nn.Module, layout: Layout, device: torch.device) -> Strategy:
     """This rank's part in it: a server or a worker. Raises UserError for parameters of more than one dtype."""
     types = {parameter.dtype: name for name, parameter in named_parameters(module)}
     if len(types) > 1:
@@ -58,39 +65,41 @@ def parameter_server(module: nn.Module, layout: Layout, device: torch.device) ->
     servers = list(range(layout.servers))
     workers = list(range(layout.servers, dist.get_world_size()))
     shapes = {name: parameter.shape for name, parameter in named_parameters(module)}
-    owner = spread({name: shape.numel() for name, shape in shapes.items()}, layout.servers)
+    owner = assign_parameters_to_servers({name: shape.numel() for name, shape in shapes.items()}, layout.servers)
     # Servers are in CPU memory, whatever the workers compute on; a dry run has no other backend than its own.
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
-    roles = Roles(
+    roles = ServerTopology(
         servers, workers,
         owned=[{name: shape for name, shape in shapes.items() if owner[name] == server} for server in servers],
         groups=[dist.new_group([server, *workers], backend=backend) for server in servers],
         between_servers=dist.new_group(servers, backend=backend),
         staleness=layout.staleness,
     )  # fmt: skip
-    return Server(module, roles) if dist.get_rank() in servers else Worker(module, roles, device)
+    return (
+        ParameterServer(module, roles) if dist.get_rank() in servers else ParameterServerWorker(module, roles, device)
+    )
 
 
-class Worker(Strategy):
+class ParameterServerWorker(Strategy):
     """Computes gradients, and trains nothing itself."""
 
-    def __init__(self, module: nn.Module, roles: Roles, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, roles: ServerTopology, device: torch.device) -> None:
         whole = dict(named_parameters(module))
-        self.weights = [_vector(whole, shapes, device) for shapes in roles.owned]
+        self.weights = [_flatten_parameters(whole, shapes, device) for shapes in roles.owned]
         """One vector for each server's parameters, which the model's are views of."""
         self.sums = [torch.zeros_like(weights) for weights in self.weights]
         """Of gradients, likewise."""
         for shapes, weights, sums in zip(roles.owned, self.weights, self.sums, strict=True):
-            gradients = _views(sums, shapes)
-            for name, view in _views(weights, shapes).items():
+            gradients = _parameter_views(sums, shapes)
+            for name, view in _parameter_views(weights, shapes).items():
                 parameter = nn.Parameter(view, whole[name].requires_grad)
                 parameter.grad = gradients[name]
-                rebind(module, whole[name], parameter)
+                replace_parameter(module, whole[name], parameter)
         place_buffers(module, device)
         super().__init__(module)
-        self.trained, self.roles = {}, roles
-        self.biases = _biases(module)
-        self.done = 0
+        self.trainable_parameters, self.roles = {}, roles
+        self.biases = _router_biases(module)
+        self.steps_sent = 0
         """Steps whose gradients were sent."""
         self.versions = [0] * len(roles.servers)
         """Updates in the weights of each server."""
@@ -99,106 +108,106 @@ class Worker(Strategy):
         """Version, gradient norm and sums of the last update heard of."""
         self._message_size = 2
 
-    def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> Reduced:
+    def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         """Send this step's gradients, and take the weights that there are, or must be."""
         message = torch.cat([sums, sums.new_tensor([min(self.versions)])]).cpu()
         sent = [gradients.cpu() for gradients in self.sums]
         works = []
         for server, gradients in zip(self.roles.servers, sent, strict=True):
-            works += [_isend(message, server, 2 * self.done), _isend(gradients, server, 2 * self.done + 1)]
-        self.done += 1
+            works += [_isend(message, server, 2 * self.steps_sent), _isend(gradients, server, 2 * self.steps_sent + 1)]
+        self.steps_sent += 1
         self._message_size = 2 + len(sums)
         if self.roles.staleness is None:
             self._receive_broadcast()
         else:
-            self._take_what_came(self.done - self.roles.staleness)
-        with self.exposed.waiting():
+            self._receive_updates(self.steps_sent - self.roles.staleness)
+        with self.comm_wait.measure():
             for work in works:
                 work.wait()
         for gradients in self.sums:
             gradients.zero_()
         # Who waits for every update has just had this step's.
-        version = self.done if self.roles.staleness is None else int(self._newest[0])
+        version = self.steps_sent if self.roles.staleness is None else int(self._newest[0])
         heard = self._newest[2:].to(sums.device) if version else sums  # of no update yet: its own, for want of better
-        return Reduced(self._newest[1], heard, behind=self.done - version)
+        return StepReduction(self._newest[1], heard, steps_behind=self.steps_sent - version)
 
-    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The servers'."""
 
-    def drop_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """They were sent."""
 
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         self._receive_broadcast()
 
-    def settle(self) -> None:
-        self._take_what_came(self.done)
+    def drain_pending_updates(self) -> None:
+        self._receive_updates(self.steps_sent)
 
     def _receive_broadcast(self) -> None:
-        header = self._room_for_header()
-        with self.exposed.waiting():
+        header = self._header_buffer()
+        with self.comm_wait.measure():
             dist.broadcast(header, self.roles.servers[0], group=self.roles.groups[0])
             for server, group, weights in zip(self.roles.servers, self.roles.groups, self.weights, strict=True):
-                received = _room_for(weights)
+                received = _receive_buffer(weights)
                 dist.broadcast(received, server, group=group)
                 weights.copy_(received)
-        self.versions = [self.done] * len(self.versions)
-        self._take_header(header)
+        self.versions = [self.steps_sent] * len(self.versions)
+        self._parse_header(header)
 
-    def _take_what_came(self, needed: int) -> None:
+    def _receive_updates(self, needed: int) -> None:
         """Take updates of every server until there are `needed` of them, and those beyond that have come."""
         for index, server in enumerate(self.roles.servers):
-            while self.versions[index] < self.done:
+            while self.versions[index] < self.steps_sent:
                 tag = 2 * (self.versions[index] + 1)
                 if (expected := self._expected[index]) is None:
-                    header = self._room_for_header()
+                    header = self._header_buffer()
                     expected = self._expected[index] = _irecv(header, server, tag), header
                 work, header = expected
                 # Gloo says that a message has come only to who waits for it; its first number says so before.
                 if self.versions[index] >= needed and header[0] < 0:
                     break
-                received = _room_for(self.weights[index])
-                with self.exposed.waiting():
+                received = _receive_buffer(self.weights[index])
+                with self.comm_wait.measure():
                     work.wait()
                     dist.recv(received, server, tag=tag + 1)
                 self.weights[index].copy_(received)
                 self.versions[index] += 1
                 self._expected[index] = None
                 if index == 0:
-                    self._take_header(header)
+                    self._parse_header(header)
 
-    def _room_for_header(self) -> Tensor:
+    def _header_buffer(self) -> Tensor:
         """For version, gradient norm and sums, and routers' biases."""
         size = self._message_size + sum(bias.numel() for bias in self.biases)
         return torch.full((size,), -1.0, dtype=torch.float64)
 
-    def _take_header(self, header: Tensor) -> None:
+    def _parse_header(self, header: Tensor) -> None:
         self._newest, *biases = header.split([self._message_size, *(bias.numel() for bias in self.biases)])
         for bias, received in zip(self.biases, biases, strict=True):
             bias.copy_(received)
 
 
-class Server(Strategy):
+class ParameterServer(Strategy):
     """Trains its share of the parameters with the workers' gradients, and computes none itself."""
 
-    computes = False
+    runs_model = False
 
-    def __init__(self, module: nn.Module, roles: Roles) -> None:
+    def __init__(self, module: nn.Module, roles: ServerTopology) -> None:
         whole, cpu = dict(named_parameters(module)), torch.device("cpu")
         shapes = roles.owned[dist.get_rank()]
-        self.weights = _vector(whole, shapes, cpu)
+        self.weights = _flatten_parameters(whole, shapes, cpu)
         self.sum = torch.zeros_like(self.weights)
-        gradients, trained = _views(self.sum, shapes), {}
-        for name, view in _views(self.weights, shapes).items():
+        gradients, trained = _parameter_views(self.sum, shapes), {}
+        for name, view in _parameter_views(self.weights, shapes).items():
             if whole[name].requires_grad:
                 trained[name] = nn.Parameter(view)
                 trained[name].grad = gradients[name]
         for parameter in whole.values():
-            rebind(module, parameter, nn.Parameter(torch.empty_like(parameter, device="meta")))
+            replace_parameter(module, parameter, nn.Parameter(torch.empty_like(parameter, device="meta")))
         place_buffers(module, cpu)
         super().__init__(module)
-        self.trained, self.roles = trained, roles
-        self.biases = _biases(module)
+        self.trainable_parameters, self.roles = trained, roles
+        self.biases = _router_biases(module)
         self.done = 0
         """Updates."""
         self._header = torch.zeros(2, dtype=torch.float64)
@@ -209,7 +218,7 @@ class Server(Strategy):
     def gradients(self) -> dict[str, Tensor]:
         return {"all": self.sum}
 
-    def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> Reduced:
+    def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         """Add up what the workers send, to this server's own `sums`, which are 0 but for what it has to announce."""
         total, oldest = sums.double().cpu(), self.done
         for worker in self.roles.workers:
@@ -219,38 +228,38 @@ class Server(Strategy):
             if self.roles.staleness is not None:
                 oldest = min(oldest, int(message[-1]))
                 self._post(worker, message, gradients, ahead=1 + self.roles.staleness)
-        square = global_norm([self.sum]).double().square()
-        with self.exposed.waiting():
+        square = global_grad_norm([self.sum]).double().square()
+        with self.comm_wait.measure():
             dist.all_reduce(square, group=self.roles.between_servers)
-        norm = self.mean_and_clip(square.sqrt(), total[0], clip_norm)
+        norm = self.normalize_and_clip(square.sqrt(), total[0], clip_norm)
         self._header = torch.cat([total.new_tensor([self.done + 1.0]), norm[None], total])
-        return Reduced(norm, total.to(sums.device), stale=self.done - oldest)
+        return StepReduction(norm, total.to(sums.device), staleness=self.done - oldest)
 
-    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
             optimizer.step()
-        self.drop_gradients()
+        self.zero_grad()
 
-    def drop_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """End the step, updated or not: the workers wait for its weights."""
         self.done += 1
         self._broadcast() if self.roles.staleness is None else self._send()
 
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         self._header = torch.zeros(2, dtype=torch.float64)
         self._broadcast()
 
-    def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+    def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         received = [gradients for posted in self._posted.values() for _, _, gradients in posted]
         one_room = [] if self._one_room is None else [self._one_room]
         return {
             "parameters": [self.weights],
             "gradients": [self.sum],
-            "optimizer": state_of(optimizers),
+            "optimizer": optimizer_state_tensors(optimizers),
             "communication": [*one_room, *received, *(weights for _, _, weights in self._sending)],
         }
 
-    def settle(self) -> None:
+    def drain_pending_updates(self) -> None:
         self._finish_sending(keep=0)
 
     def _finish_sending(self, keep: int) -> None:
@@ -268,7 +277,7 @@ class Server(Strategy):
             for ahead in range(1 + self.roles.staleness):
                 self._post(worker, torch.empty(size, dtype=torch.float64), torch.empty_like(self.sum), ahead)
         works, message, gradients = self._posted[worker].popleft()
-        with self.exposed.waiting():
+        with self.comm_wait.measure():
             for work in works:
                 work.wait()
         return message, gradients
@@ -284,7 +293,7 @@ class Server(Strategy):
 
     def _broadcast(self) -> None:
         mine = dist.get_rank()
-        with self.exposed.waiting():
+        with self.comm_wait.measure():
             if mine == self.roles.servers[0]:
                 dist.broadcast(self._message(), mine, group=self.roles.groups[mine])
             dist.broadcast(self.weights, mine, group=self.roles.groups[mine])
@@ -299,28 +308,28 @@ class Server(Strategy):
         self._sending.append((works, message, weights))
 
 
-def _vector(whole: dict[str, nn.Parameter], shapes: Shapes, device: torch.device) -> Tensor:
+def _flatten_parameters(whole: dict[str, nn.Parameter], shapes: Shapes, device: torch.device) -> Tensor:
     """The named parameters one after another; zeros for those without memory."""
     dtype = next(iter(whole.values())).dtype
     vector = torch.zeros(sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=device)
-    for name, view in _views(vector, shapes).items():
+    for name, view in _parameter_views(vector, shapes).items():
         if not whole[name].is_meta:
             view.copy_(whole[name].detach())
     return vector
 
 
-def _views(vector: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+def _parameter_views(vector: Tensor, shapes: Shapes) -> dict[str, Tensor]:
     """The parts of such a vector by name."""
     parts = vector.split([shape.numel() for shape in shapes.values()])
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
-def _biases(module: nn.Module) -> list[Tensor]:
+def _router_biases(module: nn.Module) -> list[Tensor]:
     """What a server corrects beside parameters, and sends: an asynchronous worker does not hear of every update."""
     return [part.bias for part in module.modules() if isinstance(part, Router) and part.moe.bias_update_rate]
 
 
-def _room_for(weights: Tensor) -> Tensor:
+def _receive_buffer(weights: Tensor) -> Tensor:
     """Where to receive weights: in their place, or beside a GPU's."""
     return weights if weights.device.type == "cpu" else torch.empty_like(weights, device="cpu")
 

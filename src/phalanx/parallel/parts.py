@@ -10,20 +10,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from phalanx.spec.share import rows_of
+from phalanx.spec.share import rows_on_rank
 
 
-def rows_of_ranks(total: int, ranks: int) -> list[int]:
+def rows_per_rank(total: int, ranks: int) -> list[int]:
     """Rows of each rank as Shard(0) splits them."""
-    return [rows_of(rank, total, ranks) for rank in range(ranks)]
+    return [rows_on_rank(rank, total, ranks) for rank in range(ranks)]
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def as_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
     """A tensor of this shape of which `local` is this rank's part. Unlike `DTensor.from_local` it leaves a part where
     it is, which may be another device than the mesh's."""
     stride = tuple(torch.empty(shape, device="meta").stride())

@@ -18,23 +18,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.exposed import ExposedTime
-from phalanx.parallel.links import Links
-from phalanx.parallel.split_backward import Later, WeightGradient, finish_weights, split_backward
-from phalanx.parallel.strategy import Losses, MicroBatch, Reduced, Strategy
+from phalanx.parallel.exposed import WaitTimer
+from phalanx.parallel.links import PipelineP2P
+from phalanx.parallel.split_backward import DeferredWeightGrads, WeightGradient, compute_weight_grads, split_backward
+from phalanx.parallel.strategy import LossFunction, MicroBatchProtocol, StepReduction, Strategy
 from phalanx.schedule.action import Action, Schedule, actions
 from phalanx.spec.model import ModelSpec
 
 
 @dataclass(frozen=True)
-class Tokens:
+class InferenceMicroBatch:
     """A micro-batch without targets."""
 
     tokens: Tensor
-    starts: Tensor | None
+    document_starts: Tensor | None
 
 
-class Part(Transformer):
+class StageModule(Transformer):
     """The stages of one rank: a transformer without the blocks, embedding and head that other ranks have. What it has
     is named as in the whole."""
 
@@ -44,8 +44,8 @@ class Part(Transformer):
         self.layers, self.last = dict(layers), stages - 1
         mine = {str(layer): self.blocks[layer] for of_stage in layers.values() for layer in of_stage}
         self.blocks = nn.ModuleDict(mine)  # type: ignore[assignment]
-        self.later = Later()
-        self.copy: Tensor | None = None
+        self.deferred_weight_grads = DeferredWeightGrads()
+        self.tied_embedding_copy: Tensor | None = None
         """Of the embedding, where it is also the head and another rank trains it."""
         if 0 not in layers:
             del self.embedding
@@ -60,100 +60,110 @@ class Part(Transformer):
         """A stage's output (of the last the logits), and its auxiliary loss; `x` is the stage's input, or tokens."""
         x_BTD = self.embed(x, starts_BT) if stage == 0 else x
         blocks = [self.blocks[str(layer)] for layer in self.layers[stage]]  # type: ignore[call-overload]
-        x_BTD, auxiliary = self.through(blocks, x_BTD, starts_BT)
-        return (self.predict(x_BTD) if stage == self.last else x_BTD), auxiliary
+        x_BTD, auxiliary = self.run_blocks(blocks, x_BTD, starts_BT)
+        return (self.compute_logits(x_BTD) if stage == self.last else x_BTD), auxiliary
 
     @property
     def head_weight(self) -> Tensor:
-        return super().head_weight if self.copy is None else self.copy
+        return super().head_weight if self.tied_embedding_copy is None else self.tied_embedding_copy
 
 
 @dataclass(frozen=True)
-class Held:
+class SavedActivation:
     """What a stage keeps of a micro-batch from its forward to its backward pass."""
 
     x: Tensor
-    out: Tensor
+    output: Tensor
     auxiliary: Tensor
 
 
 @dataclass
-class UnderWay:
+class PipelineStepState:
     """A step under way on a rank."""
 
-    micros: Sequence[MicroBatch]
-    losses: Losses
-    links: Links
-    held: dict[tuple[int, int], Held] = field(default_factory=dict)
+    micros: Sequence[MicroBatchProtocol]
+    losses: LossFunction
+    links: PipelineP2P
+    held: dict[tuple[int, int], SavedActivation] = field(default_factory=dict)
     """By stage and micro-batch."""
-    put_off: dict[tuple[int, int], list[WeightGradient]] = field(default_factory=dict)
+    deferred_weight_grads: dict[tuple[int, int], list[WeightGradient]] = field(default_factory=dict)
     """What the second halves of backward passes have to do, likewise."""
-    done: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    losses_by_micro_batch: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     """Loss and auxiliary loss of each micro-batch in each of this rank's stages."""
 
 
-class Pipeline(Strategy):
+class PipelineStrategy(Strategy):
     """A rank's stages under a data parallelism of their own (`inner`)."""
 
     def __init__(
         self,
         inner: Strategy,
-        part: Part,
+        part: StageModule,
         some: Schedule,
         schedule_of: Callable[[int], Schedule],
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
-        everybody: dist.ProcessGroup,
+        world_group: dist.ProcessGroup,
         computing: Callable[[], AbstractContextManager[object]],
         like: Tensor,
     ) -> None:
         """`schedule_of` gives the schedule of so many micro-batches, and `some` is one of them; `groups` are the ranks
         of the pipeline, for messages to later ones and to earlier ones; `everybody` are these and their data-parallel
         copies; `computing` is around forward passes; `like` has the dtype and device of what stages give each other."""
-        super().__init__(inner.module, everybody)
+        super().__init__(inner.module, world_group)
         self.inner, self.stages, self.schedule_of, self.computing = inner, part, schedule_of, computing
-        self.groups, self.pipe, self.like = groups, groups[0], like
-        self.trained, self.loss_scale, self.autocast = inner.trained, inner.loss_scale, inner.autocast
-        self.exposed, self.waits_by_name, self.rows = inner.exposed, inner.waits_by_name, inner.rows
-        self.waits: ExposedTime = ExposedTime()
+        self.groups, self.pipe, self.activation_template = groups, groups[0], like
+        self.trainable_parameters, self.loss_scale, self.autocast = (
+            inner.trainable_parameters,
+            inner.loss_scale,
+            inner.autocast,
+        )
+        self.comm_wait, self.wait_timers, self.pop_expert_rows = (
+            inner.comm_wait,
+            inner.wait_timers,
+            inner.pop_expert_rows,
+        )
+        self.pipeline_wait: WaitTimer = WaitTimer()
         self.rank = self.pipe.rank()
         self.has_loss = part.last in part.layers
         if part.spec.tied and self.has_loss and 0 not in part.layers:
             shape = torch.Size((part.spec.vocab, part.spec.width))
-            shape = inner.shared.shape("embedding.weight", shape) if inner.shared else shape
-            part.copy = like.new_zeros(shape).requires_grad_()
-        self.model = cast(nn.Module, self._whole)
+            shape = inner.shared.local_shape("embedding.weight", shape) if inner.shared else shape
+            part.tied_embedding_copy = like.new_zeros(shape).requires_grad_()
+        self.model = cast(nn.Module, self._full_logits)
         stages = [[Action(stage, "F", 0) for stage in some.stages_of(rank)] for rank in range(some.ranks)]
-        self.forward_only = Schedule.of(stages)
+        self.forward_only = Schedule.from_rows(stages)
         if any(action.kind == "W" for action in some.actions(self.rank)):
-            split_backward(part, part.later)
+            split_backward(part, part.deferred_weight_grads)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def run(self, micros: Sequence[MicroBatch], losses: Losses) -> Iterator[tuple[Tensor, Tensor]]:
+    def forward_backward(
+        self, micros: Sequence[MicroBatchProtocol], losses: LossFunction
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Run the schedule; gives each micro-batch's loss (0 where this rank has not the last stage) and auxiliary loss
         of this rank's stages."""
         schedule = self.schedule_of(len(micros))
-        under_way = UnderWay(micros, losses, self._links(schedule, micros))
+        under_way = PipelineStepState(micros, losses, self._make_p2p(schedule, micros))
         self.timeline = []
-        self.waits.take()  # those of an evaluation
+        self.pipeline_wait.pop_seconds()  # those of an evaluation
         with self.inner.backward(last=False):
             for step in schedule.orders[self.rank]:
-                arrived = [self._arrival(schedule, under_way.links, action) for action in actions(step)]
-                begun = self.clock.now()
+                arrived = [self._receive_input(schedule, under_way.links, action) for action in actions(step)]
+                begun = self.clock.record()
                 for action, came in zip(actions(step), arrived, strict=True):
-                    self._do(action, came, under_way)
-                self.timeline.append((step, begun, self.clock.now()))
+                    self._execute(action, came, under_way)
+                self.timeline.append((step, begun, self.clock.record()))
             under_way.links.finish()
         for index in range(len(micros)):
-            loss, auxiliary = torch.stack(under_way.done[index]).sum(0)
+            loss, auxiliary = torch.stack(under_way.losses_by_micro_batch[index]).sum(0)
             yield loss, auxiliary
 
-    def measure(self, micro: MicroBatch, losses: Losses) -> Tensor:
+    def evaluate_micro_batch(self, micro: MicroBatchProtocol, losses: LossFunction) -> Tensor:
         schedule, loss = self.forward_only, torch.zeros(())
-        links = self._links(schedule, [micro])
+        links = self._make_p2p(schedule, [micro])
         for action in schedule.actions(self.rank):
-            came = self._arrival(schedule, links, action)
-            out = self._forward(action.stage, micro.tokens if came is None else came, micro, losses).out
+            came = self._receive_input(schedule, links, action)
+            out = self._forward(action.stage, micro.tokens if came is None else came, micro, losses).output
             if action.stage < self.stages.last:
                 links.send(action, out)
             else:
@@ -162,24 +172,24 @@ class Pipeline(Strategy):
         return loss
 
     @torch.no_grad()
-    def _whole(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _full_logits(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits of the whole model on every rank of the pipeline, at least fp32, and no auxiliary loss."""
         logits = tokens_BT.new_zeros(*tokens_BT.shape, self.stages.spec.vocab, dtype=torch.float32)
 
-        def keep(model: Callable[..., tuple[Tensor, Tensor]], micro: MicroBatch) -> tuple[Tensor, Tensor]:
-            logits.copy_(model(micro.tokens, micro.starts)[0])
+        def keep(model: Callable[..., tuple[Tensor, Tensor]], micro: MicroBatchProtocol) -> tuple[Tensor, Tensor]:
+            logits.copy_(model(micro.tokens, micro.document_starts)[0])
             return logits.new_zeros(()), logits.new_zeros(())
 
-        self.measure(Tokens(tokens_BT, starts_BT), keep)
+        self.evaluate_micro_batch(InferenceMicroBatch(tokens_BT, starts_BT), keep)
         dist.broadcast(logits, group=self.pipe, group_src=self.forward_only.rank_of[self.stages.last])
         return logits, logits.new_zeros(())
 
-    def _arrival(self, schedule: Schedule, links: Links, action: Action) -> Tensor | None:
+    def _receive_input(self, schedule: Schedule, links: PipelineP2P, action: Action) -> Tensor | None:
         """What an action needs from another stage, if anything."""
-        needed = schedule.needs(action)
+        needed = schedule.input_message(action)
         return None if needed is None else links.receive(needed)
 
-    def _do(self, action: Action, came: Tensor | None, under_way: UnderWay) -> None:
+    def _execute(self, action: Action, came: Tensor | None, under_way: PipelineStepState) -> None:
         stage, kind, index = action
         held, links, last = under_way.held, under_way.links, stage == self.stages.last
         key = stage, index
@@ -188,16 +198,18 @@ class Pipeline(Strategy):
             x = micro.tokens if came is None else came.requires_grad_()
             of = held[key] = self._forward(stage, x, micro, under_way.losses)
             auxiliary = of.auxiliary.detach()
-            under_way.done[index].append(torch.stack([of.out.detach() if last else 0 * auxiliary, auxiliary]))
+            under_way.losses_by_micro_batch[index].append(
+                torch.stack([of.output.detach() if last else 0 * auxiliary, auxiliary])
+            )
             if not last:
-                links.send(Action(stage, "F", index), of.out.detach())
+                links.send(Action(stage, "F", index), of.output.detach())
         elif kind == "W":
-            finish_weights(under_way.put_off.pop(key))
-            self.inner.end_weights()
+            compute_weight_grads(under_way.deferred_weight_grads.pop(key))
+            self.inner.finish_weight_grad_pass()
         else:
             of = held.pop(key)
             if kind == "I":
-                with self.stages.later.collecting() as under_way.put_off[key]:
+                with self.stages.deferred_weight_grads.deferring() as under_way.deferred_weight_grads[key]:
                     self._backward(of, came)
             else:
                 self._backward(of, came)
@@ -205,75 +217,75 @@ class Pipeline(Strategy):
                 assert of.x.grad is not None
                 links.send(Action(stage, "B", index), of.x.grad)
 
-    def _forward(self, stage: int, x: Tensor, micro: MicroBatch, losses: Losses) -> Held:
+    def _forward(self, stage: int, x: Tensor, micro: MicroBatchProtocol, losses: LossFunction) -> SavedActivation:
         """The stage's output, of the last the loss."""
         if stage == self.stages.last:
-            return Held(x, *losses(lambda _, starts: self.inner.model(x, starts, stage), micro))
+            return SavedActivation(x, *losses(lambda _, starts: self.inner.model(x, starts, stage), micro))
         with self.computing():
-            return Held(x, *self.inner.model(x, micro.starts, stage))
+            return SavedActivation(x, *self.inner.model(x, micro.document_starts, stage))
 
-    def _backward(self, of: Held, came: Tensor | None) -> None:
+    def _backward(self, of: SavedActivation, came: Tensor | None) -> None:
         if came is None:
-            (self.loss_scale * (of.out + of.auxiliary)).backward()
+            (self.loss_scale * (of.output + of.auxiliary)).backward()
         else:
             scale = torch.full_like(of.auxiliary, self.loss_scale)
-            both = [pair for pair in ((of.out, came), (of.auxiliary, scale)) if pair[0].requires_grad]
+            both = [pair for pair in ((of.output, came), (of.auxiliary, scale)) if pair[0].requires_grad]
             torch.autograd.backward([out for out, _ in both], [gradient for _, gradient in both])
 
-    def _links(self, schedule: Schedule, micros: Sequence[MicroBatch]) -> Links:
+    def _make_p2p(self, schedule: Schedule, micros: Sequence[MicroBatchProtocol]) -> PipelineP2P:
         shared, width = self.inner.tensor, self.stages.spec.width
         tokens = [micro.tokens.shape for micro in micros]
-        shapes = [torch.Size([*(shared.residual(shape) if shared else shape), width]) for shape in tokens]
-        return Links(schedule, self.rank, self.groups, shapes, self.like, self.waits)
+        shapes = [torch.Size([*(shared.residual_shape(shape) if shared else shape), width]) for shape in tokens]
+        return PipelineP2P(schedule, self.rank, self.groups, shapes, self.activation_template, self.pipeline_wait)
 
     # -- what a trainer asks of any strategy ---------------------------------------------------------------------------
 
     def gradients(self) -> dict[str, Tensor]:
         return self.inner.gradients()
 
-    def part(self, name: str, tensor: Tensor) -> Tensor:
-        return self.inner.part(name, tensor)
+    def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
+        return self.inner.as_global_dtensor(name, tensor)
 
     def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
         return self.inner.cross_entropy(logits, targets_BT, ignored)
 
-    def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> Reduced:
+    def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         """As everywhere; the norm is that of the gradients of all stages."""
-        self._tie(gradients=True)
-        self.inner.collect()
-        self.inner.sum_terms()
-        square = self.norm().to(sums.device).square()
-        with self.exposed.waiting():
+        self._sync_tied_embedding(gradients=True)
+        self.inner.finalize_gradients()
+        self.inner.reduce_partial_gradients()
+        square = self.grad_norm().to(sums.device).square()
+        with self.comm_wait.measure():
             dist.all_reduce(square, group=self.pipe)
             dist.all_reduce(sums, group=self.group)
-        self.inner.agree(sums)
-        return Reduced(self.inner.mean_and_clip(square.sqrt(), sums[0], clip_norm), sums)
+        self.inner.sync_scalars(sums)
+        return StepReduction(self.inner.normalize_and_clip(square.sqrt(), sums[0], clip_norm), sums)
 
-    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.inner.update(optimizers)
-        self._tie()
+    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.inner.step(optimizers)
+        self._sync_tied_embedding()
 
-    def drop_gradients(self) -> None:
-        self.inner.drop_gradients()
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
 
-    def publish(self) -> None:
-        self.inner.publish()
-        self._tie()
+    def sync_model_weights(self) -> None:
+        self.inner.sync_model_weights()
+        self._sync_tied_embedding()
 
-    def _tie(self, gradients: bool = False) -> None:
+    def _sync_tied_embedding(self, gradients: bool = False) -> None:
         """Where embedding and head are one, on two ranks: the first trains it, and sends its weights to the last after
         every update; before that it adds the last's gradients to its own."""
-        first, last = self.forward_only.ends
+        first, last = self.forward_only.end_ranks
         if not self.stages.spec.tied or first == last or self.rank not in (first, last):
             return
-        with self.exposed.waiting():
-            if self.stages.copy is not None:
+        with self.comm_wait.measure():
+            if self.stages.tied_embedding_copy is not None:
                 if gradients:
-                    assert self.stages.copy.grad is not None
-                    dist.send(self.stages.copy.grad, group=self.groups[1], group_dst=first)
-                    self.stages.copy.grad = None
+                    assert self.stages.tied_embedding_copy.grad is not None
+                    dist.send(self.stages.tied_embedding_copy.grad, group=self.groups[1], group_dst=first)
+                    self.stages.tied_embedding_copy.grad = None
                 else:
-                    dist.recv(self.stages.copy.detach(), group=self.groups[0], group_src=first)
+                    dist.recv(self.stages.tied_embedding_copy.detach(), group=self.groups[0], group_src=first)
             else:
                 weight = self.stages.embedding.weight
                 if gradients:
@@ -283,17 +295,17 @@ class Pipeline(Strategy):
                 else:
                     dist.send(weight.detach(), group=self.groups[0], group_dst=last)
 
-    def new_state(self, parameter: nn.Parameter) -> Tensor:
-        return self.inner.new_state(parameter)
+    def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
+        return self.inner.init_optimizer_state(parameter)
 
-    def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
-        held = self.inner.held(optimizers)
-        if self.stages.copy is not None:
-            held["parameters"] = [*held["parameters"], self.stages.copy]
+    def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+        held = self.inner.resident_tensors(optimizers)
+        if self.stages.tied_embedding_copy is not None:
+            held["parameters"] = [*held["parameters"], self.stages.tied_embedding_copy]
         return held
 
-    def elastic(self) -> list[Tensor]:
-        return self.inner.elastic()
+    def resizable_buffers(self) -> list[Tensor]:
+        return self.inner.resizable_buffers()
 
-    def rest(self) -> None:
-        self.inner.rest()
+    def reshard_parameters(self) -> None:
+        self.inner.reshard_parameters()

@@ -10,14 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.parts import as_part, rows_of_ranks
-from phalanx.parallel.strategy import named_parameters, rebind
+from phalanx.parallel.parts import as_dtensor, rows_per_rank
+from phalanx.parallel.strategy import named_parameters, replace_parameter
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.share import Share, kv_copies, tensor_share
+from phalanx.spec.share import TensorSharding, kv_head_replication, tensor_sharding
 
 
-class Shares:
+class ModelSharding:
     """The shares of tensor- and expert-parallel ranks in a transformer. To data parallelism the model is a smaller one,
     of which it may give ranks some rows."""
 
@@ -26,70 +26,72 @@ class Shares:
         self.shapes: dict[str, torch.Size] = {}
         """Of whole tensors."""
         self._places: dict[tuple[str, DeviceMesh | None], tuple[DeviceMesh, list[Placement]]] = {}
-        copies = kv_copies(spec, layout.tp) if layout.tp > 1 and layout.heads == "split" else 1
+        copies = kv_head_replication(spec, layout.tp) if layout.tp > 1 and layout.heads == "split" else 1
         self._heads: DeviceMesh | None = None
-        if 1 < copies < layout.tp and mesh.devices is not None:
+        if 1 < copies < layout.tp and mesh.device_mesh is not None:
             # Every rank makes the groups of all ranks, in the same order.
-            shape = (mesh.degrees.world_size // layout.tp, layout.tp // copies, copies)
-            self._heads = init_device_mesh(mesh.devices.device_type, shape, mesh_dim_names=("others", "parts", "same"))
+            shape = (mesh.dims.world_size // layout.tp, layout.tp // copies, copies)
+            self._heads = init_device_mesh(
+                mesh.device_mesh.device_type, shape, mesh_dim_names=("others", "parts", "same")
+            )
 
-    def share(self, name: str) -> Share:
+    def sharding_of(self, name: str) -> TensorSharding:
         """Of the parameter with this name."""
-        return tensor_share(self.spec, self.layout, name)
+        return tensor_sharding(self.spec, self.layout, name)
 
-    def cut(self, module: nn.Module) -> None:
+    def shard_parameters(self, module: nn.Module) -> None:
         """Leave of each parameter, still on the meta device, what this rank has of it."""
         for name, whole in list(named_parameters(module)):
             self.shapes[name] = whole.shape
-            rebind(module, whole, nn.Parameter(whole.new_empty(self.shape(name, whole.shape))))
+            replace_parameter(module, whole, nn.Parameter(whole.new_empty(self.local_shape(name, whole.shape))))
 
-    def shape(self, name: str, whole: torch.Size) -> torch.Size:
+    def local_shape(self, name: str, whole: torch.Size) -> torch.Size:
         """Of this rank's share of a tensor with the shape `whole`."""
-        return self._mine(self.share(name), torch.empty(whole, device="meta")).shape
+        return self._local_shard(self.sharding_of(name), torch.empty(whole, device="meta")).shape
 
-    def of_expert(self, name: str, whole: Tensor) -> Tensor:
+    def expert_shard(self, name: str, whole: Tensor) -> Tensor:
         """What a rank that has this expert has of it."""
-        share = self.share(name)
-        return whole if share.among == "ep" else self._mine(share, whole[None])[0]
+        share = self.sharding_of(name)
+        return whole if share.mesh_axis == "ep" else self._local_shard(share, whole[None])[0]
 
-    def _mine(self, share: Share, whole: Tensor) -> Tensor:
-        if share.axis is None:
+    def _local_shard(self, share: TensorSharding, whole: Tensor) -> Tensor:
+        if share.dim is None:
             return whole
         group = self._group(share)
-        place = group.rank() // share.copies
-        parts = rows_of_ranks(whole.shape[share.axis], group.size() // share.copies)
-        return whole.narrow(share.axis, sum(parts[:place]), parts[place])
+        place = group.rank() // share.replication
+        parts = rows_per_rank(whole.shape[share.dim], group.size() // share.replication)
+        return whole.narrow(share.dim, sum(parts[:place]), parts[place])
 
-    def part(self, name: str, tensor: Tensor) -> Tensor:
+    def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor like the trained parameter `name`, as part of one like the whole: the same memory, as a DTensor."""
-        if self.share(name).axis is None:
+        if self.sharding_of(name).dim is None:
             return tensor
         rows = tensor if isinstance(tensor, DTensor) else None
-        mesh, placements = self._place(name, rows)
+        mesh, placements = self._dtensor_placement(name, rows)
         local = tensor if rows is None else rows._local_tensor
-        return as_part(local, mesh, placements, self.shapes[name])
+        return as_dtensor(local, mesh, placements, self.shapes[name])
 
-    def summed_over(self, name: str) -> dist.ProcessGroup | None:
+    def gradient_reduce_group(self, name: str) -> dist.ProcessGroup | None:
         """The ranks that each have a term of this parameter's gradient."""
-        share = self.share(name)
-        if not share.partial:
+        share = self.sharding_of(name)
+        if not share.is_partial_sum:
             return None
-        if share.among == "ep":  # ranks that share the rows of their state sum the gradients themselves
-            sharded = self.layout.data in ("zero1", "zero2") or self.mesh.data.dp_shard > 1
-            return None if sharded else self.mesh.same_experts_group
-        if share.copies == self.layout.tp:
+        if share.mesh_axis == "ep":  # ranks that share the rows of their state sum the gradients themselves
+            sharded = self.layout.data in ("zero1", "zero2") or self.mesh.data_dims.dp_shard > 1
+            return None if sharded else self.mesh.expert_dp_group
+        if share.replication == self.layout.tp:
             return self._group(share)
         assert self._heads is not None
         return self._heads["same"].get_group()
 
-    def _place(self, name: str, rows: DTensor | None) -> tuple[DeviceMesh, list[Placement]]:
+    def _dtensor_placement(self, name: str, rows: DTensor | None) -> tuple[DeviceMesh, list[Placement]]:
         """Where the tensor's part lies: first by the share, then by the rows that data parallelism gave this rank."""
         key = name, None if rows is None else rows.device_mesh
         if key not in self._places:
-            share = self.share(name)
-            assert share.axis is not None
-            outer: dict[str, dist.ProcessGroup] = {share.among: self._group(share)}
-            if share.copies > 1:
+            share = self.sharding_of(name)
+            assert share.dim is not None
+            outer: dict[str, dist.ProcessGroup] = {share.mesh_axis: self._group(share)}
+            if share.replication > 1:
                 assert self._heads is not None
                 outer = {axis: self._heads[axis].get_group() for axis in ("parts", "same")}
             inner: tuple[str, ...] = ()
@@ -98,20 +100,24 @@ class Shares:
             if rows is not None:
                 inner, groups = rows.device_mesh.mesh_dim_names or (), rows.device_mesh.get_all_groups()
                 placements = rows.placements
-            ranks = self._devices(share)[(*inner, share.among)].mesh.movedim(-1, 0).unflatten(0, (-1, share.copies))
-            ranks = ranks if share.copies > 1 else ranks.squeeze(1)
+            ranks = (
+                self._mesh_for(share)[(*inner, share.mesh_axis)]
+                .mesh.movedim(-1, 0)
+                .unflatten(0, (-1, share.replication))
+            )
+            ranks = ranks if share.replication > 1 else ranks.squeeze(1)
             mesh = DeviceMesh.from_group(
-                [*outer.values(), *groups], self._devices(share).device_type, ranks.contiguous(),
+                [*outer.values(), *groups], self._mesh_for(share).device_type, ranks.contiguous(),
                 mesh_dim_names=(*outer, *inner),
             )  # fmt: skip
-            self._places[key] = mesh, [*(Shard(share.axis), Replicate())[: len(outer)], *placements]
+            self._places[key] = mesh, [*(Shard(share.dim), Replicate())[: len(outer)], *placements]
         return self._places[key]
 
-    def _devices(self, share: Share) -> DeviceMesh:
+    def _mesh_for(self, share: TensorSharding) -> DeviceMesh:
         """The mesh in which ranks that share something stand."""
-        devices = self.mesh.devices if share.among == "tp" else self.mesh.experts
+        devices = self.mesh.device_mesh if share.mesh_axis == "tp" else self.mesh.ep_mesh
         assert devices is not None
         return devices
 
-    def _group(self, share: Share) -> dist.ProcessGroup:
-        return self._devices(share)[share.among].get_group()
+    def _group(self, share: TensorSharding) -> dist.ProcessGroup:
+        return self._mesh_for(share)[share.mesh_axis].get_group()

@@ -15,38 +15,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.moe import Experts, grouped_runs, on_host
+from phalanx.model.moe import Experts, supports_grouped_mm, to_host_list
 from phalanx.model.transformer import Transformer
 
 WeightGradient = tuple[Tensor, Callable[[], Tensor]]
 """A weight as it was used (it may be a cast or a part of a parameter), and how to compute its gradient."""
 
 
-class Later:
+class DeferredWeightGrads:
     """Where the layers of a model put what they put off."""
 
     def __init__(self) -> None:
-        self.put_off: list[WeightGradient] | None = None
+        self.deferred: list[WeightGradient] | None = None
         """None while nothing is put off."""
 
     @contextmanager
-    def collecting(self) -> Iterator[list[WeightGradient]]:
+    def deferring(self) -> Iterator[list[WeightGradient]]:
         """Around the first half of a backward pass; gives what is left for the second."""
-        self.put_off = []
+        self.deferred = []
         try:
-            yield self.put_off
+            yield self.deferred
         finally:
-            self.put_off = None
+            self.deferred = None
 
-    def or_now(self, weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
+    def defer_or_compute(self, weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
         """The gradient of a weight, or None if it is put off."""
-        if self.put_off is None:
+        if self.deferred is None:
             return gradient()
-        self.put_off.append((weight, gradient))
+        self.deferred.append((weight, gradient))
         return None
 
 
-def finish_weights(put_off: list[WeightGradient]) -> None:
+def compute_weight_grads(put_off: list[WeightGradient]) -> None:
     """The second half: gradients reach the parameters, and whoever waits for them, as in any backward pass."""
     weights = [weight for weight, _ in put_off]
     gradients = []
@@ -57,10 +57,10 @@ def finish_weights(put_off: list[WeightGradient]) -> None:
         torch.autograd.backward(weights, gradients)
 
 
-def split_backward(module: Transformer, later: Later) -> None:
+def split_backward(module: Transformer, later: DeferredWeightGrads) -> None:
     """Let the linear layers and experts of a model put the gradients of their weights off while `later` collects."""
     if "logits" not in vars(module):
-        module.logits = partial(linear, later=later)  # type: ignore[method-assign]
+        module.logits = partial(split_backward_linear, later=later)  # type: ignore[method-assign]
     for part in module.modules():
         if isinstance(part, nn.Linear):
             part.forward = partial(_linear, part, later)  # type: ignore[method-assign]
@@ -68,7 +68,9 @@ def split_backward(module: Transformer, later: Later) -> None:
             part.product = partial(_product, part.product, later)  # type: ignore[method-assign]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, later: Later) -> Tensor:
+def split_backward_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, later: DeferredWeightGrads
+) -> Tensor:
     """x W^T + b, whose weight's gradient may be put off."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -76,13 +78,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, later: Late
     return _Linear.apply(x, weight, bias, later)
 
 
-def _linear(layer: nn.Linear, later: Later, x: Tensor) -> Tensor:
-    return linear(x, layer.weight, layer.bias, later=later)
+def _linear(layer: nn.Linear, later: DeferredWeightGrads, x: Tensor) -> Tensor:
+    return split_backward_linear(x, layer.weight, layer.bias, later=later)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: DeferredWeightGrads) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.later = weight, later
         return F.linear(x, weight, bias)
@@ -95,21 +97,28 @@ class _Linear(torch.autograd.Function):
         def of_weight() -> Tensor:
             return grad.flatten(0, -2).T @ x.flatten(0, -2)
 
-        at_once = ctx.later.or_now(ctx.weight, of_weight) if needs_weight else None
+        at_once = ctx.later.defer_or_compute(ctx.weight, of_weight) if needs_weight else None
         of_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
         return grad @ ctx.weight if needs_x else None, at_once, of_bias, None
 
 
-def _product(product: Callable[..., Tensor], later: Later, x_ND: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    return _Product.apply(x_ND, weight_EOI, ends_E, product, later)
+def _product(
+    product: Callable[..., Tensor], later: DeferredWeightGrads, x_ND: Tensor, weight_EOI: Tensor, ends_E: Tensor
+) -> Tensor:
+    return _GroupedLinear.apply(x_ND, weight_EOI, ends_E, product, later)
 
 
-class _Product(torch.autograd.Function):
+class _GroupedLinear(torch.autograd.Function):
     """The experts' product, each with its own rows."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, weight_EOI: Tensor, ends_E: Tensor, product: Callable[..., Tensor], later: Later
+        ctx: Any,
+        x_ND: Tensor,
+        weight_EOI: Tensor,
+        ends_E: Tensor,
+        product: Callable[..., Tensor],
+        later: DeferredWeightGrads,
     ) -> Tensor:
         ctx.save_for_backward(x_ND, ends_E)
         ctx.weight, ctx.product, ctx.later = weight_EOI, product, later
@@ -123,14 +132,14 @@ class _Product(torch.autograd.Function):
         def of_weight() -> Tensor:
             return _outer(grad.contiguous(), x_ND, weight, ends_E)
 
-        at_once = ctx.later.or_now(weight, of_weight) if ctx.needs_input_grad[1] else None
+        at_once = ctx.later.defer_or_compute(weight, of_weight) if ctx.needs_input_grad[1] else None
         of_x = product(grad.contiguous(), weight.detach().transpose(1, 2), ends_E) if ctx.needs_input_grad[0] else None
         return of_x, at_once, None, None, None
 
 
 def _outer(grad_NO: Tensor, x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """Of each expert, its rows of the gradient times its rows of the input: [E, O, I]."""
-    if grouped_runs(x_NI, weight_EOI):
+    if supports_grouped_mm(x_NI, weight_EOI):
         return F.grouped_mm(grad_NO.T, x_NI, offs=ends_E.to(torch.int32))
-    sizes = on_host(torch.diff(ends_E, prepend=ends_E.new_zeros(1)), len(x_NI))
+    sizes = to_host_list(torch.diff(ends_E, prepend=ends_E.new_zeros(1)), len(x_NI))
     return torch.stack([g.T @ x for g, x in zip(grad_NO.split(sizes), x_NI.split(sizes), strict=True)])

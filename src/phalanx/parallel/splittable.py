@@ -9,7 +9,7 @@ from torch import nn
 
 from phalanx.parallel.strategy import named_parameters
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import SHARDED, Layout
+from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
 
 UNSPLITTABLE: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "runs the model again inside its step, and takes all parameters as one vector",
@@ -19,7 +19,7 @@ UNSPLITTABLE: dict[type[torch.optim.Optimizer], str] = {
 }
 
 
-def refuse_unsplittable_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def check_shardable_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Raise UserError for an optimizer of torch.optim that cannot step parameters of which a rank has some rows. Those
     that step each number by itself can, and those whose norms and products DTensor computes over ranks (LAMB, Muon)."""
     for optimizer in optimizers:
@@ -30,11 +30,11 @@ def refuse_unsplittable_optimizers(optimizers: Iterable[torch.optim.Optimizer]) 
                 raise UserError("optimizer", type(optimizer).__name__, problem, fix)
 
 
-def refuse_unsplittable(module: nn.Module, layout: Layout, blocks: Sequence[nn.Module] = ()) -> None:
+def check_shardable_module(module: nn.Module, layout: Layout, blocks: Sequence[nn.Module] = ()) -> None:
     """Raise UserError for a parameter whose rows cannot be given to ranks, or for a module that is its own block."""
     if any(block is module for block in blocks):
         raise UserError("blocks", type(module).__name__, "is the module itself", "name its parts, or none")
-    for name, parameter in named_parameters(module) if layout.data in SHARDED else ():
+    for name, parameter in named_parameters(module) if layout.data in SHARDED_STRATEGIES else ():
         if parameter.ndim == 0:
             problem, fix = f"{name} is a scalar and has no rows to split", "give it the shape [1]"
         elif not parameter.is_contiguous():

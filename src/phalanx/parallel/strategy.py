@@ -13,41 +13,41 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.parallel.clock import HOST, Clock, Mark
-from phalanx.parallel.collectives import begin_all_reduce
-from phalanx.parallel.exposed import ExposedTime
-from phalanx.parallel.gradient import clip_ratio, global_norm, scale
-from phalanx.parallel.parts import local
-from phalanx.schedule.action import Action, Step
+from phalanx.parallel.clock import HOST_CLOCK, DeviceClock, Timestamp
+from phalanx.parallel.collectives import start_all_reduce
+from phalanx.parallel.exposed import WaitTimer
+from phalanx.parallel.gradient import clip_coefficient, global_grad_norm, scale_gradients
+from phalanx.parallel.parts import local_tensor
+from phalanx.schedule.action import Action, ScheduleStep
 
-WRAPPER = "_checkpoint_wrapped_module."
+CHECKPOINT_WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 
 
-class MicroBatch(Protocol):
+class MicroBatchProtocol(Protocol):
     """What the model needs of one: token ids [B, T], and where documents start (see Transformer.forward)."""
 
     @property
     def tokens(self) -> Tensor: ...
 
     @property
-    def starts(self) -> Tensor | None: ...
+    def document_starts(self) -> Tensor | None: ...
 
 
-Losses = Callable[[Callable[..., Any], Any], tuple[Tensor, Tensor]]
+LossFunction = Callable[[Callable[..., Any], Any], tuple[Tensor, Tensor]]
 """Runs a micro-batch, its second argument, through the first as the model; returns the loss and the auxiliary loss."""
 
 
 @dataclass(frozen=True)
-class Reduced:
+class StepReduction:
     """What a step came to over all ranks."""
 
     norm: Tensor
     """Of the gradient of the mean, before clipping; a scalar."""
     sums: Tensor
     """Of what each rank measured."""
-    behind: int = 0
+    steps_behind: int = 0
     """So many steps ago it was: an asynchronous worker has only heard of those."""
-    stale: int | None = None
+    staleness: int | None = None
     """Updates that the oldest weights behind this gradient lacked (asynchronous servers)."""
 
 
@@ -58,7 +58,7 @@ class Strategy:
     `drop_gradients`). As it stands here it is one process, the reference that every layout must equal.
     """
 
-    computes = True
+    runs_model = True
     """Whether this rank does forward and backward passes."""
 
     has_loss = True
@@ -69,10 +69,10 @@ class Strategy:
     autocast = True
     """bf16 computes by autocast over fp32 parameters. False where the parameters that compute are bf16 themselves."""
 
-    counted = 1
+    router_count_multiplicity = 1
     """How often routers count each choice of an expert, over all ranks and passes of a step."""
 
-    waits: ExposedTime | None = None
+    pipeline_wait: WaitTimer | None = None
     """Time in which this rank waited for the other stages of a pipeline."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -80,43 +80,45 @@ class Strategy:
         self.module, self.group = module, group
         self.model: nn.Module = module
         """What to call for a forward pass."""
-        self.trained: dict[str, nn.Parameter] = dict(named_parameters(module))
+        self.trainable_parameters: dict[str, nn.Parameter] = dict(named_parameters(module))
         """What this rank's optimizers train, under the names of a model to which no layout was applied: whole
         parameters, or this rank's part of them (DTensors)."""
-        self.exposed = ExposedTime()
-        self.shared: Shared | None = None
+        self.comm_wait = WaitTimer()
+        self.shared: ModelShardingProtocol | None = None
         """How ranks share the model itself, where they do."""
-        self.tensor: ProductRanks | None = None
+        self.tensor: TensorParallelProtocol | None = None
         """The ranks that share matrix products, where there are such."""
-        self.waits_by_name: dict[str, ExposedTime] = {}
+        self.wait_timers: dict[str, WaitTimer] = {}
         """Other times in which this rank waited, of which a run keeps a record: by what for."""
-        self.rows: Callable[[], int] | None = None
+        self.pop_expert_rows: Callable[[], int] | None = None
         """How many rows this rank's experts computed since it was last asked, where ranks have different ones."""
-        self.clock: Clock = HOST
-        self.timeline: list[tuple[Step, Mark, Mark]] = []
+        self.clock: DeviceClock = HOST_CLOCK
+        self.timeline: list[tuple[ScheduleStep, Timestamp, Timestamp]] = []
         """What this rank did in the last step, and from when to when by its clock."""
 
-    def run(self, micros: Sequence[MicroBatch], losses: Losses) -> Iterator[tuple[Tensor, Tensor]]:
+    def forward_backward(
+        self, micros: Sequence[MicroBatchProtocol], losses: LossFunction
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Forward and backward passes of a step's micro-batches; gives what `losses` gave of each, detached."""
         self.timeline = []
         for index, micro in enumerate(micros):
-            begun = self.clock.now()
+            begun = self.clock.record()
             with self.backward(last=index == len(micros) - 1):
                 loss, auxiliary = losses(self.model, micro)
-                turned = self.clock.now()
+                turned = self.clock.record()
                 (self.loss_scale * (loss + auxiliary)).backward()
-            ended = self.clock.now()
+            ended = self.clock.record()
             self.timeline += [(Action(0, "F", index), begun, turned), (Action(0, "B", index), turned, ended)]
             yield loss.detach(), auxiliary.detach()
 
-    def measure(self, micro: MicroBatch, losses: Losses) -> Tensor:
+    def evaluate_micro_batch(self, micro: MicroBatchProtocol, losses: LossFunction) -> Tensor:
         """The loss of a micro-batch that nothing is learned from; 0 on a rank without the last stage."""
         return losses(self.model, micro)[0]
 
-    def end_weights(self) -> None:
+    def finish_weight_grad_pass(self) -> None:
         """After a backward pass that reached weights alone, as the second half of one does."""
 
-    def collect(self) -> None:
+    def finalize_gradients(self) -> None:
         """After a step's backward passes, of which none was said to be the last: bring the gradients to who trains."""
 
     @contextmanager
@@ -126,31 +128,33 @@ class Strategy:
 
     def gradients(self) -> dict[str, Tensor]:
         """The summed gradient of what is trained, by name; whoever scales it scales the step."""
-        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+        return {name: p.grad for name, p in self.trainable_parameters.items() if p.grad is not None}
 
-    def part(self, name: str, tensor: Tensor) -> Tensor:
+    def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor like what is trained of `name`, as part of one like the whole model's (of the same memory)."""
-        return tensor if self.shared is None else self.shared.part(name, tensor)
+        return tensor if self.shared is None else self.shared.as_global_dtensor(name, tensor)
 
-    def sum_terms(self) -> None:
+    def reduce_partial_gradients(self) -> None:
         """Sum gradients of which several ranks that share the model have a term each."""
         if self.shared is not None:
             terms: dict[tuple[dist.ProcessGroup, torch.dtype], list[Tensor]] = defaultdict(list)
             for name, gradient in self.gradients().items():
-                group = self.shared.summed_over(name)
+                group = self.shared.gradient_reduce_group(name)
                 if group is not None:
-                    terms[group, gradient.dtype].append(local(gradient))
+                    terms[group, gradient.dtype].append(local_tensor(gradient))
             for (group, _), mine in terms.items():
-                begin_all_reduce(mine, group, self.exposed)()
+                start_all_reduce(mine, group, self.comm_wait)()
 
-    def agree(self, sums: Tensor) -> None:
+    def sync_scalars(self, sums: Tensor) -> None:
         """Ranks that share products measured the same, but for what only some were told: to stop."""
         if self.tensor is not None:
-            self.tensor.sum(sums, dist.ReduceOp.MAX)
+            self.tensor.all_reduce(sums, dist.ReduceOp.MAX)
 
-    def norm(self) -> Tensor:
+    def grad_norm(self) -> Tensor:
         """Of the gradient of the whole model (a scalar)."""
-        return global_norm([self.part(name, gradient) for name, gradient in self.gradients().items()], self.exposed)
+        return global_grad_norm(
+            [self.as_global_dtensor(name, gradient) for name, gradient in self.gradients().items()], self.comm_wait
+        )
 
     def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
         """The loss of the model's logits, [B, T, V] or this rank's part of them: summed over targets but `ignored`."""
@@ -158,92 +162,92 @@ class Strategy:
             return self.tensor.cross_entropy(logits, targets_BT, ignored)
         return cross_entropy(logits, targets_BT, ignored)
 
-    def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> Reduced:
+    def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         """Sum over ranks what each measured (fp64), and turn the gradient of the summed losses into that of their mean
         over the first of these sums, of at most `clip_norm` (0: any).
 
         Nothing but sums is ever divided by ranks or micro-batches: their numbers of tokens may differ.
         """
-        self.sum_terms()
-        norm = self.norm()
+        self.reduce_partial_gradients()
+        norm = self.grad_norm()
         if self.group is not None:
-            with self.exposed.waiting():
+            with self.comm_wait.measure():
                 dist.all_reduce(sums, group=self.group)
-        self.agree(sums)
-        return Reduced(self.mean_and_clip(norm, sums[0], clip_norm), sums)
+        self.sync_scalars(sums)
+        return StepReduction(self.normalize_and_clip(norm, sums[0], clip_norm), sums)
 
-    def mean_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
+    def normalize_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
         """Divide the gradients by `weight` and clip them; returns the norm (of the sum: `norm`) between the two."""
         norm = norm / weight.to(norm.dtype)
-        scale(list(self.gradients().values()), clip_ratio(norm, clip_norm) / weight.to(norm.dtype))
+        scale_gradients(list(self.gradients().values()), clip_coefficient(norm, clip_norm) / weight.to(norm.dtype))
         return norm
 
-    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step, let the model compute with the result, and drop the gradients."""
         for optimizer in optimizers:
             optimizer.step()
-        self.drop_gradients()
+        self.zero_grad()
 
-    def drop_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """Forget the gradients of this step."""
         self.module.zero_grad()
 
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         """Let the model compute with what is trained, after somebody else than `update` changed that."""
 
-    def settle(self) -> None:
+    def drain_pending_updates(self) -> None:
         """Have every update that was made, so that all ranks compute with the same weights; before anything else than
         a step, and at the end (asynchronous updates may still be under way)."""
 
-    def new_state(self, parameter: nn.Parameter) -> Tensor:
+    def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
         """Optimizer state of a trained parameter, not stepped yet: zeros like it, where such state rests."""
         return torch.zeros_like(parameter)
 
-    def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+    def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         """What this rank holds from step to step, by part, for whoever measures it."""
         return {
-            "parameters": [*self.module.parameters(), *self.trained.values()],
+            "parameters": [*self.module.parameters(), *self.trainable_parameters.values()],
             "gradients": [p.grad for p in self.module.parameters() if p.grad is not None],
-            "optimizer": state_of(optimizers),
+            "optimizer": optimizer_state_tensors(optimizers),
         }
 
-    def elastic(self) -> list[Tensor]:
+    def resizable_buffers(self) -> list[Tensor]:
         """Buffers of communication whose storage is freed and made again behind tensors that stay."""
         return []
 
-    def rest(self) -> None:
+    def reshard_parameters(self) -> None:
         """After forward passes that no backward pass follows: give back what was gathered for them."""
 
 
-class Shared(Protocol):
+class ModelShardingProtocol(Protocol):
     """Which shares ranks have in a model (tensor and expert parallelism)."""
 
     shapes: dict[str, torch.Size]
     """Of whole parameters."""
 
-    def of_expert(self, name: str, whole: Tensor) -> Tensor:
+    def expert_shard(self, name: str, whole: Tensor) -> Tensor:
         """What a rank that has this expert has of it."""
 
-    def part(self, name: str, tensor: Tensor) -> Tensor:
+    def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
         """See Strategy.part."""
 
-    def shape(self, name: str, whole: torch.Size) -> torch.Size:
+    def local_shape(self, name: str, whole: torch.Size) -> torch.Size:
         """Of this rank's share of the parameter `name`, which has the shape `whole`."""
 
-    def summed_over(self, name: str) -> dist.ProcessGroup | None:
+    def gradient_reduce_group(self, name: str) -> dist.ProcessGroup | None:
         """The ranks that each have a term of this parameter's gradient, unless somebody else sums them."""
 
 
-class ProductRanks(Protocol):
+class TensorParallelProtocol(Protocol):
     """Ranks that share matrix products (tensor parallelism)."""
 
-    def sum(self, x: Tensor, over: dist.ReduceOp.RedOpType) -> Tensor:
+    def all_reduce(self, x: Tensor, over: dist.ReduceOp.RedOpType) -> Tensor:
         """All-reduced in place."""
 
     def cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
         """See Strategy.cross_entropy."""
 
-    def residual(self, tokens: torch.Size) -> tuple[int, ...]:
+    def residual_shape(self, tokens: torch.Size) -> tuple[int, ...]:
         """The shape of a rank's residual stream, but for its width, where a micro-batch has the shape `tokens`."""
 
 
@@ -257,30 +261,30 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tenso
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters under the names they have in a model to which no layout was applied."""
     for name, parameter in module.named_parameters():
-        yield name.replace(WRAPPER, ""), parameter
+        yield name.replace(CHECKPOINT_WRAPPER_PREFIX, ""), parameter
 
 
 def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules named likewise."""
     for name, part in module.named_modules():
-        yield name.replace(WRAPPER, ""), part
+        yield name.replace(CHECKPOINT_WRAPPER_PREFIX, ""), part
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that a checkpoint keeps, named likewise."""
     kept = set(module.state_dict())
     for name, buffer in module.named_buffers():
-        if name.replace(WRAPPER, "") in kept:
-            yield name.replace(WRAPPER, ""), buffer
+        if name.replace(CHECKPOINT_WRAPPER_PREFIX, "") in kept:
+            yield name.replace(CHECKPOINT_WRAPPER_PREFIX, ""), buffer
 
 
-def state_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+def optimizer_state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     """The tensors of optimizer state, but for counts of steps."""
     states = (state for optimizer in optimizers for state in optimizer.state.values())
     return [value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim]
 
 
-def step_with(
+def step_parameters(
     optimizers: Iterable[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
 ) -> None:
     """Step only these parameters, with these gradients; the others' `grad` must be None."""
@@ -292,7 +296,7 @@ def step_with(
         parameter.grad = None
 
 
-def give_memory(module: nn.Module, device: torch.device, parameters_on: torch.device | None = None) -> None:
+def materialize(module: nn.Module, device: torch.device, parameters_on: torch.device | None = None) -> None:
     """Move a module to a device, or give one without memory its memory there: parameters are not filled, buffers are 0.
     Parameters may rest elsewhere."""
     meta = any(parameter.is_meta for parameter in module.parameters())
@@ -311,7 +315,7 @@ def place_buffers(module: nn.Module, device: torch.device) -> None:
                 part._buffers[name] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
 
 
-def rebind(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
     """Put a parameter in another's place, or places."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -319,7 +323,7 @@ def rebind(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
                 part._parameters[name] = new
 
 
-class HasBytes(Protocol):
+class SupportsNbytes(Protocol):
     """Something with a size in bytes: a tensor, a bucket."""
 
     @property
@@ -327,10 +331,10 @@ class HasBytes(Protocol):
         """Its size."""
 
 
-P = TypeVar("P", bound=HasBytes)
+P = TypeVar("P", bound=SupportsNbytes)
 
 
-def pieces_of(items: Sequence[P], limit: int) -> list[list[P]]:
+def chunk_by_bytes(items: Sequence[P], limit: int) -> list[list[P]]:
     """Neighbours of together up to `limit` bytes; what is larger stands alone."""
     pieces: list[list[P]] = []
     size = 0

@@ -24,48 +24,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.attention import Attention
-from phalanx.model.mlp import GELU, SwiGLU
+from phalanx.model.mlp import GELUMLP, SwiGLUMLP
 from phalanx.model.moe import MoE, Router
 from phalanx.model.norm import RMSNorm
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.collectives import ReduceScatter, all_gather
-from phalanx.parallel.exposed import ExposedTime
-from phalanx.parallel.parts import rows_of_ranks
-from phalanx.parallel.split_backward import Later
+from phalanx.parallel.exposed import WaitTimer
+from phalanx.parallel.parts import rows_per_rank
+from phalanx.parallel.split_backward import DeferredWeightGrads
 
-Products = tuple[Tensor, ...]
+TensorTuple = tuple[Tensor, ...]
 
 
-class TensorRanks:
+class TensorParallelGroup:
     """The ranks that share matrix products, and what they send each other.
 
     Between pairs of products a rank has a residual stream of all tokens, equal on all ranks, or with `sequence` of its
     own: [B, T / ranks, D]."""
 
-    def __init__(self, group: dist.ProcessGroup, sequence: bool, vocab: int, later: Later) -> None:
+    def __init__(self, group: dist.ProcessGroup, sequence: bool, vocab: int, later: DeferredWeightGrads) -> None:
         """`later` takes the gradients of weights that a pipeline puts off."""
         self.group, self.sequence, self.later = group, sequence, later
         self.size, self.rank = group.size(), group.rank()
-        self.first_row = sum(rows_of_ranks(vocab, self.size)[: self.rank])
+        self.first_row = sum(rows_per_rank(vocab, self.size)[: self.rank])
         """Of the vocabulary, on this rank."""
-        self.exposed = ExposedTime()
+        self.exposed = WaitTimer()
 
-    def enter(self, x: Tensor) -> Tensor:
+    def gather_tokens(self, x: Tensor) -> Tensor:
         """What the residual stream, or its gradient, is for all tokens."""
-        return self.begin_enter(x)()
+        return self.start_gather_tokens(x)()
 
-    def leave(self, term: Tensor) -> Tensor:
+    def reduce_tokens(self, term: Tensor) -> Tensor:
         """The sum of what each rank has for all tokens, as the residual stream has it."""
-        return self.begin_leave(term)()
+        return self.start_reduce_tokens(term)()
 
-    def begin_enter(self, x: Tensor) -> Callable[[], Tensor]:
+    def start_gather_tokens(self, x: Tensor) -> Callable[[], Tensor]:
         """Starts `enter`; what it returns ends it."""
-        return self.begin_gather(x, axis=1) if self.sequence else lambda: x
+        return self.start_all_gather(x, axis=1) if self.sequence else lambda: x
 
-    def begin_leave(self, term: Tensor) -> Callable[[], Tensor]:
+    def start_reduce_tokens(self, term: Tensor) -> Callable[[], Tensor]:
         """Starts `leave`, which may write into `term`; what it returns ends it."""
         if self.sequence:
-            return self.begin_scatter(term, axis=1)
+            return self.start_reduce_scatter(term, axis=1)
         term = term.contiguous()
         work = dist.all_reduce(term, group=self.group, async_op=True)
 
@@ -75,7 +75,7 @@ class TensorRanks:
 
         return end
 
-    def begin_gather(self, x: Tensor, axis: int) -> Callable[[], Tensor]:
+    def start_all_gather(self, x: Tensor, axis: int) -> Callable[[], Tensor]:
         """Starts to put all ranks' `x` side by side along an axis."""
         whole = x.new_empty(self.size, *x.shape)
         work = all_gather(whole.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
@@ -86,7 +86,7 @@ class TensorRanks:
 
         return end
 
-    def begin_scatter(self, term: Tensor, axis: int) -> Callable[[], Tensor]:
+    def start_reduce_scatter(self, term: Tensor, axis: int) -> Callable[[], Tensor]:
         """Starts to sum the ranks' terms, of which each gets its part along an axis."""
         parts = term.unflatten(axis, (self.size, -1)).movedim(axis, 0).contiguous()
         mine = torch.empty_like(parts[0])
@@ -98,12 +98,12 @@ class TensorRanks:
 
         return end
 
-    def sum(self, x: Tensor, over: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduce(self, x: Tensor, over: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """All-reduced in place."""
         self.wait(dist.all_reduce(x, over, group=self.group, async_op=True))
         return x
 
-    def residual(self, tokens: torch.Size) -> tuple[int, ...]:
+    def residual_shape(self, tokens: torch.Size) -> tuple[int, ...]:
         """The shape of the residual stream, but for its width, where a micro-batch has the shape `tokens`."""
         rows, count = tokens
         return rows, count // self.size if self.sequence else count
@@ -117,7 +117,7 @@ class TensorRanks:
 
     def wait(self, work: dist.Work | None) -> None:
         """For what is under way."""
-        with self.exposed.waiting():
+        with self.exposed.measure():
             if work is not None:
                 work.wait()
 
@@ -125,73 +125,77 @@ class TensorRanks:
 # -- pairs of products -------------------------------------------------------------------------------------------------
 
 
-def output_split(x: Tensor, ranks: TensorRanks, *layers: nn.Linear) -> Products:
+def column_parallel(x: Tensor, ranks: TensorParallelGroup, *layers: nn.Linear) -> TensorTuple:
     """The first of a pair: this rank's columns of the products of `x` with each layer's matrix."""
-    products = _OutputSplit.apply(*cast_together(x, *(layer.weight for layer in layers)), ranks)
-    return tuple(_plus(z, layer.bias) for z, layer in zip(products, layers, strict=True))
+    products = _ColumnParallelLinear.apply(*autocast_operands(x, *(layer.weight for layer in layers)), ranks)
+    return tuple(_add_bias(z, layer.bias) for z, layer in zip(products, layers, strict=True))
 
 
-def input_split(hidden: Tensor, ranks: TensorRanks, layer: nn.Linear) -> Tensor:
+def row_parallel(hidden: Tensor, ranks: TensorParallelGroup, layer: nn.Linear) -> Tensor:
     """The second: the sum over ranks of their products, as the residual stream has it."""
-    return _plus(_InputSplit.apply(*cast_together(hidden, layer.weight), ranks), layer.bias)
+    return _add_bias(_RowParallelLinear.apply(*autocast_operands(hidden, layer.weight), ranks), layer.bias)
 
 
-def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
+def _add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product + bias.to(product.dtype)
 
 
-class _OutputSplit(torch.autograd.Function):
+class _ColumnParallelLinear(torch.autograd.Function):
     """z_i = x W_i^T. The input is kept as the residual stream has it, and gathered again for the weights' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights_and_ranks: Any) -> Products:
+    def forward(ctx: Any, x: Tensor, *weights_and_ranks: Any) -> TensorTuple:
         *weights, ranks = weights_and_ranks
         ctx.save_for_backward(x)
         ctx.weights, ctx.ranks = weights, ranks
-        whole = ranks.enter(x)
+        whole = ranks.gather_tokens(x)
         return tuple(F.linear(whole, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (x,), weights, ranks = ctx.saved_tensors, ctx.weights, ctx.ranks
         # A weight's gradient that is put off fetches its input when its time comes.
-        now = ranks.later.put_off is None and any(ctx.needs_input_grad[1:-1])
-        coming = ranks.begin_enter(x) if now else partial(ranks.enter, x)
+        now = ranks.later.deferred is None and any(ctx.needs_input_grad[1:-1])
+        coming = ranks.start_gather_tokens(x) if now else partial(ranks.gather_tokens, x)
         of_x = gradients[0] @ weights[0]
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
             of_x.flatten(0, -2).addmm_(gradient.flatten(0, -2), weight)
-        leaving = ranks.begin_leave(of_x)
+        leaving = ranks.start_reduce_tokens(of_x)
         whole = cache(coming)
         put_off = [
-            ranks.later.or_now(weight, partial(_outer, gradient, whole)) if needed else None
+            ranks.later.defer_or_compute(weight, partial(_weight_gradient, gradient, whole)) if needed else None
             for gradient, weight, needed in zip(gradients, weights, ctx.needs_input_grad[1:-1], strict=True)
         ]
         return leaving(), *put_off, None
 
 
-class _InputSplit(torch.autograd.Function):
+class _RowParallelLinear(torch.autograd.Function):
     """y = sum over ranks of h W^T."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ranks: TensorRanks) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ranks: TensorParallelGroup) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.weight, ctx.ranks = weight, ranks
-        return ranks.leave(F.linear(hidden, weight))
+        return ranks.reduce_tokens(F.linear(hidden, weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         (hidden,), weight, ranks = ctx.saved_tensors, ctx.weight, ctx.ranks
-        gradient = ranks.enter(gradient)
+        gradient = ranks.gather_tokens(gradient)
         needed = ctx.needs_input_grad[1]
-        put_off = ranks.later.or_now(weight, partial(_outer, gradient, lambda: hidden)) if needed else None
+        put_off = (
+            ranks.later.defer_or_compute(weight, partial(_weight_gradient, gradient, lambda: hidden))
+            if needed
+            else None
+        )
         return gradient @ weight, put_off, None
 
 
-def _outer(gradient: Tensor, x: Callable[[], Tensor]) -> Tensor:
+def _weight_gradient(gradient: Tensor, x: Callable[[], Tensor]) -> Tensor:
     return gradient.flatten(0, -2).T @ x().flatten(0, -2)
 
 
-def cast_together(*tensors: Tensor) -> Products:
+def autocast_operands(*tensors: Tensor) -> TensorTuple:
     """Operands of a product as autocast would have them."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
@@ -202,51 +206,51 @@ def cast_together(*tensors: Tensor) -> Products:
 # -- other ways into and out of what ranks share -----------------------------------------------------------------------
 
 
-class _Enter(torch.autograd.Function):
+class _GatherFromSequence(torch.autograd.Function):
     """Of the residual stream all tokens; each rank's gradient of them is a term of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
         ctx.ranks = ranks
-        return ranks.enter(x) if ranks.sequence else x.view_as(x)
+        return ranks.gather_tokens(x) if ranks.sequence else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.leave(gradient if ctx.ranks.sequence else gradient.clone()), None
+        return ctx.ranks.reduce_tokens(gradient if ctx.ranks.sequence else gradient.clone()), None
 
 
-class _Leave(torch.autograd.Function):
+class _ReduceToSequence(torch.autograd.Function):
     """The way back."""
 
     @staticmethod
-    def forward(ctx: Any, term: Tensor, ranks: TensorRanks) -> Tensor:
+    def forward(ctx: Any, term: Tensor, ranks: TensorParallelGroup) -> Tensor:
         ctx.ranks = ranks
-        return ranks.leave(term if ranks.sequence else term.clone())
+        return ranks.reduce_tokens(term if ranks.sequence else term.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.enter(gradient), None
+        return ctx.ranks.gather_tokens(gradient), None
 
 
-class _Sum(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     """A sum over ranks of which every rank's loss has a share."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
         ctx.ranks = ranks
-        return ranks.sum(x.clone())
+        return ranks.all_reduce(x.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.sum(gradient.clone()), None
+        return ctx.ranks.all_reduce(gradient.clone()), None
 
 
-class _Total(torch.autograd.Function):
+class _AllReduceForward(torch.autograd.Function):
     """A sum over ranks in which each counts its own share."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
-        return ranks.sum(x.clone())
+    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        return ranks.all_reduce(x.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -256,24 +260,26 @@ class _Total(torch.autograd.Function):
 # -- the parts of a model ----------------------------------------------------------------------------------------------
 
 
-def split_products(model: Transformer, ranks: TensorRanks, experts_whole: bool, heads_apart: bool = True) -> None:
+def apply_tensor_parallel(
+    model: Transformer, ranks: TensorParallelGroup, experts_whole: bool, heads_apart: bool = True
+) -> None:
     """Let a model whose tensors were cut (`shares.py`) compute with the other ranks that have the rest of them.
     `experts_whole`: experts are not cut, but each is on some rank; `heads_apart`: ranks have different heads, unless
     these are gathered (`gathered_heads.py`)."""
     for part in model.modules():
         if isinstance(part, Attention):
-            _split_pair(part, ranks, ("wq", "wk", "wv"), "wo")
+            _parallelize_pair(part, ranks, ("wq", "wk", "wv"), "wo")
             if heads_apart and part.qk_norm == "full":
                 part.q_norm.forward = partial(_norm_of_all_heads, part.q_norm, ranks)  # type: ignore[method-assign]
                 part.k_norm.forward = partial(_norm_of_all_heads, part.k_norm, ranks)  # type: ignore[method-assign]
-        elif isinstance(part, SwiGLU):
-            _split_pair(part, ranks, ("gate", "up"), "down")
-        elif isinstance(part, GELU):
-            _split_pair(part, ranks, ("up",), "down")
+        elif isinstance(part, SwiGLUMLP):
+            _parallelize_pair(part, ranks, ("gate", "up"), "down")
+        elif isinstance(part, GELUMLP):
+            _parallelize_pair(part, ranks, ("up",), "down")
         elif isinstance(part, MoE) and not experts_whole:
-            part.mix = partial(_mix, part.mix, ranks)  # type: ignore[method-assign]
+            part.apply_experts = partial(_mix, part.apply_experts, ranks)  # type: ignore[method-assign]
         elif isinstance(part, Router) and ranks.sequence:
-            part.count = partial(_count, part.count, ranks)  # type: ignore[method-assign]
+            part.tokens_per_expert = partial(_count, part.tokens_per_expert, ranks)  # type: ignore[method-assign]
     model.logits = partial(_logits, ranks)  # type: ignore[method-assign]
     if hasattr(model, "embedding"):
         model.embedding.forward = partial(_embed, model.embedding, ranks)  # type: ignore[method-assign]
@@ -282,65 +288,67 @@ def split_products(model: Transformer, ranks: TensorRanks, experts_whole: bool, 
             model.positions.forward = partial(  # type: ignore[method-assign]
                 _positions, model.positions, ranks
             )
-        model.attended = lambda x_BT: _attended(x_BT, ranks)  # type: ignore[method-assign]
+        model.local_positions = lambda x_BT: _attended(x_BT, ranks)  # type: ignore[method-assign]
         if model.spec.moe:
-            model.through = partial(_through, model.through, ranks)  # type: ignore[method-assign]
+            model.run_blocks = partial(_through, model.run_blocks, ranks)  # type: ignore[method-assign]
 
 
-def _split_pair(part: Any, ranks: TensorRanks, first: tuple[str, ...], second: str) -> None:
+def _parallelize_pair(part: Any, ranks: TensorParallelGroup, first: tuple[str, ...], second: str) -> None:
     # Looked up at every call: whoever wraps the layers (ZeRO-3, recomputation) may put others in their place.
-    part.into = lambda x: output_split(x, ranks, *(getattr(part, name) for name in first))
-    part.out_of = lambda hidden: input_split(hidden, ranks, getattr(part, second))
+    part.project_in = lambda x: column_parallel(x, ranks, *(getattr(part, name) for name in first))
+    part.project_out = lambda hidden: row_parallel(hidden, ranks, getattr(part, second))
 
 
-def _logits(ranks: TensorRanks, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+def _logits(ranks: TensorParallelGroup, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
     """This rank's columns of the logits, [B, T, V / ranks]."""
-    (logits,) = _OutputSplit.apply(*cast_together(x_BTD, weight_VD), ranks)
+    (logits,) = _ColumnParallelLinear.apply(*autocast_operands(x_BTD, weight_VD), ranks)
     return cast(Tensor, logits)
 
 
-def _embed(embedding: nn.Embedding, ranks: TensorRanks, tokens_BT: Tensor) -> Tensor:
+def _embed(embedding: nn.Embedding, ranks: TensorParallelGroup, tokens_BT: Tensor) -> Tensor:
     """A row of each token from the rank that has it."""
     row = tokens_BT - ranks.first_row
     others = (row < 0) | (row >= len(embedding.weight))
     x_BTD = F.embedding(row.masked_fill(others, 0), embedding.weight).masked_fill(others[..., None], 0)
-    return cast(Tensor, _Leave.apply(x_BTD, ranks))
+    return cast(Tensor, _ReduceToSequence.apply(x_BTD, ranks))
 
 
-def _positions(positions: nn.Embedding, ranks: TensorRanks, place: Tensor) -> Tensor:
+def _positions(positions: nn.Embedding, ranks: TensorParallelGroup, place: Tensor) -> Tensor:
     """Of this rank's tokens."""
     return F.embedding(place.chunk(ranks.size, dim=-1)[ranks.rank], positions.weight)
 
 
-def _attended(x_BT: Tensor, ranks: TensorRanks) -> Tensor:
+def _attended(x_BT: Tensor, ranks: TensorParallelGroup) -> Tensor:
     """The tokens of which a stage is given a share; an embedding is given all (their numbers)."""
     tokens = x_BT.shape[1] * (ranks.size if x_BT.is_floating_point() else 1)
     return torch.arange(tokens, device=x_BT.device)
 
 
-def _through(through: Callable[..., tuple[Tensor, Tensor]], ranks: TensorRanks, *args: Any) -> tuple[Tensor, Tensor]:
+def _through(
+    through: Callable[..., tuple[Tensor, Tensor]], ranks: TensorParallelGroup, *args: Any
+) -> tuple[Tensor, Tensor]:
     """Each rank's routers saw some of the tokens: the auxiliary loss is the sum."""
     x_BTD, auxiliary = through(*args)
-    return x_BTD, cast(Tensor, _Total.apply(auxiliary, ranks))
+    return x_BTD, cast(Tensor, _AllReduceForward.apply(auxiliary, ranks))
 
 
-def _norm_of_all_heads(norm: RMSNorm, ranks: TensorRanks, x: Tensor) -> Tensor:
+def _norm_of_all_heads(norm: RMSNorm, ranks: TensorParallelGroup, x: Tensor) -> Tensor:
     """x / rms(x) x weight, where each rank has some of the heads (and as many ranks each of them)."""
     exact = x if x.dtype == torch.float64 else x.float()
-    total = cast(Tensor, _Sum.apply(exact.square().sum(-1, keepdim=True), ranks))
+    total = cast(Tensor, _AllReduce.apply(exact.square().sum(-1, keepdim=True), ranks))
     scale = (total / (ranks.size * x.shape[-1]) + norm.eps).rsqrt()
     return (exact * scale).to(x.dtype) * norm.weight.to(x.dtype)
 
 
-def _mix(mix: Callable[..., Tensor], ranks: TensorRanks, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def _mix(mix: Callable[..., Tensor], ranks: TensorParallelGroup, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Every rank has some columns of each expert. The choice is made where the residual stream is."""
-    (x,) = cast_together(x)
-    x, weights = _Enter.apply(x, ranks), _Enter.apply(weights, ranks)
-    return cast(Tensor, _Leave.apply(mix(x, weights, ranks.enter(chosen)), ranks))
+    (x,) = autocast_operands(x)
+    x, weights = _GatherFromSequence.apply(x, ranks), _GatherFromSequence.apply(weights, ranks)
+    return cast(Tensor, _ReduceToSequence.apply(mix(x, weights, ranks.gather_tokens(chosen)), ranks))
 
 
-def _count(count: Callable[..., Tensor], ranks: TensorRanks, chosen: Tensor, dtype: torch.dtype) -> Tensor:
-    return ranks.sum(count(chosen, dtype))
+def _count(count: Callable[..., Tensor], ranks: TensorParallelGroup, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    return ranks.all_reduce(count(chosen, dtype))
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
@@ -350,14 +358,16 @@ class _CrossEntropy(torch.autograd.Function):
     """log sum_v exp x_v - x_target, by three all-reduces of a number per token (Megatron-LM, section 3)."""
 
     @staticmethod
-    def forward(ctx: Any, x_NV: Tensor, target_N: Tensor, ignored: int, first: int, ranks: TensorRanks) -> Tensor:
+    def forward(
+        ctx: Any, x_NV: Tensor, target_N: Tensor, ignored: int, first: int, ranks: TensorParallelGroup
+    ) -> Tensor:
         column = target_N - first
         here = (column >= 0) & (column < x_NV.shape[1])
         column = column.masked_fill(~here, 0)[:, None]
-        highest = ranks.sum(x_NV.amax(1), dist.ReduceOp.MAX)
+        highest = ranks.all_reduce(x_NV.amax(1), dist.ReduceOp.MAX)
         share_NV = (x_NV - highest[:, None]).exp_()
         likely = (x_NV.gather(1, column)[:, 0] - highest).masked_fill(~here, 0)
-        total, likely = ranks.sum(torch.stack([share_NV.sum(1), likely])).unbind()
+        total, likely = ranks.all_reduce(torch.stack([share_NV.sum(1), likely])).unbind()
         counted = target_N != ignored
         ctx.save_for_backward(share_NV.div_(total[:, None]), column, here, counted)
         return ((total.log() - likely) * counted).sum()

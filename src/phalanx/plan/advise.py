@@ -8,14 +8,22 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.cost.footprint import GIB
-from phalanx.cost.memory import model_state_bytes, optimizer_of, state_bytes
-from phalanx.cost.parameters import parameters
-from phalanx.cost.shapes import elements, parameter_shapes
-from phalanx.plan.candidates import Candidate, candidate_of, candidates
-from phalanx.plan.explain import fullest, nearest_fit, why
-from phalanx.plan.fits import LIKELY
-from phalanx.plan.rules import RULES, Rule, Situation
-from phalanx.plan.search import Option, can_run, evaluate, offers, search, smallest, widened
+from phalanx.cost.memory import model_state_bytes, optimizer_kind, state_bytes
+from phalanx.cost.parameters import count_parameters
+from phalanx.cost.shapes import num_elements, parameter_shapes
+from phalanx.plan.candidates import CandidateLayout, candidate_from_run, enumerate_layouts
+from phalanx.plan.explain import describe_memory_use, explain_slowdown, suggest_fit
+from phalanx.plan.fits import MAX_OOM_PROBABILITY
+from phalanx.plan.rules import RULES, RuleOfThumb, RunSituation
+from phalanx.plan.search import (
+    EvaluatedLayout,
+    can_run,
+    evaluate,
+    runnable_layouts,
+    search_layouts,
+    smallest_layout,
+    with_offload_variants,
+)
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
@@ -30,10 +38,10 @@ Verdict = Literal["agrees", "costs", "does not fit", "does not run"]
 class Advice:
     """A rule that applies, beside the planner's best."""
 
-    rule: Rule
-    because: str
+    rule: RuleOfThumb
+    why_rule_applies: str
     verdict: Verdict
-    option: Option | None
+    option: EvaluatedLayout | None
     """The fastest layout that obeys the rule and fits; the smallest, where none fits."""
     slower: float
     """Time of its step beyond the best one's, as a share of that; of what does not fit or run 0."""
@@ -43,13 +51,13 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class Advised:
+class AdviceReport:
     """All that is said of a run."""
 
-    situation: Situation
-    best: Option
+    situation: RunSituation
+    best: EvaluatedLayout
     advice: list[Advice]
-    silent: list[Rule]
+    inapplicable_rules: list[RuleOfThumb]
     """Rules that do not apply."""
 
     @property
@@ -58,113 +66,121 @@ class Advised:
         return sum(advice.verdict == "agrees" for advice in self.advice)
 
 
-def advise(run: RunSpec, world_size: int) -> Advised:
+def advise(run: RunSpec, world_size: int) -> AdviceReport:
     """Every rule of thumb, held against the planner's search.
 
     Raises UserError for a cluster whose speeds are not known, and where no layout fits.
     """
-    found = candidates(run, world_size)
-    found, ordered = widened(run, world_size, found) if found else ([], [])
-    every = Layouts(run, world_size, found, ordered)
-    best = every.first(lambda _: True)
+    found = enumerate_layouts(run, world_size)
+    found, ordered = with_offload_variants(run, world_size, found) if found else ([], [])
+    every = EvaluatedLayouts(run, world_size, found, ordered)
+    best = every.best(lambda _: True)
     if best is None:
-        plan = search(run, world_size, keep=1)
-        fix = nearest_fit(run, world_size, plan) if plan.smallest else "change the layout's choices or the batch"
+        plan = search_layouts(run, world_size, keep=1)
+        fix = (
+            suggest_fit(run, world_size, plan)
+            if plan.closest_to_fitting
+            else "change the layout's choices or the batch"
+        )
         raise UserError("layout", None, f"no layout of {plan.considered:,} fits; see also `phalanx advise oom`", fix)
-    here = situation(every)
+    here = describe_situation(every)
     applying = [(rule, because) for rule in RULES if (because := rule.applies(here))]
     spoken = [rule for rule, _ in applying]
-    advice = [held_against(every, best, here, rule, because) for rule, because in applying]
-    return Advised(here, best, advice, [rule for rule in RULES if rule not in spoken])
+    advice = [compare_with_best(every, best, here, rule, because) for rule, because in applying]
+    return AdviceReport(here, best, advice, [rule for rule in RULES if rule not in spoken])
 
 
 @dataclass(frozen=True)
-class Layouts:
+class EvaluatedLayouts:
     """All layouts of a run."""
 
     run: RunSpec
     ranks: int
-    found: list[Candidate]
-    fitting: list[Candidate]
+    found: list[CandidateLayout]
+    fitting: list[CandidateLayout]
     """Those that are likely to fit, in the planner's order of preference."""
 
-    def first(self, wanted: Callable[[Candidate], bool]) -> Option | None:
+    def best(self, wanted: Callable[[CandidateLayout], bool]) -> EvaluatedLayout | None:
         """The planner's best of some layouts; None if none of them fits and runs."""
         some = (candidate for candidate in self.fitting if wanted(candidate))
-        return next(offers(self.run, self.ranks, some), None)
+        return next(runnable_layouts(self.run, self.ranks, some), None)
 
 
-def held_against(every: Layouts, best: Option, here: Situation, rule: Rule, because: str) -> Advice:
+def compare_with_best(
+    every: EvaluatedLayouts, best: EvaluatedLayout, here: RunSituation, rule: RuleOfThumb, because: str
+) -> Advice:
     """A rule that applies beside the planner's best layout."""
 
-    def obeyed(candidate: Candidate) -> bool:
-        return rule.obeyed(candidate, here.domain)
+    def obeyed(candidate: CandidateLayout) -> bool:
+        return rule.is_satisfied_by(candidate, here.domain)
 
     if obeyed(best.candidate):
         return Advice(rule, because, "agrees", best, 0.0, 0.0, _otherwise(every, best, obeyed))
-    option = every.first(obeyed)
+    option = every.best(obeyed)
     if option is None:
         return _impossible(every, best, here, rule, because)
     slower, more = option.step_seconds / best.step_seconds - 1, option.memory_bytes - best.memory_bytes
     verdict: Verdict = "agrees" if slower < ALIKE else "costs"
-    return Advice(rule, because, verdict, option, slower, more, why(every.run, option, best))
+    return Advice(rule, because, verdict, option, slower, more, explain_slowdown(every.run, option, best))
 
 
-def _otherwise(every: Layouts, best: Option, obeyed: Callable[[Candidate], bool]) -> str:
+def _otherwise(every: EvaluatedLayouts, best: EvaluatedLayout, obeyed: Callable[[CandidateLayout], bool]) -> str:
     """Why the planner does what a rule says: what the fastest layout that does not would take."""
-    other = every.first(lambda candidate: not obeyed(candidate))
+    other = every.best(lambda candidate: not obeyed(candidate))
     if other is not None:
-        return f"otherwise {other.candidate}, {why(every.run, other, best)}"
+        return f"otherwise {other.candidate}, {explain_slowdown(every.run, other, best)}"
     return "all layouts are so" if all(map(obeyed, every.found)) else "no other layout fits"
 
 
-def _impossible(every: Layouts, best: Option, here: Situation, rule: Rule, because: str) -> Advice:
+def _impossible(
+    every: EvaluatedLayouts, best: EvaluatedLayout, here: RunSituation, rule: RuleOfThumb, because: str
+) -> Advice:
     """Of a rule that no layout obeys that fits and runs."""
-    obeying = [candidate for candidate in every.found if rule.obeyed(candidate, here.domain)]
+    obeying = [candidate for candidate in every.found if rule.is_satisfied_by(candidate, here.domain)]
     if not obeying:
         reason = f"no layout of {here.ranks} devices, this batch and this model has {rule.partial}"
         return Advice(rule, because, "does not run", None, 0.0, 0.0, reason)
-    least = evaluate(every.run, every.ranks, [smallest(every.run, every.ranks, obeying)])[0]
-    if least.p_oom < LIKELY:
+    least = evaluate(every.run, every.ranks, [smallest_layout(every.run, every.ranks, obeying)])[0]
+    if least.p_oom < MAX_OOM_PROBABILITY:
         reason = f"none of the {len(obeying):,} such layouts that fit can run"
         return Advice(rule, because, "does not run", None, 0.0, 0.0, reason)
     held = sorted(_fullest(least).items(), key=lambda part: -part[1])
     parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in held)
     reason = (
-        f"the smallest such layout takes {fullest(every.run.cluster, least)}, and {LIKELY:.0%} is too much; on the "
+        f"the smallest such layout takes {describe_memory_use(every.run.cluster, least)}, and {MAX_OOM_PROBABILITY:.0%} is too much; on the "
         f"device {parts}"
     )
     return Advice(rule, because, "does not fit", least, 0.0, least.memory_bytes - best.memory_bytes, reason)
 
 
-def situation(every: Layouts) -> Situation:
+def describe_situation(every: EvaluatedLayouts) -> RunSituation:
     """What the rules look at."""
     run, model, training, cluster = every.run, every.run.model, every.run.training, every.run.cluster
     sequences = training.tokens_per_step // training.sequence
-    plain = candidate_of(run.model_copy(update={"layout": Layout(micro_batch=1)}), 1)
+    plain = candidate_from_run(run.model_copy(update={"layout": Layout(micro_batch=1)}), 1)
     one = evaluate(run, 1, [plain, replace(plain, recompute="full")])
     held, again = (_fullest(option) for option in one)
-    optimizer, count = optimizer_of(run.optimizer), parameters(model)
+    optimizer, count = optimizer_kind(run.optimizer), count_parameters(model)
     state = model_state_bytes(count, optimizer, training.precision)
     each = state_bytes("adamw" if optimizer == "muon" else optimizer, training.precision).total
-    return Situation(
+    return RunSituation(
         parameters=count.total,
         layers=model.layers,
         experts=model.moe is not None,
         sequences=sequences,
         ranks=every.ranks,
-        domain=cluster.fast_domain,
+        domain=cluster.fast_link_domain_size,
         memory_bytes=float(cluster.rank_memory_bytes or 0),
         state={"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer},
         activation_bytes=held["activations"] + held["logits"],
         recomputed_bytes=again["activations"] + again["logits"],
         layer_bytes=each * _largest_block(run) + held["activations"] / model.layers,
-        alone=(alone := any(option.p_oom < LIKELY for option in one)),
+        alone=(alone := any(option.p_oom < MAX_OOM_PROBABILITY for option in one)),
         spare=not alone and _spare(every),
     )
 
 
-def _fullest(option: Option) -> dict[str, float]:
+def _fullest(option: EvaluatedLayout) -> dict[str, float]:
     """Bytes by part of the stage that has most."""
     return max(option.stages.values(), key=lambda stage: sum(stage.values()))
 
@@ -175,15 +191,15 @@ def _largest_block(run: RunSpec) -> int:
     for name, shape in parameter_shapes(run.model).items():
         owner, _, rest = name.partition(".")
         if owner == "blocks":
-            blocks[rest.partition(".")[0]] += elements(shape)
+            blocks[rest.partition(".")[0]] += num_elements(shape)
     return max(blocks.values())
 
 
-def _spare(every: Layouts) -> bool:
+def _spare(every: EvaluatedLayouts) -> bool:
     """Whether the fastest 1F1B pipeline that fits still does with ZB-H2 in place of 1F1B."""
-    fastest = every.first(lambda candidate: candidate.pp > 1 and candidate.schedule == "1f1b")
+    fastest = every.best(lambda candidate: candidate.pp > 1 and candidate.schedule == "1f1b")
     if fastest is None:
         return False
     other = replace(fastest.candidate, schedule="zb-h2")
     runs = can_run(every.run, every.ranks, other)
-    return runs and evaluate(every.run, every.ranks, [other])[0].p_oom < LIKELY
+    return runs and evaluate(every.run, every.ranks, [other])[0].p_oom < MAX_OOM_PROBABILITY

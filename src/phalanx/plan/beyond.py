@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.cost.energy import energy_cost, energy_kwh, rental_cost
-from phalanx.cost.memory import model_state_bytes, optimizer_of
-from phalanx.cost.parameters import parameters
+from phalanx.cost.memory import model_state_bytes, optimizer_kind
+from phalanx.cost.parameters import count_parameters
 from phalanx.cost.reliability import (
     LLAMA3,
-    best_interval_seconds,
     days_to,
     goodput,
-    job_mtbf_seconds,
+    mtbf_seconds,
+    optimal_interval_seconds,
     reliability,
 )
-from phalanx.plan.search import Option
+from phalanx.plan.search import EvaluatedLayout
 from phalanx.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingCost:
     """A whole training with one layout. What depends on a speed or a price that the cluster does not have is None."""
 
     tokens: float
@@ -39,7 +39,9 @@ class Training:
     rent: float | None
 
 
-def training(run: RunSpec, world_size: int, option: Option, tokens: float | None = None) -> Training:
+def estimate_training_cost(
+    run: RunSpec, world_size: int, option: EvaluatedLayout, tokens: float | None = None
+) -> TrainingCost:
     """What it takes to train on `tokens` (by default as many as the run has)."""
     cluster = run.cluster
     tokens = tokens or run.training.steps * run.training.tokens_per_step
@@ -47,10 +49,10 @@ def training(run: RunSpec, world_size: int, option: Option, tokens: float | None
     kept = reliability(rate, world_size, write, cluster.restart_seconds) if write else None
     days = days_to(tokens, option.tokens_per_second, kept.goodput if kept else 1.0)
     hours, watts = 24 * days, cluster.watts
-    return Training(
+    return TrainingCost(
         tokens=tokens,
         days=days,
-        mtbf_seconds=job_mtbf_seconds(rate, world_size),
+        mtbf_seconds=mtbf_seconds(rate, world_size),
         checkpoint_bytes=saved,
         write_seconds=write,
         interval_seconds=kept.interval_seconds if kept else None,
@@ -63,15 +65,15 @@ def training(run: RunSpec, world_size: int, option: Option, tokens: float | None
     )
 
 
-def own_goodput(run: RunSpec, world_size: int, option: Option) -> float | None:
+def configured_goodput(run: RunSpec, world_size: int, option: EvaluatedLayout) -> float | None:
     """The part of the time that ends up in the model with the run's own interval between checkpoints; None where it
     writes none on the way, or nobody knows how fast they are written."""
     _, write = _checkpoint(run)
     every = run.checkpoint.every
     if not every or write is None:
         return None
-    mtbf = job_mtbf_seconds(failure_rate(run), world_size)
-    interval = best_interval_seconds(write, mtbf) if every == "auto" else every * option.step_seconds
+    mtbf = mtbf_seconds(failure_rate(run), world_size)
+    interval = optimal_interval_seconds(write, mtbf) if every == "auto" else every * option.step_seconds
     return goodput(interval, write, mtbf, run.cluster.restart_seconds)
 
 
@@ -82,6 +84,6 @@ def failure_rate(run: RunSpec) -> float:
 
 def _checkpoint(run: RunSpec) -> tuple[int, float | None]:
     """Bytes of parameters and optimizer state, and seconds to write them where the storage's speed is known."""
-    state = model_state_bytes(parameters(run.model), optimizer_of(run.optimizer), run.training.precision)
+    state = model_state_bytes(count_parameters(run.model), optimizer_kind(run.optimizer), run.training.precision)
     saved, speed = state.parameters + state.optimizer, run.cluster.storage_bytes_per_second
     return saved, saved / speed if speed else None

@@ -19,17 +19,30 @@ from numpy.typing import NDArray
 
 from phalanx.cost.compute import training_flops_per_token
 from phalanx.cost.constants import time_constants
-from phalanx.cost.jobs import Jobs, columns
+from phalanx.cost.jobs import JobTable, job_table
 from phalanx.cost.memory import RankMemory, rank_memory
 from phalanx.cost.step import step_seconds
-from phalanx.plan.candidates import candidate_of, jobs_of
-from phalanx.plan.describe import Numbers, half_width_of, times_of
-from phalanx.plan.fits import held_and_host
-from phalanx.plan.posterior import NOISE, Prior, Truth, decided, left_out, mode
-from phalanx.plan.timings import Exchange, Sweep, Timings, exchanged, timings_of
-from phalanx.spec.cluster import Cluster, Measured
+from phalanx.plan.candidates import candidate_from_run, candidate_jobs
+from phalanx.plan.describe import JobRow, interval_half_width, time_constants_for
+from phalanx.plan.fits import device_and_host_bytes
+from phalanx.plan.posterior import (
+    NOISE,
+    MeasuredTargets,
+    Prior,
+    identified_constants,
+    leave_one_out_errors,
+    map_estimate,
+)
+from phalanx.plan.timings import (
+    BenchmarkFile,
+    CollectiveTiming,
+    OperationTimings,
+    benchmark_timings,
+    collective_timings,
+)
+from phalanx.spec.cluster import CalibrationSpec, ClusterSpec
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import cluster_table, load_machine, load_run
+from phalanx.spec.load import cluster_overrides, load_machine, load_run
 from phalanx.spec.run import RunSpec
 
 WARM_UP = 2
@@ -66,7 +79,7 @@ class MeasuredRun:
     """Of a step, for collectives, of the rank that waits least, likewise."""
     device: str | None = None
     """What it ran on, where its ranks noted that."""
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[CollectiveTiming, ...] = ()
     """Collectives of steps that were looked at closely."""
 
     @property
@@ -77,11 +90,11 @@ class MeasuredRun:
     @property
     def held_bytes(self) -> float:
         """The most of these at one time, with what it offloads on a CPU."""
-        return held_and_host(self.run.cluster.model_copy(update={"measured": None}), [self.memory])[0]
+        return device_and_host_bytes(self.run.cluster.model_copy(update={"measured": None}), [self.memory])[0]
 
 
 @dataclass(frozen=True)
-class Operations:
+class OperationFit:
     """What was timed apart from steps: how many there are of a kind, and how far off the model is on them."""
 
     of: str
@@ -97,13 +110,13 @@ class Calibration:
     """A machine with what runs showed, and how far off the model is on these: in the order of the runs, seconds or
     bytes."""
 
-    machine: Cluster
+    machine: ClusterSpec
     before: Array
     after: Array
-    left_out: Array
+    leave_one_out: Array
     """Each run as the others predict it."""
     memory: Array
-    operations: list[Operations]
+    operations: list[OperationFit]
 
 
 def read_measured_run(directory: Path) -> MeasuredRun:
@@ -154,37 +167,37 @@ def _record(file: Path, line: str) -> dict[str, Any]:
         raise UserError("run directory", str(file), f"is not JSON: {line[:40]}", "mend it") from None
 
 
-def calibrate(runs: Sequence[MeasuredRun], machine: Cluster, sweeps: Sequence[Sweep] = ()) -> Calibration:
+def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequence[BenchmarkFile] = ()) -> Calibration:
     """A machine with the constants that these runs on it make likely, and what `phalanx measure` found there.
 
     Raises UserError for runs in different arithmetics, or in layouts that the planner does not know.
     """
-    _refuse_others(runs, machine)
+    _check_same_device(runs, machine)
     precisions = {each.training.precision for each in (*(run.run for run in runs), *(sweep.run for sweep in sweeps))}
     if len(precisions) > 1:
         problem, fix = "differs between the runs", "calibrate with runs of one precision"
         raise UserError("training.precision", ", ".join(sorted(precisions)), problem, fix)
     precision, published = precisions.pop(), asdict(time_constants())
-    known = Measured(
+    known = CalibrationSpec(
         runs=len(runs), precision=precision, time=dict(machine.measured.time) if machine.measured else {},
         decided=[], log_half_width=1.0, process_bytes=0, memory_share=1.0,
     )  # fmt: skip
-    peaks = [run.peak_flops * _on(machine, run).crowd for run in runs if run.peak_flops]
+    peaks = [run.peak_flops * _on_cluster(machine, run).ranks_per_core for run in runs if run.peak_flops]
     if peaks and machine.cores:
         peak = statistics.median(peaks)
         machine = machine.model_copy(update={"peak_flops": peak, "matmul_flops": peak})
     machine = machine.model_copy(update={"measured": known})
-    jobs = columns([numbers(run, machine) for run in runs])
+    jobs = job_table([job_row(run, machine) for run in runs])
     operations = _operations(runs, jobs, sweeps, machine)
-    truth = replace(truth_of(runs, jobs), operations=tuple(operations))
-    prior = Prior(times_of(machine))
-    z = mode(prior, jobs, truth)
-    constants, apart = prior.constants(z), left_out(prior, jobs, truth, z)
+    truth = replace(measured_targets(runs, jobs), operations=tuple(operations))
+    prior = Prior(time_constants_for(machine))
+    z = map_estimate(prior, jobs, truth)
+    constants, apart = prior.constants(z), leave_one_out_errors(prior, jobs, truth, z)
     process, share, buffers, memory = _memory(runs)
     measured = known.model_copy(
         update={
             "time": {name: value for name, value in asdict(constants).items() if value != published[name]},
-            "decided": decided(prior, jobs, truth, z),
+            "decided": identified_constants(prior, jobs, truth, z),
             "log_half_width": HALF * max(NOISE, float(np.sqrt(np.mean(apart**2)))),  # runs may be too much alike
             "process_bytes": round(process),
             "memory_share": share,
@@ -196,13 +209,19 @@ def calibrate(runs: Sequence[MeasuredRun], machine: Cluster, sweeps: Sequence[Sw
     )
     machine = machine.model_copy(update={"measured": measured})
     apart_from_steps = [
-        Operations(each.of, each.kind, len(each.seconds), each.apart(prior.start), each.apart(constants))
+        OperationFit(
+            each.of,
+            each.kind,
+            len(each.seconds),
+            each.geometric_mean_error(prior.start),
+            each.geometric_mean_error(constants),
+        )
         for each in operations
     ]
     return Calibration(machine, before, after, truth.whole * np.exp(apart), memory, apart_from_steps)
 
 
-def _refuse_others(runs: Sequence[MeasuredRun], machine: Cluster) -> None:
+def _check_same_device(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> None:
     """Raise UserError for a run on another kind of machine."""
     for run in runs:
         if run.device is not None and run.device != (machine.device if machine.device != "auto" else run.device):
@@ -210,59 +229,61 @@ def _refuse_others(runs: Sequence[MeasuredRun], machine: Cluster) -> None:
             raise UserError("RUN_DIR", run.name, problem, "name the machine that the runs were on")
 
 
-def _operations(runs: Sequence[MeasuredRun], jobs: Jobs, sweeps: Sequence[Sweep], machine: Cluster) -> list[Timings]:
+def _operations(
+    runs: Sequence[MeasuredRun], jobs: JobTable, sweeps: Sequence[BenchmarkFile], machine: ClusterSpec
+) -> list[OperationTimings]:
     """What was timed apart from steps; `jobs` are the columns of the runs."""
-    found = [each for sweep in sweeps for each in timings_of(sweep, columns([numbers(sweep, machine)]))]
-    seen = [exchanged(run.name, run.exchanges, jobs.take(np.array([at])), at) for at, run in enumerate(runs)]
+    found = [each for sweep in sweeps for each in benchmark_timings(sweep, job_table([job_row(sweep, machine)]))]
+    seen = [collective_timings(run.name, run.exchanges, jobs.select(np.array([at])), at) for at, run in enumerate(runs)]
     return [*found, *(each for each in seen if len(each.seconds))]
 
 
-def truth_of(runs: Sequence[MeasuredRun], jobs: Jobs) -> Truth:
+def measured_targets(runs: Sequence[MeasuredRun], jobs: JobTable) -> MeasuredTargets:
     """What runs took. Of ranks that share cores only whole steps: what one computes there is also others' time. Waits
     that are hardly any are chance."""
     whole = np.array([run.step_seconds for run in runs])
-    alone = np.broadcast_to(jobs.crowd, len(runs)) <= 1
+    alone = np.broadcast_to(jobs.ranks_per_core, len(runs)) <= 1
     computing = np.array([run.computing_seconds for run in runs])
     waiting = np.array([run.waiting_seconds for run in runs])
     there = alone & (waiting > LEAST_WAIT * whole)
-    return Truth(whole, np.where(alone, computing, nan), np.where(there, waiting, nan))
+    return MeasuredTargets(whole, np.where(alone, computing, nan), np.where(there, waiting, nan))
 
 
-def this_cpu() -> Cluster:
+def detect_cpu() -> ClusterSpec:
     """What is known of the CPU that this process runs on: how many cores it may use, and their memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return load_machine("cpu").model_copy(update={"cores": cores, "memory_bytes": memory})
 
 
-def write_machine(file: Path, machine: Cluster, sources: Sequence[str]) -> None:
+def write_machine(file: Path, machine: ClusterSpec, sources: Sequence[str]) -> None:
     """A machine as a file that `--machine` and `cluster.preset` take.
 
     Raises UserError where it cannot be written.
     """
     head = f"# By phalanx calibrate, from {', '.join(sources)}.\n"
     try:
-        file.write_text(head + tomli_w.dumps(cluster_table(machine)))
+        file.write_text(head + tomli_w.dumps(cluster_overrides(machine)))
     except OSError as error:
         raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
 
 
-def _on(machine: Cluster, measured: MeasuredRun | Sweep) -> Cluster:
+def _on_cluster(machine: ClusterSpec, measured: MeasuredRun | BenchmarkFile) -> ClusterSpec:
     own = measured.run.cluster
     return machine.model_copy(update={"nodes": own.nodes, "nproc": own.nproc})
 
 
-def numbers(measured: MeasuredRun | Sweep, machine: Cluster) -> Numbers:
+def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobRow:
     """The columns of a run on a machine (`cost.jobs`).
 
     Raises UserError for a layout that the planner does not know.
     """
-    run = measured.run.model_copy(update={"cluster": _on(machine, measured)})
+    run = measured.run.model_copy(update={"cluster": _on_cluster(machine, measured)})
     try:
-        jobs = jobs_of(run, measured.ranks, [candidate_of(run, measured.ranks)])
+        jobs = candidate_jobs(run, measured.ranks, [candidate_from_run(run, measured.ranks)])
     except UserError as error:
         raise UserError(f"{measured.name}: {error.field}", error.value, error.problem, error.fix) from None
-    return {field.name: float(getattr(jobs, field.name)[0]) for field in fields(Jobs)}
+    return {field.name: float(getattr(jobs, field.name)[0]) for field in fields(JobTable)}
 
 
 def _memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, float, Array]:
@@ -281,14 +302,14 @@ def _memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, float, Array]:
     return process, share, more / share, columns[:, kept] @ found
 
 
-def predicted(machine: Cluster, measured: MeasuredRun) -> tuple[float, float, float]:
+def predict_run(machine: ClusterSpec, measured: MeasuredRun) -> tuple[float, float, float]:
     """Of a run on a calibrated machine: seconds of a step, what they are multiplied and divided by at the ends of the
     80 % interval, and bytes that rank 0 holds."""
-    jobs = columns([numbers(measured, machine)])
-    width = float(np.exp(half_width_of(machine, jobs)[0]))
+    jobs = job_table([job_row(measured, machine)])
+    width = float(np.exp(interval_half_width(machine, jobs)[0]))
     known = machine.measured
     if known is None:
         raise ValueError("the machine is not calibrated")
     more = known.buffer_share * measured.memory.communication
     memory = known.memory_share * (measured.held_bytes + more) + known.process_bytes
-    return float(step_seconds(times_of(machine), jobs).total[0]), width, memory
+    return float(step_seconds(time_constants_for(machine), jobs).total[0]), width, memory

@@ -8,43 +8,50 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.cost.jobs import OWN_RECOMPUTE, Attention, Jobs, Offload, Order, broadcast
-from phalanx.cost.memory import STATES, optimizer_of, runs_as, strategy_bytes
+from phalanx.cost.jobs import (
+    PHALANX_CHECKPOINTING,
+    AttentionKernel,
+    JobTable,
+    OffloadTarget,
+    ScheduleKind,
+    broadcast_jobs,
+)
+from phalanx.cost.memory import STATES, effective_strategy, optimizer_kind, sharded_state_bytes
 from phalanx.cost.network import Strategy
-from phalanx.cost.precision import COMPUTED
-from phalanx.cost.stages import part_flops, rank_layers
-from phalanx.plan.describe import Numbers, machine_columns, model_columns
-from phalanx.schedule.named import any_schedule_of
+from phalanx.cost.precision import COMPUTE_BYTES
+from phalanx.cost.stages import layer_flops, layers_per_rank
+from phalanx.plan.describe import JobRow, machine_columns, model_columns
+from phalanx.schedule.named import representative_schedule
 from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import MEANT_FOR, SHARDED, Layout, Outermost, degrees
-from phalanx.spec.run import RunSpec, cut_batch
-from phalanx.spec.share import check_shares
+from phalanx.spec.layout import SHARDED_STRATEGIES, VALID_DATA_STRATEGIES, Layout, RankOrder, parallel_dims
+from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.share import check_divisibility
 
-ORDERS: dict[str, Order] = {
-    "1f1b": Order.ONE_F_ONE_B,
-    "gpipe": Order.GPIPE,
-    "interleaved": Order.INTERLEAVED,
-    "zb-h1": Order.ZB_H1,
-    "zb-h2": Order.ZB_H2,
-    "zb-v": Order.ZB_V,
+ORDERS: dict[str, ScheduleKind] = {
+    "1f1b": ScheduleKind.ONE_F_ONE_B,
+    "gpipe": ScheduleKind.GPIPE,
+    "interleaved": ScheduleKind.INTERLEAVED,
+    "zb-h1": ScheduleKind.ZB_H1,
+    "zb-h2": ScheduleKind.ZB_H2,
+    "zb-v": ScheduleKind.ZB_V,
 }
 """Schedules that the planner knows the time of; naive and dualpipe-v never beat all of them."""
 ZERO: dict[Strategy, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
-OFFLOAD = {"none": Offload.NONE, "cpu": Offload.CPU, "nvme": Offload.FILES}
-FREE = {
+OFFLOAD = {"none": OffloadTarget.NONE, "cpu": OffloadTarget.CPU, "nvme": OffloadTarget.FILES}
+IGNORED_FIELDS = {
     "data", "dp_shard", "micro_batch", "bucket_mb", "first_bucket_mb", "compress_rank", "static_graph",
     "unused_parameters", "prefetch", "servers", "staleness",
 }  # fmt: skip
 """Choices of a layout that a candidate has otherwise, or that nothing predicted depends on."""
 UNKNOWN = "is not what the planner predicts"
-MOST_MICRO_BATCH = 32
-MOST_CHUNKS = 8
-PLACES = ("first", "middle", "last")
+MAX_MICRO_BATCH = 32
+MAX_VIRTUAL_STAGES = 8
+STAGE_POSITIONS = ("first", "middle", "last")
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CandidateLayout:
     """One layout's choices, as numbers and names."""
 
     data: Strategy
@@ -61,12 +68,12 @@ class Candidate:
     recompute: str
     schedule: str
     virtual_stages: int
-    outermost: Outermost = "data"
+    outermost: RankOrder = "data"
     offload: str = "none"
     offload_directory: str | None = None
 
     @property
-    def axes(self) -> int:
+    def num_parallel_axes(self) -> int:
         """Ways in which ranks share the work: the fewer, the simpler."""
         return sum(degree > 1 for degree in (self.dp, self.tp, self.pp, self.cp, self.ep)) + (self.data == "hsdp")
 
@@ -97,7 +104,7 @@ class Candidate:
         )  # fmt: skip
 
 
-def candidates(run: RunSpec, world_size: int) -> list[Candidate]:
+def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
     """All that the planner chooses among, but for what `offloaded` makes of them.
 
     Not in it: what never wins on the same ranks (parameter servers, tensor parallelism without sequence parallelism
@@ -105,19 +112,19 @@ def candidates(run: RunSpec, world_size: int) -> list[Candidate]:
     Raises UserError for an arithmetic other than bf16.
     """
     check_precision(run)
-    domain = run.cluster.fast_domain
+    domain = run.cluster.fast_link_domain_size
     return [
-        Candidate(data, dp, shard, tp, pp, cp, context, ep, micro_batch, m, again, schedule, v, outside)
+        CandidateLayout(data, dp, shard, tp, pp, cp, context, ep, micro_batch, m, again, schedule, v, outside)
         for tp, pp, cp, context, ep, dp in _degrees(run, world_size)
-        for outside in (outermost(dp, tp, pp, cp, domain),)
-        for data, shard in _sharing(dp, tp, pp, cp, domain)
-        for micro_batch, m in _cuts(run, dp)
+        for outside in (choose_rank_order(dp, tp, pp, cp, domain),)
+        for data, shard in _data_parallel_options(dp, tp, pp, cp, domain)
+        for micro_batch, m in _micro_batch_options(run, dp)
         for schedule, v in _schedules(pp, m, run.model.layers, halves=not run.training.compile)
-        for again in OWN_RECOMPUTE
+        for again in PHALANX_CHECKPOINTING
     ]
 
 
-def offloaded(run: RunSpec, candidate: Candidate) -> Iterator[Candidate]:
+def offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[CandidateLayout]:
     """The same layout with what ranks share, or one rank has, outside the device: in CPU memory, unless that is where
     it computes, and in files where the run names a directory for them. One rank offloads as ZeRO-1 or 2 has it.
 
@@ -131,42 +138,44 @@ def offloaded(run: RunSpec, candidate: Candidate) -> Iterator[Candidate]:
     if run.layout.offload_directory is not None:
         places["nvme"] = run.layout.offload_directory
     for data in strategies if alone else (candidate.data,):
-        for place, directory in places.items() if data in MEANT_FOR["offload"] else ():
+        for place, directory in places.items() if data in VALID_DATA_STRATEGIES["offload"] else ():
             yield replace(candidate, data=data, offload=place, offload_directory=directory)
 
 
-def jobs_of(run: RunSpec, world_size: int, found: list[Candidate]) -> Jobs:
+def candidate_jobs(run: RunSpec, world_size: int, found: list[CandidateLayout]) -> JobTable:
     """Candidates as columns, run by Phalanx."""
     common = {**_common(run), "ranks": world_size}
-    return broadcast(common, {name: np.array(values) for name, values in _varying(run, found).items()})
+    return broadcast_jobs(common, {name: np.array(values) for name, values in _varying(run, found).items()})
 
 
-def candidate_of(run: RunSpec, world_size: int) -> Candidate:
+def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
     """The run's own layout, by the strategy that it comes to.
 
     Raises UserError if it cannot run so, or for what the planner does not know.
     """
     check_precision(run)
-    layout, sizes, cut = run.layout, degrees(run.layout, world_size), cut_batch(run, world_size)
+    layout, sizes, cut = run.layout, parallel_dims(run.layout, world_size), plan_batch(run, world_size)
     known = layout.data in ZERO and layout.schedule_file is None and layout.schedule in ORDERS
     value = layout.data if layout.data not in ZERO else layout.schedule_file or layout.schedule
     require(known, "layout", value, UNKNOWN, f"use one of {', '.join((*ZERO, *ORDERS))}")
-    data = runs_as(layout, sizes.as_data(sharded=layout.data in SHARDED).dp_shard)
+    data = effective_strategy(
+        layout, sizes.with_cp_as_data_parallel(sharded=layout.data in SHARDED_STRATEGIES).dp_shard
+    )
     whole = layout.pp == 1 or ZERO[data] < 3
     require(whole, "layout.data", data, f"in a pipeline {UNKNOWN}", 'use layout.data = "zero1", or layout.pp = 1')
-    found = Candidate(
-        data, sizes.dp, sizes.dp_shard, layout.tp, layout.pp, layout.cp, layout.context, layout.ep,
-        cut.micro_batch, cut.accumulation, layout.recompute, layout.schedule, layout.virtual_stages,
+    found = CandidateLayout(
+        data, sizes.dp_size, sizes.dp_shard, layout.tp, layout.pp, layout.cp, layout.context, layout.ep,
+        cut.micro_batch_size, cut.gradient_accumulation_steps, layout.recompute, layout.schedule, layout.virtual_stages,
         layout.outermost, layout.offload, layout.offload_directory,
     )  # fmt: skip
-    check_carried(layout, found)
+    check_representable(layout, found)
     return found
 
 
-def check_carried(layout: Layout, candidate: Candidate) -> None:
+def check_representable(layout: Layout, candidate: CandidateLayout) -> None:
     """Raise UserError for a choice that costs or saves something and that a candidate does not have."""
     planned = candidate.layout()
-    for field in sorted(Layout.model_fields.keys() - FREE):
+    for field in sorted(Layout.model_fields.keys() - IGNORED_FIELDS):
         value, only = getattr(layout, field), getattr(planned, field)
         require(value == only, f"layout.{field}", value, UNKNOWN, f"it knows {json.dumps(only)} only: use that")
 
@@ -206,14 +215,14 @@ def _context(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int) 
             {"data": "zero1", "tp": tp, "pp": pp, "cp": cp, "context": context, "ep": ep, "micro_batch": 1}
         )
         try:
-            check_shares(run.model_copy(update={"layout": layout}), world_size)
+            check_divisibility(run.model_copy(update={"layout": layout}), world_size)
         except UserError:
             continue
         return context
     return ""
 
 
-def _sharing(dp: int, tp: int, pp: int, cp: int, domain: int) -> Iterator[tuple[Strategy, int]]:
+def _data_parallel_options(dp: int, tp: int, pp: int, cp: int, domain: int) -> Iterator[tuple[Strategy, int]]:
     """Strategies of data-parallel ranks, and how many of them share one copy: with hsdp those of a domain."""
     yield "ddp", 1
     if dp * cp > 1:
@@ -226,17 +235,17 @@ def _sharing(dp: int, tp: int, pp: int, cp: int, domain: int) -> Iterator[tuple[
             yield "hsdp", near
 
 
-def outermost(dp: int, tp: int, pp: int, cp: int, domain: int) -> Outermost:
+def choose_rank_order(dp: int, tp: int, pp: int, cp: int, domain: int) -> RankOrder:
     """Stages, where ranks leave domains that more than one of a stage could share: data-parallel ranks and experts send
     much more than stages do, and those of a domain send it together."""
     return "pipeline" if dp > 1 and pp > 1 and dp * pp * tp * cp > domain > tp * cp else "data"
 
 
-def _cuts(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
+def _micro_batch_options(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
     """Micro-batches: how large, and how many of each rank in a step."""
     share = run.training.tokens_per_step // run.training.sequence // dp
     for micro_batch in divisors(share):
-        if micro_batch <= MOST_MICRO_BATCH:
+        if micro_batch <= MAX_MICRO_BATCH:
             yield micro_batch, share // micro_batch
 
 
@@ -253,81 +262,81 @@ def _schedules(pp: int, m: int, layers: int, halves: bool) -> Iterator[tuple[str
             if layers >= 2 * pp:
                 yield "zb-v", 1
     if m % pp == 0:
-        for v in range(2, min(layers // pp, MOST_CHUNKS) + 1):
+        for v in range(2, min(layers // pp, MAX_VIRTUAL_STAGES) + 1):
             yield "interleaved", v
 
 
-def _common(run: RunSpec) -> Numbers:
+def _common(run: RunSpec) -> JobRow:
     """Columns that all layouts of a run share: model, machine, and how Phalanx runs it."""
     cluster = run.cluster
     return {
         **model_columns(run.model, run.training.sequence),
         **machine_columns(cluster),
         "low_precision": 0,
-        "number_bytes": COMPUTED[run.training.precision],
+        "compute_dtype_bytes": COMPUTE_BYTES[run.training.precision],
         "compiled": float(run.training.compile),
-        "fused": 0,
-        "overlap": 1,
-        "gathers_ahead": 0,
+        "fused_elementwise": 0,
+        "overlap_grad_reduce": 1,
+        "overlap_param_gather": 0,
         "overlap_tp": 0,
-        "beside_weights": 1,
+        "overlap_tp_with_weight_grads": 1,
         "overlap_ep": 0,
-        "relayed": 0,
-        "exchanges": 2,
+        "dedup_node_dispatch": 0,
+        "tp_reductions_per_block": 2,
         "deepspeed": 0,
-        "parted_sends": 0,
-        "whole_logits": 0,
-        "postponed": 0,
+        "scatter_gather_p2p": 0,
+        "gathers_logits": 0,
+        "optimizer_post_validation": 0,
     }
 
 
-def _varying(run: RunSpec, found: list[Candidate]) -> Mapping[str, list[float]]:
+def _varying(run: RunSpec, found: list[CandidateLayout]) -> Mapping[str, list[float]]:
     """Columns that layouts differ in."""
-    states = STATES[optimizer_of(run.optimizer)]
-    each = {data: strategy_bytes(data, run.training.precision, 1, 1, states) for data in ZERO}
+    states = STATES[optimizer_kind(run.optimizer)]
+    each = {data: sharded_state_bytes(data, run.training.precision, 1, 1, states) for data in ZERO}
     state = [each[c.data] for c in found]
     pipelines = {(c.pp, c.schedule, c.virtual_stages): c for c in found}
-    cuts = {pipeline: _cut(run, c) for pipeline, c in pipelines.items()}
+    cuts = {pipeline: _stage_block_kinds(run, c) for pipeline, c in pipelines.items()}
     blocks = [cuts[c.pp, c.schedule, c.virtual_stages] for c in found]
     return {
         **{name: [float(getattr(c, name)) for c in found] for name in ("dp", "tp", "pp", "cp", "ep")},
         "micro_batch": [c.micro_batch for c in found],
         "micro_batches": [c.micro_batches for c in found],
-        "virtual": [c.virtual_stages for c in found],
+        "virtual_stages": [c.virtual_stages for c in found],
         "attention": [_attention(run, c) for c in found],
         "ulysses": [float(c.cp > 1 and c.context == "ulysses") for c in found],
-        "zero": [ZERO[c.data] for c in found],
-        "shard": [1 if c.data == "ddp" else c.dp_shard * c.cp for c in found],
-        "recompute": [OWN_RECOMPUTE[c.recompute] for c in found],
+        "zero_stage": [ZERO[c.data] for c in found],
+        "shard_group_size": [1 if c.data == "ddp" else c.dp_shard * c.cp for c in found],
+        "recompute": [PHALANX_CHECKPOINTING[c.recompute] for c in found],
         "sequence_parallel": [float(c.tp > 1) for c in found],
-        "order": [ORDERS[c.schedule] if c.pp > 1 else Order.NONE for c in found],
+        "schedule": [ORDERS[c.schedule] if c.pp > 1 else ScheduleKind.NONE for c in found],
         "parameter_bytes": [s.parameters for s in state],
         "gradient_bytes": [s.gradients for s in state],
         "state_bytes": [s.optimizer for s in state],
-        "sent_bytes": [s.gradients for s in state],  # as they are kept
-        **{f"{place}_blocks": [len(cut[at]) for cut in blocks] for at, place in enumerate(PLACES)},
-        **{f"{place}_routed": [sum(cut[at]) for cut in blocks] for at, place in enumerate(PLACES)},
+        "gradient_wire_bytes": [s.gradients for s in state],  # as they are kept
+        **{f"{place}_blocks": [len(cut[at]) for cut in blocks] for at, place in enumerate(STAGE_POSITIONS)},
+        **{f"{place}_moe_blocks": [sum(cut[at]) for cut in blocks] for at, place in enumerate(STAGE_POSITIONS)},
         "pipeline_outermost": [float(c.outermost == "pipeline") for c in found],
         "offload": [OFFLOAD[c.offload] for c in found],
-        "scatters": [c.micro_batches if c.data == "zero2" else 1 for c in found],
+        "grad_reductions_per_step": [c.micro_batches if c.data == "zero2" else 1 for c in found],
     }
 
 
-def _cut(run: RunSpec, candidate: Candidate) -> tuple[list[bool], list[bool], list[bool]]:
+def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> tuple[list[bool], list[bool], list[bool]]:
     """Whether blocks have experts, of all of the first rank of a pipeline, of the one between whose blocks cost most,
     and of the rank with the head."""
     own = run.model_copy(update={"layout": candidate.layout()})
-    ranks, (first, last) = rank_layers(own), any_schedule_of(own.layout).ends
-    costs = part_flops(run.model, run.training.sequence)[1:-1]
+    ranks, (first, last) = layers_per_rank(own), representative_schedule(own.layout).end_ranks
+    costs = layer_flops(run.model, run.training.sequence)[1:-1]
     between = [layers for rank, layers in enumerate(ranks) if rank not in (first, last)]
     middle = max(between or ranks, key=lambda layers: sum(costs[layer] for layer in layers))
     begin, slowest, end = (
-        [run.model.is_moe(layer) for layer in layers] for layers in (ranks[first], middle, ranks[last])
+        [run.model.is_moe_layer(layer) for layer in layers] for layers in (ranks[first], middle, ranks[last])
     )
     return begin, slowest, end
 
 
-def _attention(run: RunSpec, candidate: Candidate) -> Attention:
+def _attention(run: RunSpec, candidate: CandidateLayout) -> AttentionKernel:
     if candidate.cp > 1 and candidate.context == "ring" and run.cluster.device != "cpu":
-        return Attention.RING_PLAIN
-    return Attention.FLASH_3 if run.cluster.generation > 0 else Attention.FLASH_2
+        return AttentionKernel.RING_PLAIN
+    return AttentionKernel.FLASH_3 if run.cluster.generation > 0 else AttentionKernel.FLASH_2

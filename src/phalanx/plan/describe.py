@@ -17,14 +17,14 @@ from phalanx.cost.constants import (
 )
 from phalanx.cost.footprint import GIB
 from phalanx.cost.interval import log_half_width
-from phalanx.cost.jobs import Attention, Column, Jobs, Offload, Order
-from phalanx.cost.parameters import parameters
-from phalanx.spec.base import require, suggest
-from phalanx.spec.cluster import Cluster
+from phalanx.cost.jobs import AttentionKernel, Column, JobTable, OffloadTarget, ScheduleKind
+from phalanx.cost.parameters import count_parameters
+from phalanx.spec.base import did_you_mean, require
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.model import ModelSpec
 
-Numbers = dict[str, float]
+JobRow = dict[str, float]
 
 MATMUL_SHARE = (0.87, 0.80, 0.775)
 """Of the peak, the most that matrix products were seen to reach by generation: A100, H100 and B200
@@ -44,9 +44,9 @@ HOST_MEMORY_BYTES = 2**38
 """A device's share of CPU memory: of the 2 TB of a DGX A100 (640 GB), H100 or B200."""
 
 
-def model_columns(spec: ModelSpec, sequence: int) -> Numbers:
+def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
     """Shape and counts of a model."""
-    count, moe = parameters(spec), spec.moe
+    count, moe = count_parameters(spec), spec.moe
     return {
         "layers": spec.layers,
         "dense_layers": moe.first_dense if moe else spec.layers,
@@ -57,7 +57,7 @@ def model_columns(spec: ModelSpec, sequence: int) -> Numbers:
         "value_dim": spec.head_dim,
         "attention_parameters": count.attention / spec.layers,
         "ffn": spec.ffn,
-        "matrices": 3 if spec.activation == "swiglu" else 2,
+        "mlp_matrices": 3 if spec.activation == "swiglu" else 2,
         "vocab": spec.vocab,
         "tied": float(spec.tied),
         "experts": moe.experts if moe else 0,
@@ -75,7 +75,7 @@ def flops_per_token(spec: ModelSpec, sequence: int) -> float:
     return training_flops_per_token(spec, sequence, causal=False)
 
 
-def machine_columns(cluster: Cluster) -> Numbers:
+def machine_columns(cluster: ClusterSpec) -> JobRow:
     """Speeds and sizes of one device and of what joins devices.
 
     Raises UserError for a machine whose speeds are not known.
@@ -89,9 +89,9 @@ def machine_columns(cluster: Cluster) -> Numbers:
         if value is None:
             fix = 'set it, or cluster.preset (`phalanx info --list` shows them), such as "h100"'
             raise UserError(f"cluster.{field}", None, "is not known, and a plan needs it", fix)
-    peak, era, crowd = float(cluster.peak_flops or 0), cluster.generation, cluster.crowd
+    peak, era, crowd = float(cluster.peak_flops or 0), cluster.generation, cluster.ranks_per_core
     matmul = cluster.matmul_flops or MATMUL_SHARE[era] * peak
-    domain = cluster.fast_domain
+    domain = cluster.fast_link_domain_size
     link = cluster.link_bytes_per_second
     require(domain == 1 or link is not None, "cluster.link_bytes_per_second", link,
             f"is not known for a domain of {domain} devices", "set it, or cluster.domain = 1")  # fmt: skip
@@ -100,7 +100,7 @@ def machine_columns(cluster: Cluster) -> Numbers:
         "peak_flops": peak / crowd,
         "matmul_flops": matmul / crowd,
         "low_matmul_flops": (cluster.matmul_flops_8bit or 2 * matmul) / crowd,
-        "units": cluster.multiprocessors or 0,
+        "num_sms": cluster.multiprocessors or 0,
         "hbm_bytes_per_second": float(cluster.hbm_bytes_per_second or 0) / crowd,
         "memory_bytes": float(cluster.rank_memory_bytes or 0),
         "link_bytes_per_second": (link or network) / crowd,
@@ -110,18 +110,18 @@ def machine_columns(cluster: Cluster) -> Numbers:
         "host_bytes_per_second": cluster.host_bytes_per_second or HOST_BYTES_PER_SECOND[era],
         "host_memory_bytes": host_memory(cluster),
         "disk_bytes_per_second": cluster.disk_bytes_per_second or DISK_BYTES_PER_SECOND,
-        "domain": domain,
-        "crowd": crowd,
-        "on_cores": float(cluster.device == "cpu"),
-        "era": era,
+        "fast_link_domain": domain,
+        "ranks_per_core": crowd,
+        "comm_uses_compute_cores": float(cluster.device == "cpu"),
+        "hardware_generation": era,
     }
 
 
-def stage_columns(job: Numbers, trimmed: bool = False) -> Numbers:
+def stage_columns(job: JobRow, trimmed: bool = False) -> JobRow:
     """Blocks of a pipeline's first rank, of one between, and of its last, as trainers cut it. Where they do not divide,
     or embedding and head are said to take a block's place (`trimmed`), the first and the last stage have fewer, which
     in a V are one rank's. Leading layers have no experts."""
-    layers, dense, pp, together = job["layers"], job["dense_layers"], job["pp"], job["order"] == Order.ZB_V
+    layers, dense, pp, together = job["layers"], job["dense_layers"], job["pp"], job["schedule"] == ScheduleKind.ZB_V
     fewer = float(pp > 1 and (trimmed or layers % pp > 0))
     each = (layers + 2 * fewer) / pp
     ends = each - (1 + together) * fewer
@@ -131,18 +131,18 @@ def stage_columns(job: Numbers, trimmed: bool = False) -> Numbers:
         "first_blocks": ends,
         "middle_blocks": each,
         "last_blocks": ends,
-        "first_routed": routed * leading,
-        "middle_routed": routed * each,
-        "last_routed": routed * (leading if together or pp == 1 else ends),
+        "first_moe_blocks": routed * leading,
+        "middle_moe_blocks": routed * each,
+        "last_moe_blocks": routed * (leading if together or pp == 1 else ends),
     }
 
 
-def host_memory(cluster: Cluster) -> float:
+def host_memory(cluster: ClusterSpec) -> float:
     """Bytes of CPU memory for what one rank offloads."""
     return float(cluster.host_memory_bytes or HOST_MEMORY_BYTES)
 
 
-def times_of(cluster: Cluster) -> TimeConstants:
+def time_constants_for(cluster: ClusterSpec) -> TimeConstants:
     """Constants of step times: where runs on this machine were measured theirs, else those of published runs.
 
     Raises UserError for a constant that there is not.
@@ -151,11 +151,11 @@ def times_of(cluster: Cluster) -> TimeConstants:
         return time_constants()
     for name in cluster.measured.time:
         known = names(TimeConstants)
-        require(name in known, "cluster.measured.time", name, "is not a constant", suggest(name, known))
+        require(name in known, "cluster.measured.time", name, "is not a constant", did_you_mean(name, known))
     return replace(time_constants(), **cluster.measured.time)
 
 
-def memory_of(cluster: Cluster) -> MemoryConstants:
+def memory_constants_for(cluster: ClusterSpec) -> MemoryConstants:
     """Constants of memory, likewise. On a CPU, which has no driver's context, a whole process was measured, and nothing
     is beside it; on a GPU what was allocated, beside which driver and allocator take what they do elsewhere."""
     if cluster.measured is None:
@@ -167,13 +167,13 @@ def memory_of(cluster: Cluster) -> MemoryConstants:
     return replace(memory_constants(), context_gib=process, workspace_gib=0.0, fragmentation=share)
 
 
-def half_width_of(cluster: Cluster, jobs: Jobs) -> Column:
+def interval_half_width(cluster: ClusterSpec, jobs: JobTable) -> Column:
     """Half of the width of the 80 % interval of step times, as a logarithm."""
     width = log_half_width(interval_constants(), jobs)
     return width if cluster.measured is None else np.full_like(width, cluster.measured.log_half_width)
 
 
-def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) -> Numbers:
+def trainer_behaviour(text: str, precision: str, era: int, zero: int, xla: bool = False) -> JobRow:
     """What a trainer does without being asked, by what is said of the run: its schedule's name and known facts.
 
     These are facts of software, not fitted: Megatron-LM and DeepSpeed of fp16 times do not overlap data-parallel
@@ -188,7 +188,7 @@ def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) ->
     sharded, named, deepspeed = zero >= 3 or "fsdp" in said, "attention kernel=" in said, "deepspeed" in said
     deepspeed = deepspeed and "megatron-deepspeed" not in said
     attention = _attention(said, precision, era, sharded, deepspeed)
-    modern = attention >= Attention.FLASH_2 and not named and not deepspeed
+    modern = attention >= AttentionKernel.FLASH_2 and not named and not deepspeed
     disabled = "not overlapped" in said or "overlap disabled" in said
     beside = "overlap" in said and not disabled
     hidden = beside or ((sharded or era > 0 or modern) and not disabled)
@@ -199,50 +199,50 @@ def habits(text: str, precision: str, era: int, zero: int, xla: bool = False) ->
     if "grad accumulation in fp32" in said:
         gradients = 6
     return {
-        "number_bytes": 2,
+        "compute_dtype_bytes": 2,
         "attention": attention,
-        "low_precision": float(is_low(precision)),
+        "low_precision": float(is_low_precision(precision)),
         "parameter_bytes": parameters,
         "gradient_bytes": gradients,
-        "sent_bytes": 2 if sharded or gradients == 2 else 4,
-        "scatters": 1,
+        "gradient_wire_bytes": 2 if sharded or gradients == 2 else 4,
+        "grad_reductions_per_step": 1,
         "state_bytes": 16 if deepspeed and not sharded else state,
         "compiled": float(compiled),
-        "fused": float("rms kernel" in said or not (sharded or named or compiled or "nanotron" in said)),
-        "overlap": float(hidden),
-        "gathers_ahead": float(not (deepspeed or "nanotron" in said)),
+        "fused_elementwise": float("rms kernel" in said or not (sharded or named or compiled or "nanotron" in said)),
+        "overlap_grad_reduce": float(hidden),
+        "overlap_param_gather": float(not (deepspeed or "nanotron" in said)),
         "overlap_tp": float((beside and "tp" in said) or ("comm overlap" in said and beside) or "async" in said),
-        "beside_weights": float(not (named or deepspeed or "nanotron" in said)),
+        "overlap_tp_with_weight_grads": float(not (named or deepspeed or "nanotron" in said)),
         "overlap_ep": float(
             (era == 2 and "overlap disabled" not in said)
             or any(word in said for word in ("a2a overlap", "1f1b overlap", "dualpipe"))
         ),
         "ulysses": 0,
-        "relayed": float("deepep" in said or "hybridep" in said),
-        "exchanges": 1 if "parallel transformer block" in said or "parallel layers" in said else 2,
+        "dedup_node_dispatch": float("deepep" in said or "hybridep" in said),
+        "tp_reductions_per_block": 1 if "parallel transformer block" in said or "parallel layers" in said else 2,
         "deepspeed": float(deepspeed),
-        "parted_sends": float(not (named or "nanotron" in said)),
-        "whole_logits": float(named),
-        "postponed": float("zb-" in said),
+        "scatter_gather_p2p": float(not (named or "nanotron" in said)),
+        "gathers_logits": float(named),
+        "optimizer_post_validation": float("zb-" in said),
         "pipeline_outermost": 1,
-        "offload": Offload.CPU if "offload=true" in said else Offload.NONE,
+        "offload": OffloadTarget.CPU if "offload=true" in said else OffloadTarget.NONE,
     }
 
 
-def is_low(precision: str) -> bool:
+def is_low_precision(precision: str) -> bool:
     """Whether linear layers run in 8 bits or fewer."""
     return "fp8" in precision or "fp4" in precision
 
 
-def _attention(said: str, precision: str, era: int, sharded: bool, deepspeed: bool) -> Attention:
+def _attention(said: str, precision: str, era: int, sharded: bool, deepspeed: bool) -> AttentionKernel:
     if "kernel=torch" in said:
-        return Attention.SEPARATE
+        return AttentionKernel.SEPARATE
     if "kernel=fused" in said:
-        return Attention.FUSED
+        return AttentionKernel.FUSED
     if "flash_attentionv1" in said:
-        return Attention.FLASH_1
+        return AttentionKernel.FLASH_1
     if "flash" in said or sharded:
-        return Attention.FLASH_2
+        return AttentionKernel.FLASH_2
     if era > 0:
-        return Attention.FLASH_3
-    return Attention.FUSED if precision == "fp16" or deepspeed else Attention.FLASH_2
+        return AttentionKernel.FLASH_3
+    return AttentionKernel.FUSED if precision == "fp16" or deepspeed else AttentionKernel.FLASH_2

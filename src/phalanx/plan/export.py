@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx.cost.stages import check_layout, stage_layers
-from phalanx.plan.candidates import Candidate
-from phalanx.plan.explain import best_plan
+from phalanx.cost.stages import check_layout, layers_per_stage
+from phalanx.plan.candidates import CandidateLayout
+from phalanx.plan.explain import plan_or_raise
 from phalanx.plan.exports.deepspeed import deepspeed
-from phalanx.plan.exports.exported import NAMES, Exported, Job, Trainer
+from phalanx.plan.exports.exported import NAMES, ExportedConfig, ExportJob, Trainer
 from phalanx.plan.exports.megatron import megatron
 from phalanx.plan.exports.nanotron import nanotron
 from phalanx.plan.exports.torchtitan import torchtitan
-from phalanx.plan.search import Plan, Report, search
+from phalanx.plan.search import Plan, ProgressCallback, search_layouts
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Layout, degrees
-from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.layout import Layout, parallel_dims
+from phalanx.spec.run import RunSpec, plan_batch
 
-WRITERS: dict[Trainer, Callable[[Job], Exported]] = {
+WRITERS: dict[Trainer, Callable[[ExportJob], ExportedConfig]] = {
     "megatron": megatron,
     "torchtitan": torchtitan,
     "deepspeed": deepspeed,
@@ -26,12 +26,12 @@ WRITERS: dict[Trainer, Callable[[Job], Exported]] = {
 }
 
 
-def export(run: RunSpec, world_size: int, trainer: Trainer) -> Exported:
+def export(run: RunSpec, world_size: int, trainer: Trainer) -> ExportedConfig:
     """What `trainer` needs to train the run's model, with its batch and layout, on so many ranks.
 
     Raises UserError for a layout that cannot run, and for what that trainer cannot express, with those that can.
     """
-    check_trainer(trainer)
+    require_known_trainer(trainer)
     check_layout(run, world_size)
     job = _job(run, world_size, trainer)
     try:
@@ -48,24 +48,26 @@ def check_run(run: RunSpec, trainer: Trainer) -> None:
     export(run.model_copy(update={"layout": Layout(micro_batch=1)}), 1, trainer)
 
 
-def exportable(run: RunSpec, world_size: int, trainer: Trainer, keep: int, report: Report = lambda *_: None) -> Plan:
+def search_exportable(
+    run: RunSpec, world_size: int, trainer: Trainer, keep: int, report: ProgressCallback = lambda *_: None
+) -> Plan:
     """The `keep` fastest layouts that a trainer can express; the fastest of all where it can express none.
 
     Raises UserError where nothing fits.
     """
 
-    def expressed(candidate: Candidate) -> bool:
+    def expressed(candidate: CandidateLayout) -> bool:
         own = run.model_copy(update={"layout": candidate.layout()})
         try:
             return _expresses(_job(own, world_size, trainer), trainer)
         except UserError:
             return False
 
-    plan = search(run, world_size, keep, report, expressed)
-    return plan if plan.options else best_plan(run, world_size, 1, report)
+    plan = search_layouts(run, world_size, keep, report, expressed)
+    return plan if plan.options else plan_or_raise(run, world_size, 1, report)
 
 
-def _expresses(job: Job, trainer: Trainer) -> bool:
+def _expresses(job: ExportJob, trainer: Trainer) -> bool:
     """Whether a trainer has all that a run asks for."""
     try:
         WRITERS[trainer](job)
@@ -74,20 +76,20 @@ def _expresses(job: Job, trainer: Trainer) -> bool:
     return True
 
 
-def check_trainer(name: str, field: str = "trainer") -> None:
+def require_known_trainer(name: str, field: str = "trainer") -> None:
     """Raise UserError for a trainer whose words are not known."""
     require(name in WRITERS, field, name, "is not known", f"use one of {', '.join(WRITERS)}")
 
 
-def _job(run: RunSpec, world_size: int, trainer: Trainer) -> Job:
+def _job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
     """Raises UserError for ranks with unequal shares of a step, which no other trainer gives them."""
-    cut = cut_batch(run, world_size)
-    whole = cut.micro_batch * cut.dp * cut.accumulation
-    if cut.sequences != whole:
+    cut = plan_batch(run, world_size)
+    whole = cut.micro_batch_size * cut.dp_size * cut.gradient_accumulation_steps
+    if cut.global_batch_size != whole:
         raise UserError(
             "training.tokens_per_step", run.training.tokens_per_step,
-            f"gives ranks unequal shares ({cut.sequences} sequences a step), which {NAMES[trainer]} cannot",
+            f"gives ranks unequal shares ({cut.global_batch_size} sequences a step), which {NAMES[trainer]} cannot",
             f"use training.tokens_per_step = {whole * run.training.sequence}, or another layout.micro_batch",
         )  # fmt: skip
-    stages = stage_layers(run) if run.layout.pp > 1 else [range(run.model.layers)]
-    return Job(run, degrees(run.layout, world_size), cut, stages)
+    stages = layers_per_stage(run) if run.layout.pp > 1 else [range(run.model.layers)]
+    return ExportJob(run, parallel_dims(run.layout, world_size), cut, stages)

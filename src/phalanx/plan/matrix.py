@@ -11,17 +11,23 @@ from functools import cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cost.network import Among, Operation, Traffic
+from phalanx.cost.network import GroupKind, Operation, Traffic
 from phalanx.cost.shapes import parameter_shapes
-from phalanx.cost.traffic import grouped_traffic, server_loads
-from phalanx.schedule.named import schedule_of
-from phalanx.spec.layout import Degrees, degrees, expert_groups, groups, stage_groups
-from phalanx.spec.run import RunSpec, cut_batch
-from phalanx.spec.share import kv_copies
+from phalanx.cost.traffic import server_loads, traffic_by_group
+from phalanx.schedule.named import layout_schedule
+from phalanx.spec.layout import (
+    ParallelDims,
+    expert_parallel_groups,
+    parallel_dims,
+    pipeline_stage_groups,
+    process_groups,
+)
+from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.share import kv_head_replication
 
 Ranks = NDArray[np.int64]
 Sizes = NDArray[np.float64]
-AXIS: dict[Among, str] = {
+AXIS: dict[GroupKind, str] = {
     "data": "dp", "replicas": "dp", "same_experts": "dp", "expert_replicas": "dp", "tp": "tp", "copies": "tp",
     "cp": "cp", "ep": "ep", "pp": "pp", "ends": "pp", "servers": "servers",
 }  # fmt: skip
@@ -31,7 +37,7 @@ RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
-class Matrix:
+class TrafficMatrix:
     """Bytes from ranks to ranks (or from nodes to nodes): three columns with a row for every pair that talks."""
 
     ranks: int
@@ -44,57 +50,59 @@ class Matrix:
         """All bytes that are sent."""
         return float(self.bytes.sum())
 
-    def dense(self) -> Sizes:
+    def to_dense(self) -> Sizes:
         """Row: sender, column: receiver."""
         cells = np.zeros((self.ranks, self.ranks))
         np.add.at(cells, (self.source, self.target), self.bytes)
         return cells
 
-    def folded(self, size: int) -> Matrix:
+    def aggregated(self, size: int) -> TrafficMatrix:
         """The same between blocks of `size` neighbours, such as nodes; what stays in a block is on the diagonal."""
-        return merge(-(-self.ranks // size), [Matrix(self.ranks, self.source // size, self.target // size, self.bytes)])
+        return merge_matrices(
+            -(-self.ranks // size), [TrafficMatrix(self.ranks, self.source // size, self.target // size, self.bytes)]
+        )
 
 
-def merge(ranks: int, parts: list[Matrix]) -> Matrix:
+def merge_matrices(ranks: int, parts: list[TrafficMatrix]) -> TrafficMatrix:
     """The sum, with one row for each pair."""
     if not parts:
         none = np.zeros(0, np.int64)
-        return Matrix(ranks, none, none, np.zeros(0))
+        return TrafficMatrix(ranks, none, none, np.zeros(0))
     pair = np.concatenate([part.source * ranks + part.target for part in parts])
     found, row = np.unique(pair, return_inverse=True)
     sums = np.zeros(len(found))
     np.add.at(sums, row, np.concatenate([part.bytes for part in parts]))
-    return Matrix(ranks, found // ranks, found % ranks, sums)
+    return TrafficMatrix(ranks, found // ranks, found % ranks, sums)
 
 
-def matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Matrix]:
+def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, TrafficMatrix]:
     """The traffic of a run by axis: "tp", "cp", "ep", "pp", "dp" or "servers", of those that send anything.
 
     `island` ranks in sequence are close (a node, or a fast domain of several): rings pass through an island before they
     leave it. What is smaller than a kilobyte is not in it, and experts are balanced: see `cost.traffic.run_traffic`.
     Raises UserError if the layout cannot run on so many ranks.
     """
-    sizes, rows = degrees(run.layout, world_size), grouped_traffic(run, world_size)
+    sizes, rows = parallel_dims(run.layout, world_size), traffic_by_group(run, world_size)
     if sizes.servers:
-        return {"servers": merge(world_size, list(_served(run, sizes, rows["worker"])))}
-    found: dict[str, list[Matrix]] = {}
-    members, stages = cache(partial(members_of, run, sizes)), stage_groups(sizes)
+        return {"servers": merge_matrices(world_size, list(_served(run, sizes, rows["worker"])))}
+    found: dict[str, list[TrafficMatrix]] = {}
+    members, stages = cache(partial(communicating_groups, run, sizes)), pipeline_stage_groups(sizes)
     for place, role in enumerate(rows):
         for row in _alike(rows[role]):
-            if row.among in ("pp", "ends"):
+            if row.group_kind in ("pp", "ends"):
                 sent = _to_stages(run, members("pp"), place, row)
             else:
-                among = members(row.among)
+                among = members(row.group_kind)
                 sent = _spread(among[np.isin(among[:, 0], stages[place])], row, island)
-            found.setdefault(AXIS[row.among], []).append(Matrix(world_size, *sent))
-    return {axis: merge(world_size, found[axis]) for axis in ("tp", "cp", "ep", "pp", "dp") if axis in found}
+            found.setdefault(AXIS[row.group_kind], []).append(TrafficMatrix(world_size, *sent))
+    return {axis: merge_matrices(world_size, found[axis]) for axis in ("tp", "cp", "ep", "pp", "dp") if axis in found}
 
 
 def _alike(rows: list[Traffic]) -> list[Traffic]:
     """Added up where they take the same ways, whatever for."""
-    total: dict[tuple[Operation, Among], float] = {}
+    total: dict[tuple[Operation, GroupKind], float] = {}
     for row in rows:
-        ways = ("all_reduce" if row.operation in RINGS else row.operation), row.among
+        ways = ("all_reduce" if row.operation in RINGS else row.operation), row.group_kind
         total[ways] = total.get(ways, 0.0) + row.bytes
     return [Traffic(operation, size, "", among) for (operation, among), size in total.items()]
 
@@ -113,27 +121,27 @@ def _spread(members: Ranks, row: Traffic, island: int) -> Sent:
             return _around_rings(members, row.bytes, island)
 
 
-def members_of(run: RunSpec, sizes: Degrees, among: Among) -> Ranks:
+def communicating_groups(run: RunSpec, sizes: ParallelDims, among: GroupKind) -> Ranks:
     """The groups that exchange something: one in each row, in the order of ranks. All members of one are at one place
     of the pipeline, but for those of "pp"."""
     hybrid = run.layout.data == "hsdp"
     match among:
         case "data":
             axes = ("dp_shard", "cp") if hybrid else ("dp_replicate", "dp_shard", "cp")
-            return np.array(groups(sizes, *axes))
+            return np.array(process_groups(sizes, *axes))
         case "replicas":
-            return np.array(groups(sizes, "dp_replicate"))
+            return np.array(process_groups(sizes, "dp_replicate"))
         case "same_experts" | "expert_replicas":
             copies = sizes.dp_replicate if hybrid else 1
-            apart = np.array(stage_groups(sizes)).reshape(sizes.pp, copies, -1, sizes.ep)
+            apart = np.array(pipeline_stage_groups(sizes)).reshape(sizes.pp, copies, -1, sizes.ep)
             kept = 2 if among == "same_experts" else 1
             return np.moveaxis(apart, kept, -1).reshape(-1, apart.shape[kept])
         case "copies":
-            return np.array(groups(sizes, "tp")).reshape(-1, kv_copies(run.model, sizes.tp))
+            return np.array(process_groups(sizes, "tp")).reshape(-1, kv_head_replication(run.model, sizes.tp))
         case "ep":
-            return np.array(expert_groups(sizes))
+            return np.array(expert_parallel_groups(sizes))
         case _:
-            return np.array(groups(sizes, among))
+            return np.array(process_groups(sizes, among))
 
 
 def _to_all(members: Ranks, each: float) -> Sent:
@@ -172,9 +180,9 @@ def _around_rings(members: Ranks, each: float, island: int) -> Sent:
 
 def _to_stages(run: RunSpec, pipelines: Ranks, place: int, row: Traffic) -> Sent:
     """To the ranks of other stages that have the same part of them: as many messages as the schedule sends there."""
-    schedule = schedule_of(run.layout, cut_batch(run, pipelines.size).accumulation)
-    if row.among == "ends":
-        messages = Counter(set(schedule.ends) - {place})
+    schedule = layout_schedule(run.layout, plan_batch(run, pipelines.size).gradient_accumulation_steps)
+    if row.group_kind == "ends":
+        messages = Counter(set(schedule.end_ranks) - {place})
     else:
         messages = Counter(to for _, to in schedule.messages(place) if to != place)
     counts = messages.values()
@@ -186,16 +194,16 @@ def _to_stages(run: RunSpec, pipelines: Ranks, place: int, row: Traffic) -> Sent
     )
 
 
-def _served(run: RunSpec, sizes: Degrees, worker: list[Traffic]) -> Iterator[Matrix]:
+def _served(run: RunSpec, sizes: ParallelDims, worker: list[Traffic]) -> Iterator[TrafficMatrix]:
     """Weights go from each server down a chain of workers (asynchronously to each of them), gradients straight back."""
     whole = next(row.bytes for row in worker if row.operation == "send")
     loads = np.array(server_loads(parameter_shapes(run.model), sizes.servers), float)
     ranks, parts = sizes.world_size, whole * loads / loads.sum()
     servers, workers = np.arange(sizes.servers), np.arange(sizes.servers, sizes.world_size)
     every, each = np.repeat(workers, len(servers)), np.tile(servers, len(workers))
-    yield Matrix(ranks, every, each, np.tile(parts, len(workers)))
+    yield TrafficMatrix(ranks, every, each, np.tile(parts, len(workers)))
     if run.layout.staleness is not None:
-        yield Matrix(ranks, each, every, np.tile(parts, len(workers)))
+        yield TrafficMatrix(ranks, each, every, np.tile(parts, len(workers)))
     else:
-        yield Matrix(ranks, servers, np.full(len(servers), workers[0]), parts)
-        yield Matrix(ranks, workers[:-1], workers[1:], np.full(len(workers) - 1, whole))
+        yield TrafficMatrix(ranks, servers, np.full(len(servers), workers[0]), parts)
+        yield TrafficMatrix(ranks, workers[:-1], workers[1:], np.full(len(workers) - 1, whole))

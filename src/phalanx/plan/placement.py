@@ -13,10 +13,10 @@ from typing import Literal
 import numpy as np
 
 from phalanx.cost.fabric import oversubscription_slowdown
-from phalanx.plan.matrix import Matrix, Ranks, Sizes, merge
-from phalanx.spec.cluster import Cluster
+from phalanx.plan.matrix import Ranks, Sizes, TrafficMatrix, merge_matrices
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Degrees, expert_groups, groups
+from phalanx.spec.layout import ParallelDims, expert_parallel_groups, process_groups
 from phalanx.spec.node import NodeTopology
 from phalanx.spec.topology import NODE_GPUS
 
@@ -35,7 +35,7 @@ SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Site:
+class NodeLayout:
     """What joins the devices: the same for every node. Of each device of a node:"""
 
     domain: tuple[int, ...]
@@ -55,13 +55,13 @@ class Site:
         return len(self.domain)
 
     @property
-    def island(self) -> int:
+    def ranks_per_island(self) -> int:
         """Ranks in sequence that are on one node, or on nodes that fast links join."""
         return self.nproc * self.span
 
     def domain_of(self, ranks: Ranks) -> Ranks:
         """A number for the fast domain of each rank."""
-        found: Ranks = ranks // self.island * self.nproc + np.take(np.array(self.domain), ranks % self.nproc)
+        found: Ranks = ranks // self.ranks_per_island * self.nproc + np.take(np.array(self.domain), ranks % self.nproc)
         return found
 
     def rail_of(self, ranks: Ranks) -> Ranks:
@@ -77,7 +77,7 @@ class Site:
         return np.select([near, inside, same], [0, 1, 2], 3)
 
 
-def site_of(cluster: Cluster, nproc: int, topology: NodeTopology | None = None) -> Site:
+def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None = None) -> NodeLayout:
     """The nodes of a cluster with so many ranks each, by its description and the topology of one node, if known.
 
     A preset's domain of up to 16 devices is inside a node, a larger one joins nodes. Raises UserError for more ranks
@@ -90,17 +90,19 @@ def site_of(cluster: Cluster, nproc: int, topology: NodeTopology | None = None) 
     nics: tuple[tuple[str, ...], ...] = tuple((f"nic{device}",) for device in rail)
     assumed = [] if cluster.domain else [f"fast links join the {nproc} devices of a node"]
     if topology is None:
-        return Site(domain, rail, nics, span, (*assumed, "every device has a NIC of its own, on a rail of its number"))
+        return NodeLayout(
+            domain, rail, nics, span, (*assumed, "every device has a NIC of its own, on a rail of its number")
+        )
     if nproc > len(topology.gpus):
         problem = f"is more than the {len(topology.gpus)} GPUs of the topology"
         raise UserError("--nproc", nproc, problem, f"use {len(topology.gpus)} or fewer, or leave --topology out")
     if None not in topology.nvlinks and span == 1:
         assumed = []
-        domain = tuple(next(i for i, d in enumerate(topology.domains()) if gpu in d) for gpu in range(nproc))
+        domain = tuple(next(i for i, d in enumerate(topology.nvlink_domains()) if gpu in d) for gpu in range(nproc))
     if not topology.nics:
-        return Site(domain, rail, nics, span, (*assumed, "the topology lists no NIC: every device has its own"))
+        return NodeLayout(domain, rail, nics, span, (*assumed, "the topology lists no NIC: every device has its own"))
     nics = tuple(topology.nearest_nics(gpu) for gpu in range(nproc))
-    return Site(domain, _rails(topology, nics), nics, span, tuple(assumed))
+    return NodeLayout(domain, _rails(topology, nics), nics, span, tuple(assumed))
 
 
 def _rails(topology: NodeTopology, nics: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
@@ -112,7 +114,7 @@ def _rails(topology: NodeTopology, nics: tuple[tuple[str, ...], ...]) -> tuple[i
     return tuple(known) if len(known) == len(given) else tuple(distinct.index(mine) for mine in nics)
 
 
-def relayed(matrix: Matrix, site: Site) -> Matrix:
+def with_pxn(matrix: TrafficMatrix, site: NodeLayout) -> TrafficMatrix:
     """The same as NCCL sends it since 2.12 (PXN: PCI x NVLink): what goes to another rail is first handed over fast
     links to a neighbour on that rail, if there is one, and leaves from there. Each of the two ways is counted."""
     first = {rail: device for device, rail in reversed(list(enumerate(site.rail)))}
@@ -121,11 +123,13 @@ def relayed(matrix: Matrix, site: Site) -> Matrix:
     neighbour = source // site.nproc * site.nproc + by[target % site.nproc]
     hands = (site.links(source, target) == 3) & (neighbour < matrix.ranks)
     hands &= site.domain_of(source) == site.domain_of(neighbour)
-    after = Matrix(matrix.ranks, np.where(hands, neighbour, source), target, matrix.bytes)
-    return merge(matrix.ranks, [after, Matrix(matrix.ranks, source[hands], neighbour[hands], matrix.bytes[hands])])
+    after = TrafficMatrix(matrix.ranks, np.where(hands, neighbour, source), target, matrix.bytes)
+    return merge_matrices(
+        matrix.ranks, [after, TrafficMatrix(matrix.ranks, source[hands], neighbour[hands], matrix.bytes[hands])]
+    )
 
 
-def by_link(matrix: Matrix, site: Site) -> dict[str, float]:
+def bytes_by_link(matrix: TrafficMatrix, site: NodeLayout) -> dict[str, float]:
     """Bytes over each kind of way."""
     sums = np.bincount(site.links(matrix.source, matrix.target), matrix.bytes, len(LINKS))
     return dict(zip(LINKS, map(float, sums), strict=True))
@@ -141,7 +145,7 @@ class NicLoad:
     received_bytes: float
 
 
-def nic_loads(matrix: Matrix, site: Site) -> list[NicLoad]:
+def nic_loads(matrix: TrafficMatrix, site: NodeLayout) -> list[NicLoad]:
     """Of every network device that a rank is nearest to; a rank's traffic is shared evenly by those nearest to it."""
     names = list(dict.fromkeys(name for mine in site.nics for name in mine))
     share = np.array([[(name in mine) / len(mine) for name in names] for mine in site.nics])
@@ -163,7 +167,7 @@ def nic_loads(matrix: Matrix, site: Site) -> list[NicLoad]:
 
 
 @dataclass(frozen=True)
-class Finding:
+class PlacementFinding:
     """Something that is well or badly placed."""
 
     verdict: Literal["good", "note", "bad"]
@@ -172,25 +176,27 @@ class Finding:
     fix: str = ""
 
 
-def findings(sizes: Degrees, parts: dict[str, Matrix], site: Site, cluster: Cluster) -> list[Finding]:
+def placement_findings(
+    sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: NodeLayout, cluster: ClusterSpec
+) -> list[PlacementFinding]:
     """What is well and what is badly placed, worst first."""
     found = [*_in_domains(sizes, site), *_on_rails(sizes, parts, site), *_spine(parts, site, cluster)]
     if sizes.world_size % site.nproc:
         last = sizes.world_size % site.nproc
         said = f"the last node has {last} of {site.nproc} ranks: torchrun starts as many on every node"
-        found.append(Finding("bad", "nodes", said, f"use a multiple of {site.nproc} ranks"))
+        found.append(PlacementFinding("bad", "nodes", said, f"use a multiple of {site.nproc} ranks"))
     return sorted(found, key=lambda finding: ["bad", "note", "good"].index(finding.verdict))
 
 
-def _in_domains(sizes: Degrees, site: Site) -> Iterator[Finding]:
+def _in_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementFinding]:
     """Ranks that talk in every layer belong inside a fast domain: those of a product must be, others should."""
-    domain = int(np.bincount(site.domain_of(np.arange(site.island))).max())
+    domain = int(np.bincount(site.domain_of(np.arange(site.ranks_per_island))).max())
     where = f"a fast domain ({domain} device{'s' if domain > 1 else ''})"
     outside = ' with layout.outermost = "pipeline"' if sizes.pp > 1 and not sizes.pipeline_outermost else ""
     for axis, found, fix in (
-        ("tp", groups(sizes, "tp"), f"make layout.tp a divisor of {domain}"),
-        ("cp", groups(sizes, "cp"), f"make layout.tp x layout.cp a divisor of {domain}"),
-        ("ep", expert_groups(sizes), f"make layout.ep a divisor of {domain}{outside}"),
+        ("tp", process_groups(sizes, "tp"), f"make layout.tp a divisor of {domain}"),
+        ("cp", process_groups(sizes, "cp"), f"make layout.tp x layout.cp a divisor of {domain}"),
+        ("ep", expert_parallel_groups(sizes), f"make layout.ep a divisor of {domain}{outside}"),
     ):
         if not found or len(found[0]) == 1:
             continue
@@ -199,12 +205,12 @@ def _in_domains(sizes: Degrees, site: Site) -> Iterator[Finding]:
         if len(leaving):
             first = " ".join(map(str, found[leaving[0]][:SHOWN])) + (" ..." if len(found[0]) > SHOWN else "")
             said = f"{len(leaving)} of {len(found)} {axis} groups leave {where}, the first: ranks {first}"
-            yield Finding("bad" if axis == "tp" else "note", axis, said, fix)
+            yield PlacementFinding("bad" if axis == "tp" else "note", axis, said, fix)
         else:
-            yield Finding("good", axis, f"every {axis} group is inside {where}")
+            yield PlacementFinding("good", axis, f"every {axis} group is inside {where}")
 
 
-def _on_rails(sizes: Degrees, parts: dict[str, Matrix], site: Site) -> Iterator[Finding]:
+def _on_rails(sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Iterator[PlacementFinding]:
     """Between nodes stages and data-parallel ranks should find their counterparts on the same rail."""
     stage, copy = ("dp x tp x cp", "tp x cp") if sizes.pipeline_outermost else ("tp x cp", "tp x cp x pp")
     for axis, who, fix in (
@@ -217,16 +223,18 @@ def _on_rails(sizes: Degrees, parts: dict[str, Matrix], site: Site) -> Iterator[
         apart, crossing = int((links >= NETWORK).sum()), int((links == 3).sum())
         if crossing:
             said = f"{crossing} of {apart} pairs of {who} on different nodes are on different rails"
-            yield Finding("bad" if axis == "pp" else "note", axis, said, fix.format(site.nproc))
+            yield PlacementFinding("bad" if axis == "pp" else "note", axis, said, fix.format(site.nproc))
         elif apart:
-            yield Finding("good", axis, f"{who} on different nodes are on the same rail")
+            yield PlacementFinding("good", axis, f"{who} on different nodes are on the same rail")
 
 
-def _spine(parts: dict[str, Matrix], site: Site, cluster: Cluster) -> Iterator[Finding]:
+def _spine(parts: dict[str, TrafficMatrix], site: NodeLayout, cluster: ClusterSpec) -> Iterator[PlacementFinding]:
     """A thin spine slows down what crosses it."""
-    sums = [by_link(part, site) for part in parts.values()]
+    sums = [bytes_by_link(part, site) for part in parts.values()]
     rail, spine = (sum(row[link] for row in sums) for link in ("rail", "spine"))
     slower = oversubscription_slowdown(spine / (rail + spine), cluster.oversubscription) if spine else 1.0
     if slower > 1:
         said = f"{spine / (rail + spine):.0%} of the network's bytes cross a spine of {cluster.oversubscription:g}:1"
-        yield Finding("bad", "spine", f"{said}: the network is {slower:.2f} times slower", "keep traffic on its rail")
+        yield PlacementFinding(
+            "bad", "spine", f"{said}: the network is {slower:.2f} times slower", "keep traffic on its rail"
+        )

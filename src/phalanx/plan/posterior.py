@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.constants import TimeConstants, bounds
-from phalanx.cost.jobs import Jobs
+from phalanx.cost.jobs import JobTable
 from phalanx.cost.step import step_seconds
-from phalanx.plan.timings import Timings
+from phalanx.plan.timings import OperationTimings
 
 PRIOR = 1.0
 """Standard deviation of a constant's logarithm where only runs on other machines are known."""
@@ -30,7 +30,7 @@ CONSTANTS = tuple(field.name for field in fields(TimeConstants))
 
 
 @dataclass(frozen=True)
-class Truth:
+class MeasuredTargets:
     """What runs took, in seconds of a step [run]; parts are NaN where nobody measured them."""
 
     whole: Array
@@ -38,10 +38,10 @@ class Truth:
     """Of the slowest rank's passes, without waits for others."""
     waiting: Array
     """For collectives, of the rank that waits least."""
-    operations: tuple[Timings, ...] = ()
+    operations: tuple[OperationTimings, ...] = ()
     """What was timed apart from steps."""
 
-    def take(self, runs: Array) -> Truth:
+    def take(self, runs: Array) -> MeasuredTargets:
         """Some of them, without what was timed in the others."""
         left = set(np.arange(len(self))[runs].tolist())
         operations = tuple(each for each in self.operations if each.run is None or each.run in left)
@@ -74,13 +74,13 @@ class Prior:
         begin = np.array([getattr(self.start, name) for name in CONSTANTS])
         return np.asarray(np.maximum(np.log(highest / begin), 0.0) / PRIOR)
 
-    def errors(self, jobs: Jobs, truth: Truth, z: Array) -> Array:
+    def residuals(self, jobs: JobTable, truth: MeasuredTargets, z: Array) -> Array:
         """Of the logarithms of step times, then of their parts, and then of operations, in standard deviations:
         [..., 3 x run + operation] for z [..., constant], all in one pass of numpy; 0 for what was not measured."""
         count, points = len(truth), np.atleast_2d(z)
-        time = step_seconds(self._each(points, count), jobs.take(np.tile(np.arange(count), len(points))))
+        time = step_seconds(self._each(points, count), jobs.select(np.tile(np.arange(count), len(points))))
         found = [
-            _apart(np.broadcast_to(seconds, count * len(points)).reshape(len(points), count), measured) / noise
+            _log_ratio(np.broadcast_to(seconds, count * len(points)).reshape(len(points), count), measured) / noise
             for seconds, measured, noise in (
                 (time.total, truth.whole, NOISE),
                 (time.compute - time.exchange, truth.computing, COMPUTING_NOISE),
@@ -96,13 +96,13 @@ class Prior:
         each: Any = np.exp(np.repeat(begin + PRIOR * points, count, axis=0)).T
         return TimeConstants(**dict(zip(CONSTANTS, each, strict=True)))
 
-    def slopes(self, jobs: Jobs, truth: Truth, z: Array, step: float = 1e-4) -> Array:
+    def jacobian(self, jobs: JobTable, truth: MeasuredTargets, z: Array, step: float = 1e-4) -> Array:
         """[error, constant]: how errors change with each constant."""
-        moved = self.errors(jobs, truth, z + step * np.eye(len(z)))
-        return ((moved - self.errors(jobs, truth, z)) / step).T
+        moved = self.residuals(jobs, truth, z + step * np.eye(len(z)))
+        return ((moved - self.residuals(jobs, truth, z)) / step).T
 
 
-def _apart(predicted: Array, measured: Array) -> Array:
+def _log_ratio(predicted: Array, measured: Array) -> Array:
     """Their logarithms' difference; 0 where either is not known, or none is predicted."""
     known = (predicted > 0) & ~np.isnan(measured)
     return np.log(np.where(known, predicted, 1.0) / np.where(known, measured, 1.0))
@@ -113,17 +113,17 @@ def _highest(name: str, bound: float) -> float:
     return bound if bound <= SHARES and not name.endswith("_seconds") else np.inf
 
 
-def mode(prior: Prior, jobs: Jobs, truth: Truth, z: Array | None = None) -> Array:
+def map_estimate(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array | None = None) -> Array:
     """The likeliest z, by Levenberg's and Marquardt's method, beginning at `z`."""
     z, limit, damping = np.zeros(len(CONSTANTS)) if z is None else z, prior.limit, 1e-2
-    now, slope = prior.errors(jobs, truth, z), prior.slopes(jobs, truth, z)
+    now, slope = prior.residuals(jobs, truth, z), prior.jacobian(jobs, truth, z)
     for _ in range(ROUNDS):
         precision, gradient = _precision(slope), slope.T @ now + z
         free = np.flatnonzero((z < limit) | (gradient > 0))  # the others would leave what they may be
         damped = (precision + damping * np.diag(np.diag(precision)))[np.ix_(free, free)]
         trial = z.copy()
         trial[free] = np.minimum(z[free] - np.linalg.solve(damped, gradient[free]), limit[free])
-        then = prior.errors(jobs, truth, trial)
+        then = prior.residuals(jobs, truth, trial)
         gain = _cost(now, z) - _cost(then, trial)
         if not gain > 0:
             damping *= 5
@@ -133,23 +133,23 @@ def mode(prior: Prior, jobs: Jobs, truth: Truth, z: Array | None = None) -> Arra
         z, now, damping = trial, then, damping / 5
         if gain < 1e-4:
             break
-        slope = prior.slopes(jobs, truth, z)
+        slope = prior.jacobian(jobs, truth, z)
     return z
 
 
-def decided(prior: Prior, jobs: Jobs, truth: Truth, z: Array) -> list[str]:
+def identified_constants(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array) -> list[str]:
     """Constants whose posterior is at most half as wide as their prior."""
-    widths = np.sqrt(np.diag(np.linalg.inv(_precision(prior.slopes(jobs, truth, z)))))
+    widths = np.sqrt(np.diag(np.linalg.inv(_precision(prior.jacobian(jobs, truth, z)))))
     return [name for name, width in zip(CONSTANTS, widths, strict=True) if width < 0.5]
 
 
-def left_out(prior: Prior, jobs: Jobs, truth: Truth, z: Array) -> Array:
+def leave_one_out_errors(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array) -> Array:
     """The error of the logarithm of each step time, as the other runs predict it. `z`: the mode of all of them."""
     found = np.zeros(len(truth))
     for at in range(len(truth)):
         others, alone = np.arange(len(truth)) != at, np.array([at])
-        without = mode(prior, jobs.take(others), truth.take(others), z)
-        found[at] = NOISE * prior.errors(jobs.take(alone), truth.take(alone), without)[0]
+        without = map_estimate(prior, jobs.select(others), truth.take(others), z)
+        found[at] = NOISE * prior.residuals(jobs.select(alone), truth.take(alone), without)[0]
     return found
 
 

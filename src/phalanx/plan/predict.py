@@ -15,12 +15,12 @@ from phalanx.cost.constants import (
     memory_constants,
     time_constants,
 )
-from phalanx.cost.footprint import GIB, footprint, out_of_memory
+from phalanx.cost.footprint import GIB, estimate_memory, oom_probability
 from phalanx.cost.interval import log_half_width
-from phalanx.cost.jobs import Column, Jobs, columns
+from phalanx.cost.jobs import Column, JobTable, job_table
 from phalanx.cost.step import step_seconds
 from phalanx.plan.rows import Row
-from phalanx.plan.table import Job, job_of, state_memory
+from phalanx.plan.table import TableJob, job_from_row, state_memory
 from phalanx.spec.errors import UserError
 
 EVEN = 0.5
@@ -50,7 +50,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Unpredicted:
+class PredictionFailure:
     """A row that cannot be predicted."""
 
     id: str
@@ -59,25 +59,25 @@ class Unpredicted:
     """Of a row that asks for model state alone."""
 
 
-def predict_rows(rows: Sequence[Row]) -> list[Prediction | Unpredicted]:
+def predict_rows(rows: Sequence[Row]) -> list[Prediction | PredictionFailure]:
     """Every row of a table, in its order: all that they may mean in one pass."""
-    found: list[Job | Unpredicted] = []
+    found: list[TableJob | PredictionFailure] = []
     for row in rows:
         try:
-            found.append(job_of(row))
+            found.append(job_from_row(row))
         except UserError as error:
-            found.append(Unpredicted(row.get("id", ""), str(error).replace("\n", ";"), state_memory(row)))
-    jobs = [job for job in found if isinstance(job, Job)]
-    done = iter(predict(jobs))
-    return [next(done) if isinstance(job, Job) else job for job in found]
+            found.append(PredictionFailure(row.get("id", ""), str(error).replace("\n", ";"), state_memory(row)))
+    jobs = [job for job in found if isinstance(job, TableJob)]
+    done = iter(predict_jobs(jobs))
+    return [next(done) if isinstance(job, TableJob) else job for job in found]
 
 
-def predict(jobs: Sequence[Job], time: TimeConstants | None = None) -> Iterator[Prediction]:
+def predict_jobs(jobs: Sequence[TableJob], time: TimeConstants | None = None) -> Iterator[Prediction]:
     """Every job, of what it may mean the fastest that is likely to fit (the smallest, where nothing is)."""
     if not jobs:
         return
     time = time or time_constants()
-    every = columns([choice for job in jobs for choice in job.choices])
+    every = job_table([choice for job in jobs for choice in job.choices])
     seconds, memory, risk = _costs(every, time, memory_constants())
     width = log_half_width(interval_constants(), every)
     again = [flops for job in jobs for flops in job.recomputed_flops]
@@ -98,18 +98,20 @@ def predict(jobs: Sequence[Job], time: TimeConstants | None = None) -> Iterator[
         )
 
 
-def choices_made(jobs: Sequence[Job], every: Jobs, time: TimeConstants, memory: MemoryConstants) -> list[int]:
+def best_choice_per_job(
+    jobs: Sequence[TableJob], every: JobTable, time: TimeConstants, memory: MemoryConstants
+) -> list[int]:
     """Where in the columns of all jobs' choices each job's best one is."""
     return list(_best_choices(jobs, *_costs(every, time, memory)))
 
 
-def _costs(jobs: Jobs, time: TimeConstants, memory: MemoryConstants) -> tuple[Column, Column, Column]:
+def _costs(jobs: JobTable, time: TimeConstants, memory: MemoryConstants) -> tuple[Column, Column, Column]:
     """Seconds of a step, bytes of the fullest rank, and the probability that they are too many."""
-    held = footprint(memory, jobs)
-    return step_seconds(time, jobs).total, held.allocated, out_of_memory(memory, jobs, held)
+    held = estimate_memory(memory, jobs)
+    return step_seconds(time, jobs).total, held.allocated, oom_probability(memory, jobs, held)
 
 
-def _best_choices(jobs: Sequence[Job], seconds: Column, memory: Column, risk: Column) -> Iterator[int]:
+def _best_choices(jobs: Sequence[TableJob], seconds: Column, memory: Column, risk: Column) -> Iterator[int]:
     first = 0
     for job in jobs:
         mine = slice(first, first + len(job.choices))

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.cost.checkpointing import recompute_overhead
-from phalanx.plan.candidates import ZERO, outermost
+from phalanx.plan.candidates import ZERO, choose_rank_order
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import MEANT_FOR, NOT_IN_PIPELINES, Layout
-from phalanx.spec.run import RunSpec, cut_batch
-from phalanx.spec.share import check_shares
+from phalanx.spec.layout import INVALID_IN_PIPELINE, VALID_DATA_STRATEGIES, Layout
+from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.share import check_divisibility
 
 GUIDE, FIGURE = "jesamkim part 1, OOM guide", "jesamkim part 1, figure of the OOM guide"
 STAGES, SEQUENCES, MEMORY = "Jae's Tech Blog part 14", "Jae's Tech Blog part 10", "Jae's Tech Blog part 06"
@@ -45,8 +45,8 @@ class Remedy:
 def with_layout(run: RunSpec, **changes: Any) -> RunSpec:
     """The run with another layout, without the choices that mean nothing in it."""
     layout = run.layout.model_copy(update=changes)
-    lost = [field for field, meant in MEANT_FOR.items() if layout.data not in meant]
-    lost += NOT_IN_PIPELINES if layout.pp > 1 else ()
+    lost = [field for field, meant in VALID_DATA_STRATEGIES.items() if layout.data not in meant]
+    lost += INVALID_IN_PIPELINE if layout.pp > 1 else ()
     unset = {field: Layout.model_fields[field].default for field in lost}
     if unset.get("offload"):
         unset["offload_directory"] = None
@@ -54,7 +54,7 @@ def with_layout(run: RunSpec, **changes: Any) -> RunSpec:
 
 
 def _smaller_batches(run: RunSpec) -> Iterator[RunSpec]:
-    now = cut_batch(run, run.cluster.ranks).micro_batch
+    now = plan_batch(run, run.cluster.ranks).micro_batch_size
     yield from (with_layout(run, micro_batch=size) for size in reversed(divisors(now)[:-1]))
 
 
@@ -87,7 +87,7 @@ def _shared(axis: str, within_domain: bool = False) -> Callable[[RunSpec], Itera
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
         ranks, now = run.cluster.ranks, getattr(run.layout, axis)
-        most = run.cluster.fast_domain if within_domain else ranks
+        most = run.cluster.fast_link_domain_size if within_domain else ranks
         yield from (with_layout(run, **{axis: degree}) for degree in divisors(ranks) if now < degree <= most)
 
     return changes
@@ -98,7 +98,7 @@ def _pipelines(run: RunSpec) -> Iterator[RunSpec]:
     for changed in _shared("pp")(run):
         tp, pp, cp = changed.layout.tp, changed.layout.pp, changed.layout.cp
         dp = run.cluster.ranks // (tp * pp * cp)
-        yield with_layout(changed, outermost=outermost(dp, tp, pp, cp, run.cluster.fast_domain))
+        yield with_layout(changed, outermost=choose_rank_order(dp, tp, pp, cp, run.cluster.fast_link_domain_size))
 
 
 def _shared_sequences(run: RunSpec) -> Iterator[RunSpec]:
@@ -112,7 +112,7 @@ def _shared_sequences(run: RunSpec) -> Iterator[RunSpec]:
 
 def _can_share(run: RunSpec) -> bool:
     try:
-        check_shares(run, run.cluster.ranks)
+        check_divisibility(run, run.cluster.ranks)
     except UserError:
         return False
     return True
@@ -127,7 +127,7 @@ def _offload(run: RunSpec) -> Iterator[RunSpec]:
     if run.layout.offload == "none" and run.cluster.device != "cpu":
         # Only what is sharded is offloaded; with_layout would drop the choice again.
         alone = ("zero1", "zero2") if run.cluster.ranks == 1 else ("zero1",)
-        kinds = (run.layout.data,) if run.layout.data in MEANT_FOR["offload"] else alone
+        kinds = (run.layout.data,) if run.layout.data in VALID_DATA_STRATEGIES["offload"] else alone
         yield from (with_layout(run, data=data, offload="cpu") for data in kinds)
 
 
@@ -146,7 +146,7 @@ def _more_devices(run: RunSpec) -> Iterator[RunSpec]:
         more = run.cluster.model_copy(update={"nodes": run.cluster.nodes * times})
         larger = run.model_copy(update={"cluster": more})
         try:
-            share = cut_batch(with_layout(larger, micro_batch=1), more.ranks).accumulation
+            share = plan_batch(with_layout(larger, micro_batch=1), more.ranks).gradient_accumulation_steps
         except UserError:
             return
         fitting = [size for size in divisors(share) if size <= (run.layout.micro_batch or share)]

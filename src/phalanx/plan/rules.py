@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from phalanx.cost.checkpointing import best_checkpoints
+from phalanx.cost.checkpointing import optimal_num_checkpoints
 from phalanx.cost.footprint import GIB
-from phalanx.plan.candidates import Candidate
-from phalanx.spec.layout import SHARDED
+from phalanx.plan.candidates import CandidateLayout
+from phalanx.spec.layout import SHARDED_STRATEGIES
 
 SIZES = "pos2001/ml-training-architecture, decision guide"
 PIPELINES, HYBRIDS = "jesamkim part 3, decision guide", "jesamkim part 4, decision guide"
@@ -23,7 +23,7 @@ Kind = Literal["size", "bottleneck", "schedule", "placement"]
 
 
 @dataclass(frozen=True)
-class Situation:
+class RunSituation:
     """What rules look at: a whole copy of the model on one device, with one sequence in a pass and nothing computed
     again, and what there is to share it."""
 
@@ -64,7 +64,7 @@ class Situation:
 
 
 @dataclass(frozen=True)
-class Degree:
+class DegreeRange:
     """What a rule asks of a degree, or of a product of them."""
 
     least: int | Literal["domain"] = 1
@@ -84,26 +84,26 @@ class Degree:
         return f"at least {'the ' if self.least == 'domain' else ''}{self.least}"
 
 
-Wants = Mapping[str, Degree | tuple[str, ...]]
+Requirements = Mapping[str, DegreeRange | tuple[str, ...]]
 """A partial layout: of a field, or of a product such as "tp x cp", the degree or the names that are asked for."""
 
 
 @dataclass(frozen=True)
-class Rule:
+class RuleOfThumb:
     """One rule of thumb."""
 
     kind: Kind
     name: str
     says: str
-    wants: Wants
+    wants: Requirements
     """What it asks of the planner's layouts."""
-    applies: Callable[[Situation], str]
+    applies: Callable[[RunSituation], str]
     """Why it applies; empty where it does not."""
     source: str
     beyond: str = ""
     """What it says besides, which the planner does not choose among, and why not."""
 
-    def obeyed(self, candidate: Candidate, domain: int) -> bool:
+    def is_satisfied_by(self, candidate: CandidateLayout, domain: int) -> bool:
         """Whether a layout does what the rule asks."""
         return all(_holds(candidate, field, wanted, domain) for field, wanted in self.wants.items())
 
@@ -114,101 +114,101 @@ class Rule:
         return ", ".join(f"{field} {text}" for field, text in said.items())
 
 
-def _holds(candidate: Candidate, field: str, wanted: Degree | tuple[str, ...], domain: int) -> bool:
+def _holds(candidate: CandidateLayout, field: str, wanted: DegreeRange | tuple[str, ...], domain: int) -> bool:
     if isinstance(wanted, tuple):
         return getattr(candidate, field) in wanted
     return wanted.holds(prod(getattr(candidate, axis) for axis in field.split(" x ")), domain)
 
 
-ONE, SOME, INSIDE = Degree(1, 1), Degree(2), Degree(1, "domain")
-DATA_ONLY: Wants = {"tp": ONE, "pp": ONE, "cp": ONE, "ep": ONE}
-THREE_D: Wants = {"dp": SOME, "tp": SOME, "pp": SOME}
+ONE, SOME, INSIDE = DegreeRange(1, 1), DegreeRange(2), DegreeRange(1, "domain")
+DATA_ONLY: Requirements = {"tp": ONE, "pp": ONE, "cp": ONE, "ep": ONE}
+THREE_D: Requirements = {"dp": SOME, "tp": SOME, "pp": SOME}
 BILLION = 10**9
 
 
-def _size(least: int, below: int | None) -> Callable[[Situation], str]:
+def _size(least: int, below: int | None) -> Callable[[RunSituation], str]:
     """For models of `least` parameters or more, and fewer than `below`: the guide leaves open who is at a boundary."""
 
-    def applies(s: Situation) -> str:
+    def applies(s: RunSituation) -> str:
         inside = s.parameters >= least and (below is None or s.parameters < below)
         return f"the model has {s.parameters / 1e9:.3g}B parameters" if inside else ""
 
     return applies
 
 
-def _activations(s: Situation) -> str:
+def _activations(s: RunSituation) -> str:
     whole = s.sequences * s.activation_bytes
     if s.ranks == 1 or not s.state_bytes <= s.memory_bytes < s.state_bytes + whole:
         return ""
     return f"a step's {s.sequences} sequences leave {_gib(whole)} of activations, and a device has {_of(s)}"
 
 
-def _parameters(s: Situation) -> str:
+def _parameters(s: RunSituation) -> str:
     return f"a copy's state takes {_gib(s.state_bytes)} of {_of(s)}" if s.state_bytes > s.memory_bytes else ""
 
 
-def _layer(s: Situation) -> str:
+def _layer(s: RunSituation) -> str:
     return f"one block takes {_gib(s.layer_bytes)} of {_of(s)}" if s.layer_bytes > s.memory_bytes else ""
 
 
-def _few_sequences(s: Situation) -> str:
+def _few_sequences(s: RunSituation) -> str:
     few = s.domain > 1 and s.ranks > s.sequences
     return f"{s.ranks} devices are more than the {s.sequences} sequences of a step" if few else ""
 
 
-def _experts(s: Situation) -> str:
+def _experts(s: RunSituation) -> str:
     return "the model has experts" if s.experts and s.ranks > 1 else ""
 
 
-def _many_sequences(s: Situation) -> str:
+def _many_sequences(s: RunSituation) -> str:
     return f"a step has {s.sequences} sequences" if 1 < s.ranks <= s.sequences else ""
 
 
-def _optimizer(s: Situation) -> str:
+def _optimizer(s: RunSituation) -> str:
     most = s.ranks > 1 and s.largest == "optimizer"
     return f"optimizer state takes most of a copy, {_gib(s.state['optimizer'])}" if most else ""
 
 
-def _shardable(s: Situation) -> str:
+def _shardable(s: RunSituation) -> str:
     share = s.state_bytes / s.ranks
     fits = not s.alone and s.ranks > 1 and share + s.recomputed_bytes <= s.memory_bytes
     return f"a copy does not fit one device, and its state shared by {s.ranks} does: {_gib(share)}" if fits else ""
 
 
-def _recompute(s: Situation) -> str:
+def _recompute(s: RunSituation) -> str:
     said = f"activations of one sequence take most, {_gib(s.activation_bytes)}"
-    rule = f"sqrt(L): {best_checkpoints(s.layers)} checkpoints of {s.layers} layers; Phalanx keeps every block's input"
+    rule = f"sqrt(L): {optimal_num_checkpoints(s.layers)} checkpoints of {s.layers} layers; Phalanx keeps every block's input"
     return f"{said} ({rule})" if s.largest == "activations" else ""
 
 
-def _long(s: Situation) -> str:
+def _long(s: RunSituation) -> str:
     most = s.largest == "activations" and s.ranks > 1
     return f"activations of one sequence take most, {_gib(s.activation_bytes)}" if most else ""
 
 
-def _fits(s: Situation) -> str:
+def _fits(s: RunSituation) -> str:
     return "a copy fits one device" if s.alone else ""
 
 
-def _spare(s: Situation) -> str:
+def _spare(s: RunSituation) -> str:
     return "a copy does not fit; the fastest 1F1B pipeline leaves memory for ZB-H2" if s.spare and not s.alone else ""
 
 
-def _tight(s: Situation) -> str:
+def _tight(s: RunSituation) -> str:
     tight = s.ranks > 1 and not s.spare and not s.alone
     return "a copy does not fit, and no memory is left for ZB-H2 beside the fastest 1F1B pipeline" if tight else ""
 
 
-def _many(s: Situation) -> str:
+def _many(s: RunSituation) -> str:
     return f"{s.ranks} devices" if s.ranks > 1 else ""
 
 
-def _outermost(s: Situation) -> str:
+def _outermost(s: RunSituation) -> str:
     said = "the default of layout.outermost; with pipelines there the ranks of a node send to others together"
     return said if s.ranks > 1 else ""
 
 
-def _several(s: Situation) -> str:
+def _several(s: RunSituation) -> str:
     between = s.ranks > s.domain and not s.alone
     return f"a copy does not fit, and {s.ranks} devices are several domains of {s.domain}" if between else ""
 
@@ -217,7 +217,7 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def _of(s: Situation) -> str:
+def _of(s: RunSituation) -> str:
     return _gib(s.memory_bytes)
 
 
@@ -226,46 +226,92 @@ NOT_CHOSEN = (
     "is, of what does not fit without: it only saves memory"
 )
 BY_SIZE = (
-    Rule("size", "fewer than 1B parameters", "data parallelism (DDP)", {"data": ("ddp",), **DATA_ONLY},
+    RuleOfThumb("size", "fewer than 1B parameters", "data parallelism (DDP)", {"data": ("ddp",), **DATA_ONLY},
          _size(0, BILLION), SIZES),
-    Rule("size", "1B to 10B parameters", "data parallelism with ZeRO-2", {"data": ("zero2",), **DATA_ONLY},
+    RuleOfThumb("size", "1B to 10B parameters", "data parallelism with ZeRO-2", {"data": ("zero2",), **DATA_ONLY},
          _size(BILLION, 10 * BILLION), SIZES),
-    Rule("size", "10B to 100B parameters", "3D: data, tensor and pipeline parallelism", THREE_D,
+    RuleOfThumb("size", "10B to 100B parameters", "3D: data, tensor and pipeline parallelism", THREE_D,
          _size(10 * BILLION, 100 * BILLION), SIZES),
-    Rule("size", "100B parameters or more", "3D with ZeRO-3 and offload to CPU or NVMe", THREE_D,
+    RuleOfThumb("size", "100B parameters or more", "3D with ZeRO-3 and offload to CPU or NVMe", THREE_D,
          _size(100 * BILLION, None), SIZES, NOT_CHOSEN),
 )  # fmt: skip
 """Half-open: a model of exactly 1B, 10B or 100B parameters belongs to the larger class."""
 BY_BOTTLENECK = (
-    Rule("bottleneck", "activation memory", "data parallelism", {"dp": SOME}, _activations, HYBRIDS),
-    Rule("bottleneck", "parameter memory", "pipeline parallelism", {"pp": SOME}, _parameters, HYBRIDS),
-    Rule("bottleneck", "a single layer too big", "add tensor parallelism", {"tp": SOME}, _layer, HYBRIDS),
-    Rule("bottleneck", "compute inside layers", "tensor parallelism on fast links", {"tp": SOME}, _few_sequences,
-         HYBRIDS),
-    Rule("bottleneck", "more capacity at the same compute", "experts, and expert parallelism", {"ep": SOME},
-         _experts, HYBRIDS),
-    Rule("bottleneck", "a large dataset", "data parallelism", {"dp": SOME}, _many_sequences, NOTES),
-    Rule("bottleneck", "optimizer state", "ZeRO or FSDP", {"data": SHARDED}, _optimizer, f"{NOTES}; {STAGES}"),
-    Rule("bottleneck", "state that ranks can share", "ZeRO and recomputation before model parallelism",
-         {"data": SHARDED, "tp": ONE, "pp": ONE}, _shardable, f"{MEMORY}; {ORDER}"),
-    Rule("bottleneck", "activations of a sequence", "recompute", {"recompute": ("selective", "full")}, _recompute,
-         f"{MEMORY}; {RECOMPUTE}"),
-    Rule("bottleneck", "long context", "sequence parallelism, with tensor parallelism", {"tp": SOME}, _long, LONG),
-)  # fmt: skip
+    RuleOfThumb("bottleneck", "activation memory", "data parallelism", {"dp": SOME}, _activations, HYBRIDS),
+    RuleOfThumb("bottleneck", "parameter memory", "pipeline parallelism", {"pp": SOME}, _parameters, HYBRIDS),
+    RuleOfThumb("bottleneck", "a single layer too big", "add tensor parallelism", {"tp": SOME}, _layer, HYBRIDS),
+    RuleOfThumb(
+        "bottleneck", "compute inside layers", "tensor parallelism on fast links", {"tp": SOME}, _few_sequences, HYBRIDS
+    ),
+    RuleOfThumb(
+        "bottleneck",
+        "more capacity at the same compute",
+        "experts, and expert parallelism",
+        {"ep": SOME},
+        _experts,
+        HYBRIDS,
+    ),
+    RuleOfThumb("bottleneck", "a large dataset", "data parallelism", {"dp": SOME}, _many_sequences, NOTES),
+    RuleOfThumb(
+        "bottleneck", "optimizer state", "ZeRO or FSDP", {"data": SHARDED_STRATEGIES}, _optimizer, f"{NOTES}; {STAGES}"
+    ),
+    RuleOfThumb(
+        "bottleneck",
+        "state that ranks can share",
+        "ZeRO and recomputation before model parallelism",
+        {"data": SHARDED_STRATEGIES, "tp": ONE, "pp": ONE},
+        _shardable,
+        f"{MEMORY}; {ORDER}",
+    ),
+    RuleOfThumb(
+        "bottleneck",
+        "activations of a sequence",
+        "recompute",
+        {"recompute": ("selective", "full")},
+        _recompute,
+        f"{MEMORY}; {RECOMPUTE}",
+    ),
+    RuleOfThumb(
+        "bottleneck", "long context", "sequence parallelism, with tensor parallelism", {"tp": SOME}, _long, LONG
+    ),
+)
 BY_SCHEDULE = (
-    Rule("schedule", "a copy fits one device", "no pipeline; DP or ZeRO", {"pp": ONE}, _fits, PIPELINES),
-    Rule("schedule", "it does not fit, memory to spare", "ZB-H2", {"pp": SOME, "schedule": ("zb-h2",)}, _spare,
-         PIPELINES),
-    Rule("schedule", "it does not fit, memory tight", "ZB-H1 or 1F1B", {"pp": SOME, "schedule": ("zb-h1", "1f1b")},
-         _tight, PIPELINES),
-    Rule("schedule", "the smallest structure that fits", "DDP, where it fits", {"data": ("ddp",), **DATA_ONLY},
-         _fits, ORDER),
-)  # fmt: skip
+    RuleOfThumb("schedule", "a copy fits one device", "no pipeline; DP or ZeRO", {"pp": ONE}, _fits, PIPELINES),
+    RuleOfThumb(
+        "schedule", "it does not fit, memory to spare", "ZB-H2", {"pp": SOME, "schedule": ("zb-h2",)}, _spare, PIPELINES
+    ),
+    RuleOfThumb(
+        "schedule",
+        "it does not fit, memory tight",
+        "ZB-H1 or 1F1B",
+        {"pp": SOME, "schedule": ("zb-h1", "1f1b")},
+        _tight,
+        PIPELINES,
+    ),
+    RuleOfThumb(
+        "schedule",
+        "the smallest structure that fits",
+        "DDP, where it fits",
+        {"data": ("ddp",), **DATA_ONLY},
+        _fits,
+        ORDER,
+    ),
+)
 BY_PLACEMENT = (
-    Rule("placement", "tensor parallelism", "inside the domain of fast links", {"tp": INSIDE}, _many,
-         f"{HYBRIDS}; {NOTES}"),
-    Rule("placement", "pipeline", "between nodes", {"pp": SOME, "tp x cp": Degree("domain")}, _several, HYBRIDS),
-    Rule("placement", "data parallelism", "outermost, one exchange in a step", {}, _outermost, HYBRIDS),
-    Rule("placement", "expert parallelism", "inside the domain of fast links", {"ep x tp": INSIDE}, _experts, NOTES),
-)  # fmt: skip
+    RuleOfThumb(
+        "placement",
+        "tensor parallelism",
+        "inside the domain of fast links",
+        {"tp": INSIDE},
+        _many,
+        f"{HYBRIDS}; {NOTES}",
+    ),
+    RuleOfThumb(
+        "placement", "pipeline", "between nodes", {"pp": SOME, "tp x cp": DegreeRange("domain")}, _several, HYBRIDS
+    ),
+    RuleOfThumb("placement", "data parallelism", "outermost, one exchange in a step", {}, _outermost, HYBRIDS),
+    RuleOfThumb(
+        "placement", "expert parallelism", "inside the domain of fast links", {"ep x tp": INSIDE}, _experts, NOTES
+    ),
+)
 RULES = (*BY_SIZE, *BY_BOTTLENECK, *BY_SCHEDULE, *BY_PLACEMENT)

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.cost.compute import recomputed_flops_per_token
-from phalanx.cost.jobs import Attention, Order, Recompute
+from phalanx.cost.jobs import ActivationCheckpointing, AttentionKernel, ScheduleKind
 from phalanx.cost.memory import PUBLISHED_MIXED_PRECISION_ADAM
-from phalanx.cost.parameters import parameters
+from phalanx.cost.parameters import count_parameters
 from phalanx.plan.describe import (
-    Numbers,
+    JobRow,
     flops_per_token,
-    habits,
-    is_low,
+    is_low_precision,
     machine_columns,
     model_columns,
     stage_columns,
+    trainer_behaviour,
 )
 from phalanx.plan.rows import Row
-from phalanx.spec.base import divisors, parse, require, suggest
-from phalanx.spec.cluster import Cluster
+from phalanx.spec.base import did_you_mean, divisors, parse_table, require
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_machine, preset_names
 from phalanx.spec.model import ModelSpec
@@ -38,7 +38,7 @@ ASSUMED_IS_WIDER = 1.3
 
 
 @dataclass(frozen=True)
-class Latent:
+class MLAShape:
     """Multi-head latent attention and fine experts of DeepSeek's models (arXiv 2412.19437, section 4.2)."""
 
     expert_ffn: int
@@ -59,10 +59,10 @@ class Latent:
 
 
 LATENT = {
-    "deepseek-v3": Latent(2048, 1, 3, 18432),
-    "deepseekv3": Latent(2048, 1, 1, 18432),
-    "deepseekv2": Latent(1536, 2, 1, 12288),
-    "kimi-k2": Latent(2048, 1, 1, 18432, heads=64),
+    "deepseek-v3": MLAShape(2048, 1, 3, 18432),
+    "deepseekv3": MLAShape(2048, 1, 1, 18432),
+    "deepseekv2": MLAShape(1536, 2, 1, 12288),
+    "kimi-k2": MLAShape(2048, 1, 1, 18432, heads=64),
 }
 """Models whose attention no column describes, by how their names begin (a truncated one has one dense layer)."""
 HEAD_DIM = {"qwen3": 128, "gpt-oss": 64}
@@ -71,11 +71,11 @@ SHARED_FFN = {"qwen2-57b": 20480}
 
 
 @dataclass(frozen=True)
-class Job:
+class TableJob:
     """One row: the jobs that it may mean, for what it leaves open, and what it counts by."""
 
     name: str
-    choices: list[Numbers]
+    choices: list[JobRow]
     assumed: list[str]
     recomputed_flops: list[float]
     """Of a step, by each of `choices`, beside `flops_per_step`."""
@@ -90,7 +90,7 @@ class Job:
         return ASSUMED_IS_WIDER if self.assumed else 1.0
 
 
-def job_of(row: Row) -> Job:
+def job_from_row(row: Row) -> TableJob:
     """The jobs that a row may mean.
 
     Raises UserError for what is missing or cannot be.
@@ -110,20 +110,20 @@ def job_of(row: Row) -> Job:
     require(experts % ep == 0, "ep", ep, f"does not divide the {experts} experts", "correct one of them")
     text = f"{row.get('schedule', '')}; {row.get('facts', '')}"
     chip, node = row.get("gpu_type", ""), _count(row, "gpus_per_node", 8)
-    fixed: Numbers = {
+    fixed: JobRow = {
         **shape,
         **machine_columns(cluster),
-        **habits(text, precision, cluster.generation, zero, xla=chip.startswith("TPU")),
-        "ranks": ranks, "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero,
-        "shard": _shard(text, zero, dp * cp, max(cluster.domain or 1, node)),
+        **trainer_behaviour(text, precision, cluster.generation, zero, xla=chip.startswith("TPU")),
+        "ranks": ranks, "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero_stage": zero,
+        "shard_group_size": _shard(text, zero, dp * cp, max(cluster.domain or 1, node)),
     }  # fmt: skip
     choices, open_ones = _choices(row, fixed, spec.layers, batch)
     choices = [choice | stage_columns(choice, trimmed="1 layer fewer" in text) for choice in choices]
     tokens = sequence * batch
     again = [tokens * _recomputed_flops(spec, sequence, choice) for choice in choices]
     flops = flops_per_token(spec, sequence) * tokens
-    peak = fixed["peak_flops"] * (2 if is_low(precision) else 1)
-    return Job(row.get("id", ""), choices, assumed + open_ones, again, flops, peak * ranks, ranks)
+    peak = fixed["peak_flops"] * (2 if is_low_precision(precision) else 1)
+    return TableJob(row.get("id", ""), choices, assumed + open_ones, again, flops, peak * ranks, ranks)
 
 
 def state_memory(row: Row) -> float | None:
@@ -136,7 +136,7 @@ def state_memory(row: Row) -> float | None:
     return _number(row, "params_b") * sum(size / (ranks if zero >= stage else 1) for stage, size in kinds)
 
 
-def _choices(row: Row, fixed: Numbers, layers: int, batch: int) -> tuple[list[Numbers], list[str]]:
+def _choices(row: Row, fixed: JobRow, layers: int, batch: int) -> tuple[list[JobRow], list[str]]:
     assumed = []
     share = batch / fixed["dp"]
     stated = row.get("micro_batch", "")
@@ -146,9 +146,15 @@ def _choices(row: Row, fixed: Numbers, layers: int, batch: int) -> tuple[list[Nu
     if not stated:
         assumed.append("micro-batch")
     said = row.get("recompute", "").lower()
-    sharded = fixed["zero"] >= 3
-    partly = Recompute.OPERATIONS if sharded or fixed["era"] > 0 else Recompute.SELECTIVE
-    again = [_recompute(said, sharded)] if said else [Recompute.NONE, partly, Recompute.FULL]
+    sharded = fixed["zero_stage"] >= 3
+    partly = (
+        ActivationCheckpointing.OPERATIONS
+        if sharded or fixed["hardware_generation"] > 0
+        else ActivationCheckpointing.SELECTIVE
+    )
+    again = (
+        [_recompute(said, sharded)] if said else [ActivationCheckpointing.NONE, partly, ActivationCheckpointing.FULL]
+    )
     if not said:
         assumed.append("recompute")
     schedule, pp = row.get("schedule", "").lower(), int(fixed["pp"])
@@ -165,46 +171,54 @@ def _choices(row: Row, fixed: Numbers, layers: int, batch: int) -> tuple[list[Nu
         for recompute in again:
             for v in chunks:
                 order = _order(schedule, pp, v)
-                modern = (fixed["era"] > 0 or fixed["attention"] >= Attention.FLASH_2) and recompute != Recompute.FULL
-                found.append({
-                    **fixed, "micro_batch": micro_batch, "micro_batches": max(1.0, share / micro_batch),
-                    "recompute": recompute, "virtual": max(v, 1) if order == Order.INTERLEAVED else 1, "order": order,
-                    "sequence_parallel": float(shares if parallel else modern),
-                })  # fmt: skip
+                modern = (
+                    fixed["hardware_generation"] > 0 or fixed["attention"] >= AttentionKernel.FLASH_2
+                ) and recompute != ActivationCheckpointing.FULL
+                found.append(
+                    {
+                        **fixed,
+                        "micro_batch": micro_batch,
+                        "micro_batches": max(1.0, share / micro_batch),
+                        "recompute": recompute,
+                        "virtual_stages": max(v, 1) if order == ScheduleKind.INTERLEAVED else 1,
+                        "schedule": order,
+                        "sequence_parallel": float(shares if parallel else modern),
+                    }
+                )
     return found, assumed
 
 
-def _recomputed_flops(spec: ModelSpec, sequence: int, choice: Numbers) -> float:
+def _recomputed_flops(spec: ModelSpec, sequence: int, choice: JobRow) -> float:
     """On a token, counted as `flops_per_token` counts."""
-    flash, sharded = choice["attention"] >= Attention.FLASH_1, choice["zero"] >= 3
-    again = Recompute(int(choice["recompute"]))
+    flash, sharded = choice["attention"] >= AttentionKernel.FLASH_1, choice["zero_stage"] >= 3
+    again = ActivationCheckpointing(int(choice["recompute"]))
     return recomputed_flops_per_token(spec, sequence, again, flash=flash, sharded=sharded, causal=False)
 
 
-def _order(schedule: str, pp: int, virtual: int) -> Order:
+def _order(schedule: str, pp: int, virtual: int) -> ScheduleKind:
     if pp == 1:
-        return Order.NONE
+        return ScheduleKind.NONE
     for word, order in (
-        ("zb-1p", Order.ZB_H1),
-        ("zb-2p", Order.ZB_H2),
-        ("zb-v", Order.ZB_V),
-        ("dualpipe", Order.ZB_V),
-        ("gpipe", Order.GPIPE),
+        ("zb-1p", ScheduleKind.ZB_H1),
+        ("zb-2p", ScheduleKind.ZB_H2),
+        ("zb-v", ScheduleKind.ZB_V),
+        ("dualpipe", ScheduleKind.ZB_V),
+        ("gpipe", ScheduleKind.GPIPE),
     ):
         if word in schedule:
             return order
-    return Order.INTERLEAVED if virtual > 1 else Order.ONE_F_ONE_B
+    return ScheduleKind.INTERLEAVED if virtual > 1 else ScheduleKind.ONE_F_ONE_B
 
 
-def _recompute(said: str, sharded: bool) -> Recompute:
+def _recompute(said: str, sharded: bool) -> ActivationCheckpointing:
     """What a column says; selective means attention's core in Megatron-LM, and in trainers on FSDP other products.
     Megatron-Core also takes the names of a block's parts."""
     if said == "full":
-        return Recompute.FULL
+        return ActivationCheckpointing.FULL
     named = not said.startswith("none") and any(part in said for part in ("norm", "act", "mlp", "moe"))
     if said.startswith("selective-op") or (said == "selective" and sharded) or named:
-        return Recompute.OPERATIONS
-    return Recompute.SELECTIVE if said == "selective" else Recompute.NONE
+        return ActivationCheckpointing.OPERATIONS
+    return ActivationCheckpointing.SELECTIVE if said == "selective" else ActivationCheckpointing.NONE
 
 
 def _shard(text: str, zero: int, ranks: float, domain: int) -> float:
@@ -217,7 +231,7 @@ def _shard(text: str, zero: int, ranks: float, domain: int) -> float:
     return min(float(domain), ranks) if "hsdp" in text.lower() else ranks
 
 
-def _machine(row: Row) -> tuple[Cluster, list[str]]:
+def _machine(row: Row) -> tuple[ClusterSpec, list[str]]:
     """The machine of a row, and what was assumed of it."""
     preset, assumed = _preset(row.get("gpu_type", ""))
     cluster = load_machine(preset)
@@ -243,7 +257,7 @@ def _preset(chip: str) -> tuple[str, list[str]]:
     known = preset_names("machines")
     meant = [preset for preset in known if {*preset.split("-")} <= {*words, *halved}]
     if not meant:
-        fix = suggest("-".join(words), known, "`phalanx info --list` shows those that are")
+        fix = did_you_mean("-".join(words), known, "`phalanx info --list` shows those that are")
         raise UserError("gpu_type", chip, "is not a known device", fix)
     preset = max(meant, key=lambda name: name.count("-"))
     assumed = ["gpus are GCDs, of which an MI250X has two"] if halved else []
@@ -252,7 +266,7 @@ def _preset(chip: str) -> tuple[str, list[str]]:
     return preset, assumed
 
 
-def _model(row: Row, sequence: int) -> tuple[ModelSpec, Numbers]:
+def _model(row: Row, sequence: int) -> tuple[ModelSpec, JobRow]:
     """The model of a row as Phalanx describes it, and its columns."""
     name = row.get("model", "").lower()
     latent = next((shape for start, shape in LATENT.items() if name.startswith(start)), None)
@@ -271,7 +285,7 @@ def _model(row: Row, sequence: int) -> tuple[ModelSpec, Numbers]:
     if latent:
         moe |= {"shared_experts": latent.shared_experts, "first_dense": latent.first_dense, "ffn": latent.expert_ffn}
         common |= {"heads": latent.heads, "kv_heads": latent.heads, "head_dim": latent.head + latent.rotary}
-    spec = parse(ModelSpec, {**common, "ffn": latent.ffn if latent else ffn, "moe": moe})
+    spec = parse_table(ModelSpec, {**common, "ffn": latent.ffn if latent else ffn, "moe": moe})
     columns = model_columns(spec, sequence)
     columns["shared_ffn"] += next((ffn for start, ffn in SHARED_FFN.items() if name.startswith(start)), 0)
     if latent:
@@ -284,13 +298,13 @@ def _model(row: Row, sequence: int) -> tuple[ModelSpec, Numbers]:
 def _nearest(common: dict[str, Any], ffn: int, stated: float, gated: bool) -> ModelSpec:
     """A dense model with the kind of MLP, and tied or not, that explains its stated parameters best."""
     specs = [
-        parse(ModelSpec, {**common, "ffn": ffn, "activation": activation, "tied": tied})
+        parse_table(ModelSpec, {**common, "ffn": ffn, "activation": activation, "tied": tied})
         for activation in ("swiglu", "gelu")
         for tied in (False, True)
     ]
     if not stated:
         return specs[0 if gated else 3]
-    return min(specs, key=lambda spec: abs(parameters(spec).total - stated))
+    return min(specs, key=lambda spec: abs(count_parameters(spec).total - stated))
 
 
 def _count(row: Row, column: str, default: int | None = None) -> int:

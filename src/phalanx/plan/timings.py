@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.constants import TimeConstants
-from phalanx.cost.jobs import Column, Jobs
-from phalanx.cost.kernels import attention_seconds, gemm_seconds, passes_seconds
-from phalanx.cost.links import all_to_all_seconds, ring_seconds, send_seconds
+from phalanx.cost.jobs import Column, JobTable
+from phalanx.cost.kernels import attention_seconds, matmul_seconds, memory_pass_seconds
+from phalanx.cost.links import all_to_all_seconds, p2p_seconds, ring_seconds
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import build_run
+from phalanx.spec.load import run_from_table
 from phalanx.spec.run import RunSpec
 
 KNOWN = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
@@ -30,7 +30,7 @@ Which = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Timings:
+class OperationTimings:
     """Operations of a kind on one machine, for one run."""
 
     of: str
@@ -51,13 +51,13 @@ class Timings:
         apart = np.log(self.predicted(c, each)).reshape(points, -1) - np.log(self.seconds)
         return np.asarray(apart * np.sqrt(self.shares) / NOISE)
 
-    def apart(self, c: TimeConstants) -> float:
+    def geometric_mean_error(self, c: TimeConstants) -> float:
         """The factor by which a prediction is off, minus 1: of all the geometric mean, weighted."""
         return float(np.exp(np.sum(self.shares * np.abs(NOISE * self.errors(c)[0] / np.sqrt(self.shares)))) - 1)
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CollectiveTiming:
     """A collective, or a message to the next stage."""
 
     operation: str
@@ -70,7 +70,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class BenchmarkFile:
     """What `phalanx measure` found of a machine, for a run on so many ranks."""
 
     name: str
@@ -82,19 +82,19 @@ class Sweep:
     """Seconds of attention in a layer, forward and backward; none if they were not measured."""
     passes: Array
     """[pass over memory, (bytes, seconds)]."""
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[CollectiveTiming, ...]
 
 
-def read_sweep(file: Path) -> Sweep:
+def read_benchmark_file(file: Path) -> BenchmarkFile:
     """What `phalanx measure --out` wrote.
 
     Raises UserError for what is no such file.
     """
     try:
         found = json.loads(file.read_text())
-        run, ranks = build_run(tomllib.loads(found["run_file"])), int(found["world_size"])
+        run, ranks = run_from_table(tomllib.loads(found["run_file"])), int(found["world_size"])
         cluster = run.cluster.model_copy(update={"nproc": ranks})
-        return Sweep(
+        return BenchmarkFile(
             file.name,
             run.model_copy(update={"cluster": cluster}),
             ranks,
@@ -133,10 +133,10 @@ def _core(rows: Sequence[dict[str, Any]]) -> Array:
     return np.array(total) / layers if rows else np.zeros(0)
 
 
-def _of_way(way: dict[str, Any]) -> list[Exchange]:
+def _of_way(way: dict[str, Any]) -> list[CollectiveTiming]:
     group = way["groups"][0]
     return [
-        Exchange(way["operation"], len(group), group[1] - group[0], each["size_bytes"], each["seconds"])
+        CollectiveTiming(way["operation"], len(group), group[1] - group[0], each["size_bytes"], each["seconds"])
         for each in way["sizes"]
     ]
 
@@ -144,34 +144,38 @@ def _of_way(way: dict[str, Any]) -> list[Exchange]:
 # -- beside the model --------------------------------------------------------------------------------------------------
 
 
-def timings_of(sweep: Sweep, jobs: Jobs) -> list[Timings]:
+def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTimings]:
     """What was measured for a run, with its columns on that machine (of one job)."""
-    found = [exchanged(sweep.name, sweep.exchanges, jobs)]
+    found = [collective_timings(sweep.name, sweep.exchanges, jobs)]
     if len(sweep.products):
         batch, m, n, k, seconds, times = sweep.products.T
 
         def products(c: TimeConstants, which: Which) -> Column:
             each = (column[which] for column in (m, n, k, batch))
-            return gemm_seconds(c, _same(jobs, which), *each)
+            return matmul_seconds(c, _same(jobs, which), *each)
 
-        found.append(Timings(sweep.name, "matrix products", seconds, seconds * times / (seconds @ times), products))
+        found.append(
+            OperationTimings(sweep.name, "matrix products", seconds, seconds * times / (seconds @ times), products)
+        )
     if len(sweep.core):
 
         def core(c: TimeConstants, which: Which) -> Column:
             return np.choose(which, attention_seconds(c, _same(jobs, which)))
 
-        found.append(Timings(sweep.name, "attention", sweep.core, np.full(2, 0.5), core))
+        found.append(OperationTimings(sweep.name, "attention", sweep.core, np.full(2, 0.5), core))
     if len(sweep.passes):
         moved, seconds_of_passes = sweep.passes.T
 
         def passes(c: TimeConstants, which: Which) -> Column:
-            return passes_seconds(c, _same(jobs, which), moved[which])
+            return memory_pass_seconds(c, _same(jobs, which), moved[which])
 
-        found.append(Timings(sweep.name, "memory", seconds_of_passes, _alike(len(moved)), passes))
+        found.append(OperationTimings(sweep.name, "memory", seconds_of_passes, _alike(len(moved)), passes))
     return [each for each in found if len(each.seconds)]
 
 
-def exchanged(of: str, exchanges: Sequence[Exchange], jobs: Jobs, run: int | None = None) -> Timings:
+def collective_timings(
+    of: str, exchanges: Sequence[CollectiveTiming], jobs: JobTable, run: int | None = None
+) -> OperationTimings:
     """Collectives and messages, as far as the model knows them: not those of parameter servers. Each counts as much:
     small ones tell latencies, and large ones bandwidths."""
     known = [each for each in exchanges if each.operation in KNOWN]
@@ -186,16 +190,16 @@ def exchanged(of: str, exchanges: Sequence[Exchange], jobs: Jobs, run: int | Non
         summed = ring_seconds(c, here, sent, n, apart, reduces=True)
         return np.select(
             [reduces[which], sends[which], experts[which]],
-            [summed, send_seconds(c, here, sent), all_to_all_seconds(c, here, sent)],
+            [summed, p2p_seconds(c, here, sent), all_to_all_seconds(c, here, sent)],
             ring_seconds(c, here, sent, n, apart),
         )
 
     seconds = np.array([each.seconds for each in known], float)
-    return Timings(of, "collectives", seconds, _alike(len(known)), predicted, run)
+    return OperationTimings(of, "collectives", seconds, _alike(len(known)), predicted, run)
 
 
-def _same(jobs: Jobs, which: Which) -> Jobs:
-    return jobs.take(np.zeros_like(which))
+def _same(jobs: JobTable, which: Which) -> JobTable:
+    return jobs.select(np.zeros_like(which))
 
 
 def _alike(count: int) -> Array:

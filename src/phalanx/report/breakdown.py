@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phalanx.cost.footprint import GIB
 from phalanx.report import picture
-from phalanx.report.picture import INK, Box, Mark, Words
+from phalanx.report.picture import INK, Label, Region, Shape
 
 COLOURS = {
     "compute": "#0072b2", "exchange": "#e69f00", "bubble": "#b8b8b8", "send": "#56b4e9", "data_parallel": "#d55e00",
@@ -64,32 +64,32 @@ class Breakdown:
     """That a device has for a rank."""
 
 
-def write(shown: Breakdown, file: Path) -> None:
+def save_picture(shown: Breakdown, file: Path) -> None:
     """Write a picture: its format is the file's ending, .svg, .html or .png.
 
     Raises UserError for another ending, if the file cannot be written, or for .png without matplotlib.
     """
-    found = marks(shown)
+    found = layout_shapes(shown)
     height = _bottom(found) + LEFT
-    picture.write(
+    picture.save_picture(
         file, "--picture", f"{shown.title}: {shown.layout}",
         lambda: picture.document(WIDTH, height, map(picture.element, found)),
         lambda figure: picture.draw(figure, WIDTH, height, found),
     )  # fmt: skip
 
 
-def marks(shown: Breakdown) -> list[Mark]:
+def layout_shapes(shown: Breakdown) -> list[Shape]:
     """All that is in the picture, from top to bottom."""
-    found: list[Mark] = [
-        Words("title", LEFT, 32, shown.title, size=15, bold=True),
-        Words("layout", LEFT, 52, shown.layout, size=12),
+    found: list[Shape] = [
+        Label("title", LEFT, 32, shown.title, size=15, bold=True),
+        Label("layout", LEFT, 52, shown.layout, size=12),
     ]
     found += _time(shown, _bottom(found) + GAP)
     found += _memory(shown, _bottom(found) + GAP)
     return found
 
 
-def _time(shown: Breakdown, top: float) -> Iterator[Mark]:
+def _time(shown: Breakdown, top: float) -> Iterator[Shape]:
     """A step of the layout, and of others for comparison."""
     bars = [Bar("this layout", shown.seconds)]
     bars += [Bar(f"{place}. {bar.name}", bar.parts) for place, bar in shown.others.items()]
@@ -100,12 +100,12 @@ def _time(shown: Breakdown, top: float) -> Iterator[Mark]:
     def words(part: str, time: float, of: float) -> tuple[str, str]:
         return f"{time / of:.1%}", f"{shown.meaning[part]}: {time:.3f} {unit}, {time / of:.1%}"
 
-    yield Words("section", LEFT, top, f"time of a step, {unit}", size=12, bold=True)
+    yield Label("section", LEFT, top, f"time of a step, {unit}", size=12, bold=True)
     for bar in bars:
         mine, top = bar is own, top + LINE + 2
         more = "" if mine else f" ({bar.total / own.total - 1:+.1%})"
-        yield Words("name", LEFT, top, bar.name, bold=mine)
-        yield Words("total", LEFT + BARS, top, f"{bar.total:.3f} {unit}{more}", "end", bold=mine)
+        yield Label("name", LEFT, top, bar.name, bold=mine)
+        yield Label("total", LEFT + BARS, top, f"{bar.total:.3f} {unit}{more}", "end", bold=mine)
         thick, top = THICK if mine else THIN, top + 5
         yield from _bar("time", bar, top, thick, BARS / longest, words)
         top += thick
@@ -118,7 +118,7 @@ def _time(shown: Breakdown, top: float) -> Iterator[Mark]:
     yield from _legend(shown.meaning, columns, rows, top + 2 * LINE + 10)
 
 
-def _memory(shown: Breakdown, top: float) -> Iterator[Mark]:
+def _memory(shown: Breakdown, top: float) -> Iterator[Shape]:
     """What the layout's stages hold, beside what the device has for a rank."""
     most = max(shown.memory_bytes, shown.counted_bytes, *(bar.total for bar in shown.bytes))
     scale = BARS / most
@@ -126,18 +126,18 @@ def _memory(shown: Breakdown, top: float) -> Iterator[Mark]:
     def words(part: str, held: float, of: float) -> tuple[str, str]:
         return f"{held / GIB:.1f}", f"{part}: {held / GIB:.2f} GiB, {held / of:.1%}"
 
-    yield Words("section", LEFT, top, "memory of a rank, GiB", size=12, bold=True)
+    yield Label("section", LEFT, top, "memory of a rank, GiB", size=12, bold=True)
     begin = top = top + 2 * LINE
     names = []
     for bar in shown.bytes:
         top += LINE + 2
-        names.append(Words("name", LEFT, top, f"{bar.name}: {bar.total / GIB:.2f} GiB by the planner's formula"))
+        names.append(Label("name", LEFT, top, f"{bar.name}: {bar.total / GIB:.2f} GiB by the planner's formula"))
         yield from _bar("memory", bar, top + 5, THICK, scale, words)
         top += 5 + THICK
     yield from _line("limit", shown.memory_bytes, "that the device has for a rank", scale, begin - LINE, top)
     yield from _line("counted", shown.counted_bytes, "on the fullest rank, counted tensor by tensor", scale, begin, top)
     for name in names:
-        yield Box("behind", name.x, name.y - 11, len(name.said) * LETTER, 14, "#ffffff")
+        yield Region("behind", name.x, name.y - 11, len(name.said) * LETTER, 14, "#ffffff")
         yield name
     yield from _axis(most / GIB, top)
     parts = {part: part for part in shown.bytes[0].parts}
@@ -147,35 +147,35 @@ def _memory(shown: Breakdown, top: float) -> Iterator[Mark]:
 
 def _bar(
     kind: str, bar: Bar, y: float, thick: float, scale: float, words: Callable[[str, float, float], tuple[str, str]]
-) -> Iterator[Mark]:
+) -> Iterator[Shape]:
     """A bar's parts side by side; `words` are what a part has written on it, where there is room, and what it says
     under the mouse."""
     x = LEFT
     for part, value in bar.parts.items():
         width, (label, said) = value * scale, words(part, value, bar.total)
-        yield Box(kind, x, y, width - 1 if width > 2 else width, thick, COLOURS[part], said)
+        yield Region(kind, x, y, width - 1 if width > 2 else width, thick, COLOURS[part], said)
         if width > (len(label) + 1) * LETTER:
-            yield Words(f"{kind}-label", x + width / 2, y + thick / 2 + 4, label, "middle", fill=_on(COLOURS[part]))
+            yield Label(f"{kind}-label", x + width / 2, y + thick / 2 + 4, label, "middle", fill=_on(COLOURS[part]))
         x += width
 
 
-def _line(kind: str, held: float, said: str, scale: float, top: float, bottom: float) -> Iterator[Mark]:
+def _line(kind: str, held: float, said: str, scale: float, top: float, bottom: float) -> Iterator[Shape]:
     """An amount of memory from top to bottom, with words at its top, on the side where there is room."""
     x = LEFT + held * scale
     left = x > WIDTH / 2
-    yield Box(kind, x - 1, top - 10, 2, bottom - top + 14, INK if kind == "limit" else GREY)
-    yield Words(kind, x - 6 if left else x + 6, top, f"{held / GIB:.1f} GiB {said}", "end" if left else "start")
+    yield Region(kind, x - 1, top - 10, 2, bottom - top + 14, INK if kind == "limit" else GREY)
+    yield Label(kind, x - 6 if left else x + 6, top, f"{held / GIB:.1f} GiB {said}", "end" if left else "start")
 
 
-def _axis(most: float, y: float) -> Iterator[Mark]:
+def _axis(most: float, y: float) -> Iterator[Shape]:
     """Numbers under bars of which the longest is `most`."""
-    for number in ticks(most):
+    for number in axis_ticks(most):
         x = LEFT + number / most * BARS
-        yield Box("tick", x - 0.5, y + 3, 1, 4, GREY)
-        yield Words("number", x, y + 19, f"{number:g}", "middle", fill=GREY)
+        yield Region("tick", x - 0.5, y + 3, 1, 4, GREY)
+        yield Label("number", x, y + 19, f"{number:g}", "middle", fill=GREY)
 
 
-def ticks(most: float, count: int = 10) -> list[float]:
+def axis_ticks(most: float, count: int = 10) -> list[float]:
     """Round numbers from 0 on, about so many."""
     rough = most / count
     power = 10.0 ** floor(log10(rough))
@@ -185,16 +185,16 @@ def ticks(most: float, count: int = 10) -> list[float]:
 
 def _legend(
     names: Mapping[str, str], columns: tuple[str, ...], rows: Mapping[str, tuple[str, ...]], top: float
-) -> Iterator[Mark]:
+) -> Iterator[Shape]:
     """Of each part its colour, what it means, and its numbers: also of those too small to be seen."""
     for at, column in enumerate(columns):
-        yield Words("column", COLUMN + at * NEXT, top, column, "end", fill=GREY)
+        yield Label("column", COLUMN + at * NEXT, top, column, "end", fill=GREY)
     for part, numbers in rows.items():
         top += LINE
-        yield Box("legend", LEFT, top - 10, 12, 12, COLOURS[part])
-        yield Words("part", LEFT + 20, top, names[part])
+        yield Region("legend", LEFT, top - 10, 12, 12, COLOURS[part])
+        yield Label("part", LEFT + 20, top, names[part])
         for at, number in enumerate(numbers):
-            yield Words("figure", COLUMN + at * NEXT, top, number, "end")
+            yield Label("figure", COLUMN + at * NEXT, top, number, "end")
 
 
 def _on(fill: str) -> str:
@@ -203,6 +203,6 @@ def _on(fill: str) -> str:
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 100 else "#ffffff"
 
 
-def _bottom(found: list[Mark]) -> float:
+def _bottom(found: list[Shape]) -> float:
     """Where a picture ends so far."""
-    return max(mark.y + (mark.height if isinstance(mark, Box) else 0.0) for mark in found)
+    return max(mark.y + (mark.height if isinstance(mark, Region) else 0.0) for mark in found)

@@ -18,15 +18,15 @@ SETTINGS = {
 """Of a run's facts those that may explain a difference, in the plural."""
 
 
-def together(found: Sequence[Facts]) -> Facts:
+def report_data(found: Sequence[Facts]) -> Facts:
     """The facts of runs, and of several their comparison: what `--json` prints and a page embeds."""
-    return {"runs": list(found), "comparison": compare(found) if len(found) > 1 else None}
+    return {"runs": list(found), "comparison": compare_runs(found) if len(found) > 1 else None}
 
 
-def compare(found: Sequence[Facts]) -> Facts:
+def compare_runs(found: Sequence[Facts]) -> Facts:
     """What is said of runs side by side: names, whether they are of one model (None where that is not known), what
     differs in words, measures with ratios to the first run, and how far losses of the same steps are apart."""
-    names = labels([facts["run"] for facts in found])
+    names = run_labels([facts["run"] for facts in found])
     models = [facts["run"].get("model") for facts in found]
     same = None if None in models else all(model == models[0] for model in models)
     return {
@@ -38,7 +38,7 @@ def compare(found: Sequence[Facts]) -> Facts:
     }
 
 
-def labels(runs: Sequence[Facts]) -> list[str]:
+def run_labels(runs: Sequence[Facts]) -> list[str]:
     """A name for each run: its own, with its directory or number where others have the same."""
     names = [str(run["name"]) for run in runs]
     placed = [f"{run['name']} in {Path(run['directory']).parent}" for run in runs]
@@ -69,7 +69,7 @@ def _said_of_settings(names: Sequence[str], runs: Sequence[Facts]) -> Iterator[s
         values = [run.get(setting) for run in runs]
         if None in values or all(value == values[0] for value in values):
             continue
-        shown = [words.layout(value) if setting == "layout" else _told(value) for value in values]
+        shown = [words.format_layout(value) if setting == "layout" else _told(value) for value in values]
         pairs = "; ".join(f"{name} {value}" for name, value in zip(names, shown, strict=True))
         yield f"They have different {plural}: {pairs}."
     peaks = [run["peak_flops"] for run in runs if run.get("peak_flops")]
@@ -92,14 +92,14 @@ def _rows(found: Sequence[Facts]) -> Iterator[Facts]:
     """Measures of each run in turn, None where it has none."""
     for what, unit in dict.fromkeys((row["what"], row["unit"]) for facts in found for row in facts["beside"]
                                     if not row["role"]):  # fmt: skip
-        rows = [words.measured(facts, what) for facts in found]
+        rows = [words.measured_row(facts, what) for facts in found]
         found_row = _row(what, unit, [row["measured"] if row else None for row in rows])
         if what == "mfu" and _differ([facts["run"] for facts in found], "peak_flops"):
             found_row["ratio"] = [None] * len(found)  # shares of different peaks
         yield found_row
-    yield _row("loss", "loss", [words.last(facts["curves"].get("loss")) for facts in found])
+    yield _row("loss", "loss", [words.last_value(facts["curves"].get("loss")) for facts in found])
     held_out = [[loss for _, loss in facts["curves"]["held_out"]] for facts in found]
-    yield _row("held-out loss", "loss", [words.last(losses) for losses in held_out])
+    yield _row("held-out loss", "loss", [words.last_value(losses) for losses in held_out])
     peaks = [[rank["peak_memory_bytes"] for rank in facts["ranks"]] for facts in found]
     yield _row("peak memory of a rank", "B", [max(each, default=None) for each in peaks])
 

@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 
 from phalanx.cost.compute import rank_flops
 from phalanx.plan.calibrate import MeasuredRun
-from phalanx.report.exchanges import exchanges_of
-from phalanx.report.recorded import Line, RankRecord, Recorded, read_run, settled
-from phalanx.schedule.named import schedule_of
-from phalanx.schedule.simulate import Timeline, Times, simulate
-from phalanx.spec.layout import degrees
-from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.report.exchanges import collective_times
+from phalanx.report.recorded import Line, RankRecord, RunData, read_run, steady_steps
+from phalanx.schedule.named import layout_schedule
+from phalanx.schedule.simulate import ActionTimes, Timeline, simulate
+from phalanx.spec.layout import parallel_dims
+from phalanx.spec.run import RunSpec, plan_batch
 
 Table = NDArray[np.float64]
 PHASES = ("data", "passes", "reduce", "optimizer")
 
 
 @dataclass(frozen=True)
-class Columns:
+class StepTimes:
     """Seconds of settled steps, [steps, ranks]."""
 
     steps: list[int]
@@ -73,15 +73,15 @@ class Columns:
         return float(np.median(self.idle / self.passes.max(1)))
 
     @property
-    def others(self) -> Table:
+    def unattributed(self) -> Table:
         """What is none of the named."""
         return self.whole - self.data - self.compute - self.communication - self.pipeline - self.optimizer
 
 
-def columns(recorded: Recorded) -> Columns | None:
+def step_times(recorded: RunData) -> StepTimes | None:
     """Of the steps that count; None where there are none."""
     records = [recorded.ranks[rank] for rank in sorted(recorded.ranks)]
-    steps = settled(records, recorded.began_after)
+    steps = steady_steps(records, recorded.began_after)
     if not steps:
         return None
     lines = [_by_step(record, steps) for record in records]
@@ -90,7 +90,7 @@ def columns(recorded: Recorded) -> Columns | None:
         return np.array([[value(line) for line in rank] for rank in lines], float).T
 
     rows = of(lambda line: line["expert_rows"]) if all("expert_rows" in rank[0] for rank in lines) else None
-    return Columns(
+    return StepTimes(
         steps=steps,
         ranks=[record.rank for record in records],
         whole=of(lambda line: sum(line["seconds"].values())),
@@ -124,12 +124,12 @@ def _waited(line: Line, what: str) -> float:
     return float(line.get("waited", {}).get(what, 0.0))
 
 
-def with_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
+def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
     """A run with how long its ranks computed in a step and waited, as far as they noted it, and the collectives that
     they looked at closely."""
     recorded = read_run(directory)
     device = next((record.device for record in recorded.ranks.values()), None)
-    measured, found = replace(measured, device=device, exchanges=exchanges_of(recorded)), columns(recorded)
+    measured, found = replace(measured, device=device, exchanges=collective_times(recorded)), step_times(recorded)
     if found is None or not found.waits_are_known:
         return measured
     return replace(
@@ -139,12 +139,12 @@ def with_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
     )
 
 
-def work(run: RunSpec, world_size: int, ranks: Sequence[int]) -> Table:
+def flops_per_rank(run: RunSpec, world_size: int, ranks: Sequence[int]) -> Table:
     """FLOPs of each rank's passes in a step, experts balanced."""
     return np.array([rank_flops(run, world_size, rank) for rank in ranks])
 
 
-def stages_of(recorded: Recorded, steps: Sequence[int]) -> dict[int, dict[str, float]]:
+def stage_times(recorded: RunData, steps: Sequence[int]) -> dict[int, dict[str, float]]:
     """Seconds of each kind of pass of each stage in a step: the median over steps of the mean over copies of it."""
     found: dict[int, dict[str, list[list[float]]]] = {}
     for record in recorded.ranks.values():
@@ -158,10 +158,12 @@ def stages_of(recorded: Recorded, steps: Sequence[int]) -> dict[int, dict[str, f
     }
 
 
-def simulated(run: RunSpec, world_size: int, stages: dict[int, dict[str, float]], balanced: bool = False) -> Timeline:
+def simulate_measured(
+    run: RunSpec, world_size: int, stages: dict[int, dict[str, float]], balanced: bool = False
+) -> Timeline:
     """The schedule of a pipeline's step with measured times of its stages, or as if all stages were their mean;
     transfers take no time."""
-    schedule = schedule_of(run.layout, micro_batches := cut_batch(run, world_size).accumulation)
+    schedule = layout_schedule(run.layout, micro_batches := plan_batch(run, world_size).gradient_accumulation_steps)
 
     def times(*kinds: str) -> list[float]:
         each = [sum(stages[stage].get(kind, 0.0) for kind in kinds) / micro_batches for stage in sorted(stages)]
@@ -169,9 +171,9 @@ def simulated(run: RunSpec, world_size: int, stages: dict[int, dict[str, float]]
 
     halved = any("I" in kinds for kinds in stages.values())
     # A step of a halved schedule may have whole backward passes too: their time goes to the halves as these have it.
-    return simulate(schedule, Times(times("F"), times("B", "I"), times("W") if halved else 0.0))
+    return simulate(schedule, ActionTimes(times("F"), times("B", "I"), times("W") if halved else 0.0))
 
 
-def place_of(run: RunSpec, world_size: int, rank: int) -> int:
+def pipeline_rank(run: RunSpec, world_size: int, rank: int) -> int:
     """Where in its pipeline a rank is."""
-    return degrees(run.layout, world_size).place(rank)["pp"]
+    return parallel_dims(run.layout, world_size).coordinates(rank)["pp"]

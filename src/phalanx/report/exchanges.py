@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from statistics import median
 
-from phalanx.plan.timings import Exchange
-from phalanx.report.recorded import Line, Recorded
+from phalanx.plan.timings import CollectiveTiming
+from phalanx.report.recorded import Line, RunData
 
 WAITED_FOR = 0.9
 """Of a collective's time, where nothing ran beside it: what does takes longer for it on a CPU, and may have stood in a
@@ -15,7 +15,7 @@ Kind = tuple[str, tuple[int, ...], int]
 """Operation, group, bytes."""
 
 
-def exchanges_of(recorded: Recorded) -> tuple[Exchange, ...]:
+def collective_times(recorded: RunData) -> tuple[CollectiveTiming, ...]:
     """Of each operation, group and size the median over calls of what it took the rank that came last. Those that some
     rank did not wait for from the first moment to the last are left out, and steps in which memory was watched."""
     calls: dict[tuple[Kind, int, int], list[float | None]] = defaultdict(list)
@@ -33,7 +33,7 @@ def exchanges_of(recorded: Recorded) -> tuple[Exchange, ...]:
         if len(known) == len(kind[1]) > 1:
             took[kind].append(min(known))
     return tuple(
-        Exchange(operation, len(group), group[1] - group[0], size_bytes, median(each))
+        CollectiveTiming(operation, len(group), group[1] - group[0], size_bytes, median(each))
         for (operation, group, size_bytes), each in sorted(took.items())
     )
 

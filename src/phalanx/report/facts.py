@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.cost.parameters import parameters
-from phalanx.measure.events import BEGAN, seconds_until
-from phalanx.plan.beside import beside
-from phalanx.plan.beyond import own_goodput
-from phalanx.plan.candidates import candidate_of
-from phalanx.plan.explain import option_of
-from phalanx.plan.search import Option
-from phalanx.plan.simulated import timeline
+from phalanx.cost.parameters import count_parameters
+from phalanx.measure.events import BEGAN, active_seconds_until
+from phalanx.plan.beside import compare_with_prediction
+from phalanx.plan.beyond import configured_goodput
+from phalanx.plan.candidates import candidate_from_run
+from phalanx.plan.explain import evaluate_layout
+from phalanx.plan.search import EvaluatedLayout
+from phalanx.plan.simulated import simulate_candidate
 from phalanx.report import moments, rounds
-from phalanx.report.efficiency import Columns, columns
+from phalanx.report.efficiency import StepTimes, step_times
 from phalanx.report.moments import Facts
-from phalanx.report.recorded import Line, Recorded, measured_peak
-from phalanx.report.verdict import findings
-from phalanx.schedule.named import any_schedule_of
+from phalanx.report.recorded import Line, RunData, measured_peak
+from phalanx.report.verdict import find_bottlenecks
+from phalanx.schedule.named import representative_schedule
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
@@ -36,60 +36,62 @@ CURVES = (
 """Of `metrics.jsonl` what is drawn over steps."""
 
 
-def facts(recorded: Recorded) -> Facts:
+def report_facts(recorded: RunData) -> Facts:
     """All that is said of a run. What is not known is None, or an empty list, and `problems` say why."""
     problems, run = list(recorded.problems), recorded.run
-    found = columns(recorded)
-    in_swarm = bool(recorded.rounds) or recorded.events is not None
+    found = step_times(recorded)
+    in_swarm = bool(recorded.rounds) or recorded.swarm_journal is not None
     if found is None and not in_swarm:
         problems.append("too few steps were noted to say where their time goes: those at the start do not count")
     option = None
     if run is not None and recorded.world_size:
         try:
-            option = option_of(run, recorded.world_size, run.layout)
+            option = evaluate_layout(run, recorded.world_size, run.layout)
         except UserError as error:
             first = str(error).partition("\n")[0]
             problems.append(f"the time of a step is not predicted: {first}")
     planned = _planned(run, recorded.world_size) if run is not None and option is not None else None
     named = []
-    lacking = _lacking(recorded)
+    lacking = _missing_for_simulation(recorded)
     if found is not None and lacking is None:
-        named = findings(recorded, found)
+        named = find_bottlenecks(recorded, found)
     elif found is not None:
         problems.append(f"there is no verdict: {lacking}")
     said: Facts = _finite({
-        "run": _about(recorded),
+        "run": _run_summary(recorded),
         "verdict": asdict(named[0]) if named else None,
         "findings": [asdict(finding) for finding in named],
-        "beside": [*of_step(recorded, found, option, planned), *_of_ranks(recorded), *_of_rounds(recorded)],
+        "beside": [*step_rows(recorded, found, option, planned), *_rank_rows(recorded), *_round_rows(recorded)],
         "measures": _measures(recorded, found),
         "ranks": _ranks(recorded, found),
         "curves": _curves(recorded),
-        "timeline": moments.passes(recorded, planned, lacking is None),
-        "memory": moments.memory(recorded),
-        "traffic": moments.traffic(recorded),
-        "experts": moments.experts(recorded),
+        "timeline": moments.pass_timeline(recorded, planned, lacking is None),
+        "memory": moments.memory_timeline(recorded),
+        "traffic": moments.traffic_matrix(recorded),
+        "experts": moments.expert_loads(recorded),
         "problems": problems,
     } | ({"swarm": _in_swarm(recorded)} if in_swarm else {}))  # fmt: skip
     return said
 
 
-def _in_swarm(recorded: Recorded) -> Facts:
+def _in_swarm(recorded: RunData) -> Facts:
     """How many rounds are planned, and of a node its own, of a coordinator what it was told in each."""
-    run, leads = recorded.run, recorded.events is not None
+    run, leads = recorded.run, recorded.swarm_journal is not None
     return {
-        "planned": run.training.steps // run.swarm.steps if run is not None and run.swarm is not None else None,
-        "rounds": None if leads else rounds.of_node(recorded.rounds),
-        "told": rounds.told(recorded.events) if recorded.events is not None else None,
+        "planned": run.training.steps // run.swarm.steps_per_round
+        if run is not None and run.swarm is not None
+        else None,
+        "rounds": None if leads else rounds.node_rounds(recorded.rounds),
+        "told": rounds.updates_per_round(recorded.swarm_journal) if recorded.swarm_journal is not None else None,
     }
 
 
-def _lacking(recorded: Recorded) -> str | None:
+def _missing_for_simulation(recorded: RunData) -> str | None:
     """Why the schedule of a pipeline cannot be simulated with measured times; None where it can, or there is none."""
     run = recorded.run
     if run is None or run.layout.pp == 1:
         return None
-    stages = any_schedule_of(run.layout).stages
+    stages = representative_schedule(run.layout).stages
     known = {stage for record in recorded.ranks.values() for line in record.steps for stage in line["stages"]}
     return None if len(known) == stages else f"no rank left a record of {stages - len(known)} of {stages} stages"
 
@@ -103,10 +105,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _about(recorded: Recorded) -> Facts:
-    run, trained = recorded.run, recorded.trained
+def _run_summary(recorded: RunData) -> Facts:
+    run, trained = recorded.run, recorded.step_metrics
     records = recorded.ranks.values()
-    about: Facts = {"leads": True} if recorded.events is not None else {}
+    about: Facts = {"leads": True} if recorded.swarm_journal is not None else {}
     about |= {
         "name": recorded.name,
         "directory": str(recorded.directory),
@@ -122,7 +124,7 @@ def _about(recorded: Recorded) -> Facts:
         about |= {
             "steps": run.training.steps,
             "model": run.model.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
-            "parameters": parameters(run.model).total,
+            "parameters": count_parameters(run.model).total,
             "precision": run.training.precision,
             "layout": run.layout.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
             "tokens_per_step": run.training.tokens_per_step,
@@ -139,8 +141,8 @@ def _row(what: str, unit: str, predicted: float | None, measured: float | None, 
     return {"what": what, "unit": unit, "role": "", "predicted": predicted, "measured": measured, "ratio": ratio} | more
 
 
-def of_step(
-    recorded: Recorded, found: Columns | None, option: Option | None, planned: Timeline | None
+def step_rows(
+    recorded: RunData, found: StepTimes | None, option: EvaluatedLayout | None, planned: Timeline | None
 ) -> Iterator[Facts]:
     """Predicted beside measured: a step's time and its parts, the speed, the bubble."""
     if found is None:
@@ -162,7 +164,7 @@ def of_step(
     yield _row("update", "s", predicted("update", "offload"), middle(found.optimizer.max(1)))
     yield _row("data", "s", 0.0 if option else None, middle(found.data.max(1)))
     steps = set(found.steps)
-    lines = [line for line in recorded.trained if line["step"] in steps]
+    lines = [line for line in recorded.step_metrics if line["step"] in steps]
     for what, unit in (("tokens_per_second", "tokens/s"), ("mfu", "")):
         values = [line[what] for line in lines if line.get(what) is not None]
         if values:
@@ -171,21 +173,21 @@ def of_step(
     if run is not None and run.layout.pp > 1:
         yield _row("idle in the pipeline", "s", predicted("bubble", "send"), middle(found.idle))
         yield _row("bubble", "", float(planned.bubble) if planned else None, found.bubble)
-    planned_goodput = own_goodput(run, recorded.world_size, option) if run is not None and option else None
+    planned_goodput = configured_goodput(run, recorded.world_size, option) if run is not None and option else None
     yield _row("goodput", "", planned_goodput, _goodput(recorded))
 
 
-def _of_ranks(recorded: Recorded) -> Iterator[Facts]:
+def _rank_rows(recorded: RunData) -> Iterator[Facts]:
     """Memory by part and bytes by collective, of each role of ranks, in the step that was measured."""
     if recorded.run is None or not recorded.measured:
         return
-    for row in beside(recorded.run, recorded.world_size, recorded.measured):
+    for row in compare_with_prediction(recorded.run, recorded.world_size, recorded.measured):
         yield _row(row["what"], "B", row["predicted"], row["measured"], role=row["role"])
 
 
-def _of_rounds(recorded: Recorded) -> Iterator[Facts]:
+def _round_rows(recorded: RunData) -> Iterator[Facts]:
     """Of a swarm's node."""
-    for role, what, unit, predicted, measured in rounds.beside(recorded.run, recorded.world_size, recorded.rounds):
+    for role, what, unit, predicted, measured in rounds.round_rows(recorded.run, recorded.world_size, recorded.rounds):
         yield _row(what, unit, predicted, measured, role=role)
 
 
@@ -194,12 +196,12 @@ def _planned(run: RunSpec, world_size: int) -> Timeline | None:
     if run.layout.pp == 1:
         return None
     try:
-        return timeline(run, world_size, candidate_of(run, world_size))
+        return simulate_candidate(run, world_size, candidate_from_run(run, world_size))
     except UserError:
         return None
 
 
-def _goodput(recorded: Recorded) -> float | None:
+def _goodput(recorded: RunData) -> float | None:
     """The share of the time in which steps were done that count: not in checkpoints and evaluations, nor in what was
     lost by failures, or in starting again after them."""
     records = [record for record in recorded.ranks.values() if record.steps]
@@ -208,9 +210,9 @@ def _goodput(recorded: Recorded) -> float | None:
     first = records[0]
     lines = [*first.steps, *first.pauses]
     ends = [line["began"] + _seconds(line) for line in lines]
-    whole = max(ends) - min(line["began"] for line in lines) + seconds_until(recorded.happened, BEGAN)
+    whole = max(ends) - min(line["began"] for line in lines) + active_seconds_until(recorded.run_events, BEGAN)
     every = recorded.run.metrics.every if recorded.run else 1
-    earlier = recorded.trained if recorded.happened else []
+    earlier = recorded.step_metrics if recorded.run_events else []
     before = sum(line["step_seconds"] * every for line in earlier if line["step"] <= recorded.began_after)
     return (before + sum(_seconds(line) for line in first.steps)) / whole if whole else None
 
@@ -220,7 +222,7 @@ def _seconds(line: Line) -> float:
     return float(sum(seconds.values())) if isinstance(seconds, dict) else float(seconds)
 
 
-def _measures(recorded: Recorded, found: Columns | None) -> Facts:
+def _measures(recorded: RunData, found: StepTimes | None) -> Facts:
     """What has no prediction: how much steps and ranks differ, and how much of the collectives was hidden."""
     if found is None:
         return {}
@@ -235,7 +237,7 @@ def _measures(recorded: Recorded, found: Columns | None) -> Facts:
     }
 
 
-def _overlap(recorded: Recorded) -> float | None:
+def _overlap(recorded: RunData) -> float | None:
     """The share of the collectives' time in which the rank did something else, in the steps looked at closely."""
     calls = [
         call for record in recorded.ranks.values() for line in record.steps for call in line.get("collectives", ())
@@ -245,11 +247,11 @@ def _overlap(recorded: Recorded) -> float | None:
     return 1 - sum(call["exposed"] for call in calls) / whole if whole else None
 
 
-def _ranks(recorded: Recorded, found: Columns | None) -> list[Facts]:
+def _ranks(recorded: RunData, found: StepTimes | None) -> list[Facts]:
     """Where each rank's steps went: medians in seconds."""
     if found is None:
         return []
-    names = ("compute", "communication", "pipeline", "data", "optimizer", "others")
+    names = ("compute", "communication", "pipeline", "data", "optimizer", "unattributed")
     medians = {name: np.median(getattr(found, name), 0) for name in names}
     return [
         {"rank": rank, "host": recorded.ranks[rank].host}
@@ -259,8 +261,8 @@ def _ranks(recorded: Recorded, found: Columns | None) -> list[Facts]:
     ]
 
 
-def _curves(recorded: Recorded) -> Facts:
-    trained = recorded.trained
+def _curves(recorded: RunData) -> Facts:
+    trained = recorded.step_metrics
     curves: Facts = {"step": [line["step"] for line in trained]}
     for name in CURVES:
         if any(line.get(name) is not None for line in trained):

@@ -15,7 +15,7 @@ RUNS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 """Of each run beside others (Okabe and Ito)."""
 WHERE = {
     "compute": "compute", "communication": "data_parallel", "pipeline": "bubble", "data": "waiting",
-    "optimizer": "update", "others": "send",
+    "optimizer": "update", "unattributed": "send",
 }  # fmt: skip
 """What a rank's step goes to, in the colours of `breakdown`."""
 MEMORY = {
@@ -102,7 +102,7 @@ def ranks(facts: Facts) -> Figure | None:
         {
             "type": "bar", "orientation": "h", "y": names, "x": [rank[part] for rank in found],
             "name": words.NAMES.get(part, part), "marker": {"color": breakdown.COLOURS[colour]},
-            "customdata": [words.seconds(max(0.0, rank[part])) for rank in found],
+            "customdata": [words.format_seconds(max(0.0, rank[part])) for rank in found],
             "hovertemplate": "%{y}: %{customdata}",
         }
         for part, colour in WHERE.items() if any(rank[part] > 0 for rank in found)
@@ -149,16 +149,23 @@ def _passes(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
         own = sorted((span for span in spans if span[1] == kind), key=lambda span: span[2] != first[span[0]])
         if own:
             yield {
-                "type": "bar", "orientation": "h", "name": said, "yaxis": axis,
-                "y": [rank for rank, *_ in own], "base": [begun for *_, begun, _ in own],
+                "type": "bar",
+                "orientation": "h",
+                "name": said,
+                "yaxis": axis,
+                "y": [rank for rank, *_ in own],
+                "base": [begun for *_, begun, _ in own],
                 "x": [ended - begun for *_, begun, ended in own],
                 "marker": {"color": [timeline.COLOURS[kind][int(stage != first[rank])] for rank, _, stage, *_ in own]},
                 "text": [str(micro) for _, _, _, micro, *_ in own] if len(spans) <= LABELLED else None,
-                "textposition": "inside", "insidetextanchor": "middle",
-                "customdata": [[stage, micro, words.seconds(end - begun)] for _, _, stage, micro, begun, end in own],
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "customdata": [
+                    [stage, micro, words.format_seconds(end - begun)] for _, _, stage, micro, begun, end in own
+                ],
                 "hovertemplate": f"{said}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}: %{{customdata[2]}}"
                 "<extra></extra>",
-            }  # fmt: skip
+            }
 
 
 def rounds(facts: Facts) -> Figure | None:
@@ -175,7 +182,7 @@ def rounds(facts: Facts) -> Figure | None:
         return _figure(data, 260, barmode="stack", bargap=0.25, xaxis=_axis("round"), yaxis=_axis("bytes", **SI_BYTES))
     data = list(_stacked(own["round"], own["seconds"], ROUND, "s"))
     for what, kind in (("sent", "sending"), ("received", "receiving")):
-        said = [heatmap.size(value) for value in own["bytes"][what]]
+        said = [heatmap.format_bytes(value) for value in own["bytes"][what]]
         line = _line(own["round"], own["bytes"][what], f"round %{{x}}: %{{customdata}}<extra>{what}</extra>")
         look = {"mode": "lines", "line": {"color": breakdown.COLOURS[ROUND[kind]], "width": 2}, "showlegend": False}
         data.append(line | look | {"customdata": said, "yaxis": "y2", "name": what})
@@ -193,7 +200,7 @@ def _stacked(x: list[int], parts: Facts, colours: dict[str, str], unit: str) -> 
         colour = breakdown.COLOURS[colours[name]] if colours else RUNS[at % len(RUNS)]
         yield {
             "type": "bar", "x": x, "y": values, "name": name, "marker": {"color": colour},
-            "customdata": [words.number(value, unit) for value in values],
+            "customdata": [words.format_number(value, unit) for value in values],
             "hovertemplate": "round %{x}: %{customdata}",
         }  # fmt: skip
 
@@ -209,7 +216,7 @@ def memory(facts: Facts) -> Figure | None:
         | {
             "name": _safe(part), "stackgroup": "held", "mode": "lines", "line": {"width": 0.5, "shape": "hv"},
             "fillcolor": MEMORY.get(part, other), "marker": {"color": MEMORY.get(part, other)},
-            "customdata": [heatmap.size(value) for value in held],
+            "customdata": [heatmap.format_bytes(value) for value in held],
         }
         for part, held in found["bytes"].items() if any(held)
     ]  # fmt: skip
@@ -224,9 +231,9 @@ def traffic(facts: Facts) -> Figure | None:
     sent = [value for row in found["bytes"] for value in row if value]
     least, most = log10(min(sent)), log10(max(sent))
     steps = [least + (most - least) * at / 4 for at in range(5)] if most > least else [most]
-    bar = {"tickmode": "array", "tickvals": steps, "ticktext": [heatmap.size(10**step) for step in steps]}
+    bar = {"tickmode": "array", "tickvals": steps, "ticktext": [heatmap.format_bytes(10**step) for step in steps]}
     shown = [[log10(value) if value else None for value in row] for row in found["bytes"]]
-    said = [[heatmap.size(value) for value in row] for row in found["bytes"]]
+    said = [[heatmap.format_bytes(value) for value in row] for row in found["bytes"]]
     cells = _cells(shown, said, "rank %{y} to rank %{x}: %{customdata}") | {"colorbar": _bar() | bar}
     if most == least:
         cells |= {"zmin": least - 1, "zmax": least}
@@ -268,7 +275,7 @@ def _bar() -> Figure:
 
 def _whole(count: int) -> Figure:
     """Ticks at whole numbers."""
-    return {"tickmode": "array", "tickvals": list(heatmap.ticks(count, 0)), "showgrid": False}
+    return {"tickmode": "array", "tickvals": list(heatmap.axis_ticks(count, 0)), "showgrid": False}
 
 
 def _safe(text: str) -> str:

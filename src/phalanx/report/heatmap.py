@@ -46,7 +46,7 @@ class Heatmap:
         return (float(sent.min()), float(sent.max())) if len(sent) else (1.0, 1.0)
 
 
-def size(number: float) -> str:
+def format_bytes(number: float) -> str:
     """Bytes to three digits: 1.23 GB."""
     power = 0
     while number >= 999.5 and power < len(PREFIXES) - 1:
@@ -80,7 +80,7 @@ def _cells(heat: Heatmap) -> Iterator[str]:
     each, limits = SIDE / len(heat.bytes), heat.limits
     for source, target in np.argwhere(heat.bytes > 0).tolist():
         number = float(heat.bytes[source, target])
-        said = f"{heat.unit} {source} to {heat.unit} {target}: {size(number)}"
+        said = f"{heat.unit} {source} to {heat.unit} {target}: {format_bytes(number)}"
         yield (
             f'<rect class="cell" x="{LEFT + target * each:.6g}" y="{TOP + source * each:.6g}" width="{each:.6g}" '
             f'height="{each:.6g}" fill="{colour(number, limits)}"><title>{escape(said)}</title></rect>'
@@ -103,13 +103,13 @@ def _labels(heat: Heatmap) -> Iterator[str]:
     middle = TOP + SIDE / 2
     turned = f'transform="rotate(-90 18 {middle:g})"'
     yield f'<text x="18" y="{middle:g}" text-anchor="middle" {turned}>from {escape(heat.unit)}</text>'
-    for at in ticks(len(heat.bytes), heat.node):
+    for at in axis_ticks(len(heat.bytes), heat.node):
         place = (at + 0.5) * SIDE / len(heat.bytes)
         yield f'<text class="tick" x="{LEFT + place:.6g}" y="{TOP - 6:g}" text-anchor="middle">{at}</text>'
         yield f'<text class="tick" x="{LEFT - 6:g}" y="{TOP + place + 4:.6g}" text-anchor="end">{at}</text>'
 
 
-def ticks(count: int, node: int, most: int = 20) -> range:
+def axis_ticks(count: int, node: int, most: int = 20) -> range:
     """At most so many rows to number: all, or the first of every node or of several, or round numbers."""
     if count <= most:
         return range(count)
@@ -129,16 +129,16 @@ def _legend(heat: Heatmap) -> Iterator[str]:
         yield f'<rect class="legend" x="{x:g}" y="{y:.6g}" width="18" height="{each + 0.5:.6g}" fill="{fill}"/>'
     for part in (0, 0.25, 0.5, 0.75, 1) if most > least else (1,):
         y = TOP + SIDE * (1 - part) + 4
-        yield f'<text class="bytes" x="{x + 24:g}" y="{y:.6g}">{size(least * (most / least) ** part)}</text>'
+        yield f'<text class="bytes" x="{x + 24:g}" y="{y:.6g}">{format_bytes(least * (most / least) ** part)}</text>'
     yield f'<text x="{x:g}" y="{TOP - 24:g}">bytes per</text><text x="{x:g}" y="{TOP - 10:g}">step (log)</text>'
 
 
-def write(heat: Heatmap, file: Path) -> None:
+def save_picture(heat: Heatmap, file: Path) -> None:
     """Write a picture: its format is the file's ending, .svg, .html or .png.
 
     Raises UserError for another ending, if the file cannot be written, or for .png without matplotlib.
     """
-    picture.write(file, "--out", heat.title, lambda: svg(heat), lambda figure: _draw(heat, figure))
+    picture.save_picture(file, "--out", heat.title, lambda: svg(heat), lambda figure: _draw(heat, figure))
 
 
 def _draw(heat: Heatmap, figure: Any) -> None:
@@ -155,8 +155,8 @@ def _draw(heat: Heatmap, figure: Any) -> None:
     for at in range(heat.node, count, heat.node) if heat.node > 1 else ():
         axes.axhline(at - 0.5, color=INK, linewidth=0.6)
         axes.axvline(at - 0.5, color=INK, linewidth=0.6)
-    shown = ticks(count, heat.node)
+    shown = axis_ticks(count, heat.node)
     axes.set(title=heat.title, xlabel=f"to {heat.unit}", ylabel=f"from {heat.unit}", xticks=shown, yticks=shown)
     axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
-    figure.colorbar(cells, label="bytes per step", format=FuncFormatter(lambda number, _: size(number)))
+    figure.colorbar(cells, label="bytes per step", format=FuncFormatter(lambda number, _: format_bytes(number)))

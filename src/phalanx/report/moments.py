@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.plan.matrix import matrices, merge
-from phalanx.report.efficiency import simulated, stages_of
-from phalanx.report.recorded import Line, Recorded
-from phalanx.report.timeline import pieces
+from phalanx.plan.matrix import merge_matrices, traffic_matrices
+from phalanx.report.efficiency import simulate_measured, stage_times
+from phalanx.report.recorded import Line, RunData
+from phalanx.report.timeline import executed_spans
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.errors import UserError
 
 Facts = dict[str, Any]
 
 
-def passes(recorded: Recorded, planned: Timeline | None, simulates: bool) -> Facts | None:
+def pass_timeline(recorded: RunData, planned: Timeline | None, simulates: bool) -> Facts | None:
     """Passes of one step: rank, kind, stage, micro-batch, begin and end in seconds, as the plan has them, as the
     schedule has them with the times that were measured, and as they were."""
-    closely = [step for step in recorded.closely if not _metered(recorded, step)] or recorded.closely
+    closely = [step for step in recorded.profiled_steps if not _metered(recorded, step)] or recorded.profiled_steps
     run = recorded.run
     if not closely:
         return None
@@ -27,7 +27,7 @@ def passes(recorded: Recorded, planned: Timeline | None, simulates: bool) -> Fac
         (rank, kind, stage, micro, begun, ended)
         for rank, record in sorted(recorded.ranks.items())
         for line in record.steps if line["step"] == step
-        for kind, stage, micro, begun, ended in moved(line, record.offset_seconds)
+        for kind, stage, micro, begun, ended in on_rank0_clock(line, record.offset_seconds)
     ]  # fmt: skip
     first = min((begun for *_, begun, _ in spans), default=0.0)
     found: Facts = {
@@ -36,12 +36,12 @@ def passes(recorded: Recorded, planned: Timeline | None, simulates: bool) -> Fac
         "measured": [[*who, a - first, b - first] for *who, a, b in spans],
     }
     if run is not None and run.layout.pp > 1 and simulates and len(recorded.ranks) == recorded.world_size:
-        found["simulated"] = _drawn(simulated(run, recorded.world_size, stages_of(recorded, [step])))
+        found["simulated"] = _drawn(simulate_measured(run, recorded.world_size, stage_times(recorded, [step])))
         found["planned"] = _drawn(planned) if planned else None
     return found
 
 
-def moved(line: Line, offset_seconds: float) -> Iterator[tuple[str, int, int, float, float]]:
+def on_rank0_clock(line: Line, offset_seconds: float) -> Iterator[tuple[str, int, int, float, float]]:
     """The passes of a step on the clock of rank 0."""
     offset = line["clock"][0] if "clock" in line else offset_seconds
     for kind, stage, micro, begun, ended in line["spans"]:
@@ -49,14 +49,14 @@ def moved(line: Line, offset_seconds: float) -> Iterator[tuple[str, int, int, fl
 
 
 def _drawn(of: Timeline) -> list[list[Any]]:
-    return [[rank, action.kind, action.stage, action.micro, a, b] for rank, action, a, b in pieces(of)]
+    return [[rank, action.kind, action.stage, action.micro, a, b] for rank, action, a, b in executed_spans(of)]
 
 
-def _metered(recorded: Recorded, step: int) -> bool:
+def _metered(recorded: RunData, step: int) -> bool:
     return any(line["step"] == step and "memory" in line for record in recorded.ranks.values() for line in record.steps)
 
 
-def memory(recorded: Recorded) -> Facts | None:
+def memory_timeline(recorded: RunData) -> Facts | None:
     """Bytes by part over the step that was metered, of the rank that held most at any time."""
     metered = [
         (sum(value for name, value in moment.items() if name != "at"), record.rank, line)
@@ -75,22 +75,22 @@ def memory(recorded: Recorded) -> Facts | None:
     }
 
 
-def traffic(recorded: Recorded) -> Facts | None:
+def traffic_matrix(recorded: RunData) -> Facts | None:
     """Bytes of an update from each rank to each, as planned (the step's own totals are in `beside`)."""
     run, ranks = recorded.run, recorded.world_size
     if run is None or not 1 < ranks <= 256:
         return None
     try:
-        axes = matrices(run, ranks, run.cluster.nproc or ranks)
+        axes = traffic_matrices(run, ranks, run.cluster.nproc or ranks)
     except UserError:
         return None
     return {
-        "bytes": merge(ranks, list(axes.values())).dense().round().tolist(),
+        "bytes": merge_matrices(ranks, list(axes.values())).to_dense().round().tolist(),
         "axes": {axis: matrix.total for axis, matrix in axes.items()},
     }
 
 
-def experts(recorded: Recorded) -> Facts | None:
+def expert_loads(recorded: RunData) -> Facts | None:
     """Tokens that chose each expert of each layer with experts: of the last step looked at closely, or up to the last
     evaluation."""
     run = recorded.run
@@ -99,5 +99,5 @@ def experts(recorded: Recorded) -> Facts | None:
     if run is None or not (noted or told):
         return None
     line = max(noted, key=lambda line: int(line["step"])) if noted else told[-1]
-    layers = [layer for layer in range(run.model.layers) if run.model.is_moe(layer)]
+    layers = [layer for layer in range(run.model.layers) if run.model.is_moe_layer(layer)]
     return {"step": line["step"], "layers": layers, "tokens": line["expert_tokens"]}

@@ -27,7 +27,7 @@ out."""
 
 
 def page(whole: Facts, every_seconds: float | None = None) -> str:
-    """HTML of one or several runs (`compare.together`); with `every_seconds` a live one, which asks for `main.html`
+    """HTML of one or several runs (`compare.report_data`); with `every_seconds` a live one, which asks for `main.html`
     where it came from so often."""
     from plotly.offline import get_plotlyjs
 
@@ -117,7 +117,7 @@ def _note(section: str, facts: Facts) -> str:
             return f"Medians of {facts['measures']['steps']} steps."
         case "timeline":
             error = facts["run"]["clock_error_seconds"]
-            clocks = f" Clocks of ranks are within {words.seconds(error)} of each other." if error else ""
+            clocks = f" Clocks of ranks are within {words.format_seconds(error)} of each other." if error else ""
             simulated = facts["timeline"].get("simulated")
             said = (
                 " Simulated is without sends: what is measured beyond it is sending and waiting." if simulated else ""
@@ -129,16 +129,16 @@ def _note(section: str, facts: Facts) -> str:
                 f"Step {facts['memory']['step']} on rank {facts['memory']['rank']}, which held most; tensors by part."
             )
         case "traffic":
-            each = [f"{axis} {heatmap.size(value)}" for axis, value in facts["traffic"]["axes"].items()]
+            each = [f"{axis} {heatmap.format_bytes(value)}" for axis, value in facts["traffic"]["axes"].items()]
             return f"Bytes of a step as planned, on a logarithmic scale. By axis: {', '.join(each)}."
         case "rounds":
-            return words.HOW_ROUNDS if facts["swarm"]["rounds"] else "Bytes that nodes told, by node."
+            return words.ROUND_TABLE_NOTE if facts["swarm"]["rounds"] else "Bytes that nodes told, by node."
         case _:
             return f"Step {facts['experts']['step']}: tokens as a multiple of an even share."
 
 
 def _header(facts: Facts, name: str) -> str:
-    about = "".join(f"<li>{escape(said)}</li>" for said in words.about(facts["run"]))
+    about = "".join(f"<li>{escape(said)}</li>" for said in words.run_summary(facts["run"]))
     problems = "".join(f"<li>{escape(problem)}</li>" for problem in facts["problems"])
     listed = f'<ul class="problems">{problems}</ul>' if problems else ""
     return f'<h1>{escape(name)}</h1><ul class="facts">{about}</ul>{listed}<dl class="tiles">{_tiles(facts)}</dl>'
@@ -148,14 +148,18 @@ def _tiles(facts: Facts) -> str:
     """The numbers that are looked for first."""
     found = []
     for what, title in TILES.items():
-        row = words.measured(facts, what)
+        row = words.measured_row(facts, what)
         if row and row["measured"] is not None:
-            beside = f"predicted {words.number(row['predicted'], row['unit'])}" if row["predicted"] is not None else ""
-            found.append((title, words.number(row["measured"], row["unit"]), beside))
-    loss, held_out = words.last(facts["curves"].get("loss")), facts["curves"]["held_out"]
+            beside = (
+                f"predicted {words.format_number(row['predicted'], row['unit'])}"
+                if row["predicted"] is not None
+                else ""
+            )
+            found.append((title, words.format_number(row["measured"], row["unit"]), beside))
+    loss, held_out = words.last_value(facts["curves"].get("loss")), facts["curves"]["held_out"]
     if loss is not None:
         found.append(("loss", f"{loss:.3f}", f"held out {held_out[-1][1]:.3f}" if held_out and held_out[-1][1] else ""))
-    found += words.so_far(facts)
+    found += words.round_totals(facts)
     return "".join(
         f"<div><dt>{title}</dt><dd>{value}<small>{beside}</small></dd></div>" for title, value, beside in found
     )
@@ -171,15 +175,15 @@ def _verdict(facts: Facts) -> str:
     others = "".join(f"<li>{_finding(finding)}</li>" for finding in rest)
     more = f'<details><summary>{len(rest)} more</summary><ul class="findings">{others}</ul></details>' if rest else ""
     return (
-        f'<div class="verdict"><h2>{escape(words.costs(verdict))}</h2>'
-        f"<p>{escape(words.sentence(verdict['evidence']))}</p>"
-        f"<p><b>Change first:</b> {escape(verdict['first'])}.</p>{more}</div>"
+        f'<div class="verdict"><h2>{escape(words.bottleneck_headline(verdict))}</h2>'
+        f"<p>{escape(words.as_sentence(verdict['evidence']))}</p>"
+        f"<p><b>Change first:</b> {escape(verdict['suggestion'])}.</p>{more}</div>"
     )
 
 
 def _finding(finding: Facts) -> str:
-    evidence = escape(words.sentence(finding["evidence"]))
-    return f"<b>{escape(words.costs(finding))}.</b> {evidence} <span class='quiet'>{escape(finding['first'])}.</span>"
+    evidence = escape(words.as_sentence(finding["evidence"]))
+    return f"<b>{escape(words.bottleneck_headline(finding))}.</b> {evidence} <span class='quiet'>{escape(finding['suggestion'])}.</span>"
 
 
 def _table(facts: Facts) -> str:
@@ -191,25 +195,29 @@ def _table(facts: Facts) -> str:
     tables = "".join(
         f"<table><thead><tr><th>{escape(title)}</th>{columns}</tr></thead>"
         f"<tbody>{''.join(map(_row, rows))}</tbody></table>"
-        for title, rows in words.groups(facts["beside"])
+        for title, rows in words.group_rows(facts["beside"])
     )
     return f'<div class="beside">{tables}</div>'
 
 
 def _row(row: Mapping[str, Any]) -> str:
-    predicted, measured = (words.number(row[name], row["unit"]) for name in ("predicted", "measured"))
+    predicted, measured = (words.format_number(row[name], row["unit"]) for name in ("predicted", "measured"))
     low, high = row.get("low"), row.get("high")
-    band = f"<small>{words.number(low, row['unit'])} to {words.number(high, row['unit'])}</small>" if low else ""
+    band = (
+        f"<small>{words.format_number(low, row['unit'])} to {words.format_number(high, row['unit'])}</small>"
+        if low
+        else ""
+    )
     off = ' class="off"' if words.is_off(row["ratio"]) else ""
     return (
-        f"<tr><td>{escape(words.named(row))}</td><td>{predicted}{band}</td><td>{measured}</td>"
-        f"<td{off}>{words.times(row['ratio'])}</td></tr>"
+        f"<tr><td>{escape(words.row_label(row))}</td><td>{predicted}{band}</td><td>{measured}</td>"
+        f"<td{off}>{words.format_ratio(row['ratio'])}</td></tr>"
     )
 
 
 def _comparison(comparison: Facts) -> str:
     """What differs, in sentences, and the measures of all runs, with ratios to the first."""
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in words.compared(comparison))
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in words.format_comparison(comparison))
     head = "".join(f"<th>{escape(name)}</th>" for name in comparison["names"])
     body = "".join(
         f"<tr><td>{escape(words.NAMES.get(row['what'], row['what']))}</td>{_measures(row)}</tr>"
@@ -220,6 +228,6 @@ def _comparison(comparison: Facts) -> str:
 
 
 def _measures(row: Facts) -> str:
-    cells = [words.number(value, row["unit"]) for value in row["measured"]]
-    ratios = ["", *(f" <small>{words.times(ratio)}</small>" for ratio in row["ratio"][1:])]
+    cells = [words.format_number(value, row["unit"]) for value in row["measured"]]
+    ratios = ["", *(f" <small>{words.format_ratio(ratio)}</small>" for ratio in row["ratio"][1:])]
     return "".join(f"<td>{value}{ratio}</td>" for value, ratio in zip(cells, ratios, strict=True))

@@ -17,7 +17,7 @@ DOTS_PER_INCH = 100
 
 
 @dataclass(frozen=True)
-class Box:
+class Region:
     """A filled rectangle; under the mouse it says something."""
 
     kind: str
@@ -26,11 +26,11 @@ class Box:
     width: float
     height: float
     fill: str
-    said: str = ""
+    tooltip: str = ""
 
 
 @dataclass(frozen=True)
-class Words:
+class Label:
     """A line of text, where its base line begins, has its middle, or ends."""
 
     kind: str
@@ -43,10 +43,10 @@ class Words:
     fill: str = INK
 
 
-Mark = Box | Words
+Shape = Region | Label
 
 
-def check(file: Path, option: str) -> None:
+def check_picture_file(file: Path, option: str) -> None:
     """Whether a picture of this name can be made: its format is the file's ending, .svg, .html or .png.
 
     Raises UserError for another ending, or for .png without matplotlib.
@@ -58,12 +58,12 @@ def check(file: Path, option: str) -> None:
         raise UserError(option, str(file), "needs matplotlib, which is not installed", fix)
 
 
-def write(file: Path, option: str, title: str, svg: Callable[[], str], draw: Callable[[Any], None]) -> None:
+def save_picture(file: Path, option: str, title: str, svg: Callable[[], str], draw: Callable[[Any], None]) -> None:
     """Write a picture as its file's ending says: `svg` makes its text, `draw` draws it on a figure of matplotlib.
 
     Raises UserError as `check` does, and if the file cannot be written.
     """
-    check(file, option)
+    check_picture_file(file, option)
     try:
         if file.suffix == ".png":
             _png(draw, file)
@@ -103,20 +103,20 @@ def page(title: str, svg: str) -> str:
     )
 
 
-def element(mark: Mark) -> str:
+def element(mark: Shape) -> str:
     """A mark in SVG."""
-    if isinstance(mark, Words):
+    if isinstance(mark, Label):
         weight = ' font-weight="bold"' if mark.bold else ""
         return (
             f'<text class="{mark.kind}" x="{mark.x:.6g}" y="{mark.y:.6g}" text-anchor="{mark.anchor}" '
             f'font-size="{mark.size:g}" fill="{mark.fill}"{weight}>{escape(mark.said)}</text>'
         )
     place = f'x="{mark.x:.6g}" y="{mark.y:.6g}" width="{mark.width:.6g}" height="{mark.height:.6g}"'
-    said = f"<title>{escape(mark.said)}</title>" if mark.said else ""
+    said = f"<title>{escape(mark.tooltip)}</title>" if mark.tooltip else ""
     return f'<rect class="{mark.kind}" {place} fill="{mark.fill}">{said}</rect>'
 
 
-def draw(figure: Any, width: float, height: float, marks: Iterable[Mark]) -> None:
+def draw(figure: Any, width: float, height: float, marks: Iterable[Shape]) -> None:
     """Marks on a figure of matplotlib, which gets their size."""
     from matplotlib.patches import Rectangle
 
@@ -124,7 +124,7 @@ def draw(figure: Any, width: float, height: float, marks: Iterable[Mark]) -> Non
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
     axes.set_axis_off()
     for mark in marks:
-        if isinstance(mark, Box):
+        if isinstance(mark, Region):
             axes.add_patch(Rectangle((mark.x, mark.y), mark.width, mark.height, color=mark.fill, linewidth=0))
             continue
         axes.text(

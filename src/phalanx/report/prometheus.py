@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.measure.events import BEGAN, failures_so_far, read_events
-from phalanx.measure.lock import is_held
-from phalanx.measure.record import FOLDER, FORMAT
+from phalanx.measure.events import BEGAN, failure_count_and_uptime, read_events
+from phalanx.measure.lock import is_running
+from phalanx.measure.record import FORMAT, TRACE_DIR
 from phalanx.measure.rounds import JOURNAL_FILE
 from phalanx.report.efficiency import computed_seconds
 from phalanx.report.recorded import Line
@@ -64,14 +64,14 @@ FAMILIES = {name: (kind, text) for name, kind, text in (*NEWEST.values(), *EVALU
 """Type and help of all that there may be."""
 
 
-class Follower:
+class JsonLinesTail:
     """A file of JSON lines that grows, and may be written anew."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._inode, self._offset = 0, 0
 
-    def news(self) -> tuple[bool, list[Line]]:
+    def read_new(self) -> tuple[bool, list[Line]]:
         """Whether all that was read before is no longer so, and the whole lines that are new."""
         try:
             status = self.path.stat()
@@ -93,17 +93,17 @@ class Follower:
 
 
 @dataclass
-class Rank:
+class RankMetrics:
     """What a rank noted last."""
 
-    follower: Follower
+    follower: JsonLinesTail
     opening: Line = field(default_factory=dict)
     step: Line = field(default_factory=dict)
     """Of the last start."""
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Take in what is new."""
-        anew, lines = self.follower.news()
+        anew, lines = self.follower.read_new()
         if anew:
             self.opening, self.step = {}, {}
         for line in lines:
@@ -113,17 +113,17 @@ class Rank:
                 self.step = line
 
 
-class Watched:
+class RunMetrics:
     """A run directory, looked at again and again."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._metrics = Follower(directory / "metrics.jsonl")
+        self._metrics = JsonLinesTail(directory / "metrics.jsonl")
         self._step: Line = {}
         self._evaluation: Line = {}
-        self._ranks: dict[Path, Rank] = {}
+        self._ranks: dict[Path, RankMetrics] = {}
 
-    def text(self, checkpoints: Sequence[Path]) -> str:
+    def exposition_text(self, checkpoints: Sequence[Path]) -> str:
         """What Prometheus is told now; `checkpoints` are the complete ones, the newest first."""
         run = None
         with suppress(UserError):  # a run file of another version
@@ -133,7 +133,7 @@ class Watched:
         return exposition([(metric, {"run": name, **labels}, value) for metric, labels, value in said])
 
     def _of_steps(self) -> Iterator[Sample]:
-        anew, lines = self._metrics.news()
+        anew, lines = self._metrics.read_new()
         if anew:
             self._step, self._evaluation = {}, {}
         for line in lines:
@@ -157,7 +157,7 @@ class Watched:
         return max([*began, _modified(self.directory / "run.toml")])
 
     def _of_run(self, checkpoints: Sequence[Path]) -> Iterator[Sample]:
-        under_way = is_held(self.directory)
+        under_way = is_running(self.directory)
         if under_way is not None:
             yield "phalanx_under_way", {}, under_way
         for newest in checkpoints[:1]:
@@ -165,12 +165,12 @@ class Watched:
                 yield "phalanx_checkpoint_timestamp_seconds", {}, newest.stat().st_mtime
                 yield "phalanx_checkpoint_step", {}, int(newest.name.removeprefix("step-"))
         yield "phalanx_starts_total", {}, sum(event["what"] == BEGAN for event in read_events(self.directory))
-        yield "phalanx_failures_total", {}, failures_so_far(self.directory)[0]
+        yield "phalanx_failures_total", {}, failure_count_and_uptime(self.directory)[0]
         yield "phalanx_failed_ranks", {}, len([*(self.directory / "failures").glob("rank-*.json")])
 
     def _of_ranks(self) -> Iterator[Sample]:
-        for file in (self.directory / FOLDER).glob("rank-*.jsonl"):
-            self._ranks.setdefault(file, Rank(Follower(file))).look()
+        for file in (self.directory / TRACE_DIR).glob("rank-*.jsonl"):
+            self._ranks.setdefault(file, RankMetrics(JsonLinesTail(file))).refresh()
         opened = {rank.opening["rank"]: rank for rank in self._ranks.values() if rank.opening}
         if 0 not in opened:
             return

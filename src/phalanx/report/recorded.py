@@ -11,19 +11,23 @@ from typing import Any
 
 from phalanx.cost.compute import training_flops_per_token
 from phalanx.cost.stages import check_layout
-from phalanx.measure.events import damage_told, failures_told, read_events, returns_told
-from phalanx.measure.lock import is_held
-from phalanx.measure.record import FOLDER, FORMAT
-from phalanx.measure.rounds import JOURNAL_FILE, ROUNDS_FILE, Spent
+from phalanx.measure.events import describe_damaged_checkpoints, describe_failures, describe_rollbacks, read_events
+from phalanx.measure.lock import is_running
+from phalanx.measure.record import FORMAT, TRACE_DIR
+from phalanx.measure.rounds import JOURNAL_FILE, ROUNDS_FILE, RoundRecord
 from phalanx.plan.calibrate import LEAST_STEPS, WARM_UP
-from phalanx.schedule.named import any_schedule_of
-from phalanx.spec.cluster import Cluster
+from phalanx.schedule.named import representative_schedule
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_machine, load_run, with_kept_layout
+from phalanx.spec.load import load_machine, load_run, with_last_used_layout
 from phalanx.spec.run import RunSpec
 
 Line = dict[str, Any]
-HOW = {True: "it is still under way", False: "it was ended there", None: "it is still under way, or was ended"}
+STATE_DESCRIPTIONS = {
+    True: "it is still under way",
+    False: "it was ended there",
+    None: "it is still under way, or was ended",
+}
 """What is said of a run before its last step."""
 LATE = 2
 """Steps that a rank's record may be behind others': they write now and then, and asynchronous workers apart."""
@@ -49,7 +53,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RunData:
     """A run, and what it left."""
 
     directory: Path
@@ -69,19 +73,22 @@ class Recorded:
     """What the rank that failed first left word of."""
     under_way: bool | None = None
     """Whether it goes on; None where nobody can tell."""
-    rounds: list[Spent] = field(default_factory=list)
+    rounds: list[RoundRecord] = field(default_factory=list)
     """Of a swarm's node."""
-    happened: list[Mapping[str, Any]] = field(default_factory=list)
+    run_events: list[Mapping[str, Any]] = field(default_factory=list)
     """Its starts, failures and ends (`measure.events`)."""
-    events: list[Line] | None = None
+    swarm_journal: list[Line] | None = None
     """What a swarm's coordinator wrote down, which trains nothing; None of other runs."""
 
     @property
     def step(self) -> int:
         """The last that was done; of a coordinator, by the nodes of its last round."""
-        if self.events is not None and self.run is not None and self.run.swarm is not None:
-            return len([None for event in self.events if event["what"] == "committed"]) * self.run.swarm.steps
-        return int(self.trained[-1]["step"]) if self.trained else 0
+        if self.swarm_journal is not None and self.run is not None and self.run.swarm is not None:
+            return (
+                len([None for event in self.swarm_journal if event["what"] == "committed"])
+                * self.run.swarm.steps_per_round
+            )
+        return int(self.step_metrics[-1]["step"]) if self.step_metrics else 0
 
     @property
     def name(self) -> str:
@@ -89,7 +96,7 @@ class Recorded:
         return self.run.name if self.run else self.directory.name
 
     @property
-    def trained(self) -> list[Line]:
+    def step_metrics(self) -> list[Line]:
         """Of `metrics` those of steps."""
         return [line for line in self.metrics if "step_seconds" in line]
 
@@ -99,13 +106,13 @@ class Recorded:
         return [line for line in self.metrics if "held_out_loss" in line]
 
     @property
-    def closely(self) -> list[int]:
+    def profiled_steps(self) -> list[int]:
         """The steps of which every rank that there is noted when everything was."""
         each = [{line["step"] for line in record.steps if "spans" in line} for record in self.ranks.values()]
         return sorted(set.intersection(*each)) if each else []
 
 
-def read_run(directory: Path, machine: Cluster | None = None) -> Recorded:
+def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
     """All that a run directory has; `machine` is what it ran on, where its run file does not say so.
 
     Raises UserError for what is no run directory.
@@ -119,7 +126,7 @@ def read_run(directory: Path, machine: Cluster | None = None) -> Recorded:
     metrics = _metrics(directory / "metrics.jsonl", problems)
     rounds = _rounds(directory / ROUNDS_FILE, problems)
     is_node = (directory / ROUNDS_FILE).is_file()
-    ranks, world_size, began_after = _records(directory / FOLDER, [] if is_node else problems)  # nodes keep none
+    ranks, world_size, began_after = _records(directory / TRACE_DIR, [] if is_node else problems)  # nodes keep none
     steps = [line for line in metrics if "step_seconds" in line]
     if steps and not ranks:
         world_size, began_after = steps[-1].get("ranks", 0), steps[-1].get("began_after", 0)
@@ -131,45 +138,45 @@ def read_run(directory: Path, machine: Cluster | None = None) -> Recorded:
     if run is not None and world_size:
         peak = measured_peak(run, steps, world_size)
         run = run.model_copy(update={"cluster": _machine(run.cluster, world_size, peak, ranks)})
-    failure, under_way = _failure(directory / "failures"), is_held(directory)
+    failure, under_way = _failure(directory / "failures"), is_running(directory)
     if failure:
         problems.append(failure)
     elif not steps:
         problems.append("no step has been written yet")
     elif run is not None and steps[-1]["step"] < run.training.steps:
-        problems.append(f"step {steps[-1]['step']} of {run.training.steps}: {HOW[under_way]}")
+        problems.append(f"step {steps[-1]['step']} of {run.training.steps}: {STATE_DESCRIPTIONS[under_way]}")
     happened = read_events(directory)
-    if survived := failures_told(happened, but_last=failure is not None):
+    if survived := describe_failures(happened, but_last=failure is not None):
         often = "once" if len(survived) == 1 else f"{len(survived)} times"
         problems.append(f"it broke off {often} and went on, the last time at {survived[-1]}")
-    if returns := returns_told(happened):
+    if returns := describe_rollbacks(happened):
         often = "once" if len(returns) == 1 else f"{len(returns)} times"
         problems.append(f"it went back {often}, the last time at {returns[-1]}")
-    if aside := damage_told(happened):
+    if aside := describe_damaged_checkpoints(happened):
         problems.append(f"checkpoints were damaged, the last noticed at {aside[-1]}")
     measured = _measured(directory / "measured", began_after, world_size, problems)
-    return Recorded(
+    return RunData(
         directory, run, world_size, began_after, ranks, metrics, measured, problems, failure, under_way, rounds,
         happened,
     )  # fmt: skip
 
 
-def _read_coordinator(directory: Path, problems: list[str]) -> Recorded:
+def _read_coordinator(directory: Path, problems: list[str]) -> RunData:
     events = _lines(directory / JOURNAL_FILE, problems, {"what", "at"})
-    run, under_way = _run(directory / "run.toml", 0, problems), is_held(directory)
-    found = Recorded(directory, run, 0, 0, {}, [], {}, problems, None, under_way, events=events)
+    run, under_way = _run(directory / "run.toml", 0, problems), is_running(directory)
+    found = RunData(directory, run, 0, 0, {}, [], {}, problems, None, under_way, swarm_journal=events)
     if run is not None and found.step < run.training.steps:
-        problems.append(f"step {found.step} of {run.training.steps}: {HOW[under_way]}")
+        problems.append(f"step {found.step} of {run.training.steps}: {STATE_DESCRIPTIONS[under_way]}")
     return found
 
 
 def _run(file: Path, world_size: int, problems: list[str]) -> RunSpec | None:
     why = "is not of this version"
     try:
-        run = with_kept_layout(load_run(file, environment={}), file.parent)
+        run = with_last_used_layout(load_run(file, environment={}), file.parent)
         if run.layout.pp > 1:
             why = "names a schedule that is gone"
-            any_schedule_of(run.layout)
+            representative_schedule(run.layout)
         if world_size:
             why = f"is not of these {world_size} ranks"
             check_layout(run, world_size)
@@ -180,7 +187,7 @@ def _run(file: Path, world_size: int, problems: list[str]) -> RunSpec | None:
     return run
 
 
-def _machine(own: Cluster, world_size: int, peak_flops: float | None, ranks: dict[int, RankRecord]) -> Cluster:
+def _machine(own: ClusterSpec, world_size: int, peak_flops: float | None, ranks: dict[int, RankRecord]) -> ClusterSpec:
     """The run's, with what was found of it; of a CPU that nobody described, what is known of any. Ranks that share
     cores each measured their share of the peak."""
     found = own.model_copy(update={"nproc": max(1, world_size // own.nodes)})
@@ -190,7 +197,7 @@ def _machine(own: Cluster, world_size: int, peak_flops: float | None, ranks: dic
         same = {name: getattr(found, name) for name in ("nodes", "nproc", "peak_flops", "measured")}
         found = load_machine("cpu").model_copy(update=known | same)
     if own.peak_flops is None and peak_flops is not None:
-        peak = peak_flops * found.crowd
+        peak = peak_flops * found.ranks_per_core
         found = found.model_copy(update={"peak_flops": peak, "matmul_flops": own.matmul_flops or peak})
     return found
 
@@ -230,11 +237,11 @@ def _metrics(file: Path, problems: list[str]) -> list[Line]:
     return _lines(file, problems)
 
 
-def _rounds(file: Path, problems: list[str]) -> list[Spent]:
+def _rounds(file: Path, problems: list[str]) -> list[RoundRecord]:
     """Of a node, in the swarm that it was in last: rounds begin anew with another."""
-    names = {each.name for each in fields(Spent)}
+    names = {each.name for each in fields(RoundRecord)}
     lines = _lines(file, problems, names) if file.is_file() else []
-    found = [Spent(**{name: line[name] for name in names}) for line in lines]
+    found = [RoundRecord(**{name: line[name] for name in names}) for line in lines]
     anew = [at for at in range(1, len(found)) if found[at].round < found[at - 1].round]
     return found[anew[-1] :] if anew else found
 
@@ -316,7 +323,7 @@ def _measured(folder: Path, began_after: int, world_size: int, problems: list[st
     return found
 
 
-def settled(records: Iterable[RankRecord], began_after: int) -> list[int]:
+def steady_steps(records: Iterable[RankRecord], began_after: int) -> list[int]:
     """The steps that count: noted by every rank, not the first of the start, and not looked at closely, which takes
     longer; where those are too few, not metered."""
     lines = [[line for line in record.steps if line["step"] > began_after + WARM_UP] for record in records]

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from phalanx.cost.parameters import parameters
-from phalanx.cost.swarm import WEIGHT_BYTES, RoundBytes, node_of, round_bytes, round_time, state_bytes
-from phalanx.measure.rounds import Spent
+from phalanx.cost.parameters import count_parameters
+from phalanx.cost.swarm import WEIGHT_BYTES, RoundBytes, node_share, round_bytes, round_time, state_bytes
+from phalanx.measure.rounds import RoundRecord
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SwarmSpec
 
@@ -25,7 +25,7 @@ SECONDS = {
 BYTES = {"sent": "sent_bytes", "received": "received_bytes"}
 
 
-def beside(run: RunSpec | None, world_size: int, rounds: Sequence[Spent]) -> Iterator[Row]:
+def round_rows(run: RunSpec | None, world_size: int, rounds: Sequence[RoundRecord]) -> Iterator[Row]:
     """Rows of a node of so many ranks: bytes and memory beside the formulas, and a round's time beside what it would
     take if nobody coded or waited, with the step and the speeds of the link as they were measured."""
     if not rounds:
@@ -35,7 +35,7 @@ def beside(run: RunSpec | None, world_size: int, rounds: Sequence[Spent]) -> Ite
         yield role, what, unit, said.get((role, what)), value
 
 
-def _measured(rounds: Sequence[Spent]) -> Iterator[tuple[str, str, str, float]]:
+def _measured(rounds: Sequence[RoundRecord]) -> Iterator[tuple[str, str, str, float]]:
     total, count = _summed(rounds), len(rounds)
     news = total.received_bytes - total.whole_bytes
     yield EACH, "sent", "B", total.sent_bytes / count
@@ -52,15 +52,15 @@ def _measured(rounds: Sequence[Spent]) -> Iterator[tuple[str, str, str, float]]:
 
 
 def _predicted(
-    run: RunSpec, swarm: SwarmSpec, rounds: Sequence[Spent], world_size: int
+    run: RunSpec, swarm: SwarmSpec, rounds: Sequence[RoundRecord], world_size: int
 ) -> dict[tuple[str, str], float]:
     """What formulas say of these rounds, by role and name. A node's experts may change from one to the next; fragments
     of the model come in turn, and are alike here. What several ranks of a node hold is the layout's affair."""
     total, count = _summed(rounds), len(rounds)
-    nodes = [node_of(run.model, swarm.method, spent.experts) for spent in rounds]
-    each = [round_bytes(node, swarm.method, swarm.coded, swarm.replication) for node in nodes]
+    nodes = [node_share(run.model, swarm.method, spent.experts) for spent in rounds]
+    each = [round_bytes(node, swarm.method, swarm.effective_codec, swarm.replication) for node in nodes]
     up, down = (sum(sent) / swarm.fragments for sent in ([one.up for one in each], [one.down for one in each]))
-    whole = sum(spent.whole_bytes > 0 for spent in rounds) * WEIGHT_BYTES * parameters(run.model).total
+    whole = sum(spent.whole_bytes > 0 for spent in rounds) * WEIGHT_BYTES * count_parameters(run.model).total
     said = {(EACH, "sent"): up / count, (EACH, "received"): down / count, (ALL, "sent"): up, (ALL, "received"): down}
     said |= {(ALL, "all weights, to begin with"): whole, (ALL, "communication"): up + down + whole}
     if world_size == 1:
@@ -68,18 +68,18 @@ def _predicted(
     if total.steps and total.sent_bytes and total.received_bytes:
         speeds = total.sent_bytes / total.send_seconds, total.received_bytes / total.receive_seconds
         mean = RoundBytes(up / count, down / count)
-        time = round_time(mean, *speeds, swarm.steps, total.train_seconds / total.steps, swarm.delay)
+        time = round_time(mean, *speeds, swarm.steps_per_round, total.train_seconds / total.steps, swarm.delay)
         said |= {(EACH, "whole round"): time.total, (EACH, "utilisation"): time.utilisation}
     return said
 
 
-def _summed(rounds: Sequence[Spent]) -> Spent:
+def _summed(rounds: Sequence[RoundRecord]) -> RoundRecord:
     """What rounds come to together, but for what is of each."""
     names = ("steps", "tokens", "seconds", "whole_bytes", *SECONDS.values(), *BYTES.values())
-    return Spent(rounds[-1].round, **{name: sum(getattr(spent, name) for spent in rounds) for name in names})
+    return RoundRecord(rounds[-1].round, **{name: sum(getattr(spent, name) for spent in rounds) for name in names})
 
 
-def of_node(rounds: Sequence[Spent]) -> Facts:
+def node_rounds(rounds: Sequence[RoundRecord]) -> Facts:
     """A node's rounds one by one, and what they come to so far."""
     total = _summed(rounds)
     return {
@@ -95,7 +95,7 @@ def of_node(rounds: Sequence[Spent]) -> Facts:
     }
 
 
-def told(events: Sequence[Facts]) -> list[Facts]:
+def updates_per_round(events: Sequence[Facts]) -> list[Facts]:
     """Of each round that a coordinator opened: who told, in bytes and tokens, who was refused how often, and how long
     it was open; None while it is."""
     found: dict[int, Facts] = {}

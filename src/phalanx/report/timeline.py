@@ -19,7 +19,7 @@ COLOURS = {
 LEGEND = {"F": "forward", "B": "backward", "I": "backward, input half", "W": "backward, weight half"}
 
 
-def pieces(timeline: Timeline) -> Iterator[tuple[int, Action, float, float]]:
+def executed_spans(timeline: Timeline) -> Iterator[tuple[int, Action, float, float]]:
     """Rank, action, start and end; an overlapped pair shares its time."""
     for rank, spans in enumerate(timeline.spans):
         for step, start, end in spans:
@@ -31,14 +31,14 @@ def pieces(timeline: Timeline) -> Iterator[tuple[int, Action, float, float]]:
 
 def kinds(timeline: Timeline) -> list[str]:
     """The kinds of actions in it, in the legend's order."""
-    found = {action.kind for _, action, _, _ in pieces(timeline)}
+    found = {action.kind for _, action, _, _ in executed_spans(timeline)}
     return [kind for kind in LEGEND if kind in found]
 
 
 def shades(timeline: Timeline) -> dict[int, int]:
     """0 for the first stage of every rank, 1 for its others."""
     first = [min(action.stage for span in spans for action in actions(span.step)) for spans in timeline.spans]
-    return {action.stage: int(action.stage != first[rank]) for rank, action, _, _ in pieces(timeline)}
+    return {action.stage: int(action.stage != first[rank]) for rank, action, _, _ in executed_spans(timeline)}
 
 
 def lines(timeline: Timeline, width: int) -> list[Text]:
@@ -46,7 +46,7 @@ def lines(timeline: Timeline, width: int) -> list[Text]:
     scale = min(4.0, (width - 1) / float(timeline.makespan))
     shade = shades(timeline)
     rows = [[(" ", "")] * (round(float(timeline.makespan) * scale)) for _ in timeline.spans]
-    for rank, action, start, end in pieces(timeline):
+    for rank, action, start, end in executed_spans(timeline):
         first, last = round(start * scale), round(end * scale)
         label = f"{action.kind}{action.micro}"
         shown = (label if len(label) <= last - first else action.kind)[: last - first].ljust(last - first)
@@ -61,7 +61,7 @@ def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}
         for rank in range(len(timeline.spans))
     ]
-    for rank, action, start, end in pieces(timeline):
+    for rank, action, start, end in executed_spans(timeline):
         begin, unit = start * float(microseconds), float(microseconds)
         events.append({
             "ph": "X", "name": str(action), "cat": LEGEND[action.kind], "pid": rank, "tid": action.stage,
@@ -86,7 +86,7 @@ def draw(timeline: Timeline, title: str, file: Path) -> None:
     figure = Figure(figsize=(min(24.0, 2 + span * 0.28), 1.2 + 0.45 * ranks), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for rank, action, start, end in pieces(timeline):
+    for rank, action, start, end in executed_spans(timeline):
         colour = COLOURS[action.kind][shade[action.stage]]
         axes.barh(rank, end - start, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
         axes.text((start + end) / 2, rank, str(action.micro), ha="center", va="center", fontsize=7, color="white")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from phalanx.report.recorded import Line, RankRecord, Recorded
+from phalanx.report.recorded import Line, RankRecord, RunData
 from phalanx.report.timeline import LEGEND
 
 Event = dict[str, Any]
@@ -13,7 +13,7 @@ LANES = ("steps", "passes", "waits", "collectives")
 """Of each rank, from top to bottom; collectives at the same time have lanes of their own below."""
 
 
-def chrome_trace(recorded: Recorded) -> dict[str, Any]:
+def chrome_trace(recorded: RunData) -> dict[str, Any]:
     """The Trace Event Format, times in microseconds since the first event; `otherData` says how far off clocks may
     be."""
     events = [event for record in recorded.ranks.values() for event in _rank(record)]

@@ -17,10 +17,10 @@ from typing import Literal, NamedTuple, cast
 
 from phalanx.spec.errors import UserError
 
-Kind = Literal["F", "B", "I", "W"]
+ActionKind = Literal["F", "B", "I", "W"]
 COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*$")
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)$")
-POSTED = 2
+MAX_POSTED_RECEIVES = 2
 """Messages on a link that a rank is ready to receive before it asks for them."""
 OVERLAPPED = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B$")
 
@@ -29,14 +29,14 @@ class Action(NamedTuple):
     """One computation of one stage for one micro-batch."""
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     micro: int
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro}"
 
 
-class Overlap(NamedTuple):
+class OverlappedPair(NamedTuple):
     """A forward and a backward pass of two micro-batches, of which each computes while the other communicates
     (DualPipe, arXiv 2412.19437, section 3.2.1)."""
 
@@ -47,12 +47,12 @@ class Overlap(NamedTuple):
         return f"({self.forward};{self.backward})OVERLAP_F_B"
 
 
-Step = Action | Overlap
-Grid = Sequence[Sequence[Step | None]]
+ScheduleStep = Action | OverlappedPair
+Grid = Sequence[Sequence[ScheduleStep | None]]
 """Rows of ranks, columns of ticks; None is an idle one."""
 
 
-def actions(step: Step) -> tuple[Action, ...]:
+def actions(step: ScheduleStep) -> tuple[Action, ...]:
     """The one or two computations of a step."""
     return (step,) if isinstance(step, Action) else tuple(step)
 
@@ -62,11 +62,11 @@ class Schedule:
     """What each pipeline rank does, in order. Sending and receiving follow from it: what a stage gives goes to the
     rank of the next as soon as it is there."""
 
-    orders: tuple[tuple[Step, ...], ...]
+    orders: tuple[tuple[ScheduleStep, ...], ...]
     """By rank."""
 
     @classmethod
-    def of(cls, orders: Iterable[Iterable[Step | None]]) -> Schedule:
+    def from_rows(cls, orders: Iterable[Iterable[ScheduleStep | None]]) -> Schedule:
         """A schedule of any rows; idle ticks are left out."""
         return cls(tuple(tuple(step for step in order if step is not None) for order in orders))
 
@@ -88,7 +88,7 @@ class Schedule:
         return dict(sorted(found.items()))
 
     @property
-    def ends(self) -> tuple[int, int]:
+    def end_ranks(self) -> tuple[int, int]:
         """The ranks of the first and of the last stage."""
         return self.rank_of[0], self.rank_of[self.stages - 1]
 
@@ -113,7 +113,7 @@ class Schedule:
         return dependencies(action, self.stages)
 
     @cached_property
-    def halved(self) -> bool:
+    def splits_backward(self) -> bool:
         """Whether any backward pass is in two halves."""
         return any(action.kind == "W" for rank in range(self.ranks) for action in self.actions(rank))
 
@@ -125,7 +125,7 @@ class Schedule:
         """What a rank sends, in order, and to whom: the output of every forward pass but the last stage's, and of every
         backward pass (or input half: written B, too) but the first stage's the gradient of its input."""
         for action in self.actions(rank):
-            message = self.gives(action)
+            message = self.output_message(action)
             if message is not None:
                 yield message, self.receiver(message)
 
@@ -135,14 +135,14 @@ class Schedule:
         ranks = range(self.ranks)
         return frozenset((rank, to) for rank in ranks for _, to in self.messages(rank) if rank != to)
 
-    def gives(self, action: Action) -> Action | None:
+    def output_message(self, action: Action) -> Action | None:
         """What another stage needs of an action, if anything."""
         stage, kind, micro = action
         if (kind == "F" and stage + 1 < self.stages) or (kind in "BI" and stage):
             return Action(stage, "F" if kind == "F" else "B", micro)
         return None
 
-    def needs(self, action: Action) -> Action | None:
+    def input_message(self, action: Action) -> Action | None:
         """What an action needs from another stage, if anything."""
         stage, kind, micro = action
         if kind == "F" and stage > 0:
@@ -170,13 +170,13 @@ def to_csv(schedule: Schedule) -> str:
     return text.getvalue()
 
 
-def read_csv(text: str, name: str = "schedule") -> list[list[Step | None]]:
+def read_csv(text: str, name: str = "schedule") -> list[list[ScheduleStep | None]]:
     """The rows of a schedule that PyTorch or `to_csv` wrote; empty cells are idle ticks. Communication is left out: it
     follows from the rest.
 
     Raises UserError for a cell that is no action.
     """
-    rows: list[list[Step | None]] = []
+    rows: list[list[ScheduleStep | None]] = []
     for cells in csv.reader(io.StringIO(text)):
         stripped = [cell.strip() for cell in cells]
         rows.append([_step(cell, f"{name}, rank {len(rows)}") for cell in stripped if not COMMUNICATION.match(cell)])
@@ -185,16 +185,16 @@ def read_csv(text: str, name: str = "schedule") -> list[list[Step | None]]:
     return rows
 
 
-def _step(cell: str, place: str) -> Step | None:
+def _step(cell: str, place: str) -> ScheduleStep | None:
     if not cell:
         return None
     if pair := OVERLAPPED.match(cell):
         forward, backward = (_step(part.strip(), place) for part in pair.groups())
         if isinstance(forward, Action) and isinstance(backward, Action):
-            return Overlap(forward, backward)
+            return OverlappedPair(forward, backward)
     if parts := ACTION.match(cell):
         stage, kind, micro = parts.groups()
-        return Action(int(stage), cast(Kind, kind), int(micro))
+        return Action(int(stage), cast(ActionKind, kind), int(micro))
     raise UserError(
         place, cell, "is no action",
         "write stage, one of F, B, I, W, and micro-batch, such as 2F0; leave idle cells empty",

@@ -6,20 +6,20 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 
-from phalanx.schedule.action import Action, Kind, Overlap, Schedule, Step, actions
-from phalanx.schedule.greedy import greedy
-from phalanx.schedule.simulate import Times
+from phalanx.schedule.action import Action, ActionKind, OverlappedPair, Schedule, ScheduleStep, actions
+from phalanx.schedule.greedy import list_schedule
+from phalanx.schedule.simulate import ActionTimes
 from phalanx.spec.errors import UserError
 
 
 def naive(p: int, m: int) -> Schedule:
     """One micro-batch after another through all stages and back."""
-    return Schedule.of([[Action(s, kind, i) for i in range(m) for kind in ("F", "B")] for s in range(p)])
+    return Schedule.from_rows([[Action(s, kind, i) for i in range(m) for kind in ("F", "B")] for s in range(p)])
 
 
 def gpipe(p: int, m: int) -> Schedule:
     """All forward passes, then all backward passes, the last first (arXiv 1811.06965)."""
-    return Schedule.of(
+    return Schedule.from_rows(
         [*(Action(s, "F", i) for i in range(m)), *(Action(s, "B", i) for i in reversed(range(m)))] for s in range(p)
     )
 
@@ -27,7 +27,7 @@ def gpipe(p: int, m: int) -> Schedule:
 def one_f_one_b(p: int, m: int) -> Schedule:
     """As many forward passes as there are stages after this one, then a forward and a backward pass in turn: no more
     than p micro-batches are held (arXiv 1806.03377; the non-interleaved schedule of 2104.04473, section 2.2.1)."""
-    return Schedule.of(_in_turn(_each(s, "F", m), _each(s, "B", m), p - 1 - s) for s in range(p))
+    return Schedule.from_rows(_in_turn(_each(s, "F", m), _each(s, "B", m), p - 1 - s) for s in range(p))
 
 
 def interleaved(p: int, m: int, v: int = 2) -> Schedule:
@@ -40,19 +40,19 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
         raise UserError("micro-batches", m, f"is not a multiple of the {p} ranks", "interleaved runs them p at a time")
     rounds = [(chunk, first + i) for first in range(0, m, p) for chunk in range(v) for i in range(p)]
 
-    def order(rank: int) -> Iterator[Step]:
+    def order(rank: int) -> Iterator[ScheduleStep]:
         forward = [Action(chunk * p + rank, "F", micro) for chunk, micro in rounds]
         backward = [Action((v - 1 - chunk) * p + rank, "B", micro) for chunk, micro in rounds]
         return _in_turn(forward, backward, (v - 1) * p + 2 * (p - 1 - rank) if v > 1 else p - 1 - rank)
 
-    return Schedule.of(map(order, range(p)))
+    return Schedule.from_rows(map(order, range(p)))
 
 
 def zb_h1(p: int, m: int) -> Schedule:
     """1F1B whose weight halves wait: stage s does that of micro-batch i - s after the input half of i, so that the
     input halves go up without them; no more than p micro-batches are held anywhere (arXiv 2401.10241, section 2.2)."""
 
-    def order(s: int) -> Iterator[Step]:
+    def order(s: int) -> Iterator[ScheduleStep]:
         forward = deque(_each(s, "F", m))
         yield from (forward.popleft() for _ in range(min(p - s, m)))
         for i in range(m):
@@ -63,14 +63,14 @@ def zb_h1(p: int, m: int) -> Schedule:
                 yield forward.popleft()
         yield from (Action(s, "W", i) for i in range(max(m - s, 0), m))
 
-    return Schedule.of(map(order, range(p)))
+    return Schedule.from_rows(map(order, range(p)))
 
 
 def zb_h2(p: int, m: int) -> Schedule:
     """Input halves before forward passes before weight halves, up to 2p - 1 micro-batches held: from m = 2p - 1 on no
     rank idles between its first and its last action, if all three take equally long (arXiv 2401.10241, section 2.3)."""
-    return greedy(
-        {s: [s] for s in range(p)}, m, lambda action, _: ("IFW".index(action.kind),), [2 * p - 1] * p, Times()
+    return list_schedule(
+        {s: [s] for s in range(p)}, m, lambda action, _: ("IFW".index(action.kind),), [2 * p - 1] * p, ActionTimes()
     )
 
 
@@ -79,13 +79,13 @@ def zb_v(p: int, m: int) -> Schedule:
     backward passes begin there at once, and every rank holds as much as the first of 1F1B does (arXiv 2401.10241,
     section 6)."""
 
-    def order(rank: int) -> Iterator[Step]:
+    def order(rank: int) -> Iterator[ScheduleStep]:
         down, up = rank, 2 * p - 1 - rank
         forward = {down: deque(_each(down, "F", micros)), up: deque(_each(up, "F", micros))}
         input = {down: deque(_each(down, "I", micros)), up: deque(_each(up, "I", micros))}
         weight: dict[int, deque[Action]] = {down: deque(), up: deque()}
 
-        def halves(stage: int) -> Iterator[Step]:
+        def halves(stage: int) -> Iterator[ScheduleStep]:
             yield (half := input[stage].popleft())
             yield half._replace(kind="W")
 
@@ -114,7 +114,7 @@ def zb_v(p: int, m: int) -> Schedule:
 
     # Written for at least 2p - 1 micro-batches; of fewer, those that are not there are left out.
     micros = max(m, 2 * p - 1)
-    return Schedule.of((step for step in order(rank) if _micro(step) < m) for rank in range(p))
+    return Schedule.from_rows((step for step in order(rank) if _micro(step) < m) for rank in range(p))
 
 
 def dualpipe_v(p: int, m: int) -> Schedule:
@@ -126,12 +126,12 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     if m < 2 * p:
         raise UserError("micro-batches", m, f"is less than the {2 * p} stages", "dualpipe-v needs as many or more")
 
-    def order(rank: int) -> Iterator[Step]:
+    def order(rank: int) -> Iterator[ScheduleStep]:
         down, up = rank, 2 * p - 1 - rank
         after, counts = p - 1 - rank, defaultdict[tuple[int, str], int](int)
         waiting: deque[Action] = deque()
 
-        def do(stage: int, kind: Kind) -> Action:
+        def do(stage: int, kind: ActionKind) -> Action:
             key = (stage, "F" if kind == "F" else "B")
             counts[key] += 1
             return Action(stage, kind, counts[key] - 1)
@@ -140,7 +140,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
             waiting.append((action := do(stage, "I"))._replace(kind="W"))
             return action
 
-        def weight() -> Iterator[Step]:
+        def weight() -> Iterator[ScheduleStep]:
             if waiting:
                 yield waiting.popleft()
 
@@ -151,12 +151,12 @@ def dualpipe_v(p: int, m: int) -> Schedule:
             yield from weight()
             yield do(up, "F")
         for i in range(m - 2 * p + rank + 1):
-            pair = Overlap(do(down, "F"), do(up, "B"))
+            pair = OverlappedPair(do(down, "F"), do(up, "B"))
             yield from actions(pair) if i == 0 and rank == p - 1 else [pair]  # apart, the last rank's are done sooner
-            yield Overlap(do(up, "F"), do(down, "B"))
+            yield OverlappedPair(do(up, "F"), do(down, "B"))
         for _ in range(after):
             yield do(up, "B")
-            yield Overlap(do(up, "F"), do(down, "B"))
+            yield OverlappedPair(do(up, "F"), do(down, "B"))
         # From half of the rest on weight halves wait, on even ranks beginning with the stage below.
         rest = [stage for _ in range(rank + 1) for stage in (up, down)]
         whole = (rank + 1) // 2 * 2 + (1 - rank % 2)
@@ -167,14 +167,14 @@ def dualpipe_v(p: int, m: int) -> Schedule:
         while waiting:
             yield from weight()
 
-    return Schedule.of(map(order, range(p)))
+    return Schedule.from_rows(map(order, range(p)))
 
 
-def _each(stage: int, kind: Kind, m: int) -> list[Action]:
+def _each(stage: int, kind: ActionKind, m: int) -> list[Action]:
     return [Action(stage, kind, i) for i in range(m)]
 
 
-def _in_turn(forward: list[Action], backward: list[Action], ahead: int) -> Iterator[Step]:
+def _in_turn(forward: list[Action], backward: list[Action], ahead: int) -> Iterator[ScheduleStep]:
     """Some forward passes ahead, then one of each in turn while there are both."""
     ahead = min(ahead, len(forward))
     yield from forward[:ahead]
@@ -184,5 +184,5 @@ def _in_turn(forward: list[Action], backward: list[Action], ahead: int) -> Itera
     yield from backward[len(forward) - ahead :]
 
 
-def _micro(step: Step) -> int:
+def _micro(step: ScheduleStep) -> int:
     return step.micro if isinstance(step, Action) else step.forward.micro

@@ -5,15 +5,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 
-from phalanx.schedule.action import Action, Kind, Schedule
-from phalanx.schedule.simulate import Time, Times, arrival
+from phalanx.schedule.action import Action, ActionKind, Schedule
+from phalanx.schedule.simulate import ActionTimes, Time, ready_time
 
-Preference = Callable[[Action, int], tuple[float, ...]]
+PriorityFunction = Callable[[Action, int], tuple[float, ...]]
 """What sorts the actions that a rank can do, the best first, by how many micro-batches of its stages it holds."""
 
 
-def greedy(
-    stages_of: Mapping[int, Sequence[int]], m: int, preference: Preference, limits: Sequence[int], times: Times
+def list_schedule(
+    stages_of: Mapping[int, Sequence[int]],
+    m: int,
+    preference: PriorityFunction,
+    limits: Sequence[int],
+    times: ActionTimes,
 ) -> Schedule:
     """A schedule of split backward passes in which no rank idles while it can do anything.
 
@@ -21,14 +25,14 @@ def greedy(
     the forward pass to the weight half: at least its number of stages.
     """
     rank_of = {stage: rank for rank, stages in stages_of.items() for stage in stages}
-    next_micro: dict[tuple[int, Kind], int] = {}
+    next_micro: dict[tuple[int, ActionKind], int] = {}
     ends: dict[Action, Time] = {}
     held = dict.fromkeys(stages_of, 0)
     free: dict[int, Time] = dict.fromkeys(stages_of, 0)
     orders: dict[int, list[Action]] = {rank: [] for rank in sorted(stages_of)}
 
     def arrived(action: Action, now: Time) -> bool:
-        at = arrival(action, rank_of, ends, times)
+        at = ready_time(action, rank_of, ends, times)
         return at is not None and at <= now
 
     def room(stage: int, rank: int) -> bool:
@@ -54,8 +58,8 @@ def greedy(
             order.append(action)
             next_micro[action.stage, action.kind] = action.micro + 1
             held[rank] += {"F": 1, "I": 0, "W": -1, "B": -1}[action.kind]
-            free[rank] = ends[action] = now + times.of(action)
+            free[rank] = ends[action] = now + times.of_action(action)
             for moment in {free[rank], free[rank] + times.transfer}:
                 if moment not in moments:
                     heapq.heappush(moments, moment)
-    return Schedule.of(orders.values())
+    return Schedule.from_rows(orders.values())

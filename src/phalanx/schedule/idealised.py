@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.schedule.action import Action, Overlap, Step
+from phalanx.schedule.action import Action, OverlappedPair, ScheduleStep
 from phalanx.schedule.simulate import Span, Timeline
 
 
@@ -12,11 +12,11 @@ def book_overlap(p: int, m: int) -> Timeline:
     75, 100, 75, 50, 25 %, as a book on networks for AI has it. On stage s (from 0) micro-batch i runs forward in tick
     s + i and backward in tick 2p - 2 - s + i. 1F1B is what comes nearest to it (`one_f_one_b`)."""
 
-    def at(s: int, tick: int) -> Step | None:
+    def at(s: int, tick: int) -> ScheduleStep | None:
         forward, backward = tick - s, tick - (2 * p - 2 - s)
         before = Action(s, "F", forward) if 0 <= forward < m else None
         after = Action(s, "B", backward) if 0 <= backward < m else None
-        return Overlap(before, after) if before and after else before or after
+        return OverlappedPair(before, after) if before and after else before or after
 
     ticks = range(2 * p + m - 2)
     return Timeline(
@@ -24,7 +24,7 @@ def book_overlap(p: int, m: int) -> Timeline:
     )
 
 
-def active(timeline: Timeline) -> list[float]:
+def active_fraction_per_tick(timeline: Timeline) -> list[float]:
     """The share of ranks that do something in each tick."""
     ticks = range(int(timeline.makespan))
     ranks = timeline.spans

@@ -25,7 +25,7 @@ PUBLISHED: dict[str, Callable[[int, int], Schedule]] = {
 
 
 @lru_cache(256)
-def named(name: str, p: int, m: int, v: int = 2) -> Schedule:
+def build_schedule(name: str, p: int, m: int, v: int = 2) -> Schedule:
     """The published schedule of that name for p ranks and m micro-batches; v are the stages of each rank that
     "interleaved" has.
 
@@ -36,13 +36,13 @@ def named(name: str, p: int, m: int, v: int = 2) -> Schedule:
     return interleaved(p, m, v) if name == "interleaved" else PUBLISHED[name](p, m)
 
 
-def schedule_of(layout: Layout, micro_batches: int) -> Schedule:
+def layout_schedule(layout: Layout, micro_batches: int) -> Schedule:
     """The schedule of a layout's pipeline.
 
     Raises UserError if it cannot run so many micro-batches.
     """
     if layout.schedule_file is not None:
-        schedule = from_file(layout.schedule_file, layout.pp)
+        schedule = load_schedule_csv(layout.schedule_file, layout.pp)
         if schedule.micro_batches != micro_batches:
             raise UserError(
                 "layout.schedule_file", layout.schedule_file,
@@ -50,18 +50,18 @@ def schedule_of(layout: Layout, micro_batches: int) -> Schedule:
                 "change layout.micro_batch or training.tokens_per_step, or make another with --microbatches",
             )  # fmt: skip
         return schedule
-    return named(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+    return build_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
 
 
-def any_schedule_of(layout: Layout) -> Schedule:
+def representative_schedule(layout: Layout) -> Schedule:
     """One that every layout has, for what does not depend on micro-batches: its stages, and which rank has which."""
     if layout.schedule_file is not None:
-        return from_file(layout.schedule_file, layout.pp)
-    return schedule_of(layout, 2 * layout.pp)
+        return load_schedule_csv(layout.schedule_file, layout.pp)
+    return layout_schedule(layout, 2 * layout.pp)
 
 
 @cache
-def from_file(path: str, ranks: int) -> Schedule:
+def load_schedule_csv(path: str, ranks: int) -> Schedule:
     """The schedule in a CSV file, for so many ranks.
 
     Raises UserError if there is none that can run.
@@ -71,7 +71,7 @@ def from_file(path: str, ranks: int) -> Schedule:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(field, path, f"cannot be read: {error}", "give the path of a schedule's CSV file") from None
-    schedule = Schedule.of(read_csv(text, path))
+    schedule = Schedule.from_rows(read_csv(text, path))
     if schedule.ranks != ranks:
         raise UserError(field, path, f"is for {schedule.ranks} ranks", f"set layout.pp = {schedule.ranks}")
     if wrong := violations(schedule):

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
-from phalanx.schedule.action import Action, Kind, Schedule
+from phalanx.schedule.action import Action, ActionKind, Schedule
 from phalanx.schedule.generate import dualpipe_v, one_f_one_b, zb_h1, zb_h2, zb_v
-from phalanx.schedule.greedy import Preference, greedy
-from phalanx.schedule.simulate import Times, peak_activations, simulate
+from phalanx.schedule.greedy import PriorityFunction, list_schedule
+from phalanx.schedule.simulate import ActionTimes, peak_activations, simulate
 from phalanx.spec.errors import UserError
 
 
-def search(p: int, m: int, times: Times, limit: Fraction, chunks: int = 2, moves: int = 20_000) -> Schedule:
+def search_schedule(
+    p: int, m: int, times: ActionTimes, limit: Fraction, chunks: int = 2, moves: int = 20_000
+) -> Schedule:
     """An order of split backward passes whose makespan is at most that of every published one of such stages that holds
     no more than `limit` micro-batches of all of a rank's stages (`peak_activations`).
 
@@ -27,25 +29,25 @@ def search(p: int, m: int, times: Times, limit: Fraction, chunks: int = 2, moves
     """
     if limit < 1:
         raise UserError("memory limit", str(limit), "is less than one micro-batch", "allow 1 or more")
-    known = [split(schedule) for schedule in _published(p, m, chunks)]
+    known = [split_backward_passes(schedule) for schedule in _published(p, m, chunks)]
     fitting = [one for one in known if max(peak_activations(one, rank) for rank in range(p)) <= limit]
     stages = {rank: [rank, 2 * p - 1 - rank][:chunks] for rank in range(p)}
     places = [math.floor(limit * chunks)] * p
-    fitting += [greedy(stages, m, _by(kinds), places, times) for kinds in ("IFW", "FIW", "IWF")]
+    fitting += [list_schedule(stages, m, _by(kinds), places, times) for kinds in ("IFW", "FIW", "IWF")]
     best = min(fitting, key=lambda schedule: simulate(schedule, times).makespan)
     return _improved(best, times, places[0], moves)
 
 
-def split(schedule: Schedule) -> Schedule:
+def split_backward_passes(schedule: Schedule) -> Schedule:
     """The schedule with every whole backward pass as its two halves, one after the other, and nothing overlapped."""
-    halves: dict[Kind, tuple[Kind, ...]] = {"F": ("F",), "B": ("I", "W"), "I": ("I",), "W": ("W",)}
-    return Schedule.of(
+    halves: dict[ActionKind, tuple[ActionKind, ...]] = {"F": ("F",), "B": ("I", "W"), "I": ("I",), "W": ("W",)}
+    return Schedule.from_rows(
         [action._replace(kind=kind) for action in schedule.actions(rank) for kind in halves[action.kind]]
         for rank in range(schedule.ranks)
     )
 
 
-def _by(kinds: str) -> Preference:
+def _by(kinds: str) -> PriorityFunction:
     """These kinds before those, and later stages before earlier ones."""
     return lambda action, _: (kinds.index(action.kind), -action.stage)
 
@@ -70,7 +72,7 @@ class _Graph:
     """1 for an action that begins to hold activations, -1 for one that gives them back."""
 
 
-def _improved(schedule: Schedule, times: Times, places: int, moves: int) -> Schedule:
+def _improved(schedule: Schedule, times: ActionTimes, places: int, moves: int) -> Schedule:
     """Move one action of one rank at a time; worse orders are kept with a probability that falls to none."""
     draw = random.Random(0)
     numbered = [action for rank in range(schedule.ranks) for action in schedule.actions(rank)]
@@ -94,10 +96,10 @@ def _improved(schedule: Schedule, times: Times, places: int, moves: int) -> Sche
                 best, best_orders = cost, [*orders]
         else:
             orders[rank] = before
-    return Schedule.of([numbered[at] for at in order] for order in best_orders)
+    return Schedule.from_rows([numbered[at] for at in order] for order in best_orders)
 
 
-def _graph(schedule: Schedule, numbered: list[Action], times: Times) -> _Graph:
+def _graph(schedule: Schedule, numbered: list[Action], times: ActionTimes) -> _Graph:
     number = {action: at for at, action in enumerate(numbered)}
     rank_of = schedule.rank_of
 
@@ -109,7 +111,7 @@ def _graph(schedule: Schedule, numbered: list[Action], times: Times) -> _Graph:
 
     return _Graph(
         [list(needs(action)) for action in numbered],
-        [float(times.of(action)) for action in numbered],
+        [float(times.of_action(action)) for action in numbered],
         [{"F": 1, "W": -1}.get(action.kind, 0) for action in numbered],
     )
 

@@ -7,36 +7,38 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from phalanx.schedule.action import Action, Overlap, Schedule, Step, actions, dependencies
-from phalanx.schedule.validate import check
+from phalanx.schedule.action import Action, OverlappedPair, Schedule, ScheduleStep, actions, dependencies
+from phalanx.schedule.validate import check_schedule
 
 Time = float | Fraction
 
 
 @dataclass(frozen=True)
-class Times:
+class ActionTimes:
     """Durations, in any one unit: of a stage each, or the same for all."""
 
     forward: Time | Sequence[Time] = 1
-    input: Time | Sequence[Time] = 1
+    input_grad: Time | Sequence[Time] = 1
     """Of the backward pass, the half that gives the gradient of a stage's input."""
-    weight: Time | Sequence[Time] = 1
+    weight_grad: Time | Sequence[Time] = 1
     """The half that gives the gradients of its weights."""
     transfer: Time = 0
     """From the end of an action to the arrival of what it gives at another rank, which computes meanwhile."""
     overlapped: Time | None = None
     """An overlapped forward and backward pass; by default their sum."""
 
-    def of(self, action: Action) -> Time:
+    def of_action(self, action: Action) -> Time:
         """What an action takes."""
-        forward, input, weight = (_of(times, action.stage) for times in (self.forward, self.input, self.weight))
+        forward, input, weight = (
+            _of(times, action.stage) for times in (self.forward, self.input_grad, self.weight_grad)
+        )
         return {"F": forward, "I": input, "W": weight, "B": input + weight}[action.kind]
 
-    def of_step(self, step: Step) -> Time:
+    def of_step(self, step: ScheduleStep) -> Time:
         """What a step takes."""
-        if isinstance(step, Overlap) and self.overlapped is not None:
+        if isinstance(step, OverlappedPair) and self.overlapped is not None:
             return self.overlapped
-        return sum(self.of(action) for action in actions(step))
+        return sum(self.of_action(action) for action in actions(step))
 
 
 def _of(times: Time | Sequence[Time], stage: int) -> Time:
@@ -46,7 +48,7 @@ def _of(times: Time | Sequence[Time], stage: int) -> Time:
 class Span(NamedTuple):
     """When a step ran."""
 
-    step: Step
+    step: ScheduleStep
     start: Time
     end: Time
 
@@ -63,7 +65,7 @@ class Timeline:
         """From the first start to the last end on any rank."""
         return max(spans[-1].end for spans in self.spans) - min(spans[0].start for spans in self.spans)
 
-    def window(self, rank: int) -> Time:
+    def rank_span(self, rank: int) -> Time:
         """From a rank's own first start to its own last end: what counts where steps follow each other without a
         synchronisation of all ranks (arXiv 2401.10241, section 2)."""
         return self.spans[rank][-1].end - self.spans[rank][0].start
@@ -79,33 +81,33 @@ class Timeline:
         return 1 - sum(self.busy(rank) for rank in ranks) / (len(ranks) * self.makespan)
 
     @property
-    def overhead(self) -> Time:
+    def bubble_overhead(self) -> Time:
         """The makespan beyond the busiest rank's computing, over that: (p - 1) / m for 1F1B (the same source's other
         definition)."""
         busy = max(self.busy(rank) for rank in range(len(self.spans)))
         return self.makespan / busy - 1
 
     @property
-    def window_bubble(self) -> Time:
+    def rank_span_bubble(self) -> Time:
         """Idle share of the rank whose window is the longest."""
-        rank = max(range(len(self.spans)), key=self.window)
-        return 1 - self.busy(rank) / self.window(rank)
+        rank = max(range(len(self.spans)), key=self.rank_span)
+        return 1 - self.busy(rank) / self.rank_span(rank)
 
 
-def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
+def simulate(schedule: Schedule, times: ActionTimes | None = None) -> Timeline:
     """The timeline of a valid schedule.
 
     Raises UserError if it is not valid.
     """
-    check(schedule)
-    times = times or Times()
+    check_schedule(schedule)
+    times = times or ActionTimes()
     ends: dict[Action, Time] = {}
     spans: list[list[Span]] = [[] for _ in schedule.orders]
     left = [list(order)[::-1] for order in schedule.orders]
     while any(left):
         for rank, steps in enumerate(left):
             while steps:
-                came = [arrival(action, schedule.rank_of, ends, times) for action in actions(steps[-1])]
+                came = [ready_time(action, schedule.rank_of, ends, times) for action in actions(steps[-1])]
                 known = [time for time in came if time is not None]
                 if len(known) < len(came):
                     break
@@ -116,7 +118,9 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
     return Timeline(tuple(map(tuple, spans)))
 
 
-def arrival(action: Action, rank_of: Mapping[int, int], ends: Mapping[Action, Time], times: Times) -> Time | None:
+def ready_time(
+    action: Action, rank_of: Mapping[int, int], ends: Mapping[Action, Time], times: ActionTimes
+) -> Time | None:
     """When everything that an action needs is on its rank; None while that is not known."""
     latest: Time = 0
     for needed in dependencies(action, len(rank_of)):
@@ -128,7 +132,7 @@ def arrival(action: Action, rank_of: Mapping[int, int], ends: Mapping[Action, Ti
     return latest
 
 
-def in_flight(schedule: Schedule, rank: int) -> list[int]:
+def micro_batches_held(schedule: Schedule, rank: int) -> list[int]:
     """After each step of a rank, the micro-batches whose activations its stages hold: from the forward pass to the end
     of the backward pass (of its weight half, where it is halved); those of each stage counted."""
     held, found = 0, []
@@ -142,4 +146,4 @@ def in_flight(schedule: Schedule, rank: int) -> list[int]:
 def peak_activations(schedule: Schedule, rank: int) -> Fraction:
     """The most that `in_flight` gives, in micro-batches of all of the rank's stages together: a rank of 1F1B that holds
     4 micro-batches has 4, and one that holds 4 micro-batches of one of its two stages has 2."""
-    return Fraction(max(in_flight(schedule, rank), default=0), len(schedule.stages_of(rank)))
+    return Fraction(max(micro_batches_held(schedule, rank), default=0), len(schedule.stages_of(rank)))

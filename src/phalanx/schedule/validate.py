@@ -22,7 +22,7 @@ class Violation:
         return f"rank {self.rank}: {self.action} {self.problem}"
 
 
-def check(schedule: Schedule) -> None:
+def check_schedule(schedule: Schedule) -> None:
     """Raise UserError with the first violations of a schedule, if it has any."""
     if found := violations(schedule):
         shown = "; ".join(map(str, found[:3])) + ("; ..." if len(found) > 3 else "")
@@ -35,10 +35,10 @@ def violations(schedule: Schedule) -> list[Violation]:
     return [*_misplaced(schedule), *_counts(schedule)] or list(_stuck(schedule))
 
 
-def violations_as_drawn(grid: Grid) -> list[Violation]:
+def lockstep_violations(grid: Grid) -> list[Violation]:
     """What is wrong about a picture in which every action takes one tick: also an action that does not come later than
     what it needs."""
-    schedule = Schedule.of(grid)
+    schedule = Schedule.from_rows(grid)
     ticks: dict[Action, int] = {}
     for row in grid:
         for tick, step in enumerate(row):

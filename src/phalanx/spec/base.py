@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from phalanx.spec.errors import UserError, UserErrors
+from phalanx.spec.errors import UserError, UserErrorGroup
 
 S = TypeVar("S", bound="Spec")
 
@@ -27,10 +27,10 @@ class Spec(BaseModel):
 
     def replace(self, **changes: Any) -> Self:
         """A validated copy with some fields changed."""
-        return parse(type(self), {**self.model_dump(mode="json"), **changes})
+        return parse_table(type(self), {**self.model_dump(mode="json"), **changes})
 
 
-def parse(kind: type[S], table: dict[str, Any], where: str = "") -> S:
+def parse_table(kind: type[S], table: dict[str, Any], where: str = "") -> S:
     """Validate a table (as read from TOML or JSON) into a description; `where` prefixes the field names of errors.
 
     Raises UserErrors that names every wrong field, its value, and what is allowed.
@@ -39,14 +39,14 @@ def parse(kind: type[S], table: dict[str, Any], where: str = "") -> S:
         # JSON mode is strict about types and still takes a list for a tuple, which is what TOML gives.
         return kind.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
-        raise UserErrors([_explain(kind, table, where, dict(item)) for item in error.errors()]) from None
+        raise UserErrorGroup([_validation_error(kind, table, where, dict(item)) for item in error.errors()]) from None
 
 
 INNER = "function-", "constrained-", "literal["
 """How places begin that pydantic names inside a field."""
 
 
-def _explain(kind: type[Spec], table: dict[str, Any], where: str, item: dict[str, Any]) -> UserError:
+def _validation_error(kind: type[Spec], table: dict[str, Any], where: str, item: dict[str, Any]) -> UserError:
     path = [str(part) for part in item["loc"] if not str(part).startswith(INNER)]
     field = ".".join([where, *path] if where else path) or where or kind.__name__
     context = item.get("ctx", {})
@@ -57,18 +57,18 @@ def _explain(kind: type[Spec], table: dict[str, Any], where: str, item: dict[str
         return UserError(f"{prefix}{inner.field}", inner.value, inner.problem, inner.fix)
     value = None if item["type"] == "missing" or isinstance(item["input"], dict) else item["input"]
     if item["type"] == "extra_forbidden":
-        return UserError(field, value, "is not a known field", suggest(path[-1], known_fields(kind, path[:-1])))
+        return UserError(field, value, "is not a known field", did_you_mean(path[-1], known_fields(kind, path[:-1])))
     field = re.sub(r"\.(\d+)", r"[\1]", field)
     problem = item["msg"][0].lower() + item["msg"][1:]
     problem = problem.replace("input should be", "must be").replace("field required", "is missing")
     problem = problem.replace("an object", "a table").replace("a valid array", "a list")
-    return UserError(field, value, problem, _remedy(item["type"], field.rpartition(".")[2], value, context))
+    return UserError(field, value, problem, _suggest_fix(item["type"], field.rpartition(".")[2], value, context))
 
 
-def _remedy(kind: str, name: str, value: object, context: dict[str, Any]) -> str:
+def _suggest_fix(kind: str, name: str, value: object, context: dict[str, Any]) -> str:
     """What to do about a mistake of a pydantic error type in the field `name`."""
     if kind == "literal_error":
-        return suggest(str(value), re.findall(r"'([^']*)'", context["expected"]), otherwise="use one of them")
+        return did_you_mean(str(value), re.findall(r"'([^']*)'", context["expected"]), otherwise="use one of them")
     return {
         "missing": f"give {name} a value",
         "int_type": f"write a whole number, such as {name} = 4",
@@ -100,7 +100,7 @@ def known_fields(kind: type[Spec], path: list[str]) -> list[str]:
     return list(kind.model_fields)
 
 
-def suggest(word: str, known: list[str], otherwise: str = "") -> str:
+def did_you_mean(word: str, known: list[str], otherwise: str = "") -> str:
     """A sentence that offers the nearest known word, whatever its case and dashed endings; failing that `otherwise`, or
     a list of them all."""
     asked = word.lower()

@@ -9,7 +9,7 @@ from pydantic import Field
 from phalanx.spec.base import Spec
 
 
-class Measured(Spec):
+class CalibrationSpec(Spec):
     """What runs on a machine showed, in place of what published runs did."""
 
     runs: int = Field(gt=0)
@@ -31,7 +31,7 @@ class Measured(Spec):
     """Of each byte of buffers of communication, how many more count as a tensor's: what libraries hold beside them."""
 
 
-class Cluster(Spec):
+class ClusterSpec(Spec):
     """Nodes, the devices in them, and what they can do. Unknown speeds are measured or left out, never guessed."""
 
     preset: str | None = Field(None, examples=["h100"])
@@ -92,11 +92,11 @@ class Cluster(Spec):
     """How often a device, or what belongs to it, stops the run. By default as often as in Llama 3's 405B run."""
     restart_seconds: float = Field(600, ge=0)
     """From a failure to the first step after it."""
-    measured: Measured | None = None
+    measured: CalibrationSpec | None = None
     """What runs on this machine showed: `phalanx calibrate` writes it."""
 
     @property
-    def crowd(self) -> float:
+    def ranks_per_core(self) -> float:
         """Ranks that share one core, of a node where CPUs compute: below 1 where a rank has several."""
         return (self.nproc or 1) / self.cores if self.cores else 1.0
 
@@ -107,7 +107,7 @@ class Cluster(Spec):
         return self.memory_bytes and self.memory_bytes // shared
 
     @property
-    def fast_domain(self) -> int:
+    def fast_link_domain_size(self) -> int:
         """Devices that fast links join: those of a node, where nothing else is said."""
         return self.domain or self.nproc or 1
 

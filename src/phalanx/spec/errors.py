@@ -22,19 +22,19 @@ class UserError(ValueError):
         return f"{self.field}{shown}: {self.problem}" + (f"\n  fix: {self.fix}" if self.fix else "")
 
 
-class NodeError(UserError):
+class LocalNodeError(UserError):
     """Something of this one machine, which another has not, or this one the next time. As one of several nodes it ends
     `phalanx train` with 1: the run is not to be ended for it."""
 
 
-class UserErrors(UserError):  # noqa: N818
+class UserErrorGroup(UserError):  # noqa: N818
     """Several mistakes in one file, reported together."""
 
     def __init__(self, errors: list[UserError]) -> None:
         self.errors = errors
         ValueError.__init__(self, str(self))
 
-    def __reduce__(self) -> tuple[type[UserErrors], tuple[list[UserError]]]:  # type: ignore[override]
+    def __reduce__(self) -> tuple[type[UserErrorGroup], tuple[list[UserError]]]:  # type: ignore[override]
         return type(self), (self.errors,)
 
     def __str__(self) -> str:

@@ -7,16 +7,16 @@ from importlib.metadata import version
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 
-SIZES_FIRST_BUCKET = (2, 13)
+FIRST_BUCKET_TORCH_VERSION = (2, 13)
 """From this version on DDP takes bucket_cap_mb_list."""
 
 
-def refuse_unsupported(layout: Layout) -> None:
+def check_torch_supports(layout: Layout) -> None:
     """Raise UserError for a choice that the installed PyTorch cannot follow."""
     installed = version("torch")
     major, minor, *_ = installed.split(".")
-    if layout.first_bucket_mb is not None and (int(major), int(minor)) < SIZES_FIRST_BUCKET:
-        needed = ".".join(map(str, SIZES_FIRST_BUCKET))
+    if layout.first_bucket_mb is not None and (int(major), int(minor)) < FIRST_BUCKET_TORCH_VERSION:
+        needed = ".".join(map(str, FIRST_BUCKET_TORCH_VERSION))
         raise UserError(
             "layout.first_bucket_mb", layout.first_bucket_mb, f"torch {installed} cannot size it",
             f"use torch {needed}, or remove it",

@@ -13,11 +13,11 @@ from phalanx.spec.base import Spec, divisors
 from phalanx.spec.errors import UserError
 
 ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
-Outermost = Literal["data", "pipeline"]
-IN_PIPELINES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
-NOT_YET = "is described, but does not run yet"
-SHARDED = ("zero1", "zero2", "zero3", "hsdp")
-MEANT_FOR = {
+RankOrder = Literal["data", "pipeline"]
+PIPELINE_DATA_STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+NOT_IMPLEMENTED = "is described, but does not run yet"
+SHARDED_STRATEGIES = ("zero1", "zero2", "zero3", "hsdp")
+VALID_DATA_STRATEGIES = {
     "bucket_mb": ("ddp", "zero1", "zero2"),
     "first_bucket_mb": ("ddp",),
     "compress": ("ddp",),
@@ -27,19 +27,19 @@ MEANT_FOR = {
     "reshard": ("zero3", "hsdp"),
     "wrap": ("zero3", "hsdp"),
     "prefetch": ("zero3", "hsdp"),
-    "offload": SHARDED,
+    "offload": SHARDED_STRATEGIES,
     "dp_shard": ("hsdp",),
     "servers": ("parameter_server",),
     "staleness": ("parameter_server",),
 }
 """Choices that mean something only with these values of `data`."""
-NEEDS_AXIS = {
+REQUIRES_DEGREE = {
     **dict.fromkeys(("outermost", "schedule", "schedule_file", "virtual_stages"), "pp"),
     **dict.fromkeys(("sequence_parallel", "heads"), "tp"),
     "context": "cp",
 }
 """Choices that mean something only where this degree is above 1."""
-NOT_IN_PIPELINES = ("compress", "first_bucket_mb", "static_graph", "unused_parameters", "reshard")
+INVALID_IN_PIPELINE = ("compress", "first_bucket_mb", "static_graph", "unused_parameters", "reshard")
 """Choices of DDP, which a pipeline does not use, and of ZeRO-3, which in one keeps parameters gathered for the step."""
 
 
@@ -63,7 +63,7 @@ class Layout(Spec):
     """Tensor-parallel degree."""
     pp: int = Field(1, gt=0)
     """Pipeline stages in sequence."""
-    outermost: Outermost = "data"
+    outermost: RankOrder = "data"
     """Which ranks are furthest apart: those with different data, which meet once per step (data), so that a pipeline's
     are neighbours; or a pipeline's stages, which send little (pipeline), so that a stage's are, and with them its
     experts."""
@@ -121,7 +121,7 @@ class Layout(Spec):
 
 
 @dataclass(frozen=True)
-class Degrees:
+class ParallelDims:
     """The size of every mesh axis; their product is the world size. Tensor-parallel ranks, which meet in every layer,
     sit next to each other; data-parallel ranks, which meet once per step, or pipelines, may be far apart."""
 
@@ -147,26 +147,26 @@ class Degrees:
         """Outermost first."""
         return ("pp", "dp_replicate", "dp_shard", "cp", "tp") if self.pipeline_outermost else AXES
 
-    def place(self, rank: int) -> dict[str, int]:
+    def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank is on every axis; a server is at none, but is given one."""
         found, outside = {}, rank - self.servers
         for axis in reversed(self.axes):
             outside, found[axis] = divmod(outside, getattr(self, axis))
         return found
 
-    def expert_place(self, rank: int) -> int:
+    def expert_rank(self, rank: int) -> int:
         """Which of `ep` runs of a layer's experts a rank has."""
-        within, place = 0, self.place(rank)
+        within, place = 0, self.coordinates(rank)
         for axis in STAGE_AXES:
             within = within * getattr(self, axis) + place[axis]
         return within % self.ep
 
     @property
-    def dp(self) -> int:
+    def dp_size(self) -> int:
         """Ranks that read different data."""
         return self.dp_replicate * self.dp_shard
 
-    def as_data(self, sharded: bool) -> Degrees:
+    def with_cp_as_data_parallel(self, sharded: bool) -> ParallelDims:
         """The same, with context parallelism as what it is to whoever keeps or sums what is trained: more ranks with
         the same model and other data; they share one copy where copies are `sharded`."""
         replicate, shard = (1, self.cp) if sharded else (self.cp, 1)
@@ -175,15 +175,15 @@ class Degrees:
     @property
     def world_size(self) -> int:
         """All ranks of the run."""
-        return self.servers + self.pp * self.dp * self.cp * self.tp
+        return self.servers + self.pp * self.dp_size * self.cp * self.tp
 
 
-def degrees(layout: Layout, world_size: int) -> Degrees:
+def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
     """The mesh axes of `layout` on `world_size` ranks.
 
     Raises UserError if the ranks cannot be divided so, or for a choice that means nothing in this layout.
     """
-    check_meaning(layout)
+    check_inapplicable_options(layout)
     servers = layout.servers if layout.data == "parameter_server" else 0
     if servers and servers >= world_size:
         raise UserError(
@@ -216,23 +216,23 @@ def degrees(layout: Layout, world_size: int) -> Degrees:
         raise UserError("layout.ep", layout.ep, problem, f"use one of {allowed}")
     shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data, dp)
     outside = layout.outermost == "pipeline"
-    return Degrees(dp // shard, shard, layout.pp, layout.cp, layout.tp, servers, layout.ep, outside)
+    return ParallelDims(dp // shard, shard, layout.pp, layout.cp, layout.tp, servers, layout.ep, outside)
 
 
 AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
 """By default from outside to inside (`Degrees.axes`)."""
 STAGE_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 """Of the ranks of a stage."""
-SPLIT_AXES = ("pp", "tp", "cp", "ep")
+MODEL_PARALLEL_AXES = ("pp", "tp", "cp", "ep")
 """Degrees of ranks that share a model or a sequence."""
 
 
-def is_shared(layout: Layout) -> bool:
+def uses_model_parallelism(layout: Layout) -> bool:
     """Whether ranks share a model or a sequence."""
-    return any(getattr(layout, axis) > 1 for axis in SPLIT_AXES)
+    return any(getattr(layout, axis) > 1 for axis in MODEL_PARALLEL_AXES)
 
 
-def groups(sizes: Degrees, *axes: str) -> list[tuple[int, ...]]:
+def process_groups(sizes: ParallelDims, *axes: str) -> list[tuple[int, ...]]:
     """The ranks of every group over these axes: those that differ in nothing else. Servers are in none."""
     shape = [getattr(sizes, axis) for axis in sizes.axes]
     found: dict[tuple[int, ...], list[int]] = {}
@@ -242,21 +242,23 @@ def groups(sizes: Degrees, *axes: str) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in found.values()]
 
 
-def stage_groups(sizes: Degrees) -> list[tuple[int, ...]]:
+def pipeline_stage_groups(sizes: ParallelDims) -> list[tuple[int, ...]]:
     """The ranks at every place of the pipeline."""
-    return groups(sizes, *STAGE_AXES)
+    return process_groups(sizes, *STAGE_AXES)
 
 
-def expert_groups(sizes: Degrees) -> list[tuple[int, ...]]:
+def expert_parallel_groups(sizes: ParallelDims) -> list[tuple[int, ...]]:
     """The ranks of every group that have different experts: neighbours among those of a stage."""
     if sizes.ep == 1:
         return []
     return [
-        ranks[first : first + sizes.ep] for ranks in stage_groups(sizes) for first in range(0, len(ranks), sizes.ep)
+        ranks[first : first + sizes.ep]
+        for ranks in pipeline_stage_groups(sizes)
+        for first in range(0, len(ranks), sizes.ep)
     ]
 
 
-def spread(sizes: Mapping[str, int], servers: int) -> dict[str, int]:
+def assign_parameters_to_servers(sizes: Mapping[str, int], servers: int) -> dict[str, int]:
     """Which server owns which parameter: the largest first, each to the server that has least so far."""
     load = [0] * servers
     owner = {}
@@ -266,9 +268,9 @@ def spread(sizes: Mapping[str, int], servers: int) -> dict[str, int]:
     return owner
 
 
-def check_meaning(layout: Layout) -> None:
+def check_inapplicable_options(layout: Layout) -> None:
     """Raise UserError for a choice that means nothing in this layout."""
-    for field, axis in NEEDS_AXIS.items():
+    for field, axis in REQUIRES_DEGREE.items():
         value = getattr(layout, field)
         if getattr(layout, axis) == 1 and value != Layout.model_fields[field].default:
             fix = f"remove it, or set layout.{axis} to 2 or more"
@@ -280,12 +282,12 @@ def check_meaning(layout: Layout) -> None:
         problem = f'does not go with layout.schedule = "{layout.schedule}"'
         fix = 'set it to 2 or more with "interleaved", and leave it out with any other'
         raise UserError("layout.virtual_stages", layout.virtual_stages, problem, fix)
-    for field in NOT_IN_PIPELINES if layout.pp > 1 else ():
+    for field in INVALID_IN_PIPELINE if layout.pp > 1 else ():
         value = getattr(layout, field)
         if value != Layout.model_fields[field].default:
             problem, fix = f"has no meaning in a pipeline (layout.pp = {layout.pp})", "remove it"
             raise UserError(f"layout.{field}", value, problem, f"{fix}, or set layout.pp = 1")
-    for field, data in MEANT_FOR.items():
+    for field, data in VALID_DATA_STRATEGIES.items():
         value = getattr(layout, field)
         if value != Layout.model_fields[field].default and layout.data not in data:
             raise UserError(
@@ -303,12 +305,12 @@ def check_meaning(layout: Layout) -> None:
         )  # fmt: skip
 
 
-def refuse_unrunnable(layout: Layout) -> None:
+def check_supported(layout: Layout) -> None:
     """Raise UserError for a value that training cannot run yet."""
-    if layout.pp > 1 and layout.data not in IN_PIPELINES:
-        fix = f"use one of {', '.join(IN_PIPELINES)}, or layout.pp = 1"
-        raise UserError("layout.data", layout.data, f"in a pipeline (layout.pp = {layout.pp}) {NOT_YET}", fix)
+    if layout.pp > 1 and layout.data not in PIPELINE_DATA_STRATEGIES:
+        fix = f"use one of {', '.join(PIPELINE_DATA_STRATEGIES)}, or layout.pp = 1"
+        raise UserError("layout.data", layout.data, f"in a pipeline (layout.pp = {layout.pp}) {NOT_IMPLEMENTED}", fix)
     for axis in ("tp", "cp", "ep"):
         if getattr(layout, axis) > 1 and layout.data == "parameter_server":
-            fix = f"use one of {', '.join(IN_PIPELINES)}, or layout.{axis} = 1"
-            raise UserError("layout.data", layout.data, f"with layout.{axis} above 1 {NOT_YET}", fix)
+            fix = f"use one of {', '.join(PIPELINE_DATA_STRATEGIES)}, or layout.{axis} = 1"
+            raise UserError("layout.data", layout.data, f"with layout.{axis} above 1 {NOT_IMPLEMENTED}", fix)

@@ -10,16 +10,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from phalanx.spec.base import parse, suggest
-from phalanx.spec.cluster import Cluster
-from phalanx.spec.errors import UserError, UserErrors
+from phalanx.spec.base import did_you_mean, parse_table
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.hf_config import model_table
-from phalanx.spec.layout import MEANT_FOR, NEEDS_AXIS, Layout
+from phalanx.spec.layout import REQUIRES_DEGREE, VALID_DATA_STRATEGIES, Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import OptimizerSpec, RunSpec
 
 ENVIRONMENT_PREFIX = "PHALANX_"
-OF_THE_JOB = (
+JOB_ENVIRONMENT_VARIABLES = (
     "nodes", "nproc", "price_per_hour", "price_per_kwh", "storage_bytes_per_second", "failures_per_device_hour",
     "restart_seconds",
 )  # fmt: skip
@@ -42,7 +42,7 @@ def load_run(
     """
     table = read_toml(path)
     if machine is not None and isinstance(cluster := table.get("cluster", {}), dict):
-        kept = [field for field in cluster if "preset" not in cluster or field in OF_THE_JOB]
+        kept = [field for field in cluster if "preset" not in cluster or field in JOB_ENVIRONMENT_VARIABLES]
         table["cluster"] = {**{field: cluster[field] for field in kept}, "preset": machine}
     written = dict(layout) if isinstance(layout := table.get("layout", {}), dict) else {}
     from_environment = {}
@@ -50,24 +50,24 @@ def load_run(
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
             keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
             from_environment[".".join(keys)] = name
-            _assign(table, keys, text, name)
+            _set_path(table, keys, text, name)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key.strip():
             raise UserError("--set", override, "is not KEY=VALUE", "write, for example, --set training.steps=200")
         from_environment.pop(key.strip(), None)
-        _assign(table, key.strip().split("."), text.strip(), f"--set {key}")
-    _leave_behind(table.get("layout", {}), written)
+        _set_path(table, key.strip().split("."), text.strip(), f"--set {key}")
+    _drop_inapplicable_options(table.get("layout", {}), written)
     try:
-        return build_run(table)
+        return run_from_table(table)
     except UserError as error:
-        for one in error.errors if isinstance(error, UserErrors) else [error]:
+        for one in error.errors if isinstance(error, UserErrorGroup) else [error]:
             if one.field in from_environment:
                 one.problem += f" (set by {from_environment[one.field]})"
         raise
 
 
-def _leave_behind(layout: Any, written: Table) -> None:
+def _drop_inapplicable_options(layout: Any, written: Table) -> None:
     """Another strategy than the run file's, or a degree set back to 1, leaves behind those of its choices that mean
     nothing now."""
     if not isinstance(layout, dict):
@@ -76,16 +76,16 @@ def _leave_behind(layout: Any, written: Table) -> None:
     if layout.get("data") != written.get("data"):
         data = str(layout.get("data", Layout.model_fields["data"].default))
         for field in kept:
-            if data not in MEANT_FOR.get(field, (data,)):
+            if data not in VALID_DATA_STRATEGIES.get(field, (data,)):
                 del layout[field]
-    for field, axis in NEEDS_AXIS.items():
+    for field, axis in REQUIRES_DEGREE.items():
         if field in kept and layout.get(axis, 1) == 1 and written.get(axis, 1) != 1:
             layout.pop(field, None)
     if layout.get("offload") != written.get("offload") and "offload_directory" in kept:
         layout.pop("offload_directory")
 
 
-def build_run(table: Table) -> RunSpec:
+def run_from_table(table: Table) -> RunSpec:
     """A RunSpec from a table whose presets are still names."""
     table = dict(table)
     if table.get("layout") == "auto":
@@ -96,7 +96,7 @@ def build_run(table: Table) -> RunSpec:
     table["optimizer"] = _with_warmup(table.get("optimizer", {}), table.get("training"))
     if isinstance(cluster := table.get("cluster", {}), dict):
         table["cluster"] = resolve_preset(cluster, "machines", "cluster")
-    return parse(RunSpec, table)
+    return parse_table(RunSpec, table)
 
 
 def load_model(name: str) -> ModelSpec:
@@ -106,13 +106,13 @@ def load_model(name: str) -> ModelSpec:
     if path.suffix == ".toml":
         table = read_toml(path)
         is_run = "model" in table or set(table) <= set(RunSpec.model_fields)
-        return parse(ModelSpec, resolve_model(table.get("model", {}) if is_run else table), "model")
+        return parse_table(ModelSpec, resolve_model(table.get("model", {}) if is_run else table), "model")
     if path.suffix == ".json" or path.is_dir():
-        return parse(ModelSpec, resolve_model({"from_hf": name}), "model")
-    return parse(ModelSpec, resolve_model({"preset": name}), "model")
+        return parse_table(ModelSpec, resolve_model({"from_hf": name}), "model")
+    return parse_table(ModelSpec, resolve_model({"preset": name}), "model")
 
 
-def keep_layout(directory: Path, layout: Layout | None) -> None:
+def write_effective_layout(directory: Path, layout: Layout | None) -> None:
     """Write down what layout a start of the run in a directory has; None for its own."""
     file = directory / LAYOUT_FILE
     if layout is None:
@@ -123,13 +123,13 @@ def keep_layout(directory: Path, layout: Layout | None) -> None:
         aside.replace(file)  # whole, or not there
 
 
-def with_kept_layout(run: RunSpec, directory: Path) -> RunSpec:
+def with_last_used_layout(run: RunSpec, directory: Path) -> RunSpec:
     """A run as it was last started.
 
     Raises UserError if the layout kept there is of another version.
     """
     file = directory / LAYOUT_FILE
-    return run.model_copy(update={"layout": parse(Layout, _read_json(file))}) if file.exists() else run
+    return run.model_copy(update={"layout": parse_table(Layout, _read_json(file))}) if file.exists() else run
 
 
 def _with_tokenizer(data: Any, model: Any) -> Any:
@@ -149,14 +149,14 @@ def _with_warmup(optimizer: Any, training: Any) -> Any:
     return {**optimizer, "warmup_steps": steps // 2} if steps < 2 * usual else optimizer
 
 
-def load_machine(name: str) -> Cluster:
+def load_machine(name: str) -> ClusterSpec:
     """The machine of a preset."""
-    return parse(Cluster, resolve_preset({"preset": name}, "machines", "cluster"), "cluster")
+    return parse_table(ClusterSpec, resolve_preset({"preset": name}, "machines", "cluster"), "cluster")
 
 
-def cluster_table(cluster: Cluster) -> Table:
+def cluster_overrides(cluster: ClusterSpec) -> Table:
     """What makes this cluster of its preset, or of the defaults."""
-    usual = load_machine(cluster.preset) if cluster.preset else Cluster()
+    usual = load_machine(cluster.preset) if cluster.preset else ClusterSpec()
     same = usual.model_dump(mode="json")
     table = {key: value for key, value in cluster.model_dump(mode="json").items() if value != same[key]}
     return {**({"preset": cluster.preset} if cluster.preset else {}), **table}
@@ -173,7 +173,7 @@ def resolve_model(table: Table) -> Table:
     config = path if path.suffix == ".json" else path / "config.json"
     if not config.is_file():
         raise UserError("model.from_hf", source, f"has no {config.name}", "give a directory that save_pretrained wrote")
-    return _merge(model_table(_read_json(config)), table)
+    return _deep_merge(model_table(_read_json(config)), table)
 
 
 def resolve_preset(table: Table, kind: str, field: str) -> Table:
@@ -183,11 +183,11 @@ def resolve_preset(table: Table, kind: str, field: str) -> Table:
         return table
     if kind == "machines" and str(name).endswith(".toml"):  # whose own preset is the machine's name
         described = resolve_preset(read_toml(Path(str(name)).expanduser(), "machine file"), kind, field)
-        return _merge(described, {key: value for key, value in table.items() if key != "preset"})
+        return _deep_merge(described, {key: value for key, value in table.items() if key != "preset"})
     known = preset_names(kind)
     if name not in known:
-        raise UserError(f"{field}.preset", name, "is not a known preset", suggest(str(name), known))
-    return _merge(tomllib.loads(_presets(kind).joinpath(f"{name}.toml").read_text()), table)
+        raise UserError(f"{field}.preset", name, "is not a known preset", did_you_mean(str(name), known))
+    return _deep_merge(tomllib.loads(_presets(kind).joinpath(f"{name}.toml").read_text()), table)
 
 
 def preset_names(kind: str) -> list[str]:
@@ -225,27 +225,27 @@ def _read_json(path: Path) -> Table:
         ) from None
 
 
-def _merge(base: Table, over: Table) -> Table:
+def _deep_merge(base: Table, over: Table) -> Table:
     """`over` laid over `base`, table by table."""
     merged = dict(base)
     for key, value in over.items():
         inner = merged.get(key)
-        merged[key] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+        merged[key] = _deep_merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
     return merged
 
 
-def _assign(table: Table, path: list[str], text: str, origin: str) -> None:
+def _set_path(table: Table, path: list[str], text: str, origin: str) -> None:
     for part in path[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise UserError(origin, text, f"{part} is a value, not a table", "check the dotted path")
     if text:
-        table[path[-1]] = toml_value(text)
+        table[path[-1]] = parse_toml_value(text)
     else:
         table.pop(path[-1], None)
 
 
-def toml_value(text: str) -> Any:
+def parse_toml_value(text: str) -> Any:
     """A TOML value; what is none is taken as text, so that --set name=trial needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -164,6 +164,6 @@ class ModelSpec(Spec):
             )  # fmt: skip
         return self
 
-    def is_moe(self, layer: int) -> bool:
+    def is_moe_layer(self, layer: int) -> bool:
         """Whether this layer (from 0) has experts in place of an MLP."""
         return self.moe is not None and layer >= self.moe.first_dense

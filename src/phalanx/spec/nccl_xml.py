@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 from xml.parsers import expat
 
-from phalanx.spec.node import NodeTopology, refuse
+from phalanx.spec.node import NodeTopology, topology_error
 
 
 def parse_nccl(text: str) -> NodeTopology:
@@ -17,9 +17,11 @@ def parse_nccl(text: str) -> NodeTopology:
     """
     root = _tree(text)
     if root.tag != "system" or not root.findall("cpu"):
-        refuse(_line(root), f"<{root.tag}> is not a <system> with <cpu>", "give a file that NCCL_TOPO_DUMP_FILE names")
+        topology_error(
+            _line(root), f"<{root.tag}> is not a <system> with <cpu>", "give a file that NCCL_TOPO_DUMP_FILE names"
+        )
     if len({cpu.get("host_hash") for cpu in root.iter("cpu")}) > 1:
-        refuse(_line(root), "has the CPUs of several nodes", "dump one node's, with NCCL_MNNVL_ENABLE=0")
+        topology_error(_line(root), "has the CPUs of several nodes", "dump one node's, with NCCL_MNNVL_ENABLE=0")
     parents = {child: parent for parent in root.iter() for child in parent}
     gpus, dumped = _gpus(root)
     nets = list(root.iter("net")) or [pci for pci in root.iter("pci") if pci.get("class", "").startswith("0x02")]
@@ -31,7 +33,7 @@ def parse_nccl(text: str) -> NodeTopology:
         nics=tuple(net.get("name") or net.get("busid") or f"NIC{i}" for i, net in enumerate(nets)),
         links=_nvlinks(gpus, parents),
         nic_paths=tuple(tuple(_path(gpu, device, parents) for device in devices) for gpu in gpus),
-        numa=tuple(_numa_of(gpu, parents) for gpu in gpus),
+        numa_nodes=tuple(_numa_of(gpu, parents) for gpu in gpus),
         nvlinks=tuple(sum(_ports(gpu).values()) if dumped else None for gpu in gpus),
         capability=capabilities.pop() if len(capabilities) == 1 else None,
         nic_bytes_per_second=tuple(speed * 1e6 / 8 if speed and speed > 0 else None for speed in speeds),
@@ -44,10 +46,10 @@ def _gpus(root: Element) -> tuple[list[Element], bool]:
     dumped = [pci for pci in root.iter("pci") if pci.find("gpu") is not None]
     gpus = dumped or [pci for pci in root.iter("pci") if pci.get("class", "").startswith("0x0302")]
     if not gpus:
-        refuse(_line(root), "has no GPUs", "give a file that NCCL_TOPO_DUMP_FILE names")
+        topology_error(_line(root), "has no GPUs", "give a file that NCCL_TOPO_DUMP_FILE names")
     for pci in gpus:
         if not pci.get("busid"):
-            refuse(_line(pci), "<pci> has no busid", "give the file as NCCL wrote it")
+            topology_error(_line(pci), "<pci> has no busid", "give the file as NCCL wrote it")
     return sorted(gpus, key=lambda pci: max((_number(gpu, "dev") or 0 for gpu in pci.iter("gpu")), default=0)), bool(
         dumped
     )
@@ -113,7 +115,7 @@ def _tree(text: str) -> Element:
         builder.start(tag, {**attributes, "#line": str(parser.CurrentLineNumber)})
 
     def doctype(*_: object) -> None:
-        refuse(parser.CurrentLineNumber - 1, "has a document type (DTD)", "remove it: NCCL writes none")
+        topology_error(parser.CurrentLineNumber - 1, "has a document type (DTD)", "remove it: NCCL writes none")
 
     parser.StartElementHandler = start
     parser.EndElementHandler = builder.end
@@ -121,7 +123,9 @@ def _tree(text: str) -> Element:
     try:
         parser.Parse(text.lstrip("\ufeff \t\r\n").encode(errors="replace"), True)
     except expat.ExpatError as error:
-        refuse(error.lineno - 1, f"is not XML: {expat.ErrorString(error.code)}", "give the file as NCCL wrote it")
+        topology_error(
+            error.lineno - 1, f"is not XML: {expat.ErrorString(error.code)}", "give the file as NCCL wrote it"
+        )
     return builder.close()
 
 
@@ -131,7 +135,9 @@ def _number(element: Element, key: str) -> int | None:
     try:
         return int(text, 0) if text else None
     except ValueError:
-        refuse(_line(element), f'{key}="{text}" of <{element.tag}> is not a whole number', "give it as NCCL wrote it")
+        topology_error(
+            _line(element), f'{key}="{text}" of <{element.tag}> is not a whole number', "give it as NCCL wrote it"
+        )
 
 
 def _line(element: Element) -> int:

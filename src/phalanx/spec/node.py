@@ -24,7 +24,7 @@ class NodeTopology:
     """The way from each GPU to each; X to itself."""
     nic_paths: tuple[tuple[str, ...], ...]
     """The way from each GPU to each network device."""
-    numa: tuple[int | None, ...]
+    numa_nodes: tuple[int | None, ...]
     """NUMA node of each GPU; None where it is not known or not one."""
     nvlinks: tuple[int | None, ...]
     """NVLinks of each GPU to other GPUs and to switches; None where they are not known."""
@@ -41,7 +41,7 @@ class NodeTopology:
         best = min(map(PATHS.index, paths), default=0)
         return tuple(nic for nic, path in zip(self.nics, paths, strict=True) if path == PATHS[best])
 
-    def domains(self) -> tuple[tuple[int, ...], ...]:
+    def nvlink_domains(self) -> tuple[tuple[int, ...], ...]:
         """The GPUs that NVLinks join, directly or over others: by index, each in one domain."""
         found: list[tuple[int, ...]] = []
         for start in range(len(self.gpus)):
@@ -55,11 +55,11 @@ class NodeTopology:
         return tuple(found)
 
 
-def listed(values: Sequence[object]) -> str:
+def join_words(values: Sequence[object]) -> str:
     """Values as a sentence has them."""
     return ", ".join(map(str, values))
 
 
-def refuse(index: int, problem: str, fix: str) -> NoReturn:
+def topology_error(index: int, problem: str, fix: str) -> NoReturn:
     """Raise UserError about a line of a topology, counted from 0."""
     raise UserError("topology", None, f"line {index + 1}: {problem}", fix)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.node import PATHS, NodeTopology, listed, refuse
+from phalanx.spec.node import PATHS, NodeTopology, join_words, topology_error
 
 NVLINKS = 18
 """Most NVLinks that a GPU has (Hopper, Blackwell)."""
@@ -27,7 +27,7 @@ def parse_matrix(text: str) -> NodeTopology:
     devices = DEVICE.findall(lines[head].partition("CPU Affinity")[0])
     gpus = [name for name in devices if GPU.fullmatch(name)]
     if len(set(devices)) < len(devices):
-        refuse(head, "names a device twice", "give it as nvidia-smi topo -m prints it")
+        topology_error(head, "names a device twice", "give it as nvidia-smi topo -m prints it")
     numbers = _rows(lines, head, gpus)
     cells, numa = [], []
     for name in gpus:
@@ -45,7 +45,7 @@ def parse_matrix(text: str) -> NodeTopology:
         nics=tuple(named.get(devices[i], devices[i]) for i in nics),
         links=tuple(map(tuple, links)),
         nic_paths=tuple(tuple(row[i] for i in nics) for row in cells),
-        numa=tuple(numa),
+        numa_nodes=tuple(numa),
         nvlinks=tuple((sum(row) if sum(row) <= NVLINKS else max(row)) if shown else None for row in counts),
     )
 
@@ -75,7 +75,7 @@ def _rows(lines: Sequence[str], head: int, gpus: Sequence[str]) -> dict[str, int
             found.setdefault(words[0], number)
     for name in gpus:
         if name not in found:
-            refuse(head, f"names {name}, which has no row", "give all of what nvidia-smi topo -m prints")
+            topology_error(head, f"names {name}, which has no row", "give all of what nvidia-smi topo -m prints")
     return found
 
 
@@ -86,11 +86,15 @@ def _cells(line: str, number: int, name: str, devices: Sequence[str]) -> tuple[l
         match = CELL.match(rest)
         if match is None or (match[1].startswith("NV") and not GPU.fullmatch(device)):
             word = (rest.split() or ["nothing"])[0]
-            allowed = f"X, NV# or one of {listed(PATHS)}" if GPU.fullmatch(device) else f"one of {listed(PATHS)}"
-            refuse(number, f"{name} to {device} is {word}", f"it must be {allowed}")
+            allowed = (
+                f"X, NV# or one of {join_words(PATHS)}" if GPU.fullmatch(device) else f"one of {join_words(PATHS)}"
+            )
+            topology_error(number, f"{name} to {device} is {word}", f"it must be {allowed}")
         own = match[1] == "X"
         if own != (device == name):
-            refuse(number, f"{name} to {device} is {match[1]}", "X is for a device and itself, and nothing else is")
+            topology_error(
+                number, f"{name} to {device} is {match[1]}", "X is for a device and itself, and nothing else is"
+            )
         cells.append(match[1].replace("SOC", "SYS"))  # before driver 384
         rest = rest[match.end() :]
     return cells, rest
@@ -111,4 +115,4 @@ def _check_symmetry(links: Sequence[Sequence[str]], gpus: Sequence[str], numbers
         for j, other in enumerate(gpus[:i]):
             if links[i][j] != links[j][i]:
                 problem = f"{one} to {other} is {links[i][j]}, but line {numbers[other] + 1} has {links[j][i]}"
-                refuse(numbers[one], problem, "give it as nvidia-smi topo -m prints it")
+                topology_error(numbers[one], problem, "give it as nvidia-smi topo -m prints it")

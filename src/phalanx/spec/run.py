@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from phalanx.spec.base import Spec, divisors, require
-from phalanx.spec.cluster import Cluster
-from phalanx.spec.layout import Layout, degrees
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.layout import Layout, parallel_dims
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.swarm import SPLIT, SwarmSpec
@@ -18,9 +18,9 @@ from phalanx.spec.tokenizer import BYTES_VOCAB
 # A micro-batch by default: large enough to keep a device busy, with logits that leave memory for the rest.
 MICRO_BATCH_TOKENS = 16_384
 LOGITS_BYTES = 2**31
-PIPELINE_FILLED = 4
+MIN_MICRO_BATCHES_PER_STAGE = 4
 """Micro-batches of a step for each rank of a pipeline, by default: 1F1B idles for a fifth of it then."""
-UNEVEN_DATA = ("ddp", "zero1", "parameter_server")
+STRATEGIES_WITH_UNEVEN_BATCHES = ("ddp", "zero1", "parameter_server")
 """Ways of data parallelism whose ranks need not do the same number of forward passes."""
 
 
@@ -159,7 +159,7 @@ class RunSpec(Spec):
     """How the work is laid over ranks; `layout = "auto"` leaves it to the planner."""
     automatic: bool = False
     """Whether the planner is to choose the layout: what `layout = "auto"` sets."""
-    cluster: Cluster = Cluster()
+    cluster: ClusterSpec = ClusterSpec()
     """What it runs on."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """When the held-out loss is measured."""
@@ -226,12 +226,12 @@ class RunSpec(Spec):
         )  # fmt: skip
         scaling = self.training.scaling
         require(
-            not swarm.of_gradients or self.optimizer.name == "adamw", "optimizer.name", self.optimizer.name,
+            not swarm.sends_gradients or self.optimizer.name == "adamw", "optimizer.name", self.optimizer.name,
             "is not AdamW, whose moments the coordinator of ddp keeps",
             'use adamw, or swarm.method = "fedavg"',
         )  # fmt: skip
         require(
-            not swarm.of_gradients or scaling == "keep", "training.scaling", scaling,
+            not swarm.sends_gradients or scaling == "keep", "training.scaling", scaling,
             "follows the ranks of a node, and the coordinator of ddp steps for all nodes", "set learning rates instead",
         )  # fmt: skip
         require(
@@ -244,9 +244,9 @@ class RunSpec(Spec):
             "is no layout for inside a node of a swarm", "use ddp or a ZeRO stage",
         )  # fmt: skip
         require(
-            self.training.steps % swarm.steps == 0, "training.steps", self.training.steps,
-            f"is no multiple of the {swarm.steps} steps of a round",
-            f"use {-(-self.training.steps // swarm.steps) * swarm.steps}",
+            self.training.steps % swarm.steps_per_round == 0, "training.steps", self.training.steps,
+            f"is no multiple of the {swarm.steps_per_round} steps of a round",
+            f"use {-(-self.training.steps // swarm.steps_per_round) * swarm.steps_per_round}",
         )  # fmt: skip
         require(
             not self.data.streaming, "data.streaming", True, "gives every node the same text", "prepare the text first",
@@ -254,28 +254,28 @@ class RunSpec(Spec):
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchPlan:
     """How one optimizer update is cut: sequences = micro_batch x dp x accumulation."""
 
-    sequences: int
+    global_batch_size: int
     """Sequences in one optimizer update, over all ranks."""
-    dp: int
+    dp_size: int
     """Ranks that read different data."""
-    micro_batch: int
+    micro_batch_size: int
     """Sequences per rank in one forward pass, at most."""
-    accumulation: int
+    gradient_accumulation_steps: int
     """Forward passes per rank in one optimizer update, at most."""
-    learning_rate: float = 1.0
+    learning_rate_scale: float = 1.0
     """What learning rates are multiplied by."""
 
 
-def cut_batch(run: RunSpec, world_size: int) -> Cut:
+def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
     """Cut a step's tokens over the ranks: global batch = micro-batch x ranks x accumulation.
 
     Ranks that reduce gradients once per step may have uneven shares. Raises UserError if the batch cannot be cut, or
     the layout cannot run it so.
     """
-    dp = degrees(run.layout, world_size).dp
+    dp = parallel_dims(run.layout, world_size).dp_size
     training = run.training
     sequences = training.tokens_per_step // training.sequence
     base = training.base_ranks or dp
@@ -294,7 +294,7 @@ def cut_batch(run: RunSpec, world_size: int) -> Cut:
         sequences = sequences // base * dp
     nearest = max(1, round(sequences / dp)) * dp * training.sequence
     require(
-        sequences % dp == 0 or (run.layout.data in UNEVEN_DATA and sequences >= dp),
+        sequences % dp == 0 or (run.layout.data in STRATEGIES_WITH_UNEVEN_BATCHES and sequences >= dp),
         "training.tokens_per_step", training.tokens_per_step,
         f"is {sequences} sequences of {training.sequence} tokens, which {dp} data-parallel ranks cannot share",
         f"use training.tokens_per_step = {nearest}",
@@ -303,7 +303,7 @@ def cut_batch(run: RunSpec, world_size: int) -> Cut:
     tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (4 * run.model.vocab))
     limit = max(1, tokens // training.sequence)
     if run.layout.pp > 1:  # a pipeline is full only of several micro-batches for each of its ranks
-        limit = max(1, min(limit, share // (PIPELINE_FILLED * run.layout.pp)))
+        limit = max(1, min(limit, share // (MIN_MICRO_BATCHES_PER_STAGE * run.layout.pp)))
     fits = divisors(share) if sequences % dp == 0 else list(range(1, share + 1))
     micro_batch = run.layout.micro_batch or max((n for n in fits if n <= limit), default=1)
     require(
@@ -316,4 +316,6 @@ def cut_batch(run: RunSpec, world_size: int) -> Cut:
         f"remove it, or set layout.micro_batch = {share}",
     )  # fmt: skip
     ratio = {"keep": 1.0, "linear": dp / base, "sqrt": (dp / base) ** 0.5}[training.scaling]
-    return Cut(sequences, dp, micro_batch, accumulation=-(-share // micro_batch), learning_rate=ratio)
+    return BatchPlan(
+        sequences, dp, micro_batch, gradient_accumulation_steps=-(-share // micro_batch), learning_rate_scale=ratio
+    )

@@ -20,7 +20,7 @@ def run_schema() -> Schema:
     """The schema of RunSpec as TOML writes it, with the names of the presets."""
     schema = RunSpec.model_json_schema(ref_template="#/definitions/{model}")
     definitions = schema.pop("$defs")
-    for kind, folder in (("ModelSpec", "models"), ("Cluster", "machines")):
+    for kind, folder in (("ModelSpec", "models"), ("ClusterSpec", "machines")):
         definitions[kind]["properties"]["preset"]["enum"] = preset_names(folder)
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",

@@ -10,25 +10,25 @@ from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.run import RunSpec, plan_batch
 
 
 @dataclass(frozen=True)
-class Share:
+class TensorSharding:
     """How ranks share one tensor: neighbours may have the same part of it."""
 
-    axis: int | None
+    dim: int | None
     """Which of the tensor's axes is cut; None: every rank has all of it."""
-    copies: int
+    replication: int
     """Neighbours that have the same part."""
-    among: Literal["tp", "ep"] = "tp"
+    mesh_axis: Literal["tp", "ep"] = "tp"
     """Which ranks share it."""
-    partial: bool = False
+    is_partial_sum: bool = False
     """Whether ranks with the same part each meet only some of the tokens or heads that it works on, so that somebody
     must sum their gradients."""
 
 
-def tensor_share(spec: ModelSpec, layout: Layout, name: str) -> Share:
+def tensor_sharding(spec: ModelSpec, layout: Layout, name: str) -> TensorSharding:
     """How tensor-parallel ranks, or expert-parallel ones, share the parameter `name`.
 
     Queries, keys, values and what widens an MLP are cut by output, what follows them by input (Megatron-LM,
@@ -37,31 +37,31 @@ def tensor_share(spec: ModelSpec, layout: Layout, name: str) -> Share:
     tokens (arXiv 2205.05198, section 4.2.2). Experts are cut like MLPs, or with expert parallelism between experts.
     """
     tp, (*_, layer, kind) = layout.tp, name.split(".")
-    cut_once, owner = Share(0, 1), f"{name}.".partition(".mlp.")[2].partition(".")[0]
+    cut_once, owner = TensorSharding(0, 1), f"{name}.".partition(".mlp.")[2].partition(".")[0]
     per_head = spec.qk_norm == "head"
     if owner == "experts" and layout.ep > 1:
-        return Share(0, 1, "ep", partial=True)
+        return TensorSharding(0, 1, "ep", is_partial_sum=True)
     if tp == 1:
-        return Share(None, 1)
+        return TensorSharding(None, 1)
     if owner == "experts":
-        return Share(2 if kind == "down" else 1, 1)
+        return TensorSharding(2 if kind == "down" else 1, 1)
     if layout.heads == "gathered" and layer in ("q_norm", "k_norm"):
-        return Share(None, tp, partial=True)
+        return TensorSharding(None, tp, is_partial_sum=True)
     if layer in ("wk", "wv") and layout.heads == "gathered":
         return cut_once
     if layer in ("wk", "wv") or (layer == "k_norm" and not per_head):
-        copies = kv_copies(spec, tp)
-        return Share(None if copies == tp else 0, copies, partial=copies > 1)
+        copies = kv_head_replication(spec, tp)
+        return TensorSharding(None if copies == tp else 0, copies, is_partial_sum=copies > 1)
     if layer in ("wq", "up", "embedding", "head") or (layer == "gate" and owner != "router"):
         return cut_once
     if layer == "q_norm" and not per_head:
         return cut_once
     if layer in ("wo", "down") and kind == "weight":
-        return Share(1, 1)
-    return Share(None, tp, partial=layout.sequence_parallel or layer in ("q_norm", "k_norm"))
+        return TensorSharding(1, 1)
+    return TensorSharding(None, tp, is_partial_sum=layout.sequence_parallel or layer in ("q_norm", "k_norm"))
 
 
-def _check_gathered(spec: ModelSpec, layout: Layout) -> None:
+def _check_gathered_heads(spec: ModelSpec, layout: Layout) -> None:
     width = spec.heads * spec.head_dim
     problem = ""
     if spec.kv_heads != spec.heads:
@@ -75,18 +75,18 @@ def _check_gathered(spec: ModelSpec, layout: Layout) -> None:
         raise UserError("layout.heads", layout.heads, problem, fix)
 
 
-def kv_copies(spec: ModelSpec, tp: int) -> int:
+def kv_head_replication(spec: ModelSpec, tp: int) -> int:
     """Ranks that have the same key/value heads."""
     return max(1, tp // spec.kv_heads)
 
 
-def rows_of(rank: int, rows: int, ranks: int) -> int:
+def rows_on_rank(rank: int, rows: int, ranks: int) -> int:
     """Those of a rank where `ranks` share them: the first have as many as it takes, the last maybe fewer or none."""
     each = -(-rows // ranks)
     return max(0, min(each, rows - rank * each))
 
 
-def check_shares(run: RunSpec, world_size: int) -> None:
+def check_divisibility(run: RunSpec, world_size: int) -> None:
     """Raise UserError for a model whose heads, widths, vocabulary, experts or tokens cannot be divided between ranks
     that share it."""
     spec, layout, sequence = run.model, run.layout, run.training.sequence
@@ -100,7 +100,7 @@ def check_shares(run: RunSpec, world_size: int) -> None:
         _check_capacity(layout, spec.moe.capacity_factor)
     if layout.ep > 1:
         _check_experts(spec, layout)
-        _check_rounds(run, world_size)
+        _check_equal_micro_batches(run, world_size)
     if layout.tp > 1 and layout.compress == "powersgd":
         problem = f"does not go with layout.tp = {layout.tp}: copies of a tensor would differ by what is not exact"
         raise UserError("layout.compress", "powersgd", problem, "remove it")
@@ -133,10 +133,10 @@ def _check_experts(spec: ModelSpec, layout: Layout) -> None:
         raise UserError("layout.ep", layout.ep, problem, "set layout.sequence_parallel = true")
 
 
-def _check_rounds(run: RunSpec, world_size: int) -> None:
+def _check_equal_micro_batches(run: RunSpec, world_size: int) -> None:
     """Experts of ranks with different data meet at every micro-batch."""
-    cut, layout = cut_batch(run, world_size), run.layout
-    if (layout.cp * layout.tp) % layout.ep and cut.sequences % (cut.dp * cut.micro_batch):
+    cut, layout = plan_batch(run, world_size), run.layout
+    if (layout.cp * layout.tp) % layout.ep and cut.global_batch_size % (cut.dp_size * cut.micro_batch_size):
         raise UserError(
             "training.tokens_per_step", run.training.tokens_per_step,
             f"gives ranks different numbers of micro-batches, and with layout.ep = {layout.ep} they meet at each",
@@ -160,7 +160,7 @@ def _check_context(spec: ModelSpec, layout: Layout, sequence: int) -> None:
 
 def _check_tensor(spec: ModelSpec, layout: Layout, sequence: int) -> None:
     tp = layout.tp
-    dense = any(not spec.is_moe(layer) for layer in range(spec.layers))
+    dense = any(not spec.is_moe_layer(layer) for layer in range(spec.layers))
     widths = {"model.heads": spec.heads} if layout.heads == "split" else {}
     widths |= {"model.ffn": spec.ffn} if dense else {}
     if spec.moe and layout.ep == 1:
@@ -177,7 +177,7 @@ def _check_tensor(spec: ModelSpec, layout: Layout, sequence: int) -> None:
                 fix += f", or layout.{also[field]}"
             raise UserError("layout.tp", tp, f"does not divide {field} ({size})", fix)
     if layout.heads == "gathered":
-        _check_gathered(spec, layout)
+        _check_gathered_heads(spec, layout)
     elif spec.kv_heads % tp and tp % spec.kv_heads:
         problem = f"neither divides model.kv_heads ({spec.kv_heads}) nor is a multiple of it"
         raise UserError("layout.tp", tp, problem, "use another tensor-parallel degree")

@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from phalanx.spec.base import Spec
-from phalanx.spec.load import build_run
+from phalanx.spec.load import run_from_table
 
-ESSENTIAL = {
+UNCOMMENTED_FIELDS = {
     "name", "model.preset", "data.train", "training.steps", "training.sequence", "training.tokens_per_step",
     "training.precision", "optimizer.name", "optimizer.learning_rate", "layout.data",
 }  # fmt: skip
@@ -36,9 +36,9 @@ HEADER = """\
 """
 
 
-def starter(path: str, schema: str) -> str:
+def run_file_template(path: str, schema: str) -> str:
     """A run file that equals the defaults, for the name `path`; `schema` says where the JSON schema is."""
-    run = build_run({"model": {"preset": MODEL}})
+    run = run_from_table({"model": {"preset": MODEL}})
     return "\n".join([HEADER.format(path=path, schema=schema), *_table(run, "")]) + "\n"
 
 
@@ -80,7 +80,7 @@ def _field(path: str, field: FieldInfo, value: Any) -> Iterator[str]:
     if not isinstance(value, bool | int | float | str | list | tuple):
         value = (field.examples or [None])[0]
     setting = f"{path.rpartition('.')[2]} = {json.dumps(value)}"
-    setting = setting if path in ESSENTIAL else f"# {setting}"
+    setting = setting if path in UNCOMMENTED_FIELDS else f"# {setting}"
     if len(setting) > COLUMN - 2:
         yield from (*_comment(_doc(field)), setting)
         return

@@ -17,7 +17,7 @@ SPLIT: tuple[Method, ...] = ("spes", "spes+")
 """Methods in which a node trains some of the experts."""
 
 
-class OuterSpec(Spec):
+class OuterOptimizerSpec(Spec):
     """The outer optimizer: what becomes of the mean of what nodes learned (DiLoCo, arXiv 2311.08105)."""
 
     learning_rate: float = Field(1.0, gt=0)
@@ -26,7 +26,7 @@ class OuterSpec(Spec):
     """Nesterov's."""
 
 
-class MergeSpec(Spec):
+class ExpertMergeSpec(Spec):
     """The expert-merging warm-up of SPES (arXiv 2602.11543): each expert moves towards those most like it."""
 
     every: int = Field(0, ge=0)
@@ -94,9 +94,9 @@ class SwarmSpec(Spec):
     """How much of its own weights is in those that it goes on with then (Streaming DiLoCo). By default it
     goes on with the new ones, and what it learned meanwhile added (CoCoD-SGD, arXiv 1906.12043), if its word counted
     and it trains the same experts again; else with the new ones alone."""
-    outer: OuterSpec | None = None
+    outer: OuterOptimizerSpec | None = None
     """By default the mean is taken as it is; of diloco learning rate 0.7, momentum 0.9."""
-    merge: MergeSpec = MergeSpec()
+    merge: ExpertMergeSpec = ExpertMergeSpec()
     """Drawing experts together at first (spes, spes+)."""
     balance: BalanceSpec = BalanceSpec()
     """Sparing a node's own experts the balance loss at first (spes, spes+)."""
@@ -109,34 +109,34 @@ class SwarmSpec(Spec):
     """An update so many times as large as those of the other nodes are in the median is refused; 0: none."""
 
     @property
-    def coded(self) -> Codec:
+    def effective_codec(self) -> Codec:
         """How numbers are sent."""
         return self.codec or ("int8" if self.method == "spes+" else "fp32")
 
     @property
-    def outer_optimizer(self) -> OuterSpec:
+    def outer_optimizer(self) -> OuterOptimizerSpec:
         """The one that there is."""
-        nesterov = OuterSpec(learning_rate=0.7, momentum=0.9)
-        return self.outer or (nesterov if self.method == "diloco" else OuterSpec())
+        nesterov = OuterOptimizerSpec(learning_rate=0.7, momentum=0.9)
+        return self.outer or (nesterov if self.method == "diloco" else OuterOptimizerSpec())
 
     @property
-    def of_gradients(self) -> bool:
+    def sends_gradients(self) -> bool:
         """Whether nodes tell gradients, and the coordinator steps."""
         return self.method == "ddp"
 
     @property
-    def steps(self) -> int:
+    def steps_per_round(self) -> int:
         """Of a round: in each a fragment is exchanged."""
         return self.every // self.fragments
 
     @model_validator(mode="after")
     def _check(self) -> SwarmSpec:
         require(
-            not self.of_gradients or self.every == 1, "every", self.every,
+            not self.sends_gradients or self.every == 1, "every", self.every,
             "is not 1: ddp exchanges gradients after every step", 'set it to 1, or method = "fedavg"',
         )  # fmt: skip
         require(
-            not self.of_gradients or self.outer is None, "outer", "set",
+            not self.sends_gradients or self.outer is None, "outer", "set",
             "has no meaning for ddp, whose coordinator steps the run's own optimizer", "remove it; see [optimizer]",
         )  # fmt: skip
         require(
@@ -144,9 +144,12 @@ class SwarmSpec(Spec):
             "exchange each fragment after as many steps",
         )  # fmt: skip
         require(
-            self.delay < self.steps, "delay", self.delay, f"is not less than the {self.steps} steps of a round",
+            self.delay < self.steps_per_round,
+            "delay",
+            self.delay,
+            f"is not less than the {self.steps_per_round} steps of a round",
             "lower it: an update is taken before the next is told",
-        )  # fmt: skip
+        )
         require(
             self.mixing is None or self.delay > 0, "mixing", self.mixing,
             "has no meaning without delay: nothing is learned meanwhile", "set delay, or remove it",

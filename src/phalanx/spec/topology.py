@@ -8,7 +8,7 @@ from pathlib import Path
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_machine
 from phalanx.spec.nccl_xml import parse_nccl
-from phalanx.spec.node import NodeTopology, listed
+from phalanx.spec.node import NodeTopology, join_words
 from phalanx.spec.nvidia_smi import parse_matrix
 
 NODE_GPUS = 16
@@ -24,7 +24,7 @@ BLIND = "NVLinks are not shown: give what nvidia-smi topo -m prints, or a dump o
 
 
 @dataclass(frozen=True)
-class Determined:
+class InferredCluster:
     """What a topology says of a Cluster."""
 
     fields: dict[str, int | float] = field(default_factory=dict)
@@ -46,7 +46,7 @@ def parse_topology(text: str) -> NodeTopology:
     return parse_nccl(text) if text.lstrip("\ufeff \t\r\n").startswith("<") else parse_matrix(text)
 
 
-def cluster_fields(node: NodeTopology, preset: str | None = None) -> Determined:
+def infer_cluster(node: NodeTopology, preset: str | None = None) -> InferredCluster:
     """Fields of the Cluster of such nodes; `preset` names the machine where the topology alone does not say which."""
     known: dict[str, int | float] = {"nproc": len(node.gpus)}
     unknown: dict[str, str] = {}
@@ -59,16 +59,16 @@ def cluster_fields(node: NodeTopology, preset: str | None = None) -> Determined:
             unknown[name] = value
         else:
             known[name] = value
-    return Determined(known, unknown)
+    return InferredCluster(known, unknown)
 
 
 def _domain(node: NodeTopology, preset: str | None) -> int | str:
-    sizes = sorted({len(domain) for domain in node.domains()})
+    sizes = sorted({len(domain) for domain in node.nvlink_domains()})
     beyond = (load_machine(preset).domain or 0) if preset else 0
     if None in node.nvlinks:
         return BLIND
     if len(sizes) > 1:
-        return f"NVLinks join GPUs in groups of different sizes: {listed(sizes)}"
+        return f"NVLinks join GPUs in groups of different sizes: {join_words(sizes)}"
     if beyond > NODE_GPUS:
         return f"NVLinks join up to {beyond} GPUs of several nodes ({preset}), and this is one node"
     return sizes[0]
@@ -82,7 +82,7 @@ def _link_speed(node: NodeTopology, preset: str | None) -> float | str:
     if counts == [0]:
         return "the GPUs have no NVLinks"
     if len(counts) > 1:
-        return f"GPUs have different numbers of NVLinks: {listed(counts)}"
+        return f"GPUs have different numbers of NVLinks: {join_words(counts)}"
     if capability not in NVLINK_BYTES_PER_SECOND:
         return f"{counts[0]} NVLinks, whose speed depends on the GPU: name its preset"
     return counts[0] * NVLINK_BYTES_PER_SECOND[capability]

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.cost.swarm import SCALED, coded_bytes
-from phalanx.parallel.blocks import of_blocks, to_blocks
+from phalanx.cost.swarm import SCALED, encoded_bytes
+from phalanx.parallel.blocks import dequantize_blocks, quantize_blocks
 from phalanx.spec.swarm import BLOCK, Codec
 
 TOP = {"int8": 127, "int4": 7}
@@ -31,7 +31,7 @@ def encode(tensor: Tensor, codec: Codec) -> Buffer:
     flat = tensor.detach().to("cpu", torch.float32).reshape(-1)
     if codec not in SCALED:
         return _bytes(flat.to(DTYPES[codec]))
-    codes, scale = to_blocks(flat, TOP[codec])
+    codes, scale = quantize_blocks(flat, TOP[codec])
     codes = codes.reshape(-1)[: flat.numel()]
     return b"".join([_bytes(scale), _bytes(codes if codec == "int8" else _in_halves(codes))])
 
@@ -40,8 +40,8 @@ def decode(data: Buffer, shape: tuple[int, ...], codec: Codec) -> Tensor:
     """The tensor, in fp32 (of a bytearray in fp32 in its memory). Raises CodecError for too many or too few bytes."""
     data = data if isinstance(data, bytearray) else bytearray(data)
     numbers = int(torch.Size(shape).numel())
-    if len(data) != coded_bytes(numbers, codec):
-        raise CodecError(f"{len(data)} bytes are no {list(shape)} in {codec}: {coded_bytes(numbers, codec)}")
+    if len(data) != encoded_bytes(numbers, codec):
+        raise CodecError(f"{len(data)} bytes are no {list(shape)} in {codec}: {encoded_bytes(numbers, codec)}")
     if not numbers:
         return torch.zeros(shape)
     if codec not in SCALED:
@@ -51,7 +51,7 @@ def decode(data: Buffer, shape: tuple[int, ...], codec: Codec) -> Tensor:
     scale, codes = raw[: 4 * count].view(torch.float32), raw[4 * count :]
     whole = codes.view(torch.int8) if codec == "int8" else _of_halves(codes)[:numbers]
     blocks = F.pad(whole, (0, -numbers % BLOCK)).view(-1, BLOCK)
-    return of_blocks(blocks, scale, numbers).reshape(shape)
+    return dequantize_blocks(blocks, scale, numbers).reshape(shape)
 
 
 def _in_halves(codes: Tensor) -> Tensor:

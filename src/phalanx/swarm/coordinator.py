@@ -16,45 +16,45 @@ from typing import Any
 
 from phalanx.measure.rounds import JOURNAL_FILE
 from phalanx.spec.run import RunSpec
-from phalanx.swarm.aggregate import Rules
-from phalanx.swarm.descent import Descent
-from phalanx.swarm.guards import BUSY, Refused, checked, outlying, size_limit
-from phalanx.swarm.items import of_round
+from phalanx.swarm.aggregate import AggregationConfig
+from phalanx.swarm.descent import AdamWStep
+from phalanx.swarm.guards import BUSY, UpdateRejected, check_update, find_outliers, size_limit
+from phalanx.swarm.items import round_pieces
 from phalanx.swarm.journal import Journal
 from phalanx.swarm.ledger import LATE, Event, Ledger, replay, summary
 from phalanx.swarm.merge import merge_ratio
-from phalanx.swarm.outer import Outer
-from phalanx.swarm.store import Store
+from phalanx.swarm.outer import OuterSGD
+from phalanx.swarm.store import SwarmStore
 from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.update import Weights, origin
+from phalanx.swarm.update import Weights, update_base
 from phalanx.train.manifest import sync
-from phalanx.train.optimizer import learning_rate_ratio
+from phalanx.train.optimizer import learning_rate_factor
 
 NORMS_KEPT = 64
 SAID = 200
 """Characters of why something was refused that are kept: some are the sender's."""
 
 
-def rules_of(run: RunSpec, number: int, learned: int = 0) -> Rules:
+def aggregation_config(run: RunSpec, number: int, learned: int = 0) -> AggregationConfig:
     """How a round is put together; experts are merged at its end, if that is its turn. Of the rounds before it so many
     were `learned` in: AdamW counts no others."""
     swarm = run.swarm
     assert swarm is not None
-    step, outer = (number + 1) * swarm.steps, swarm.outer_optimizer
+    step, outer = (number + 1) * swarm.steps_per_round, swarm.outer_optimizer
     turn = swarm.merge.every and (number // swarm.fragments + 1) * swarm.every % swarm.merge.every == 0
-    ratio = learning_rate_ratio(run.optimizer, number, run.training.steps)
-    return Rules(
-        codec=swarm.coded,
-        outer=Outer(outer.learning_rate, outer.momentum),
+    ratio = learning_rate_factor(run.optimizer, number, run.training.steps)
+    return AggregationConfig(
+        codec=swarm.effective_codec,
+        outer=OuterSGD(outer.learning_rate, outer.momentum),
         robust=swarm.robust,
         merge_alpha=merge_ratio(step, swarm.merge.alpha, swarm.merge.steps) if turn else 0.0,
         merge_nearest=swarm.merge.nearest,
-        descent=Descent(run.optimizer, ratio, learned) if swarm.of_gradients else None,
+        descent=AdamWStep(run.optimizer, ratio, learned) if swarm.sends_gradients else None,
     )
 
 
 @dataclass(frozen=True)
-class Task:
+class NodeTask:
     """What a node is to do next."""
 
     round: int
@@ -69,7 +69,7 @@ class Task:
     steps: int = 0
     """Of text."""
     owned: tuple[int, ...] = ()
-    told: bool = False
+    already_sent: bool = False
     closes_in_seconds: float | None = None
 
     def reached(self, round: int | None, committed: int | None) -> bool:
@@ -85,9 +85,9 @@ class Coordinator:
         """Begins a swarm in the directory from `weights`, or goes on with the one that is there."""
         assert run.swarm is not None
         self.run, self.swarm, self.clock = run, run.swarm, clock
-        self.store, self.journal = Store(directory, run), Journal(directory / JOURNAL_FILE)
+        self.store, self.journal = SwarmStore(directory, run), Journal(directory / JOURNAL_FILE)
         self.ledger: Ledger = replay(run, self.journal.events)
-        self.seen: dict[str, float] = dict.fromkeys(self.ledger.members, clock())
+        self.last_heard: dict[str, float] = dict.fromkeys(self.ledger.members, clock())
         """When nodes were last heard of; a coordinator that was away begins to count anew."""
         accepted = [event for event in self.journal.events if event["what"] == "accepted"]
         self.norms: list[float] = [event["norm"] for event in accepted if event["tokens"]]
@@ -103,10 +103,10 @@ class Coordinator:
         """The disk has an update when it was checked."""
         self._telling: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         if not self.store.base.exists():
-            self.store.begin(weights, rules_of(run, 0))
+            self.store.initialize(weights, aggregation_config(run, 0))
         if self.ledger.committed:
             last = self.ledger.committed - 1
-            self.store.install(last, of_round(run, last), rules_of(run, last))
+            self.store.apply_round(last, round_pieces(run, last), aggregation_config(run, last))
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -119,14 +119,14 @@ class Coordinator:
         """
         with self.changed:
             if not (isfinite(capacity) and capacity >= 1):
-                raise Refused("capacity: it is for less than one expert of each layer")
+                raise UpdateRejected("capacity: it is for less than one expert of each layer")
             capacity = min(int(capacity), self.run.model.moe.experts if self.run.model.moe else 1)
             if self.ledger.text not in (None, text) or len(text) > SAID:
-                raise Refused("text: it is not what the other nodes read")
+                raise UpdateRejected("text: it is not what the other nodes read")
             if not begin:
                 self.leave(node, "begins anew")
             else:
-                self.seen[node] = self.clock()
+                self.last_heard[node] = self.clock()
                 self._record({"what": "joined", "node": node, "capacity": capacity, "text": text, "at": self.clock()})
 
     def leave(self, node: str, why: str) -> None:
@@ -135,97 +135,103 @@ class Coordinator:
             if node in self.ledger.members:
                 self._record({"what": "left", "node": node, "why": why, "at": self.clock()})
 
-    def hear(self, node: str) -> Task:
+    def heartbeat(self, node: str) -> NodeTask:
         """A node is there; what it is to do."""
         with self.changed:
-            self.seen[node] = self.clock()
+            self.last_heard[node] = self.clock()
             return self._task(node)
 
-    def wait(self, node: str, round: int | None, committed: int | None, seconds: float) -> Task:
+    def wait(self, node: str, round: int | None, committed: int | None, seconds: float) -> NodeTask:
         """What a node is to do, once it has `reached` that; or after so long."""
         deadline = time.monotonic() + seconds
         with self.changed:
             while not (task := self._task(node)).reached(round, committed):
                 if (left := deadline - time.monotonic()) <= 0 or self.ended:
                     break
-                self.seen[node] = self.clock()
+                self.last_heard[node] = self.clock()
                 self.changed.wait(left)
             return task
 
-    def _task(self, node: str) -> Task:
+    def _task(self, node: str) -> NodeTask:
         ledger, open_ = self.ledger, self.ledger.round
-        if open_ is None or node not in open_.text:
+        if open_ is None or node not in open_.data_assignments:
             following = ledger.committed + (open_ is not None)
-            return Task(following, ledger.committed, ledger.done, node in ledger.members)
+            return NodeTask(following, ledger.committed, ledger.done, node in ledger.members)
         closes_at = ledger.closes_at()
-        return Task(
-            open_.number, ledger.committed, False, node in ledger.members, *open_.text[node], ledger.owned(node),
-            node in open_.told, None if closes_at is None else closes_at - self.clock(),
-        )  # fmt: skip
+        return NodeTask(
+            open_.number,
+            ledger.committed,
+            False,
+            node in ledger.members,
+            *open_.data_assignments[node],
+            ledger.owned(node),
+            node in open_.updates,
+            None if closes_at is None else closes_at - self.clock(),
+        )
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def telling(self, node: str, number: int, mark: str) -> Iterator[tuple[Path, int]]:
+    def receiving_update(self, node: str, number: int, mark: str) -> Iterator[tuple[Path, int]]:
         """Around the bytes of a node's update, which it marks: where they go, and how many there may be.
 
         Raises Refused where the node has nothing to tell, or is telling it already.
         """
         if not self._telling[node].acquire(blocking=False):
-            raise Refused(f"{BUSY}: another update of this node is coming")
+            raise UpdateRejected(f"{BUSY}: another update of this node is coming")
         try:
             with self.changed:
-                self._admit(node, number)
-                limit = size_limit(self.ledger.expected(node), self.swarm.coded)
+                self._check_accepting(node, number)
+                limit = size_limit(self.ledger.expected_pieces(node), self.swarm.effective_codec)
                 self.store.forget_coming(number, node, mark)
-            yield self.store.coming(number, node, mark), limit
+            yield self.store.partial_update_path(number, node, mark), limit
         finally:
             self._telling[node].release()
 
-    def accept(self, node: str, number: int, mark: str, tokens: int, steps: int) -> None:
+    def accept_update(self, node: str, number: int, mark: str, tokens: int, steps: int) -> None:
         """Check what came, whole and undamaged, and count it.
 
         Raises Refused for what does not count.
         """
-        path, part = self.store.update(number, node), self.store.coming(number, node, mark)
+        path, part = self.store.update(number, node), self.store.partial_update_path(number, node, mark)
         try:
             with self.changed:
-                self._admit(node, number)
-                items, norms = self.ledger.expected(node), self.norms[-NORMS_KEPT:]
-                _, text = self.ledger.round.text[node] if self.ledger.round else (0, 0)
-            least = 0 if self.swarm.of_gradients else 1  # of no tokens is one that was not finite
+                self._check_accepting(node, number)
+                items, norms = self.ledger.expected_pieces(node), self.norms[-NORMS_KEPT:]
+                _, text = self.ledger.round.data_assignments[node] if self.ledger.round else (0, 0)
+            least = 0 if self.swarm.sends_gradients else 1  # of no tokens is one that was not finite
             if not (0 < steps <= text and least <= tokens <= steps * self.run.training.tokens_per_step):
-                raise Refused(f"malformed: {steps} steps of {text}, and tokens that are not of so many")
+                raise UpdateRejected(f"malformed: {steps} steps of {text}, and tokens that are not of so many")
             kept = self._keeping.submit(sync, part)
             with self._checking, TensorFile(self.store.base) as base:
-                since = origin(self.swarm, base.read)
-                norm = checked(part, items, self.swarm.coded, since, norms, self.swarm.outlier)
+                since = update_base(self.swarm, base.read)
+                norm = check_update(part, items, self.swarm.effective_codec, since, norms, self.swarm.outlier)
             kept.result()
             with self.changed:
-                self._admit(node, number)
+                self._check_accepting(node, number)
                 size = part.stat().st_size
                 part.rename(path)
                 sync(path.parent)
                 self._record({"what": "accepted", "round": number, "node": node, "tokens": tokens, "steps": steps,
                               "bytes": size, "norm": norm, "at": self.clock()})  # fmt: skip
                 self.norms += [norm] if tokens else []
-        except Refused:
+        except UpdateRejected:
             part.unlink(missing_ok=True)
             raise
 
-    def refuse(self, node: str, number: int, why: str) -> None:
+    def record_refusal(self, node: str, number: int, why: str) -> None:
         """Note that something of a node does not count."""
         kind = why.partition(":")[0]
         with self.changed:
             self._record({"what": "refused", "round": number, "node": node, "why": kind, "said": why[:SAID],
                           "at": self.clock()})  # fmt: skip
 
-    def _admit(self, node: str, number: int) -> None:
-        objection = self.ledger.objection(node, number)
+    def _check_accepting(self, node: str, number: int) -> None:
+        objection = self.ledger.rejection_reason(node, number)
         if objection is None and self.closing:
             objection = LATE
         if objection is not None:
-            raise Refused(f"{objection}: round {number}")
+            raise UpdateRejected(f"{objection}: round {number}")
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -233,15 +239,15 @@ class Coordinator:
         """Let go of nodes that nobody hears of, close the round if it is time, open the next."""
         now = self.clock()
         with self.changed:
-            for node in [node for node, at in self.seen.items() if now - at > self.swarm.round.lease_seconds]:
-                del self.seen[node]
+            for node in [node for node, at in self.last_heard.items() if now - at > self.swarm.round.lease_seconds]:
+                del self.last_heard[node]
                 if node in self.ledger.members:
                     self._record({"what": "left", "node": node, "why": "not heard of", "at": now})
-            self.closing = self.ledger.closing(now)
+            self.closing = self.ledger.should_close(now)
         if self.closing:
             self._close()
         with self.changed:
-            opening = self.ledger.opening(self.clock())
+            opening = self.ledger.next_round_event(self.clock())
             if opening is not None:
                 self._record(opening)
                 self.changed.notify_all()
@@ -249,19 +255,19 @@ class Coordinator:
     def _close(self) -> None:
         open_ = self.ledger.round
         assert open_ is not None
-        for telling in outlying([*open_.told.values()], self.swarm.outlier):
+        for telling in find_outliers([*open_.updates.values()], self.swarm.outlier):
             said = f"outlying: a change of {telling.norm:.3g}"
             with self.changed:
                 self._record({"what": "dropped", "round": open_.number, "node": telling.node, "why": "outlying",
                               "said": said, "at": self.clock()})  # fmt: skip
-        number, items = open_.number, of_round(self.run, open_.number)
-        rules = rules_of(self.run, number, self.ledger.learned)
-        told = [(telling.node, telling.tokens) for telling in open_.told.values() if telling.tokens]
-        self.store.settle(number, items, told, rules)
+        number, items = open_.number, round_pieces(self.run, open_.number)
+        rules = aggregation_config(self.run, number, self.ledger.learned)
+        told = [(telling.node, telling.tokens) for telling in open_.updates.values() if telling.tokens]
+        self.store.aggregate_round(number, items, told, rules)
         with self.changed:
             nodes = sorted(node for node, _ in told)
             self._record({"what": "committed", "round": number, "nodes": nodes, "at": self.clock()})
-            self.store.install(number, items, rules)
+            self.store.apply_round(number, items, rules)
             self.closing = False
             self.changed.notify_all()
 
@@ -270,12 +276,12 @@ class Coordinator:
         self.journal.append(event)
         self.ledger.record(event)
 
-    def counted(self, node: str, number: int) -> bool:
+    def was_included(self, node: str, number: int) -> bool:
         """Whether a node's word is in what a round came to; only of the last one is that known."""
         with self.changed:
             return number == self.ledger.committed - 1 and node in self.ledger.last_told
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         """Let go of all that wait."""
         with self.changed:
             self.ended = True
@@ -284,4 +290,4 @@ class Coordinator:
     def status(self) -> dict[str, Any]:
         """For people: see `ledger.summary`."""
         with self.changed:
-            return summary(self.ledger, self.seen, self.clock())
+            return summary(self.ledger, self.last_heard, self.clock())

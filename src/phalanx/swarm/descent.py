@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.spec.run import OptimizerSpec
-from phalanx.swarm.items import Item
+from phalanx.swarm.items import ModelPiece
 from phalanx.train.optimizer import build_optimizers, set_learning_rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -17,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Descent:
+class AdamWStep:
     """AdamW of one round."""
 
     optimizer: OptimizerSpec
@@ -26,7 +26,7 @@ class Descent:
     steps: int
     """That were done before."""
 
-    def step(self, item: Item, weights: Tensor, gradient: Tensor, moments: dict[str, Tensor]) -> None:
+    def step(self, item: ModelPiece, weights: Tensor, gradient: Tensor, moments: dict[str, Tensor]) -> None:
         """Step a piece's weights and moments in place, by the optimizer that a trainer has of the whole: some rows of a
         matrix, or a stack's expert, decay as these do."""
         parameter = nn.Parameter(weights)

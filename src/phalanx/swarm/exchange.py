@@ -15,31 +15,31 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from phalanx.cost.shapes import parameter_shapes
-from phalanx.cost.swarm import coded_bytes
-from phalanx.measure.rounds import Spent
+from phalanx.cost.swarm import encoded_bytes
+from phalanx.measure.rounds import RoundRecord
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SPLIT
-from phalanx.swarm.coordinator import Task, rules_of
-from phalanx.swarm.guards import Refused
-from phalanx.swarm.items import Item, of_round, told_by
+from phalanx.swarm.coordinator import NodeTask, aggregation_config
+from phalanx.swarm.guards import UpdateRejected
+from phalanx.swarm.items import ModelPiece, pieces_sent_by, round_pieces
 from phalanx.swarm.ownership import Owners
 from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.update import Feedback, heard, origin, tell
-from phalanx.swarm.wire.client import Client, Gone
+from phalanx.swarm.update import Feedback, decode_piece, update_base, write_update
+from phalanx.swarm.wire.client import RoundExpired, SwarmClient
 
 
-class Exchange:
+class RoundExchange:
     """A node's end of rounds. Every rank knows what it is of and where its files are; the first has the link."""
 
-    def __init__(self, run: RunSpec, directory: Path, name: str, link: Client | None) -> None:
+    def __init__(self, run: RunSpec, directory: Path, name: str, link: SwarmClient | None) -> None:
         assert run.swarm is not None
         self.run, self.swarm, self.directory, self.name, self.link = run, run.swarm, directory, name, link
-        self.base, self.live = (directory / f"{kind}.safetensors" for kind in ("base", "live"))
+        self.base, self.local_weights = (directory / f"{kind}.safetensors" for kind in ("base", "live"))
         self.own: tuple[int, ...] = ()
         """The experts that this node trains."""
         self.version = -1
         """Rounds that the base has."""
-        self.brought_bytes = 0
+        self.initial_download_bytes = 0
         """All weights, received before the first round."""
         self.fetched = -1
         """The round of which `down` has what it came to."""
@@ -49,19 +49,21 @@ class Exchange:
 
     # -- telling -----------------------------------------------------------------------------------------------------
 
-    def tell(self, task: Task, steps: int, tokens: int, spent: Spent) -> bool:
+    def send_update(self, task: NodeTask, steps: int, tokens: int, spent: RoundRecord) -> bool:
         """Send what was learned; whether it counted."""
         assert self.link is not None
         begun, before = time.perf_counter(), self.link.sent_bytes
         path, feedback = self.directory / "update", dict(self.feedback)
-        with TensorFile(self.live) as live, TensorFile(self.base) as base:
-            since = origin(self.swarm, base.read)
-            tell(path, self.items(task.round), self.swarm.coded, live.read, since, feedback).close()
+        with TensorFile(self.local_weights) as live, TensorFile(self.base) as base:
+            since = update_base(self.swarm, base.read)
+            write_update(
+                path, self.pieces_to_send(task.round), self.swarm.effective_codec, live.read, since, feedback
+            ).close()
         coded = time.perf_counter()
         try:
-            self.link.put(path, task.round, tokens, steps)
+            self.link.upload_update(path, task.round, tokens, steps)
             self.feedback = feedback
-        except Refused as refused:
+        except UpdateRejected as refused:
             spent.refused = str(refused)
         self.telling_seconds = time.perf_counter() - begun
         spent.code_seconds += coded - begun
@@ -69,72 +71,72 @@ class Exchange:
         spent.sent_bytes += self.link.sent_bytes - before
         return not spent.refused
 
-    def items(self, number: int) -> tuple[Item, ...]:
+    def pieces_to_send(self, number: int) -> tuple[ModelPiece, ...]:
         """What this node tells of a round."""
         owners: Owners | None = None
         if self.swarm.method in SPLIT and self.run.model.moe is not None:
             owners = tuple((self.name,) if expert in self.own else () for expert in range(self.run.model.moe.experts))
-        return told_by(of_round(self.run, number), owners, self.name)
+        return pieces_sent_by(round_pieces(self.run, number), owners, self.name)
 
     # -- hearing -----------------------------------------------------------------------------------------------------
 
-    def stands(self, number: int) -> bool:
+    def local_experts_are_final(self, number: int) -> bool:
         """Whether what this node tells of its experts in a round is what all have of them then."""
-        rules = rules_of(self.run, number)
-        return self._alone and rules.outer.averages and not rules.merge_alpha
+        rules = aggregation_config(self.run, number)
+        return self._alone and rules.outer.is_plain_mean and not rules.merge_alpha
 
-    def own_experts(self, number: int) -> list[Item]:
+    def own_experts(self, number: int) -> list[ModelPiece]:
         """Of what it tells of a round, its experts."""
-        return [item for item in self.items(number) if item.expert is not None]
+        return [item for item in self.pieces_to_send(number) if item.expert is not None]
 
     @property
     def _alone(self) -> bool:
         """Whether nobody else trains this node's experts."""
         return self.swarm.method in SPLIT and self.swarm.replication == 1
 
-    def bring(self) -> int:
+    def download_model(self) -> int:
         """Receive all weights; returns how many rounds these have."""
         assert self.link is not None
         part, shapes = self.directory / "base.part", parameter_shapes(self.run.model)
-        committed = self.link.get(part, None, (), shapes.__getitem__)
+        committed = self.link.download_round(part, None, (), shapes.__getitem__)
         part.rename(self.base)
-        if not self.live.exists():
-            TensorFile.create(self.live, shapes).close()
+        if not self.local_weights.exists():
+            TensorFile.create(self.local_weights, shapes).close()
         return committed
 
-    def fetch(self, number: int, telling: Future[bool], spent: Spent) -> None:
+    def prefetch_round(self, number: int, telling: Future[bool], spent: RoundRecord) -> None:
         """Receive what a round comes to once it is known, while the node learns on; nothing, if the node is to leave or
         that is gone already."""
         assert self.link is not None
         told = telling.result()
-        while self.link.wait_a_while(committed=number + 1) is None:
+        while self.link.poll(committed=number + 1) is None:
             if self.link.leaving:
                 return
         if self.version == number:
-            with suppress(Gone):
+            with suppress(RoundExpired):
                 self._get(number, told, spent)
 
-    def receive(self, committed: int, spent: Spent, told: int | None) -> int:
+    def catch_up(self, committed: int, spent: RoundRecord, told: int | None) -> int:
         """Bring the base to so many rounds: round by round, or, if one of these is gone, whole. Returns how many it has
         then: if all of it was sent, it may be more."""
         assert self.link is not None
         try:
             if self.version < 0:
-                raise Gone
+                raise RoundExpired
             for number in range(self.version, committed):
                 if self.fetched != number:
                     self._get(number, number == told, spent)
-                self._take(number, number == told, spent)
-        except Gone:
+                self._apply_round(number, number == told, spent)
+        except RoundExpired:
             before = self.link.received_bytes
             with self._receiving(spent):
-                committed = self.bring()
+                committed = self.download_model()
             spent.whole_bytes += self.link.received_bytes - before
             self.feedback.clear()
         return max(self.version, committed)
 
     @contextmanager
-    def _receiving(self, spent: Spent) -> Iterator[None]:
+    def _receiving(self, spent: RoundRecord) -> Iterator[None]:
         assert self.link is not None
         before, begun = self.link.received_bytes, time.perf_counter()
         try:
@@ -143,20 +145,23 @@ class Exchange:
             spent.receive_seconds += time.perf_counter() - begun
             spent.received_bytes += self.link.received_bytes - before
 
-    def _get(self, number: int, told: bool, spent: Spent) -> None:
+    def _get(self, number: int, told: bool, spent: RoundRecord) -> None:
         """Receive what a round came to."""
         assert self.link is not None
-        sizes = {item.key: (coded_bytes(item.numbers, self.swarm.coded),) for item in of_round(self.run, number)}
+        sizes = {
+            item.key: (encoded_bytes(item.numbers, self.swarm.effective_codec),)
+            for item in round_pieces(self.run, number)
+        }
         with self._receiving(spent):
-            self.link.get(self.directory / "down", number, self._not_needed(number, told), sizes.__getitem__)
+            self.link.download_round(self.directory / "down", number, self._not_needed(number, told), sizes.__getitem__)
         self.fetched = number
 
     def _not_needed(self, number: int, told: bool) -> list[str]:
         """What this node has of a round's result already."""
-        skips = told and self.swarm.method == "spes+" and self.stands(number)
+        skips = told and self.swarm.method == "spes+" and self.local_experts_are_final(number)
         return [item.key for item in self.own_experts(number)] if skips else []
 
-    def _take(self, number: int, told: bool, spent: Spent) -> None:
+    def _apply_round(self, number: int, told: bool, spent: RoundRecord) -> None:
         """Put what a round came to into the base."""
         assert self.link is not None
         begun, path = time.perf_counter(), self.directory / "down"
@@ -165,8 +170,8 @@ class Exchange:
             TensorFile(path) as down, TensorFile(self.base, writable=True) as base,
             TensorFile(self.directory / "update" if own else path) as mine,
         ):  # fmt: skip
-            for item in of_round(self.run, number):
+            for item in round_pieces(self.run, number):
                 source = mine if item.key in own else down
                 if item.key in source.shapes:
-                    base.write(item, heard(item, source.raw(item.key), self.swarm.coded, base.read))
+                    base.write(item, decode_piece(item, source.raw(item.key), self.swarm.effective_codec, base.read))
         spent.code_seconds += time.perf_counter() - begun

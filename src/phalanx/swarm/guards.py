@@ -9,11 +9,11 @@ from statistics import median
 
 import torch
 
-from phalanx.cost.swarm import coded_bytes
+from phalanx.cost.swarm import encoded_bytes
 from phalanx.spec.swarm import Codec
 from phalanx.swarm.codec import decode
-from phalanx.swarm.items import Item
-from phalanx.swarm.ledger import Telling
+from phalanx.swarm.items import ModelPiece
+from phalanx.swarm.ledger import AcceptedUpdate
 from phalanx.swarm.tensors import HEADER_BYTES, TensorFile, TensorFileError
 from phalanx.swarm.update import Weights, sends_weights
 
@@ -25,17 +25,17 @@ COMPARED_WITH = 3
 """So many updates must be known before one can be an outlier."""
 
 
-class Refused(Exception):  # noqa: N818 - a verdict, not an error of ours
+class UpdateRejected(Exception):  # noqa: N818 - a verdict, not an error of ours
     """An update that does not count, and why."""
 
 
-def size_limit(items: Sequence[Item], codec: Codec) -> int:
+def size_limit(items: Sequence[ModelPiece], codec: Codec) -> int:
     """The most bytes that an update of these can have."""
-    return HEADER_LIMIT + sum(HEADER_OF_EACH + coded_bytes(item.numbers, codec) for item in items)
+    return HEADER_LIMIT + sum(HEADER_OF_EACH + encoded_bytes(item.numbers, codec) for item in items)
 
 
-def checked(
-    path: Path, items: Sequence[Item], codec: Codec, base: Weights, norms: Sequence[float], outlier: float
+def check_update(
+    path: Path, items: Sequence[ModelPiece], codec: Codec, base: Weights, norms: Sequence[float], outlier: float
 ) -> float:
     """How large the update in a file is: the norm of the change of all of it.
 
@@ -45,40 +45,40 @@ def checked(
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(HEADER_BYTES), "little")
     if HEADER_LIMIT + HEADER_OF_EACH * len(items) < header_bytes <= path.stat().st_size:
-        raise Refused(f"oversized: a header of {header_bytes} bytes")
+        raise UpdateRejected(f"oversized: a header of {header_bytes} bytes")
     try:
         opened = TensorFile(path)
     except TensorFileError as error:
-        raise Refused(f"malformed: {error}") from None
+        raise UpdateRejected(f"malformed: {error}") from None
     with opened as file:
         return _norm(file, items, codec, base, norms, outlier)
 
 
 def _norm(
-    file: TensorFile, items: Sequence[Item], codec: Codec, base: Weights, norms: Sequence[float], outlier: float
+    file: TensorFile, items: Sequence[ModelPiece], codec: Codec, base: Weights, norms: Sequence[float], outlier: float
 ) -> float:
-    wanted, there = {item.key: (coded_bytes(item.numbers, codec),) for item in items}, file.shapes
+    wanted, there = {item.key: (encoded_bytes(item.numbers, codec),) for item in items}, file.shapes
     if foreign := sorted(set(there) - set(wanted)):
-        raise Refused(f"foreign: it tells of {foreign[0]}, which the node does not train")
+        raise UpdateRejected(f"foreign: it tells of {foreign[0]}, which the node does not train")
     if missing := sorted(set(wanted) - set(there)):
-        raise Refused(f"malformed: {missing[0]} is missing")
+        raise UpdateRejected(f"malformed: {missing[0]} is missing")
     if other := [key for key, shape in wanted.items() if there[key] != shape]:
-        raise Refused(f"malformed: {other[0]} has {there[other[0]]} bytes and not {wanted[other[0]]}")
+        raise UpdateRejected(f"malformed: {other[0]} has {there[other[0]]} bytes and not {wanted[other[0]]}")
     norms_of_pieces = [torch.zeros((), dtype=torch.float64)]
     for item in items:
         value = decode(file.raw(item.key), item.shape, codec)
         change = value - base(item) if sends_weights(codec) else value
         size = torch.linalg.vector_norm(change)
         if not torch.isfinite(size):  # or so large that their squares are not
-            raise Refused(f"not finite: numbers of {item.key}")
+            raise UpdateRejected(f"not finite: numbers of {item.key}")
         norms_of_pieces.append(size.double())
     norm = float(torch.stack(norms_of_pieces).norm())
     if outlier and len(norms) >= COMPARED_WITH and norm > outlier * median(norms):
-        raise Refused(f"outlying: a change of {norm:.3g}, where {median(norms):.3g} is usual")
+        raise UpdateRejected(f"outlying: a change of {norm:.3g}, where {median(norms):.3g} is usual")
     return norm
 
 
-def outlying(told: Sequence[Telling], outlier: float) -> list[Telling]:
+def find_outliers(told: Sequence[AcceptedUpdate], outlier: float) -> list[AcceptedUpdate]:
     """Of a round's updates, those `outlier` times as large as the median of all of them: who tells first is compared
     with nothing yet."""
     norms = [telling.norm for telling in told if telling.tokens]

@@ -21,7 +21,7 @@ STACKED = ".experts."
 
 
 @dataclass(frozen=True)
-class Item:
+class ModelPiece:
     """A piece of a model."""
 
     name: str
@@ -51,42 +51,44 @@ class Item:
 
 
 @lru_cache
-def items_of(model: ModelSpec) -> tuple[Item, ...]:
+def model_pieces(model: ModelSpec) -> tuple[ModelPiece, ...]:
     """All of a model, in the order of its parameters."""
-    found: list[Item] = []
+    found: list[ModelPiece] = []
     for name, shape in parameter_shapes(model).items():
         if STACKED in name:
-            found += [Item(name, shape[1:], expert) for expert in range(shape[0])]
+            found += [ModelPiece(name, shape[1:], expert) for expert in range(shape[0])]
         else:
             found += _parts(name, shape)
     return tuple(found)
 
 
-def _parts(name: str, shape: Shape) -> list[Item]:
+def _parts(name: str, shape: Shape) -> list[ModelPiece]:
     rows = max(1, PIECE // math.prod(shape[1:]))
     if shape[0] <= rows:
-        return [Item(name, shape)]
-    return [Item(name, (min(rows, shape[0] - first), *shape[1:]), first=first) for first in range(0, shape[0], rows)]
+        return [ModelPiece(name, shape)]
+    return [
+        ModelPiece(name, (min(rows, shape[0] - first), *shape[1:]), first=first) for first in range(0, shape[0], rows)
+    ]
 
 
-def fragment_of(item: Item, fragments: int) -> int:
+def fragment_index(item: ModelPiece, fragments: int) -> int:
     """Which of the fragments that are synchronised in turn an item belongs to: blocks in strides (Streaming DiLoCo,
     arXiv 2501.18512, section 2.2), what comes before and after them with the first."""
     return 0 if item.layer is None else item.layer % fragments
 
 
-def in_fragment(model: ModelSpec, fragment: int, fragments: int) -> tuple[Item, ...]:
+def fragment_pieces(model: ModelSpec, fragment: int, fragments: int) -> tuple[ModelPiece, ...]:
     """The items of one of them."""
-    return tuple(item for item in items_of(model) if fragment_of(item, fragments) == fragment)
+    return tuple(item for item in model_pieces(model) if fragment_index(item, fragments) == fragment)
 
 
-def of_round(run: RunSpec, number: int) -> tuple[Item, ...]:
+def round_pieces(run: RunSpec, number: int) -> tuple[ModelPiece, ...]:
     """What a round of a swarm exchanges: a fragment, in turn."""
     assert run.swarm is not None
-    return in_fragment(run.model, number % run.swarm.fragments, run.swarm.fragments)
+    return fragment_pieces(run.model, number % run.swarm.fragments, run.swarm.fragments)
 
 
-def told_by(items: tuple[Item, ...], owners: Owners | None, node: str) -> tuple[Item, ...]:
+def pieces_sent_by(items: tuple[ModelPiece, ...], owners: Owners | None, node: str) -> tuple[ModelPiece, ...]:
     """Of these, what a node trains, and so tells: what is shared, and its own experts. All without `owners`."""
     if owners is None:
         return items

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phalanx.cost.swarm import node_of, state_bytes
-from phalanx.data.prepare import Prepared
-from phalanx.measure.lock import hold, refuse_held
+from phalanx.cost.swarm import node_share, state_bytes
+from phalanx.data.prepare import PreparedData
+from phalanx.measure.lock import acquire_run_lock, check_not_running
 from phalanx.measure.memory import device_memory_bytes
 from phalanx.measure.rounds import ROUNDS_FILE
 from phalanx.spec.errors import UserError
@@ -26,34 +26,34 @@ from phalanx.spec.load import load_run
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SPLIT, SwarmSpec
-from phalanx.swarm.exchange import Exchange
-from phalanx.swarm.guards import Refused
-from phalanx.swarm.node import Node
-from phalanx.swarm.wire.certs import member_of
-from phalanx.swarm.wire.client import Client
-from phalanx.train.agent import start_ranks
-from phalanx.train.corpus import open_corpus
+from phalanx.swarm.exchange import RoundExchange
+from phalanx.swarm.guards import UpdateRejected
+from phalanx.swarm.node import SwarmWorker
+from phalanx.swarm.wire.certs import certificate_member
+from phalanx.swarm.wire.client import SwarmClient
+from phalanx.train.agent import launch_ranks
+from phalanx.train.corpus import open_training_data
 from phalanx.train.launch import (
-    LAUNCHER,
-    choose_device,
-    choose_nproc,
-    join_ranks,
-    leave,
-    on_signal,
-    own_rank,
-    report_failures,
-    set_environment,
+    LAUNCHER_PID_ENV,
+    env_rank,
+    exit_rank,
+    handling_signals,
+    init_distributed,
+    report_and_exit_code,
+    select_device,
+    select_nproc,
+    set_worker_environment,
     write_failure,
 )
 from phalanx.train.manifest import sha256
-from phalanx.train.metrics import JsonLines, open_logs
-from phalanx.train.setup import read_directory, set_up
+from phalanx.train.metrics import JsonLinesLogger, open_loggers
+from phalanx.train.setup import create_run, read_run_directory
 
 LINK_FILE = "link.json"
 """Where the coordinator is, and where the certificates are."""
 
 
-def join(
+def join_swarm(
     address: str, certificates: Path, nproc: int | None, out: Path, overrides: Sequence[str], say: Callable[[str], None]
 ) -> int:
     """Take part with local ranks; returns the exit code.
@@ -61,12 +61,12 @@ def join(
     Raises UserError for what would stop it, before anything is received: no coordinator, another version, too little
     memory, other text.
     """
-    name = member_of(certificates)
-    link = Client(address, certificates)
+    name = certificate_member(certificates)
+    link = SwarmClient(address, certificates)
     try:
         greeting = link.join()
         directory = out / name
-        refuse_held(directory)
+        check_not_running(directory)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "swarm.toml").write_text(greeting["run"])
         here = [f"out={json.dumps(str(out.resolve()))}", f"name={json.dumps(name)}"]
@@ -74,17 +74,17 @@ def join(
         run = load_run(directory / "swarm.toml", [*here, *received, *overrides])
         assert run.swarm is not None
         _check_same(load_run(directory / "swarm.toml", received), run)
-        ranks = choose_nproc(run, nproc)
+        ranks = select_nproc(run, nproc)
         sharing = run.layout.tp * run.layout.ep
-        capacity = places(run.model, run.swarm, memory_of(run, choose_device(run)), sharing)
+        capacity = max_trained_experts(run.model, run.swarm, rank_memory_bytes(run, select_device(run)), sharing)
         for stale in ("base.safetensors", "live.safetensors", "metrics.jsonl"):
             (directory / stale).unlink(missing_ok=True)
-        set_up(run, ranks, resume=False)
-        place = {"capacity": capacity, "text": text_of(read_directory(directory)[1])}
+        create_run(run, ranks, resume=False)
+        place = {"capacity": capacity, "text": data_fingerprint(read_run_directory(directory)[1])}
         link.join(**place, begin=False)
         say(f"{name} receives the weights of {address}")  # before anybody counts on it, for that may take long
-        version = Exchange(run, directory, name, link).bring()
-    except Refused as refused:
+        version = RoundExchange(run, directory, name, link).download_model()
+    except UpdateRejected as refused:
         fix = "see phalanx swarm status, and that both sides have the same version of Phalanx and the same text"
         raise UserError("swarm", address, f"does not take this node: {refused}", fix) from None
     finally:
@@ -94,11 +94,11 @@ def join(
     (directory / LINK_FILE).write_text(json.dumps(where))
     of_ranks = "one rank" if ranks == 1 else f"{ranks} ranks"
     say(f"{name} takes part in {address}: {run.swarm.method}, {of_ranks}, in {directory}")
-    set_environment(ranks)
+    set_worker_environment(ranks)
     words = "phalanx.swarm.joining", str(directory)
     if ranks == 1:
         os.execv(sys.executable, [sys.executable, "-m", *words])
-    return start_ranks(ranks, words, partial(report_failures, directory))
+    return launch_ranks(ranks, words, partial(report_and_exit_code, directory))
 
 
 def _check_same(asked: RunSpec, run: RunSpec) -> None:
@@ -111,14 +111,14 @@ def _check_same(asked: RunSpec, run: RunSpec) -> None:
         raise UserError("--set", other[0], "is the coordinator's to say", fix)
 
 
-def places(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float, sharing: int = 1) -> int:
+def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float, sharing: int = 1) -> int:
     """How many experts of each layer there is memory to train on each rank, beside what it has at any rate, where so
     many ranks share them; 1 where nodes train all. Activations come on top.
 
     Raises UserError if there is none for a single one.
     """
     experts = model.moe.experts if model.moe is not None and swarm.method in SPLIT else 0
-    whole = [state_bytes(node_of(model, swarm.method, count), swarm.frozen) for count in range(experts + 1)]
+    whole = [state_bytes(node_share(model, swarm.method, count), swarm.frozen) for count in range(experts + 1)]
     needed = [whole[0] + (size - whole[0]) / sharing for size in whole]
     fitting = sum(size <= memory_bytes for size in needed) - 1
     if fitting < min(1, experts):
@@ -130,36 +130,36 @@ def places(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float, sharing: int
     return max(1, fitting)
 
 
-def memory_of(run: RunSpec, device: str) -> float:
+def rank_memory_bytes(run: RunSpec, device: str) -> float:
     """Of one rank's device, as the run file says or as it is."""
     return float(run.cluster.memory_bytes or device_memory_bytes(torch.device(device)))
 
 
-def text_of(data: Prepared) -> str:
+def data_fingerprint(data: PreparedData) -> str:
     """A checksum of the tokens' places and of the tokenizer: nodes with the same read the same."""
     return "-".join(sha256(Path(file))[:16] for file in (f"{data.train}.idx", data.tokenizer))
 
 
-def work(directory: Path) -> int:
+def rank_main(directory: Path) -> int:
     """Take part on this rank; returns the exit code."""
-    node: Node | None = None
-    link: Client | None = None
+    node: SwarmWorker | None = None
+    link: SwarmClient | None = None
     try:
-        run, data = read_directory(directory)
+        run, data = read_run_directory(directory)
         where = json.loads((directory / LINK_FILE).read_text())
-        device = join_ranks(choose_device(run), run.training.timeout_seconds)
+        device = init_distributed(select_device(run), run.training.timeout_seconds)
         first = not dist.is_initialized() or dist.get_rank() == 0
-        lock = hold(directory) if first else None
-        link = Client(where["address"], Path(where["certificates"]), _say) if first else None
-        node = Node(run, open_corpus(run, data), directory, device, where["node"], link)
-        node.exchange.version, node.exchange.brought_bytes = where["version"], where["received_bytes"]
-        logs = open_logs(directory, 0, None, run.name, run.model_dump(mode="json")) if first else []
-        rounds = JsonLines(directory / ROUNDS_FILE, run.training.steps) if first else None
+        lock = acquire_run_lock(directory) if first else None
+        link = SwarmClient(where["address"], Path(where["certificates"]), _log) if first else None
+        node = SwarmWorker(run, open_training_data(run, data), directory, device, where["node"], link)
+        node.exchange.version, node.exchange.initial_download_bytes = where["version"], where["received_bytes"]
+        logs = open_loggers(directory, 0, None, run.name, run.model_dump(mode="json")) if first else []
+        rounds = JsonLinesLogger(directory / ROUNDS_FILE, run.training.steps) if first else None
         if link is not None:
             link.place = where["place"]
             link.join(**link.place)
-        with on_signal(lambda _: node.leave()):  # after the round that it is in
-            evaluation = node.learn(logs, rounds, _say)
+        with handling_signals(lambda _: node.leave()):  # after the round that it is in
+            evaluation = node.participate(logs, rounds, _log)
         if link is not None:
             for log in logs:
                 log.write(evaluation)
@@ -169,15 +169,15 @@ def work(directory: Path) -> int:
                 lock.close()
             how = "left; the same command goes on" if node.leaving else "the last round is done"
             loss = evaluation.get("held_out_loss")
-            _say(how if loss is None else f"{how}; held-out loss {loss:.4f}")
+            _log(how if loss is None else f"{how}; held-out loss {loss:.4f}")
     except BaseException as error:
         step = node.trainer.step if node and node.trainer else 0
-        write_failure(directory, own_rank(), step, error)
+        write_failure(directory, env_rank(), step, error)
         if link is not None:
             link.leaving = True
             with suppress(Exception):  # it may be the link that failed
                 link.leave()
-        if LAUNCHER not in os.environ:
+        if LAUNCHER_PID_ENV not in os.environ:
             print(f"phalanx: {error}", file=sys.stderr)
             if not isinstance(error, UserError):
                 traceback.print_exc()
@@ -185,11 +185,11 @@ def work(directory: Path) -> int:
     return 0
 
 
-def _say(said: str) -> None:
+def _log(said: str) -> None:
     print(said, flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("phalanx.swarm.joining", description="Take part in a swarm on this rank.")
     parser.add_argument("directory", type=Path, help="what phalanx swarm join made")
-    leave(work(parser.parse_args().directory))
+    exit_rank(rank_main(parser.parse_args().directory))

@@ -12,29 +12,29 @@ import torch
 from torch import Tensor
 
 from phalanx.cost.shapes import parameter_shapes
-from phalanx.measure.lock import hold
+from phalanx.measure.lock import acquire_run_lock
 from phalanx.model.weights import initial_weight
-from phalanx.parallel.heap import keep_free
+from phalanx.parallel.heap import tune_malloc
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.coordinator import Coordinator
-from phalanx.swarm.items import Item
+from phalanx.swarm.items import ModelPiece
 from phalanx.swarm.update import Weights
 from phalanx.swarm.wire.server import serve
 from phalanx.train.corpus import initial_weights
-from phalanx.train.setup import RUN_FILE, absolute, run_directory, to_toml
+from phalanx.train.setup import RUN_FILE, run_directory, to_toml, with_absolute_paths
 
 TICK_SECONDS, AGAIN_SECONDS = 0.05, 5.0
 FREE_BYTES, LARGE_BYTES = 2**26, 2**24
 """Memory that is kept, and what is not taken from it: more than the wire, or a piece of most models, needs at once."""
 
 
-def directory_of(run: RunSpec) -> Path:
+def swarm_directory(run: RunSpec) -> Path:
     """Where a swarm is kept, with its run file. Raises UserError if another swarm is there, or none can be."""
     directory = run_directory(run)
-    file, text = directory / RUN_FILE, to_toml(absolute(run))
-    if file.exists() and load_run(file, environment={}) != absolute(run):
+    file, text = directory / RUN_FILE, to_toml(with_absolute_paths(run))
+    if file.exists() and load_run(file, environment={}) != with_absolute_paths(run):
         fix = "go on with that one, unchanged, or choose another name"
         raise UserError("name", run.name, f"{directory} holds another run", fix)
     try:
@@ -45,7 +45,7 @@ def directory_of(run: RunSpec) -> Path:
     return directory
 
 
-def first_weights(run: RunSpec) -> Weights:
+def initial_pieces(run: RunSpec) -> Weights:
     """Of the model at the start, piece by piece."""
     shapes = parameter_shapes(run.model)
     drawn = initial_weights(run) or partial(initial_weight, run.model, seed=run.training.seed)
@@ -54,7 +54,7 @@ def first_weights(run: RunSpec) -> Weights:
     def whole(name: str) -> Tensor:
         return drawn(name, torch.Size(shapes[name]))
 
-    def weights(item: Item) -> Tensor:
+    def weights(item: ModelPiece) -> Tensor:
         if item.first is not None:
             return whole(item.name)[item.first : item.first + item.shape[0]]
         return whole(item.name) if item.expert is None else whole(item.name)[item.expert]
@@ -62,13 +62,13 @@ def first_weights(run: RunSpec) -> Weights:
     return weights
 
 
-def lead(run: RunSpec, address: str, certificates: Path, say: Callable[[str], None]) -> int:
+def serve_swarm(run: RunSpec, address: str, certificates: Path, say: Callable[[str], None]) -> int:
     """Serve nodes until the last round is done and they have gone, or a signal; returns the exit code."""
     # Each of the many threads that serve nodes would keep what it freed, and pieces leave gaps: up to two models.
-    keep_free(FREE_BYTES, pieces_below_bytes=LARGE_BYTES, heaps=1)
-    directory = directory_of(run)
-    lock = hold(directory)
-    coordinator = Coordinator(run, directory, first_weights(run))
+    tune_malloc(FREE_BYTES, pieces_below_bytes=LARGE_BYTES, heaps=1)
+    directory = swarm_directory(run)
+    lock = acquire_run_lock(directory)
+    coordinator = Coordinator(run, directory, initial_pieces(run))
     server, port = serve(coordinator, address, certificates, {"run": to_toml(run)})
     over, said = threading.Event(), -1
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -84,10 +84,10 @@ def lead(run: RunSpec, address: str, certificates: Path, say: Callable[[str], No
         ledger = coordinator.ledger
         if ledger.committed > said:
             said = ledger.committed
-            say(_words(coordinator))
+            say(_format_status(coordinator))
         if ledger.done and not ledger.members:
             break
-    coordinator.end()
+    coordinator.shutdown()
     server.stop(grace=1.0).wait()
     if coordinator.ledger.done:
         say(f"all rounds are done; phalanx generate {directory}, or phalanx export {directory}")
@@ -99,7 +99,7 @@ def lead(run: RunSpec, address: str, certificates: Path, say: Callable[[str], No
     return 0
 
 
-def _words(coordinator: Coordinator) -> str:
+def _format_status(coordinator: Coordinator) -> str:
     """How far it is, in a line."""
     status = coordinator.status()
     names = ", ".join(node["node"] for node in status["nodes"])

@@ -14,8 +14,8 @@ from typing import Any
 
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SPLIT, RoundSpec
-from phalanx.swarm.items import Item, of_round, told_by
-from phalanx.swarm.ownership import Owners, assign, owned, rotated
+from phalanx.swarm.items import ModelPiece, pieces_sent_by, round_pieces
+from phalanx.swarm.ownership import Owners, assign_experts, experts_of, rotate_owners
 
 Event = dict[str, Any]
 REMEMBERED = 5
@@ -24,7 +24,7 @@ ALREADY, LATE, EARLY, STRANGER = "already told", "closed", "not open yet", "not 
 
 
 @dataclass(frozen=True)
-class Telling:
+class AcceptedUpdate:
     """What a node told of a round, as it was accepted."""
 
     node: str
@@ -37,15 +37,15 @@ class Telling:
 
 
 @dataclass
-class Round:
+class OpenRound:
     """A round under way."""
 
     number: int
     opened_at: float
     owners: Owners | None
-    text: dict[str, tuple[int, int]]
+    data_assignments: dict[str, tuple[int, int]]
     """Of each node in it, the first of the steps whose text it reads, and how many: no two read the same."""
-    told: dict[str, Telling] = field(default_factory=dict)
+    updates: dict[str, AcceptedUpdate] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
     """Nodes whose word did not count; another may come."""
 
@@ -61,13 +61,13 @@ class Ledger:
         came."""
         self.text: str | None = None
         """What all of them read, as a checksum: that of the first."""
-        self.round: Round | None = None
+        self.round: OpenRound | None = None
         self.committed = 0
         """Rounds that are."""
         self.learned = 0
         """Of these, the rounds of which somebody told something."""
         self.owners: Owners | None = None
-        self.text_read = 0
+        self.steps_assigned = 0
         """Steps' worth of text that was given out."""
         self.before: frozenset[str] = frozenset()
         """The nodes of the last round."""
@@ -93,7 +93,7 @@ class Ledger:
             case "accepted":
                 assert self.round is not None
                 names = ("node", "tokens", "steps", "bytes", "norm", "at")
-                self.round.told[event["node"]] = Telling(**{name: event[name] for name in names})
+                self.round.updates[event["node"]] = AcceptedUpdate(**{name: event[name] for name in names})
             case "refused":
                 self.refused[event["node"], event["why"]] += 1
                 if self.round is not None and event["round"] == self.round.number:
@@ -101,7 +101,7 @@ class Ledger:
             case "dropped":  # it was accepted, and then there was more to compare it with
                 assert self.round is not None
                 self.refused[event["node"], event["why"]] += 1
-                del self.round.told[event["node"]]
+                del self.round.updates[event["node"]]
             case "committed":
                 self._commit()
 
@@ -109,16 +109,16 @@ class Ledger:
         owners = event["owners"]
         self.owners = None if owners is None else tuple(map(tuple, owners))
         text = {node: (first, steps) for node, (first, steps) in event["text"].items()}
-        self.round = Round(event["round"], event["at"], self.owners, text)
-        self.text_read += sum(steps for _, steps in text.values())
+        self.round = OpenRound(event["round"], event["at"], self.owners, text)
+        self.steps_assigned += sum(steps for _, steps in text.values())
         self.before = frozenset(text)
 
     def _commit(self) -> None:
         assert self.round is not None
-        offsets = [telling.at - self.round.opened_at for telling in self.round.told.values()]
+        offsets = [telling.at - self.round.opened_at for telling in self.round.updates.values()]
         self.arrivals = [*self.arrivals, offsets][-REMEMBERED:]
-        self.learned += any(telling.tokens for telling in self.round.told.values())
-        self.last_told = frozenset(self.round.told)
+        self.learned += any(telling.tokens for telling in self.round.updates.values())
+        self.last_told = frozenset(self.round.updates)
         self.committed, self.round = self.round.number + 1, None
 
     # -- what follows ----------------------------------------------------------------------------------------------
@@ -126,26 +126,26 @@ class Ledger:
     @property
     def rounds(self) -> int:
         """Of the whole run."""
-        return self.run.training.steps // self.swarm.steps
+        return self.run.training.steps // self.swarm.steps_per_round
 
     @property
     def done(self) -> bool:
         """Whether the last round is committed."""
         return self.committed >= self.rounds
 
-    def opening(self, now: float) -> Event | None:
+    def next_round_event(self, now: float) -> Event | None:
         """The next round with those that are there; None while one is open, or it must wait."""
-        if self.round is not None or self.done or self.lacking:
+        if self.round is not None or self.done or self.waiting_for:
             return None
-        text, first = {}, self.text_read
+        text, first = {}, self.steps_assigned
         for node in self.members:  # who learns on while its word is under way is always so far ahead
-            steps = self.swarm.steps + (self.swarm.delay if node not in self.before else 0)
+            steps = self.swarm.steps_per_round + (self.swarm.delay if node not in self.before else 0)
             text[node] = first, steps
             first += steps
         return {"what": "opened", "round": self.committed, "owners": self._next_owners(), "text": text, "at": now}
 
     @property
-    def lacking(self) -> str:
+    def waiting_for(self) -> str:
         """What the next round waits for; "" if for nothing."""
         wanted = self.swarm.nodes if self.committed == 0 else 1
         if len(self.members) < wanted:
@@ -167,47 +167,47 @@ class Ledger:
         owners, nodes = self.owners, list(self.members)
         turn = swarm.rotate_every and self.committed and self.committed % swarm.rotate_every == 0
         if owners is not None and turn and {node for of in owners for node in of} <= set(nodes):
-            owners = rotated(owners, nodes)
+            owners = rotate_owners(owners, nodes)
         copies = min(swarm.replication, int(sum(self.members.values()) // self._experts))
-        return assign(self._experts, self.members, copies, owners)
+        return assign_experts(self._experts, self.members, copies, owners)
 
-    def expected(self, node: str) -> tuple[Item, ...]:
+    def expected_pieces(self, node: str) -> tuple[ModelPiece, ...]:
         """What a node is to tell of the open round."""
         assert self.round is not None
-        return told_by(of_round(self.run, self.round.number), self.round.owners, node)
+        return pieces_sent_by(round_pieces(self.run, self.round.number), self.round.owners, node)
 
     def owned(self, node: str) -> tuple[int, ...]:
         """The experts that a node trains in the open round."""
-        return () if self.round is None or self.round.owners is None else owned(self.round.owners, node)
+        return () if self.round is None or self.round.owners is None else experts_of(self.round.owners, node)
 
-    def objection(self, node: str, number: int) -> str | None:
+    def rejection_reason(self, node: str, number: int) -> str | None:
         """Why a node may tell nothing of a round; None if it may."""
         if number < self.committed:  # who did not hear that it counted may ask once more
             return ALREADY if number == self.committed - 1 and node in self.last_told else LATE
         if self.round is None or number > self.round.number:
             return EARLY
-        if node not in self.round.text:
+        if node not in self.round.data_assignments:
             return STRANGER
-        return ALREADY if node in self.round.told else None
+        return ALREADY if node in self.round.updates else None
 
     def closes_at(self) -> float | None:
         """When the open round need not wait for the missing any longer; None if nothing tells that yet."""
         if self.round is None:
             return None
-        here = [telling.at - self.round.opened_at for telling in self.round.told.values()]
+        here = [telling.at - self.round.opened_at for telling in self.round.updates.values()]
         known = [*here, *(offset for offsets in self.arrivals for offset in offsets)]
-        if not self._awaited - self.round.told.keys():  # whoever is there told, or was refused
-            return self.round.opened_at + patience(known or [0.0], self.swarm.round)
-        if not known or (not self.arrivals and len(here) < self._quorum(len(self.round.text))):
+        if not self._awaited - self.round.updates.keys():  # whoever is there told, or was refused
+            return self.round.opened_at + deadline_offset(known or [0.0], self.swarm.round)
+        if not known or (not self.arrivals and len(here) < self._quorum(len(self.round.data_assignments))):
             return None
-        return self.round.opened_at + patience(known, self.swarm.round)
+        return self.round.opened_at + deadline_offset(known, self.swarm.round)
 
-    def closing(self, now: float) -> bool:
+    def should_close(self, now: float) -> bool:
         """Whether the open round is to be closed: all that are still there told, or a quorum did and time is up."""
         if self.round is None:
             return False
-        there = [node for node in self.round.text if node in self.members]
-        told = self.round.told
+        there = [node for node in self.round.data_assignments if node in self.members]
+        told = self.round.updates
         if all(node in told for node in there):  # also if none of its nodes is left
             return True
         closes_at = self.closes_at()
@@ -218,14 +218,18 @@ class Ledger:
     def _awaited(self) -> set[str]:
         """Nodes of the open round that are there and told, or are still to tell: who was refused need not again."""
         assert self.round is not None
-        told, refused = self.round.told, self.round.refused
-        return {node for node in self.round.text if node in self.members and (node in told or node not in refused)}
+        told, refused = self.round.updates, self.round.refused
+        return {
+            node
+            for node in self.round.data_assignments
+            if node in self.members and (node in told or node not in refused)
+        }
 
     def _quorum(self, nodes: int) -> int:
         return max(1, -int(-nodes * self.swarm.round.quorum // 1))
 
 
-def patience(offsets: list[float], spec: RoundSpec) -> float:
+def deadline_offset(offsets: list[float], spec: RoundSpec) -> float:
     """Seconds after a round's opening from which the missing are not waited for: the median of when updates came, and
     so many times their median deviation from it later (one node that was late does not make others wait), or the grace,
     or a quarter of it, whichever is most."""
@@ -244,11 +248,11 @@ def replay(run: RunSpec, events: list[Event]) -> Ledger:
 
 def summary(ledger: Ledger, seen: Mapping[str, float], now: float) -> dict[str, Any]:
     """What `phalanx swarm status` tells."""
-    told = ledger.round.told if ledger.round else {}
+    told = ledger.round.updates if ledger.round else {}
     return {
         "method": ledger.swarm.method,
-        "codec": ledger.swarm.coded,
-        "waits_for": "" if ledger.round or ledger.done else ledger.lacking,
+        "codec": ledger.swarm.effective_codec,
+        "waits_for": "" if ledger.round or ledger.done else ledger.waiting_for,
         "round": ledger.committed,
         "rounds": ledger.rounds,
         "open_seconds": now - ledger.round.opened_at if ledger.round else None,

@@ -14,7 +14,7 @@ def merge_ratio(step: int, alpha: float, steps: int) -> float:
     return alpha * max(0.0, 1 - step / steps) if steps else 0.0
 
 
-def neighbours(gate_EFD: Tensor, nearest: int) -> Tensor:
+def nearest_experts(gate_EFD: Tensor, nearest: int) -> Tensor:
     """The experts that are most like each, [E, K], by the cosine of their input projections; itself is none of them.
     There are at most E - 1."""
     flat = gate_EFD.flatten(1).float()
@@ -26,13 +26,13 @@ def neighbours(gate_EFD: Tensor, nearest: int) -> Tensor:
 
 
 @torch.no_grad()
-def merge(experts: Mapping[str, Tensor], alpha: float, nearest: int) -> None:
+def merge_experts(experts: Mapping[str, Tensor], alpha: float, nearest: int) -> None:
     """Move each expert of a layer by `alpha` of the way to the mean of those `nearest` to it, all from where they were:
     theta_i + alpha (mean_j theta_j - theta_i). `experts` are the layer's stacked tensors, "gate" among them; in place.
     """
     if alpha == 0 or len(experts["gate"]) < 2:
         return
-    near = neighbours(experts["gate"], nearest)
+    near = nearest_experts(experts["gate"], nearest)
     mixing = torch.zeros(len(near), len(near)).scatter_(1, near, alpha / near.shape[1]).fill_diagonal_(1 - alpha)
     for stacked in experts.values():
         stacked.copy_((mixing.to(stacked.dtype) @ stacked.flatten(1)).view_as(stacked))

@@ -16,23 +16,23 @@ Moments = dict[str, dict[str, Any]]
 """An optimizer's state of parameters, by their names."""
 
 
-def moments_of(learner: Learner) -> Moments:
+def optimizer_moments(learner: Learner) -> Moments:
     """What the optimizers know."""
     return {
         name: optimizer.state[parameter]
-        for name, parameter in learner.strategy.trained.items()
+        for name, parameter in learner.strategy.trainable_parameters.items()
         for optimizer in learner.optimizers
         if parameter in optimizer.state
     }
 
 
 @torch.no_grad()
-def carry(known: Moments, had: Sequence[int], new: Learner, has: Sequence[int]) -> None:
+def transfer_moments(known: Moments, had: Sequence[int], new: Learner, has: Sequence[int]) -> None:
     """Give the optimizers of `new` what was known of parameters that it trains whole on this rank, too, and of stacks
     of experts for those in both. What is new begins anew; so do experts of ranks that have different ones, or some rows
     of them."""
     apart = new.run.layout.ep > 1
-    for name, parameter in new.strategy.trained.items():
+    for name, parameter in new.strategy.trainable_parameters.items():
         for optimizer in new.optimizers:
             mine = any(parameter is each for group in optimizer.param_groups for each in group["params"])
             if not mine or name not in known:

@@ -11,21 +11,21 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Outer:
+class OuterSGD:
     """SGD with Nesterov momentum on pseudo-gradients, as torch.optim.SGD does it."""
 
     learning_rate: float = 1.0
     momentum: float = 0.0
 
     @property
-    def averages(self) -> bool:
+    def is_plain_mean(self) -> bool:
         """Whether it is none: the mean is taken as it is."""
         return self.learning_rate == 1 and self.momentum == 0
 
     def step(self, base: Tensor, mean: Tensor, velocity: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """New weights, and the velocity to keep, from those of the round's beginning, and the mean of what the nodes
         made of them: v = mu v + D, theta - eta (D + mu v), where D = theta - mean."""
-        if self.averages:
+        if self.is_plain_mean:
             return mean, None
         gradient = base - mean
         velocity = gradient if velocity is None else self.momentum * velocity + gradient

@@ -13,7 +13,7 @@ Owners = tuple[tuple[str, ...], ...]
 """Of each expert, the nodes that train it, in order."""
 
 
-def shares(places: int, most: int, capacities: Mapping[str, float]) -> dict[str, int]:
+def proportional_shares(places: int, most: int, capacities: Mapping[str, float]) -> dict[str, int]:
     """`places` shared out among nodes in proportion to their capacities, none with more than `most`: each its whole
     part, and one more for those with the largest remainders (Hamilton's method). With whole capacities that are enough
     for all places, no node gets more than its capacity."""
@@ -34,13 +34,15 @@ def _exact(places: int, found: Mapping[str, int], capacities: Mapping[str, float
     return (places - sum(found.values())) * capacities[node] / total
 
 
-def assign(experts: int, capacities: Mapping[str, float], replication: int = 1, before: Owners | None = None) -> Owners:
+def assign_experts(
+    experts: int, capacities: Mapping[str, float], replication: int = 1, before: Owners | None = None
+) -> Owners:
     """Owners of each of `experts`, from nodes with their capacities (any unit, above 0), in the order of the nodes.
 
     Without `before` nodes own runs of neighbouring experts, as in SPES's own code; else as few change hands as can.
     """
     nodes, copies = list(capacities), min(replication, len(capacities))
-    count = shares(experts * copies, experts, capacities)
+    count = proportional_shares(experts * copies, experts, capacities)
     if before is None:
         owners: list[list[str]] = [[] for _ in range(experts)]
         place = 0
@@ -62,13 +64,13 @@ def assign(experts: int, capacities: Mapping[str, float], replication: int = 1, 
     return tuple(tuple(node for node in nodes if flow[expert][f"node {node}"]) for expert in range(experts))
 
 
-def rotated(owners: Owners, nodes: Sequence[str]) -> Owners:
+def rotate_owners(owners: Owners, nodes: Sequence[str]) -> Owners:
     """Each node's experts handed to the node after it (rolling ownership, as FedRolex has it: arXiv 2212.01548)."""
     after = {node: nodes[(place + 1) % len(nodes)] for place, node in enumerate(nodes)}
     order = {node: place for place, node in enumerate(nodes)}
     return tuple(tuple(sorted((after[node] for node in of), key=order.__getitem__)) for of in owners)
 
 
-def owned(owners: Owners, node: str) -> tuple[int, ...]:
+def experts_of(owners: Owners, node: str) -> tuple[int, ...]:
     """The experts of a node."""
     return tuple(expert for expert, of in enumerate(owners) if node in of)

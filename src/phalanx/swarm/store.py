@@ -1,7 +1,7 @@
 """The coordinator's files: the model as all nodes have it, and what nodes told of a round.
 
     run.toml  journal.jsonl
-    model/base.safetensors      weights; beside it left, velocity, or exp_avg and exp_avg_sq: see `aggregate.State`
+    model/base.safetensors      weights; beside it left, velocity, or exp_avg and exp_avg_sq: see `aggregate.ModelState`
     rounds/000012/NODE.update   what a node told; .part while it comes
     rounds/000012/new-*         what the round came to, until it is in model/
     rounds/000012/down          what nodes are told of it
@@ -19,22 +19,22 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from phalanx.cost.shapes import parameter_shapes
-from phalanx.cost.swarm import coded_bytes
+from phalanx.cost.swarm import encoded_bytes
 from phalanx.spec.run import RunSpec
-from phalanx.swarm.aggregate import Rules, State, Told, aggregate, publish
+from phalanx.swarm.aggregate import AggregationConfig, ModelState, NodeUpdate, aggregate, encode_broadcast
 from phalanx.swarm.descent import MOMENTS
-from phalanx.swarm.items import Item, items_of
+from phalanx.swarm.items import ModelPiece, model_pieces
 from phalanx.swarm.tensors import TensorFile
 from phalanx.swarm.update import Weights, sends_weights
 from phalanx.train.manifest import sync
 
-KINDS = tuple(field.name for field in fields(State))
+KINDS = tuple(field.name for field in fields(ModelState))
 KEPT = 2
 """Rounds whose results are kept at least, for nodes that come for them late."""
 
 
 @dataclass(frozen=True)
-class Store:
+class SwarmStore:
     """The files of a swarm in its directory."""
 
     directory: Path
@@ -53,21 +53,21 @@ class Store:
         """What a node told."""
         return self.round(number) / f"{node}.update"
 
-    def coming(self, number: int, node: str, mark: str) -> Path:
+    def partial_update_path(self, number: int, node: str, mark: str) -> Path:
         """The same while it comes, by its mark: an update that a node began to send before is another."""
         return self.round(number) / f"{node}.{hashlib.sha256(mark.encode()).hexdigest()[:16]}.part"
 
     def forget_coming(self, number: int, node: str, mark: str) -> None:
         """What the node began to send of the round before this."""
         for path in self.round(number).glob(f"{node}.{'[0-9a-f]' * 16}.part"):
-            if path != self.coming(number, node, mark):
+            if path != self.partial_update_path(number, node, mark):
                 path.unlink(missing_ok=True)
 
-    def down(self, number: int) -> Path:
+    def broadcast_path(self, number: int) -> Path:
         """What nodes are told."""
         return self.round(number) / "down"
 
-    def begin(self, weights: Weights, rules: Rules) -> None:
+    def initialize(self, weights: Weights, rules: AggregationConfig) -> None:
         """The model at the start; the last of its files is the weights."""
         self.base.parent.mkdir(parents=True, exist_ok=True)
         shapes = parameter_shapes(self.run.model)
@@ -75,33 +75,35 @@ class Store:
             TensorFile.create(self._model(kind), shapes).close()
         part = self.base.with_suffix(".part")
         with TensorFile.create(part, shapes) as file:
-            for item in items_of(self.run.model):
+            for item in model_pieces(self.run.model):
                 file.write(item, weights(item))
             file.sync()
         part.rename(self.base)
 
-    def settle(self, number: int, items: Sequence[Item], told: Iterable[tuple[str, int]], rules: Rules) -> None:
+    def aggregate_round(
+        self, number: int, items: Sequence[ModelPiece], told: Iterable[tuple[str, int]], rules: AggregationConfig
+    ) -> None:
         """Work out a round from what nodes told (their names and tokens). Nothing of the model changes yet."""
         self.round(number).mkdir(parents=True, exist_ok=True)
         shapes = parameter_shapes(self.run.model)
         mine = {item.name: shapes[item.name] for item in items}
-        updates = [Told(node, tokens, TensorFile(self.update(number, node))) for node, tokens in told]
+        updates = [NodeUpdate(node, tokens, TensorFile(self.update(number, node))) for node, tokens in told]
         old = self._state(rules, lambda kind: TensorFile(self._model(kind)))
         new = self._state(rules, lambda kind: TensorFile.create(self._new(number, kind), mine))
         stands = aggregate(items, updates, rules, old, new)
-        sizes = {item.key: (coded_bytes(item.numbers, rules.codec),) for item in items if item.key in stands}
-        part = self.down(number).with_suffix(".part")
+        sizes = {item.key: (encoded_bytes(item.numbers, rules.codec),) for item in items if item.key in stands}
+        part = self.broadcast_path(number).with_suffix(".part")
         with TensorFile.create(part, sizes, "U8") as down:
-            publish(items, updates, stands, rules.codec, old, new, down)
+            encode_broadcast(items, updates, stands, rules.codec, old, new, down)
             down.sync()
-        part.rename(self.down(number))
+        part.rename(self.broadcast_path(number))
         for file in new.files.values():
             file.sync()
         sync(self.round(number))
         for file in (*(update.file for update in updates), *old.files.values(), *new.files.values()):
             file.close()
 
-    def install(self, number: int, items: Sequence[Item], rules: Rules) -> None:
+    def apply_round(self, number: int, items: Sequence[ModelPiece], rules: AggregationConfig) -> None:
         """Put what a round came to into the model; again, if that was interrupted."""
         for kind in self._kinds(rules):
             path = self._new(number, kind)
@@ -129,13 +131,13 @@ class Store:
             if kept > size and int(old.name) <= number - KEPT:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def begin_of(self, number: int) -> Path:
+    def base_of_round(self, number: int) -> Path:
         """The weights that a round began with, where there is a `snapshot`."""
         return self.round(number) / "begin.safetensors"
 
     def snapshot(self, committed: int) -> None:
         """Keep the weights after so many rounds, the present ones, as they are."""
-        path = self.begin_of(committed)
+        path = self.base_of_round(committed)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_suffix(".part")
@@ -152,13 +154,13 @@ class Store:
         """Whether a round is of the whole model."""
         return self.run.swarm is not None and self.run.swarm.fragments == 1
 
-    def _state(self, rules: Rules, opened: Callable[[str], TensorFile]) -> State:
-        return State(**{kind: opened(kind) for kind in self._kinds(rules)})
+    def _state(self, rules: AggregationConfig, opened: Callable[[str], TensorFile]) -> ModelState:
+        return ModelState(**{kind: opened(kind) for kind in self._kinds(rules)})
 
-    def _kinds(self, rules: Rules) -> list[str]:
+    def _kinds(self, rules: AggregationConfig) -> list[str]:
         """The files of the model that there are."""
         moments = dict.fromkeys(MOMENTS, rules.descent is not None)
-        used = {"left": not sends_weights(rules.codec), "velocity": not rules.outer.averages, **moments}
+        used = {"left": not sends_weights(rules.codec), "velocity": not rules.outer.is_plain_mean, **moments}
         return [kind for kind in KINDS if used.get(kind, True)]
 
     def _model(self, kind: str) -> Path:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx.cost.shapes import Shape
 from phalanx.swarm.codec import Buffer, encode
-from phalanx.swarm.items import Item
+from phalanx.swarm.items import ModelPiece
 
 DTYPES = {"F32": torch.float32, "U8": torch.uint8}
 HEADER_BYTES = 8
@@ -61,7 +61,7 @@ class TensorFile:
         return cls(path, writable=True)
 
     @classmethod
-    def renew(cls, path: Path, shapes: Mapping[str, Shape], dtype: str = "F32") -> Self:
+    def recreate(cls, path: Path, shapes: Mapping[str, Shape], dtype: str = "F32") -> Self:
         """A file of these tensors, for a caller that writes all of their numbers: the one that is there with what is in
         it, if it has the same tensors, for its memory need not be found anew; else a new one."""
         header, size = _header(shapes, dtype)
@@ -94,7 +94,7 @@ class TensorFile:
         """A whole tensor's bytes."""
         return self._read(*self.place(name))
 
-    def read(self, item: Item) -> Tensor:
+    def read(self, item: ModelPiece) -> Tensor:
         """A piece of a model, in fp32."""
         return torch.frombuffer(self._read(*self._piece(item)), dtype=torch.float32).reshape(item.shape)
 
@@ -103,7 +103,7 @@ class TensorFile:
         shape = self._places[name][1]
         return torch.frombuffer(self.raw(name), dtype=torch.float32).reshape(shape)
 
-    def write(self, item: Item, tensor: Tensor) -> None:
+    def write(self, item: ModelPiece, tensor: Tensor) -> None:
         """Put a piece of a model in its place."""
         begin, size = self._piece(item)
         self._write(begin, encode(tensor, "fp32"), size)
@@ -126,7 +126,7 @@ class TensorFile:
         _, _, begin, end = self._places[name]
         return self._begin + begin, end - begin
 
-    def _piece(self, item: Item) -> tuple[int, int]:
+    def _piece(self, item: ModelPiece) -> tuple[int, int]:
         begin, size = self.place(item.name)
         each, first = size // self._places[item.name][1][0], item.expert if item.first is None else item.first
         if first is None:

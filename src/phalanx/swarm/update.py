@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.cost.swarm import coded_bytes
+from phalanx.cost.swarm import encoded_bytes
 from phalanx.spec.swarm import Codec, SwarmSpec
 from phalanx.swarm.codec import Buffer, decode, encode
-from phalanx.swarm.items import Item
+from phalanx.swarm.items import ModelPiece
 from phalanx.swarm.tensors import TensorFile
 
-Weights = Callable[[Item], Tensor]
+Weights = Callable[[ModelPiece], Tensor]
 """The present value of a piece."""
 Feedback = dict[str, Tensor]
 """What coding left out so far, by piece."""
@@ -29,23 +29,23 @@ def sends_weights(codec: Codec) -> bool:
     return codec == "fp32"
 
 
-def origin(swarm: SwarmSpec, base: Weights) -> Weights:
+def update_base(swarm: SwarmSpec, base: Weights) -> Weights:
     """What a node tells changes of: the values that the round began with; zero, where it tells gradients."""
-    return (lambda item: torch.zeros(item.shape)) if swarm.of_gradients else base
+    return (lambda item: torch.zeros(item.shape)) if swarm.sends_gradients else base
 
 
-def tell(
-    path: Path, items: Sequence[Item], codec: Codec, weights: Weights, base: Weights, feedback: Feedback
+def write_update(
+    path: Path, items: Sequence[ModelPiece], codec: Codec, weights: Weights, base: Weights, feedback: Feedback
 ) -> TensorFile:
     """Write the pieces to a file. `base` are the values that the round began with; `feedback` is kept up."""
-    shapes = {item.key: (coded_bytes(item.numbers, codec),) for item in items}
-    file = TensorFile.renew(path, shapes, "U8")
+    shapes = {item.key: (encoded_bytes(item.numbers, codec),) for item in items}
+    file = TensorFile.recreate(path, shapes, "U8")
     for item in items:
-        file.write_raw(item.key, told(item, codec, weights, base, feedback))
+        file.write_raw(item.key, encode_piece(item, codec, weights, base, feedback))
     return file
 
 
-def told(item: Item, codec: Codec, weights: Weights, base: Weights, feedback: Feedback) -> Buffer:
+def encode_piece(item: ModelPiece, codec: Codec, weights: Weights, base: Weights, feedback: Feedback) -> Buffer:
     """One piece, coded."""
     now = weights(item).detach().float()
     if sends_weights(codec):
@@ -58,7 +58,7 @@ def told(item: Item, codec: Codec, weights: Weights, base: Weights, feedback: Fe
     return data
 
 
-def heard(item: Item, data: Buffer, codec: Codec, base: Weights) -> Tensor:
+def decode_piece(item: ModelPiece, data: Buffer, codec: Codec, base: Weights) -> Tensor:
     """The value of a piece that somebody told. Raises CodecError for what is none."""
     value = decode(data, item.shape, codec)
     return value if sends_weights(codec) else base(item) + value

@@ -8,7 +8,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """How one rank ended a run that did not succeed everywhere."""
 
     rank: int
@@ -23,20 +23,20 @@ class Failure:
     """The end of what the rank printed during the run."""
 
 
-class RanksFailed(AssertionError):  # noqa: N818
+class RankError(AssertionError):
     """A function failed on a rank; `failures` has every rank, the one that failed first at the front."""
 
-    def __init__(self, name: str, failures: Iterable[Failure]) -> None:
-        self.failures = in_order(failures)
+    def __init__(self, name: str, failures: Iterable[RankFailure]) -> None:
+        self.failures = cause_first(failures)
         super().__init__(describe(name, self.failures))
 
     @property
-    def all_answered(self) -> bool:
+    def all_returned(self) -> bool:
         """Whether every rank is alive and has left the function."""
         return all(failure.kind in ("raised", "returned") for failure in self.failures)
 
 
-def in_order(failures: Iterable[Failure]) -> list[Failure]:
+def cause_first(failures: Iterable[RankFailure]) -> list[RankFailure]:
     """The cause first, then its consequences, then the ranks that were well.
 
     An exception's time is exact; a death's is when the pool noticed it, a little after it happened and maybe
@@ -46,7 +46,7 @@ def in_order(failures: Iterable[Failure]) -> list[Failure]:
     return sorted(failures, key=lambda failure: (urgency[failure.kind], failure.seconds, failure.rank))
 
 
-def describe(name: str, failures: list[Failure]) -> str:
+def describe(name: str, failures: list[RankFailure]) -> str:
     """The message: the first failure whole, a line for every other rank; of ranks that hang, every stack."""
     first, *others = failures
     lines = [f"{name} failed on rank {first.rank} of {len(failures)}: {_line(first)}", *_body(first)]
@@ -57,12 +57,12 @@ def describe(name: str, failures: list[Failure]) -> str:
     return "\n".join(lines)
 
 
-def _line(failure: Failure) -> str:
+def _line(failure: RankFailure) -> str:
     after = f"{failure.kind} after {failure.seconds:.2f} s"
     return f"{after}: {failure.summary}" if failure.summary else after
 
 
-def _body(failure: Failure) -> list[str]:
+def _body(failure: RankFailure) -> list[str]:
     lines = [f"  | {line}" for line in failure.detail.splitlines()]
     if failure.output:
         lines.append(f"  rank {failure.rank} printed, last of all:")

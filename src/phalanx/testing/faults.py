@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from phalanx.testing.runs import until
+from phalanx.testing.runs import wait_until
 
 
 class NotAllowed(OSError):  # noqa: N818 - a fact about the machine
     """This process may not do that on this machine."""
 
 
-def cut_short(file: Path) -> None:
+def truncate_file(file: Path) -> None:
     """Half of a file is gone."""
     os.truncate(file, file.stat().st_size // 2)
 
 
-def flip(file: Path) -> None:
+def flip_bit(file: Path) -> None:
     """One bit of a file is another."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -43,7 +43,7 @@ def small_disk(place: Path, size_bytes: int) -> Iterator[None]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def fill(place: Path, but_bytes: int = 0) -> Path:
+def fill_disk(place: Path, but_bytes: int = 0) -> Path:
     """Take the space of a filesystem that is left; returns the file that has it."""
     others = place / "others"
     with others.open("ab", buffering=0) as file:
@@ -56,7 +56,7 @@ def fill(place: Path, but_bytes: int = 0) -> Path:
 
 
 @contextmanager
-def limited(most_bytes: int) -> Iterator[Callable[[int], None]]:
+def memory_limited(most_bytes: int) -> Iterator[Callable[[int], None]]:
     """A group of processes that may take so much more together (cgroup v1); what it gives has a process join it.
 
     Raises NotAllowed.
@@ -74,5 +74,5 @@ def limited(most_bytes: int) -> Iterator[Callable[[int], None]]:
         (group / "memory.limit_in_bytes").write_text(str(most_bytes))
         yield join
     finally:
-        until(lambda: not (group / "cgroup.procs").read_text(), "the group is empty", 10)
+        wait_until(lambda: not (group / "cgroup.procs").read_text(), "the group is empty", 10)
         group.rmdir()

@@ -18,7 +18,7 @@ BUCKET, LONGEST_WAIT = "64kb", "1s"
 """Of a token bucket: how much goes at once, and for how long the rest waits before it is dropped."""
 
 
-class NoHosts(OSError):  # noqa: N818 - a fact about the machine
+class NamespacesUnavailable(OSError):  # noqa: N818 - a fact about the machine
     """This process may not make networks, or a tool is missing."""
 
 
@@ -42,17 +42,17 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Star:
+class StarNetwork:
     """Hosts around a hub, which reaches all of them, as they reach it."""
 
     hub: Host
     hosts: dict[str, Host]
 
-    def cut(self, name: str) -> None:
+    def disconnect(self, name: str) -> None:
         """Let nothing through any longer. Connections learn of it only because nothing comes."""
         self._link(name, "down")
 
-    def restore(self, name: str) -> None:
+    def reconnect(self, name: str) -> None:
         """As it was."""
         self._link(name, "up")
 
@@ -70,7 +70,9 @@ class Star:
 
 
 @contextmanager
-def star(names: Sequence[str], up_mbit: float | None = None, down_mbit: float | None = None) -> Iterator[Star]:
+def star_network(
+    names: Sequence[str], up_mbit: float | None = None, down_mbit: float | None = None
+) -> Iterator[StarNetwork]:
     """Hosts on links of so many Mbit/s from them and to them (`down_mbit` is as `up_mbit` by default; None shapes
     nothing). They are gone afterwards; so should be what runs there.
 
@@ -82,7 +84,7 @@ def star(names: Sequence[str], up_mbit: float | None = None, down_mbit: float | 
         name: Host(name, f"phalanx-{mark}-{number}", f"10.77.{number}.2", f"10.77.{number}.1", f"p{mark}n{number}")
         for number, name in enumerate(names)
     }
-    made = Star(hub, hosts)
+    made = StarNetwork(hub, hosts)
     try:
         _do(["ip", "netns", "add", hub.namespace])
         _do([*hub.prefix, "ip", "link", "set", "lo", "up"])
@@ -125,7 +127,7 @@ def _name(host: Host, hosts: Iterable[Host]) -> None:
 def _do(command: Sequence[str]) -> None:
     words = " ".join(command)
     if not shutil.which(command[0]):
-        raise NoHosts(f"{command[0]} is not installed (apt-get install iproute2)")
+        raise NamespacesUnavailable(f"{command[0]} is not installed (apt-get install iproute2)")
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
-        raise NoHosts(f"{words}: {ended.stderr.strip()}")
+        raise NamespacesUnavailable(f"{words}: {ended.stderr.strip()}")

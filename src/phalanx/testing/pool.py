@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.spec.errors import UserError
-from phalanx.testing.failure import Failure, RanksFailed
+from phalanx.testing.failure import RankError, RankFailure
 
 START_SECONDS = 180.0
 GRACE_SECONDS = 1.0
@@ -29,12 +29,12 @@ GROWN_BYTES = 3 * 2**28
 """Ranks that hold so much more together than they did at first make room for others: the kernels that oneDNN compiles
 for every shape stay with a process."""
 
-_pools: dict[int, Pool] = {}
+_pools: dict[int, RankPool] = {}
 
 
-def ranks(world_size: int) -> Pool:
+def rank_pool(world_size: int) -> RankPool:
     """The process's pool of this size. Its ranks start at the first run and stay until the process ends."""
-    return _pools.setdefault(world_size, Pool(world_size))
+    return _pools.setdefault(world_size, RankPool(world_size))
 
 
 @atexit.register
@@ -44,7 +44,7 @@ def close_all() -> None:
         pool.close()
 
 
-class Pool:
+class RankPool:
     """Fresh single-threaded processes that share a gloo process group and run one function at a time."""
 
     def __init__(self, world_size: int) -> None:
@@ -78,7 +78,7 @@ class Pool:
             return results
         except BaseException as error:
             # A rank that has not answered may be anywhere in the function, so no later call can use it.
-            if not (isinstance(error, RanksFailed) and error.all_answered):
+            if not (isinstance(error, RankError) and error.all_returned):
                 self.close()
             raise
 
@@ -143,7 +143,7 @@ class Pool:
         begin = time.monotonic()
         deadline = begin + timeout
         results: dict[int, bytes] = {}
-        ended: dict[int, Failure] = {}
+        ended: dict[int, RankFailure] = {}
         while len(ended) < self.world_size and (left := deadline - time.monotonic()) > 0:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in ended}
             for pipe in wait(list(waiting), left):
@@ -155,21 +155,21 @@ class Pool:
             return [results[rank] for rank in range(self.world_size)]
         missing = [rank for rank in range(self.world_size) if rank not in ended]
         failures = [*ended.values(), *self._stuck(missing, time.monotonic() - begin)]
-        raise RanksFailed(name, [self._with_output(failure, offsets[failure.rank]) for failure in failures])
+        raise RankError(name, [self._with_output(failure, offsets[failure.rank]) for failure in failures])
 
-    def _receive(self, rank: int, begin: float, results: dict[int, bytes]) -> Failure:
+    def _receive(self, rank: int, begin: float, results: dict[int, bytes]) -> RankFailure:
         try:
             kind, when, summary, content = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
             code = self._workers[rank].wait()
             summary = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return Failure(rank, "died", time.monotonic() - begin, summary)
+            return RankFailure(rank, "died", time.monotonic() - begin, summary)
         if kind == "returned":
             results[rank] = content
-            return Failure(rank, "returned", when - begin)
-        return Failure(rank, "raised", when - begin, summary, content)
+            return RankFailure(rank, "returned", when - begin)
+        return RankFailure(rank, "raised", when - begin, summary, content)
 
-    def _stuck(self, missing: list[int], seconds: float) -> list[Failure]:
+    def _stuck(self, missing: list[int], seconds: float) -> list[RankFailure]:
         """The Python stacks of ranks that have not returned, which faulthandler writes on a signal."""
         stacks = {rank: self._logs / f"{rank}.stack" for rank in missing}
         for rank in missing:
@@ -179,10 +179,10 @@ class Pool:
         while time.monotonic() < limit and not all(s.exists() and s.stat().st_size for s in stacks.values()):
             time.sleep(0.02)
         texts = {rank: stack.read_text() if stack.exists() else "" for rank, stack in stacks.items()}
-        return [Failure(rank, "did not return", seconds, "", text) for rank, text in texts.items()]
+        return [RankFailure(rank, "did not return", seconds, "", text) for rank, text in texts.items()]
 
-    def _with_output(self, failure: Failure, offset: int) -> Failure:
+    def _with_output(self, failure: RankFailure, offset: int) -> RankFailure:
         with open(self._logs / f"{failure.rank}.output", "rb") as file:
             file.seek(max(offset, os.fstat(file.fileno()).st_size - OUTPUT_BYTES))
             output = file.read().decode(errors="replace").strip()
-        return Failure(**{**vars(failure), "output": output})
+        return RankFailure(**{**vars(failure), "output": output})

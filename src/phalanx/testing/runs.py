@@ -10,7 +10,7 @@ SECONDS = 100.0
 """Until something happens, on a machine that does much else."""
 
 
-def ranks_of(directory: Path) -> dict[int, int]:
+def rank_pids(directory: Path) -> dict[int, int]:
     """Process ids of the ranks of a run, by rank."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -26,7 +26,7 @@ def ranks_of(directory: Path) -> dict[int, int]:
     return found
 
 
-def until(true: Callable[[], object], what: str, seconds: float = SECONDS) -> None:
+def wait_until(true: Callable[[], object], what: str, seconds: float = SECONDS) -> None:
     """Wait until something is true; fails after so many seconds."""
     deadline = time.monotonic() + seconds
     while not true():

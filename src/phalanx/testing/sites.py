@@ -13,25 +13,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from phalanx.swarm.wire.certs import issue, make_authority
-from phalanx.testing.hosts import Host, Star
+from phalanx.swarm.wire.certs import create_certificate_authority, issue_certificate
+from phalanx.testing.hosts import Host, StarNetwork
 
 LEAD, PORT = "lead", 7077
 
 
-class Sites:
+class SwarmProcesses:
     """`phalanx swarm serve` at the hub, `phalanx swarm join` at the hosts; in `folder`:
 
     certs/NAME  nodes/NAME  NAME.txt    who they are, what they keep, what they said"""
 
-    def __init__(self, network: Star, folder: Path, run_file: Path, lead: Path) -> None:
+    def __init__(self, network: StarNetwork, folder: Path, run_file: Path, lead: Path) -> None:
         """`lead` is the coordinator's directory."""
         self.network, self.folder, self.run_file, self.lead = network, folder, run_file, lead
         self.under_way: dict[str, subprocess.Popen[bytes]] = {}
-        make_authority(folder / "certs")
-        issue(folder / "certs", LEAD, [host.hub for host in network.hosts.values()])
+        create_certificate_authority(folder / "certs")
+        issue_certificate(folder / "certs", LEAD, [host.hub for host in network.hosts.values()])
         for name in network.hosts:
-            issue(folder / "certs", name, [])
+            issue_certificate(folder / "certs", name, [])
 
     def start(self, name: str) -> None:
         """The coordinator or a node; maybe again."""
@@ -67,7 +67,7 @@ class Sites:
             self.signal(name, signal.SIGKILL)
         self.under_way[name].wait()
 
-    def said(self, name: str) -> str:
+    def output(self, name: str) -> str:
         """The end of it."""
         return (self.folder / f"{name}.txt").read_text()[-2000:]
 
@@ -78,7 +78,7 @@ class Sites:
         found = [json.loads(line) for line in lines if line.endswith("\n")]
         return [event for event in found if not what or event["what"] in what]
 
-    def committed(self) -> int:
+    def committed_rounds(self) -> int:
         """Rounds that are."""
         return len(self.events("committed"))
 
@@ -88,20 +88,20 @@ class Sites:
         while not true():
             for name, process in self.under_way.items():
                 if process.poll() not in (None, 0, -signal.SIGKILL):
-                    raise AssertionError(f"{name} ended with {process.returncode}: {self.said(name)}")
+                    raise AssertionError(f"{name} ended with {process.returncode}: {self.output(name)}")
             if time.monotonic() > deadline:
-                raise AssertionError(f"not in {seconds:g} s: {what}; {self.events()[-8:]}; {self.said(LEAD)}")
+                raise AssertionError(f"not in {seconds:g} s: {what}; {self.events()[-8:]}; {self.output(LEAD)}")
             time.sleep(0.02)
 
-    def done(self, seconds: float) -> None:
+    def wait_all(self, seconds: float) -> None:
         """Until all have ended by themselves, in this time together."""
         self.until(lambda: all(process.poll() == 0 for process in self.under_way.values()), "the end", seconds)
 
 
 @contextmanager
-def sites(network: Star, folder: Path, run_file: Path, lead: Path) -> Iterator[Sites]:
+def swarm_processes(network: StarNetwork, folder: Path, run_file: Path, lead: Path) -> Iterator[SwarmProcesses]:
     """None of their processes is left afterwards."""
-    found = Sites(network, folder, run_file, lead)
+    found = SwarmProcesses(network, folder, run_file, lead)
     try:
         yield found
     finally:

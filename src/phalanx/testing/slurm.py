@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.testing.hosts import NoHosts, Star, star
+from phalanx.testing.hosts import NamespacesUnavailable, StarNetwork, star_network
 
 START_SECONDS = 60.0
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -42,23 +42,23 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-class NoSlurm(OSError):  # noqa: N818 - a fact about the machine
+class SlurmUnavailable(OSError):  # noqa: N818 - a fact about the machine
     """This process may not start one, or a tool is missing."""
 
 
 @dataclass(frozen=True)
-class Slurm:
+class LocalSlurm:
     """One that runs."""
 
     place: Path
-    network: Star
+    network: StarNetwork
     environment: dict[str, str] = field(repr=False)
 
     @property
     def nodes(self) -> tuple[str, ...]:
         return tuple(self.network.hosts)
 
-    def do(self, *words: str, cwd: Path | None = None) -> str:
+    def run(self, *words: str, cwd: Path | None = None) -> str:
         """What one of its commands prints."""
         command = [*self.network.hub.prefix, *words]
         ended = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60)
@@ -67,11 +67,11 @@ class Slurm:
 
     def submit(self, script: Path) -> str:
         """The number of a job, from a script that runs in its own directory."""
-        return self.do("sbatch", "--parsable", script.name, cwd=script.parent)
+        return self.run("sbatch", "--parsable", script.name, cwd=script.parent)
 
-    def said(self, job: str) -> dict[str, str]:
+    def job_info(self, job: str) -> dict[str, str]:
         """What Slurm knows of a job: its fields."""
-        fields = self.do("scontrol", "show", "job", "--oneliner", job).split()
+        fields = self.run("scontrol", "show", "job", "--oneliner", job).split()
         return dict(word.partition("=")[::2] for word in fields if "=" in word)
 
     def wait(self, job: str, true: Callable[[dict[str, str]], bool], seconds: float) -> dict[str, str]:
@@ -80,7 +80,7 @@ class Slurm:
         Raises TimeoutError.
         """
         ends = time.monotonic() + seconds
-        while not true(found := self.said(job)):
+        while not true(found := self.job_info(job)):
             if time.monotonic() > ends:
                 raise TimeoutError(f"job {job} is {found['JobState']} ({found['Reason']}) after {seconds:.0f} s")
             time.sleep(0.2)
@@ -88,7 +88,7 @@ class Slurm:
 
 
 @contextmanager
-def slurm(place: Path, nodes: int) -> Iterator[Slurm]:
+def local_slurm(place: Path, nodes: int) -> Iterator[LocalSlurm]:
     """One with so many nodes, each with all cores of this machine. The first has this machine's own name, so that all
     find it. It is gone afterwards, and so are its jobs.
 
@@ -96,29 +96,29 @@ def slurm(place: Path, nodes: int) -> Iterator[Slurm]:
     """
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
     if missing:
-        raise NoSlurm(f"{', '.join(missing)}: not installed (apt-get install slurm-wlm)")
+        raise SlurmUnavailable(f"{', '.join(missing)}: not installed (apt-get install slurm-wlm)")
     if os.geteuid() != 0:
-        raise NoSlurm("it takes root")
+        raise SlurmUnavailable("it takes root")
     host = socket.gethostname().partition(".")[0]
     names = (host, *(f"{host}-{number}" for number in range(1, nodes)))
     with ExitStack() as daemons:
         try:
-            network = daemons.enter_context(star(names))
-        except NoHosts as none:
-            raise NoSlurm(str(none)) from None
-        found = Slurm(place, network, {**os.environ, "SLURM_CONF": str(place / "slurm.conf")})
+            network = daemons.enter_context(star_network(names))
+        except NamespacesUnavailable as none:
+            raise SlurmUnavailable(str(none)) from None
+        found = LocalSlurm(place, network, {**os.environ, "SLURM_CONF": str(place / "slurm.conf")})
         _write_conf(found, host)
         daemons.enter_context(_daemon(found, "munge", _munged(place)))
         daemons.enter_context(_daemon(found, "slurmctld", [*network.hub.prefix, "slurmctld"]))
         for name in names:
             command = [*network.hosts[name].prefix, "slurmd", "-N", name]
             daemons.enter_context(_daemon(found, f"slurmd-{name}", command))
-        _until(lambda: found.do("sinfo", "-h", "-t", "idle", "-o", "%D") == str(nodes), "its nodes are idle", found)
+        _until(lambda: found.run("sinfo", "-h", "-t", "idle", "-o", "%D") == str(nodes), "its nodes are idle", found)
         try:
             yield found
         finally:
-            found.do("scancel", "--user=root")
-            _until(lambda: not found.do("squeue", "-h"), "its jobs are gone", found)
+            found.run("scancel", "--user=root")
+            _until(lambda: not found.run("squeue", "-h"), "its jobs are gone", found)
 
 
 def _munged(place: Path) -> list[str]:
@@ -138,7 +138,7 @@ def _munged(place: Path) -> list[str]:
     return ["munged", "--force", *files]
 
 
-def _write_conf(slurm: Slurm, host: str) -> None:
+def _write_conf(slurm: LocalSlurm, host: str) -> None:
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={host} NodeAddr={at.address} CPUs={os.cpu_count()}"
         for name, at in slurm.network.hosts.items()
@@ -152,12 +152,12 @@ def _write_conf(slurm: Slurm, host: str) -> None:
 
 
 @contextmanager
-def _daemon(slurm: Slurm, name: str, command: Sequence[str]) -> Iterator[None]:
+def _daemon(slurm: LocalSlurm, name: str, command: Sequence[str]) -> Iterator[None]:
     """A process that puts itself into the background, until it is told to end by its pid file."""
     pid_file = slurm.place / f"{name}.pid"
     started = subprocess.run(command, env=slurm.environment, capture_output=True, text=True, timeout=60)
     if started.returncode:
-        raise NoSlurm(f"{' '.join(command)}: {started.stderr.strip()}")
+        raise SlurmUnavailable(f"{' '.join(command)}: {started.stderr.strip()}")
     _until(lambda: pid_file.is_file() and pid_file.read_text().strip().isdecimal(), f"{name} runs", slurm)
     pid = int(pid_file.read_text())
     try:
@@ -177,7 +177,7 @@ def _has_ended(pid: int) -> bool:
     return state in "ZX"
 
 
-def _until(true: Callable[[], bool], what: str, slurm: Slurm) -> None:
+def _until(true: Callable[[], bool], what: str, slurm: LocalSlurm) -> None:
     ends = time.monotonic() + START_SECONDS
     while not true():
         if time.monotonic() > ends:

@@ -6,11 +6,11 @@ import argparse
 import os
 from pathlib import Path
 
-from phalanx.measure.record import parse_window
+from phalanx.measure.record import parse_step_range
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
-from phalanx.train.launch import leave
-from phalanx.train.worker import Fewer, stand_by, work
+from phalanx.train.launch import exit_rank
+from phalanx.train.worker import ReducedRanks, run_rank, run_standby_rank
 
 
 def main() -> None:
@@ -29,15 +29,15 @@ def main() -> None:
     parser.add_argument("--trace-steps", metavar="FIRST:LAST", help="look closely at these steps")
     arguments = parser.parse_args()
     try:
-        window = parse_window(arguments.trace_steps) if arguments.trace_steps else None
+        window = parse_step_range(arguments.trace_steps) if arguments.trace_steps else None
     except UserError as error:
         parser.error(str(error))
     layout = Layout.model_validate_json(arguments.layout) if arguments.layout else None
     if arguments.ranks is not None and int(os.environ["RANK"]) >= arguments.ranks:
-        leave(stand_by(arguments.run))
-    fewer = None if layout is None else Fewer(layout, arguments.ranks)
+        exit_rank(run_standby_rank(arguments.run))
+    fewer = None if layout is None else ReducedRanks(layout, arguments.ranks)
     measure, device = arguments.measure_memory, arguments.device
-    leave(work(arguments.run, arguments.set, arguments.resume, measure, window, fewer, device))
+    exit_rank(run_rank(arguments.run, arguments.set, arguments.resume, measure, window, fewer, device))
 
 
 if __name__ == "__main__":  # DCP's background processes import the main module again

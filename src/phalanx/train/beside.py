@@ -11,7 +11,7 @@ PROC = Path("/proc")
 GONE = "gone"
 
 
-def beside() -> dict[int, tuple[int, str]]:
+def sibling_process_states() -> dict[int, tuple[int, str]]:
     """Process and state (a letter as in /proc/PID/stat, or GONE with process 0) of the ranks that were started with
     this one; nothing where the launcher does not say which those are, or there is no /proc."""
     local, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -31,7 +31,7 @@ def beside() -> dict[int, tuple[int, str]]:
     return found
 
 
-def wake(processes: dict[int, tuple[int, str]]) -> None:
+def resume_stopped(processes: dict[int, tuple[int, str]]) -> None:
     """Let ranks go on that are stopped, so that they can end with the run: they hear no other signal."""
     for process, state in processes.values():
         if state == "T":

@@ -21,27 +21,27 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from phalanx.parallel.parts import as_part, local
+from phalanx.parallel.parts import as_dtensor, local_tensor
 from phalanx.parallel.strategy import Strategy, named_buffers
 from phalanx.spec.errors import UserError
 from phalanx.train.manifest import (
-    BEFORE,
-    DAMAGED,
+    DAMAGED_SUFFIX,
     FORMAT,
+    PREVIOUS_SUFFIX,
     checkpoints,
-    damage_of_files,
+    find_damaged_files,
     publish,
-    put_back,
-    set_aside,
+    quarantine,
+    read_checksums,
+    recover_interrupted_rewrites,
     sha256,
     step_name,
     step_of,
-    sums_of,
     sync,
     write_synced,
 )
 
-Told = TypeVar("Told")
+T = TypeVar("T")
 
 # A run of one process is no accident.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -82,11 +82,11 @@ class Checkpointer:
         self._barrier()
         body = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
         if on_disk:
-            self._write(path, dict(tensors), random_state(), body, into_files(tensors, FILE_BYTES))
+            self._write(path, dict(tensors), rng_state(), body, assign_to_files(tensors, FILE_BYTES))
             self.wait()
             return
-        copies = {name: copy(tensor) for name, tensor in tensors.items()}
-        arguments = path, copies, random_state(), body, None
+        copies = {name: copy_to_cpu(tensor) for name, tensor in tensors.items()}
+        arguments = path, copies, rng_state(), body, None
         self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
 
@@ -118,20 +118,20 @@ class Checkpointer:
                 for file in ranks:
                     sums |= json.loads(file.read_text())["sha256"]
                 publish(path, sums)
-                self._sweep()
+                self._remove_old()
             self.seconds = time.perf_counter() - begun
         except BaseException as error:  # DCP's CheckpointException is no Exception; `wait` raises it in the main thread
             self._error = error
             self._discard(path)  # what it takes of a full disk is needed to say so
 
-    def _sweep(self) -> None:
+    def _remove_old(self) -> None:
         """Remove what is older than the checkpoints to keep, set aside or not; what somebody reads is left to the next
         save."""
         saved = checkpoints(self.directory)
         for old in saved[self.keep :]:
             shutil.rmtree(old, ignore_errors=True)
-            shutil.rmtree(old.with_suffix(BEFORE), ignore_errors=True)
-        for aside in self.directory.glob(f"*{DAMAGED}"):
+            shutil.rmtree(old.with_suffix(PREVIOUS_SUFFIX), ignore_errors=True)
+        for aside in self.directory.glob(f"*{DAMAGED_SUFFIX}"):
             if len(saved) >= self.keep and aside < saved[self.keep - 1]:
                 shutil.rmtree(aside, ignore_errors=True)
 
@@ -156,7 +156,7 @@ class Checkpointer:
             ) from error  # fmt: skip
 
     @property
-    def writing(self) -> bool:
+    def is_saving(self) -> bool:
         """Whether a save is under way, behind the training."""
         return self._thread is not None and self._thread.is_alive()
 
@@ -165,7 +165,7 @@ class Checkpointer:
             dist.barrier(group=self.group)
 
 
-def into_files(tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
+def assign_to_files(tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
     """Which file, from 1, each tensor goes to, so that a rank's files have about `limit` bytes. All ranks go by what
     rank 0 finds, which owns no less than any other."""
     index, size, files = 1, 0, {}
@@ -178,12 +178,12 @@ def into_files(tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
     return files
 
 
-def copy(tensor: Tensor) -> Tensor:
+def copy_to_cpu(tensor: Tensor) -> Tensor:
     """A copy of this rank's part in CPU memory."""
     if not isinstance(tensor, DTensor):
         return tensor.to("cpu", copy=True)
     local = tensor.to_local().to("cpu", copy=True)
-    return as_part(local, tensor.device_mesh, tensor.placements, tensor.shape)
+    return as_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
 
 
 def _reason(error: BaseException) -> str:
@@ -191,73 +191,78 @@ def _reason(error: BaseException) -> str:
     return str(next(iter(failures.values()))[0] if failures else error) or type(error).__name__
 
 
-def told_by_first(find: Callable[[], Told]) -> Told:
+def broadcast_from_rank0(find: Callable[[], T]) -> T:
     """What rank 0 finds: files may look otherwise to others, and need not be read by all."""
     told = [find() if not dist.is_initialized() or dist.get_rank() == 0 else None]
     if dist.is_initialized():
         dist.broadcast_object_list(told, src=0)
-    return cast(Told, told[0])
+    return cast(T, told[0])
 
 
-def newest_step(directory: Path) -> int:
+def latest_step(directory: Path) -> int:
     """The step of the newest checkpoint in a directory, whole or not; -1 where there is none. A collective."""
-    return told_by_first(lambda: max(map(step_of, checkpoints(directory)), default=-1))
+    return broadcast_from_rank0(lambda: max(map(step_of, checkpoints(directory)), default=-1))
 
 
-def newest_checkpoint(directory: Path, before: int | None = None) -> tuple[Path | None, dict[str, str]]:
+def latest_valid_checkpoint(directory: Path, before: int | None = None) -> tuple[Path | None, dict[str, str]]:
     """The newest undamaged checkpoint in a directory, of a step `before` one if it is given, and what is wrong with
     those that are newer, which are set aside. A collective: each rank looks at its share of the files, so that nobody
     waits for long for another, however much there is."""
 
     def names() -> list[str]:
-        put_back(directory)
+        recover_interrupted_rewrites(directory)
         return [found.name for found in checkpoints(directory) if before is None or step_of(found) < before]
 
     checkpoint, damaged = None, {}
-    for name in told_by_first(names):
+    for name in broadcast_from_rank0(names):
         problem = _damage(directory / name)
         if problem is None:
             checkpoint = directory / name
             break
         damaged[name] = problem
     if not dist.is_initialized() or dist.get_rank() == 0:
-        set_aside(directory, damaged, checkpoint)
+        quarantine(directory, damaged, checkpoint)
     return checkpoint, damaged
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """`manifest.damage`, found by all ranks together."""
+    """`manifest.find_damage`, found by all ranks together."""
 
     def listed() -> tuple[dict[str, str], str | None]:
         try:
-            return sums_of(checkpoint), None
+            return read_checksums(checkpoint), None
         except ValueError as problem:
             return {}, str(problem)
 
-    sums, problem = told_by_first(listed)
+    sums, problem = broadcast_from_rank0(listed)
     if problem is not None or not dist.is_initialized():
-        return problem or damage_of_files(checkpoint, sums)
+        return problem or find_damaged_files(checkpoint, sums)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     told: list[str | None] = [None] * ranks
-    dist.all_gather_object(told, damage_of_files(checkpoint, dict(sorted(sums.items())[rank::ranks])))
+    dist.all_gather_object(told, find_damaged_files(checkpoint, dict(sorted(sums.items())[rank::ranks])))
     return next((found for found in told if found is not None), None)
 
 
-def state_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+def checkpoint_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Parameters, buffers and optimizer state under layout-free names."""
-    tensors = {f"model.{name}": strategy.part(name, tensor.detach()) for name, tensor in strategy.trained.items()}
+    tensors = {
+        f"model.{name}": strategy.as_global_dtensor(name, tensor.detach())
+        for name, tensor in strategy.trainable_parameters.items()
+    }
     tensors |= {f"model.{name}": tensor for name, tensor in named_buffers(strategy.module)}
-    names = {id(parameter): name for name, parameter in strategy.trained.items()}
+    names = {id(parameter): name for name, parameter in strategy.trainable_parameters.items()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor):  # SGD without momentum keeps a None
                     name = names[id(parameter)]
-                    tensors[f"optimizer.{key}.{name}"] = strategy.part(name, value) if value.ndim else value
+                    tensors[f"optimizer.{key}.{name}"] = (
+                        strategy.as_global_dtensor(name, value) if value.ndim else value
+                    )
     return tensors
 
 
-def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
+def load_full_tensors(checkpoint: Path) -> dict[str, Tensor]:
     """All of a checkpoint, whole, in CPU memory."""
     reader = HuggingFaceStorageReader(str(checkpoint))
     saved = _saved(reader).items()
@@ -272,7 +277,7 @@ def _saved(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]
     return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
-def load_state(checkpoint: Path, strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> None:
+def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> None:
     """Load a checkpoint into a model and its optimizers, whatever layout either has.
 
     Raises UserError if the checkpoint is of another model.
@@ -280,8 +285,8 @@ def load_state(checkpoint: Path, strategy: Strategy, optimizers: list[torch.opti
     reader = HuggingFaceStorageReader(str(checkpoint))
     saved = {name: tuple(entry.size) for name, entry in _saved(reader).items()}
     for optimizer in optimizers:
-        _make_state(optimizer, strategy, saved)
-    tensors = state_tensors(strategy, optimizers)
+        _materialize_optimizer_state(optimizer, strategy, saved)
+    tensors = checkpoint_tensors(strategy, optimizers)
     for name, tensor in tensors.items():
         if saved.get(name) != tuple(tensor.shape):
             raise UserError(
@@ -289,42 +294,44 @@ def load_state(checkpoint: Path, strategy: Strategy, optimizers: list[torch.opti
                 f"and {list(tensor.shape)} in this run", "resume with the model and optimizer that it was saved with",
             )  # fmt: skip
     load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-    strategy.publish()
+    strategy.sync_model_weights()
 
 
-def restore_state(
+def restore_tensors(
     shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, Tensor], strategy: Strategy,
     optimizers: list[torch.optim.Optimizer],
 ) -> None:  # fmt: skip
     """Have the state of which these are this rank's parts, of tensors of these shapes, in the same layout."""
     for optimizer in optimizers:
-        _make_state(optimizer, strategy, shapes)
-    for name, tensor in state_tensors(strategy, optimizers).items():
-        local(tensor).copy_(parts[name])
-    strategy.publish()
+        _materialize_optimizer_state(optimizer, strategy, shapes)
+    for name, tensor in checkpoint_tensors(strategy, optimizers).items():
+        local_tensor(tensor).copy_(parts[name])
+    strategy.sync_model_weights()
 
 
-def _make_state(optimizer: torch.optim.Optimizer, strategy: Strategy, saved: Mapping[str, tuple[int, ...]]) -> None:
+def _materialize_optimizer_state(
+    optimizer: torch.optim.Optimizer, strategy: Strategy, saved: Mapping[str, tuple[int, ...]]
+) -> None:
     """Give an optimizer that has not stepped yet the state that a checkpoint holds for it."""
     mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, shape in saved.items():
         kind, _, rest = name.partition(".")
         key, _, parameter_name = rest.partition(".")
-        parameter = strategy.trained.get(parameter_name)
+        parameter = strategy.trainable_parameters.get(parameter_name)
         if kind == "optimizer" and parameter is not None and id(parameter) in mine:
             scalar = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            optimizer.state[parameter][key] = strategy.new_state(parameter) if shape else scalar
+            optimizer.state[parameter][key] = strategy.init_optimizer_state(parameter) if shape else scalar
 
 
-def restore_random_state(checkpoint: Path, rank: int) -> None:
+def restore_rng_state(checkpoint: Path, rank: int) -> None:
     """Return this rank's random state; a rank that the checkpoint does not know keeps its fresh one."""
     path = checkpoint / f"rank-{rank:05d}.json"
     if not path.exists():
         return
-    set_random_state(json.loads(path.read_text())["random"])
+    set_rng_state(json.loads(path.read_text())["random"])
 
 
-def random_state() -> dict[str, str]:
+def rng_state() -> dict[str, str]:
     """This rank's, in JSON's words."""
     state = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -332,8 +339,8 @@ def random_state() -> dict[str, str]:
     return {name: tensor.numpy().tobytes().hex() for name, tensor in state.items()}
 
 
-def set_random_state(told: Mapping[str, str]) -> None:
-    """Return to what `random_state` said."""
+def set_rng_state(told: Mapping[str, str]) -> None:
+    """Return to what `rng_state` said."""
     state = {key: bytearray.fromhex(text) for key, text in told.items()}
     torch.set_rng_state(torch.frombuffer(state["torch"], dtype=torch.uint8))
     if "cuda" in state and torch.cuda.is_available():

@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from phalanx.parallel.collectives import all_gather
 
-QUESTIONS = 8
+NUM_PROBES = 8
 BOOT, NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
 
 
 @dataclass(frozen=True)
-class Offset:
+class ClockOffset:
     """What to add to time.perf_counter() of a rank to have that of rank 0, in seconds."""
 
     seconds: float = 0.0
@@ -33,59 +33,59 @@ class Offset:
     """It may be off by so much either way."""
 
 
-def time_place() -> str:
+def clock_domain() -> str:
     """Processes with the same have the same clock."""
     boot = BOOT.read_text().strip() if BOOT.exists() else ""
     namespace = os.stat(NAMESPACE).st_ino if NAMESPACE.exists() else ""
     return f"{socket.gethostname()} {boot} {namespace}"
 
 
-def clock_offset(device: torch.device, timeout_seconds: float, occasion: str = "start") -> Offset:
+def measure_clock_offset(device: torch.device, timeout_seconds: float, occasion: str = "start") -> ClockOffset:
     """This rank's. All ranks must ask at once, at most once on the same occasion."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Offset()
+        return ClockOffset()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mine = int.from_bytes(hashlib.sha256(time_place().encode()).digest()[:7], "big")
+    mine = int.from_bytes(hashlib.sha256(clock_domain().encode()).digest()[:7], "big")
     places = torch.empty(ranks, dtype=torch.int64, device=device)
     all_gather(places, torch.tensor([mine], device=device))
     found = places.tolist()
     first_of = {place: found.index(place) for place in found}
-    store, offset = dist.distributed_c10d._get_default_store(), Offset()
+    store, offset = dist.distributed_c10d._get_default_store(), ClockOffset()
     for asking in sorted(set(first_of.values()) - {0}):
-        talk = Talk(store, f"phalanx/clock/{occasion}/{asking}", timedelta(seconds=timeout_seconds))
+        talk = ClockPingPong(store, f"phalanx/clock/{occasion}/{asking}", timedelta(seconds=timeout_seconds))
         if rank == 0:
-            talk.answer()
+            talk.serve()
         elif rank == asking:
-            offset = talk.ask()
+            offset = talk.estimate_offset()
     offsets = torch.empty(ranks, 2, dtype=torch.float64, device=device)
     own = torch.tensor([[offset.seconds, offset.error_seconds]], dtype=torch.float64, device=device)
     all_gather(offsets, own)
     seconds, error_seconds = offsets[first_of[mine]].tolist()
-    return Offset(seconds, error_seconds)
+    return ClockOffset(seconds, error_seconds)
 
 
 @dataclass(frozen=True)
-class Talk:
+class ClockPingPong:
     """Two ranks about the time, through a store that both reach."""
 
     store: Any
     key: str
     timeout: timedelta
 
-    def ask(self) -> Offset:
+    def estimate_offset(self) -> ClockOffset:
         """The other's time: of its answers the one that came soonest."""
         answers = []
-        for number in range(QUESTIONS):
+        for number in range(NUM_PROBES):
             asked = time.perf_counter()
             self.store.set(f"{self.key}/{number}/asked", "")
             told = float(self._wait_for(f"{self.key}/{number}/told"))
             half = (time.perf_counter() - asked) / 2
-            answers.append(Offset(told - (asked + half), half))
+            answers.append(ClockOffset(told - (asked + half), half))
         return min(answers, key=lambda answer: answer.error_seconds)
 
-    def answer(self) -> None:
+    def serve(self) -> None:
         """Tell the time as often as it is asked for."""
-        for number in range(QUESTIONS):
+        for number in range(NUM_PROBES):
             self._wait_for(f"{self.key}/{number}/asked")
             self.store.set(f"{self.key}/{number}/told", repr(time.perf_counter()))
 

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from phalanx.data.indexed import IndexedDataset
-from phalanx.data.loader import Loader, Steps
-from phalanx.data.prepare import Prepared
+from phalanx.data.loader import StepLoader, TokenLoader
+from phalanx.data.prepare import PreparedData
 from phalanx.data.streaming import StreamingLoader
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
-from phalanx.model.upcycle import upcycled
+from phalanx.model.upcycle import upcycle_weights
 from phalanx.spec.load import load_model
 from phalanx.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
-class Corpus:
+class TrainingData:
     """Everything a trainer needs from outside but the run file."""
 
     train: IndexedDataset | None
@@ -30,19 +30,19 @@ class Corpus:
     weights: Callable[[str, torch.Size], Tensor] | None = None
     """Initial weights by parameter name; None draws them."""
 
-    def loader(self, run: RunSpec, sequences: int, rank: int, ranks: int) -> Steps:
+    def loader(self, run: RunSpec, sequences: int, rank: int, ranks: int) -> StepLoader:
         """This rank's loader of global steps of so many sequences."""
         cut = (run.training.sequence, sequences, run.training.seed, rank, ranks)
         if self.train is None:
             return StreamingLoader(run.data, self.tokenizer, *cut)
-        return Loader(self.train, *cut, mask_documents=run.data.mask_documents)
+        return TokenLoader(self.train, *cut, mask_documents=run.data.mask_documents)
 
 
-def open_corpus(run: RunSpec, prepared: Prepared, fresh: bool = True) -> Corpus:
+def open_training_data(run: RunSpec, prepared: PreparedData, fresh: bool = True) -> TrainingData:
     """Open prepared data; a run that is not `fresh` has its weights in a checkpoint."""
     tokenizer = load_tokenizer(prepared.tokenizer)
     train = IndexedDataset(prepared.train) if prepared.train else None
-    return Corpus(train, IndexedDataset(prepared.held_out), tokenizer, initial_weights(run) if fresh else None)
+    return TrainingData(train, IndexedDataset(prepared.held_out), tokenizer, initial_weights(run) if fresh else None)
 
 
 def initial_weights(run: RunSpec) -> Callable[[str, torch.Size], Tensor] | None:
@@ -52,8 +52,10 @@ def initial_weights(run: RunSpec) -> Callable[[str, torch.Size], Tensor] | None:
     """
     if run.model.from_hf is None:
         return None
-    from phalanx.model.hf import hf_weights
+    from phalanx.model.hf import open_hf_weights
 
     directory = Path(run.model.from_hf).expanduser()
-    weights = hf_weights(directory)
-    return upcycled(run.model, load_model(str(directory)), weights, run.training.seed) if run.model.moe else weights
+    weights = open_hf_weights(directory)
+    return (
+        upcycle_weights(run.model, load_model(str(directory)), weights, run.training.seed) if run.model.moe else weights
+    )

@@ -11,8 +11,8 @@ from typing import Any
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from phalanx.measure.calls import is_own
-from phalanx.measure.incident import Call, Place
+from phalanx.measure.calls import is_user_code
+from phalanx.measure.incident import Frame, RecordedCollective
 
 BUFFER, REMEMBERED = "TORCH_FR_BUFFER_SIZE", 2000
 """Collectives that a rank remembers."""
@@ -22,18 +22,18 @@ RECORDERS = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
 """PyTorch's, by backend; that of NCCL is where it has CUDA."""
 
 
-def record_collectives() -> None:
+def enable_flight_recorder() -> None:
     """Have them remembered: before there is a process group. What the user has set stays."""
     os.environ.setdefault(BUFFER, str(REMEMBERED))
 
 
-def moved() -> bytes:
+def recorder_fingerprint() -> bytes:
     """Something that changes whenever a collective is begun or has ended, on NCCL a message too: a tenth of a
     millisecond."""
     return b"".join(dump(False, False, False) for dump in _recorders().values())
 
 
-def calls(with_lines: bool) -> list[Call]:
+def recent_collectives(with_lines: bool) -> list[RecordedCollective]:
     """The last ones that this rank remembers, oldest first. With the lines that they were called from it takes a second
     the first time: PyTorch then reads its own symbols."""
     found: list[tuple[str, dict[str, Any]]] = []
@@ -42,7 +42,7 @@ def calls(with_lines: bool) -> list[Call]:
         entries = pickle.loads(dump(True, with_lines, False)).get("entries", [])
         found += [(backend, entry) for entry in entries if not entry["is_p2p"]]
     found.sort(key=lambda one: one[1]["time_created_ns"])
-    return kept([_call(backend, entry) for backend, entry in found])
+    return keep_most_recent([_call(backend, entry) for backend, entry in found])
 
 
 def group_ranks() -> dict[str, list[int]]:
@@ -55,7 +55,7 @@ def group_ranks() -> dict[str, list[int]]:
     }
 
 
-def kept(found: Sequence[Call]) -> list[Call]:
+def keep_most_recent(found: Sequence[RecordedCollective]) -> list[RecordedCollective]:
     """The last of all, and the last few of every group."""
     later: Counter[str] = Counter()
     chosen = []
@@ -76,8 +76,8 @@ def _name(group: str, backend: str) -> str:
     return f"{group} ({backend})"
 
 
-def _call(backend: str, entry: dict[str, Any]) -> Call:
-    places: list[Place] = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", ())]
+def _call(backend: str, entry: dict[str, Any]) -> RecordedCollective:
+    places: list[Frame] = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", ())]
     return {
         "group": _name(entry["process_group"][0], backend),
         "number": entry["collective_seq_id"],
@@ -87,5 +87,5 @@ def _call(backend: str, entry: dict[str, Any]) -> Call:
         "dtypes": entry["input_dtypes"],
         # Gloo leaves the state at "scheduled", and NCCL's says more than whether somebody waited.
         "over": bool(entry["retired"]) or entry["state"] == "completed",
-        "at": next((place for place in places if is_own(place[0])), None),
+        "at": next((place for place in places if is_user_code(place[0])), None),
     }

@@ -19,20 +19,20 @@ import torch
 import torch.distributed as dist
 
 from phalanx.measure import incident
-from phalanx.measure.calls import is_loss
-from phalanx.measure.explained import headline
-from phalanx.measure.shortage import in_words, why_killed
-from phalanx.spec.errors import NodeError, UserError
+from phalanx.measure.calls import is_peer_loss
+from phalanx.measure.explained import failure_headline
+from phalanx.measure.shortage import describe_kill, format_oom_report
+from phalanx.spec.errors import LocalNodeError, UserError
 from phalanx.spec.run import RunSpec
 from phalanx.train.divergence import DivergenceError
-from phalanx.train.flight import record_collectives
+from phalanx.train.flight import enable_flight_recorder
 from phalanx.train.manifest import checkpoints
-from phalanx.train.setup import INTERRUPTED, STOPPED
+from phalanx.train.setup import EXIT_INTERRUPTED, EXIT_STOPPED
 
 # Without the first, restarted gloo ranks find stale addresses. The next two keep freed memory in the process: a step
 # allocates and frees the same large tensors again and again, and page faults cost up to a tenth of its time. (Not in
 # huge pages: PyTorch's aligned blocks leave gaps between them that cost a sixth to two fifths of the peak.)
-ENVIRONMENT = {
+WORKER_ENVIRONMENT = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a store whose server is gone warns with its whole stack
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
@@ -40,57 +40,61 @@ ENVIRONMENT = {
     "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT",  # it would take SIGHUP from nohup
 }
 
-DEADLY = {-number for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV, signal.SIGILL)}
-AT_ONCE_SECONDS = 5.0
+FATAL_EXIT_CODES = {
+    -number for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV, signal.SIGILL)
+}
+FORCE_EXIT_SECONDS = 5.0
 
 
-LAUNCHER = "PHALANX_LAUNCHER"
+LAUNCHER_PID_ENV = "PHALANX_LAUNCHER"
 """Names to ranks the process that waits for them, reads what they leave in failures/, and prints the first."""
 
 PR_SET_PDEATHSIG = 1
 
 
-def choose_device(run: RunSpec) -> str:
+def select_device(run: RunSpec) -> str:
     """ "cuda" or "cpu".
 
     Raises UserError if the run asks for a GPU that is not there, or in a precision that it lacks.
     """
     wanted = run.cluster.device
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise NodeError("cluster.device", "cuda", "PyTorch sees no GPU here", 'set cluster.device = "cpu" or "auto"')
+        raise LocalNodeError(
+            "cluster.device", "cuda", "PyTorch sees no GPU here", 'set cluster.device = "cpu" or "auto"'
+        )
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def choose_nproc(run: RunSpec, asked: int | None = None) -> int:
+def select_nproc(run: RunSpec, asked: int | None = None) -> int:
     """Ranks to start on this node: as asked, as the run file says, or one per GPU (one on a CPU).
 
     Raises UserError if there are fewer GPUs than ranks.
     """
-    gpus = torch.cuda.device_count() if choose_device(run) == "cuda" else 0
+    gpus = torch.cuda.device_count() if select_device(run) == "cuda" else 0
     nproc = asked or run.cluster.nproc or max(1, gpus)
     if gpus and nproc > gpus:
-        raise NodeError(
+        raise LocalNodeError(
             "--nproc", nproc, f"this machine has {gpus} GPUs", f'use at most {gpus}, or cluster.device = "cpu"'
         )
     return nproc
 
 
-def set_environment(nproc: int) -> None:
+def set_worker_environment(nproc: int) -> None:
     """What processes must find set when they start; what the user has set stays."""
     threads = str(max(1, (os.cpu_count() or 1) // nproc))
-    for name, value in {**ENVIRONMENT, "OMP_NUM_THREADS": threads}.items():
+    for name, value in {**WORKER_ENVIRONMENT, "OMP_NUM_THREADS": threads}.items():
         os.environ.setdefault(name, value)
 
 
-def report_failures(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
+def report_and_exit_code(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
     """Print which rank failed first, at which step and why; returns the exit code. `failures` is what the agent knows
     of this node's ranks, `kills` how many the kernel killed for want of memory."""
-    return report_last(directory, first_failure(directory, failures, kills))
+    return print_final_failure(directory, find_first_failure(directory, failures, kills))
 
 
-def report_plainly(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
+def report_with_traceback(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
     """The same of ranks whose directory will be gone: with the traceback, where it is not the user's to mend."""
-    first = first_failure(directory, failures, kills)
+    first = find_first_failure(directory, failures, kills)
     mine = first["code"] != 2
     where = f"rank {first['rank']}: " if mine else ""
     print(f"phalanx: {where}{first['reason']}", file=sys.stderr)
@@ -98,28 +102,28 @@ def report_plainly(directory: Path, failures: Mapping[int, Any], kills: int) -> 
     return int(first["code"])
 
 
-def report(directory: Path, first: Mapping[str, Any]) -> int:
+def print_failure(directory: Path, first: Mapping[str, Any]) -> int:
     """Print why the rank that failed first did; returns the exit code."""
     if first["code"] == 2:
         print(f"phalanx: {first['reason']}", file=sys.stderr)
         return 2
-    print(f"phalanx: {said_of(first)}", file=sys.stderr)
+    print(f"phalanx: {describe_failure(first)}", file=sys.stderr)
     if "traceback" in first:
         print(f"  traceback: {incident.failure_file(directory, first['rank'])}", file=sys.stderr)
-    for line in headline(directory):
+    for line in failure_headline(directory):
         print(f"  {line}", file=sys.stderr)
     return int(first["code"])
 
 
-def report_last(directory: Path, first: Mapping[str, Any]) -> int:
+def print_final_failure(directory: Path, first: Mapping[str, Any]) -> int:
     """The same where ranks are not started again, and how to go on."""
-    code = report(directory, first)
+    code = print_failure(directory, first)
     if code != 2:
-        say_how_to_go_on(directory)
+        print_resume_hint(directory)
     return code
 
 
-def said_of(first: Mapping[str, Any]) -> str:
+def describe_failure(first: Mapping[str, Any]) -> str:
     """Which rank failed, when and why; or what all ranks found."""
     if "blamed" in first:
         return str(first["reason"])
@@ -129,16 +133,16 @@ def said_of(first: Mapping[str, Any]) -> str:
     return f"rank {first['rank']} {when}{first['reason']}"
 
 
-def first_failure(
+def find_first_failure(
     directory: Path, failures: Mapping[int, Any], kills: int = 0, told: Sequence[Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
     """What the rank that failed first left word of (`write_failure`); of one that had no time to, how it ended. Where
     it only lost another rank that left no word, it says so: "lost". `kills` are the kernel's for want of memory
     since the ranks started, `told` the words that count, if not all that are there do."""
     told = read_failures(directory) if told is None else told
-    own = [failure for failure in told if not is_loss(failure["reason"])]
+    own = [failure for failure in told if not is_peer_loss(failure["reason"])]
     # A rank that was killed left no word, and what the others wrote is that they lost it. NCCL aborts who lost others.
-    killed = [(rank, failure.exitcode) for rank, failure in failures.items() if failure.exitcode in DEADLY]
+    killed = [(rank, failure.exitcode) for rank, failure in failures.items() if failure.exitcode in FATAL_EXIT_CODES]
     killed.sort(key=lambda one: (one[1] == -signal.SIGABRT, float(failures[one[0]].timestamp)))
     if told and (not killed or (own and all(code == -signal.SIGABRT for _, code in killed))):
         first = min(own or told, key=lambda failure: float(failure["time"]))
@@ -146,7 +150,7 @@ def first_failure(
     first_ended = min(failures.items(), key=lambda item: float(item[1].timestamp))
     rank, code = killed[0] if killed else (first_ended[0], first_ended[1].exitcode)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    record = {"rank": rank, "time": time.time(), "reason": why_killed(directory, rank, how, kills), "code": 1}
+    record = {"rank": rank, "time": time.time(), "reason": describe_kill(directory, rank, how, kills), "code": 1}
     try:
         incident.write_failure(directory, record)
     except OSError as error:  # why it could leave no word
@@ -154,7 +158,7 @@ def first_failure(
     return record
 
 
-def say_how_to_go_on(directory: Path) -> None:
+def print_resume_hint(directory: Path) -> None:
     """Print what is there, and the command."""
     saved = checkpoints(directory / "checkpoints")
     last = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
@@ -171,18 +175,19 @@ def write_failure(
     final: bool = False,
 ) -> None:  # fmt: skip
     """Leave word of why this rank failed, for whoever started it. `step` is the last one that it finished, `memory`
-    what it held where that was not enough (`held.account`); `final` says that it would fail again."""
+    what it held where that was not enough (`held.oom_report`); `final` says that it would fail again."""
     meant_for_people = isinstance(error, UserError)
     record = {
         "rank": rank,
         "step": step,
         "time": time.time(),
-        "reason": in_words(memory or {}) or (str(error) if meant_for_people else f"{type(error).__name__}: {error}"),
+        "reason": format_oom_report(memory or {})
+        or (str(error) if meant_for_people else f"{type(error).__name__}: {error}"),
         "code": 2 if meant_for_people else 1,
         "final": final,
         "traceback": traceback.format_exc(),
         **(memory or {}),
-        **({"blamed": error.blamed} if isinstance(error, DivergenceError) else {}),
+        **({"blamed": error.suspect_ranks} if isinstance(error, DivergenceError) else {}),
     }
     try:
         incident.write_failure(directory, record)
@@ -190,20 +195,20 @@ def write_failure(
         print(f"phalanx: rank {rank} failed after step {step}: {record['reason']}", file=sys.stderr)
 
 
-def own_rank() -> int:
+def env_rank() -> int:
     """As torchrun's environment has it, also before ranks have joined; 0 without one."""
     return int(os.environ.get("RANK", "0"))
 
 
-def join_ranks(device_type: str, timeout_seconds: float, ranks: int | None = None) -> torch.device:
+def init_distributed(device_type: str, timeout_seconds: float, ranks: int | None = None) -> torch.device:
     """Join the process group that torchrun's environment describes, if any, or that of the first `ranks` of it; returns
     this rank's device."""
-    end_with_launcher()
+    die_with_launcher()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device_type == "cuda":
         torch.cuda.set_device(local_rank)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        record_collectives()
+        enable_flight_recorder()
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_seconds)
         rank, ranks = (-1, -1) if ranks is None else (int(os.environ["RANK"]), ranks)  # -1: as the environment says
@@ -214,19 +219,19 @@ def join_ranks(device_type: str, timeout_seconds: float, ranks: int | None = Non
     return torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
 
 
-def end_with_launcher() -> None:
-    """Where `start_ranks` waits for this rank, end with it, by SIGKILL: torchrun's agent gives each rank a session of
+def die_with_launcher() -> None:
+    """Where `launch_ranks` waits for this rank, end with it, by SIGKILL: torchrun's agent gives each rank a session of
     its own, and one that outlived the agent would train on unseen, in the way of the run's next start."""
-    launcher = int(os.environ.get(LAUNCHER, "0"))
+    launcher = int(os.environ.get(LAUNCHER_PID_ENV, "0"))
     if launcher and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # it ended before the kernel was asked
             os._exit(1)
 
 
-def leave(code: int) -> None:
+def exit_rank(code: int) -> None:
     """End this process. Interpreter shutdown beside gloo's threads aborts now and then, so it is skipped."""
-    if dist.is_initialized() and code in (0, STOPPED):
+    if dist.is_initialized() and code in (0, EXIT_STOPPED):
         dist.barrier()
         dist.destroy_process_group()
     logging.shutdown()
@@ -235,14 +240,14 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def signals() -> list[signal.Signals]:
+def stop_signals() -> list[signal.Signals]:
     """Those that end a run in order; SIGHUP unless nohup has it ignored."""
     hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     return [signal.SIGTERM, signal.SIGINT, *hangup]
 
 
 @contextmanager
-def on_signal(heard: Callable[[int], None]) -> Iterator[None]:
+def handling_signals(heard: Callable[[int], None]) -> Iterator[None]:
     """SIGTERM (Slurm, torchrun), Ctrl-C and a terminal that is closed are `heard`, so that the process can end in
     order; one more, some seconds later, ends it at once. (Ctrl-C reaches a rank twice: from the terminal and from
     torchrun.)"""
@@ -251,11 +256,11 @@ def on_signal(heard: Callable[[int], None]) -> Iterator[None]:
     def stop(number: int, _: object) -> None:
         nonlocal first
         first = first or time.monotonic()
-        if time.monotonic() - first > AT_ONCE_SECONDS:
-            os._exit(INTERRUPTED)
+        if time.monotonic() - first > FORCE_EXIT_SECONDS:
+            os._exit(EXIT_INTERRUPTED)
         heard(number)
 
-    before = {number: signal.signal(number, stop) for number in signals()}
+    before = {number: signal.signal(number, stop) for number in stop_signals()}
     try:
         yield
     finally:

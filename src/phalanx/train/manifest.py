@@ -29,7 +29,7 @@ from phalanx.spec.run import RunSpec
 FORMAT = "phalanx-checkpoint"
 SUMS = "SHA256SUMS"
 LATEST = "latest"
-BEFORE, DAMAGED = ".before", ".damaged"
+PREVIOUS_SUFFIX, DAMAGED_SUFFIX = ".before", ".damaged"
 SHAPE = (
     "vocab", "width", "layers", "heads", "kv_heads", "head_dim", "ffn", "norm", "activation", "positions", "bias",
     "qk_norm", "tied",
@@ -55,7 +55,7 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted(found, reverse=True)
 
 
-def reached(run_directory: Path, steps: int) -> bool:
+def is_finished(run_directory: Path, steps: int) -> bool:
     """Whether a run's last step is saved."""
     saved = checkpoints(run_directory / "checkpoints")
     return bool(saved) and step_of(saved[0]) == steps
@@ -67,15 +67,15 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def damage(checkpoint: Path) -> str | None:
+def find_damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, or None if every byte of it is as it was written."""
     try:
-        return damage_of_files(checkpoint, sums_of(checkpoint))
+        return find_damaged_files(checkpoint, read_checksums(checkpoint))
     except ValueError as problem:
         return str(problem)
 
 
-def sums_of(checkpoint: Path) -> dict[str, str]:
+def read_checksums(checkpoint: Path) -> dict[str, str]:
     """The checksums of a checkpoint's files, by their names.
 
     Raises ValueError if they cannot be read, or the files are others.
@@ -94,7 +94,7 @@ def sums_of(checkpoint: Path) -> dict[str, str]:
     return sums
 
 
-def damage_of_files(checkpoint: Path, sums: Mapping[str, str]) -> str | None:
+def find_damaged_files(checkpoint: Path, sums: Mapping[str, str]) -> str | None:
     """What is wrong with those files of a checkpoint whose checksums these are."""
     try:
         wrong = [name for name, digest in sums.items() if sha256(checkpoint / name) != digest]
@@ -103,31 +103,31 @@ def damage_of_files(checkpoint: Path, sums: Mapping[str, str]) -> str | None:
     return f"checksum of {', '.join(wrong)} is wrong" if wrong else None
 
 
-def newest_intact(directory: Path) -> tuple[Path | None, dict[str, str]]:
+def latest_valid(directory: Path) -> tuple[Path | None, dict[str, str]]:
     """The newest undamaged checkpoint in a directory, and what is wrong with those that are newer."""
     damaged: dict[str, str] = {}
-    put_back(directory)
+    recover_interrupted_rewrites(directory)
     for checkpoint in checkpoints(directory):
-        problem = damage(checkpoint)
+        problem = find_damage(checkpoint)
         if problem is None:
             return checkpoint, damaged
         damaged[checkpoint.name] = problem
     return None, damaged
 
 
-def put_back(directory: Path) -> None:
+def recover_interrupted_rewrites(directory: Path) -> None:
     """Of checkpoints that were to be written anew by somebody who was stopped at it, take the old ones."""
-    for before in directory.glob(f"step-*{BEFORE}"):
+    for before in directory.glob(f"step-*{PREVIOUS_SUFFIX}"):
         if not before.with_suffix("").exists():
             before.rename(before.with_suffix(""))
 
 
-def intact_checkpoint(run_directory: Path) -> Path:
+def require_valid_checkpoint(run_directory: Path) -> Path:
     """The newest undamaged checkpoint of a run; says which newer ones were passed over, and why.
 
     Raises UserError if there is none.
     """
-    checkpoint, damaged = newest_intact(run_directory / "checkpoints")
+    checkpoint, damaged = latest_valid(run_directory / "checkpoints")
     if checkpoint is None:
         problem = f"has no intact checkpoint: {damaged}" if damaged else "has no checkpoint yet"
         raise UserError("run directory", str(run_directory), problem, "let the run reach its first checkpoint")
@@ -136,21 +136,21 @@ def intact_checkpoint(run_directory: Path) -> Path:
     return checkpoint
 
 
-def set_aside(directory: Path, damaged: Iterable[str], intact: Path | None) -> None:
+def quarantine(directory: Path, damaged: Iterable[str], intact: Path | None) -> None:
     """Take damaged checkpoints out of the way (step-N.damaged), and let `latest` name the one that is used."""
     for name in damaged:
-        aside = directory / f"{name}{DAMAGED}"
+        aside = directory / f"{name}{DAMAGED_SUFFIX}"
         if aside.exists():
             shutil.rmtree(aside)
         (directory / name).rename(aside)
     if intact is not None:
-        _point(intact)
+        _update_latest(intact)
 
 
-def refuse_all_damaged(directory: Path) -> None:
+def check_not_all_damaged(directory: Path) -> None:
     """Raise UserError where checkpoints were set aside, for a run that finds no other: a disk that is ill for a while
     must not make it begin anew."""
-    aside = sorted(path.name for path in directory.glob(f"*{DAMAGED}"))
+    aside = sorted(path.name for path in directory.glob(f"*{DAMAGED_SUFFIX}"))
     if aside:
         raise UserError(
             "run directory", str(directory.parent), f"has no intact checkpoint: {', '.join(aside)}",
@@ -196,17 +196,17 @@ def publish(unfinished: Path, sums: dict[str, str]) -> Path:
     beside it, as step-*.before."""
     write_synced(unfinished / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
     sync(unfinished)
-    final, before = unfinished.with_suffix(""), unfinished.with_suffix(BEFORE)
+    final, before = unfinished.with_suffix(""), unfinished.with_suffix(PREVIOUS_SUFFIX)
     if final.exists():
         shutil.rmtree(before, ignore_errors=True)
         final.rename(before)
     unfinished.rename(final)
     sync(final.parent)
-    _point(final)
+    _update_latest(final)
     return final
 
 
-def _point(checkpoint: Path) -> None:
+def _update_latest(checkpoint: Path) -> None:
     """Let `latest` name a checkpoint."""
     latest = checkpoint.parent / f"{LATEST}.tmp"
     write_synced(latest, checkpoint.name + "\n")

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.plan.beside import PARTS, TOTAL, WORKING, beside
-from phalanx.spec.layout import is_shared
+from phalanx.plan.beside import PARTS, TOTAL, WORKING, compare_with_prediction
+from phalanx.spec.layout import uses_model_parallelism
 from phalanx.spec.run import RunSpec
 
 FOLDER = "measured"
@@ -35,26 +35,26 @@ def read_measured(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted((directory / FOLDER).glob("rank-*.json"))]
 
 
-def forget_measured(directory: Path) -> None:
+def remove_measured(directory: Path) -> None:
     """Remove what was measured before; only rank 0 does, before any rank can have done a step."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         shutil.rmtree(directory / FOLDER, ignore_errors=True)
 
 
-def compare(run: RunSpec, world_size: int, directory: Path) -> str:
+def write_comparison(run: RunSpec, world_size: int, directory: Path) -> str:
     """Keep predicted beside measured in a run directory, and show it."""
     measured = read_measured(directory)
     if len(measured) < world_size:
         return "nothing was measured: the run had fewer steps"
-    rows = beside(run, world_size, dict(enumerate(measured)))
+    rows = compare_with_prediction(run, world_size, dict(enumerate(measured)))
     (directory / FOLDER / "beside.json").write_text(json.dumps(rows, indent=1))
     unseen = "\nwhat PowerSGD sends is not recorded" if run.layout.compress == "powersgd" else ""
-    unseen += "\nworking: activations and buffers" if is_shared(run.layout) else ""
+    unseen += "\nworking: activations and buffers" if uses_model_parallelism(run.layout) else ""
     unseen += "\nall_to_all: predicted for balanced experts" if run.layout.ep > 1 else ""
-    return f"{as_text(rows)}{unseen}\nmore, with times, in {directory / FOLDER}"
+    return f"{format_rows(rows)}{unseen}\nmore, with times, in {directory / FOLDER}"
 
 
-def as_text(rows: list[dict[str, Any]]) -> str:
+def format_rows(rows: list[dict[str, Any]]) -> str:
     """The comparison as lines."""
     lines = [f"{'':8} {'':14} {'predicted':>14} {'measured':>14}  measured / predicted"]
     for row in rows:

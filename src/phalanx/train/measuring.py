@@ -21,29 +21,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.cost.traffic import grouped_traffic
+from phalanx.cost.traffic import traffic_by_group
 from phalanx.measure import nccl_tests
 from phalanx.measure.bandwidth import array_bytes, bandwidth, cache_bytes
-from phalanx.measure.exchange import Place, Timed, Way, cases_of, timed, ways_of
-from phalanx.measure.fit import Fit, fit
-from phalanx.measure.products import attention, matmul
+from phalanx.measure.exchange import (
+    BufferMode,
+    CaseTiming,
+    CollectiveKind,
+    benchmark_cases,
+    collective_kinds_of_run,
+    time_case,
+)
+from phalanx.measure.fit import PiecewiseFit, fit_latency_bandwidth
+from phalanx.measure.products import benchmark_attention, benchmark_matmul
 from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
-from phalanx.train.agent import start_ranks
+from phalanx.train.agent import launch_ranks
 from phalanx.train.launch import (
-    LAUNCHER,
-    choose_device,
-    join_ranks,
-    leave,
-    own_rank,
-    report_plainly,
-    set_environment,
+    LAUNCHER_PID_ENV,
+    env_rank,
+    exit_rank,
+    init_distributed,
+    report_with_traceback,
+    select_device,
+    set_worker_environment,
     write_failure,
 )
-from phalanx.train.setup import absolute, to_toml
-from phalanx.train.ways import CALLS, group_of
+from phalanx.train.setup import to_toml, with_absolute_paths
+from phalanx.train.ways import COLLECTIVE_CALLS, process_group_for
 
 PARTS = ("matmul", "attention", "bandwidth", "collectives")
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -53,7 +60,7 @@ IN_PLACE = ("all_reduce", "broadcast")
 Rows = list[dict[str, Any]]
 
 
-def measure(
+def run_benchmarks(
     run: RunSpec, device: torch.device, parts: Sequence[str], iterations: int, sweep: Sequence[int] = ()
 ) -> dict[str, Any]:
     """What all ranks found, on each of them. torch.distributed must be initialised where there are several.
@@ -65,14 +72,14 @@ def measure(
     local = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     size = array_bytes(cache_bytes(device), local if device.type == "cpu" else 1)
     measured: dict[str, Callable[[], Rows]] = {
-        "matmul": lambda: _slowest(matmul(run, world_size, device, iterations)),
-        "attention": lambda: _slowest(attention(run, world_size, device, iterations)),
-        "bandwidth": lambda: _slowest(bandwidth(device, size, iterations)),
-        "collectives": lambda: collectives(run, mesh, device, iterations, sweep),
+        "matmul": lambda: _slowest_rank_rows(benchmark_matmul(run, world_size, device, iterations)),
+        "attention": lambda: _slowest_rank_rows(benchmark_attention(run, world_size, device, iterations)),
+        "bandwidth": lambda: _slowest_rank_rows(bandwidth(device, size, iterations)),
+        "collectives": lambda: benchmark_collectives(run, mesh, device, iterations, sweep),
     }
     return {
         "run": run.name,
-        "run_file": to_toml(absolute(run)),
+        "run_file": to_toml(with_absolute_paths(run)),
         "world_size": world_size,
         "layout": run.layout.model_dump(mode="json", exclude_defaults=True),
         "precision": run.training.precision,
@@ -82,9 +89,9 @@ def measure(
     }
 
 
-def _slowest(rows: Rows) -> Rows:
+def _slowest_rank_rows(rows: Rows) -> Rows:
     """Each time is that of the rank that takes longest, and each speed its."""
-    return [_of_slowest(of_ranks) for of_ranks in zip(*_gathered(rows), strict=True)]
+    return [_of_slowest(of_ranks) for of_ranks in zip(*all_gather_objects(rows), strict=True)]
 
 
 def _of_slowest(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -93,7 +100,7 @@ def _of_slowest(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found | {"bytes_per_second": found["moved_bytes"] / found["seconds"]} if "moved_bytes" in found else found
 
 
-def _gathered(value: Any) -> list[Any]:
+def all_gather_objects(value: Any) -> list[Any]:
     """What every rank has, on every rank."""
     if not dist.is_initialized():
         return [value]
@@ -105,35 +112,35 @@ def _gathered(value: Any) -> list[Any]:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def collectives(
+def benchmark_collectives(
     run: RunSpec, mesh: Mesh, device: torch.device, iterations: int, sweep: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Of each way that the run sends: its groups, what an update sends by it, results as of nccl-tests, and a fit."""
-    world_size = mesh.degrees.world_size
-    roles = ways_of(run, grouped_traffic(run, world_size))
+    world_size = mesh.dims.world_size
+    roles = collective_kinds_of_run(run, traffic_by_group(run, world_size))
     found = []
     for way, rows in roles.items():
-        begun, group = _now(), group_of(run, mesh, way)
+        begun, group = _now(), process_group_for(run, mesh, way)
         here = group if isinstance(group, dist.ProcessGroup) else None  # of other servers' groups a server is none
-        ranks = max(_gathered(here.size() if here else 0))
-        call = CALLS[way.operation]
+        ranks = max(all_gather_objects(here.size() if here else 0))
+        call = COLLECTIVE_CALLS[way.operation]
         measured = []
-        for case in cases_of(way, rows, ranks, sweep):
+        for case in benchmark_cases(way, rows, ranks, sweep):
             dist.barrier()  # groups of a kind run beside each other, as they do in training
-            own = timed(case, call, here, device, iterations) if here else None
-            seen: list[Timed] = [each for each in _gathered(own) if each is not None]
-            measured.append(nccl_tests.over_ranks(case, seen))
+            own = time_case(case, call, here, device, iterations) if here else None
+            seen: list[CaseTiming] = [each for each in all_gather_objects(own) if each is not None]
+            measured.append(nccl_tests.merge_ranks(case, seen))
         groups = sorted({each.group for each in seen})
-        about = {**_surroundings(device), "start_time": begun, "end_time": _now()}
-        document = nccl_tests.document(measured, iterations, bool(sweep), about, _devices(device, groups))
-        found.append(_of_way(way, groups, measured, document))
+        about = {**_environment_info(device), "start_time": begun, "end_time": _now()}
+        document = nccl_tests.to_json_document(measured, iterations, bool(sweep), about, _device_list(device, groups))
+        found.append(_kind_result(way, groups, measured, document))
     return found
 
 
-def _of_way(
-    way: Way, groups: list[tuple[int, ...]], measured: list[nccl_tests.Measured], document: dict[str, Any]
+def _kind_result(
+    way: CollectiveKind, groups: list[tuple[int, ...]], measured: list[nccl_tests.CaseResult], document: dict[str, Any]
 ) -> dict[str, Any]:
-    place: Place = "in_place" if way.operation in IN_PLACE else "out_of_place"
+    place: BufferMode = "in_place" if way.operation in IN_PLACE else "out_of_place"
     sizes = [each.case.size_bytes for each in measured]
     typical = [median(each.each[place]) for each in measured]
     return {
@@ -145,19 +152,19 @@ def _of_way(
             {"size_bytes": size, "calls": each.case.calls, "seconds": seconds}
             for size, seconds, each in zip(sizes, typical, measured, strict=True)
         ],
-        "fit": fit_facts(fit(sizes, typical), typical, place),
+        "fit": fit_to_dict(fit_latency_bandwidth(sizes, typical), typical, place),
         "nccl_tests": document,
     }
 
 
-def fit_facts(found: Fit | None, seconds: Sequence[float], place: Place) -> dict[str, Any] | None:
+def fit_to_dict(found: PiecewiseFit | None, seconds: Sequence[float], place: BufferMode) -> dict[str, Any] | None:
     """A fit for files, of the median over iterations of the slowest rank's time: a busy machine's mean says little. It
     holds for these sizes, among as many ranks. None of a single size."""
     if found is None:
         return None
     return {
         "times": place,
-        "joined": found.joined,
+        "joined": found.combination,
         "pieces": [
             {
                 "latency_seconds": piece.latency_seconds,
@@ -169,7 +176,7 @@ def fit_facts(found: Fit | None, seconds: Sequence[float], place: Place) -> dict
         "to_bytes": found.sizes_bytes[-1],
         "mean_error": found.mean_error,
         "max_error": found.max_error,
-        "doubtful": found.doubtful,
+        "doubtful": found.is_poor,
         "residuals": [
             {"size_bytes": size, "seconds": median_seconds, "relative": residual}
             for size, median_seconds, residual in zip(found.sizes_bytes, seconds, found.residuals, strict=True)
@@ -186,7 +193,7 @@ def _described(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} of {os.cpu_count()} cores"
 
 
-def _devices(device: torch.device, groups: list[tuple[int, ...]]) -> list[dict[str, Any]]:
+def _device_list(device: torch.device, groups: list[tuple[int, ...]]) -> list[dict[str, Any]]:
     """Where every rank is, for nccl-tests' list."""
     address = "cpu"
     if device.type == "cuda":
@@ -198,10 +205,10 @@ def _devices(device: torch.device, groups: list[tuple[int, ...]]) -> list[dict[s
         "pid": os.getpid(), "hostname": socket.gethostname(), "device": device.index or 0,
         "device_hex": address, "device_info": _described(device),
     }  # fmt: skip
-    return _gathered(here)
+    return all_gather_objects(here)
 
 
-def _surroundings(device: torch.device) -> dict[str, Any]:
+def _environment_info(device: torch.device) -> dict[str, Any]:
     major, minor, patch = torch.cuda.nccl.version()[:3] if device.type == "cuda" else (0, 0, 0)
     known = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
     return {"args": sys.argv, "env": known, "nccl_version": 10_000 * major + 100 * minor + patch}
@@ -214,16 +221,16 @@ def _now() -> str:
 # -- ranks -----------------------------------------------------------------------------------------------------
 
 
-def measured(run: RunSpec, nproc: int, options: Sequence[str]) -> dict[str, Any] | int:
+def launch_benchmarks(run: RunSpec, nproc: int, options: Sequence[str]) -> dict[str, Any] | int:
     """What local ranks measure for a run; or the exit code, after printing why one failed. `options` are those of this
     module, but for --out."""
-    set_environment(nproc)
+    set_worker_environment(nproc)
     with TemporaryDirectory(prefix="phalanx-measure-") as folder:
         directory = Path(folder)
         file, out = directory / "run.toml", directory / "measured.json"
-        file.write_text(to_toml(absolute(run)))
+        file.write_text(to_toml(with_absolute_paths(run)))
         words = __name__, str(file), "--out", str(out), *options
-        code = start_ranks(nproc, words, partial(report_plainly, directory))
+        code = launch_ranks(nproc, words, partial(report_with_traceback, directory))
         return code or json.loads(out.read_text())
 
 
@@ -234,20 +241,20 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS, help="what is measured")
     parser.add_argument("--sweep", nargs="*", type=int, default=[], help="sizes in bytes, beside those that are sent")
     parser.add_argument("--iterations", type=int, default=20)
-    leave(work(parser.parse_args()))
+    exit_rank(rank_main(parser.parse_args()))
 
 
-def work(asked: argparse.Namespace) -> int:
+def rank_main(asked: argparse.Namespace) -> int:
     """Measure on this rank; returns the exit code."""
     try:
         run = load_run(asked.run, environment={})
-        device = join_ranks(choose_device(run), run.training.timeout_seconds)
-        found = measure(run, device, asked.parts, asked.iterations, asked.sweep)
-        if own_rank() == 0:
+        device = init_distributed(select_device(run), run.training.timeout_seconds)
+        found = run_benchmarks(run, device, asked.parts, asked.iterations, asked.sweep)
+        if env_rank() == 0:
             asked.out.write_text(json.dumps(found, indent=1))
     except Exception as error:
-        write_failure(asked.out.parent, own_rank(), 0, error)
-        if LAUNCHER not in os.environ:
+        write_failure(asked.out.parent, env_rank(), 0, error)
+        if LAUNCHER_PID_ENV not in os.environ:
             traceback.print_exc()
         return 2 if isinstance(error, UserError) else 1
     return 0

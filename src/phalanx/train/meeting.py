@@ -18,28 +18,28 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from phalanx.spec.errors import NodeError, UserError
+from phalanx.spec.errors import LocalNodeError, UserError
 
 KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS = 2, 5
 """Of nodes to the place where they meet; one that is silent for all of them is gone."""
 RETRY_SECONDS = 1.0
 ANSWER_SECONDS = 10.0
 """For the store to answer."""
-ELSEWHERE = "198.51.100.1"
+PROBE_ADDRESS = "198.51.100.1"
 """An address that is nobody's (RFC 5737)."""
 SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the nodes of a run meet, and how many there are."""
 
     name: str
     """Of the run: nodes of others do not join."""
     host: str
     port: int
-    least: int
-    most: int
+    min_nodes: int
+    max_nodes: int
     join_seconds: float
     last_call_seconds: int
 
@@ -48,7 +48,7 @@ class Meeting:
         return f"{self.host}:{self.port}"
 
     @property
-    def is_here(self) -> bool:
+    def is_host(self) -> bool:
         """Whether this node is the one where they meet: its address can be bound."""
         with socket.socket() as probe:
             try:
@@ -58,17 +58,17 @@ class Meeting:
         return True
 
 
-ALONE = Meeting("", "localhost", 0, 1, 1, join_seconds=60, last_call_seconds=1)
+SINGLE_NODE = Rendezvous("", "localhost", 0, 1, 1, join_seconds=60, last_call_seconds=1)
 """A node by itself."""
 
 
-class NotMetError(NodeError):
+class RendezvousError(LocalNodeError):
     """Too few nodes came in time; they may the next time."""
 
 
-def wait_for_host(meeting: Meeting, deadline: float) -> None:
+def wait_for_host(meeting: Rendezvous, deadline: float) -> None:
     """Until the place where nodes meet answers. (PyTorch's store waits too, and prints its stack meanwhile.)"""
-    while not meeting.is_here:
+    while not meeting.is_host:
         reached = False
         with suppress(OSError), socket.create_connection((meeting.host, meeting.port), timeout=RETRY_SECONDS):
             reached = True
@@ -79,11 +79,13 @@ def wait_for_host(meeting: Meeting, deadline: float) -> None:
                 problem = "what answers there is no place where nodes meet"
                 raise UserError("--rendezvous", meeting.endpoint, problem, "give another port")
             fix = "start the command there too, and check that this port can be reached"
-            raise NotMetError("--rendezvous", meeting.endpoint, f"nobody answered in {meeting.join_seconds:g} s", fix)
+            raise RendezvousError(
+                "--rendezvous", meeting.endpoint, f"nobody answered in {meeting.join_seconds:g} s", fix
+            )
         time.sleep(RETRY_SECONDS)
 
 
-def _is_store(meeting: Meeting) -> bool:
+def _is_store(meeting: Rendezvous) -> bool:
     """Whether what answers is a store of PyTorch's. Its client waits for good for the word of one that says nothing,
     and hears no signal meanwhile: so another thread asks."""
     found = Event()
@@ -100,25 +102,33 @@ def _is_store(meeting: Meeting) -> bool:
     return found.is_set()
 
 
-def meet(meeting: Meeting) -> RendezvousHandler:
+def make_rendezvous_handler(meeting: Rendezvous) -> RendezvousHandler:
     """torchrun's way to meet there."""
     return get_rendezvous_handler(
         RendezvousParameters(
-            backend="c10d", endpoint=meeting.endpoint, run_id=meeting.name or uuid.uuid4().hex,
-            min_nodes=meeting.least, max_nodes=meeting.most, local_addr=own_address(meeting), is_host=meeting.is_here,
-            join_timeout=int(meeting.join_seconds), last_call_timeout=meeting.last_call_seconds, read_timeout=10,
-            keep_alive_interval=KEEP_ALIVE_SECONDS, keep_alive_max_attempt=KEEP_ALIVE_ATTEMPTS,
+            backend="c10d",
+            endpoint=meeting.endpoint,
+            run_id=meeting.name or uuid.uuid4().hex,
+            min_nodes=meeting.min_nodes,
+            max_nodes=meeting.max_nodes,
+            local_addr=local_address(meeting),
+            is_host=meeting.is_host,
+            join_timeout=int(meeting.join_seconds),
+            last_call_timeout=meeting.last_call_seconds,
+            read_timeout=10,
+            keep_alive_interval=KEEP_ALIVE_SECONDS,
+            keep_alive_max_attempt=KEEP_ALIVE_ATTEMPTS,
         )
-    )  # fmt: skip
+    )
 
 
-def own_address(meeting: Meeting) -> str:
+def local_address(meeting: Rendezvous) -> str:
     """That of this node by which it reaches the others: names of nodes often do not resolve, or to another network, and
     a machine's own often to its loopback (Debian), where nobody else reaches it."""
     own = _address_towards(meeting.host)
-    if meeting is not ALONE and ip_address(own).is_loopback:
+    if meeting is not SINGLE_NODE and ip_address(own).is_loopback:
         with suppress(OSError):
-            return _address_towards(ELSEWHERE)
+            return _address_towards(PROBE_ADDRESS)
     return own
 
 
@@ -139,6 +149,6 @@ def interface_of(address: str) -> str:
     raise UserError("--rendezvous", address, "belongs to no network interface here", "set GLOO_SOCKET_IFNAME")
 
 
-def nodes(count: int) -> str:
+def format_node_count(count: int) -> str:
     """So many, in words."""
     return "one node" if count == 1 else f"{count} nodes"

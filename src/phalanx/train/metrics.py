@@ -14,22 +14,22 @@ from typing import Any, Protocol
 
 from phalanx.spec.errors import UserError
 
-Record = dict[str, Any]
+MetricsRecord = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb.id"
 
 
-class Log(Protocol):
+class Logger(Protocol):
     """Takes one record: a step's, an evaluation's."""
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsRecord) -> None:
         """Keep a record. Steps rise; an evaluation may have the step of the record before it."""
 
     def close(self, failed: bool = False) -> None:
         """End the log. Safe after a failed write, and more than once."""
 
 
-class JsonLines:
+class JsonLinesLogger:
     """metrics.jsonl: one JSON object a line. JSON has no NaN or infinity: they are written as null."""
 
     def __init__(self, path: Path, after_step: int, flush_seconds: float = 0.0) -> None:
@@ -45,7 +45,7 @@ class JsonLines:
         aside.replace(path)
         self._file = path.open("a")
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsRecord) -> None:
         finite = {name: None if _not_finite(value) else value for name, value in record.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         now = time.monotonic()
@@ -58,7 +58,7 @@ class JsonLines:
             self._file.close()
 
 
-class TensorBoard:
+class TensorBoardLogger:
     """Scalars under the names they have in metrics.jsonl."""
 
     def __init__(self, directory: Path, after_step: int) -> None:
@@ -66,7 +66,7 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(directory), purge_step=after_step + 1 if after_step else None)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsRecord) -> None:
         for name, value in record.items():
             if isinstance(value, int | float) and name != "step":
                 self._writer.add_scalar(name, value, record["step"])
@@ -76,11 +76,11 @@ class TensorBoard:
             self._writer.close()
 
 
-class WeightsAndBiases:
+class WandbLogger:
     """The optional service. Its run has the run directory's own id, so that `--resume` continues it; steps that are
     done again it knows already, and keeps."""
 
-    def __init__(self, project: str, name: str, directory: Path, config: Record) -> None:
+    def __init__(self, project: str, name: str, directory: Path, config: MetricsRecord) -> None:
         import wandb
 
         try:
@@ -93,7 +93,7 @@ class WeightsAndBiases:
                 "run `wandb login`, set WANDB_MODE=offline, or remove it",
             ) from None  # fmt: skip
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsRecord) -> None:
         self._run.log(record, step=record["step"])
 
     def close(self, failed: bool = False) -> None:
@@ -116,21 +116,21 @@ def check_wandb(project: str) -> None:
         raise UserError("metrics.wandb", project, problem, "pip install -e '.[wandb]'")
 
 
-def open_logs(directory: Path, after_step: int, wandb: str | None, name: str, config: Record) -> list[Log]:
+def open_loggers(directory: Path, after_step: int, wandb: str | None, name: str, config: MetricsRecord) -> list[Logger]:
     """The logs of a run; `after_step` is the last step of the checkpoint it resumes from, 0 for a fresh one.
 
     Raises UserError, with nothing opened, if W&B is asked for and cannot be had.
     """
-    logs: list[Log] = []
+    logs: list[Logger] = []
     if wandb is not None:
         check_wandb(wandb)
-        logs.append(WeightsAndBiases(wandb, name, directory, config))
-    logs.append(JsonLines(directory / METRICS_FILE, after_step))
-    logs.append(TensorBoard(directory / "tensorboard", after_step))
+        logs.append(WandbLogger(wandb, name, directory, config))
+    logs.append(JsonLinesLogger(directory / METRICS_FILE, after_step))
+    logs.append(TensorBoardLogger(directory / "tensorboard", after_step))
     return logs
 
 
-def read_metrics(directory: Path) -> list[Record]:
+def read_metrics(directory: Path) -> list[MetricsRecord]:
     """All records of a run directory, in order. A number that was not finite is None."""
     return [json.loads(line) for line in _lines(directory / METRICS_FILE)]
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.cost.shapes import muon_trains
+from phalanx.cost.shapes import is_muon_parameter
 from phalanx.spec.run import OptimizerSpec
 from phalanx.train.muon import Muon
 
 
-def learning_rate_ratio(spec: OptimizerSpec, step: int, steps: int) -> float:
+def learning_rate_factor(spec: OptimizerSpec, step: int, steps: int) -> float:
     """The learning rate of `step` (from 0) as a share of the peak: a linear warm-up, then `spec.decay`.
 
     wsd (arXiv 2404.06395) stays at the peak and falls linearly in the last `decay_fraction` of the steps, or since the
@@ -38,7 +38,7 @@ def learning_rate_ratio(spec: OptimizerSpec, step: int, steps: int) -> float:
 
 
 @dataclass(frozen=True)
-class Rescaling:
+class LearningRateRescaling:
     """What learning rates are multiplied by: linearly from one value to another in the steps after a change of ranks
     (the gradual warm-up of arXiv 1706.02677, section 2.2)."""
 
@@ -47,7 +47,7 @@ class Rescaling:
     since: int
     steps: int
 
-    def at(self, step: int) -> float:
+    def factor_at(self, step: int) -> float:
         """The factor of `step` (from 0)."""
         done = min(1.0, (step - self.since + 1) / self.steps) if self.steps else 1.0
         return self.before + (self.after - self.before) * done
@@ -60,7 +60,7 @@ def build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """The optimizers of parameters by name; none for none. Matrices decay, vectors do not. `part` says where in the
     whole model a parameter lies (see Strategy.part)."""
-    hidden = {name: p for name, p in parameters.items() if muon_trains(name, p.shape)}
+    hidden = {name: p for name, p in parameters.items() if is_muon_parameter(name, p.shape)}
     rest = {name: p for name, p in parameters.items() if name not in hidden}
     if not parameters:
         return []

@@ -6,18 +6,18 @@ from collections import deque
 from pathlib import Path
 from statistics import median
 
-from phalanx.cost.reliability import best_interval_seconds, job_mtbf_seconds, seen_mtbf_seconds
-from phalanx.measure.events import failures_so_far
+from phalanx.cost.reliability import mtbf_seconds, observed_mtbf_seconds, optimal_interval_seconds
+from phalanx.measure.events import failure_count_and_uptime
 from phalanx.plan.beyond import failure_rate
 from phalanx.spec.run import RunSpec
 
 FIRST_STEPS = 10
 """Until the first checkpoint of a start, of which nothing is known yet."""
-SAID_AGAIN = 1.5
+REPORT_CHANGE_RATIO = 1.5
 """Times by which an interval changes before it is said again."""
 
 
-class Pacing:
+class CheckpointScheduler:
     """The steps after which a run is saved. Where `checkpoint.every` is "auto", rank 0 decides after every save when
     the next is due (`decide`), and tells the others."""
 
@@ -27,7 +27,7 @@ class Pacing:
         """With "auto", the step after which the next is due."""
         self.reason: str | None = None
         """Why, where that is to be said."""
-        self._expected_seconds = job_mtbf_seconds(failure_rate(run), ranks)
+        self._expected_seconds = mtbf_seconds(failure_rate(run), ranks)
         self._step_seconds: deque[float] = deque(maxlen=50)
         self._still_seconds: float | None = None
         """For which the last save kept training waiting."""
@@ -38,7 +38,7 @@ class Pacing:
         """Of the saves before it; that of one alone may be several times another's."""
         self._said = 0
 
-    def begin(self, step: int) -> None:
+    def start(self, step: int) -> None:
         """Go on after a step."""
         self.next = step + FIRST_STEPS
 
@@ -53,12 +53,12 @@ class Pacing:
             return step >= self.next
         return self.every > 0 and step % self.every == 0
 
-    def decide(self, step: int, still_seconds: float, write_seconds: float) -> int:
+    def next_due_step(self, step: int, still_seconds: float, write_seconds: float) -> int:
         """The step after which the next save is due, when this one kept training waiting for `still_seconds` and the
         one before took `write_seconds` in all, behind it. A save costs that wait, and by how much longer than usual the
         steps took behind which it was written."""
-        failures, seconds = failures_so_far(self.directory)
-        mtbf = seen_mtbf_seconds(self._expected_seconds, failures, seconds)
+        failures, seconds = failure_count_and_uptime(self.directory)
+        mtbf = observed_mtbf_seconds(self._expected_seconds, failures, seconds)
         each = median(self._step_seconds)
         if self._still_seconds is not None:  # writing takes cores, and memory's and the network's speed
             slowed_by = max(0.0, self._behind_seconds - self._behind * each)
@@ -66,12 +66,12 @@ class Pacing:
         self._still_seconds = still_seconds
         self._written_behind, self._behind, self._behind_seconds = True, 0, 0.0
         cost = median(self._cost_seconds or [still_seconds])
-        steps = max(1, round(max(best_interval_seconds(cost, mtbf), write_seconds) / each))
-        changed = max(steps, self._said) > SAID_AGAIN * min(steps, self._said)
-        seen = f" ({failures} in {_lasting(seconds)})" if mtbf < self._expected_seconds else ""
+        steps = max(1, round(max(optimal_interval_seconds(cost, mtbf), write_seconds) / each))
+        changed = max(steps, self._said) > REPORT_CHANGE_RATIO * min(steps, self._said)
+        seen = f" ({failures} in {_format_duration(seconds)})" if mtbf < self._expected_seconds else ""
         self.reason = (
-            f"a checkpoint every {steps:,} steps ({_lasting(steps * each)}): one costs "
-            f"{_lasting(cost)} of training, and a failure is to be expected every {_lasting(mtbf)}{seen}"
+            f"a checkpoint every {steps:,} steps ({_format_duration(steps * each)}): one costs "
+            f"{_format_duration(cost)} of training, and a failure is to be expected every {_format_duration(mtbf)}{seen}"
             if changed
             else None
         )
@@ -80,7 +80,7 @@ class Pacing:
         return self.next
 
 
-def _lasting(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.{1 if seconds < 100 * size else 0}f} {unit}"

@@ -5,39 +5,39 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from phalanx.measure.record import StepLine
-from phalanx.parallel.clock import Mark
+from phalanx.measure.record import StepRecord
+from phalanx.parallel.clock import Timestamp
 from phalanx.parallel.strategy import Strategy
 from phalanx.schedule.action import actions
 
 
-class Phases:
+class StepPhaseTimer:
     """What a rank does in a step, one after the other: data, passes, reduce, optimizer."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy, self.clock = strategy, strategy.clock
-        for waited in (strategy.exposed, *strategy.waits_by_name.values()):
-            waited.take()  # that of an evaluation
-        if strategy.rows is not None:
-            strategy.rows()
+        for waited in (strategy.comm_wait, *strategy.wait_timers.values()):
+            waited.pop_seconds()  # that of an evaluation
+        if strategy.pop_expert_rows is not None:
+            strategy.pop_expert_rows()
         self.names: list[str] = []
-        self.marks: list[Mark] = [self.clock.now()]
+        self.marks: list[Timestamp] = [self.clock.record()]
         self.waited: dict[str, float] = {}
         """Of each, for collectives."""
 
     def end(self, name: str) -> None:
         """The phase `name` is over, and the next begins."""
         self.names.append(name)
-        self.marks.append(self.clock.now())
-        self.waited[name] = self.strategy.exposed.take()
+        self.marks.append(self.clock.record())
+        self.waited[name] = self.strategy.comm_wait.pop_seconds()
 
-    def line(self, step: int, peak_memory_bytes: int) -> StepLine:
+    def to_step_record(self, step: int, peak_memory_bytes: int) -> StepRecord:
         """What there is to say of the step, which is over."""
-        strategy, marks = self.strategy, self.clock.read(self.marks)
+        strategy, marks = self.strategy, self.clock.resolve(self.marks)
         stages: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for kind, stage, _, begun, ended in passes_of(strategy):
+        for kind, stage, _, begun, ended in executed_passes(strategy):
             stages[str(stage)][kind] += ended - begun
-        line: StepLine = {
+        line: StepRecord = {
             "step": step,
             "began": marks[0],
             "seconds": dict(zip(self.names, (b - a for a, b in pairwise(marks)), strict=True)),
@@ -45,16 +45,16 @@ class Phases:
             "peak_memory_bytes": peak_memory_bytes,
         }
         if self.clock.device.type == "cpu":  # on a GPU the host does not wait
-            waits = {name: waited.take() for name, waited in strategy.waits_by_name.items()}
-            pipeline = {} if strategy.waits is None else {"pipeline": strategy.waits.take()}
+            waits = {name: waited.pop_seconds() for name, waited in strategy.wait_timers.items()}
+            pipeline = {} if strategy.pipeline_wait is None else {"pipeline": strategy.pipeline_wait.pop_seconds()}
             line["waited"] = self.waited | waits | pipeline
         return line
 
 
-def passes_of(strategy: Strategy) -> list[tuple[str, int, int, float, float]]:
+def executed_passes(strategy: Strategy) -> list[tuple[str, int, int, float, float]]:
     """Kind, stage, micro-batch, begin and end of each pass of the last step; two that overlap follow each other, and
     share their time."""
-    moments = strategy.clock.read([mark for _, *both in strategy.timeline for mark in both])
+    moments = strategy.clock.resolve([mark for _, *both in strategy.timeline for mark in both])
     found = []
     for (step, *_), begun, ended in zip(strategy.timeline, moments[::2], moments[1::2], strict=True):
         both = actions(step)

@@ -13,28 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-VARIABLE = "PHALANX_COPIES"
+SLOTS_ENV = "PHALANX_COPIES"
 """Names to ranks the launcher's process, and its memory: four places of each of its ranks, one rank after the other."""
-OWN, NEIGHBOURS = (0, 1), (2, 3)
+OWN_SLOTS, NEIGHBOUR_SLOTS = (0, 1), (2, 3)
 """Two places of each kind, in turn: while one is written the other is whole."""
 HEADER = struct.Struct("<qqq")
 """The step, -1 while the copy is not whole; the rank whose state it is; and the length of what describes it."""
 
 
-def offer_memory(ranks: int) -> None:
+def allocate_slots(ranks: int) -> None:
     """Give the ranks that this process is about to start places for their copies. They take memory when written."""
-    places = [os.memfd_create(f"phalanx-copy-{number}") for number in range(len(OWN + NEIGHBOURS) * ranks)]
-    os.environ[VARIABLE] = f"{os.getpid()}:{','.join(map(str, places))}"
+    places = [os.memfd_create(f"phalanx-copy-{number}") for number in range(len(OWN_SLOTS + NEIGHBOUR_SLOTS) * ranks)]
+    os.environ[SLOTS_ENV] = f"{os.getpid()}:{','.join(map(str, places))}"
 
 
-class Place:
+class SharedMemorySlot:
     """A copy in memory of the launcher."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("r+b", buffering=0)
         self._map: mmap.mmap | None = None
 
-    def grow(self, size: int) -> None:
+    def ensure_size(self, size: int) -> None:
         """Have room for so many bytes."""
         if os.fstat(self._file.fileno()).st_size < size:
             self._file.truncate(size)
@@ -48,17 +48,17 @@ class Place:
         return self._map
 
     @property
-    def held(self) -> tuple[int, int, int]:
+    def header(self) -> tuple[int, int, int]:
         """The step, the rank and the length of the description of a whole copy; a step of -1 where there is none."""
         empty = os.fstat(self._file.fileno()).st_size < HEADER.size
         return (-1, 0, 0) if empty else HEADER.unpack_from(self.memory)
 
-    def clear(self) -> None:
+    def invalidate(self) -> None:
         """Say that what is here is not whole."""
-        self.grow(HEADER.size)
+        self.ensure_size(HEADER.size)
         HEADER.pack_into(self.memory, 0, -1, 0, 0)
 
-    def seal(self, step: int, rank: int, described: int) -> None:
+    def commit(self, step: int, rank: int, described: int) -> None:
         """Say that it is."""
         HEADER.pack_into(self.memory, 0, step, rank, described)
 
@@ -66,6 +66,6 @@ class Place:
         """Of the copy, behind its header, as a tensor of the same memory."""
         return torch.frombuffer(self.memory, dtype=torch.uint8, offset=HEADER.size)
 
-    def description(self, length: int) -> dict[str, Any]:
+    def metadata(self, length: int) -> dict[str, Any]:
         """What the copy says of itself."""
         return dict(json.loads(self.memory[HEADER.size : HEADER.size + length]))

@@ -12,7 +12,7 @@ from rich.progress import Progress as Bar
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class Progress:
+class ProgressDisplay:
     """Shows the steps of a run; `quiet` shows nothing."""
 
     def __init__(self, step: int, steps: int, quiet: bool) -> None:
@@ -43,7 +43,7 @@ class Progress:
         """Show a step that is done."""
         if self.quiet:
             return
-        text = describe(record)
+        text = format_metrics(record)
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], description=text)
             return
@@ -51,14 +51,14 @@ class Progress:
         if last or now - self._shown >= SECONDS_BETWEEN_LINES:
             self._shown = now
             left = (now - self._begun) / max(1, record["step"] - self._first) * (self.steps - record["step"])
-            self.note(f"step {record['step']}/{self.steps}  {text}  {int(left) // 60}:{int(left) % 60:02d} left")
+            self.log(f"step {record['step']}/{self.steps}  {text}  {int(left) // 60}:{int(left) % 60:02d} left")
 
-    def note(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line above the bar."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def describe(record: dict[str, Any]) -> str:
+def format_metrics(record: dict[str, Any]) -> str:
     """The numbers of a step that a person watches."""
     parts = [f"loss {record['loss']:.3f}", f"{record['tokens_per_second']:,.0f} tokens/s"]
     if "mfu" in record:

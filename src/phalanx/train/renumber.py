@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 
-from phalanx.train.checkpoint import Checkpointer, read_tensors, restore_random_state
-from phalanx.train.manifest import BEFORE, checkpoints, read_manifest
+from phalanx.train.checkpoint import Checkpointer, load_full_tensors, restore_rng_state
+from phalanx.train.manifest import PREVIOUS_SUFFIX, checkpoints, read_manifest
 
 _OF_EXPERTS = re.compile(r"blocks\.(\d+)\.mlp\.(experts\.\w+|router\.gate\.weight|router\.bias)$")
 
 
-def renumber(checkpoint: Path, orders: Mapping[int, Sequence[int]]) -> Path:
+def reorder_experts(checkpoint: Path, orders: Mapping[int, Sequence[int]]) -> Path:
     """Write a checkpoint anew, in which expert i of a layer is the one that was number `orders[layer][i]`; weights,
     router, optimizer state and what was counted of them follow. The one before is kept beside it; returns where.
 
     Raises UserError if it cannot be written; then nothing has changed.
     """
-    tensors, manifest = read_tensors(checkpoint), read_manifest(checkpoint)
+    tensors, manifest = load_full_tensors(checkpoint), read_manifest(checkpoint)
     for name, tensor in tensors.items():
         found = _OF_EXPERTS.search(name)
         if found and tensor.ndim and int(found[1]) in orders:
@@ -30,7 +30,7 @@ def renumber(checkpoint: Path, orders: Mapping[int, Sequence[int]]) -> Path:
         [[tokens[i] for i in order] for tokens, order in zip(counted, orders.values(), strict=True)]
         for counted in manifest["expert_tokens"]
     ]
-    restore_random_state(checkpoint, 0)  # for the one that is written
+    restore_rng_state(checkpoint, 0)  # for the one that is written
     checkpointer = Checkpointer(checkpoint.parent, keep=len(checkpoints(checkpoint.parent)))
     checkpointer.save(manifest["step"], tensors, manifest, on_disk=True)
-    return checkpoint.with_suffix(BEFORE)
+    return checkpoint.with_suffix(PREVIOUS_SUFFIX)

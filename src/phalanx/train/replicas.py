@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from phalanx.measure.calls import minority
-from phalanx.measure.hang import coordinates
-from phalanx.parallel.parts import local
+from phalanx.measure.calls import minority_ranks
+from phalanx.measure.hang import format_coordinates
+from phalanx.parallel.parts import local_tensor
 from phalanx.parallel.strategy import Strategy, named_parameters
-from phalanx.spec.layout import Degrees
-from phalanx.train.checkpoint import state_tensors
+from phalanx.spec.layout import ParallelDims
+from phalanx.train.checkpoint import checkpoint_tensors
 from phalanx.train.divergence import CorruptionError
 
 CHUNK = 2**20
@@ -29,7 +29,7 @@ COMPUTING = "computing"
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaMismatch:
     """A tensor of which ranks that should hold the same do not."""
 
     key: int
@@ -40,24 +40,24 @@ class Difference:
     """How many differ."""
 
 
-def check_replicas(
-    strategy: Strategy, optimizers: list[torch.optim.Optimizer], sizes: Degrees, step: int, every: int
+def check_replica_consistency(
+    strategy: Strategy, optimizers: list[torch.optim.Optimizer], sizes: ParallelDims, step: int, every: int
 ) -> CorruptionError | None:
     """Compare what every rank holds after `step` with what others hold of the same; all ranks must call it, and did so
     `every` so many steps. Returns what is to be raised of the first tensor that differs, on all ranks alike."""
     if not dist.is_initialized():
         return None
     places = {key: (name, value) for key, name, value in _held(strategy, optimizers)}
-    found = differences(_gathered({key: value for key, (_, value) in places.items()}))
+    found = find_mismatch(_gathered({key: value for key, (_, value) in places.items()}))
     if found is None:
         return None
     names = [places[found.key][0] if found.key in places else ""]
     dist.broadcast_object_list(names, src=found.holders[0])
     blamed = [] if found.ranks == found.holders else found.ranks
-    return CorruptionError(said(found, names[0], sizes, step, every), blamed)
+    return CorruptionError(describe_mismatch(found, names[0], sizes, step, every), blamed)
 
 
-def differences(tables: Sequence[Mapping[int, int]]) -> Difference | None:
+def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None:
     """Of what every rank says of its tensors (place in the model: hash), the first that ranks do not agree on, in the
     order of the first rank that holds one."""
     told: dict[int, dict[int, int]] = defaultdict(dict)
@@ -68,12 +68,12 @@ def differences(tables: Sequence[Mapping[int, int]]) -> Difference | None:
     if not differ:
         return None
     values = told[differ[0]]
-    return Difference(differ[0], tuple(minority(values)), tuple(values), len(differ))
+    return ReplicaMismatch(differ[0], tuple(minority_ranks(values)), tuple(values), len(differ))
 
 
-def said(found: Difference, name: str, sizes: Degrees, step: int, every: int) -> str:
+def describe_mismatch(found: ReplicaMismatch, name: str, sizes: ParallelDims, step: int, every: int) -> str:
     """What to tell people."""
-    ranks = [f"rank {rank} ({coordinates(sizes, rank)})" for rank in found.ranks[:SHOWN]]
+    ranks = [f"rank {rank} ({format_coordinates(sizes, rank)})" for rank in found.ranks[:SHOWN]]
     which = ", ".join(ranks) + (", ..." if len(found.ranks) > SHOWN else "")
     alike = set(found.ranks) == set(found.holders)
     where = f"between {which}" if alike else f"on {which} from the {len(found.holders) - len(found.ranks)} others"
@@ -88,7 +88,7 @@ def said(found: Difference, name: str, sizes: Degrees, step: int, every: int) ->
     )
 
 
-def fingerprint(tensor: Tensor) -> Tensor:
+def tensor_hash(tensor: Tensor) -> Tensor:
     """A number of 64 bits (int64, on the tensor's device) that any single changed bit changes: the sum over elements of
     their bits times odd numbers that rise with the place, modulo 2**64."""
     flat = tensor.detach().contiguous().flatten()
@@ -102,18 +102,18 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 def _held(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[int, str, int]]:
     """Of each tensor of this rank: a number for its place in the whole model, its name, its fingerprint."""
-    tensors = state_tensors(strategy, optimizers)
-    trained = {id(parameter) for parameter in strategy.trained.values()}
+    tensors = checkpoint_tensors(strategy, optimizers)
+    trained = {id(parameter) for parameter in strategy.trainable_parameters.values()}
     for name, parameter in named_parameters(strategy.module):
         if id(parameter) not in trained:  # what is computed with, where ranks train only rows of it
-            tensors[f"{COMPUTING}.{name}"] = strategy.part(name, parameter.detach())
-    prints = [fingerprint(local(tensor)).cpu() for tensor in tensors.values()]
+            tensors[f"{COMPUTING}.{name}"] = strategy.as_global_dtensor(name, parameter.detach())
+    prints = [tensor_hash(local_tensor(tensor)).cpu() for tensor in tensors.values()]
     values = torch.stack(prints).tolist() if prints else []
     for (name, tensor), value in zip(tensors.items(), values, strict=True):
-        yield place_of(name, tensor), name, value
+        yield shard_id(name, tensor), name, value
 
 
-def place_of(name: str, tensor: Tensor) -> int:
+def shard_id(name: str, tensor: Tensor) -> int:
     """The same on all ranks that hold this part of this tensor, and on no other."""
     shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
     if isinstance(tensor, DTensor):

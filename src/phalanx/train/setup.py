@@ -19,25 +19,25 @@ from typing import IO, Any
 
 import tomli_w
 
-from phalanx.cost.memory import in_files_bytes, rank_states, room_for_checkpoints_bytes
+from phalanx.cost.memory import checkpoint_space_needed_bytes, disk_offload_bytes, rank_model_states
 from phalanx.cost.stages import check_layout
 from phalanx.data.indexed import IndexedDataset
-from phalanx.data.loader import Loader
-from phalanx.data.prepare import Prepared, prepare
+from phalanx.data.loader import TokenLoader
+from phalanx.data.prepare import PreparedData, prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.measure.incident import FAILURES, HANGS
-from phalanx.measure.lock import ENDS_WITHIN_SECONDS, LAUNCHER_LOCK_FILE, hold, refuse_held
+from phalanx.measure.lock import LAUNCHER_LOCK_FILE, SHUTDOWN_GRACE_SECONDS, acquire_run_lock, check_not_running
 from phalanx.spec.errors import UserError
-from phalanx.spec.installed import refuse_unsupported
-from phalanx.spec.load import cluster_table, load_run
-from phalanx.spec.run import RunSpec, cut_batch
+from phalanx.spec.installed import check_torch_supports
+from phalanx.spec.load import cluster_overrides, load_run
+from phalanx.spec.run import RunSpec, plan_batch
 from phalanx.spec.tokenizer import BYTES_VOCAB
-from phalanx.train.manifest import check_manifest, checkpoints, read_manifest, refuse_all_damaged
+from phalanx.train.manifest import check_manifest, check_not_all_damaged, checkpoints, read_manifest
 from phalanx.train.metrics import METRICS_FILE, check_wandb
 
-STOPPED = 75
+EXIT_STOPPED = 75
 """Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal ended before its last step, with a checkpoint."""
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 """That of one that Ctrl-C ended so, as shells have it."""
 RUN_FILE, DATA_FILE, TOKENIZER_FILE = "run.toml", "data.json", "tokenizer.json"
 
@@ -47,10 +47,10 @@ def run_directory(run: RunSpec) -> Path:
     return Path(run.out).expanduser() / run.name
 
 
-def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
+def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
     """Raise UserError for what would stop this run later; its text is `prepare`'s to check. Changes nothing."""
     check_layout(run, world_size)
-    refuse_unsupported(run.layout)
+    check_torch_supports(run.layout)
     known = {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0)
     if run.model.vocab < known:
         raise UserError(
@@ -65,7 +65,7 @@ def check_run(run: RunSpec, world_size: int, resume: bool) -> None:
     _check_directory(run, resume)
     # Ranks of other nodes notice that one was lost when a collective's time is over.
     others = run.training.timeout_seconds if resume and run.cluster.nodes > 1 else 0
-    refuse_held(run_directory(run), ENDS_WITHIN_SECONDS + others)
+    check_not_running(run_directory(run), SHUTDOWN_GRACE_SECONDS + others)
 
 
 def _check_copies(run: RunSpec, world_size: int) -> None:
@@ -76,7 +76,7 @@ def _check_copies(run: RunSpec, world_size: int) -> None:
         refuse("needs memory without a name (memfd_create), which this system has not")
     if run.layout.offload == "nvme":
         refuse('keeps copies in memory of what rests on disk there (layout.offload = "nvme")')
-    each = max(state.parameters + state.optimizer for state in rank_states(run, world_size))
+    each = max(state.parameters + state.optimizer for state in rank_model_states(run, world_size))
     copies = 2 if run.cluster.nodes == 1 else 4
     needed = copies * each * world_size / run.cluster.nodes
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -92,7 +92,7 @@ def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
     if not os.access(place, os.W_OK | os.X_OK):
         raise UserError("layout.offload_directory", directory, "cannot be written to", fix)
     ranks_here = world_size / run.cluster.nodes
-    free, needed = shutil.disk_usage(place).free, ranks_here * in_files_bytes(run, world_size)
+    free, needed = shutil.disk_usage(place).free, ranks_here * disk_offload_bytes(run, world_size)
     if needed > free:
         raise UserError(
             "layout.offload_directory", directory,
@@ -111,15 +111,15 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
         )
     found = checkpoints(directory / "checkpoints")
     if found and resume:
-        check_manifest(run, newest_manifest(found))
+        check_manifest(run, latest_manifest(found))
     elif resume:
-        refuse_all_damaged(directory / "checkpoints")
+        check_not_all_damaged(directory / "checkpoints")
     elif found or (directory / METRICS_FILE).exists():
         raise UserError(
             "name", run.name, f"{directory} holds a run already",
             "add --resume to continue it, or choose another with --set name=...",
         )  # fmt: skip
-    needed, free = room_for_checkpoints_bytes(run, len(found)), shutil.disk_usage(existing).free
+    needed, free = checkpoint_space_needed_bytes(run, len(found)), shutil.disk_usage(existing).free
     if needed > free:
         raise UserError(
             "checkpoint.keep", run.checkpoint.keep,
@@ -128,27 +128,27 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
         )  # fmt: skip
 
 
-def set_up(run: RunSpec, world_size: int, resume: bool) -> Path:
+def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
     """Check a run, prepare its data, and write its directory; returns the directory.
 
     Raises UserError before anything is written if the run cannot work.
     """
-    return write_directory(run, check_and_prepare(run, world_size, resume))
+    return write_run_directory(run, check_and_prepare(run, world_size, resume))
 
 
 def check_and_prepare(
     run: RunSpec, world_size: int, resume: bool, progress: Callable[..., None] | None = None
-) -> Prepared:
+) -> PreparedData:
     """Check a run, and prepare its data.
 
     Raises UserError if the run cannot work.
     """
-    check_run(run, world_size, resume)
+    preflight(run, world_size, resume)
     prepared = prepare(run.data, progress)  # in the user's own words, which its errors quote
-    run = absolute(run)
+    run = with_absolute_paths(run)
     found = checkpoints(run_directory(run) / "checkpoints") if resume else []
-    sequences = cut_batch(run, world_size).sequences
-    _check_tokens(run, prepared, sequences, newest_manifest(found) if found else None)
+    sequences = plan_batch(run, world_size).global_batch_size
+    _check_tokens(run, prepared, sequences, latest_manifest(found) if found else None)
     if run.model.from_hf and not found:
         from phalanx.train.corpus import initial_weights  # torch, which by now is needed anyway
 
@@ -156,7 +156,7 @@ def check_and_prepare(
     return prepared
 
 
-def claim(run: RunSpec, resume: bool) -> IO[str] | None:
+def lock_run_directory(run: RunSpec, resume: bool) -> IO[str] | None:
     """Hold a run's directory for its launcher, from before it writes there until it has ended, also where it becomes
     the rank itself (exec); None where the file system has no locks.
 
@@ -165,7 +165,7 @@ def claim(run: RunSpec, resume: bool) -> IO[str] | None:
     directory = run_directory(run)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = hold(directory, name=LAUNCHER_LOCK_FILE)
+        lock = acquire_run_lock(directory, name=LAUNCHER_LOCK_FILE)
     except OSError as error:
         raise _not_written(directory, error) from None
     _check_directory(run, resume)
@@ -174,9 +174,9 @@ def claim(run: RunSpec, resume: bool) -> IO[str] | None:
     return lock
 
 
-def write_directory(run: RunSpec, prepared: Prepared) -> Path:
+def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
     """Write the directory of a run that was checked; returns it. Raises UserError if it cannot be written."""
-    run = absolute(run)
+    run = with_absolute_paths(run)
     directory = run_directory(run)
     paths = {name: os.path.abspath(path) if path else "" for name, path in asdict(prepared).items()}
     try:
@@ -195,7 +195,7 @@ def _not_written(directory: Path, error: OSError) -> UserError:
     return UserError("out", str(directory), f"cannot be written: {error.strerror}", "set out to another directory")
 
 
-def newest_manifest(found: list[Path]) -> dict[str, Any]:
+def latest_manifest(found: list[Path]) -> dict[str, Any]:
     """The manifest of the newest of some checkpoints that has one: a damaged one may not.
 
     Raises UserError if none was written by phalanx.
@@ -206,7 +206,7 @@ def newest_manifest(found: list[Path]) -> dict[str, Any]:
     return read_manifest(found[0])
 
 
-def _check_tokens(run: RunSpec, prepared: Prepared, sequences: int, manifest: dict[str, Any] | None) -> None:
+def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest: dict[str, Any] | None) -> None:
     """Raise UserError if the text is too little, the tokenizer has more tokens than the model, or a checkpoint to
     continue from was made with other text."""
     tokenizer = load_tokenizer(prepared.tokenizer)
@@ -222,13 +222,13 @@ def _check_tokens(run: RunSpec, prepared: Prepared, sequences: int, manifest: di
             "give more text, or raise data.held_out_fraction",
         )  # fmt: skip
     if prepared.train:
-        loader = Loader(IndexedDataset(prepared.train), run.training.sequence, sequences, run.training.seed)
+        loader = TokenLoader(IndexedDataset(prepared.train), run.training.sequence, sequences, run.training.seed)
         if manifest is not None:
             loader.resume(manifest["loader"], resized=run.training.scaling != "keep")
 
 
-def read_directory(directory: Path) -> tuple[RunSpec, Prepared]:
-    """The run and the data that `set_up` wrote down.
+def read_run_directory(directory: Path) -> tuple[RunSpec, PreparedData]:
+    """The run and the data that `create_run` wrote down.
 
     Raises UserError if it is no run directory.
     """
@@ -239,10 +239,12 @@ def read_directory(directory: Path) -> tuple[RunSpec, Prepared]:
             f"has no {DATA_FILE}",
             "give a run file, or a directory that phalanx train made",
         )
-    return load_run(directory / RUN_FILE, environment={}), Prepared(**json.loads((directory / DATA_FILE).read_text()))
+    return load_run(directory / RUN_FILE, environment={}), PreparedData(
+        **json.loads((directory / DATA_FILE).read_text())
+    )
 
 
-def absolute(run: RunSpec) -> RunSpec:
+def with_absolute_paths(run: RunSpec) -> RunSpec:
     """The run with paths that mean the same from any working directory."""
 
     def path(source: str) -> str:
@@ -267,4 +269,4 @@ def to_toml(run: RunSpec) -> str:
     """A run as a TOML file that loads into the same run. Of a machine with a name only what differs from its preset is
     written, so that another may take its place."""
     table = run.model_dump(mode="json", exclude_none=True)
-    return tomli_w.dumps({**table, "cluster": cluster_table(run.cluster)})
+    return tomli_w.dumps({**table, "cluster": cluster_overrides(run.cluster)})

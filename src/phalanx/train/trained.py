@@ -8,21 +8,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from phalanx.data.prepare import given_tokenizer
+from phalanx.data.prepare import tokenizer_without_training
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.apply import fill
-from phalanx.parallel.strategy import Strategy, give_memory
+from phalanx.parallel.apply import init_parameters
+from phalanx.parallel.strategy import Strategy, materialize
 from phalanx.spec.errors import UserError
 from phalanx.spec.load import load_run
 from phalanx.spec.run import RunSpec
-from phalanx.train.checkpoint import load_state
-from phalanx.train.manifest import intact_checkpoint
+from phalanx.train.checkpoint import load_checkpoint
+from phalanx.train.manifest import require_valid_checkpoint
 
 SWARM_WEIGHTS = ("model/base.safetensors", "base.safetensors")
 """What all nodes of a swarm have, in the directories of its coordinator and of a node: whole parameters."""
 
 
-def load_trained(run_directory: Path) -> tuple[RunSpec, Transformer, Path]:
+def load_trained_model(run_directory: Path) -> tuple[RunSpec, Transformer, Path]:
     """The run file, the trained model (fp32, on the CPU, one process) and the tokenizer's path of a run directory: of
     its newest checkpoint, or of what a swarm has learned by now.
 
@@ -34,19 +34,19 @@ def load_trained(run_directory: Path) -> tuple[RunSpec, Transformer, Path]:
         )
     run = load_run(run_directory / "run.toml", environment={})
     shared = next((path for name in SWARM_WEIGHTS if (path := run_directory / name).is_file()), None)
-    checkpoint = intact_checkpoint(run_directory) if shared is None else None
+    checkpoint = require_valid_checkpoint(run_directory) if shared is None else None
     tokenizer = _tokenizer_of(run, run_directory)
     with torch.device("meta"):
         module = Transformer(run.model)
-    give_memory(module, torch.device("cpu"))
+    materialize(module, torch.device("cpu"))
     if checkpoint is not None:
-        load_state(checkpoint, Strategy(module), [])
+        load_checkpoint(checkpoint, Strategy(module), [])
     elif shared is not None:
-        _fill_from(shared, module)
+        _load_weights(shared, module)
     return run, module.eval(), tokenizer
 
 
-def _fill_from(file: Path, module: Transformer) -> None:
+def _load_weights(file: Path, module: Transformer) -> None:
     """Give a model the parameters in a file, one at a time. Raises UserError if it is damaged, or another model's."""
     try:
         with safe_open(file, framework="pt") as weights:
@@ -57,7 +57,7 @@ def _fill_from(file: Path, module: Transformer) -> None:
                     raise ValueError(f"{name} is {list(found.shape)} there, and {list(shape)} in the model")
                 return found
 
-            fill(Strategy(module), weight)
+            init_parameters(Strategy(module), weight)
     except (SafetensorError, OSError, ValueError) as error:
         problem = f"does not hold the weights of the model in run.toml: {error}"
         raise UserError("weights", str(file), problem, "give the directory as the swarm left it") from None
@@ -70,7 +70,7 @@ def _tokenizer_of(run: RunSpec, run_directory: Path) -> Path:
     """
     file = run_directory / "tokenizer.json"
     if not file.exists():
-        tokenizer = given_tokenizer(run.data)
+        tokenizer = tokenizer_without_training(run.data)
         if tokenizer is None:
             problem = "has no tokenizer.json: that is made from the text, which nodes read and a coordinator does not"
             fix = f"copy it from a node: cp nodes/NAME/tokenizer.json {run_directory}"

@@ -15,49 +15,54 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.cost.compute import mfu, recomputed_flops_per_token, training_flops_per_token
-from phalanx.cost.jobs import OWN_RECOMPUTE
-from phalanx.cost.totals import SUMS
-from phalanx.data.loader import IGNORED, Batch, evaluation_batches, prefetch
+from phalanx.cost.jobs import PHALANX_CHECKPOINTING
+from phalanx.cost.totals import NUM_SCALARS
+from phalanx.data.loader import IGNORE_INDEX, Batch, evaluation_batches, prefetch
 from phalanx.measure.memory import peak_memory_bytes
-from phalanx.measure.record import PauseLine, StepLine
-from phalanx.parallel.frozen import Own
+from phalanx.measure.record import PauseRecord, StepRecord
+from phalanx.parallel.frozen import TrainedExperts
 from phalanx.spec.run import RunSpec
-from phalanx.train.checkpoint import told_by_first
-from phalanx.train.corpus import Corpus
-from phalanx.train.divergence import DivergenceError, Losses
-from phalanx.train.learner import Micro
-from phalanx.train.metrics import Log, Record
-from phalanx.train.optimizer import learning_rate_ratio
-from phalanx.train.pacing import Pacing
-from phalanx.train.phases import Phases
-from phalanx.train.progress import Progress
-from phalanx.train.replicas import check_replicas
-from phalanx.train.resumable import Resumable
+from phalanx.train.checkpoint import broadcast_from_rank0
+from phalanx.train.corpus import TrainingData
+from phalanx.train.divergence import DivergenceError, LossSpikeDetector
+from phalanx.train.learner import MicroBatch
+from phalanx.train.metrics import Logger, MetricsRecord
+from phalanx.train.optimizer import learning_rate_factor
+from phalanx.train.pacing import CheckpointScheduler
+from phalanx.train.phases import StepPhaseTimer
+from phalanx.train.progress import ProgressDisplay
+from phalanx.train.replicas import check_replica_consistency
+from phalanx.train.resumable import ResumableLearner
 
 
-class Trainer(Resumable):
+class Trainer(ResumableLearner):
     """A run under way on this rank: what learns and can be gone on with, and the loop around it.
 
     torch.distributed must be initialised where there are several ranks.
     """
 
     def __init__(
-        self, run: RunSpec, corpus: Corpus, directory: Path, device: torch.device, peak_flops: float | None = None,
-        own: Own | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        run: RunSpec,
+        corpus: TrainingData,
+        directory: Path,
+        device: torch.device,
+        peak_flops: float | None = None,
+        own: TrainedExperts | None = None,
+    ) -> None:
         super().__init__(run, corpus, directory, device, own)
-        self.peak_flops, ranks = peak_flops, self.mesh.degrees.world_size
-        self.pacing = Pacing(run, ranks, directory)
+        self.peak_flops, ranks = peak_flops, self.mesh.dims.world_size
+        self.pacing = CheckpointScheduler(run, ranks, directory)
         self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
-        again = OWN_RECOMPUTE[run.layout.recompute]
+        again = PHALANX_CHECKPOINTING[run.layout.recompute]
         self.recomputed_flops = recomputed_flops_per_token(run.model, run.training.sequence, again)
-        self.line: StepLine | None = None
+        self.step_record: StepRecord | None = None
         """What this rank notes of the last step."""
-        self.asked_to_stop = False
+        self.stop_requested = False
         """Set by a signal on this rank, at any time."""
-        self.usual = Losses(None)
+        self.spike_detector = LossSpikeDetector(None)
         """By which a spike of the loss ends this trainer, for another to begin where there was none."""
-        self.stop_after: int | None = None
+        self.stop_after_step: int | None = None
         """The step after which all ranks save and end, since some rank was asked to stop."""
 
     @property
@@ -65,38 +70,38 @@ class Trainer(Resumable):
         return self.mesh.rank == 0
 
     @property
-    def stop(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether all ranks have agreed to save and end now."""
-        return self.stop_after is not None and self.step >= self.stop_after
+        return self.stop_after_step is not None and self.step >= self.stop_after_step
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def train(
         self,
-        logs: list[Log],
-        progress: Progress,
-        step: Callable[[Iterator[Batch]], Record] | None = None,
-        notes: Log | None = None,
-    ) -> Record:
+        logs: list[Logger],
+        progress: ProgressDisplay,
+        step: Callable[[Iterator[Batch]], MetricsRecord] | None = None,
+        notes: Logger | None = None,
+    ) -> MetricsRecord:
         """Train to the last step (or until `stop`); returns the last evaluation. `step` stands in for `train_step`;
         `notes` takes what this rank notes of each."""
         run, bad_in_a_row, heard_of, evaluation = self.run, 0, -1, {}
         step = step or self.train_step
         batches = prefetch(self.loader, self.step, run.training.steps)
-        self.pacing.begin(self.step)
+        self.pacing.start(self.step)
         try:
-            while self.step < run.training.steps and not self.stop:
+            while self.step < run.training.steps and not self.should_stop:
                 record = step(batches)
                 finite, news = math.isfinite(record["grad_norm"]), record["step"] != heard_of
                 heard_of = record["step"]  # an asynchronous worker may hear of a step twice
                 bad_in_a_row = 0 if finite else bad_in_a_row + news
                 if bad_in_a_row and news:
-                    progress.note(f"step {self.step}: skipped, {self._reason(record)}")
+                    progress.log(f"step {self.step}: skipped, {self._reason(record)}")
                 self._write(logs, record, run.metrics.every)
-                if notes is not None and self.line is not None:
-                    notes.write(dict(self.line))
+                if notes is not None and self.step_record is not None:
+                    notes.write(dict(self.step_record))
                 progress.advance(record)
-                if due(self.step, run.training.check_replicas_every):
+                if is_due(self.step, run.training.check_replicas_every):
                     self._check_replicas()
                 if bad_in_a_row >= run.training.max_bad_steps:
                     self.checkpointer.wait()
@@ -104,26 +109,28 @@ class Trainer(Resumable):
                         f"step {self.step}: {bad_in_a_row} steps in a row were not finite: {self._reason(record)}; "
                         "lower optimizer.learning_rate or raise optimizer.warmup_steps, and --resume"
                     )
-                if (ratio := self.usual.spikes(record["loss"])) is not None:
+                if (ratio := self.spike_detector.spike_ratio(record["loss"])) is not None:
                     self.checkpointer.wait()
                     raise DivergenceError(
                         f"step {self.step}: loss {record['loss']:.4g} is {ratio:.1f} times what it was before"
                     )
                 last = self.step == run.training.steps
-                evaluating = last or due(self.step, run.evaluation.every)
+                evaluating = last or is_due(self.step, run.evaluation.every)
                 if evaluating:
-                    self.count_anew()  # before it is saved, since a run that resumes does not evaluate again
+                    self.rotate_expert_counts()  # before it is saved, since a run that resumes does not evaluate again
                 # Weights that give no finite gradient may be ruined. (Asynchronous ranks do not hear of that at once.)
                 sound = finite or run.layout.staleness is not None
-                saving = self.pacing.due(self.step, record["step_seconds"], self.checkpointer.writing) or self.stop
+                saving = (
+                    self.pacing.due(self.step, record["step_seconds"], self.checkpointer.is_saving) or self.should_stop
+                )
                 if (saving and sound) or last:
-                    with self._pausing("checkpoint", notes):
-                        self._save_in_pace(progress)
-                if due(self.step, run.recovery.copy_every) and sound:
-                    with self._pausing("copy", notes):
-                        self.copy()
+                    with self._recorded_pause("checkpoint", notes):
+                        self._save_and_schedule_next(progress)
+                if is_due(self.step, run.recovery.copy_every) and sound:
+                    with self._recorded_pause("copy", notes):
+                        self.save_in_memory()
                 if evaluating:
-                    with self._pausing("evaluation", notes):
+                    with self._recorded_pause("evaluation", notes):
                         evaluation = self.evaluate()
                     self._write(logs, evaluation, 1)
         finally:
@@ -131,145 +138,154 @@ class Trainer(Resumable):
         self.checkpointer.wait()
         return evaluation
 
-    def train_step(self, batches: Iterator[Batch]) -> Record:
+    def train_step(self, batches: Iterator[Batch]) -> MetricsRecord:
         """One optimizer update: forward and backward passes, their sum over ranks, update. Returns its record."""
-        phases = Phases(self.strategy)
-        micros = self._micros(next(batches)) if self.strategy.computes else []
+        phases = StepPhaseTimer(self.strategy)
+        micros = self._micro_batches(next(batches)) if self.strategy.runs_model else []
         phases.end("data")
-        told = float(self.asked_to_stop), 0 if self.strategy.computes else self.stop_after or 0
+        told = float(self.stop_requested), 0 if self.strategy.runs_model else self.stop_after_step or 0
         sums = self.forward_backward(micros, told)
         phases.end("passes")
         reduced = self.reduce(sums)
         tokens, loss, auxiliary, asked, announced, *_ = reduced.sums.tolist()
         phases.end("reduce")
-        record = {"step": self.step + 1 - reduced.behind, "loss": loss / tokens, "grad_norm": float(reduced.norm)}
+        record = {"step": self.step + 1 - reduced.steps_behind, "loss": loss / tokens, "grad_norm": float(reduced.norm)}
         finite = math.isfinite(record["grad_norm"])
         if self.moe_layers:
-            loads, dropped = reduced.sums[SUMS:].view_as(self.loads[0]), reduced.sums[5]
+            loads, dropped = reduced.sums[NUM_SCALARS:].view_as(self.expert_loads[0]), reduced.sums[5]
             if self.run.model.moe and self.run.model.moe.capacity_factor is not None:
                 record["dropped_share"] = float(dropped / loads.sum())
-            self.loads[0] += loads / self.strategy.counted
-            self._balance(loads, finite)
+            self.expert_loads[0] += loads / self.strategy.router_count_multiplicity
+            self._update_router_biases(loads, finite)
             shares = loads / loads.mean(1, keepdim=True)
             layer, expert = divmod(int(shares.argmax()), shares.shape[1])
             hottest = self.moe_layers[layer], expert, float(shares[layer, expert])
             record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": hottest[2]}
-        self._step(finite)
+        self._update_or_skip(finite)
         phases.end("optimizer")
         self.step, self.tokens = self.step + 1, self.tokens + int(tokens)
-        self._hear_of_stop(record["step"], bool(asked), int(announced))
-        if reduced.stale is not None and self.run.layout.staleness is not None:
-            record["staleness"] = reduced.stale
-        self.line = phases.line(self.step, peak_memory_bytes(self.device))
+        self._update_stop_step(record["step"], bool(asked), int(announced))
+        if reduced.staleness is not None and self.run.layout.staleness is not None:
+            record["staleness"] = reduced.staleness
+        self.step_record = phases.to_step_record(self.step, peak_memory_bytes(self.device))
         if self.moe_layers:
-            self.line["hot_expert"] = hottest
-        if self.strategy.rows is not None:
-            self.line["expert_rows"] = self.strategy.rows()
-        return record | self._measures(self.line, int(tokens))
+            self.step_record["hot_expert"] = hottest
+        if self.strategy.pop_expert_rows is not None:
+            self.step_record["expert_rows"] = self.strategy.pop_expert_rows()
+        return record | self._performance_metrics(self.step_record, int(tokens))
 
-    def _hear_of_stop(self, step: int, asked: bool, announced: int) -> None:
+    def _update_stop_step(self, step: int, asked: bool, announced: int) -> None:
         """Settle after which step all ranks stop, from what was summed in `step`. Asynchronous workers may miss a step;
         servers miss none, and announce from the next on one that nobody can have passed by then."""
         staleness = self.run.layout.staleness
-        if self.stop_after is not None:
+        if self.stop_after_step is not None:
             return
         if staleness is None:
-            self.stop_after = step if asked else None
-        elif self.strategy.computes:
-            self.stop_after = announced or None
+            self.stop_after_step = step if asked else None
+        elif self.strategy.runs_model:
+            self.stop_after_step = announced or None
         elif asked:
-            self.stop_after = step + 1 + staleness
+            self.stop_after_step = step + 1 + staleness
 
-    def _step(self, finite: bool) -> None:
+    def _update_or_skip(self, finite: bool) -> None:
         """Update, or skip a gradient that is not finite."""
         if finite:
-            ratio = learning_rate_ratio(self.run.optimizer, self.step, self.run.training.steps)
-            self.update(ratio * self.rescaling.at(self.step))
+            ratio = learning_rate_factor(self.run.optimizer, self.step, self.run.training.steps)
+            self.update(ratio * self.rescaling.factor_at(self.step))
         else:
             self.skipped += 1
-            self.strategy.drop_gradients()
+            self.strategy.zero_grad()
 
-    def _micros(self, batch: Batch) -> list[Micro]:
+    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """This rank's rows of a step as micro-batches on the device."""
-        mine = self.places(batch.tokens.shape[1])
+        mine = self.local_tokens(batch.tokens.shape[1])
         micros = []
-        for first in range(0, len(batch.tokens), self.cut.micro_batch):
-            rows = slice(first, first + self.cut.micro_batch)
-            starts = None if batch.starts is None or not batch.starts[rows].any() else batch.starts[rows]
+        for first in range(0, len(batch.tokens), self.batch.micro_batch_size):
+            rows = slice(first, first + self.batch.micro_batch_size)
+            starts = (
+                None
+                if batch.document_starts is None or not batch.document_starts[rows].any()
+                else batch.document_starts[rows]
+            )
             tokens, targets = (self._to_device(x[rows][:, mine]) for x in (batch.tokens, batch.targets))
-            micros.append(Micro(tokens, targets, None if starts is None else self._to_device(starts)))
+            micros.append(MicroBatch(tokens, targets, None if starts is None else self._to_device(starts)))
         return micros
 
     def _to_device(self, array: Any) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
-    def _balance(self, loads: Tensor, apply: bool) -> None:
+    def _update_router_biases(self, loads: Tensor, apply: bool) -> None:
         """Correct the routers' biases by their loads over all ranks."""
         for place, router in self.routers.items():
             router.load.copy_(loads[place])
-            router.rebalance(apply and bool(self.strategy.trained))  # a worker is sent its biases
+            router.update_bias(apply and bool(self.strategy.trainable_parameters))  # a worker is sent its biases
 
     # -- evaluation, saving, returning -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self) -> Record:
+    def evaluate(self) -> MetricsRecord:
         """Loss on the held-out text, in nats per token and bits per byte; and how many tokens of the training text
         chose each expert between the evaluation before and `count_anew`."""
         spec, begun = self.run.evaluation, time.perf_counter()
-        self.strategy.settle()
+        self.strategy.drain_pending_updates()
         sizes = torch.from_numpy(self.corpus.tokenizer.token_bytes()).to(self.device)
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         batches = evaluation_batches(
-            self.corpus.held_out, self.run.training.sequence, self.cut.micro_batch, self.mesh.dp_rank, self.cut.dp,
-            spec.tokens, self.run.data.mask_documents,
-        )  # fmt: skip
+            self.corpus.held_out,
+            self.run.training.sequence,
+            self.batch.micro_batch_size,
+            self.mesh.dp_rank,
+            self.batch.dp_size,
+            spec.tokens,
+            self.run.data.mask_documents,
+        )
         self.module.eval()
-        for held_out in batches if self.strategy.computes else ():
-            for micro in self._micros(held_out):
-                summed = self.strategy.measure(micro, self.losses)
-                known = micro.targets[(micro.targets != IGNORED) & self.strategy.has_loss]
+        for held_out in batches if self.strategy.runs_model else ():
+            for micro in self._micro_batches(held_out):
+                summed = self.strategy.evaluate_micro_batch(micro, self.compute_losses)
+                known = micro.targets[(micro.targets != IGNORE_INDEX) & self.strategy.has_loss]
                 sums += torch.stack([summed.double(), known.new_tensor(len(known)), sizes[known].sum()])
         self.module.train()
-        self.strategy.rest()
+        self.strategy.reshard_parameters()
         loss, tokens, size = (float(x) for x in self._sum_over_ranks(sums))
-        record: Record = {
+        record: MetricsRecord = {
             "step": self.step,
             "held_out_loss": loss / tokens,
             "held_out_bits_per_byte": loss / math.log(2) / size,
         }
         if self.moe_layers:
-            record["expert_tokens"] = self.loads[1].long().tolist()
+            record["expert_tokens"] = self.expert_loads[1].long().tolist()
         return record | {"held_out_tokens": int(tokens), "evaluation_seconds": time.perf_counter() - begun}
 
-    def count_anew(self) -> None:
+    def rotate_expert_counts(self) -> None:
         """What was counted of experts until now is told by the next evaluation."""
-        self.loads = torch.stack([torch.zeros_like(self.loads[0]), self.loads[0]])
+        self.expert_loads = torch.stack([torch.zeros_like(self.expert_loads[0]), self.expert_loads[0]])
 
-    def _save_in_pace(self, progress: Progress) -> None:
+    def _save_and_schedule_next(self, progress: ProgressDisplay) -> None:
         """Save, and settle when to do it again."""
         begun = time.perf_counter()
         self.save()
         if self.run.checkpoint.every != "auto":
             return
         still, write = time.perf_counter() - begun, self.checkpointer.seconds
-        self.pacing.next = told_by_first(partial(self.pacing.decide, self.step, still, write))
+        self.pacing.next = broadcast_from_rank0(partial(self.pacing.next_due_step, self.step, still, write))
         if self.pacing.reason is not None:
-            progress.note(self.pacing.reason)
+            progress.log(self.pacing.reason)
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
-    def _measures(self, line: StepLine, tokens: int) -> Record:
+    def _performance_metrics(self, line: StepRecord, tokens: int) -> MetricsRecord:
         seconds, waited = line["seconds"], line.get("waited", {})
         total = sum(seconds.values())
         speed = tokens / total
-        ranks = self.mesh.degrees.world_size
-        started = {"ranks": ranks, "began_after": self.began_after}
+        ranks = self.mesh.dims.world_size
+        started = {"ranks": ranks, "began_after": self.resumed_at_step}
         record = {**started, "tokens": self.tokens, "tokens_per_second": speed, "step_seconds": total}
         record |= {f"{phase}_seconds": spent for phase, spent in seconds.items()}
-        if waited and self.strategy.computes:
+        if waited and self.strategy.runs_model:
             record["exposed_communication_seconds"] = sum(waited[phase] for phase in seconds)
-        record |= {f"{name}_seconds": waited[name] for name in self.strategy.waits_by_name if name in waited}
+        record |= {f"{name}_seconds": waited[name] for name in self.strategy.wait_timers if name in waited}
         if "pipeline" in waited:
             record["pipeline_wait_seconds"] = waited["pipeline"]
         if self.peak_flops:
@@ -280,12 +296,12 @@ class Trainer(Resumable):
         return record | {"peak_memory_bytes": line["peak_memory_bytes"], "skipped_steps": self.skipped}
 
     @contextmanager
-    def _pausing(self, pause: str, notes: Log | None) -> Iterator[None]:
+    def _recorded_pause(self, pause: str, notes: Logger | None) -> Iterator[None]:
         """Around what stands between steps."""
         begun = time.perf_counter()
         yield
         if notes is not None:
-            line: PauseLine = {
+            line: PauseRecord = {
                 "step": self.step, "pause": pause, "began": begun, "seconds": time.perf_counter() - begun
             }  # fmt: skip
             notes.write(dict(line))
@@ -293,26 +309,26 @@ class Trainer(Resumable):
     def _check_replicas(self) -> None:
         """Raise CorruptionError if ranks do not hold alike what they must."""
         every = self.run.training.check_replicas_every
-        error = check_replicas(self.strategy, self.optimizers, self.mesh.degrees, self.step, every)
+        error = check_replica_consistency(self.strategy, self.optimizers, self.mesh.dims, self.step, every)
         if error is not None:
             self.checkpointer.wait()
             raise error
 
-    def _write(self, logs: list[Log], record: Record, every: int) -> None:
+    def _write(self, logs: list[Logger], record: MetricsRecord, every: int) -> None:
         if record["step"] % every == 0 or record["step"] == self.run.training.steps:
             for log in logs:
                 log.write(record)
 
-    def _reason(self, record: Record) -> str:
+    def _reason(self, record: MetricsRecord) -> str:
         return f"loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}"
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
         if self.mesh.loss_group is not None:
-            with self.strategy.exposed.waiting():
+            with self.strategy.comm_wait.measure():
                 dist.all_reduce(values, group=self.mesh.loss_group)
         return values
 
 
-def due(step: int, every: int) -> bool:
+def is_due(step: int, every: int) -> bool:
     """Whether something that happens every so many steps (0: never) happens at this one."""
     return every > 0 and step % every == 0

@@ -21,16 +21,16 @@ from typing import IO, Self
 
 import torch.distributed as dist
 
-from phalanx.measure.calls import BACKWARD
-from phalanx.measure.incident import ABORTED, FAILED, FORMAT, STOOD, Dump, dump_file, fault_file, write_dump
-from phalanx.measure.shortage import oom_kills
+from phalanx.measure.calls import AUTOGRAD_FILE
+from phalanx.measure.incident import ABORTED, FAILED, FORMAT, STALLED, HangDump, dump_file, fault_file, write_dump
+from phalanx.measure.shortage import cgroup_oom_kills
 from phalanx.spec.errors import UserError
-from phalanx.train.beside import beside, wake
+from phalanx.train.beside import resume_stopped, sibling_process_states
 from phalanx.train.divergence import DivergenceError
-from phalanx.train.flight import calls, group_ranks, moved
+from phalanx.train.flight import group_ranks, recent_collectives, recorder_fingerprint
 from phalanx.train.trainer import Trainer
 
-PATIENCE = 0.85
+STALL_FRACTION = 0.85
 """Of the time that a collective may take, so much may pass without anything moving: the rest is for writing."""
 LOOKS, LOOK_SECONDS = 40, 0.25
 """So many looks in that time, or one in so many seconds."""
@@ -49,15 +49,15 @@ class Watchdog:
         """`timeout_seconds` is how long a collective may take."""
         self.directory = directory
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.deadline_seconds = PATIENCE * timeout_seconds
+        self.deadline_seconds = STALL_FRACTION * timeout_seconds
         self.trainer: Trainer | None = None
         """Of which it says how many steps are done, once there is one."""
-        self._killed = oom_kills() or 0
+        self._killed = cgroup_oom_kills() or 0
         self._main = threading.main_thread().ident or 0
         self._pause = min(LOOK_SECONDS, timeout_seconds / LOOKS)
         self._ended, self._writing = threading.Event(), threading.Lock()
         self._stood_since, self._seen = time.monotonic(), (0, 0.0, b"")
-        self._wrote: Dump | None = None
+        self._wrote: HangDump | None = None
         self._was_asked = False
         """Whether it was asked to stop before it stood still: it may be saving, for as long as that takes."""
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -68,7 +68,7 @@ class Watchdog:
         with suppress(OSError):
             file.parent.mkdir(exist_ok=True)
             self._faults = file.open("w")
-            _tell_of_aborts(self._faults)
+            _install_abort_handler(self._faults)
         self._thread.start()
         return self
 
@@ -78,7 +78,7 @@ class Watchdog:
             self.failed(error)
         self._thread.join(LAST_LOOK_SECONDS)
         if error is None:
-            self._forget()
+            self._discard_dump()
         if self._faults is not None:
             faulthandler.disable()
             self._faults.close()
@@ -90,9 +90,9 @@ class Watchdog:
         """The last that this rank has finished."""
         return self.trainer.step if self.trainer is not None else 0
 
-    def _waits(self) -> float:
+    def _wait_counter(self) -> float:
         """Another number whenever a wait for a message of another stage is over: no recorder has these."""
-        return self.trainer.strategy.exposed.seconds if self.trainer is not None else 0.0
+        return self.trainer.strategy.comm_wait.seconds if self.trainer is not None else 0.0
 
     def failed(self, error: BaseException) -> None:
         """Write down where this rank stood when it failed, and let stopped ranks beside it go on, to end."""
@@ -101,10 +101,10 @@ class Watchdog:
             said = f"{type(error).__name__}: {error}"
             if self._wrote is not None:  # before the collective gave up, and so the better word
                 self._wrote["error"] = said
-                self._leave(self._wrote)
+                self._write_dump(self._wrote)
             else:
                 self._dump(FAILED, stack, said)
-            wake(beside())
+            resume_stopped(sibling_process_states())
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -114,22 +114,22 @@ class Watchdog:
                 self._end_aborted()
                 return
             now = time.monotonic()
-            seen = self.step, self._waits(), moved()
+            seen = self.step, self._wait_counter(), recorder_fingerprint()
             if seen != self._seen:
                 self._seen, self._stood_since = seen, now
                 with self._writing:
                     if not self._ended.is_set():  # what is left of a failure stays
-                        self._forget()
+                        self._discard_dump()
             elif now - self._stood_since > self.deadline_seconds:
-                self._stands()
+                self._on_stall()
 
-    def _stands(self) -> None:
-        asked = self.trainer is not None and self.trainer.asked_to_stop
+    def _on_stall(self) -> None:
+        asked = self.trainer is not None and self.trainer.stop_requested
         if self._wrote is None:
             self._was_asked = asked
             with self._writing:
                 if not self._ended.is_set():
-                    self._dump(STOOD, _stack(self._main))
+                    self._dump(STALLED, _stack(self._main))
         elif asked and not self._was_asked:
             os._exit(1)  # it stood still before it was asked, and would do so until it is killed
 
@@ -145,7 +145,7 @@ class Watchdog:
 
     def _dump(self, why: str, stack: traceback.StackSummary, error: str | None = None) -> None:
         """First without collectives, then with them, then with the lines that they were called from."""
-        dump: Dump = {
+        dump: HangDump = {
             "format": FORMAT,
             "rank": self.rank,
             "ranks": self.ranks,
@@ -156,25 +156,25 @@ class Watchdog:
             "why": why,
             "stood_seconds": round(time.monotonic() - self._stood_since, 1),
             "stack": [(place.filename, place.lineno or 0, place.name) for place in reversed(stack)][:DEPTH],
-            "waiting": _waits(stack),
+            "waiting": _is_waiting(stack),
             "groups": group_ranks(),
             "calls": [],
-            "oom_kills": (oom_kills() or 0) - self._killed,
-            "beside": {str(rank): state for rank, (_, state) in beside().items()},
+            "oom_kills": (cgroup_oom_kills() or 0) - self._killed,
+            "beside": {str(rank): state for rank, (_, state) in sibling_process_states().items()},
         }
         if error is not None:
             dump["error"] = error
         self._wrote = dump
-        self._leave(dump)  # a driver that hangs may not answer what its recorder holds
+        self._write_dump(dump)  # a driver that hangs may not answer what its recorder holds
         for with_lines in (False, True):
-            dump["calls"] = calls(with_lines)
-            self._leave(dump)
+            dump["calls"] = recent_collectives(with_lines)
+            self._write_dump(dump)
 
-    def _leave(self, dump: Dump) -> None:
+    def _write_dump(self, dump: HangDump) -> None:
         with suppress(OSError):  # the disk may be what failed
             write_dump(self.directory, dump)
 
-    def _forget(self) -> None:
+    def _discard_dump(self) -> None:
         """It goes on."""
         if self._wrote is not None:
             self._wrote = None
@@ -187,18 +187,18 @@ def _stack(thread: int) -> traceback.StackSummary:
     found = traceback.extract_stack(frames.get(thread))
     # On a GPU backward passes run in a thread of PyTorch's, which Python does not know by name.
     unnamed = set(frames) - {known.ident for known in threading.enumerate()}
-    if unnamed and found and BACKWARD in found[-1].filename:
+    if unnamed and found and AUTOGRAD_FILE in found[-1].filename:
         found += traceback.extract_stack(frames[min(unnamed)])
     return found
 
 
-def _waits(found: traceback.StackSummary) -> bool:
+def _is_waiting(found: traceback.StackSummary) -> bool:
     """Whether a thread that stands there waits for other ranks: in PyTorch's collectives, or for one under way."""
     inside = any(place.filename.endswith(COLLECTIVES) for place in found[-4:])
     return inside or (bool(found) and ".wait(" in (found[-1].line or ""))
 
 
-def _tell_of_aborts(file: IO[str]) -> None:
+def _install_abort_handler(file: IO[str]) -> None:
     """Have a rank that an error signal ends write where it stood. Gloo aborts the process when sizes differ: its thread
     is then held up for as many seconds as SIGABRT has for its number, so that there is time for a last word.
     (faulthandler calls the handler that was there before it, here libc's sleep.)"""

@@ -5,55 +5,55 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from phalanx.cost.parameters import parameters
-from phalanx.measure.matmul import computes_bf16
-from phalanx.parallel.apply import computing
-from phalanx.train.metrics import Record
+from phalanx.cost.parameters import count_parameters
+from phalanx.measure.matmul import has_fast_bf16
+from phalanx.parallel.apply import autocast_context
+from phalanx.train.metrics import MetricsRecord
 from phalanx.train.trainer import Trainer
 
 SAMPLE_TOKENS = 160
-PLACES = {"cpu": "CPU memory", "nvme": "files"}
+OFFLOAD_TARGET_NAMES = {"cpu": "CPU memory", "nvme": "files"}
 
 
-def opening(trainer: Trainer, resumed: int) -> str:
+def start_message(trainer: Trainer, resumed: int) -> str:
     """What a run says before its first step; `resumed` is how many ranks wrote what it goes on from, if it does."""
-    run, cut, sizes = trainer.run, trainer.cut, trainer.mesh.degrees
-    ranks = f"{counted(sizes.world_size)} ({trainer.device.type})"
+    run, cut, sizes = trainer.run, trainer.batch, trainer.mesh.dims
+    ranks = f"{format_rank_count(sizes.world_size)} ({trainer.device.type})"
     schedule = run.layout.schedule_file or run.layout.schedule
     names = {"pp": f"pipeline ({schedule})", "cp": run.layout.context, "tp": "tensor", "ep": "expert"}
     layout = "".join(f", {name} x {getattr(sizes, axis)}" for axis, name in names.items() if getattr(sizes, axis) > 1)
-    layout += f", {run.layout.data}" if sizes.dp > 1 or sizes.servers else ""
-    layout += f", state in {PLACES[run.layout.offload]}" if run.layout.offload != "none" else ""
-    total = parameters(run.model).total
+    layout += f", {run.layout.data}" if sizes.dp_size > 1 or sizes.servers else ""
+    layout += f", state in {OFFLOAD_TARGET_NAMES[run.layout.offload]}" if run.layout.offload != "none" else ""
+    total = count_parameters(run.model).total
     train = trainer.corpus.train
     text = f"; the text is {train.size:,} tokens" if train is not None else ""
     lines = [
         f"{total:,} parameters on {ranks}{layout}, {run.training.precision}",
-        f"{cut.sequences * run.training.sequence:,} tokens per update = {cut.micro_batch} sequences of "
-        f"{run.training.sequence} x {counted(cut.dp)} x {cut.accumulation} accumulated"
-        f"{', shared unevenly' if cut.sequences % cut.dp else ''}{text}",
+        f"{cut.global_batch_size * run.training.sequence:,} tokens per update = {cut.micro_batch_size} sequences of "
+        f"{run.training.sequence} x {format_rank_count(cut.dp_size)} x {cut.gradient_accumulation_steps} accumulated"
+        f"{', shared unevenly' if cut.global_batch_size % cut.dp_size else ''}{text}",
     ]
-    if run.training.precision == "bf16" and not computes_bf16(trainer.device):
+    if run.training.precision == "bf16" and not has_fast_bf16(trainer.device):
         lines.append('this CPU computes bf16 in software, far slower than fp32: set training.precision = "fp32"')
-    if cut.learning_rate != 1:
+    if cut.learning_rate_scale != 1:
         lines.append(
-            f"learning rates x {cut.learning_rate:.4g} ({run.training.scaling}): {counted(cut.dp)} instead of "
+            f"learning rates x {cut.learning_rate_scale:.4g} ({run.training.scaling}): {format_rank_count(cut.dp_size)} instead of "
             f"{run.training.base_ranks}"
         )
     if resumed:
-        others = f" of {counted(resumed)}" if resumed != sizes.world_size else ""
+        others = f" of {format_rank_count(resumed)}" if resumed != sizes.world_size else ""
         lines.append(f"resumed after step {trainer.step}{others}")
         if trainer.step == run.training.steps:
             lines.append("that was the last: raise training.steps to go on")
     return "\n".join(lines)
 
 
-def counted(ranks: int) -> str:
+def format_rank_count(ranks: int) -> str:
     """A number of ranks in words."""
     return f"{ranks} rank{'s' if ranks > 1 else ''}"
 
 
-def closing(trainer: Trainer, evaluation: Record, sample: str) -> str:
+def end_message(trainer: Trainer, evaluation: MetricsRecord, sample: str) -> str:
     """What a run says at its end."""
     lines = []
     if evaluation:
@@ -61,35 +61,35 @@ def closing(trainer: Trainer, evaluation: Record, sample: str) -> str:
             f"held-out loss {evaluation['held_out_loss']:.4f} nats/token, "
             f"{evaluation['held_out_bits_per_byte']:.4f} bits/byte over {evaluation['held_out_tokens']:,} tokens"
         )
-    if trainer.stop:
+    if trainer.should_stop:
         lines.append(f"stopped by a signal after step {trainer.step}; continue with --resume")
     if sample:
         lines += ["sample:", "  " + sample.replace("\n", "\n  ")]
     return "\n".join([*lines, f"run directory: {trainer.directory}"])
 
 
-def sample(trainer: Trainer) -> str:
+def generate_sample(trainer: Trainer) -> str:
     """Text that the model continues from the run's prompt. Every rank takes part: the model may be split over them."""
     from phalanx.model.generate import generate
 
     run = trainer.run
     if run.layout.tp * run.layout.cp > 1:  # ranks know parts of logits, or of the text
         return f"(none: phalanx generate {trainer.directory} --prompt {run.evaluation.prompt!r})"
-    if not trainer.strategy.computes:
-        return _told_by_last("")
+    if not trainer.strategy.runs_model:
+        return _broadcast_from_last_rank("")
     tokenizer = trainer.corpus.tokenizer
     prompt = torch.from_numpy(tokenizer.encode_batch([run.evaluation.prompt])[0]).long().to(trainer.device)
     generator = torch.Generator(trainer.device).manual_seed(run.training.seed)
     trainer.module.eval()
-    with torch.no_grad(), computing(trainer.strategy, run.training.precision, trainer.device):
+    with torch.no_grad(), autocast_context(trainer.strategy, run.training.precision, trainer.device):
         tokens = generate(
             trainer.strategy.model, prompt, SAMPLE_TOKENS, temperature=0.7, top_k=50, generator=generator,
             end=tokenizer.end, context=run.training.sequence,
         )  # fmt: skip
-    return _told_by_last(tokenizer.decode(tokens.tolist()))
+    return _broadcast_from_last_rank(tokenizer.decode(tokens.tolist()))
 
 
-def _told_by_last(text: str) -> str:
+def _broadcast_from_last_rank(text: str) -> str:
     """What the last rank, which always computes, has to tell the first, which may not."""
     said = [text]
     if dist.is_initialized():

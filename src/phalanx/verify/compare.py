@@ -9,25 +9,25 @@ from typing import Any, Literal
 
 from phalanx.cost.compute import rank_flops
 from phalanx.cost.memory import rank_memory
-from phalanx.cost.network import Among, Traffic
+from phalanx.cost.network import GroupKind, Traffic
 from phalanx.cost.shapes import parameter_shapes
-from phalanx.cost.totals import step_totals
-from phalanx.cost.traffic import grouped_traffic, server_loads
+from phalanx.cost.totals import scalar_reduction_traffic
+from phalanx.cost.traffic import server_loads, traffic_by_group
 from phalanx.plan.beside import STATE
-from phalanx.plan.matrix import members_of
-from phalanx.spec.layout import degrees, groups, is_shared, stage_groups
+from phalanx.plan.matrix import communicating_groups
+from phalanx.spec.layout import parallel_dims, pipeline_stage_groups, process_groups, uses_model_parallelism
 from phalanx.spec.run import RunSpec
-from phalanx.spec.share import kv_copies
-from phalanx.verify.served import served_collectives
+from phalanx.spec.share import kv_head_replication
+from phalanx.verify.served import parameter_server_collectives
 
-NEAR = 0.05
+RELATIVE_TOLERANCE = 0.05
 """How far memory and FLOPs may be off, as a share of the plan's."""
 Kind = Literal["collective", "memory", "flops"]
 Group = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Line:
+class PlanCheck:
     """Something of a rank's step, as it is planned and as the program has it."""
 
     kind: Kind
@@ -47,7 +47,7 @@ class Line:
     """Where a difference comes from, if that is known."""
 
 
-def compare(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[Line]:
+def compare_with_plan(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
     """The lines of one traced rank (`verify.dryrun`)."""
     return [*_collectives(run, world_size, traced), *_memory(run, world_size, traced), _flops(run, world_size, traced)]
 
@@ -55,7 +55,7 @@ def compare(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[Line]
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def _collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[Line]:
+def _collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
     planned = planned_collectives(run, world_size, traced["rank"])
     seen: dict[tuple[str, Group], tuple[float, int]] = {}
     for row in traced["collectives"]:
@@ -69,42 +69,42 @@ def _collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[
         rows, (size, calls) = planned.get(key, []), seen.get(key, (0.0, 0))
         expected, times = sum(row.bytes for row in rows), sum(row.calls for row in rows)
         same = abs(expected - size) <= 1e-9 * max(expected, size) and times == calls
-        names = ", ".join(sorted({row.among for row in rows})) or "?"
+        names = ", ".join(sorted({row.group_kind for row in rows})) or "?"
         why = "" if same else _cause(run, operation)
-        lines.append(Line("collective", operation, names, len(group), expected, size, times, calls, same, why))
+        lines.append(PlanCheck("collective", operation, names, len(group), expected, size, times, calls, same, why))
     return lines
 
 
 def planned_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[str, Group], list[Traffic]]:
     """What the plan has a rank send, by operation and the ranks that take part."""
-    sizes, found = degrees(run.layout, world_size), defaultdict[tuple[str, Group], list[Traffic]](list)
+    sizes, found = parallel_dims(run.layout, world_size), defaultdict[tuple[str, Group], list[Traffic]](list)
     if sizes.servers:
-        return served_collectives(run, world_size, rank)
-    place = sizes.place(rank)["pp"]
-    traffic = list(grouped_traffic(run, world_size, rank).values())[place]
-    for row in [*traffic, *step_totals(run, world_size, place)]:
-        found[row.operation, group_of(run, world_size, row.among, rank)].append(row)
+        return parameter_server_collectives(run, world_size, rank)
+    place = sizes.coordinates(rank)["pp"]
+    traffic = list(traffic_by_group(run, world_size, rank).values())[place]
+    for row in [*traffic, *scalar_reduction_traffic(run, world_size, place)]:
+        found[row.operation, communication_group(run, world_size, row.group_kind, rank)].append(row)
     return dict(found)
 
 
-def group_of(run: RunSpec, world_size: int, among: Among, rank: int) -> Group:
+def communication_group(run: RunSpec, world_size: int, among: GroupKind, rank: int) -> Group:
     """The ranks that exchange something with this one."""
-    sizes = degrees(run.layout, world_size)
+    sizes = parallel_dims(run.layout, world_size)
     match among:
         case "losses":
-            found: Iterable[Iterable[int]] = groups(sizes, "dp_replicate", "dp_shard", "cp", "pp")
+            found: Iterable[Iterable[int]] = process_groups(sizes, "dp_replicate", "dp_shard", "cp", "pp")
         case "parts":
-            copies = kv_copies(run.model, sizes.tp)
-            found = (each[first::copies] for each in groups(sizes, "tp") for first in range(copies))
+            copies = kv_head_replication(run.model, sizes.tp)
+            found = (each[first::copies] for each in process_groups(sizes, "tp") for first in range(copies))
         case "ends":
-            found = groups(sizes, "pp")
+            found = process_groups(sizes, "pp")
         case _:
-            found = members_of(run, sizes, among).tolist()
+            found = communicating_groups(run, sizes, among).tolist()
     return next(tuple(sorted(each)) for each in found if rank in each)
 
 
 def _cause(run: RunSpec, operation: str) -> str:
-    if operation == "all_to_all" and run.optimizer.name == "muon" and is_shared(run.layout):
+    if operation == "all_to_all" and run.optimizer.name == "muon" and uses_model_parallelism(run.layout):
         return "Muon's matrices, of which ranks have shares, are sent to whoever computes them: not planned"
     if run.layout.compress == "powersgd" and operation == "all_reduce":
         return "PowerSGD sends thin matrices, bucket by bucket: its calls are not planned"
@@ -114,12 +114,12 @@ def _cause(run: RunSpec, operation: str) -> str:
 # -- memory and FLOPs --------------------------------------------------------------------------------------------------
 
 
-def _memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[Line]:
+def _memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
     """The plan is that of the fullest rank of each place: the first there. Others may have less."""
-    sizes, rank = degrees(run.layout, world_size), traced["rank"]
+    sizes, rank = parallel_dims(run.layout, world_size), traced["rank"]
     memory = list(rank_memory(run, world_size).values())
-    place = sizes.place(rank)["pp"]
-    planned, fullest = memory[place], rank == stage_groups(sizes)[place][0]
+    place = sizes.coordinates(rank)["pp"]
+    planned, fullest = memory[place], rank == pipeline_stage_groups(sizes)[place][0]
     if sizes.servers:
         loads = [*server_loads(parameter_shapes(run.model), sizes.servers), 0]
         planned, fullest = memory[rank >= sizes.servers], loads[min(rank, sizes.servers)] in (0, max(loads))
@@ -128,14 +128,14 @@ def _memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[Line]
         when = "peak_bytes" if part == "total" else "held_bytes"
         expected, got = getattr(planned, part), traced[when].get(part, 0)
         expected += planned.offloaded if part == "total" else 0  # ranks are traced as on a CPU, whose memory is one
-        near = NEAR if part == "total" else 0.0
+        near = RELATIVE_TOLERANCE if part == "total" else 0.0
         agrees = got <= (1 + near) * expected and (got >= (1 - near) * expected or not fullest)
         why = "" if fullest or got >= expected else "a smaller share than the fullest rank's, which is planned"
         if expected or got:
-            lines.append(Line("memory", part, "", 1, expected, got, agrees=agrees, why=why))
+            lines.append(PlanCheck("memory", part, "", 1, expected, got, agrees=agrees, why=why))
     return lines
 
 
-def _flops(run: RunSpec, world_size: int, traced: dict[str, Any]) -> Line:
+def _flops(run: RunSpec, world_size: int, traced: dict[str, Any]) -> PlanCheck:
     expected, got = rank_flops(run, world_size, traced["rank"]), traced["flops"]
-    return Line("flops", "step", "", 1, expected, got, agrees=abs(got - expected) <= NEAR * expected)
+    return PlanCheck("flops", "step", "", 1, expected, got, agrees=abs(got - expected) <= RELATIVE_TOLERANCE * expected)

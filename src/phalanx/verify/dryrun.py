@@ -26,16 +26,16 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.cost.stages import check_layout
-from phalanx.data.loader import share
-from phalanx.parallel.data import DataParallel
+from phalanx.data.loader import rank_rows
+from phalanx.parallel.data import DDP
 from phalanx.parallel.mesh import build_mesh
-from phalanx.schedule.named import any_schedule_of, schedule_of
+from phalanx.schedule.named import layout_schedule, representative_schedule
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import degrees, expert_groups, groups
+from phalanx.spec.layout import expert_parallel_groups, parallel_dims, process_groups
 from phalanx.spec.run import RunSpec
-from phalanx.train.closely import measured_number, observed
-from phalanx.train.learner import Learner, Micro
-from phalanx.verify.numberless import numberless
+from phalanx.train.closely import first_steady_step, profile_step
+from phalanx.train.learner import Learner, MicroBatch
+from phalanx.verify.numberless import shape_only_tensors
 
 _ALL = sys.maxsize
 CPU = torch.device("cpu")
@@ -64,19 +64,19 @@ def dry_run(run: RunSpec, world_size: int, ranks: Sequence[int], at_once: int = 
     # PyTorch remembers meshes and shapes of the process group before: none is used twice.
     with ProcessPoolExecutor(min(at_once, len(ranks)), context, max_tasks_per_child=1) as pool:
         try:
-            yield from pool.map(partial(_guarded, run, world_size), ranks)
+            yield from pool.map(partial(_trace_or_raise, run, world_size), ranks)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def corners(run: RunSpec, world_size: int) -> list[int]:
+def corner_ranks(run: RunSpec, world_size: int) -> list[int]:
     """The first and the last rank of every axis: the very first and the very last, and of each axis the one that is
     last there and first on all others. Of parameter servers and workers the first and the last."""
-    sizes = degrees(run.layout, world_size)
+    sizes = parallel_dims(run.layout, world_size)
     if sizes.servers:
         return sorted({0, sizes.servers - 1, sizes.servers, world_size - 1})
-    alone = [groups(sizes, axis)[0][-1] for axis in sizes.axes]
-    of_experts = [group[-1] for group in expert_groups(sizes)[:1]]
+    alone = [process_groups(sizes, axis)[0][-1] for axis in sizes.axes]
+    of_experts = [group[-1] for group in expert_parallel_groups(sizes)[:1]]
     return sorted({0, *alone, *of_experts, world_size - 1})
 
 
@@ -84,14 +84,14 @@ class TraceError(RuntimeError):
     """A rank's program failed; PyTorch's own errors cannot always be sent from a process to another."""
 
 
-def _guarded(run: RunSpec, world_size: int, rank: int) -> Traced:
+def _trace_or_raise(run: RunSpec, world_size: int, rank: int) -> Traced:
     try:
-        return trace(run, world_size, rank)
+        return trace_rank(run, world_size, rank)
     except Exception:
         raise TraceError(f"rank {rank}:\n{traceback.format_exc()}") from None
 
 
-def trace(run: RunSpec, world_size: int, rank: int) -> Traced:
+def trace_rank(run: RunSpec, world_size: int, rank: int) -> Traced:
     """A step of one rank, in this process, which must not have a process group."""
     begun = time.perf_counter()
     torch.set_num_threads(1)
@@ -103,57 +103,57 @@ def trace(run: RunSpec, world_size: int, rank: int) -> Traced:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         mesh = build_mesh(run.layout, world_size, CPU.type)
-        with numberless():
-            learner = Learner(run, mesh, CPU, _nothing)
+        with shape_only_tensors():
+            learner = Learner(run, mesh, CPU, _empty_weight)
             for _ in range(_steps_before(learner)):
-                _step(learner, _fewest(run))
-            _, seen = observed(learner, partial(_step, learner))
+                _step(learner, _min_micro_batches(run))
+            _, seen = profile_step(learner, partial(_step, learner))
     finally:
         if world_size > 1:
             dist.destroy_process_group()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     took = {"seconds": time.perf_counter() - begun, "process_bytes": peak}
-    traced = seen.measured
+    traced = seen.as_dict
     for row in traced["collectives"]:
         del row["seconds"], row["exposed_seconds"]
     return {"rank": rank, **traced, "tracing": took}
 
 
-def _nothing(_: str, shape: torch.Size) -> Tensor:
+def _empty_weight(_: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape)
 
 
 def _steps_before(learner: Learner) -> int:
     """The first step makes what optimizers keep; DDP settles its buckets in the second."""
-    return measured_number(learner.run) - 1 if isinstance(learner.strategy, DataParallel) else 1
+    return first_steady_step(learner.run) - 1 if isinstance(learner.strategy, DDP) else 1
 
 
-def _fewest(run: RunSpec) -> int:
+def _min_micro_batches(run: RunSpec) -> int:
     """Micro-batches that do for a step before the one that counts."""
     if run.layout.pp == 1:
         return 1
-    for count in range(1, 2 * any_schedule_of(run.layout).stages):
+    for count in range(1, 2 * representative_schedule(run.layout).stages):
         with suppress(UserError):
-            schedule_of(run.layout, count)
+            layout_schedule(run.layout, count)
             return count
     return _ALL
 
 
 def _step(learner: Learner, micro_batches: int = _ALL) -> None:
     """As `Trainer.train_step`, but that nobody looks at what came out."""
-    micros = _micros(learner)[:micro_batches] if learner.strategy.computes else []
+    micros = _micros(learner)[:micro_batches] if learner.strategy.runs_model else []
     learner.reduce(learner.forward_backward(micros))
     learner.update(1.0)
 
 
-def _micros(learner: Learner) -> list[Micro]:
+def _micros(learner: Learner) -> list[MicroBatch]:
     """As many rows as this rank has of a step, each of one document, or of several where these are masked."""
-    run, cut = learner.run, learner.cut
-    rows, sequence = len(share(cut.sequences, learner.mesh.dp_rank, cut.dp)), run.training.sequence
-    mine = len(np.arange(sequence)[learner.places(sequence)])
-    counts = [end - begin for begin, end in pairwise([*range(0, rows, cut.micro_batch), rows])]
+    run, cut = learner.run, learner.batch
+    rows, sequence = len(rank_rows(cut.global_batch_size, learner.mesh.dp_rank, cut.dp_size)), run.training.sequence
+    mine = len(np.arange(sequence)[learner.local_tokens(sequence)])
+    counts = [end - begin for begin, end in pairwise([*range(0, rows, cut.micro_batch_size), rows])]
     masked = run.data.mask_documents
-    return [Micro(_ids(n, mine), _ids(n, mine), _ids(n, sequence) if masked else None) for n in counts]
+    return [MicroBatch(_ids(n, mine), _ids(n, mine), _ids(n, sequence) if masked else None) for n in counts]
 
 
 def _ids(rows: int, tokens: int) -> Tensor:

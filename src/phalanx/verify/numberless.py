@@ -23,16 +23,16 @@ SMALL = 2**20
 
 
 @contextmanager
-def numberless() -> Iterator[None]:
+def shape_only_tensors() -> Iterator[None]:
     """Inside, tensors are made without numbers."""
     with ExitStack() as stack:
         # DTensor finds out shapes on tensors as large as the whole: with a mode of its own nobody counts their bytes.
         stack.enter_context(mock.patch("torch.distributed.tensor._sharding_prop.detect_fake_mode", return_value=None))
-        stack.enter_context(Numberless(allow_non_fake_inputs=True))
+        stack.enter_context(ShapeOnlyMode(allow_non_fake_inputs=True))
         yield
 
 
-class Numberless(FakeTensorMode):  # type: ignore[no-untyped-call]
+class ShapeOnlyMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors, but for two kinds: those on the meta device, which have no numbers as it is; and small ones of
     whole numbers which depend on no others, such as the ranks of a mesh, or the order of DDP's buckets."""
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.measure.doctor import nccl_log
-from phalanx.measure.doctor.examine import CHECKS, examine
-from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.finding import Finding
+from phalanx.measure.doctor.examine import CHECKS, run_all_checks
+from phalanx.measure.doctor.expected import Expectations
+from phalanx.measure.doctor.finding import DoctorFinding
 from phalanx.measure.doctor.machine import Machine
 from tests.measure.doctor import h100_record
 from tests.measure.doctor.plants import (
@@ -33,7 +33,7 @@ from tests.measure.doctor.plants import (
     xid,
 )
 
-EXPECTED = Expected(gpus=8, ranks=8, nodes=2, nccl_log="/nccl.log", network_bytes_per_second=50e9,
+EXPECTED = Expectations(gpus=8, ranks=8, nodes=2, nccl_log="/nccl.log", network_bytes_per_second=50e9,
     rank_bytes=60 * 2**30,
                     checkpoints_bytes=10**12)  # fmt: skip
 
@@ -387,13 +387,13 @@ def h100(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def wrong(root: Path, expected: Expected = EXPECTED) -> list[Finding]:
-    return [each for each in examine(Machine(root), expected) if each.severity in ("WARN", "FAIL")]
+def wrong(root: Path, expected: Expectations = EXPECTED) -> list[DoctorFinding]:
+    return [each for each in run_all_checks(Machine(root), expected) if each.severity in ("WARN", "FAIL")]
 
 
 def test_a_clean_machine_has_no_finding(h100: Path) -> None:
     variable("GLOO_SOCKET_IFNAME", "eno1")(h100)
-    found = examine(Machine(h100), EXPECTED)
+    found = run_all_checks(Machine(h100), EXPECTED)
     assert wrong(h100) == []
     assert {each.host for each in found} == {"node1"}
     well = {each.id for each in found if each.severity == "OK"}
@@ -428,7 +428,7 @@ def test_infiniband_needs_nothing_of_roce(h100: Path) -> None:
     for path in h100.glob("sys/class/infiniband/*/ports/1/link_layer"):
         path.write_text("InfiniBand\n")
     assert wrong(h100) == []
-    found = {each.id: each.severity for each in examine(Machine(h100), EXPECTED)}
+    found = {each.id: each.severity for each in run_all_checks(Machine(h100), EXPECTED)}
     assert (found["roce"], found["gid"], found["mtu"], found["rdma.rate"]) == ("SKIP", "SKIP", "SKIP", "OK")
     (h100 / "sys/class/infiniband/mlx5_3/ports/1/phys_state").write_text("2: Polling\n")
     (found_one,) = wrong(h100)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.measure.doctor.children import Answer
-from phalanx.measure.doctor.examine import examine
-from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.finding import Finding
+from phalanx.measure.doctor.children import CommandOutput
+from phalanx.measure.doctor.examine import run_all_checks
+from phalanx.measure.doctor.expected import Expectations
+from phalanx.measure.doctor.finding import DoctorFinding
 from phalanx.measure.doctor.machine import COMMAND_SECONDS, Machine
 from tests.measure.doctor import h100_record
 from tests.measure.doctor.plants import (
@@ -35,7 +35,7 @@ from tests.measure.doctor.plants import (
 )
 
 CPU = Path(__file__).parent / "cpu_record"
-RUN = Expected(gpus=8, ranks=8, nodes=2, nccl_log="/nccl.log", network_bytes_per_second=50e9, rank_bytes=60 * 2**30)
+RUN = Expectations(gpus=8, ranks=8, nodes=2, nccl_log="/nccl.log", network_bytes_per_second=50e9, rank_bytes=60 * 2**30)
 KERNEL, CARD3, GIB = "commands/kernel_log.txt", "0000:5e:00.0", 2**30
 ON_CPUS = replace(RUN, gpus=0, rank_bytes=GIB, network_bytes_per_second=None)
 LISTS = ("identity", "state", "ecc", "remapped", "names")
@@ -66,7 +66,7 @@ PAGES = both(
     new("sys/fs/cgroup/memory.current", str(63 * GIB)),
     new("sys/fs/cgroup/memory.stat", f"anon {6 * GIB}\ninactive_file {10 * GIB}\nactive_file {47 * GIB}"),
 )
-HEALTHY: dict[str, tuple[Plant, Expected]] = {
+HEALTHY: dict[str, tuple[Plant, Expectations]] = {
     "a container with two of eight GPUs": (
         both(of_gpus(2), gone("dev/nvidia[2-7]")), replace(RUN, gpus=None, ranks=2)
     ),
@@ -203,8 +203,8 @@ def h100(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def wrong(root: Path, expected: Expected = RUN) -> list[tuple[str, str, str]]:
-    found = examine(Machine(root), expected)
+def wrong(root: Path, expected: Expectations = RUN) -> list[tuple[str, str, str]]:
+    found = run_all_checks(Machine(root), expected)
     return [(each.id, each.device, str(each.measured)) for each in found if each.severity in ("WARN", "FAIL")]
 
 
@@ -219,7 +219,7 @@ def test_what_is_usual_is_no_finding(name: str, h100: Path) -> None:
 def test_what_cannot_be_seen_is_said(name: str, h100: Path) -> None:
     plant, rule, word = NOT_SEEN[name]
     plant(h100)
-    found = examine(Machine(h100), replace(RUN, nodes=1) if rule == "network" else RUN)
+    found = run_all_checks(Machine(h100), replace(RUN, nodes=1) if rule == "network" else RUN)
     assert [each for each in found if each.severity in ("WARN", "FAIL")] == []
     said = [str(each.measured) for each in found if each.id == rule and each.severity == "SKIP"]
     assert len(said) == 1
@@ -241,8 +241,8 @@ def test_a_driver_on_a_machine_without_gpus(tmp_path: Path) -> None:
     text = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n[exit 9]"
     new("commands/smi_list.txt", text)(tmp_path)
     new("commands/smi_identity.txt", text)(tmp_path)
-    assert wrong(tmp_path, Expected()) == []
-    assert [each[0] for each in wrong(tmp_path, Expected(gpus=1))] == ["gpu.answers"]
+    assert wrong(tmp_path, Expectations()) == []
+    assert [each[0] for each in wrong(tmp_path, Expectations(gpus=1))] == ["gpu.answers"]
 
 
 def test_a_lost_gpu_is_missed_though_no_run_asks_for_it(h100: Path) -> None:
@@ -284,9 +284,9 @@ class Listening(Machine):
         super().__init__(root)
         self.asked: list[tuple[str, ...]] = []
 
-    def ask(self, name: str, *words: str, seconds: float = COMMAND_SECONDS) -> Answer | None:
+    def run(self, name: str, *words: str, seconds: float = COMMAND_SECONDS) -> CommandOutput | None:
         self.asked.append(words)
-        return super().ask(name, *words, seconds=seconds)
+        return super().run(name, *words, seconds=seconds)
 
 
 def test_the_route_to_a_name_is_that_to_its_address(h100: Path) -> None:
@@ -294,7 +294,7 @@ def test_the_route_to_a_name_is_that_to_its_address(h100: Path) -> None:
     variable("MASTER_ADDR", "node1")(h100)
     new("commands/master.txt", "10.0.0.2        STREAM node1\n10.0.0.2        DGRAM")(h100)
     machine = Listening(h100)
-    found = {each.id: each for each in examine(machine, RUN)}
+    found = {each.id: each for each in run_all_checks(machine, RUN)}
     assert (found["nccl.route"].severity, found["nccl.route"].measured) == ("OK", "eno1")
     assert [words for words in machine.asked if words[0] == "ip"] == [("ip", "route", "get", "10.0.0.2")]
 
@@ -308,14 +308,14 @@ def test_of_an_xid_and_what_it_needs_the_cause_is_told(h100: Path) -> None:
 
 def test_commands_name_gpus_as_nvidia_smi_does(h100: Path) -> None:
     row("state", 3, ", Disabled,", ", Enabled,")(h100)
-    (found,) = (each for each in examine(Machine(h100), RUN) if each.severity == "FAIL")
+    (found,) = (each for each in run_all_checks(Machine(h100), RUN) if each.severity == "FAIL")
     assert found.command == "nvidia-smi -i 3 -mig 0"
 
 
 def test_the_host_has_the_name_that_slurm_knows(h100: Path) -> None:
     put("proc/sys/kernel/hostname", "gpu-03.cluster.example")(h100)
     variable("SLURMD_NODENAME", "gpu-03")(h100)
-    found: list[Finding] = examine(Machine(h100), RUN)
+    found: list[DoctorFinding] = run_all_checks(Machine(h100), RUN)
     assert {each.host for each in found} == {"gpu-03"}
 
 

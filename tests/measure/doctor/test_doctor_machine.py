@@ -17,15 +17,15 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.measure.doctor import disk, examine, software, write
-from phalanx.measure.doctor.asked import expected_of
-from phalanx.measure.doctor.children import Answer, run
-from phalanx.measure.doctor.counters import read
+from phalanx.measure.doctor.asked import expectations_from_run
+from phalanx.measure.doctor.children import CommandOutput, run_command
+from phalanx.measure.doctor.counters import read_counters
 from phalanx.measure.doctor.disk import WRITE_SECONDS
-from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.facts import facts
-from phalanx.measure.doctor.finding import Finding, Skip
-from phalanx.measure.doctor.machine import CANNOT_RUN, COMMAND_SECONDS, Machine, Stuck
-from phalanx.spec.load import build_run
+from phalanx.measure.doctor.expected import Expectations
+from phalanx.measure.doctor.facts import node_facts
+from phalanx.measure.doctor.finding import CheckSkipped, DoctorFinding
+from phalanx.measure.doctor.machine import CANNOT_RUN, COMMAND_SECONDS, CommandTimeout, Machine
+from phalanx.spec.load import run_from_table
 from tests.measure.doctor import h100_record
 
 CPU = Path(__file__).parent / "cpu_record"
@@ -49,7 +49,7 @@ def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
     pids = tmp_path / "pids"
     program = f"trap '' TERM; sleep 1000 & echo $$ $! > {pids}; echo begun; wait"
     begun = time.monotonic()
-    answer = run(["sh", "-c", program], 2)
+    answer = run_command(["sh", "-c", program], 2)
     assert time.monotonic() - begun < 60
     assert (answer.text, answer.code) == ("begun\n", None)
     assert all(gone(int(pid)) for pid in pids.read_text().split())
@@ -68,7 +68,7 @@ def test_what_hangs_is_a_finding_and_holds_nobody_up(tmp_path: Path, monkeypatch
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setattr(examine, "CHECK_SECONDS", 20)
     begun = time.monotonic()
-    found = examine.examine(Machine(), Expected(gpus=8, quick=True))
+    found = examine.run_all_checks(Machine(), Expectations(gpus=8, quick=True))
     assert time.monotonic() - begun < 60  # what --quick promises
     wrong = {each.id: each for each in found if each.severity in ("FAIL", "WARN")}
     by_others = {"kernel.out_of_memory", "disk.write"}  # tests that are killed for memory, or fill the disk, meanwhile
@@ -88,25 +88,25 @@ def test_no_file_is_made_to_hear_a_program(monkeypatch: pytest.MonkeyPatch) -> N
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    assert run(["echo", "here"], 10) == Answer("here\n", 0)
+    assert run_command(["echo", "here"], 10) == CommandOutput("here\n", 0)
 
 
 def test_a_program_that_cannot_be_run_is_not_taken_for_none(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_bytes(b"\x7fELF")
     program.chmod(0o755)
-    assert Machine().ask("broken", str(program)) == Answer(f"{program}: Exec format error", CANNOT_RUN)
-    assert Machine().ask("none", str(tmp_path / "nothing")) is None
+    assert Machine().run("broken", str(program)) == CommandOutput(f"{program}: Exec format error", CANNOT_RUN)
+    assert Machine().run("none", str(tmp_path / "nothing")) is None
 
 
 def test_a_check_that_cannot_be_started_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: list[str]) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(examine, "Child", refused)
-    found = examine.examine(Machine(), Expected())
+    monkeypatch.setattr(examine, "TimedProcess", refused)
+    found = examine.run_all_checks(Machine(), Expectations())
     assert [(each.id, each.device) for each in found] == [
-        ("doctor.unreadable", examine.name_of(check)) for check in examine.CHECKS
+        ("doctor.unreadable", examine.check_name(check)) for check in examine.CHECKS
     ]
 
 
@@ -118,8 +118,8 @@ def test_a_directory_that_hangs_holds_only_its_check(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(examine, "CHECKS", (disk,))
     monkeypatch.setattr(examine, "CHECK_SECONDS", 5)
-    described = build_run({"model": {"preset": "tiny"}, "out": "/hung/runs"})
-    found = examine.examine(Machine(), expected_of(described, 2))
+    described = run_from_table({"model": {"preset": "tiny"}, "out": "/hung/runs"})
+    found = examine.run_all_checks(Machine(), expectations_from_run(described, 2))
     assert [(each.id, each.severity, each.device) for each in found] == [("doctor.stuck", "FAIL", "disk")]
 
 
@@ -144,20 +144,20 @@ def test_a_recorded_answer_that_failed(tmp_path: Path) -> None:
     (tmp_path / "commands/one.txt").write_text("what it said\n[exit 7]\n")
     (tmp_path / "commands/two.txt").write_text("[no answer]\n")
     machine = Machine(tmp_path)
-    assert machine.ask("one", "anything") == Answer("what it said", 7)
-    with pytest.raises(Stuck):
-        machine.ask("two", "anything")
-    assert machine.ask("three", "anything") is None
+    assert machine.run("one", "anything") == CommandOutput("what it said", 7)
+    with pytest.raises(CommandTimeout):
+        machine.run("two", "anything")
+    assert machine.run("three", "anything") is None
 
 
 def test_a_machine_is_recorded_and_played_back(tmp_path: Path) -> None:
     """This one: its record says of it what it itself says."""
-    here = examine.node(Machine(record=tmp_path / "record"), Expected(quick=True, directory=str(tmp_path)))
-    again = examine.node(Machine(tmp_path / "record"), Expected(quick=True, directory=str(tmp_path)))
+    here = examine.examine_node(Machine(record=tmp_path / "record"), Expectations(quick=True, directory=str(tmp_path)))
+    again = examine.examine_node(Machine(tmp_path / "record"), Expectations(quick=True, directory=str(tmp_path)))
     assert again == here
     assert here.facts["kernel"] == os.uname().release
     assert {each.id for each in here.findings} >= {"software.torch", "host.shm", "disk.write"}
-    assert read(Machine(tmp_path / "record")).keys() == read(Machine()).keys()
+    assert read_counters(Machine(tmp_path / "record")).keys() == read_counters(Machine()).keys()
 
 
 def test_what_changes_while_it_is_recorded_is_the_same_for_all_checks(tmp_path: Path) -> None:
@@ -181,24 +181,28 @@ def test_variables_of_nccls_files_are_recorded(tmp_path: Path, monkeypatch: pyte
 
 def test_a_recorded_failure_plays_back(tmp_path: Path) -> None:
     here = Machine(record=tmp_path)
-    here.ask("false", sys.executable, "-c", "print('no'); raise SystemExit(3)")
-    assert Machine(tmp_path).ask("false") == Answer("no", 3)
-    with pytest.raises(Stuck):
-        here.ask("slow", "sleep", "1000", seconds=0.2)
-    with pytest.raises(Stuck):
-        Machine(tmp_path).ask("slow")
+    here.run("false", sys.executable, "-c", "print('no'); raise SystemExit(3)")
+    assert Machine(tmp_path).run("false") == CommandOutput("no", 3)
+    with pytest.raises(CommandTimeout):
+        here.run("slow", "sleep", "1000", seconds=0.2)
+    with pytest.raises(CommandTimeout):
+        Machine(tmp_path).run("slow")
 
 
 def test_the_captured_machine_is_well() -> None:
     """Two cores, no GPU, no RDMA: what has no meaning there is skipped with a reason, and nothing is found."""
-    found = examine.examine(Machine(CPU), Expected(gpus=0, ranks=2, rank_bytes=2**30, checkpoints_bytes=10**9))
+    found = examine.run_all_checks(
+        Machine(CPU), Expectations(gpus=0, ranks=2, rank_bytes=2**30, checkpoints_bytes=10**9)
+    )
     assert {each.severity for each in found} == {"OK", "SKIP"}
     skipped = {each.id: each.measured for each in found if each.severity == "SKIP"}
     assert skipped["gpus"] == skipped["software.cuda"] == "no NVIDIA GPU"
     assert skipped["ports"] == skipped["host.memlock"] == "no RDMA device"
     assert all(skipped.values())
     assert "memory.headroom" in {each.id for each in found if each.severity == "OK"}
-    anywhere = examine.examine(Machine(CPU), Expected(ranks=2, rank_bytes=2**50))  # where there are no GPUs, on CPUs
+    anywhere = examine.run_all_checks(
+        Machine(CPU), Expectations(ranks=2, rank_bytes=2**50)
+    )  # where there are no GPUs, on CPUs
     assert "memory.headroom" in {each.id for each in anywhere if each.severity == "FAIL"}
 
 
@@ -224,12 +228,14 @@ def test_a_fault_planted_in_the_captured_machine_is_found(
     text = (root / path).read_text()
     (root / path).write_text(re.sub(old, new, text, count=1))
     assert (root / path).read_text() != text
-    (found,) = [each for each in examine.examine(Machine(root), Expected()) if each.severity in ("WARN", "FAIL")]
+    (found,) = [
+        each for each in examine.run_all_checks(Machine(root), Expectations()) if each.severity in ("WARN", "FAIL")
+    ]
     assert (found.id, found.severity, found.device) == (rule, severity, device)
 
 
 def test_a_run_for_gpus_fails_where_there_are_none() -> None:
-    found = [each for each in examine.examine(Machine(CPU), Expected(gpus=8)) if each.severity == "FAIL"]
+    found = [each for each in examine.run_all_checks(Machine(CPU), Expectations(gpus=8)) if each.severity == "FAIL"]
     assert [(each.id, each.measured) for each in found] == [("gpu.answers", "not installed")]
 
 
@@ -237,7 +243,7 @@ def test_a_run_for_gpus_fails_where_there_are_none() -> None:
 def test_nothing_that_a_machine_says_is_an_error(mutilated: str, tmp_path: Path) -> None:
     """Each file of the record empty, nonsense, or cut off: checks find, skip, or do without; none raises."""
     h100_record.write(tmp_path)
-    expected = Expected(gpus=8, ranks=8, nccl_log="/nccl.log")
+    expected = Expectations(gpus=8, ranks=8, nccl_log="/nccl.log")
     others = re.compile("mlx5_[1-7]|ens[1-7]|0000:[4569cd]")  # the first of each kind is enough
     files = [path for path in sorted(tmp_path.rglob("*")) if path.is_file() and not others.search(str(path))]
     assert len(files) > 80
@@ -247,14 +253,14 @@ def test_nothing_that_a_machine_says_is_an_error(mutilated: str, tmp_path: Path)
         machine = Machine(tmp_path)
         found = [each for check in examine.CHECKS for each in _raising(check, machine, expected)]
         assert found
-        facts(machine)
-        read(machine)
+        node_facts(machine)
+        read_counters(machine)
         path.write_text(text)
 
 
-def _raising(check: object, machine: Machine, expected: Expected) -> list[Finding]:
-    """As `examine.findings` without its last resort."""
-    with suppress(Skip):
+def _raising(check: object, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """As `examine.run_check` without its last resort."""
+    with suppress(CheckSkipped):
         return check.check(machine, expected)  # type: ignore[attr-defined]
     return []
 
@@ -264,10 +270,10 @@ def test_what_no_parser_has_seen_yet_is_a_finding(tmp_path: Path) -> None:
         __name__ = "phalanx.measure.doctor.broken"
 
         @staticmethod
-        def check(machine: Machine, expected: Expected) -> list[Finding]:
+        def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
             raise ZeroDivisionError("a bug")
 
-    (found,) = examine.findings(Broken(), Machine(tmp_path), Expected())
+    (found,) = examine.run_check(Broken(), Machine(tmp_path), Expectations())
     assert (found.id, found.device, found.severity) == ("doctor.unreadable", "broken", "WARN")
     assert found.measured == "ZeroDivisionError: a bug"
 

@@ -14,10 +14,10 @@ import pytest
 
 from phalanx.measure import incident
 from phalanx.measure.doctor import between, counters, examine, gather, report
-from phalanx.measure.doctor.between import LARGE_BYTES, Reached
-from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.finding import Finding
-from phalanx.measure.doctor.gather import Node
+from phalanx.measure.doctor.between import LARGE_BYTES, CollectiveResult
+from phalanx.measure.doctor.expected import Expectations
+from phalanx.measure.doctor.finding import DoctorFinding
+from phalanx.measure.doctor.gather import NodeReport
 from phalanx.measure.doctor.machine import Machine
 from phalanx.spec.errors import UserError
 from tests.measure.doctor import h100_record
@@ -26,7 +26,7 @@ from tests.measure.doctor.plants import new, put, variable
 HOSTS = ("node1", "node2", "node3", "node4")
 
 
-def wrong(found: list[Finding]) -> list[Finding]:
+def wrong(found: list[DoctorFinding]) -> list[DoctorFinding]:
     return [each for each in found if each.severity in ("WARN", "FAIL")]
 
 
@@ -38,17 +38,17 @@ def h100(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def nodes(h100: Path) -> list[Node]:
-    one = examine.node(Machine(h100), Expected())
-    return [replace(one, host=host, ahead_seconds=0.01 * number) for number, host in enumerate(HOSTS)]
+def nodes(h100: Path) -> list[NodeReport]:
+    one = examine.examine_node(Machine(h100), Expectations())
+    return [replace(one, host=host, clock_offset_seconds=0.01 * number) for number, host in enumerate(HOSTS)]
 
 
-def changed(nodes: list[Node], number: int, **facts: str) -> list[Node]:
+def changed(nodes: list[NodeReport], number: int, **facts: str) -> list[NodeReport]:
     other = replace(nodes[number], facts=nodes[number].facts | facts)
     return [*nodes[:number], other, *nodes[number + 1 :]]
 
 
-def test_facts_are_those_of_the_record(nodes: list[Node]) -> None:
+def test_facts_are_those_of_the_record(nodes: list[NodeReport]) -> None:
     known = nodes[0].facts
     assert known["NVIDIA driver"] == "570.124.06"
     assert (known["NCCL"], known["PyTorch"], known["CUDA of PyTorch"]) == ("2.26.2", "2.7.0+cu128", "12.8")
@@ -59,12 +59,12 @@ def test_facts_are_those_of_the_record(nodes: list[Node]) -> None:
 def test_variables_of_nccls_files_are_facts(tmp_path: Path) -> None:
     h100_record.write(tmp_path)
     new("etc/nccl.conf", "NCCL_IB_QPS_PER_CONNECTION=4\nNCCL_IB_TC=0")(tmp_path)
-    known = examine.node(Machine(tmp_path), Expected()).facts
+    known = examine.examine_node(Machine(tmp_path), Expectations()).facts
     assert (known["NCCL_IB_QPS_PER_CONNECTION"], known["NCCL_IB_TC"]) == ("4", "106")  # the environment goes before
 
 
-def test_nodes_that_agree_have_no_finding(nodes: list[Node]) -> None:
-    assert wrong(gather.between(nodes, 4)) == []
+def test_nodes_that_agree_have_no_finding(nodes: list[NodeReport]) -> None:
+    assert wrong(gather.compare_nodes(nodes, 4)) == []
 
 
 DRIFT = {
@@ -76,34 +76,34 @@ DRIFT = {
 
 
 @pytest.mark.parametrize("name", DRIFT)
-def test_a_node_that_differs_is_found(name: str, nodes: list[Node]) -> None:
+def test_a_node_that_differs_is_found(name: str, nodes: list[NodeReport]) -> None:
     value, severity = DRIFT[name]
-    (found,) = wrong(gather.between(changed(nodes, 2, **{name: value}), 4))
+    (found,) = wrong(gather.compare_nodes(changed(nodes, 2, **{name: value}), 4))
     assert (found.severity, found.host, found.device, found.measured) == (severity, "node3", name, value)
     assert found.threshold == nodes[0].facts[name]
     assert found.remedy
 
 
-def test_a_fact_that_one_node_lacks(nodes: list[Node]) -> None:
+def test_a_fact_that_one_node_lacks(nodes: list[NodeReport]) -> None:
     less = replace(nodes[1], facts={name: value for name, value in nodes[1].facts.items() if name != "NCCL_IB_TC"})
-    (found,) = wrong(gather.between([nodes[0], less, nodes[2]]))
+    (found,) = wrong(gather.compare_nodes([nodes[0], less, nodes[2]]))
     assert (found.host, found.device, found.measured) == ("node2", "NCCL_IB_TC", "none")
 
 
-def test_of_two_that_differ_neither_is_blamed(nodes: list[Node]) -> None:
-    (found,) = wrong(gather.between(changed(nodes[:2], 1, NCCL="2.21.5")))
+def test_of_two_that_differ_neither_is_blamed(nodes: list[NodeReport]) -> None:
+    (found,) = wrong(gather.compare_nodes(changed(nodes[:2], 1, NCCL="2.21.5")))
     assert (found.host, found.severity) == ("", "FAIL")
     assert found.measured == "node1: 2.26.2; node2: 2.21.5"
 
 
-def test_a_clock_that_is_off(nodes: list[Node]) -> None:
-    late = [*nodes[:3], replace(nodes[3], ahead_seconds=-41.0)]
-    (found,) = wrong(gather.between(late))
+def test_a_clock_that_is_off(nodes: list[NodeReport]) -> None:
+    late = [*nodes[:3], replace(nodes[3], clock_offset_seconds=-41.0)]
+    (found,) = wrong(gather.compare_nodes(late))
     assert (found.id, found.host, found.measured) == ("nodes.clock", "node4", -41)
 
 
-def test_a_node_that_left_no_word(nodes: list[Node]) -> None:
-    (found,) = wrong(gather.between(nodes[:3], 4))
+def test_a_node_that_left_no_word(nodes: list[NodeReport]) -> None:
+    (found,) = wrong(gather.compare_nodes(nodes[:3], 4))
     assert (found.id, found.measured, found.threshold) == ("nodes.missing", 3, "4")
 
 
@@ -112,33 +112,33 @@ def test_nodes_of_a_job_that_left_no_word_are_named(tmp_path: Path) -> None:
     h100_record.write(tmp_path)
     variable("SLURM_JOB_NODELIST", "node[1-3]")(tmp_path)
     new("commands/job_nodes.txt", "\n".join(HOSTS[:3]))(tmp_path)
-    node = examine.node(Machine(tmp_path), Expected())
-    gather.leave(tmp_path, node)
-    assert gather.collect(tmp_path) == [node]
-    found = wrong(gather.between([node], 3))
+    node = examine.examine_node(Machine(tmp_path), Expectations())
+    gather.write_node_report(tmp_path, node)
+    assert gather.read_node_reports(tmp_path) == [node]
+    found = wrong(gather.compare_nodes([node], 3))
     assert [(each.id, each.host) for each in found] == [("nodes.missing", "node2"), ("nodes.missing", "node3")]
-    assert report.failing(found) == ["node2", "node3"]
-    assert wrong(gather.between([replace(node, host=host) for host in HOSTS[:3]], 3)) == []
+    assert report.failing_hosts(found) == ["node2", "node3"]
+    assert wrong(gather.compare_nodes([replace(node, host=host) for host in HOSTS[:3]], 3)) == []
     put("commands/job_nodes.txt", "[no answer]")(tmp_path)
-    assert examine.node(Machine(tmp_path), Expected()).job_nodes == ()
+    assert examine.examine_node(Machine(tmp_path), Expectations()).job_nodes == ()
 
 
-def test_nodes_leave_word_and_are_collected(nodes: list[Node], tmp_path: Path) -> None:
+def test_nodes_leave_word_and_are_collected(nodes: list[NodeReport], tmp_path: Path) -> None:
     for node in nodes:
-        gather.leave(tmp_path, node)
-    assert gather.collect(tmp_path) == nodes
+        gather.write_node_report(tmp_path, node)
+    assert gather.read_node_reports(tmp_path) == nodes
     (tmp_path / "bad.node.json").write_text("[]")
     with pytest.raises(UserError, match=r"bad\.node\.json"):
-        gather.collect(tmp_path)
+        gather.read_node_reports(tmp_path)
     with pytest.raises(UserError, match="has no"):
-        gather.collect(tmp_path / "nowhere")
+        gather.read_node_reports(tmp_path / "nowhere")
 
 
-def test_an_old_word_stands_for_no_node(nodes: list[Node], tmp_path: Path) -> None:
-    files = [gather.leave(tmp_path, node) for node in nodes]
-    assert wrong(gather.old(tmp_path)) == []
+def test_an_old_word_stands_for_no_node(nodes: list[NodeReport], tmp_path: Path) -> None:
+    files = [gather.write_node_report(tmp_path, node) for node in nodes]
+    assert wrong(gather.stale_report_findings(tmp_path)) == []
     os.utime(files[1], (time.time() - 7200, time.time() - 7200))
-    (found,) = wrong(gather.old(tmp_path))
+    (found,) = wrong(gather.stale_report_findings(tmp_path))
     assert (found.id, found.severity, found.host, found.measured) == ("nodes.old", "FAIL", "node2", 120)
 
 
@@ -203,44 +203,47 @@ GROWN: dict[str, tuple[str, Callable[[str], str], str, str, str]] = {
 def test_a_counter_that_grew_is_found(name: str, tmp_path: Path) -> None:
     path, edit, rule, severity, device = GROWN[name]
     h100_record.write(tmp_path)
-    before = counters.read(Machine(tmp_path))
+    before = counters.read_counters(Machine(tmp_path))
     text = (tmp_path / path).read_text()
     (tmp_path / path).write_text(edit(text))
     assert (tmp_path / path).read_text() != text
-    after = counters.read(Machine(tmp_path))
-    (found,) = wrong(counters.grown(before, after))
+    after = counters.read_counters(Machine(tmp_path))
+    (found,) = wrong(counters.counter_findings(before, after))
     assert (found.id, found.severity, found.device) == (rule, severity, device)
     assert found.remedy
-    assert wrong(counters.grown(after, after)) == []  # what is old is nobody's fault
+    assert wrong(counters.counter_findings(after, after)) == []  # what is old is nobody's fault
 
 
 def test_marked_packets_count_by_their_share(tmp_path: Path) -> None:
     h100_record.write(tmp_path)
-    before = counters.read(Machine(tmp_path))
+    before = counters.read_counters(Machine(tmp_path))
     (tmp_path / f"{PORT}/counters/port_rcv_packets").write_text("2000000")
     for marked, expected in ((900, []), (1100, ["mlx5_2"])):
         (tmp_path / f"{PORT}/hw_counters/np_ecn_marked_roce_packets").write_text(f"{marked}\n")
-        found = wrong(counters.grown(before, counters.read(Machine(tmp_path))))
+        found = wrong(counters.counter_findings(before, counters.read_counters(Machine(tmp_path))))
         assert [each.device for each in found] == expected
 
 
 def test_every_counter_has_a_rule_that_a_fault_breaks(h100: Path) -> None:
     broken = {fault[2] for fault in GROWN.values()} | {"counters.ecn"}
     assert {rule.id for rule in counters.RULES} == broken
-    assert set(counters.read(Machine(h100))) == broken | {counters.PACKETS, counters.SEGMENTS}
+    assert set(counters.read_counters(Machine(h100))) == broken | {counters.PACKETS, counters.SEGMENTS}
 
 
 def test_a_counter_that_began_anew(h100: Path) -> None:
-    before = counters.read(Machine(h100))
+    before = counters.read_counters(Machine(h100))
     reset = {**before, "counters.link": {"mlx5_0 symbol_error": 2}}
     high = {**before, "counters.link": {"mlx5_0 symbol_error": 50}}
-    assert [each.measured for each in wrong(counters.grown(high, reset))] == [2]
+    assert [each.measured for each in wrong(counters.counter_findings(high, reset))] == [2]
 
 
 def test_a_counter_that_nobody_read_before_has_not_grown(h100: Path) -> None:
-    after = counters.read(Machine(h100))
+    after = counters.read_counters(Machine(h100))
     before = {**after, "counters.link": {}}
-    found = {each.id: each for each in counters.grown(before, {**after, "counters.link": {"mlx5_0 symbol_error": 50}})}
+    found = {
+        each.id: each
+        for each in counters.counter_findings(before, {**after, "counters.link": {"mlx5_0 symbol_error": 50}})
+    }
     assert (found["counters.link"].severity, found["counters.link"].measured) == ("SKIP", "no such counters here")
 
 
@@ -250,7 +253,7 @@ def test_counters_that_hang_or_are_not_there_leave_the_others(tmp_path: Path) ->
     (tmp_path / "commands/smi_nvlink_errors.txt").write_text("NVML: Not Supported\n[exit 3]\n")
     for path in tmp_path.glob("sys/bus/pci/devices/*/aer_*"):
         path.unlink()
-    known = counters.read(Machine(tmp_path))
+    known = counters.read_counters(Machine(tmp_path))
     assert not {"counters.nvlink", "counters.pcie"} & known.keys()
     assert known["counters.ecc"] == {f"GPU{i}": 0 for i in range(8)}
     assert {name.partition(" ")[0] for name in known["counters.pause"]} == {f"ens{i}np0" for i in (0, 1, 3, 4, 5, 6, 7)}
@@ -267,27 +270,27 @@ def speeds(slow_hosts: dict[str, float] | None = None, slow_pairs: dict[tuple[st
 
 
 def test_the_slow_node_is_found() -> None:
-    assert wrong(between.pairs(speeds())) == []
-    (found,) = wrong(between.pairs(speeds({"node3": 0.5})))
+    assert wrong(between.check_node_pairs(speeds())) == []
+    (found,) = wrong(between.check_node_pairs(speeds({"node3": 0.5})))
     assert (found.id, found.severity, found.host, found.measured) == ("between.slow_node", "FAIL", "node3", 50)
 
 
 def test_a_slow_pair_blames_neither_node() -> None:
-    (found,) = wrong(between.pairs(speeds(slow_pairs={("node1", "node4"): 0.4})))
+    (found,) = wrong(between.check_node_pairs(speeds(slow_pairs={("node1", "node4"): 0.4})))
     assert (found.id, found.device, found.measured) == ("between.slow_pair", "node1 - node4", 40)
-    assert [each.severity for each in between.pairs({})] == ["SKIP"]
-    assert wrong(between.pairs({("a", "b"): 1.0})) == []
+    assert [each.severity for each in between.check_node_pairs({})] == ["SKIP"]
+    assert wrong(between.check_node_pairs({("a", "b"): 1.0})) == []
 
 
 def test_collectives_are_held_against_links() -> None:
-    good = Reached("all_reduce among data", 16, LARGE_BYTES, 330e9, 400e9, 0)
-    assert wrong(between.collectives([good])) == []
-    (slow,) = wrong(between.collectives([replace(good, bus_bytes_per_second=215e9)]))
+    good = CollectiveResult("all_reduce among data", 16, LARGE_BYTES, 330e9, 400e9, 0)
+    assert wrong(between.check_collectives([good])) == []
+    (slow,) = wrong(between.check_collectives([replace(good, bus_bytes_per_second=215e9)]))
     assert (slow.id, slow.measured, slow.threshold) == ("between.busbw", 215, "at least 220")
-    (damaged,) = wrong(between.collectives([replace(good, wrong=3)]))
+    (damaged,) = wrong(between.check_collectives([replace(good, wrong=3)]))
     assert (damaged.id, damaged.severity, damaged.measured) == ("between.wrong", "FAIL", 3)
     small = replace(good, size_bytes=1024, bus_bytes_per_second=1.0)  # that is latency
-    assert wrong(between.collectives([small])) == []
+    assert wrong(between.check_collectives([small])) == []
 
 
 HEALTHY = {
@@ -303,14 +306,14 @@ fits of stas00/ml-engineering's and SimuMax's sweeps)."""
 def test_published_nodes_are_fast_enough(name: str) -> None:
     links, *reached = HEALTHY[name]
     for size, speed in zip((LARGE_BYTES, 2**30, 2**33), reached, strict=True):
-        each = Reached(name, 8, size, speed, links, 0)
-        assert wrong(between.collectives([each])) == []
-        assert wrong(between.collectives([replace(each, bus_bytes_per_second=speed / 2)]))  # by half its links
+        each = CollectiveResult(name, 8, size, speed, links, 0)
+        assert wrong(between.check_collectives([each])) == []
+        assert wrong(between.check_collectives([replace(each, bus_bytes_per_second=speed / 2)]))  # by half its links
 
 
 @pytest.mark.parametrize("nodes", range(2, 10))
 def test_rounds_have_every_pair_once(nodes: int) -> None:
-    rounds = between.rounds(nodes)
+    rounds = between.round_robin_pairs(nodes)
     pairs = [pair for matched in rounds for pair in matched]
     assert sorted(pairs) == [(a, b) for a in range(nodes) for b in range(a + 1, nodes)]
     assert all(len({host for pair in matched for host in pair}) == 2 * len(matched) for matched in rounds)
@@ -318,22 +321,22 @@ def test_rounds_have_every_pair_once(nodes: int) -> None:
 
 
 def test_what_ranks_found_is_gathered(tmp_path: Path) -> None:
-    assert [each.severity for each in gather.of_collectives(tmp_path)] == ["SKIP"]
-    finding = between.PAIR.broken("network", 50, host="node3")
+    assert [each.severity for each in gather.collective_findings(tmp_path)] == ["SKIP"]
+    finding = between.PAIR.violation("network", 50, host="node3")
     (tmp_path / gather.COLLECTIVES).write_text(json.dumps([finding.__dict__]))
-    assert wrong(gather.of_collectives(tmp_path)) == [finding]
+    assert wrong(gather.collective_findings(tmp_path)) == [finding]
     (tmp_path / gather.COLLECTIVES).write_text("{")
     with pytest.raises(UserError, match="is not what"):
-        gather.of_collectives(tmp_path)
+        gather.collective_findings(tmp_path)
 
 
-def test_what_ranks_found_long_ago_is_not_taken_for_new(nodes: list[Node], tmp_path: Path) -> None:
-    gather.leave(tmp_path, nodes[0])
+def test_what_ranks_found_long_ago_is_not_taken_for_new(nodes: list[NodeReport], tmp_path: Path) -> None:
+    gather.write_node_report(tmp_path, nodes[0])
     file = tmp_path / gather.COLLECTIVES
-    file.write_text(json.dumps([between.WRONG.well(0).__dict__]))
-    assert wrong(gather.of_collectives(tmp_path)) == []
+    file.write_text(json.dumps([between.WRONG.ok(0).__dict__]))
+    assert wrong(gather.collective_findings(tmp_path)) == []
     os.utime(file, (time.time() - 7200, time.time() - 7200))
-    (found,) = gather.of_collectives(tmp_path)
+    (found,) = gather.collective_findings(tmp_path)
     assert (found.id, found.severity, found.device, found.measured) == ("nodes.old", "FAIL", file.name, 120)
 
 
@@ -358,12 +361,12 @@ FAILED: dict[str, tuple[dict[int, tuple[str, str, int]], list[tuple[str, str, st
 
 
 @pytest.mark.parametrize("name", FAILED)
-def test_ranks_that_failed_together_are_a_failure(name: str, nodes: list[Node], tmp_path: Path) -> None:
+def test_ranks_that_failed_together_are_a_failure(name: str, nodes: list[NodeReport], tmp_path: Path) -> None:
     words, expected = FAILED[name]
-    gather.leave(tmp_path, nodes[0])
+    gather.write_node_report(tmp_path, nodes[0])
     for rank, (host, reason, code) in words.items():
         told = {"rank": rank, "time": float(rank), "reason": reason, "code": code, "host": host}
         incident.write_failure(tmp_path, told)
-    found = gather.of_collectives(tmp_path)
+    found = gather.collective_findings(tmp_path)
     assert {(each.id, each.severity) for each in found} == {("between.failed", "FAIL")}
     assert [(each.host, each.device, each.measured) for each in found] == expected

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.cost.memory import checkpoint_bytes, rank_memory, room_for_checkpoints_bytes
-from phalanx.measure.doctor.expected import Expected
+from phalanx.cost.memory import checkpoint_bytes, checkpoint_space_needed_bytes, rank_memory
+from phalanx.measure.doctor.expected import Expectations
 from phalanx.spec.run import RunSpec
 
 
-def expected_of(run: RunSpec, nproc: int | None = None) -> Expected:
+def expectations_from_run(run: RunSpec, nproc: int | None = None) -> Expectations:
     """What is known of it: memory where its layout and its ranks are said, GPUs where its device is. No file is looked
     at.
 
@@ -20,14 +20,14 @@ def expected_of(run: RunSpec, nproc: int | None = None) -> Expected:
     gpus = {"cuda": ranks or 1, "cpu": 0, "auto": None}[cluster.device]
     directory = Path(run.out).expanduser().absolute()
     held = rank_memory(run, ranks * cluster.nodes) if ranks and not run.automatic else {}
-    return Expected(
+    return Expectations(
         directory=str(directory),
         nodes=cluster.nodes,
         gpus=gpus,
         ranks=ranks,
         rank_bytes=max((memory.total for memory in held.values()), default=None),
         checkpoints=str(directory / run.name / "checkpoints"),
-        checkpoints_bytes=room_for_checkpoints_bytes(run, there=0),
+        checkpoints_bytes=checkpoint_space_needed_bytes(run, there=0),
         checkpoint_bytes=checkpoint_bytes(run),
         precision=run.training.precision,
         network_bytes_per_second=cluster.network_bytes_per_second,

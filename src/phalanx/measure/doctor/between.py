@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_high
 
-from phalanx.measure.doctor.finding import Finding, Rule
+from phalanx.measure.doctor.finding import CheckRule, DoctorFinding
 
 GB = 1e9
 LARGE_BYTES = 64 * 2**20
@@ -17,29 +17,29 @@ reach 0.60 (all-to-all) to 0.77 of it at 64 MiB, and 0.73 and more from 1 GiB on
 sweeps of nccl-tests)."""
 SLOW = 0.75
 """NVRx takes a rank for a straggler below 0.75 of the median."""
-WRONG = Rule(
+WRONG = CheckRule(
     "between.wrong", "numbers of a collective that did not arrive as they should", "FAIL", "0", "numbers",
     "nccl-tests (#wrong)", "drain these nodes: some memory, link or GPU changes data silently",
     "phalanx measure collectives RUN.toml; dcgmi diag -r 3",
 )  # fmt: skip
-BANDWIDTH = Rule(
+BANDWIDTH = CheckRule(
     "between.busbw", f"bus bandwidth of a collective of {LARGE_BYTES // 2**20} MiB and more", "WARN",
     f"at least {SHARE:.0%} of what the links carry, from {HUGE_BYTES // 2**30} GiB on {HUGE_SHARE:.0%}", "GB/s",
     "stas00/ml-engineering, SimuMax (published sweeps of nccl-tests)",
     "see which links it goes over, whether NCCL fell back to sockets, and the pairs below",
     "phalanx placement RUN.toml; phalanx doctor --nccl-log LOG",
 )  # fmt: skip
-PAIR = Rule(
+PAIR = CheckRule(
     "between.slow_node", "bandwidth of a node with its best partner, of the median node's", "FAIL",
     f"at least {SLOW:.0%}", "%", "NVRx (straggler below 0.75 of the median)",
     "leave the node out, and look at its cards, cables and counters", "srun --exclude=$(cat failing_nodes.txt) ...",
 )  # fmt: skip
-LINK = Rule(
+LINK = CheckRule(
     "between.slow_pair", "bandwidth between two nodes, of the same", "WARN", f"at least {SLOW:.0%}", "%",
     "NVRx (straggler below 0.75 of the median)", "look at what lies between these two: cables, leaf switches, routing",
     "torchrun --nnodes 2 ... -m phalanx.train.checkup RUN.toml --out DIR",
 )  # fmt: skip
-FAILED = Rule(
+FAILED = CheckRule(
     "between.failed", "ranks that measured this together", "FAIL", "all came to its end", "", "ours",
     "see what failed on that host first; ranks that only lost another blame no host",
     "cat DIR/failures/rank-*.json",
@@ -48,7 +48,7 @@ RULES = (FAILED, WRONG, BANDWIDTH, PAIR, LINK)
 
 
 @dataclass(frozen=True)
-class Reached:
+class CollectiveResult:
     """What one collective reached, at one size."""
 
     name: str
@@ -61,36 +61,36 @@ class Reached:
     wrong: int
 
 
-def collectives(reached: Sequence[Reached]) -> list[Finding]:
+def check_collectives(reached: Sequence[CollectiveResult]) -> list[DoctorFinding]:
     """Each collective at its largest size."""
-    wrong = [WRONG.broken(each.name, each.wrong) for each in reached if each.wrong]
+    wrong = [WRONG.violation(each.name, each.wrong) for each in reached if each.wrong]
     largest = {each.name: each for each in sorted(reached, key=lambda each: each.size_bytes)}
     known = [each for each in largest.values() if each.size_bytes >= LARGE_BYTES and each.link_bytes_per_second]
     slow = [_slow(each) for each in known if each.bus_bytes_per_second < _wanted_bytes_per_second(each)]
     if not known:
-        slow = [BANDWIDTH.skipped("nothing so large is sent over links whose speed is known")]
+        slow = [BANDWIDTH.skip("nothing so large is sent over links whose speed is known")]
     elif not slow:
-        slow = [BANDWIDTH.well(f"{len(known)} collectives")]
-    return [*(wrong or [WRONG.well(0)]), *slow]
+        slow = [BANDWIDTH.ok(f"{len(known)} collectives")]
+    return [*(wrong or [WRONG.ok(0)]), *slow]
 
 
-def _slow(each: Reached) -> Finding:
+def _slow(each: CollectiveResult) -> DoctorFinding:
     wanted = _wanted_bytes_per_second(each) / GB
     shown = f"{each.name}, {each.ranks} ranks, {each.size_bytes:,} B"
-    return BANDWIDTH.broken(shown, round(each.bus_bytes_per_second / GB, 2), f"at least {wanted:.3g}")
+    return BANDWIDTH.violation(shown, round(each.bus_bytes_per_second / GB, 2), f"at least {wanted:.3g}")
 
 
-def _wanted_bytes_per_second(each: Reached) -> float:
+def _wanted_bytes_per_second(each: CollectiveResult) -> float:
     share = HUGE_SHARE if each.size_bytes >= HUGE_BYTES else SHARE
     return share * (each.link_bytes_per_second or 0)
 
 
-def pairs(bytes_per_second: Mapping[tuple[str, str], float]) -> list[Finding]:
+def check_node_pairs(bytes_per_second: Mapping[tuple[str, str], float]) -> list[DoctorFinding]:
     """Which node is slow: one that no other reaches at a usual speed. One that some do is not to blame: then a pair is.
     Usual is the median of what nodes reach with their best partner, which is healthy where more than half of them
     are; of all pairs of three nodes two are slow with one."""
     if not bytes_per_second:
-        return [PAIR.skipped("one node")]
+        return [PAIR.skip("one node")]
     hosts = sorted({host for pair in bytes_per_second for host in pair})
     best = {host: max(speed for pair, speed in bytes_per_second.items() if host in pair) for host in hosts}
     usual = median_high(best.values())
@@ -99,12 +99,12 @@ def pairs(bytes_per_second: Mapping[tuple[str, str], float]) -> list[Finding]:
     bad = [host for host, share in of_hosts.items() if share < 100 * SLOW]
     slow = [pair for pair, share in of_pairs.items() if share < 100 * SLOW and not set(pair) & set(bad)]
     return [
-        *([PAIR.broken("network", of_hosts[host], host=host) for host in bad] or [PAIR.well(min(of_hosts.values()))]),
-        *([LINK.broken(" - ".join(pair), of_pairs[pair]) for pair in slow] or [LINK.well(min(of_pairs.values()))]),
+        *([PAIR.violation("network", of_hosts[host], host=host) for host in bad] or [PAIR.ok(min(of_hosts.values()))]),
+        *([LINK.violation(" - ".join(pair), of_pairs[pair]) for pair in slow] or [LINK.ok(min(of_pairs.values()))]),
     ]
 
 
-def rounds(nodes: int) -> list[list[tuple[int, int]]]:
+def round_robin_pairs(nodes: int) -> list[list[tuple[int, int]]]:
     """All pairs of nodes in rounds in which each has one partner at most: a tournament, by the circle method."""
     seats: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
     found = []

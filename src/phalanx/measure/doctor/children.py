@@ -17,14 +17,14 @@ MOST_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandOutput:
     """What a program said, on stdout and stderr together, and its exit code; None where it gave none in time."""
 
     text: str
     code: int | None = 0
 
 
-class Child:
+class TimedProcess:
     """A program that runs in a session of its own, with its words in a file: pipes end only with its own children."""
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ class Child:
             env={**os.environ, "LC_ALL": "C"},
         )  # fmt: skip
 
-    def answer(self, seconds: float) -> Answer:
+    def wait_output(self, seconds: float) -> CommandOutput:
         """What it said once it ended; after so many seconds it is killed, with its children."""
         try:
             code: int | None = self._process.wait(seconds)
@@ -47,7 +47,7 @@ class Child:
                 self._process.wait(1)
         self._said.seek(0)
         with self._said:
-            return Answer(self._said.read(MOST_BYTES).decode(errors="replace"), code)
+            return CommandOutput(self._said.read(MOST_BYTES).decode(errors="replace"), code)
 
 
 def _file_of_no_disk() -> IO[bytes]:
@@ -57,6 +57,6 @@ def _file_of_no_disk() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
-def run(words: Sequence[str], seconds: float) -> Answer:
+def run_command(words: Sequence[str], seconds: float) -> CommandOutput:
     """Run a program for so many seconds at most. Raises OSError if it cannot be started."""
-    return Child(words).answer(seconds)
+    return TimedProcess(words).wait_output(seconds)

@@ -7,55 +7,55 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from phalanx.measure.doctor import nvlinks, pci, pcie, ports, smi
-from phalanx.measure.doctor.finding import Finding, Rule, Skip
-from phalanx.measure.doctor.machine import Machine, Stuck
+from phalanx.measure.doctor.finding import CheckRule, CheckSkipped, DoctorFinding
+from phalanx.measure.doctor.machine import CommandTimeout, Machine
 
-Counts = dict[str, dict[str, int]]
+CounterSnapshot = dict[str, dict[str, int]]
 """Of each rule, by device and counter: "mlx5_0 symbol_error"."""
 MARKED_SHARE = 1e-3
 RESENT_SHARE = 1e-2
-LINK = Rule(
+LINK = CheckRule(
     "counters.link", "errors of RDMA links in the benchmark", "FAIL", "0", "errors",
     "NVRx (link_downed), OCI (raw BER)", "clean or replace cable and transceiver of {device}",
     "mlxlink -d DEVICE -c; cat /sys/class/infiniband/*/ports/*/counters/*",
 )  # fmt: skip
-RESENT = Rule(
+RESENT = CheckRule(
     "counters.resent", "packets lost and sent again over RDMA in the benchmark", "WARN", "0", "packets",
     "NVIDIA, hw_counters (out_of_sequence and its like)",
     "the fabric drops packets: check PFC, ECN and the priority on every switch",
     "cat /sys/class/infiniband/*/ports/*/hw_counters/*",
 )  # fmt: skip
-MARKED = Rule(
+MARKED = CheckRule(
     "counters.ecn", "share of packets that came marked by ECN in the benchmark", "WARN", f"at most {MARKED_SHARE:g}",
     "of packets", "ours: senders slow down by each (DCQCN)",
     "look for a congested link: many to one, or rails that cross the spine",
     "phalanx placement RUN.toml; cat /sys/class/infiniband/*/ports/*/hw_counters/np_*",
 )  # fmt: skip
-PAUSED = Rule(
+PAUSED = CheckRule(
     "counters.pause", "pause frames that came (rx) or were sent (tx) in the benchmark", "WARN", "0", "frames",
     "NVIDIA, DCQCN (ECN should act before PFC)",
     "by rx the switch held {device} back: look for a slow receiver, and for ECN on the way; by tx this host is one: "
     "look at the PCIe link and NUMA node of its card",
     "ethtool -S INTERFACE | grep pause",
 )  # fmt: skip
-DROPPED = Rule(
+DROPPED = CheckRule(
     "counters.dropped", "packets dropped or broken at an interface in the benchmark", "WARN", "0", "packets",
     "Linux (statistics of interfaces)", "check cable and buffers of {device}",
     "ethtool -S INTERFACE | grep -e discard -e err -e drop",
 )  # fmt: skip
-PCIE = Rule(
+PCIE = CheckRule(
     "counters.pcie", "uncorrected PCIe errors in the benchmark", "FAIL", "0", "errors", "Linux, PCIe AER; DCGM",
     "drain the node and have {device} reseated", "cat /sys/bus/pci/devices/*/aer_dev_*",
 )  # fmt: skip
-NVLINK = Rule(
+NVLINK = CheckRule(
     "counters.nvlink", "errors of NVLinks in the benchmark", "FAIL", "0", "errors", "GCM (any error > 0)",
     "drain the node; reset {device}, then have it reseated", "nvidia-smi nvlink -e",
 )  # fmt: skip
-ECC = Rule(
+ECC = CheckRule(
     "counters.ecc", "uncorrectable ECC errors in the benchmark", "FAIL", "0", "errors", "Imbue, GCM",
     "drain the node and replace {device}", "nvidia-smi -q -d ECC",
 )  # fmt: skip
-TCP = Rule(
+TCP = CheckRule(
     "counters.tcp", "share of TCP's segments that were sent again in the benchmark", "WARN",
     f"at most {RESENT_SHARE:g}", "of segments", "ours: TCP halves its speed at each loss",
     "the network drops packets: check cables, MTU and the switch", "nstat -az TcpRetransSegs",
@@ -76,15 +76,15 @@ PACKETS, SEGMENTS = "packets", "segments"
 UNCORRECTED = "ecc.errors.uncorrected.volatile.total"
 
 
-def read(machine: Machine) -> Counts:
+def read_counters(machine: Machine) -> CounterSnapshot:
     """All counters that a machine shows."""
-    found: Counts = {}
+    found: CounterSnapshot = {}
     for rule, device, count in _all(machine):
         found.setdefault(rule, {})[device] = count
     return found
 
 
-def grown(before: Counts, after: Counts) -> list[Finding]:
+def counter_findings(before: CounterSnapshot, after: CounterSnapshot) -> list[DoctorFinding]:
     """What became of them meanwhile. One that is less than before began anew; of one that nobody read before nothing is
     said."""
     differences = {
@@ -99,23 +99,25 @@ def grown(before: Counts, after: Counts) -> list[Finding]:
     for rule in RULES:
         mine = differences.get(rule.id)
         if not mine:
-            found.append(rule.skipped("no such counters here"))
+            found.append(rule.skip("no such counters here"))
         elif rule in (MARKED, TCP):
             found += _shares(rule, mine, differences)
         else:
-            found += [rule.broken(name, count) for name, count in mine.items() if count > 0] or [rule.well(0)]
+            found += [rule.violation(name, count) for name, count in mine.items() if count > 0] or [rule.ok(0)]
     return found
 
 
-def _shares(rule: Rule, mine: Mapping[str, int], all_of: Mapping[str, Mapping[str, int]]) -> Iterable[Finding]:
+def _shares(
+    rule: CheckRule, mine: Mapping[str, int], all_of: Mapping[str, Mapping[str, int]]
+) -> Iterable[DoctorFinding]:
     of, most = (PACKETS, MARKED_SHARE) if rule is MARKED else (SEGMENTS, RESENT_SHARE)
     shares = {name: count / max(1, all_of.get(of, {}).get(name, 0)) for name, count in mine.items()}
-    wrong = [rule.broken(name, float(f"{share:.2g}")) for name, share in shares.items() if share > most]
-    return wrong or [rule.well(float(f"{max(shares.values()):.2g}"))]
+    wrong = [rule.violation(name, float(f"{share:.2g}")) for name, share in shares.items() if share > most]
+    return wrong or [rule.ok(float(f"{max(shares.values()):.2g}"))]
 
 
 def _all(machine: Machine) -> Iterator[tuple[str, str, int]]:
-    for name, port in ports.ports(machine).items():
+    for name, port in ports.rdma_ports(machine).items():
         for rule, place, counters in ((LINK, "counters", OF_LINKS), (RESENT, "hw_counters", OF_LOSS)):
             for counter in counters:
                 yield from _one(machine, rule.id, f"{name} {counter}", f"{port.path}/{place}/{counter}")
@@ -123,11 +125,11 @@ def _all(machine: Machine) -> Iterator[tuple[str, str, int]]:
         yield from _one(machine, PACKETS, name, f"{port.path}/counters/port_rcv_packets")
         if port.roce and port.interface:
             yield from _of_card(machine, port.interface)
-    for path in machine.listing("/sys/class/net/*/device"):  # of hardware, or a virtual machine's
+    for path in machine.glob("/sys/class/net/*/device"):  # of hardware, or a virtual machine's
         name = path.split("/")[4]
         for counter in OF_INTERFACES:
             yield from _one(machine, DROPPED.id, f"{name} {counter}", f"/sys/class/net/{name}/statistics/{counter}")
-    for at in [*pci.devices(machine, pci.GPU, pci.NVIDIA), *pcie.rdma_cards(machine)]:
+    for at in [*pci.pci_devices(machine, pci.GPU, pci.NVIDIA), *pcie.rdma_cards(machine)]:
         errors = pcie.errors(machine, at)
         if errors is not None:
             yield PCIE.id, at, errors
@@ -143,20 +145,20 @@ def _one(machine: Machine, rule: str, name: str, path: str) -> Iterator[tuple[st
 
 def _of_card(machine: Machine, interface: str) -> Iterator[tuple[str, str, int]]:
     try:
-        said = machine.ask(f"ethtool_{interface}", "ethtool", "-S", interface)
-    except Stuck:  # before or after: then it has grown by nothing that is known
+        said = machine.run(f"ethtool_{interface}", "ethtool", "-S", interface)
+    except CommandTimeout:  # before or after: then it has grown by nothing that is known
         return
     for pause, dropped, count in OF_CARD.findall(said.text if said else ""):
         yield (PAUSED if pause else DROPPED).id, f"{interface} {pause or dropped}", int(count)
 
 
 def _of_gpus(machine: Machine) -> Iterator[tuple[str, str, int]]:
-    with suppress(Skip):
+    with suppress(CheckSkipped):
         for link, count in nvlinks.errors(machine).items():
             yield NVLINK.id, link, count
-    with suppress(Skip):
-        rows = smi.query(machine, "smi_uncorrected", "gpu", "index", UNCORRECTED)
-        for gpu, errors in smi.numbers(rows, UNCORRECTED).items():
+    with suppress(CheckSkipped):
+        rows = smi.query_gpus(machine, "smi_uncorrected", "gpu", "index", UNCORRECTED)
+        for gpu, errors in smi.numeric_field(rows, UNCORRECTED).items():
             yield ECC.id, gpu, int(errors)
 
 

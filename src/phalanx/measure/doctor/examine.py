@@ -33,12 +33,12 @@ from phalanx.measure.doctor import (
     software,
     topology,
 )
-from phalanx.measure.doctor.children import Child
-from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.facts import Facts, facts, job_nodes
-from phalanx.measure.doctor.finding import Finding, Rule, Skip
-from phalanx.measure.doctor.gather import Node
-from phalanx.measure.doctor.machine import Machine, Stuck
+from phalanx.measure.doctor.children import TimedProcess
+from phalanx.measure.doctor.expected import Expectations
+from phalanx.measure.doctor.facts import Facts, job_nodes, node_facts
+from phalanx.measure.doctor.finding import CheckRule, CheckSkipped, DoctorFinding
+from phalanx.measure.doctor.gather import NodeReport
+from phalanx.measure.doctor.machine import CommandTimeout, Machine
 
 CHECKS = (
     gpus, ecc, nvlinks, topology, pcie, software, ports, gid, mtu, roce, network, nccl_variables, nccl_log, limits,
@@ -47,91 +47,95 @@ CHECKS = (
 """Each a file with RULES and `check(machine, expected)`."""
 CHECK_SECONDS = 50
 """For all of them, which run at once: more than any one program may take, and less than --quick's minute."""
-STUCK = Rule(
+STUCK = CheckRule(
     "doctor.stuck", "whether a check ends", "FAIL", "in time", "s", "ours: what hangs here hangs a run",
     "find out why {device} hangs; a driver that does needs a reboot", "cat /proc/PID/stack; dmesg | tail",
 )  # fmt: skip
-UNREADABLE = Rule(
+UNREADABLE = CheckRule(
     "doctor.unreadable", "whether an answer can be understood", "WARN", "yes", "", "ours",
     "send a record of this machine (phalanx doctor --record DIR) with a bug report", "phalanx doctor --record DIR",
 )  # fmt: skip
 RULES = (STUCK, UNREADABLE)
 FACTS, MODULE = "facts", "phalanx.measure.doctor.examine"
-Check = Callable[[Machine, Expected], list[Finding]]
+Check = Callable[[Machine, Expectations], list[DoctorFinding]]
 
 
-def examine(machine: Machine, expected: Expected) -> list[Finding]:
+def run_all_checks(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """What all checks find, in their order, with the host's name."""
-    return list(node(machine, expected, with_facts=False).findings)
+    return list(examine_node(machine, expected, with_facts=False).findings)
 
 
-def node(machine: Machine, expected: Expected, with_facts: bool = True, ahead_seconds: float = 0.0) -> Node:
+def examine_node(
+    machine: Machine, expected: Expectations, with_facts: bool = True, ahead_seconds: float = 0.0
+) -> NodeReport:
     """The same with what nodes should have in common, to be held against other nodes."""
     if machine.root is None:
-        found, known = _apart(machine, expected, with_facts)
+        found, known = _run_in_subprocesses(machine, expected, with_facts)
     else:
-        found = [each for file in CHECKS for each in findings(file, machine, expected)]
-        known = facts(machine) if with_facts else {}
+        found = [each for file in CHECKS for each in run_check(file, machine, expected)]
+        known = node_facts(machine) if with_facts else {}
     named = tuple(replace(finding, host=finding.host or machine.host) for finding in found)
-    return Node(machine.host, ahead_seconds, known, named, job_nodes(machine) if with_facts else ())
+    return NodeReport(machine.host, ahead_seconds, known, named, job_nodes(machine) if with_facts else ())
 
 
-def name_of(check: object) -> str:
+def check_name(check: object) -> str:
     """A check's: that of its file."""
     return str(getattr(check, "__name__", "")).rpartition(".")[2]
 
 
-def findings(file: object, machine: Machine, expected: Expected) -> list[Finding]:
+def run_check(file: object, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """What one check finds, whatever becomes of it."""
-    name = name_of(file)
+    name = check_name(file)
     check: Check = file.check  # type: ignore[attr-defined]
     try:
         return check(machine, expected)
-    except Skip as skipped:
-        return [Finding(name, "SKIP", "", "", str(skipped), "", "", "", "", "")]
-    except Stuck as stuck:
-        return [STUCK.broken(stuck.command, str(stuck))]
+    except CheckSkipped as skipped:
+        return [DoctorFinding(name, "SKIP", "", "", str(skipped), "", "", "", "", "")]
+    except CommandTimeout as stuck:
+        return [STUCK.violation(stuck.command, str(stuck))]
     except Exception as error:  # of what no parser has seen yet
-        return [UNREADABLE.broken(name, f"{type(error).__name__}: {error}")]
+        return [UNREADABLE.violation(name, f"{type(error).__name__}: {error}")]
 
 
-def _apart(machine: Machine, expected: Expected, with_facts: bool) -> tuple[list[Finding], Facts]:
+def _run_in_subprocesses(
+    machine: Machine, expected: Expectations, with_facts: bool
+) -> tuple[list[DoctorFinding], Facts]:
     asked = json.dumps({**asdict(expected), "record": str(machine.record or "")})
-    names = [*map(name_of, CHECKS), *([FACTS] if with_facts else [])]
-    children = {name: _started(name, asked) for name in names}
+    names = [*map(check_name, CHECKS), *([FACTS] if with_facts else [])]
+    children = {name: _start_child(name, asked) for name in names}
     deadline = time.monotonic() + CHECK_SECONDS
-    found: list[Finding] = []
+    found: list[DoctorFinding] = []
     known: Facts = {}
     for name, child in children.items():
-        told = _told(name, child, deadline)
-        if isinstance(told, Finding):
+        told = _child_result(name, child, deadline)
+        if isinstance(told, DoctorFinding):
             found.append(told)
         elif name == FACTS:
             known = told
         else:
-            found += [Finding(**each) for each in told]
+            found += [DoctorFinding(**each) for each in told]
     return found, known
 
 
-def _started(name: str, asked: str) -> Child | Finding:
+def _start_child(name: str, asked: str) -> TimedProcess | DoctorFinding:
     try:
-        return Child([sys.executable, "-m", MODULE, name, asked])
+        return TimedProcess([sys.executable, "-m", MODULE, name, asked])
     except OSError as error:  # no memory, or too many processes
-        return UNREADABLE.broken(name, f"cannot be started: {error}")
+        return UNREADABLE.violation(name, f"cannot be started: {error}")
 
 
-def _told(name: str, child: Child | Finding, deadline: float) -> Any:
+def _child_result(name: str, child: TimedProcess | DoctorFinding, deadline: float) -> Any:
     """What a child says, or a finding that it says nothing."""
-    if isinstance(child, Finding):
+    if isinstance(child, DoctorFinding):
         return child
-    answer = child.answer(max(0.0, deadline - time.monotonic()))
+    answer = child.wait_output(max(0.0, deadline - time.monotonic()))
     last = answer.text.strip().rpartition("\n")[2]
     if answer.code is None:
-        return STUCK.broken(name, f"no answer in {CHECK_SECONDS} s")
+        return STUCK.violation(name, f"no answer in {CHECK_SECONDS} s")
     try:
         return json.loads(last)
     except ValueError:
-        return UNREADABLE.broken(name, last or f"exit code {answer.code}")
+        return UNREADABLE.violation(name, last or f"exit code {answer.code}")
 
 
 def main() -> None:
@@ -141,11 +145,11 @@ def main() -> None:
     machine = Machine(record=Path(record) if record else None)
     if name == FACTS:
         if machine.record:
-            counters.read(machine)
-        print(json.dumps(facts(machine)))
+            counters.read_counters(machine)
+        print(json.dumps(node_facts(machine)))
         return
-    file = next(file for file in CHECKS if name_of(file) == name)
-    print(json.dumps([asdict(finding) for finding in findings(file, machine, Expected(**asked))]))
+    file = next(file for file in CHECKS if check_name(file) == name)
+    print(json.dumps([asdict(finding) for finding in run_check(file, machine, Expectations(**asked))]))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Expected:
+class Expectations:
     """What is not known is None, and is not judged."""
 
     directory: str = "."

@@ -6,15 +6,15 @@ import re
 
 from phalanx import __version__
 from phalanx.measure.doctor import pci, ports, smi, software
-from phalanx.measure.doctor.finding import Skip
-from phalanx.measure.doctor.machine import Machine, Stuck
+from phalanx.measure.doctor.finding import CheckSkipped
+from phalanx.measure.doctor.machine import CommandTimeout, Machine
 
 Facts = dict[str, str]
 
 
-def facts(machine: Machine) -> Facts:
+def node_facts(machine: Machine) -> Facts:
     """By name; what a machine does not have is left out."""
-    of_ports = ports.ports(machine)
+    of_ports = ports.rdma_ports(machine)
     interfaces = sorted({port.interface for port in of_ports.values() if port.interface})
     found = {
         "phalanx": __version__,
@@ -22,8 +22,8 @@ def facts(machine: Machine) -> Facts:
         "system": _match(r'^PRETTY_NAME="?([^"\n]*)', machine.read("/etc/os-release")),
         "CPU": _match(r"^model name\s*: (.*)$", machine.read("/proc/cpuinfo")),
         "memory GiB": _gib(machine),
-        "GPUs on the bus": str(len(pci.devices(machine, pci.GPU, pci.NVIDIA))),
-        "RDMA devices": str(len(ports.devices(machine))),
+        "GPUs on the bus": str(len(pci.pci_devices(machine, pci.GPU, pci.NVIDIA))),
+        "RDMA devices": str(len(ports.rdma_devices(machine))),
         "RDMA firmware": _each(machine.read(f"{ports.ROOT}/{port.device}/fw_ver") for port in of_ports.values()),
         "RDMA rate": _each(machine.read(f"{port.path}/rate") for port in of_ports.values()),
         "RDMA MTU": _each(machine.read(f"/sys/class/net/{name}/mtu") for name in interfaces),
@@ -41,8 +41,8 @@ def job_nodes(machine: Machine) -> tuple[str, ...]:
     listed = (machine.started_with.get(f"SLURM_{of}_NODELIST") for of in ("STEP", "JOB"))
     nodes = next(filter(None, listed), None)
     try:
-        said = machine.ask("job_nodes", "scontrol", "show", "hostnames", nodes) if nodes else None
-    except Stuck:
+        said = machine.run("job_nodes", "scontrol", "show", "hostnames", nodes) if nodes else None
+    except CommandTimeout:
         return ()
     return tuple(said.text.split()) if said and not said.code else ()
 
@@ -55,8 +55,8 @@ def _of_gpus(machine: Machine) -> dict[str, str | None]:
         "memory.total": "GPU memory MiB",
     }
     try:
-        rows = smi.query(machine, "smi_facts", "gpu", "index", *fields)
-    except Skip:
+        rows = smi.query_gpus(machine, "smi_facts", "gpu", "index", *fields)
+    except CheckSkipped:
         return {}
     return {name: _each(row.get(field) for row in rows.values()) for field, name in fields.items()}
 
@@ -64,7 +64,7 @@ def _of_gpus(machine: Machine) -> dict[str, str | None]:
 def _of_torch(machine: Machine) -> dict[str, str | None]:
     try:
         known = software.torch_facts(machine)
-    except (Skip, Stuck, software.NotImportedError):
+    except (CheckSkipped, CommandTimeout, software.NotImportedError):
         return {}
     return {"PyTorch": known["torch"], "CUDA of PyTorch": known["cuda"], "NCCL": known["nccl"]}
 

@@ -13,7 +13,7 @@ Measured = TypeVar("Measured", str, int, float)
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """One thing that was looked at, on one device of one host."""
 
     id: str
@@ -35,11 +35,11 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Rule:
+class CheckRule:
     """What is measured, what is well, who says so, and what to do where it is not."""
 
     id: str
-    measures: str
+    quantity: str
     severity: Literal["WARN", "FAIL"]
     """Of what breaks it."""
     threshold: str
@@ -49,21 +49,21 @@ class Rule:
     command: str
     """`{device}` in remedy and command stands for the device, `{gpu}` for a GPU as nvidia-smi -i takes it."""
 
-    def broken(self, device: str, measured: Value, threshold: str = "", host: str = "") -> Finding:
+    def violation(self, device: str, measured: Value, threshold: str = "", host: str = "") -> DoctorFinding:
         """A finding that something is not as it should be; `threshold` where it depends on the machine or the run."""
         return self._finding(self.severity, device, measured, threshold, host)
 
-    def well(self, measured: Value) -> Finding:
+    def ok(self, measured: Value) -> DoctorFinding:
         """A finding that all is as it should be."""
         return self._finding("OK", "", measured)
 
-    def skipped(self, why: str) -> Finding:
+    def skip(self, why: str) -> DoctorFinding:
         """A finding that this could not be looked at, or has no meaning here."""
         return self._finding("SKIP", "", why)
 
     def _finding(
         self, severity: Severity, device: str, measured: Value, threshold: str = "", host: str = ""
-    ) -> Finding:
+    ) -> DoctorFinding:
         gpu, said = device.removeprefix("GPU"), (self.remedy, self.command)
         remedy, command = (text.replace("{device}", device).replace("{gpu}", gpu) for text in said)
         threshold = threshold or self.threshold
@@ -71,28 +71,30 @@ class Rule:
             measured = int(measured)
         if severity in ("OK", "SKIP"):
             remedy = command = ""
-        return Finding(self.id, severity, host, device, measured, self.unit, threshold, self.source, remedy, command)
+        return DoctorFinding(
+            self.id, severity, host, device, measured, self.unit, threshold, self.source, remedy, command
+        )
 
 
-class Skip(Exception):  # noqa: N818
+class CheckSkipped(Exception):  # noqa: N818
     """A check has no meaning on this machine, or cannot look: the message says why."""
 
 
-def judge(
-    rule: Rule, measured: Mapping[str, Measured], wrong: Callable[[Measured], bool], threshold: str = ""
-) -> list[Finding]:
+def check_values(
+    rule: CheckRule, measured: Mapping[str, Measured], wrong: Callable[[Measured], bool], threshold: str = ""
+) -> list[DoctorFinding]:
     """What a rule says of some devices: those that break it, else one finding that all is well, with what was measured
     on them."""
-    broken = [rule.broken(device, value, threshold) for device, value in measured.items() if wrong(value)]
+    broken = [rule.violation(device, value, threshold) for device, value in measured.items() if wrong(value)]
     if broken:
         return broken
     values = sorted(set(measured.values()))
     if not values:
-        return [rule.skipped("nothing says")]
-    return [rule.well(values[0] if len(values) == 1 else f"{values[0]} to {values[-1]}")]
+        return [rule.skip("nothing says")]
+    return [rule.ok(values[0] if len(values) == 1 else f"{values[0]} to {values[-1]}")]
 
 
-def usual(values: Iterable[Measured]) -> Measured | None:
+def most_common(values: Iterable[Measured]) -> Measured | None:
     """The value that most have; of several as frequent the first. None of none."""
     counted = Counter(values).most_common(1)
     return counted[0][0] if counted else None

@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from phalanx.measure.calls import is_loss
+from phalanx.measure.calls import is_peer_loss
 from phalanx.measure.doctor.between import FAILED
 from phalanx.measure.doctor.clock import OFFSET_SECONDS
 from phalanx.measure.doctor.facts import Facts
-from phalanx.measure.doctor.finding import Finding, Rule, usual
+from phalanx.measure.doctor.finding import CheckRule, DoctorFinding, most_common
 from phalanx.measure.incident import FAILURES, read_failures
 from phalanx.spec.errors import UserError
 
@@ -38,26 +38,26 @@ COLLECTIVES = "collectives.json"
 """What the ranks of a run found together (`phalanx.train.checkup`)."""
 USERS_MISTAKE = 2
 """The code of a failure that is the user's to mend, and no host's."""
-NODES = Rule(
+NODES = CheckRule(
     "nodes.missing", "nodes that left word", "FAIL", "all of the run", "nodes", "the run (cluster.nodes)",
     "see why the others did not: unreachable, stuck, or not started",
     "sinfo -N; srun --nodes=N phalanx doctor RUN.toml --leave DIR",
 )  # fmt: skip
-BREAKS = Rule(
+BREAKS = CheckRule(
     "nodes.drift_breaks", f"{', '.join(MUST_AGREE)}", "FAIL", "that of most nodes", "",
     "Primus, GCM (drift against the majority)", "bring the node to what most have, or leave it out",
     "phalanx doctor --gather DIR --json",
 )  # fmt: skip
-DRIFT = Rule(
+DRIFT = CheckRule(
     "nodes.drift", "kernel, firmware, VBIOS, hardware, NCCL_* and other facts", "WARN", "those of most nodes", "",
     "Primus, GCM (drift against the majority)", "bring the node to what most have",
     "phalanx doctor --gather DIR --json",
 )  # fmt: skip
-CLOCK = Rule(
+CLOCK = CheckRule(
     "nodes.clock", "clock beside that of the shared storage, against the median node's", "FAIL",
     f"at most {OFFSET_SECONDS}", "s", "Primus (clock skew 30 s)", "set the clock of the node", "chronyc makestep",
 )  # fmt: skip
-OLD = Rule(
+OLD = CheckRule(
     "nodes.old", "age of a node's word beside the newest", "FAIL", f"at most {OLD_MINUTES}", "min",
     "ours: of a node that hangs now an old word would stand for it",
     "see whether the node answers now; give each check a directory of its own",
@@ -67,14 +67,14 @@ RULES = (NODES, OLD, BREAKS, DRIFT, CLOCK)
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeReport:
     """What a node leaves."""
 
     host: str
-    ahead_seconds: float
+    clock_offset_seconds: float
     """Of its clock, beside that of whoever stamps files of the shared storage."""
     facts: Facts
-    findings: tuple[Finding, ...]
+    findings: tuple[DoctorFinding, ...]
     job_nodes: tuple[str, ...] = ()
     """Those that were to leave word with it, where that is known."""
 
@@ -90,7 +90,7 @@ def storage_clock(directory: Path) -> float:
         return (before + time.time()) / 2 - os.stat(file.name).st_mtime
 
 
-def leave(directory: Path, node: Node) -> Path:
+def write_node_report(directory: Path, node: NodeReport) -> Path:
     """Write what a node found; returns the file."""
     file = directory / f"{re.sub(r'[^A-Za-z0-9._-]', '_', node.host)}{ENDING}"
     draft = file.with_suffix(".part")
@@ -99,7 +99,7 @@ def leave(directory: Path, node: Node) -> Path:
     return file
 
 
-def collect(directory: Path) -> list[Node]:
+def read_node_reports(directory: Path) -> list[NodeReport]:
     """What nodes left. Raises UserError where there is nothing, or where a file is none of theirs."""
     files = sorted(directory.glob(f"*{ENDING}"))
     if not files:
@@ -109,95 +109,99 @@ def collect(directory: Path) -> list[Node]:
     return [_node(file) for file in files]
 
 
-def old(directory: Path) -> list[Finding]:
+def stale_report_findings(directory: Path) -> list[DoctorFinding]:
     """Nodes that left word long before the last one did."""
     left = {_node(file).host: file.stat().st_mtime for file in directory.glob(f"*{ENDING}")}
     minutes = {host: round((max(left.values()) - seconds) / 60) for host, seconds in left.items()}
-    late = [OLD.broken("", age, host=host) for host, age in minutes.items() if age > OLD_MINUTES]
-    return late or [OLD.well(max(minutes.values()))]
+    late = [OLD.violation("", age, host=host) for host, age in minutes.items() if age > OLD_MINUTES]
+    return late or [OLD.ok(max(minutes.values()))]
 
 
-def of_collectives(directory: Path) -> list[Finding]:
+def collective_findings(directory: Path) -> list[DoctorFinding]:
     """What ranks found together and left there, or that they failed; of an old word only that it is old."""
     files = [*directory.glob(COLLECTIVES), *(directory / FAILURES).glob("rank-*.json")]
     if not files:
-        return [FAILED.skipped("no collectives were measured (phalanx.train.checkup)")]
+        return [FAILED.skip("no collectives were measured (phalanx.train.checkup)")]
     nodes = [file.stat().st_mtime for file in directory.glob(f"*{ENDING}")]
     minutes = round((max(nodes, default=0) - max(file.stat().st_mtime for file in files)) / 60)
     if minutes > OLD_MINUTES:
-        return [OLD.broken(files[-1].name, minutes)]
-    return [*(failed(directory) or [FAILED.well("all")]), *_found_together(directory)]
+        return [OLD.violation(files[-1].name, minutes)]
+    return [*(failed_rank_findings(directory) or [FAILED.ok("all")]), *_found_together(directory)]
 
 
-def failed(directory: Path) -> list[Finding]:
+def failed_rank_findings(directory: Path) -> list[DoctorFinding]:
     """Why ranks failed that left word there, each reason of a host once. Who only lost another is named where nobody
     says more, and blames no host; nor does a mistake in the run file."""
     words = list(read_failures(directory).values())
-    own = [word for word in words if not is_loss(str(word.get("reason")))]
+    own = [word for word in words if not is_peer_loss(str(word.get("reason")))]
     last_first = reversed(own or words[:1])
     told = {(_blamed(word) if own else "", str(word.get("reason"))): word["rank"] for word in last_first}
-    return [FAILED.broken(f"rank {rank}", reason, host=host) for (host, reason), rank in reversed(told.items())]
+    return [FAILED.violation(f"rank {rank}", reason, host=host) for (host, reason), rank in reversed(told.items())]
 
 
 def _blamed(word: Mapping[str, Any]) -> str:
     return "" if word.get("code") == USERS_MISTAKE else str(word.get("host", ""))
 
 
-def _found_together(directory: Path) -> list[Finding]:
+def _found_together(directory: Path) -> list[DoctorFinding]:
     """Raises UserError for another file of that name."""
     file = directory / COLLECTIVES
     try:
-        return [Finding(**finding) for finding in json.loads(file.read_text())] if file.exists() else []
+        return [DoctorFinding(**finding) for finding in json.loads(file.read_text())] if file.exists() else []
     except (OSError, ValueError, TypeError) as error:
         problem = f"is not what phalanx.train.checkup writes ({type(error).__name__})"
         raise UserError("--gather", str(file), problem, "remove it, and measure again") from None
 
 
-def _node(file: Path) -> Node:
+def _node(file: Path) -> NodeReport:
     try:
         known = json.loads(file.read_text())
-        found = tuple(Finding(**finding) for finding in known["findings"])
+        found = tuple(DoctorFinding(**finding) for finding in known["findings"])
         job = tuple(map(str, known.get("job_nodes", ())))
-        return Node(str(known["host"]), float(known["ahead_seconds"]), dict(known["facts"]), found, job)
+        return NodeReport(str(known["host"]), float(known["clock_offset_seconds"]), dict(known["facts"]), found, job)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"is not what a node leaves ({type(error).__name__})"
         raise UserError("--gather", str(file), problem, "run `phalanx doctor --leave` on that node again") from None
 
 
-def between(nodes: Sequence[Node], wanted: int = 0) -> list[Finding]:
+def compare_nodes(nodes: Sequence[NodeReport], wanted: int = 0) -> list[DoctorFinding]:
     """In which nodes differ from most, by facts and clocks. `wanted` nodes should have left word."""
     missing = _missing(nodes, wanted)
     names = sorted({name for node in nodes for name in node.facts})
     drift = [each for name in names for each in _drift(name, nodes)]
     return [
-        *(missing or [NODES.well(len(nodes))]),
-        *(drift or [DRIFT.well(f"{len(nodes)} nodes agree in {len(names)} facts")]),
-        *skew({node.host: node.ahead_seconds for node in nodes}),
+        *(missing or [NODES.ok(len(nodes))]),
+        *(drift or [DRIFT.ok(f"{len(nodes)} nodes agree in {len(names)} facts")]),
+        *clock_skew_findings({node.host: node.clock_offset_seconds for node in nodes}),
     ]
 
 
-def _missing(nodes: Sequence[Node], wanted: int) -> list[Finding]:
+def _missing(nodes: Sequence[NodeReport], wanted: int) -> list[DoctorFinding]:
     """Each node of the job that left no word; where their names are not known, how many did."""
     silent = {name for node in nodes for name in node.job_nodes} - {node.host for node in nodes}
     if silent:
-        return [NODES.broken("", "no word", "one of each node", host) for host in sorted(silent)]
-    return [NODES.broken("", len(nodes), f"{wanted}")] if len(nodes) < wanted else []
+        return [NODES.violation("", "no word", "one of each node", host) for host in sorted(silent)]
+    return [NODES.violation("", len(nodes), f"{wanted}")] if len(nodes) < wanted else []
 
 
-def skew(ahead_seconds: Mapping[str, float]) -> list[Finding]:
+def clock_skew_findings(ahead_seconds: Mapping[str, float]) -> list[DoctorFinding]:
     """Of hosts whose clocks are so far ahead of something, those that are far from the median."""
     middle = median(ahead_seconds.values())
     off = {host: round(seconds - middle, 1) for host, seconds in ahead_seconds.items()}
-    far = [CLOCK.broken("clock", seconds, host=host) for host, seconds in off.items() if abs(seconds) > OFFSET_SECONDS]
-    return far or [CLOCK.well(max(map(abs, off.values())))]
+    far = [
+        CLOCK.violation("clock", seconds, host=host) for host, seconds in off.items() if abs(seconds) > OFFSET_SECONDS
+    ]
+    return far or [CLOCK.ok(max(map(abs, off.values())))]
 
 
-def _drift(name: str, nodes: Sequence[Node]) -> list[Finding]:
+def _drift(name: str, nodes: Sequence[NodeReport]) -> list[DoctorFinding]:
     """The nodes with another value than more than half of them; if no value has so many, one finding of no host."""
     values = {node.host: node.facts.get(name, "none") for node in nodes}
-    rule, most = BREAKS if name in MUST_AGREE else DRIFT, usual(values.values())
+    rule, most = BREAKS if name in MUST_AGREE else DRIFT, most_common(values.values())
     if len(set(values.values())) == 1 or most is None:
         return []
     if 2 * list(values.values()).count(most) <= len(nodes):
-        return [rule.broken(name, "; ".join(f"{host}: {value}" for host, value in values.items()), "the same on all")]
-    return [rule.broken(name, value, most, host) for host, value in values.items() if value != most]
+        return [
+            rule.violation(name, "; ".join(f"{host}: {value}" for host, value in values.items()), "the same on all")
+        ]
+    return [rule.violation(name, value, most, host) for host, value in values.items() if value != most]

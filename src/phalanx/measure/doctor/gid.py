@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from phalanx.measure.doctor import ports
-from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge
+from phalanx.measure.doctor.expected import Expectations
+from phalanx.measure.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
 from phalanx.measure.doctor.machine import Machine
 
 V2, NEAR = "RoCE v2", "link-local RoCE v2"
@@ -12,13 +12,13 @@ LINK_LOCAL = "fe80:0000:0000:0000:"
 """Every port that is up has such a GID; no router forwards it, and NCCL never takes one by itself (validGid in its
 transport/net_ib.cc)."""
 INDEX = "NCCL_IB_GID_INDEX"
-ROUTABLE = Rule(
+ROUTABLE = CheckRule(
     "roce.gid", "RoCE v2 GIDs of each port, but link-local ones", "FAIL", "at least 1", "GIDs",
     "Primus (0 RoCE-v2 GIDs fail)",
     "give the interface of {device} an IP address, and the card RoCE v2 as its mode",
     "show_gids {device}; cma_roce_mode -d {device}",
 )  # fmt: skip
-CHOSEN = Rule(
+CHOSEN = CheckRule(
     "roce.gid_index", f"the GID that {INDEX} names", "FAIL", V2, "", "NCCL (NCCL_IB_GID_INDEX); RoCE v1 is not routed",
     f"set {INDEX} to the index of a RoCE v2 GID with an IPv4 address, or unset it: NCCL 2.21 and newer find it",
     "show_gids {device}",
@@ -26,31 +26,31 @@ CHOSEN = Rule(
 RULES = (ROUTABLE, CHOSEN)
 
 
-def check(machine: Machine, expected: Expected) -> list[Finding]:
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """Of the ports that NCCL would use and that are up."""
     over_ethernet = {
         name: port
-        for name, port in ports.selected(machine, expected).items()
+        for name, port in ports.selected_ports(machine, expected).items()
         if port.roce and (machine.read(f"{port.path}/state") or "").startswith("4:")
     }
     if not over_ethernet:
-        raise Skip("no RoCE port is up")
+        raise CheckSkipped("no RoCE port is up")
     index = machine.environment.get(INDEX, "-1")
     kinds = {name: _kinds(machine, port) for name, port in over_ethernet.items()}
     named = {name: mine.get(index, "none") for name, mine in kinds.items()}
     well = (V2,) if index == "-1" else (V2, NEAR)  # on a flat network the near one may be meant
     routed = {name: sum(kind in well for kind in mine.values()) for name, mine in kinds.items()}
-    chosen = judge(CHOSEN, named, lambda kind: kind not in well)
+    chosen = check_values(CHOSEN, named, lambda kind: kind not in well)
     return [
-        *judge(ROUTABLE, routed, lambda count: count < 1),
-        *([CHOSEN.skipped(f"{INDEX} is not set")] if index == "-1" else chosen),
+        *check_values(ROUTABLE, routed, lambda count: count < 1),
+        *([CHOSEN.skip(f"{INDEX} is not set")] if index == "-1" else chosen),
     ]
 
 
 def _kinds(machine: Machine, port: ports.Port) -> dict[str, str]:
     """The kind of each GID that is not zero, by index."""
     found = {}
-    for path in machine.listing(f"{port.path}/gids/*"):
+    for path in machine.glob(f"{port.path}/gids/*"):
         index, gid = path.rpartition("/")[2], machine.read(path) or ""
         if gid.replace(":", "").strip("0"):
             kind = machine.read(f"{port.path}/gid_attrs/types/{index}") or "unknown"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from phalanx.measure.doctor import pci, pcie
-from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.finding import Finding, Rule, Skip
-from phalanx.measure.doctor.machine import Machine, Stuck
+from phalanx.measure.doctor.expected import Expectations
+from phalanx.measure.doctor.finding import CheckRule, CheckSkipped, DoctorFinding
+from phalanx.measure.doctor.machine import CommandTimeout, Machine
 from phalanx.measure.doctor.smi import first_line
 
 OF_HARDWARE = frozenset((
@@ -18,44 +18,44 @@ OF_HARDWARE = frozenset((
 Blackwell (144 to 150). Others mostly follow from a program's mistake."""
 RECOVERY, HARMLESS = 154, ("None", "Drain P2P")
 """The Xid that says what the GPU needs now, and what of that is no reset and no reboot."""
-XID = Rule(
+XID = CheckRule(
     "kernel.xid", "Xids of hardware in the kernel's log", "FAIL", "none", "Xid",
     "OCI (its set of Xids); NVIDIA, XID Errors",
     "drain the node, reset {device} or reboot; replace the GPU if it comes back",
     "dmesg | grep -i xid; nvidia-bug-report.sh",
 )  # fmt: skip
-OTHER_XID = Rule(
+OTHER_XID = CheckRule(
     "kernel.xid_software", "other Xids in the kernel's log", "WARN", "none", "Xid", "NVIDIA, XID Errors",
     "most follow from a program's mistake; if other programs on {device} have them too, have it tested",
     "dmesg | grep -i xid",
 )  # fmt: skip
-SWITCH = Rule(
+SWITCH = CheckRule(
     "kernel.sxid", "fatal errors of NVSwitches in the kernel's log", "FAIL", "none", "SXid",
     "NVIDIA, Fabric Manager User Guide (SXid)", "drain the node; reset all GPUs and switches",
     "dmesg | grep -i sxid; nvidia-smi --gpu-reset",
 )  # fmt: skip
-LOST = Rule(
+LOST = CheckRule(
     "kernel.gpu_lost", "GPUs that fell off the bus", "FAIL", "none", "", "NVIDIA, XID Errors (79)",
     "drain the node, power it off and on; have {device} reseated", "dmesg | grep 'fallen off the bus'",
 )  # fmt: skip
-LIMITED = Rule(
+LIMITED = CheckRule(
     "kernel.pcie_limited", "GPUs and RDMA cards that the kernel says are limited", "WARN", "none", "",
     "Imbue (available PCIe bandwidth, limited by)", "have {device} reseated, or put it into another slot",
     "dmesg | grep 'limited by'",
 )  # fmt: skip
-AER = Rule(
+AER = CheckRule(
     "kernel.aer", "uncorrected PCIe errors in the kernel's log", "FAIL", "none", "", "Linux, PCIe AER; DCGM",
     "have {device} reseated", "dmesg | grep -i aer; lspci -s {device} -vv",
 )  # fmt: skip
-MACHINE_CHECK = Rule(
+MACHINE_CHECK = CheckRule(
     "kernel.machine_check", "errors of CPU or memory", "WARN", "none", "", "Linux, machine check",
     "have memory and CPU tested", "dmesg | grep -i 'hardware error'; ras-mc-ctl --summary",
 )  # fmt: skip
-OUT_OF_MEMORY = Rule(
+OUT_OF_MEMORY = CheckRule(
     "kernel.out_of_memory", "programs that the kernel killed for memory", "WARN", "none", "", "Linux (oom-killer)",
     "see whose memory it was, and whether that job is gone", "dmesg | grep -i 'killed process'",
 )  # fmt: skip
-DISK = Rule(
+DISK = CheckRule(
     "kernel.disk", "errors of disks, or file systems made read-only", "FAIL", "none", "", "Linux (blk, ext4, xfs)",
     "replace {device}; check its file system",
     "dmesg | grep -i -e 'I/O error' -e read-only; smartctl -a /dev/{device}",
@@ -85,10 +85,10 @@ SOURCES = (
 """Of the log; the journal may be read by some for whom dmesg may not, and keeps more."""
 
 
-def check(machine: Machine, _: Expected) -> list[Finding]:
+def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
     """One finding for each kind of trouble of each device, with what was said last."""
     text = _log(machine)
-    gpus, cards = pci.devices(machine, pci.GPU, pci.NVIDIA), pcie.rdma_cards(machine)
+    gpus, cards = pci.pci_devices(machine, pci.GPU, pci.NVIDIA), pcie.rdma_cards(machine)
     told = [
         each
         for each in _of_patterns(text)
@@ -96,10 +96,10 @@ def check(machine: Machine, _: Expected) -> list[Finding]:
     ]
     broken = [*_of_gpus(text), *told]
     ids = {finding.id for finding in broken}
-    return [*broken, *(rule.well("none") for rule in RULES if rule.id not in ids)]
+    return [*broken, *(rule.ok("none") for rule in RULES if rule.id not in ids)]
 
 
-def _lacks_lanes(limited: Finding) -> bool:
+def _lacks_lanes(limited: DoctorFinding) -> bool:
     """A GPU that is idle at boot rests at a low speed, on all its lanes."""
     return len(set(re.findall(r"x(\d+) link", str(limited.measured)))) > 1
 
@@ -108,11 +108,11 @@ def _log(machine: Machine) -> str:
     """Of all who keep one, the newest last: the kernel's own forgets what came first."""
     texts: list[str] = []
     said_by: list[str] = []
-    stuck: Stuck | None = None
+    stuck: CommandTimeout | None = None
     for name, *words in SOURCES:
         try:
-            said = machine.ask(name, *words)
-        except Stuck as error:
+            said = machine.run(name, *words)
+        except CommandTimeout as error:
             stuck = error
             continue
         if said is not None and not said.code and said.text.strip():
@@ -124,30 +124,30 @@ def _log(machine: Machine) -> str:
     if stuck:
         raise stuck
     if not said_by:
-        raise Skip("neither dmesg nor journalctl is there")
-    raise Skip(f"the kernel's log may not be read ({'; '.join(said_by)}): ask as root")
+        raise CheckSkipped("neither dmesg nor journalctl is there")
+    raise CheckSkipped(f"the kernel's log may not be read ({'; '.join(said_by)}): ask as root")
 
 
-def _of_gpus(text: str) -> list[Finding]:
+def _of_gpus(text: str) -> list[DoctorFinding]:
     """Xids, the last of each kind, of each GPU; of one that is lost, that."""
-    lost = sorted({pci.address(at.rstrip(":")) for at in A_LOSS.findall(text)})
-    last: dict[tuple[str, str], Finding] = {}
+    lost = sorted({pci.normalize_pci_address(at.rstrip(":")) for at in A_LOSS.findall(text)})
+    last: dict[tuple[str, str], DoctorFinding] = {}
     for place, number, said in AN_XID.findall(text):
-        at, xid, action = pci.address(place), int(number), AN_ACTION.search(said)
+        at, xid, action = pci.normalize_pci_address(place), int(number), AN_ACTION.search(said)
         if xid != RECOVERY or action is None:
             rule = XID if xid in OF_HARDWARE else OTHER_XID
-            last[at, rule.id] = rule.broken(at, xid)
+            last[at, rule.id] = rule.violation(at, xid)
         elif action[1] not in HARMLESS:  # an Xid before it says why
-            last.setdefault((at, XID.id), XID.broken(at, f"{xid}: {action[1]}"))
+            last.setdefault((at, XID.id), XID.violation(at, f"{xid}: {action[1]}"))
     xids = [finding for (at, _), finding in last.items() if at not in lost]
-    return [*(LOST.broken(at, "fallen off the bus") for at in lost), *xids]
+    return [*(LOST.violation(at, "fallen off the bus") for at in lost), *xids]
 
 
-def _of_patterns(text: str) -> list[Finding]:
-    last: dict[tuple[str, str], Finding] = {}
+def _of_patterns(text: str) -> list[DoctorFinding]:
+    last: dict[tuple[str, str], DoctorFinding] = {}
     for rule, pattern in PATTERNS:
         for match in re.finditer(pattern, text):
             groups = match.groupdict()
             device = groups.get("device") or ""
-            last[rule.id, device] = rule.broken(device, groups.get("what") or match[0])
+            last[rule.id, device] = rule.violation(device, groups.get("what") or match[0])
     return list(last.values())

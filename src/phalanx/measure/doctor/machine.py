@@ -14,7 +14,7 @@ from glob import glob
 from pathlib import Path
 from typing import IO
 
-from phalanx.measure.doctor.children import Answer, run
+from phalanx.measure.doctor.children import CommandOutput, run_command
 
 COMMANDS, ENVIRONMENT = "commands", "environment"
 VARIABLES = re.compile(
@@ -36,7 +36,7 @@ ENDED = re.compile(r"\n?\[(exit (-?\d+)|no answer)\]\s*$")
 """The last line of a recorded answer that was not well."""
 
 
-class Stuck(Exception):  # noqa: N818
+class CommandTimeout(Exception):  # noqa: N818
     """A program gave no answer in time."""
 
     def __init__(self, command: str, seconds: float) -> None:
@@ -83,14 +83,14 @@ class Machine:
         self._keep(path, text + "\n")
         return text
 
-    def listing(self, pattern: str) -> list[str]:
+    def glob(self, pattern: str) -> list[str]:
         """Paths by a pattern of the shell, in order."""
         found = sorted(f"/{path}" for path in glob(pattern.lstrip("/"), root_dir=self.root or "/"))
         for path in found if self.record else []:
             self._keep(path, None if self._place(path).is_dir() else "")
         return found
 
-    def ask(self, name: str, *words: str, seconds: float = COMMAND_SECONDS) -> Answer | None:
+    def run(self, name: str, *words: str, seconds: float = COMMAND_SECONDS) -> CommandOutput | None:
         """What a program answers; None where it is not installed. `name` is that of its record. Raises Stuck if it
         gives no answer in time."""
         answer = self._recorded(name) if self.root else _asked(words, seconds)
@@ -99,17 +99,17 @@ class Machine:
         end = "" if answer.code == 0 else "[no answer]\n" if answer.code is None else f"[exit {answer.code}]\n"
         self._keep(f"{COMMANDS}/{name}.txt", f"{answer.text.rstrip()}\n{end}")
         if answer.code is None:
-            raise Stuck(" ".join(words), seconds)
+            raise CommandTimeout(" ".join(words), seconds)
         return answer
 
-    def _recorded(self, name: str) -> Answer | None:
+    def _recorded(self, name: str) -> CommandOutput | None:
         text = self.read(f"/{COMMANDS}/{name}.txt")
         if text is None:
             return None
         end = ENDED.search(text)
         if end is None:
-            return Answer(text)
-        return Answer(text[: end.start()], int(end[2]) if end[2] else None)
+            return CommandOutput(text)
+        return CommandOutput(text[: end.start()], int(end[2]) if end[2] else None)
 
     def _read_before(self, path: str) -> str | None:
         with suppress(OSError):
@@ -141,12 +141,12 @@ def _pieces(file: IO[bytes]) -> Iterator[bytes]:
         yield piece
 
 
-def _asked(words: tuple[str, ...], seconds: float) -> Answer | None:
+def _asked(words: tuple[str, ...], seconds: float) -> CommandOutput | None:
     try:
-        return run(words, seconds)
+        return run_command(words, seconds)
     except OSError as error:
         there = shutil.which(words[0])
-        return Answer(f"{words[0]}: {error.strerror or error}", CANNOT_RUN) if there else None
+        return CommandOutput(f"{words[0]}: {error.strerror or error}", CANNOT_RUN) if there else None
 
 
 def _variables(text: str | None) -> dict[str, str]:

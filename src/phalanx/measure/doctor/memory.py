@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from phalanx.measure.doctor import pci
-from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge
+from phalanx.measure.doctor.expected import Expectations
+from phalanx.measure.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
 from phalanx.measure.doctor.machine import Machine
 
 GIB = 2**30
 LEAST_FREE = 0.1
-AVAILABLE = Rule(
+AVAILABLE = CheckRule(
     "memory.available", "share of memory that is available", "WARN", f"at least {100 * LEAST_FREE:g}", "%",
     "ours: below that the kernel reclaims while it works", "end what earlier jobs left behind",
     "ps aux --sort=-rss | head",
 )  # fmt: skip
-HEADROOM = Rule(
+HEADROOM = CheckRule(
     "memory.headroom", "memory that is available, where CPUs compute", "FAIL", "at least what the run's ranks need",
     "GiB", "the run (`phalanx memory`)", "free memory, start fewer ranks, or take a layout that needs less",
     "phalanx memory RUN.toml; free -h",
@@ -33,22 +33,22 @@ VERSION_1 = (
 cgroup-v1/memory.rst)."""
 
 
-def check(machine: Machine, expected: Expected) -> list[Finding]:
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """By /proc/meminfo, or by the limits of cgroups where they leave less."""
     known = sizes(machine)
     if not known.get("MemTotal") or "MemAvailable" not in known:
-        raise Skip("/proc/meminfo does not say")
+        raise CheckSkipped("/proc/meminfo does not say")
     total, available = known["MemTotal"], known["MemAvailable"]
     for limit, used in _groups(machine):
         total, available = min(total, limit), max(0, min(available, limit - used))
-    on_cpus = pci.on_cpus(machine, expected)
+    on_cpus = pci.runs_on_cpu(machine, expected)
     need = (expected.rank_bytes or 0) * (expected.ranks or 1) if on_cpus else 0
     is_run = on_cpus and expected.precision is not None
     why = "the layout, or how many ranks, is not said: --nproc" if is_run else "no run for CPUs"
     free, needed = {"": round(available / GIB, 2)}, f"at least {need / GIB:.2f}"
     return [
-        *judge(AVAILABLE, {"": round(100 * available / total)}, lambda percent: percent < 100 * LEAST_FREE),
-        *(judge(HEADROOM, free, lambda gib: gib < need / GIB, needed) if need else [HEADROOM.skipped(why)]),
+        *check_values(AVAILABLE, {"": round(100 * available / total)}, lambda percent: percent < 100 * LEAST_FREE),
+        *(check_values(HEADROOM, free, lambda gib: gib < need / GIB, needed) if need else [HEADROOM.skip(why)]),
     ]
 
 

@@ -5,28 +5,28 @@ from __future__ import annotations
 import re
 
 from phalanx.measure.doctor import pci
-from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge
+from phalanx.measure.doctor.expected import Expectations
+from phalanx.measure.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
 from phalanx.measure.doctor.machine import Machine
-from phalanx.measure.doctor.smi import number
+from phalanx.measure.doctor.smi import leading_number
 
-WIDTH = Rule(
+WIDTH = CheckRule(
     "pcie.width", "lanes in use", "FAIL", "as many as the device and its slot have", "lanes", "OCI (width 16)",
     "drain the node; have {device} reseated, or put it into a slot with all lanes",
     "lspci -s {device} -vv | grep -e LnkCap -e LnkSta",
 )  # fmt: skip
-SPEED = Rule(
+SPEED = CheckRule(
     "pcie.speed", "speed of a network card's link (those of idle GPUs rest lower)", "FAIL",
     "as fast as the device and its slot can", "GT/s", "Imbue (available PCIe bandwidth, limited by ...)",
     "have {device} reseated; check the slot's speed in the BIOS", "lspci -s {device} -vv | grep -e LnkCap -e LnkSta",
 )  # fmt: skip
-ERRORS = Rule(
+ERRORS = CheckRule(
     "pcie.errors", "fatal and non-fatal errors since boot", "WARN", "0", "errors",
     "Linux, PCIe AER statistics; DCGM counts replays",
     "watch whether they grow in a benchmark; have {device} reseated",
     "cat /sys/bus/pci/devices/{device}/aer_dev_*fatal; dmesg | grep -i aer",
 )  # fmt: skip
-NUMA = Rule(
+NUMA = CheckRule(
     "pcie.numa", "NUMA node of each device", "WARN", "known, where there are several", "",
     "Linux (numa_node is -1 if the BIOS is silent)",
     "update the BIOS, or set the node: processes are bound to the wrong CPUs else",
@@ -36,13 +36,13 @@ RULES = (WIDTH, SPEED, ERRORS, NUMA)
 TOTAL = re.compile(r"^TOTAL_ERR_\w+ (\d+)", re.MULTILINE)
 
 
-def check(machine: Machine, _: Expected) -> list[Finding]:
+def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
     """GPUs of NVIDIA, and network cards with RDMA."""
     cards = rdma_cards(machine)
-    looked_at = [*pci.devices(machine, pci.GPU, pci.NVIDIA), *cards]
+    looked_at = [*pci.pci_devices(machine, pci.GPU, pci.NVIDIA), *cards]
     if not looked_at:
-        raise Skip("no GPU and no RDMA card on the PCI bus")
-    several = len(machine.listing("/sys/devices/system/node/node[0-9]*")) > 1
+        raise CheckSkipped("no GPU and no RDMA card on the PCI bus")
+    several = len(machine.glob("/sys/devices/system/node/node[0-9]*")) > 1
     full = {at: _most(machine, at, "max_link_width") for at in looked_at}
     used = {at: _numbers(machine, at, "current_link_width") for at in looked_at}
     fast = {at: _most(machine, at, "max_link_speed") for at in cards}
@@ -52,15 +52,15 @@ def check(machine: Machine, _: Expected) -> list[Finding]:
     return [
         *_below(WIDTH, used, full),
         *_below(SPEED, runs, fast),
-        *judge(ERRORS, severe, lambda count: count > 0),
-        *(judge(NUMA, nodes, "-1".__eq__) if several else [NUMA.skipped("one NUMA node")]),
+        *check_values(ERRORS, severe, lambda count: count > 0),
+        *(check_values(NUMA, nodes, "-1".__eq__) if several else [NUMA.skip("one NUMA node")]),
     ]
 
 
 def rdma_cards(machine: Machine) -> list[str]:
     """Addresses of cards that have an RDMA device."""
     found = set()
-    for path in machine.listing("/sys/class/infiniband/*"):
+    for path in machine.glob("/sys/class/infiniband/*"):
         match = re.search(r"^PCI_SLOT_NAME=(\S+)", machine.read(f"{path}/device/uevent") or "", re.MULTILINE)
         found |= {match[1]} if match else set()
     return sorted(found)
@@ -74,18 +74,18 @@ def errors(machine: Machine, at: str) -> int | None:
 
 
 def _numbers(machine: Machine, at: str, name: str) -> float:
-    return number(machine.read(f"{pci.DEVICES}/{at}/{name}") or "") or 0
+    return leading_number(machine.read(f"{pci.DEVICES}/{at}/{name}") or "") or 0
 
 
 def _most(machine: Machine, at: str, name: str) -> float:
     """What a device and the slot that it sits in can, both."""
-    above = pci.port_above(machine, at)
+    above = pci.upstream_bridge(machine, at)
     ends = [_numbers(machine, each, name) for each in (at, above) if each]
     return min((value for value in ends if value > 0), default=0)
 
 
-def _below(rule: Rule, used: dict[str, float], most: dict[str, float]) -> list[Finding]:
+def _below(rule: CheckRule, used: dict[str, float], most: dict[str, float]) -> list[DoctorFinding]:
     """Devices that use less than they have; of virtual ones, which know 0 or nothing, nothing is said."""
     known = {at: value for at, value in used.items() if value > 0 and most[at] > 0}
-    below = [rule.broken(at, value, f"{most[at]:g}") for at, value in known.items() if value < most[at]]
-    return below or judge(rule, known, lambda _: False)
+    below = [rule.violation(at, value, f"{most[at]:g}") for at, value in known.items() if value < most[at]]
+    return below or check_values(rule, known, lambda _: False)

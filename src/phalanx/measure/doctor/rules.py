@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.measure.doctor import between, counters, examine, gather
-from phalanx.measure.doctor.finding import Rule
+from phalanx.measure.doctor.finding import CheckRule
 
 TITLES = {
     "gpus": "GPUs", "ecc": "Memory of GPUs", "nvlinks": "NVLink", "topology": "Topology", "pcie": "PCIe",
@@ -14,10 +14,10 @@ TITLES = {
 }  # fmt: skip
 
 
-def sections() -> dict[str, tuple[Rule, ...]]:
+def rule_sections() -> dict[str, tuple[CheckRule, ...]]:
     """Rules by what they are about."""
     return {
-        **{TITLES[examine.name_of(check)]: check.RULES for check in examine.CHECKS},
+        **{TITLES[examine.check_name(check)]: check.RULES for check in examine.CHECKS},
         "Whatever a check asks": examine.RULES,
         "Nodes beside each other (`--gather`)": gather.RULES,
         "Between nodes (`phalanx.train.checkup`, `--collectives`)": between.RULES,
@@ -25,18 +25,18 @@ def sections() -> dict[str, tuple[Rule, ...]]:
     }
 
 
-def table() -> str:
+def markdown_table() -> str:
     """In Markdown."""
     lines = []
-    for title, rules in sections().items():
+    for title, rules in rule_sections().items():
         lines += [f"## {title}", "", "| id | | measured | well | source | what to do |", "|---|---|---|---|---|---|"]
         for rule in rules:
             well = f"{rule.threshold} {rule.unit}".strip()
-            cells = (f"`{rule.id}`", rule.severity, rule.measures, well, rule.source, rule.remedy)
+            cells = (f"`{rule.id}`", rule.severity, rule.quantity, well, rule.source, rule.remedy)
             lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
         lines.append("")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(table())
+    print(markdown_table())

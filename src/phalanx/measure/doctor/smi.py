@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from phalanx.measure.doctor import pci
-from phalanx.measure.doctor.finding import Skip
-from phalanx.measure.doctor.machine import Machine, Stuck
+from phalanx.measure.doctor.finding import CheckSkipped
+from phalanx.measure.doctor.machine import CommandTimeout, Machine
 
 Row = dict[str, str]
 GPU_LINE = re.compile(r"GPU (\d+):")
@@ -18,51 +18,53 @@ BAD = re.compile(r"requires reset|is lost|Unknown Error")
 """In place of a value, of a GPU that does not answer."""
 
 
-def answer(machine: Machine, name: str, *words: str) -> str:
+def run_nvidia_smi(machine: Machine, name: str, *words: str) -> str:
     """What nvidia-smi says; raises Skip where it says nothing, which is for the check of GPUs to judge."""
     try:
-        said = machine.ask(name, "nvidia-smi", *words)
-    except Stuck as error:
-        raise Skip(str(error)) from None
+        said = machine.run(name, "nvidia-smi", *words)
+    except CommandTimeout as error:
+        raise CheckSkipped(str(error)) from None
     if said is None:
-        raise Skip("no NVIDIA GPU" if not pci.devices(machine, pci.GPU, pci.NVIDIA) else "no nvidia-smi")
+        raise CheckSkipped("no NVIDIA GPU" if not pci.pci_devices(machine, pci.GPU, pci.NVIDIA) else "no nvidia-smi")
     if said.code not in WELL:
-        raise Skip(f"nvidia-smi {' '.join(words)}: {first_line(said.text)}")
+        raise CheckSkipped(f"nvidia-smi {' '.join(words)}: {first_line(said.text)}")
     return said.text
 
 
-def query(machine: Machine, name: str, what: str, *fields: str) -> dict[str, Row]:
+def query_gpus(machine: Machine, name: str, what: str, *fields: str) -> dict[str, Row]:
     """Some fields of each GPU."""
-    return table(answer(machine, name, f"--query-{what}={','.join(fields)}", "--format=csv,nounits"), fields)
+    return parse_csv(
+        run_nvidia_smi(machine, name, f"--query-{what}={','.join(fields)}", "--format=csv,nounits"), fields
+    )
 
 
-def table(text: str, fields: tuple[str, ...]) -> dict[str, Row]:
+def parse_csv(text: str, fields: tuple[str, ...]) -> dict[str, Row]:
     """Rows of --format=csv,nounits by GPU: GPU0 by `index`, else by the first field. By order: what heads a column is
     not always what was asked for (clocks_throttle_reasons of new drivers). A row that is cut off has what it has."""
     lines = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if "," in line][1:]
     if not lines:
-        raise Skip(f"nvidia-smi has no table: {first_line(text)}")
+        raise CheckSkipped(f"nvidia-smi has no table: {first_line(text)}")
     rows = [dict(zip(fields, line, strict=False)) for line in lines]
     return {f"GPU{row['index']}" if "index" in row else row[fields[0]]: row for row in rows}
 
 
-def numbers(rows: dict[str, Row], field: str) -> dict[str, float]:
+def numeric_field(rows: dict[str, Row], field: str) -> dict[str, float]:
     """A field of each GPU that has a number there (not "[N/A]")."""
-    found = {gpu: number(row.get(field, "")) for gpu, row in rows.items()}
+    found = {gpu: leading_number(row.get(field, "")) for gpu, row in rows.items()}
     return {gpu: value for gpu, value in found.items() if value is not None}
 
 
-def words(rows: dict[str, Row], field: str) -> dict[str, str]:
+def text_field(rows: dict[str, Row], field: str) -> dict[str, str]:
     """A field of each GPU that has one (not "[N/A]" or "[Not Supported]")."""
     return {gpu: row[field] for gpu, row in rows.items() if row.get(field) and not NO_VALUE.search(row[field])}
 
 
-def bad(rows: dict[str, Row]) -> dict[str, str]:
+def unresponsive_gpus(rows: dict[str, Row]) -> dict[str, str]:
     """GPUs that the driver lists and that do not answer, with what stands in place of a value."""
     return {gpu: cell.strip("[]") for gpu, row in rows.items() for cell in row.values() if BAD.search(cell)}
 
 
-def by_gpu(text: str) -> dict[str, list[str]]:
+def split_by_gpu(text: str) -> dict[str, list[str]]:
     """The lines below each "GPU 0: ..." of nvidia-smi nvlink."""
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
@@ -74,7 +76,7 @@ def by_gpu(text: str) -> dict[str, list[str]]:
     return found
 
 
-def number(text: str) -> float | None:
+def leading_number(text: str) -> float | None:
     """The number that a text begins with."""
     match = re.match(r"\s*(-?\d+(\.\d+)?)", text)
     return float(match[1]) if match else None

@@ -10,29 +10,29 @@ from itertools import takewhile
 from typing import Any
 
 from phalanx.measure.doctor import pci, ports, smi
-from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.finding import Finding, Rule, Skip, judge
-from phalanx.measure.doctor.machine import Machine, Stuck
+from phalanx.measure.doctor.expected import Expectations
+from phalanx.measure.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
+from phalanx.measure.doctor.machine import CommandTimeout, Machine
 
 TORCH_SECONDS = 40
 """From a cold network disk its libraries take long."""
-IMPORTS = Rule(
+IMPORTS = CheckRule(
     "software.torch", "PyTorch", "FAIL", f"is imported within {TORCH_SECONDS} s", "", "ours",
     "install it, or move the environment to a faster disk", "python -X importtime -c 'import torch'",
 )  # fmt: skip
-CUDA = Rule(
+CUDA = CheckRule(
     "software.cuda", "GPUs that PyTorch can use", "FAIL", "all that nvidia-smi lists, or CUDA_VISIBLE_DEVICES names",
     "GPUs", "Primus (torch count = smi count)",
     "install a PyTorch for this driver's CUDA, or a newer driver",
     "python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'",
 )  # fmt: skip
-STARTS = Rule(
+STARTS = CheckRule(
     "software.cuda_starts", "a number on a GPU, by PyTorch", "FAIL", "is there", "",
     "CUDA (errors of its initialization: driver too old, system not yet initialized)",
     "install a PyTorch for this driver's CUDA, or a newer driver; at error 802 start the fabric manager",
     "python -c 'import torch; torch.zeros(1).cuda()'; nvidia-smi; systemctl status nvidia-fabricmanager",
 )  # fmt: skip
-PEER = Rule(
+PEER = CheckRule(
     "software.peer_memory", "nvidia_peermem, or dma-buf by the open kernel module", "WARN", "one of them is there", "",
     "NVIDIA, GPUDirect RDMA", "load it: RDMA goes through the host's memory else", "modprobe nvidia_peermem",
 )  # fmt: skip
@@ -55,19 +55,19 @@ class NotImportedError(Exception):
     """PyTorch cannot be imported: the message is its last word."""
 
 
-def check(machine: Machine, expected: Expected) -> list[Finding]:
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """PyTorch, and on nodes with GPUs the driver."""
     try:
         known = torch_facts(machine)
-    except Stuck:
-        return [IMPORTS.broken("torch", f"no answer in {TORCH_SECONDS} s")]
+    except CommandTimeout:
+        return [IMPORTS.violation("torch", f"no answer in {TORCH_SECONDS} s")]
     except NotImportedError as error:
-        return [IMPORTS.broken("torch", str(error))]
-    imported = IMPORTS.well(str(known["torch"]))
-    if not pci.devices(machine, pci.GPU, pci.NVIDIA) and not known["gpus"]:
-        return [imported, *(rule.skipped("no NVIDIA GPU") for rule in (CUDA, STARTS, PEER))]
+        return [IMPORTS.violation("torch", str(error))]
+    imported = IMPORTS.ok(str(known["torch"]))
+    if not pci.pci_devices(machine, pci.GPU, pci.NVIDIA) and not known["gpus"]:
+        return [imported, *(rule.skip("no NVIDIA GPU") for rule in (CUDA, STARTS, PEER))]
     if expected.gpus == 0:
-        used = [rule.skipped("the run is for CPUs") for rule in (CUDA, STARTS)]
+        used = [rule.skip("the run is for CPUs") for rule in (CUDA, STARTS)]
     else:
         used = [*_cuda(machine, known), _starts(known)]
     return [imported, *used, *_peer_memory(machine)]
@@ -77,9 +77,9 @@ def torch_facts(machine: Machine) -> dict[str, Any]:
     """Versions of PyTorch, its CUDA and NCCL, the GPUs that it sees and why it cannot use them, told by a
     process of its own. Raises NotImportedError with its last word where it does not tell, Skip where that was not
     recorded, and Stuck."""
-    said = machine.ask("torch", sys.executable, "-c", PROGRAM, seconds=TORCH_SECONDS)
+    said = machine.run("torch", sys.executable, "-c", PROGRAM, seconds=TORCH_SECONDS)
     if said is None:
-        raise Skip("not recorded")
+        raise CheckSkipped("not recorded")
     line = said.text.strip().rpartition("\n")[2]
     try:
         known = json.loads(line)
@@ -88,20 +88,20 @@ def torch_facts(machine: Machine) -> dict[str, Any]:
         raise NotImportedError(line or "nothing") from None
 
 
-def _cuda(machine: Machine, known: dict[str, Any]) -> list[Finding]:
+def _cuda(machine: Machine, known: dict[str, Any]) -> list[DoctorFinding]:
     visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
     try:
-        there = len(smi.query(machine, "smi_names", "gpu", "index", "name"))
-    except Skip as skipped:
-        return [CUDA.skipped(str(skipped))]
+        there = len(smi.query_gpus(machine, "smi_names", "gpu", "index", "name"))
+    except CheckSkipped as skipped:
+        return [CUDA.skip(str(skipped))]
     wanted = there if visible is None else min(there, _visible(visible))
-    return judge(CUDA, {"torch": int(known["gpus"])}, lambda count: count < wanted, f"{wanted}")
+    return check_values(CUDA, {"torch": int(known["gpus"])}, lambda count: count < wanted, f"{wanted}")
 
 
-def _starts(known: dict[str, Any]) -> Finding:
+def _starts(known: dict[str, Any]) -> DoctorFinding:
     if not known["gpus"]:
-        return STARTS.skipped("PyTorch sees no GPU")
-    return STARTS.broken("torch", str(known["error"])) if known["error"] else STARTS.well("yes")
+        return STARTS.skip("PyTorch sees no GPU")
+    return STARTS.violation("torch", str(known["error"])) if known["error"] else STARTS.ok("yes")
 
 
 def _visible(listed: str) -> int:
@@ -109,13 +109,13 @@ def _visible(listed: str) -> int:
     return len(list(takewhile(A_GPU.fullmatch, (name.strip() for name in listed.split(",")))))
 
 
-def _peer_memory(machine: Machine) -> list[Finding]:
-    if not ports.devices(machine):
-        return [PEER.skipped(ports.NONE)]
+def _peer_memory(machine: Machine) -> list[DoctorFinding]:
+    if not ports.rdma_devices(machine):
+        return [PEER.skip(ports.NONE)]
     opened = "Open Kernel Module" in (machine.read("/proc/driver/nvidia/version") or "")
     loaded = "nvidia_peermem" in (machine.read("/proc/modules") or "")
     return (
-        [PEER.well("nvidia_peermem" if loaded else "dma-buf")]
+        [PEER.ok("nvidia_peermem" if loaded else "dma-buf")]
         if loaded or opened
-        else [PEER.broken("nvidia_peermem", "not loaded")]
+        else [PEER.violation("nvidia_peermem", "not loaded")]
     )

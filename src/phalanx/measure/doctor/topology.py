@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from phalanx.measure.doctor import ports, smi
-from phalanx.measure.doctor.expected import Expected
-from phalanx.measure.doctor.finding import Finding, Rule, judge
+from phalanx.measure.doctor.expected import Expectations
+from phalanx.measure.doctor.finding import CheckRule, DoctorFinding, check_values
 from phalanx.measure.doctor.machine import Machine
 from phalanx.spec.errors import UserError
 from phalanx.spec.node import PATHS
@@ -12,16 +12,16 @@ from phalanx.spec.nvidia_smi import parse_matrix
 
 NEAR = "PXB"
 """NCCL takes GPUDirect RDMA up to here by default: over PCIe bridges, not over the CPU (NCCL_NET_GDR_LEVEL)."""
-READABLE = Rule(
+READABLE = CheckRule(
     "topology.readable", "the matrix of nvidia-smi topo -m", "WARN", "can be read", "", "phalanx.spec.nvidia_smi",
     "look at it: `phalanx placement` cannot use it", "nvidia-smi topo -m",
 )  # fmt: skip
-ISLANDS = Rule(
+ISLANDS = CheckRule(
     "topology.nvlink", "GPUs that NVLinks join", "FAIL", "groups of one size, each GPU with as many links", "",
     "NVIDIA, NVSwitch (every pair joined)", "drain the node: some GPUs talk over PCIe; reset GPUs and fabric manager",
     "nvidia-smi topo -m",
 )  # fmt: skip
-LOCALITY = Rule(
+LOCALITY = CheckRule(
     "topology.nic", "way from each GPU to its nearest network card", "WARN", f"PIX or {NEAR}", "",
     "NCCL (NCCL_NET_GDR_LEVEL, default PXB)",
     "give each GPU a card below its own PCIe switch, or have it moved there: data of {device} goes through the CPU",
@@ -30,14 +30,14 @@ LOCALITY = Rule(
 RULES = (READABLE, ISLANDS, LOCALITY)
 
 
-def check(machine: Machine, _: Expected) -> list[Finding]:
+def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
     """The matrix, if there are GPUs."""
     text = matrix(machine)
     try:
         node = parse_matrix(text)
     except UserError as error:
-        return [READABLE.broken("", error.problem)]
-    domains = node.domains()
+        return [READABLE.violation("", error.problem)]
+    domains = node.nvlink_domains()
     linked = [count for count in node.nvlinks if count is not None]
     sizes = sorted(len(domain) for domain in domains)
     uneven = len(set(sizes)) > 1 or len(set(linked)) > 1
@@ -47,12 +47,16 @@ def check(machine: Machine, _: Expected) -> list[Finding]:
     nearest = {gpu: min(paths, key=PATHS.index) for gpu, paths in zip(node.gpus, node.nic_paths, strict=True) if paths}
     far = PATHS[PATHS.index(NEAR) + 1 :]
     return [
-        READABLE.well(f"{len(node.gpus)} GPUs, {len(node.nics)} network cards"),
-        ISLANDS.broken(node.gpus[few], islands) if uneven else ISLANDS.well(islands),
-        *(judge(LOCALITY, nearest, far.__contains__) if ports.devices(machine) else [LOCALITY.skipped(ports.NONE)]),
+        READABLE.ok(f"{len(node.gpus)} GPUs, {len(node.nics)} network cards"),
+        ISLANDS.violation(node.gpus[few], islands) if uneven else ISLANDS.ok(islands),
+        *(
+            check_values(LOCALITY, nearest, far.__contains__)
+            if ports.rdma_devices(machine)
+            else [LOCALITY.skip(ports.NONE)]
+        ),
     ]
 
 
 def matrix(machine: Machine) -> str:
     """What nvidia-smi topo -m prints; raises Skip where there is no GPU."""
-    return smi.answer(machine, "smi_topology", "topo", "-m")
+    return smi.run_nvidia_smi(machine, "smi_topology", "topo", "-m")

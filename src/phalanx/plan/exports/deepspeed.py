@@ -5,28 +5,35 @@ from __future__ import annotations
 
 import json
 
-from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, refuse, usual_notes
+from phalanx.plan.exports.exported import (
+    ExportedConfig,
+    ExportJob,
+    UnsupportedOption,
+    check_export_supported,
+    common_notes,
+    unsupported_error,
+)
 
 Table = dict[str, object]
 
 GAPS = (
-    Gap("layout.schedule", (), 'use "1f1b"'),
-    Gap("layout.schedule_file", (), "remove it"),
-    Gap("optimizer.name", ("sgd",), 'use "adamw"'),
-    Gap("optimizer.decay", ("wsd",), 'use "cosine"'),
+    UnsupportedOption("layout.schedule", (), 'use "1f1b"'),
+    UnsupportedOption("layout.schedule_file", (), "remove it"),
+    UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
+    UnsupportedOption("optimizer.decay", ("wsd",), 'use "cosine"'),
 )
 STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
 
 
-def deepspeed(job: Job) -> Exported:
+def deepspeed(job: ExportJob) -> ExportedConfig:
     """Raises UserError for what DeepSpeed cannot express."""
-    refuse(job, "deepspeed", GAPS)
+    check_export_supported(job, "deepspeed", GAPS)
     _check(job)
     run, sizes = job.run, job.sizes
     table: Table = {
-        "train_batch_size": job.cut.sequences,
-        "train_micro_batch_size_per_gpu": job.cut.micro_batch,
-        "gradient_accumulation_steps": job.cut.accumulation,
+        "train_batch_size": job.cut.global_batch_size,
+        "train_micro_batch_size_per_gpu": job.cut.micro_batch_size,
+        "gradient_accumulation_steps": job.cut.gradient_accumulation_steps,
         "zero_optimization": _zero(job),
         "bf16": {"enabled": run.training.precision == "bf16"},
         "gradient_clipping": run.optimizer.clip_norm,
@@ -36,39 +43,39 @@ def deepspeed(job: Job) -> Exported:
         "optimizer": _optimizer(job),
         "scheduler": _scheduler(job),
     }
-    notes = [*_notes(job), *usual_notes(job, "deepspeed")]
-    return Exported(json.dumps(table, indent=2) + "\n", notes, "deepspeed.json")
+    notes = [*_notes(job), *common_notes(job, "deepspeed")]
+    return ExportedConfig(json.dumps(table, indent=2) + "\n", notes, "deepspeed.json")
 
 
-def _check(job: Job) -> None:
+def _check(job: ExportJob) -> None:
     layout, sizes = job.run.layout, job.sizes
     stage = STAGES[layout.data]
     if sizes.pp > 1 and stage > 1:
         why = "its pipelines go with stages 0 and 1 of ZeRO"
-        raise cannot("deepspeed", "layout.data", layout.data, 'use "ddp" or "zero1"', why)
+        raise unsupported_error("deepspeed", "layout.data", layout.data, 'use "ddp" or "zero1"', why)
     if sizes.tp > 1 and stage > 2:
         why = "its tensor parallelism (AutoTP) goes with stages up to 2 of ZeRO"
-        raise cannot("deepspeed", "layout.data", layout.data, 'use "zero2"', why)
+        raise unsupported_error("deepspeed", "layout.data", layout.data, 'use "zero2"', why)
     if sizes.tp > 1 and sizes.pp > 1:
         why = "AutoTP takes no pipelines"
-        raise cannot("deepspeed", "layout.tp", sizes.tp, "use layout.pp = 1", why)
+        raise unsupported_error("deepspeed", "layout.tp", sizes.tp, "use layout.pp = 1", why)
     if sizes.tp > 1 and layout.sequence_parallel:
         why = "AutoTP does not share the tokens"
-        raise cannot("deepspeed", "layout.sequence_parallel", True, "set it to false", why)
+        raise unsupported_error("deepspeed", "layout.sequence_parallel", True, "set it to false", why)
     if sizes.cp > 1 and layout.context == "ring":
-        raise cannot("deepspeed", "layout.context", "ring", 'use "ulysses"', "it exchanges tokens for heads")
+        raise unsupported_error("deepspeed", "layout.context", "ring", 'use "ulysses"', "it exchanges tokens for heads")
     if job.run.model.moe and stage > 2:
         why = "its experts go with stages up to 2 of ZeRO"
-        raise cannot("deepspeed", "layout.data", layout.data, 'use "zero2"', why)
+        raise unsupported_error("deepspeed", "layout.data", layout.data, 'use "zero2"', why)
     if layout.offload == "nvme" and stage < 3:
         why = "its files go with stage 3 of ZeRO"
-        raise cannot("deepspeed", "layout.offload", "nvme", 'use "cpu", or layout.data = "zero3"', why)
+        raise unsupported_error("deepspeed", "layout.offload", "nvme", 'use "cpu", or layout.data = "zero3"', why)
     if layout.data == "hsdp" and layout.offload != "none":
         why = "with MiCS, which is its hsdp, it is not documented"
-        raise cannot("deepspeed", "layout.offload", layout.offload, 'use layout.data = "zero3"', why)
+        raise unsupported_error("deepspeed", "layout.offload", layout.offload, 'use layout.data = "zero3"', why)
 
 
-def _zero(job: Job) -> Table:
+def _zero(job: ExportJob) -> Table:
     layout = job.run.layout
     place: Table = {"device": layout.offload}
     if layout.offload == "nvme":
@@ -81,13 +88,13 @@ def _zero(job: Job) -> Table:
     }
 
 
-def _optimizer(job: Job) -> Table:
+def _optimizer(job: ExportJob) -> Table:
     spec = job.run.optimizer
     rates = {"lr": job.learning_rate, "betas": list(spec.betas), "eps": spec.eps}
     return {"type": "AdamW", "params": {**rates, "weight_decay": spec.weight_decay}}
 
 
-def _scheduler(job: Job) -> Table:
+def _scheduler(job: ExportJob) -> Table:
     spec, steps = job.run.optimizer, job.run.training.steps
     warmup: Table = {"warmup_num_steps": max(1, spec.warmup_steps), "warmup_type": "linear"}
     if spec.decay == "cosine":
@@ -99,7 +106,7 @@ def _scheduler(job: Job) -> Table:
     return {"type": "WarmupLR", "params": warmup}
 
 
-def _notes(job: Job) -> list[str]:
+def _notes(job: ExportJob) -> list[str]:
     run, layout, sizes, spec = job.run, job.run.layout, job.sizes, job.run.model
     shape = (
         f"{spec.layers} layers, width {spec.width}, {spec.heads} heads of {spec.head_dim} ({spec.kv_heads} key/value)"

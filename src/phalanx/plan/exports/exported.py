@@ -9,8 +9,8 @@ from math import sqrt
 from typing import Literal
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Degrees
-from phalanx.spec.run import Cut, RunSpec
+from phalanx.spec.layout import ParallelDims
+from phalanx.spec.run import BatchPlan, RunSpec
 
 Trainer = Literal["megatron", "torchtitan", "deepspeed", "nanotron"]
 NAMES: dict[Trainer, str] = {
@@ -22,7 +22,7 @@ NAMES: dict[Trainer, str] = {
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedConfig:
     """Settings for another trainer."""
 
     text: str
@@ -34,19 +34,19 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class Job:
+class ExportJob:
     """A run on a number of ranks, and what follows from the two."""
 
     run: RunSpec
-    sizes: Degrees
-    cut: Cut
+    sizes: ParallelDims
+    cut: BatchPlan
     stages: list[range]
     """The layers of every pipeline stage, in order; all in one without a pipeline."""
 
     @property
     def learning_rate(self) -> float:
         """The peak, scaled as the run asks."""
-        return self.run.optimizer.learning_rate * self.cut.learning_rate
+        return self.run.optimizer.learning_rate * self.cut.learning_rate_scale
 
     @property
     def least_learning_rate(self) -> float:
@@ -68,7 +68,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Gap:
+class UnsupportedOption:
     """Values of a field that a trainer cannot express, and what it can instead."""
 
     field: str
@@ -77,15 +77,15 @@ class Gap:
     fix: str = "use another model"
 
 
-EVERYWHERE = (
-    Gap("layout.data", ("parameter_server",), 'use "zero1" or another'),
-    Gap("layout.heads", ("gathered",), "use a tensor-parallel degree that divides the heads"),
-    Gap("layout.compress", ("powersgd",), "remove it"),
-    Gap("training.precision", ("fp64",), 'use "bf16" or "fp32"'),
-    Gap("optimizer.name", ("muon",), 'use "adamw": no other Muon has the same updates'),
+UNSUPPORTED_EVERYWHERE = (
+    UnsupportedOption("layout.data", ("parameter_server",), 'use "zero1" or another'),
+    UnsupportedOption("layout.heads", ("gathered",), "use a tensor-parallel degree that divides the heads"),
+    UnsupportedOption("layout.compress", ("powersgd",), "remove it"),
+    UnsupportedOption("training.precision", ("fp64",), 'use "bf16" or "fp32"'),
+    UnsupportedOption("optimizer.name", ("muon",), 'use "adamw": no other Muon has the same updates'),
 )
 """What none of the four can express."""
-OWN_WAYS = (
+TRAINER_SPECIFIC = (
     "layout.bucket_mb", "layout.first_bucket_mb", "layout.static_graph", "layout.unused_parameters", "layout.wrap",
     "layout.prefetch", "layout.reshard", "training.compile",
 )  # fmt: skip
@@ -96,32 +96,32 @@ CHOSEN = ("optimizer.learning_rate", "training.steps")
 """What every training is to choose for itself, and is written for a trainer whether or not the run file has it."""
 
 
-def refuse(job: Job, trainer: Trainer, gaps: Sequence[Gap]) -> None:
+def check_export_supported(job: ExportJob, trainer: Trainer, gaps: Sequence[UnsupportedOption]) -> None:
     """Raise UserError for the first value that this trainer cannot express; the layout's are last, since another
     layout may do without them."""
-    for gap in sorted((*EVERYWHERE, *gaps), key=lambda gap: gap.field.startswith("layout.")):
+    for gap in sorted((*UNSUPPORTED_EVERYWHERE, *gaps), key=lambda gap: gap.field.startswith("layout.")):
         value, default = _value_and_default(job.run, gap.field)
         if value in gap.values if gap.values else value != default:
-            raise cannot(trainer, gap.field, value, gap.fix)
+            raise unsupported_error(trainer, gap.field, value, gap.fix)
 
 
-def cannot(trainer: Trainer, field: str, value: object, fix: str, why: str = "") -> UserError:
+def unsupported_error(trainer: Trainer, field: str, value: object, fix: str, why: str = "") -> UserError:
     """The error for a value that a trainer cannot express."""
     shown = value if isinstance(value, bool | int | float | str) else None
     return UserError(field, shown, f"cannot be written for {NAMES[trainer]}" + (f": {why}" if why else ""), fix)
 
 
-def usual_notes(job: Job, trainer: Trainer, *expressed: str) -> list[str]:
+def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]:
     """Notes on what no trainer is told, on what nobody chose, and on choices left to its own ways, but for those that
     it is told."""
     notes = [f"Data and tokenizer are not in here: give {NAMES[trainer]} yours.", *_unchosen(job.run)]
     if job.run.data.mask_documents:
         notes.append("Documents packed into one sequence are not hidden from each other (data.mask_documents = true).")
-    for field in OWN_WAYS:
+    for field in TRAINER_SPECIFIC:
         value, default = _value_and_default(job.run, field)
         if value != default and field not in expressed:
             notes.append(f"{field} = {value} is left out: {NAMES[trainer]} has its own ways.")
-    together = job.sizes.pp > 1 and job.sizes.dp > 1 and job.run.layout.outermost == "data"
+    together = job.sizes.pp > 1 and job.sizes.dp_size > 1 and job.run.layout.outermost == "data"
     if together and "layout.outermost" not in expressed:
         notes.append("Ranks with different data are nearer to each other there than those of a pipeline.")
     return notes
@@ -139,15 +139,15 @@ def _unchosen(run: RunSpec) -> list[str]:
     return [f"{' and '.join(values)}: {said}, not tuned for this model; set what you want."] if values else []
 
 
-def need_kv_heads(job: Job, trainer: Trainer) -> None:
+def check_kv_heads(job: ExportJob, trainer: Trainer) -> None:
     """Raise UserError where tensor-parallel ranks would have copies of key/value heads."""
     heads, tp = job.run.model.kv_heads, job.sizes.tp
     if heads % tp:
         fix = "lower it to a divisor of the key/value heads"
-        raise cannot(trainer, "layout.tp", tp, fix, f"it does not divide model.kv_heads ({heads})")
+        raise unsupported_error(trainer, "layout.tp", tp, fix, f"it does not divide model.kv_heads ({heads})")
 
 
-def commented(notes: Sequence[str], text: str) -> str:
+def with_comment_header(notes: Sequence[str], text: str) -> str:
     """A file that begins with its notes."""
     return "".join(f"# {note}\n" for note in notes) + text
 

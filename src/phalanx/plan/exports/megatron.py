@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import shlex
 
-from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, commented, need_kv_heads, refuse, usual_notes
+from phalanx.plan.exports.exported import (
+    ExportedConfig,
+    ExportJob,
+    UnsupportedOption,
+    check_export_supported,
+    check_kv_heads,
+    common_notes,
+    unsupported_error,
+    with_comment_header,
+)
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import MoESpec
 
@@ -13,38 +22,42 @@ Flags = dict[str, object]
 """Flags by name, without the dashes; True for those that take no value, and those with None are left out."""
 
 GAPS = (
-    Gap("layout.schedule", ("naive", "gpipe", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "interleaved"'),
-    Gap("layout.schedule_file", (), "remove it"),
-    Gap("layout.offload", ("nvme",), 'use "cpu" with layout.data = "zero1"'),
-    Gap("model.qk_norm", ("full",)),
-    Gap("model.rope.scaling", ("yarn",)),
+    UnsupportedOption(
+        "layout.schedule", ("naive", "gpipe", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "interleaved"'
+    ),
+    UnsupportedOption("layout.schedule_file", (), "remove it"),
+    UnsupportedOption("layout.offload", ("nvme",), 'use "cpu" with layout.data = "zero1"'),
+    UnsupportedOption("model.qk_norm", ("full",)),
+    UnsupportedOption("model.rope.scaling", ("yarn",)),
 )
 SHARDED_BY_FSDP = {"zero2": "optim_grads", "zero3": "optim_grads_params", "hsdp": "optim_grads_params"}
 LLAMA3_ROPE = (1.0, 4.0, 8192)
 """The other numbers of Llama 3's rope scaling, which Megatron-LM has fixed."""
 
 
-def megatron(job: Job) -> Exported:
+def megatron(job: ExportJob) -> ExportedConfig:
     """Raises UserError for what Megatron-LM cannot express."""
     run, layout = job.run, job.run.layout
-    refuse(job, "megatron", GAPS)
-    need_kv_heads(job, "megatron")
+    check_export_supported(job, "megatron", GAPS)
+    check_kv_heads(job, "megatron")
     if job.sizes.cp > 1 and run.training.sequence % (2 * job.sizes.cp):
         fix = f"use a multiple of {2 * job.sizes.cp}"
-        raise cannot("megatron", "training.sequence", run.training.sequence, fix, f"with layout.cp = {job.sizes.cp}")
+        raise unsupported_error(
+            "megatron", "training.sequence", run.training.sequence, fix, f"with layout.cp = {job.sizes.cp}"
+        )
     moe = _experts(job, run.model.moe) if run.model.moe else {}
     flags = _model(job) | _rope(job) | moe | _parallel(job) | _data_parallel(job) | _batch(job) | _optimizer(job)
-    notes = usual_notes(job, "megatron", *["layout.outermost"] * bool(flags["use-tp-pp-dp-mapping"]))
+    notes = common_notes(job, "megatron", *["layout.outermost"] * bool(flags["use-tp-pp-dp-mapping"]))
     if run.model.vocab % layout.tp:
         notes.append(f"The embedding is padded to a multiple of {layout.tp} rows.")
     if run.model.moe and run.model.moe.capacity_factor:
         notes.append("Experts' capacities are those of a micro-batch, not of each sequence.")
     if run.cluster.nodes > 1:
         notes.append("torchrun needs --node-rank and --master-addr (or --rdzv-endpoint) on every node.")
-    return Exported(commented(notes, _script(job, flags)), notes, "megatron.sh")
+    return ExportedConfig(with_comment_header(notes, _script(job, flags)), notes, "megatron.sh")
 
 
-def _script(job: Job, flags: Flags) -> str:
+def _script(job: ExportJob, flags: Flags) -> str:
     nodes = job.run.cluster.nodes
     start = f"torchrun --nnodes {nodes} --nproc-per-node {job.sizes.world_size // nodes} pretrain_gpt.py"
     if max(job.sizes.tp, job.sizes.cp) > 1 and job.run.layout.data not in SHARDED_BY_FSDP:
@@ -57,13 +70,15 @@ def _script(job: Job, flags: Flags) -> str:
     return " \\\n    ".join([start, *lines, '"$@"']) + "\n"
 
 
-def _model(job: Job) -> Flags:
+def _model(job: ExportJob) -> Flags:
     spec, sequence = job.run.model, job.run.training.sequence
     if spec.activation == "gelu_tanh" and not spec.bias:
         why = "its GELU by tanh is fused with a bias"
-        raise cannot("megatron", "model.activation", spec.activation, 'set model.bias, or use "gelu"', why)
+        raise unsupported_error("megatron", "model.activation", spec.activation, 'set model.bias, or use "gelu"', why)
     if spec.qk_norm == "head" and spec.norm == "layernorm":
-        raise cannot("megatron", "model.qk_norm", "head", 'use model.norm = "rmsnorm"', "its norms are all of one kind")
+        raise unsupported_error(
+            "megatron", "model.qk_norm", "head", 'use model.norm = "rmsnorm"', "its norms are all of one kind"
+        )
     return {
         "num-layers": spec.layers,
         "hidden-size": spec.width,
@@ -89,19 +104,19 @@ def _model(job: Job) -> Flags:
     }
 
 
-def _rope(job: Job) -> Flags:
+def _rope(job: ExportJob) -> Flags:
     if job.run.model.positions == "learned":
         return {"position-embedding-type": "learned_absolute"}
     rope = job.run.model.rope
     whole = {"model.rope.theta": rope.theta} | ({"model.rope.factor": rope.factor} if rope.scaling == "linear" else {})
     for field, value in whole.items():
         if value != int(value):
-            raise cannot("megatron", field, value, "round it", "it takes whole numbers")
+            raise unsupported_error("megatron", field, value, "round it", "it takes whole numbers")
     numbers = (rope.low_freq_factor, rope.high_freq_factor, rope.original_context)
     if rope.scaling == "llama3" and numbers != LLAMA3_ROPE:
         low, high, context = LLAMA3_ROPE
         fix = f"use low_freq_factor = {low}, high_freq_factor = {high} and original_context = {context}"
-        raise cannot("megatron", "model.rope.scaling", "llama3", fix, "it has its other numbers fixed")
+        raise unsupported_error("megatron", "model.rope.scaling", "llama3", fix, "it has its other numbers fixed")
     return {
         "position-embedding-type": "rope",
         "rotary-base": int(rope.theta),
@@ -111,7 +126,7 @@ def _rope(job: Job) -> Flags:
     }
 
 
-def _experts(job: Job, moe: MoESpec) -> Flags:
+def _experts(job: ExportJob, moe: MoESpec) -> Flags:
     spec, layout = job.run.model, job.run.layout
     _check_experts(moe, layout)
     return {
@@ -149,16 +164,16 @@ def _check_experts(moe: MoESpec, layout: Layout) -> None:
     if moe.normalize_top_k != sums_to_one:
         why = f"with top_k = {moe.top_k} and {moe.score} it {'always' if sums_to_one else 'never'} normalizes"
         fix = f"set it to {str(sums_to_one).lower()}"
-        raise cannot("megatron", "model.moe.normalize_top_k", moe.normalize_top_k, fix, why)
+        raise unsupported_error("megatron", "model.moe.normalize_top_k", moe.normalize_top_k, fix, why)
     if moe.bias_update_rate and moe.score == "softmax":
         why, fix = "its bias needs sigmoid scores", 'set it to 0, or model.moe.score = "sigmoid"'
-        raise cannot("megatron", "model.moe.bias_update_rate", moe.bias_update_rate, fix, why)
+        raise unsupported_error("megatron", "model.moe.bias_update_rate", moe.bias_update_rate, fix, why)
     if layout.tp > 1 and not layout.sequence_parallel:
         why = "with experts and tensor parallelism it needs it"
-        raise cannot("megatron", "layout.sequence_parallel", False, "set it to true", why)
+        raise unsupported_error("megatron", "layout.sequence_parallel", False, "set it to true", why)
 
 
-def _parallel(job: Job) -> Flags:
+def _parallel(job: ExportJob) -> Flags:
     layout, sizes = job.run.layout, job.sizes
     even = len({len(layers) for layers in job.stages}) == 1
     cut = "|".join("t" * len(layers) for layers in job.stages)
@@ -177,27 +192,27 @@ def _parallel(job: Job) -> Flags:
         "pipeline-model-parallel-layout": None if even else f"E{cut}L",
         "context-parallel-size": sizes.cp,
         "cp-comm-type": {"ring": "p2p", "ulysses": "a2a"}[layout.context] if sizes.cp > 1 else None,
-        "use-tp-pp-dp-mapping": sizes.pp > 1 and sizes.dp > 1 and inside,
+        "use-tp-pp-dp-mapping": sizes.pp > 1 and sizes.dp_size > 1 and inside,
         **recompute[layout.recompute],
     }
 
 
-def _data_parallel(job: Job) -> Flags:
+def _data_parallel(job: ExportJob) -> Flags:
     layout, sizes = job.run.layout, job.sizes
     if layout.offload == "cpu" and layout.data != "zero1":
         why = "it offloads optimizer state, and that of its distributed optimizer"
-        raise cannot("megatron", "layout.offload", "cpu", 'use layout.data = "zero1"', why)
+        raise unsupported_error("megatron", "layout.offload", "cpu", 'use layout.data = "zero1"', why)
     if layout.data not in SHARDED_BY_FSDP:
         return {
             "use-distributed-optimizer": layout.data == "zero1",
-            "overlap-grad-reduce": sizes.pp == 1 and sizes.dp > 1,
+            "overlap-grad-reduce": sizes.pp == 1 and sizes.dp_size > 1,
             "optimizer-cpu-offload": layout.offload == "cpu",
             "use-precision-aware-optimizer": layout.offload == "cpu",
             "grad-reduce-in-bf16": layout.compress == "bf16",
         }
     if sizes.pp > 1:
         why = "its FSDP is documented with tensor, context and expert parallelism, not with pipelines"
-        raise cannot("megatron", "layout.data", layout.data, 'use "ddp" or "zero1"', why)
+        raise unsupported_error("megatron", "layout.data", layout.data, 'use "ddp" or "zero1"', why)
     return {
         "use-megatron-fsdp": True,
         "data-parallel-sharding-strategy": SHARDED_BY_FSDP[layout.data],
@@ -208,18 +223,18 @@ def _data_parallel(job: Job) -> Flags:
     }
 
 
-def _batch(job: Job) -> Flags:
+def _batch(job: ExportJob) -> Flags:
     training = job.run.training
     return {
-        "micro-batch-size": job.cut.micro_batch,
-        "global-batch-size": job.cut.sequences,
+        "micro-batch-size": job.cut.micro_batch_size,
+        "global-batch-size": job.cut.global_batch_size,
         "train-iters": training.steps,
         "bf16": training.precision == "bf16",
         "seed": training.seed,
     }
 
 
-def _optimizer(job: Job) -> Flags:
+def _optimizer(job: ExportJob) -> Flags:
     spec, steps = job.run.optimizer, job.run.training.steps
     beta1, beta2 = spec.betas
     adam = {"adam-beta1": beta1, "adam-beta2": beta2, "adam-eps": spec.eps}

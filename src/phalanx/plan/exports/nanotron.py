@@ -6,38 +6,49 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, commented, need_kv_heads, refuse, usual_notes
+from phalanx.plan.exports.exported import (
+    ExportedConfig,
+    ExportJob,
+    UnsupportedOption,
+    check_export_supported,
+    check_kv_heads,
+    common_notes,
+    unsupported_error,
+    with_comment_header,
+)
 
 Table = dict[str, object]
 
 GAPS = (
-    Gap("layout.data", ("zero2", "zero3", "hsdp"), 'use "ddp" or "zero1"'),
-    Gap("layout.cp", (), "use layout.cp = 1"),
-    Gap("layout.schedule", ("naive", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "gpipe"'),
-    Gap("layout.schedule_file", (), "remove it"),
-    Gap("layout.offload", (), "remove it"),
-    Gap("layout.compress", ("bf16",), "remove it"),
-    Gap("layout.recompute", ("selective",), 'use "none" or "full"'),
-    Gap("training.precision", ("fp32",), 'use "bf16"'),
-    Gap("optimizer.name", ("sgd",), 'use "adamw"'),
-    Gap("model.norm", ("layernorm",)),
-    Gap("model.activation", ("gelu", "gelu_tanh")),
-    Gap("model.positions", ("learned",)),
-    Gap("model.qk_norm", ("head", "full")),
-    Gap("model.rope.scaling", ("linear", "llama3", "yarn")),
+    UnsupportedOption("layout.data", ("zero2", "zero3", "hsdp"), 'use "ddp" or "zero1"'),
+    UnsupportedOption("layout.cp", (), "use layout.cp = 1"),
+    UnsupportedOption(
+        "layout.schedule", ("naive", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "gpipe"'
+    ),
+    UnsupportedOption("layout.schedule_file", (), "remove it"),
+    UnsupportedOption("layout.offload", (), "remove it"),
+    UnsupportedOption("layout.compress", ("bf16",), "remove it"),
+    UnsupportedOption("layout.recompute", ("selective",), 'use "none" or "full"'),
+    UnsupportedOption("training.precision", ("fp32",), 'use "bf16"'),
+    UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
+    UnsupportedOption("model.norm", ("layernorm",)),
+    UnsupportedOption("model.activation", ("gelu", "gelu_tanh")),
+    UnsupportedOption("model.positions", ("learned",)),
+    UnsupportedOption("model.qk_norm", ("head", "full")),
+    UnsupportedOption("model.rope.scaling", ("linear", "llama3", "yarn")),
 )
 
 
-def nanotron(job: Job) -> Exported:
+def nanotron(job: ExportJob) -> ExportedConfig:
     """Raises UserError for what nanotron cannot express."""
     run = job.run
     if run.model.moe:
-        raise cannot("nanotron", "model.moe", None, "use another model", "its Llama has no experts")
+        raise unsupported_error("nanotron", "model.moe", None, "use another model", "its Llama has no experts")
     if run.model.head_dim * run.model.heads != run.model.width:
         fix = f"use {run.model.width // run.model.heads}"
-        raise cannot("nanotron", "model.head_dim", run.model.head_dim, fix, "its heads share the width")
-    refuse(job, "nanotron", GAPS)
-    need_kv_heads(job, "nanotron")
+        raise unsupported_error("nanotron", "model.head_dim", run.model.head_dim, fix, "its heads share the width")
+    check_export_supported(job, "nanotron", GAPS)
+    check_kv_heads(job, "nanotron")
     tables: Table = {
         "general": {"project": "phalanx", "run": run.name, "seed": run.training.seed},
         "parallelism": _parallelism(job),
@@ -50,19 +61,19 @@ def nanotron(job: Job) -> Exported:
             {"name": "all", "start_training_step": 1, "data": {"dataset": None, "seed": run.training.seed}}
         ],
     }
-    notes = usual_notes(job, "nanotron", "layout.bucket_mb")
+    notes = common_notes(job, "nanotron", "layout.bucket_mb")
     notes.append("dataset: null trains on made-up tokens. Vectors decay as matrices do.")
     if job.sizes.pp > 1:
         layers = "/".join(str(len(stage)) for stage in job.stages)
         notes.append(f"nanotron cuts the pipeline itself; here stages have {layers} layers.")
-    return Exported(commented(notes, "\n".join(_yaml(tables)) + "\n"), notes, "nanotron.yaml")
+    return ExportedConfig(with_comment_header(notes, "\n".join(_yaml(tables)) + "\n"), notes, "nanotron.yaml")
 
 
-def _parallelism(job: Job) -> Table:
+def _parallelism(job: ExportJob) -> Table:
     layout, sizes = job.run.layout, job.sizes
     shared = sizes.tp > 1 and layout.sequence_parallel
     return {
-        "dp": sizes.dp,
+        "dp": sizes.dp_size,
         "pp": sizes.pp,
         "tp": sizes.tp,
         "expert_parallel_size": sizes.ep,
@@ -74,7 +85,7 @@ def _parallelism(job: Job) -> Table:
     }
 
 
-def _model(job: Job) -> Table:
+def _model(job: ExportJob) -> Table:
     spec = job.run.model
     config = {
         "is_llama_config": True,
@@ -98,21 +109,21 @@ def _model(job: Job) -> Table:
     }
 
 
-def _tokens(job: Job) -> Table:
+def _tokens(job: ExportJob) -> Table:
     return {
         "sequence_length": job.run.training.sequence,
         "train_steps": job.run.training.steps,
-        "micro_batch_size": job.cut.micro_batch,
-        "batch_accumulation_per_replica": job.cut.accumulation,
+        "micro_batch_size": job.cut.micro_batch_size,
+        "batch_accumulation_per_replica": job.cut.gradient_accumulation_steps,
     }
 
 
-def _interval(job: Job) -> int:
+def _interval(job: ExportJob) -> int:
     every = job.run.checkpoint.every
     return 500 if every == "auto" else every or job.run.training.steps
 
 
-def _optimizer(job: Job) -> Table:
+def _optimizer(job: ExportJob) -> Table:
     spec, steps = job.run.optimizer, job.run.training.steps
     beta1, beta2 = spec.betas
     adam = {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": spec.eps, "torch_adam_is_fused": True}

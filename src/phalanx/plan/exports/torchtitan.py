@@ -5,28 +5,37 @@ from __future__ import annotations
 
 import tomli_w
 
-from phalanx.plan.exports.exported import Exported, Gap, Job, cannot, commented, need_kv_heads, refuse, usual_notes
-from phalanx.schedule.named import any_schedule_of
+from phalanx.plan.exports.exported import (
+    ExportedConfig,
+    ExportJob,
+    UnsupportedOption,
+    check_export_supported,
+    check_kv_heads,
+    common_notes,
+    unsupported_error,
+    with_comment_header,
+)
+from phalanx.schedule.named import representative_schedule
 
 Table = dict[str, object]
 
 IN_A_FILE = "write it with `phalanx pipeline show NAME --out FILE` and set layout.schedule_file"
 GAPS = (
-    Gap("layout.data", ("zero1",), 'use "zero2"'),
-    Gap("layout.schedule", ("naive", "zb-h1", "zb-h2"), IN_A_FILE),
-    Gap("layout.context", ("ulysses",), 'use "ring"'),
-    Gap("layout.compress", ("bf16",), "remove it"),
-    Gap("layout.recompute", ("selective",), 'use "none" or "full": its own "selective" keeps attention'),
-    Gap("layout.offload", ("nvme",), 'use "cpu"'),
-    Gap("optimizer.name", ("sgd",), 'use "adamw"'),
-    Gap("model.norm", ("layernorm",)),
-    Gap("model.activation", ("gelu", "gelu_tanh")),
-    Gap("model.positions", ("learned",)),
-    Gap("model.qk_norm", ("full",)),
-    Gap("model.rope.scaling", ("linear", "llama3"), "use a flavor of torchtitan's own llama3"),
-    Gap("model.rope.scaling", ("yarn",)),
-    Gap("model.moe.first_dense", ()),
-    Gap("model.moe.capacity_factor", (), "remove it"),
+    UnsupportedOption("layout.data", ("zero1",), 'use "zero2"'),
+    UnsupportedOption("layout.schedule", ("naive", "zb-h1", "zb-h2"), IN_A_FILE),
+    UnsupportedOption("layout.context", ("ulysses",), 'use "ring"'),
+    UnsupportedOption("layout.compress", ("bf16",), "remove it"),
+    UnsupportedOption("layout.recompute", ("selective",), 'use "none" or "full": its own "selective" keeps attention'),
+    UnsupportedOption("layout.offload", ("nvme",), 'use "cpu"'),
+    UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
+    UnsupportedOption("model.norm", ("layernorm",)),
+    UnsupportedOption("model.activation", ("gelu", "gelu_tanh")),
+    UnsupportedOption("model.positions", ("learned",)),
+    UnsupportedOption("model.qk_norm", ("full",)),
+    UnsupportedOption("model.rope.scaling", ("linear", "llama3"), "use a flavor of torchtitan's own llama3"),
+    UnsupportedOption("model.rope.scaling", ("yarn",)),
+    UnsupportedOption("model.moe.first_dense", ()),
+    UnsupportedOption("model.moe.capacity_factor", (), "remove it"),
 )
 SCHEDULES = {
     "1f1b": "1F1B",
@@ -38,11 +47,11 @@ SCHEDULES = {
 """Names of torch.distributed.pipelining.schedules.get_schedule_class."""
 
 
-def torchtitan(job: Job) -> Exported:
+def torchtitan(job: ExportJob) -> ExportedConfig:
     """Raises UserError for what torchtitan cannot express."""
     run = job.run
-    refuse(job, "torchtitan", GAPS)
-    need_kv_heads(job, "torchtitan")
+    check_export_supported(job, "torchtitan", GAPS)
+    check_kv_heads(job, "torchtitan")
     _check(job)
     tables = {
         "model": {"name": "qwen3", "flavor": run.name},
@@ -53,41 +62,45 @@ def torchtitan(job: Job) -> Exported:
         "optimizer": _optimizer(job),
         "lr_scheduler": _lr_scheduler(job),
     }
-    notes = [*_notes(job), *usual_notes(job, "torchtitan", "training.compile", "layout.reshard")]
-    return Exported(commented(notes, tomli_w.dumps(tables)), notes, "torchtitan.toml")
+    notes = [*_notes(job), *common_notes(job, "torchtitan", "training.compile", "layout.reshard")]
+    return ExportedConfig(with_comment_header(notes, tomli_w.dumps(tables)), notes, "torchtitan.toml")
 
 
-def _check(job: Job) -> None:
+def _check(job: ExportJob) -> None:
     layout, training, sizes = job.run.layout, job.run.training, job.sizes
     if training.sequence % (2 * sizes.cp * sizes.tp):
         fix = f"use a multiple of {2 * sizes.cp * sizes.tp}"
-        raise cannot("torchtitan", "training.sequence", training.sequence, fix, "it needs one of 2 x cp x tp")
+        raise unsupported_error(
+            "torchtitan", "training.sequence", training.sequence, fix, "it needs one of 2 x cp x tp"
+        )
     if training.precision == "bf16" and sizes.dp_shard * sizes.cp == 1 < sizes.tp * sizes.pp:
         why, fix = "its mixed precision is FSDP's", 'use layout.data = "zero3" on more ranks'
-        raise cannot("torchtitan", "training.precision", "bf16", fix, why)
-    if layout.data == "ddp" and sizes.dp > 1 and sizes.pp * sizes.cp * sizes.tp > 1:
+        raise unsupported_error("torchtitan", "training.precision", "bf16", fix, why)
+    if layout.data == "ddp" and sizes.dp_size > 1 and sizes.pp * sizes.cp * sizes.tp > 1:
         why = "its DDP goes with no other parallelism"
-        raise cannot("torchtitan", "layout.data", "ddp", 'use "zero2" or "zero3"', why)
+        raise unsupported_error("torchtitan", "layout.data", "ddp", 'use "zero2" or "zero3"', why)
     if sizes.tp > 1 and not layout.sequence_parallel:
-        raise cannot("torchtitan", "layout.sequence_parallel", False, "set it to true")
+        raise unsupported_error("torchtitan", "layout.sequence_parallel", False, "set it to true")
     if sizes.ep > 1 and sizes.ep % (sizes.cp * sizes.tp):
         whole = sizes.cp * sizes.tp
         why = f"it shares experts between all {whole} context- and tensor-parallel ranks"
-        raise cannot("torchtitan", "layout.ep", sizes.ep, f"use a multiple of {whole}", why)
+        raise unsupported_error("torchtitan", "layout.ep", sizes.ep, f"use a multiple of {whole}", why)
     if sizes.pp > 1 and job.run.model.tied:
         why = "its pipelines have no tied embeddings"
-        raise cannot("torchtitan", "model.tied", True, "set it to false", why)
-    rank_of = any_schedule_of(layout).rank_of if layout.schedule_file else {}
+        raise unsupported_error("torchtitan", "model.tied", True, "set it to false", why)
+    rank_of = representative_schedule(layout).rank_of if layout.schedule_file else {}
     if layout.schedule_file and any(rank_of[stage] != stage % layout.pp for stage in range(len(rank_of))):
         why = "from a file it takes only schedules whose stage s is of rank s mod pp"
-        raise cannot("torchtitan", "layout.schedule_file", layout.schedule_file, 'use "zb-v" or "dualpipe-v"', why)
+        raise unsupported_error(
+            "torchtitan", "layout.schedule_file", layout.schedule_file, 'use "zb-v" or "dualpipe-v"', why
+        )
 
 
-def _training(job: Job) -> Table:
+def _training(job: ExportJob) -> Table:
     training, cut = job.run.training, job.cut
     return {
-        "local_batch_size": cut.micro_batch * (cut.accumulation if job.sizes.pp > 1 else 1),
-        "global_batch_size": cut.sequences,
+        "local_batch_size": cut.micro_batch_size * (cut.gradient_accumulation_steps if job.sizes.pp > 1 else 1),
+        "global_batch_size": cut.global_batch_size,
         "seq_len": training.sequence,
         "steps": training.steps,
         "max_norm": job.run.optimizer.clip_norm or float("inf"),
@@ -97,7 +110,7 @@ def _training(job: Job) -> Table:
     }
 
 
-def _parallelism(job: Job) -> Table:
+def _parallelism(job: ExportJob) -> Table:
     layout, sizes = job.run.layout, job.sizes
     kept = layout.data == "zero2" or sizes.pp > 1 or not layout.reshard
     return {
@@ -113,7 +126,7 @@ def _parallelism(job: Job) -> Table:
     }
 
 
-def _pipeline(job: Job) -> Table:
+def _pipeline(job: ExportJob) -> Table:
     """The schedule, and the modules of every stage by the names of torchtitan's models."""
     layout = job.run.layout
     parts = [[f"layers.{layer}" for layer in layers] for layers in job.stages]
@@ -123,19 +136,19 @@ def _pipeline(job: Job) -> Table:
     return {
         "pipeline_parallel_schedule": "PipelineScheduleMulti" if file else SCHEDULES[layout.schedule],
         **({"pipeline_parallel_schedule_csv": file} if file else {}),
-        "pipeline_parallel_microbatch_size": job.cut.micro_batch,
+        "pipeline_parallel_microbatch_size": job.cut.micro_batch_size,
         "module_fqns_per_model_part": parts,
     }
 
 
-def _optimizer(job: Job) -> Table:
+def _optimizer(job: ExportJob) -> Table:
     spec = job.run.optimizer
     beta1, beta2 = spec.betas
     numbers = {"lr": job.learning_rate, "beta1": beta1, "beta2": beta2, "eps": spec.eps}
     return {"name": "AdamW", **numbers, "weight_decay": spec.weight_decay}
 
 
-def _lr_scheduler(job: Job) -> Table:
+def _lr_scheduler(job: ExportJob) -> Table:
     spec = job.run.optimizer
     return {
         "warmup_steps": spec.warmup_steps,
@@ -145,7 +158,7 @@ def _lr_scheduler(job: Job) -> Table:
     }
 
 
-def _notes(job: Job) -> list[str]:
+def _notes(job: ExportJob) -> list[str]:
     run, layout = job.run, job.run.layout
     notes = [
         f'Models are Python there: add the flavor "{run.name}" to those in torchtitan/models/qwen3/__init__.py:',
@@ -161,7 +174,7 @@ def _notes(job: Job) -> list[str]:
     return notes
 
 
-def _model(job: Job) -> str:
+def _model(job: ExportJob) -> str:
     """The model as Python: qwen3, which without the norms of queries and keys is Llama."""
     spec = job.run.model
     values: Table = {

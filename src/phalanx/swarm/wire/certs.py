@@ -25,7 +25,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Of a member: it is also the name of its files."""
 
 
-def make_authority(folder: Path) -> None:
+def create_certificate_authority(folder: Path) -> None:
     """A new authority. Raises UserError if the folder has one."""
     if (folder / "ca.key").exists():
         raise UserError("certs", str(folder), "has an authority already", "issue by it, or name another folder")
@@ -41,7 +41,7 @@ def make_authority(folder: Path) -> None:
     (folder / "ca.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
 
-def issue(folder: Path, member: str, hosts: list[str], days: float = DAYS) -> Path:
+def issue_certificate(folder: Path, member: str, hosts: list[str], days: float = DAYS) -> Path:
     """A certificate for a member; of a coordinator with the names and addresses that nodes reach it by.
 
     Raises UserError for a name that is none, or is taken, or where there is no authority.
@@ -75,7 +75,7 @@ def issue(folder: Path, member: str, hosts: list[str], days: float = DAYS) -> Pa
     return place
 
 
-def member_of(folder: Path) -> str:
+def certificate_member(folder: Path) -> str:
     """Whose certificate is in a member's folder. Raises UserError where there is none, or it has run out."""
     try:
         certificate = x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())

@@ -11,11 +11,11 @@ import grpc
 import xxhash
 
 from phalanx.spec.errors import UserError
-from phalanx.swarm.coordinator import Task
-from phalanx.swarm.guards import BUSY, Refused
+from phalanx.swarm.coordinator import NodeTask
+from phalanx.swarm.guards import BUSY, UpdateRejected
 from phalanx.swarm.ledger import ALREADY
 from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.wire.service import OPTIONS, SERVICE, VERSION, Message, chunks, pack, unpack
+from phalanx.swarm.wire.service import OPTIONS, SERVICE, VERSION, Message, file_chunks, pack, unpack
 
 PATIENCE_SECONDS = 600.0
 """For which a node tries to reach a coordinator that it has reached before."""
@@ -45,11 +45,11 @@ FOR_GOOD = tuple(REASONS)[:-1]
 T = TypeVar("T")
 
 
-class Gone(Exception):  # noqa: N818 - not an error: all weights are there instead
+class RoundExpired(Exception):  # noqa: N818 - not an error: all weights are there instead
     """A round's result that is not kept any more."""
 
 
-class Client:
+class SwarmClient:
     """A link to a coordinator."""
 
     def __init__(self, address: str, certificates: Path, say: Callable[[str], None] = lambda said: None) -> None:
@@ -77,17 +77,17 @@ class Client:
         """See `server.Calls.join`."""
         return self._ask("join", {"version": VERSION, **message})
 
-    def hear(self) -> Task:
+    def heartbeat(self) -> NodeTask:
         """Say that it is there; what it is to do."""
-        return _task(self._ask("hear", {}))
+        return _task(self._ask("heartbeat", {}))
 
-    def wait(self, round: int | None = None, committed: int | None = None) -> Task:
+    def wait(self, round: int | None = None, committed: int | None = None) -> NodeTask:
         """Until it is in a round from this one on, or so many are committed, or the last one is."""
-        while (task := self.wait_a_while(round, committed)) is None:
+        while (task := self.poll(round, committed)) is None:
             pass
         return task
 
-    def wait_a_while(self, round: int | None = None, committed: int | None = None) -> Task | None:
+    def poll(self, round: int | None = None, committed: int | None = None) -> NodeTask | None:
         """The same for half a minute at most: None if it is not so yet. It joins again if it was taken for gone."""
         wanted = {"round": round, "committed": committed, "seconds": WAIT_SECONDS}
         task = _task(self._ask("wait", wanted, WAIT_SECONDS + CALL_SECONDS))
@@ -110,9 +110,9 @@ class Client:
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
-    def put(self, path: Path, round: int, tokens: int, steps: int) -> None:
+    def upload_update(self, path: Path, round: int, tokens: int, steps: int) -> None:
         """Send an update. Raises Refused where it does not count."""
-        size, mark = path.stat().st_size, mark_of(path)
+        size, mark = path.stat().st_size, update_id(path)
         call, tries = self._channel.stream_unary(f"/{SERVICE}/put"), 0
 
         def send() -> None:
@@ -125,7 +125,7 @@ class Client:
                 yield pack(head)
                 seen = xxhash.xxh3_128()
                 with path.open("rb") as file:
-                    for chunk in chunks(file):
+                    for chunk in file_chunks(file):
                         seen.update(chunk)
                         new = chunk[max(0, here - (file.tell() - len(chunk))) :]
                         self.sent_bytes += len(new)
@@ -137,11 +137,13 @@ class Client:
 
         try:
             self._tried(send)
-        except Refused as refused:
+        except UpdateRejected as refused:
             if tries == 1 or not str(refused).startswith(ALREADY):  # else its answer was lost with the link
                 raise
 
-    def get(self, path: Path, round: int | None, own: Sequence[str], shapes: Callable[[str], tuple[int, ...]]) -> int:
+    def download_round(
+        self, path: Path, round: int | None, own: Sequence[str], shapes: Callable[[str], tuple[int, ...]]
+    ) -> int:
         """Receive what a round came to, but for the node's own pieces, into a file; or all weights. Returns how many
         rounds are committed. `shapes` are those of pieces by name. Where the link breaks it goes on with the next one.
 
@@ -162,7 +164,7 @@ class Client:
             self.counted = bool(head["counted"])
             if not done:
                 kind, committed = "F32" if round is None else "U8", int(head["committed"])
-                TensorFile.renew(path, {key: shapes(key) for key in head["pieces"]}, kind).close()
+                TensorFile.recreate(path, {key: shapes(key) for key in head["pieces"]}, kind).close()
             with TensorFile(path, writable=True) as file:
                 left = memoryview(b"")
                 for key, digest in head["pieces"].items():
@@ -173,7 +175,7 @@ class Client:
             try:
                 self._tried(receive)
                 return committed
-            except Gone:  # all weights are kept for a while only; the present ones are there
+            except RoundExpired:  # all weights are kept for a while only; the present ones are there
                 if round is not None:
                     raise
                 done.clear()
@@ -187,13 +189,13 @@ class Client:
                 left = memoryview(next(stream, b""))
                 self.received_bytes += len(left)
             if not left:
-                raise Refused(f"damaged: {key} is cut off")
+                raise UpdateRejected(f"damaged: {key} is cut off")
             part, left = left[: end - place], left[end - place :]
             seen.update(part)
             file.write_at(place, part)
             place += len(part)
         if seen.hexdigest() != digest:
-            raise Refused(f"damaged: the checksum of {key} is another")
+            raise UpdateRejected(f"damaged: the checksum of {key} is another")
         return left
 
     def _tried(self, call: Callable[[], T]) -> T:
@@ -212,9 +214,9 @@ class Client:
             except grpc.RpcError as error:
                 code, said = error.code(), error.details() or ""
                 if code == grpc.StatusCode.NOT_FOUND:
-                    raise Gone(said) from None
+                    raise RoundExpired(said) from None
                 if code not in BROKEN and not said.startswith(BUSY):
-                    raise Refused(said) from None
+                    raise UpdateRejected(said) from None
                 if self.sent_bytes + self.received_bytes != moved:  # it goes on, if slowly
                     begun, moved = time.monotonic(), self.sent_bytes + self.received_bytes
                 away, patience = time.monotonic() - begun, PATIENCE_SECONDS if self._reached else FIRST_SECONDS
@@ -228,13 +230,13 @@ class Client:
             pause = min(2 * pause, 5.0)
 
 
-def mark_of(path: Path) -> str:
+def update_id(path: Path) -> str:
     """Tells an update from those that the node wrote before."""
     return str(path.stat().st_mtime_ns)
 
 
-def _task(message: Message) -> Task:
-    return Task(**{**message, "owned": tuple(message["owned"])})
+def _task(message: Message) -> NodeTask:
+    return NodeTask(**{**message, "owned": tuple(message["owned"])})
 
 
 def _unreachable(address: str, said: str) -> UserError:

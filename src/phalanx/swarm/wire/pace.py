@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from phalanx.swarm.guards import BUSY, Refused
+from phalanx.swarm.guards import BUSY, UpdateRejected
 
 UNDER_WAY = 6
 """Calls of a member: twice what a node has, for it may not know yet that a link broke."""
@@ -18,7 +18,7 @@ A_SECOND, AT_ONCE = 100.0, 500.0
 one is half a millisecond's work, so that who floods takes a twentieth of a core."""
 
 
-class Pace:
+class RateLimiter:
     """A token bucket for each member: it fills by `A_SECOND`, holds `AT_ONCE`, and each call takes one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,7 +28,7 @@ class Pace:
         """Tokens, and when they were counted."""
 
     @contextmanager
-    def call(self, member: str) -> Iterator[None]:
+    def limited(self, member: str) -> Iterator[None]:
         """Around a call. Raises Refused if it is one too many."""
         with self._lock:
             now = self._clock()
@@ -36,7 +36,7 @@ class Pace:
             tokens = min(AT_ONCE, tokens + A_SECOND * (now - counted))
             if self._under_way[member] >= UNDER_WAY or tokens < 1:
                 self._left[member] = tokens, now
-                raise Refused(f"{BUSY}: too many calls of this member")
+                raise UpdateRejected(f"{BUSY}: too many calls of this member")
             self._left[member] = tokens - 1, now
             self._under_way[member] += 1
         try:

@@ -15,12 +15,12 @@ import xxhash
 
 from phalanx.spec.errors import UserError
 from phalanx.swarm.coordinator import Coordinator
-from phalanx.swarm.guards import BUSY, Refused
+from phalanx.swarm.guards import BUSY, UpdateRejected
 from phalanx.swarm.ledger import ALREADY, EARLY, LATE, STRANGER
 from phalanx.swarm.tensors import TensorFile, TensorFileError
 from phalanx.swarm.wire.certs import NAME
-from phalanx.swarm.wire.pace import UNDER_WAY, Pace
-from phalanx.swarm.wire.service import OPTIONS, SERVICE, VERSION, Message, chunks, pack, pieces, unpack
+from phalanx.swarm.wire.pace import UNDER_WAY, RateLimiter
+from phalanx.swarm.wire.service import OPTIONS, SERVICE, VERSION, Message, file_chunks, pack, tensor_chunks, unpack
 
 NODES, CALLS_PER_NODE = 64, 3
 """At the same time: a transfer, a wait, and word that it is there."""
@@ -48,7 +48,7 @@ def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: 
     # Two swarms on one port would each get some of the nodes' calls.
     alone, streams = ("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", UNDER_WAY)
     server = grpc.server(workers, options=[*OPTIONS, alone, streams])
-    server.add_generic_rpc_handlers((_handlers(Calls(coordinator, greeting)),))
+    server.add_generic_rpc_handlers((_handlers(SwarmService(coordinator, greeting)),))
     key, own, authority = ((certificates / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem"))
     credentials = grpc.ssl_server_credentials([(key, own)], authority, require_client_auth=True)
     try:
@@ -71,14 +71,14 @@ def _unlistenable(address: str) -> UserError:
     return UserError("--listen", address, f"cannot be served: {why}", fix)
 
 
-def _handlers(calls: Calls) -> grpc.GenericRpcHandler:
+def _handlers(calls: SwarmService) -> grpc.GenericRpcHandler:
     unary, up, down = (
         grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler,
     )  # fmt: skip
     methods = {
         **{
-            name: unary(_answering(calls.pace, getattr(calls, name)))
-            for name in ("join", "hear", "wait", "leave", "status", "received")
+            name: unary(_unary_handler(calls.pace, getattr(calls, name)))
+            for name in ("join", "heartbeat", "wait", "leave", "status", "received")
         },
         "put": up(calls.put),
         "get": down(calls.get),
@@ -86,15 +86,17 @@ def _handlers(calls: Calls) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
-def _answering(pace: Pace, call: Callable[[str, Message], Message]) -> Callable[[bytes, grpc.ServicerContext], bytes]:
+def _unary_handler(
+    pace: RateLimiter, call: Callable[[str, Message], Message]
+) -> Callable[[bytes, grpc.ServicerContext], bytes]:
     """A call of messages as one of bytes, with what it raises as a status."""
 
     def answer(data: bytes, context: grpc.ServicerContext) -> bytes:
-        node = caller(context)
+        node = certificate_name(context)
         try:
-            with pace.call(node):
+            with pace.limited(node):
                 return pack(call(node, unpack(data)))
-        except Refused as refused:
+        except UpdateRejected as refused:
             raise _aborted(context, str(refused)) from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _aborted(context, f"malformed: {type(error).__name__}: {error}") from None
@@ -102,7 +104,7 @@ def _answering(pace: Pace, call: Callable[[str, Message], Message]) -> Callable[
     return answer
 
 
-def caller(context: grpc.ServicerContext) -> str:
+def certificate_name(context: grpc.ServicerContext) -> str:
     """The name in the certificate of who calls."""
     (name,) = context.auth_context()["x509_common_name"]
     if not NAME.fullmatch(name.decode()):
@@ -116,27 +118,27 @@ def _aborted(context: grpc.ServicerContext, why: str) -> Exception:
     return AssertionError("a call that was ended")
 
 
-class Calls:
+class SwarmService:
     """What nodes can ask for."""
 
     def __init__(self, coordinator: Coordinator, greeting: Message) -> None:
         self.coordinator, self.greeting = coordinator, greeting
-        self.pace, self._digesting = Pace(), threading.Lock()
+        self.pace, self._digesting = RateLimiter(), threading.Lock()
         self._digests: dict[Path, dict[str, str]] = {}
         """Of files that do not change any more: a few."""
 
     def join(self, node: str, message: Message) -> Message:
         """Take part: see `Coordinator.join`. Without a capacity it only asks what for."""
         if message["version"] != VERSION:
-            raise Refused(f"version: the swarm speaks {VERSION}, this node {message['version']}")
+            raise UpdateRejected(f"version: the swarm speaks {VERSION}, this node {message['version']}")
         if "capacity" in message:
             begin = bool(message.get("begin", True))
             self.coordinator.join(node, float(message["capacity"]), str(message["text"]), begin)
         return self.greeting
 
-    def hear(self, node: str, message: Message) -> Message:
+    def heartbeat(self, node: str, message: Message) -> Message:
         """It is there; what is it to do?"""
-        return asdict(self.coordinator.hear(node))
+        return asdict(self.coordinator.heartbeat(node))
 
     def wait(self, node: str, message: Message) -> Message:
         """See `Coordinator.wait`."""
@@ -154,40 +156,40 @@ class Calls:
 
     def received(self, node: str, message: Message) -> Message:
         """How many bytes of its update are here."""
-        part = self.coordinator.store.coming(int(message["round"]), node, str(message["mark"]))
+        part = self.coordinator.store.partial_update_path(int(message["round"]), node, str(message["mark"]))
         return {"bytes": part.stat().st_size if part.exists() else 0}
 
     def put(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """An update: who it is of is in the certificate, what of in the first message; then its bytes, and last their
         checksum."""
-        node, number = caller(context), -1
+        node, number = certificate_name(context), -1
         try:
-            with self.pace.call(node):
+            with self.pace.limited(node):
                 head = unpack(next(requests))
                 number, offset, mark = int(head["round"]), int(head["offset"]), str(head["mark"])
-                with self.coordinator.telling(node, number, mark) as (path, limit):
+                with self.coordinator.receiving_update(node, number, mark) as (path, limit):
                     _receive(path, offset, limit, int(head["bytes"]), requests)
-                    self.coordinator.accept(node, number, mark, int(head["tokens"]), int(head["steps"]))
+                    self.coordinator.accept_update(node, number, mark, int(head["tokens"]), int(head["steps"]))
             return pack({})
-        except Refused as refused:
+        except UpdateRejected as refused:
             why = str(refused)
         except (KeyError, TypeError, ValueError, StopIteration) as error:
             why = f"malformed: {type(error).__name__}: {error}"
         if not why.startswith(BUSY):
-            self.coordinator.refuse(node, number, why)
+            self.coordinator.record_refusal(node, number, why)
         raise _aborted(context, why)
 
     def get(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """What a round came to, piece by piece, but for what the node says that it `has`; or, without a round, all
         weights: the present ones, or those after so many rounds as it has a part of."""
-        node = caller(context)
+        node = certificate_name(context)
         try:
             message = unpack(data)
             has, number = set(message.get("has", ())), int(message.get("round", -1))
             begun = int(message.get("committed", -1))
-            with self.pace.call(node):
+            with self.pace.limited(node):
                 yield from self._weights(node, number, begun, has)
-        except Refused as refused:
+        except UpdateRejected as refused:
             raise _aborted(context, str(refused)) from None
         except TensorFileError:  # or cut off, if power failed: nobody waited for the disk to have it
             context.abort(grpc.StatusCode.NOT_FOUND, "that round's result is gone: take all weights")
@@ -196,14 +198,14 @@ class Calls:
 
     def _weights(self, node: str, number: int, begun: int, has: set[str]) -> Iterator[bytes]:
         store = self.coordinator.store
-        counted = number >= 0 and self.coordinator.counted(node, number)
+        counted = number >= 0 and self.coordinator.was_included(node, number)
         if number >= 0 and not counted:  # what it has is not what all have
             has = set()
         with self.coordinator.changed:
             committed = self.coordinator.ledger.committed if begun < 0 else begun
             if number < 0 and committed == self.coordinator.ledger.committed:
                 store.snapshot(committed)
-            path = store.begin_of(committed) if number < 0 else store.down(number)
+            path = store.base_of_round(committed) if number < 0 else store.broadcast_path(number)
         with TensorFile(path) as file:
             keys = [key for key in file.shapes if key not in has]
             with self._digesting:  # of many that ask at once, for one
@@ -212,7 +214,7 @@ class Calls:
                 digests = self._digests[path]
             of_pieces = {key: digests[key] for key in keys}
             yield pack({"committed": committed, "counted": counted, "pieces": of_pieces})
-            yield from pieces(file, keys)
+            yield from tensor_chunks(file, keys)
 
 
 def _digests_of(file: TensorFile) -> dict[str, str]:
@@ -220,7 +222,7 @@ def _digests_of(file: TensorFile) -> dict[str, str]:
     found = {}
     for key in file.shapes:
         seen = xxhash.xxh3_128()
-        for chunk in pieces(file, [key]):
+        for chunk in tensor_chunks(file, [key]):
             seen.update(chunk)
         found[key] = seen.hexdigest()
     return found
@@ -231,23 +233,23 @@ def _receive(path: Path, offset: int, limit: int, size: int, requests: Iterator[
     path.parent.mkdir(parents=True, exist_ok=True)
     here = path.stat().st_size if path.exists() else 0
     if offset not in (0, here):
-        raise Refused(f"malformed: it begins at byte {offset}, where {here} are here")
+        raise UpdateRejected(f"malformed: it begins at byte {offset}, where {here} are here")
     if size > limit:
-        raise Refused(f"oversized: {size} bytes, where {limit} are allowed")
+        raise UpdateRejected(f"oversized: {size} bytes, where {limit} are allowed")
     seen = xxhash.xxh3_128()
     with path.open("r+b" if path.exists() else "wb") as file:
         file.truncate(offset)
-        for chunk in chunks(file) if offset else ():
+        for chunk in file_chunks(file) if offset else ():
             seen.update(chunk)
         while offset < size:
             chunk = next(requests, b"")
             offset += len(chunk)
             if not chunk:
-                raise Refused(f"malformed: {offset} of {size} bytes")
+                raise UpdateRejected(f"malformed: {offset} of {size} bytes")
             if offset > size:
-                raise Refused(f"oversized: more than the {size} bytes that it said")
+                raise UpdateRejected(f"oversized: more than the {size} bytes that it said")
             seen.update(chunk)
             file.write(chunk)
     if unpack(next(requests))["checksum"] != seen.hexdigest():
         path.unlink()
-        raise Refused("damaged: its checksum is another")
+        raise UpdateRejected("damaged: its checksum is another")

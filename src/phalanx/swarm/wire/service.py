@@ -45,13 +45,13 @@ def unpack(data: bytes) -> Message:
     return found
 
 
-def chunks(file: IO[bytes]) -> Iterator[bytes]:
+def file_chunks(file: IO[bytes]) -> Iterator[bytes]:
     """The bytes of a file."""
     while data := file.read(CHUNK):
         yield data
 
 
-def pieces(file: TensorFile, keys: Sequence[str]) -> Iterator[bytes]:
+def tensor_chunks(file: TensorFile, keys: Sequence[str]) -> Iterator[bytes]:
     """The bytes of some tensors, one after the other; small ones together. The file may lose its name meanwhile."""
     waiting: list[bytes] = []
     for key in keys:

@@ -22,21 +22,21 @@ FLIGHT_RECORDER = "flight-recorder-rank-"
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """A run, and what it is to run on."""
 
     run: RunSpec
     file: Path
     """The run file, as the user named it."""
-    words: str
+    command: str
     """The command that asked for this."""
-    least: int
+    min_nodes: int
     """Nodes without which it does not train."""
-    most: int
+    max_nodes: int
     """Nodes at most."""
     nproc: int
     """Ranks, and GPUs, of a node."""
-    sets: Sequence[str] = ()
+    overrides: Sequence[str] = ()
     """What the user overrides of the run file, as words for `phalanx train`."""
     check: bool = True
     """Whether `phalanx doctor` looks at each node before it trains."""
@@ -53,25 +53,25 @@ class Job:
     @property
     def nodes(self) -> str:
         """As `phalanx train --nodes` takes it."""
-        return str(self.most) if self.least == self.most else f"{self.least}:{self.most}"
+        return str(self.max_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
 
-    def meeting(self, rendezvous: str) -> list[str]:
+    def rendezvous_args(self, rendezvous: str) -> list[str]:
         """How the nodes find each other, as words for `phalanx train`. One needs none, unless the run file has more."""
-        if self.most == 1:
+        if self.max_nodes == 1:
             return ["--nodes", "1"] if self.run.cluster.nodes > 1 else []
         return ["--nodes", self.nodes, "--rendezvous", rendezvous]
 
     @property
-    def training(self) -> list[str]:
+    def train_args(self) -> list[str]:
         """What is the same on any number of nodes, as words for `phalanx train`."""
-        return ["--nproc", str(self.nproc), "--resume", *self.sets]
+        return ["--nproc", str(self.nproc), "--resume", *self.overrides]
 
     @property
-    def checking(self) -> list[str]:
+    def check_args(self) -> list[str]:
         """The run, as words for `phalanx train --print-config`, which ends with 2 for a mistake in it, and then for
         `phalanx doctor`, which ends with 2 for that too: what a rank holds depends on how many there are."""
-        nodes = [] if self.most == self.run.cluster.nodes else ["--set", f"cluster.nodes={self.most}"]
-        return ["--nproc", str(self.nproc), *self.sets, *nodes]
+        nodes = [] if self.max_nodes == self.run.cluster.nodes else ["--set", f"cluster.nodes={self.max_nodes}"]
+        return ["--nproc", str(self.nproc), *self.overrides, *nodes]
 
     def environment(self, directory: str) -> dict[str, tuple[str, str]]:
         """Variables by name, each with its value and why it is set. `directory` is the run's."""
@@ -87,7 +87,7 @@ class Job:
         }
 
 
-def check_job(job: Job) -> None:
+def check_job(job: ClusterJob) -> None:
     """Raise UserError for a run that the fewest or the most ranks cannot train."""
     run = job.run
     require(
@@ -100,7 +100,7 @@ def check_job(job: Job) -> None:
             "set cluster.preset, or write a layout down with phalanx plan RUN.toml --out FILE",
         )  # fmt: skip
         return
-    for nodes in sorted({job.least, job.most}):
+    for nodes in sorted({job.min_nodes, job.max_nodes}):
         ranks = nodes * job.nproc
         try:
             check_layout(run, ranks)
@@ -124,7 +124,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
     return least, most
 
 
-def ranks_of_a_node(run: RunSpec, asked: int | None) -> int:
+def ranks_per_node(run: RunSpec, asked: int | None) -> int:
     """As asked, or as the run file says; one where CPUs compute.
 
     Raises UserError where nobody knows: the nodes' GPUs cannot be counted from here.
@@ -138,6 +138,6 @@ def ranks_of_a_node(run: RunSpec, asked: int | None) -> int:
     return found
 
 
-def quoted(words: Sequence[str]) -> str:
+def shell_join(words: Sequence[str]) -> str:
     """Words as a shell takes them."""
     return " ".join(map(shlex.quote, words))

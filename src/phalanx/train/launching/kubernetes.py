@@ -6,9 +6,9 @@ import json
 import textwrap
 
 from phalanx.spec.base import require
-from phalanx.train.launching.job import PORT, SAVING_SECONDS, Job
-from phalanx.train.launching.volume import WORK, given, variables
-from phalanx.train.setup import STOPPED
+from phalanx.train.launching.job import PORT, SAVING_SECONDS, ClusterJob
+from phalanx.train.launching.volume import WORK, job_environment, require_options
+from phalanx.train.setup import EXIT_STOPPED
 
 RUN_FOLDER, RUN_FILE = "/etc/phalanx", "run.toml"
 LONGEST_NAME = 52
@@ -121,12 +121,12 @@ SAME = """\
 """
 
 
-def kubernetes(job: Job, image: str | None = None, volume: str | None = None) -> str:
+def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = None) -> str:
     """The file, with `image` for its containers, and the claim of a volume that all nodes can write to.
 
     Raises UserError without these, and for what is not on the volume.
     """
-    image, volume = given(
+    image, volume = require_options(
         {
             "--image": (image, "the container image that has phalanx"),
             "--volume": (volume, "the PersistentVolumeClaim (ReadWriteMany) for text and checkpoints"),
@@ -147,20 +147,30 @@ def kubernetes(job: Job, image: str | None = None, volume: str | None = None) ->
         image=json.dumps(image), work=WORK, variables=listed, run_folder=RUN_FOLDER, resources=json.dumps(resources)
     )
     text = textwrap.indent(job.file.read_text().strip(), "    ", lambda line: True)
-    meeting = job.meeting(f"{name}-0.{name}:{PORT}")
+    meeting = job.rendezvous_args(f"{name}-0.{name}:{PORT}")
     return TEMPLATE.format(
-        words=job.words, name=name, quoted=json.dumps(name), run_file=RUN_FILE, text=text,
-        most=job.most, success=SUCCESS if job.least < job.most else "", failures=FAILURES_PER_NODE * job.most,
-        mistaken=MISTAKEN if job.check else "", again=STOPPED,
-        saving=SAVING_SECONDS, volume=json.dumps(volume), shared_memory=SHARED_MEMORY,
-        check=CHECK.format(words=_words(run, *job.checking), same=same) if job.check else "",
-        command=_words("phalanx", "train", run, *meeting, *job.training), same=same,
-    )  # fmt: skip
+        words=job.command,
+        name=name,
+        quoted=json.dumps(name),
+        run_file=RUN_FILE,
+        text=text,
+        most=job.max_nodes,
+        success=SUCCESS if job.min_nodes < job.max_nodes else "",
+        failures=FAILURES_PER_NODE * job.max_nodes,
+        mistaken=MISTAKEN if job.check else "",
+        again=EXIT_STOPPED,
+        saving=SAVING_SECONDS,
+        volume=json.dumps(volume),
+        shared_memory=SHARED_MEMORY,
+        check=CHECK.format(words=_words(run, *job.check_args), same=same) if job.check else "",
+        command=_words("phalanx", "train", run, *meeting, *job.train_args),
+        same=same,
+    )
 
 
-def _variables(job: Job) -> dict[str, tuple[str, str]]:
-    found = variables(job)
-    if job.most > 1 and "join_seconds" not in job.run.recovery.model_fields_set:
+def _variables(job: ClusterJob) -> dict[str, tuple[str, str]]:
+    found = job_environment(job)
+    if job.max_nodes > 1 and "join_seconds" not in job.run.recovery.model_fields_set:
         found["PHALANX_RECOVERY__JOIN_SECONDS"] = (str(PATIENCE_SECONDS), "other pods start when there is room")
     return found
 

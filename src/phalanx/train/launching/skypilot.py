@@ -6,9 +6,9 @@ import json
 import textwrap
 
 from phalanx.spec.base import require
-from phalanx.train.launching.job import PORT, Job, quoted
-from phalanx.train.launching.volume import WORK, given, variables
-from phalanx.train.setup import STOPPED
+from phalanx.train.launching.job import PORT, ClusterJob, shell_join
+from phalanx.train.launching.volume import WORK, job_environment, require_options
+from phalanx.train.setup import EXIT_STOPPED
 
 RUN_FILE = "~/phalanx/run.toml"
 
@@ -45,7 +45,9 @@ phalanx doctor {run} --quick {checking}
 """
 
 
-def skypilot(job: Job, image: str | None = None, volume: str | None = None, accelerator: str | None = None) -> str:
+def skypilot(
+    job: ClusterJob, image: str | None = None, volume: str | None = None, accelerator: str | None = None
+) -> str:
     """The file, with the container image, the volume that all nodes can write to, and SkyPilot's name of a GPU.
 
     Raises UserError without these, and for what is not on the volume.
@@ -56,7 +58,7 @@ def skypilot(job: Job, image: str | None = None, volume: str | None = None, acce
     }
     if job.gpus:
         wanted["--accelerator"] = (accelerator, "the GPU, as SkyPilot calls it (sky gpus list)")
-    image, volume, *_ = given(wanted)
+    image, volume, *_ = require_options(wanted)
     require(
         bool(job.gpus) or not accelerator, "--accelerator", accelerator, 'has no meaning with cluster.device = "cpu"',
         "leave it out, or set another device",
@@ -66,18 +68,18 @@ def skypilot(job: Job, image: str | None = None, volume: str | None = None, acce
         **({"cpus": f"{job.cpus}+"} if job.cpus else {}),
         **({"memory": f"{job.memory}+"} if job.memory else {}),
     }
-    listed = "".join(f"  {key}: {json.dumps(value)}  # {why}\n" for key, (value, why) in variables(job).items())
-    several = job.most > 1
-    options = quoted(job.meeting("HEAD")).replace("HEAD", f'"$head:{PORT}"')
+    listed = "".join(f"  {key}: {json.dumps(value)}  # {why}\n" for key, (value, why) in job_environment(job).items())
+    several = job.max_nodes > 1
+    options = shell_join(job.rendezvous_args("HEAD")).replace("HEAD", f'"$head:{PORT}"')
     script = [
         f"cd {WORK}\n",
-        *([CHECK.format(run=RUN_FILE, checking=quoted(job.checking))] if job.check else []),
+        *([CHECK.format(run=RUN_FILE, checking=shell_join(job.check_args))] if job.check else []),
         *([TOGETHER] if several else []),
-        " ".join(word for word in ("exec phalanx train", RUN_FILE, options, quoted(job.training)) if word) + "\n",
+        " ".join(word for word in ("exec phalanx train", RUN_FILE, options, shell_join(job.train_args)) if word) + "\n",
     ]
     return TEMPLATE.format(
-        words=job.words, name=json.dumps(job.run.name), most=job.most, image=json.dumps(f"docker:{image}"),
-        resources="".join(f"  {key}: {json.dumps(value)}\n" for key, value in resources.items()), again=STOPPED,
+        words=job.command, name=json.dumps(job.run.name), most=job.max_nodes, image=json.dumps(f"docker:{image}"),
+        resources="".join(f"  {key}: {json.dumps(value)}\n" for key, value in resources.items()), again=EXIT_STOPPED,
         work=WORK, volume=json.dumps(volume), run_file=RUN_FILE, file=json.dumps(str(job.file)),
         envs=f"envs:\n{listed}" if listed else "", script=textwrap.indent("".join(script), "  "),
     )  # fmt: skip

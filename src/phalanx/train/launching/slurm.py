@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 
 from phalanx.spec.base import require
-from phalanx.train.launching.job import SAVING_SECONDS, Job, quoted
-from phalanx.train.setup import STOPPED
+from phalanx.train.launching.job import SAVING_SECONDS, ClusterJob, shell_join
+from phalanx.train.setup import EXIT_STOPPED
 
 CHECK_MINUTES = 5
 """For `phalanx doctor --quick`, which takes one at most where nothing hangs."""
@@ -70,7 +70,7 @@ codes=$("${each[@]}" --nodes="${#well[@]}" --ntasks="${#well[@]}" --nodelist="$(
 ENDED = f"""
 case " ${{codes//$'\\n'/ }} " in
     *" 0 "*) exit 0 ;;  # the last step is reached
-    *" {STOPPED} "*)  # stopped in order, whatever ended other nodes before
+    *" {EXIT_STOPPED} "*)  # stopped in order, whatever ended other nodes before
         [ "$(newest)" = "$before" ] || exec scontrol requeue "$SLURM_JOB_ID"
         echo "phalanx: it was stopped before it saved anything new, and would be for ever: is --time enough?" >&2 ;;
     *" 2 "*) exit 2 ;;  # something is to be changed first: see above
@@ -79,7 +79,7 @@ exit 1
 """
 
 
-def slurm(job: Job, time: str | None = None, partition: str | None = None, account: str | None = None) -> str:
+def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None, account: str | None = None) -> str:
     """The script.
 
     Raises UserError for a time limit that leaves nothing between the start and the last checkpoint.
@@ -94,7 +94,7 @@ def slurm(job: Job, time: str | None = None, partition: str | None = None, accou
         f"--job-name={job.run.name}",
         "--output=%x-%j.log",
         "--open-mode=append",
-        f"--nodes={job.least}" + (f"-{job.most}" if job.most > job.least else ""),
+        f"--nodes={job.min_nodes}" + (f"-{job.max_nodes}" if job.max_nodes > job.min_nodes else ""),
         *([f"--gpus-per-node={job.gpus}"] if job.gpus else []),
         f"--cpus-per-task={job.cpus}" if job.cpus else "--exclusive",
         *([f"--mem={job.memory}G"] if job.memory else [] if job.cpus else ["--mem=0"]),
@@ -110,21 +110,21 @@ def slurm(job: Job, time: str | None = None, partition: str | None = None, accou
         f"export {name}=${{{name}-{shlex.quote(value)}}}  # {why}\n"
         for name, (value, why) in job.environment(directory).items()
     ]
-    several = job.most > 1
-    meeting = '"${together[@]}"' if several else quoted(job.meeting(""))
+    several = job.max_nodes > 1
+    meeting = '"${together[@]}"' if several else shell_join(job.rendezvous_args(""))
     return "".join(
         [
-            f"#!/bin/bash\n# Written by: {job.words}\n{LEGEND}",
+            f"#!/bin/bash\n# Written by: {job.command}\n{LEGEND}",
             *(f"#SBATCH {setting}\n" for setting in settings),
             "set -uo pipefail\n",
             f"run={shlex.quote(str(job.file))} directory={shlex.quote(directory)}\n",
-            f"nproc={job.nproc} least={job.least}\n",
+            f"nproc={job.nproc} least={job.min_nodes}\n",
             *exports,
             CORES,
             EACH,
-            CHECKED.replace("OPTIONS", quoted(job.checking)) if job.check else UNCHECKED,
+            CHECKED.replace("OPTIONS", shell_join(job.check_args)) if job.check else UNCHECKED,
             *([TOGETHER] if several else []),
-            TRAIN.replace("OPTIONS", f"{meeting} {quoted(job.training)}".strip()),
+            TRAIN.replace("OPTIONS", f"{meeting} {shell_join(job.train_args)}".strip()),
             ENDED,
         ]
     )

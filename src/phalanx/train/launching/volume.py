@@ -7,26 +7,28 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from phalanx.spec.base import require
-from phalanx.spec.errors import UserError, UserErrors
+from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.load import ENVIRONMENT_PREFIX
-from phalanx.train.launching.job import Job
+from phalanx.train.launching.job import ClusterJob
 
 WORK = PurePosixPath("/work")
 """Where the volume is, and where paths start at."""
 
 
-def given(options: Mapping[str, tuple[str | None, str]]) -> list[str]:
+def require_options(options: Mapping[str, tuple[str | None, str]]) -> list[str]:
     """The values of options that have no default; each comes with what it is.
 
     Raises UserErrors of all that are not given.
     """
     missing = [name for name, (value, _) in options.items() if not value]
     if missing:
-        raise UserErrors([UserError(name, None, f"is needed: {options[name][1]}", f"give {name}") for name in missing])
+        raise UserErrorGroup(
+            [UserError(name, None, f"is needed: {options[name][1]}", f"give {name}") for name in missing]
+        )
     return [value for value, _ in options.values() if value]
 
 
-def variables(job: Job) -> dict[str, tuple[str, str]]:
+def job_environment(job: ClusterJob) -> dict[str, tuple[str, str]]:
     """Variables by name, each with its value and why it is set.
 
     Raises UserError for a run directory that is not on the volume.
