@@ -26,7 +26,15 @@ from phalanx.train.metrics import METRICS_FILE, read_metrics
 from phalanx.train.setup import to_toml
 from phalanx.train.trainer import Trainer
 
-MODEL = {"vocab": 257, "width": 64, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 256, "context": 64}
+MODEL = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "ffn_hidden_size": 256,
+    "max_seq_len": 64,
+}
 SEQUENCES = 16
 """Of each step."""
 EVERY, TIMEOUT_SECONDS, LAST_CALL_SECONDS, BAD_STEPS = 20, 5, 3, 3
@@ -37,17 +45,17 @@ def described(out: Path, cache: Path) -> RunSpec:
     return run_from_table(
         {
             "name": "faults",
-            "out": str(out),
+            "output_dir": str(out),
             "model": MODEL,
             "data": {"train": ["stdlib"], "tokenizer": "bytes", "cache": str(cache)},
             "training": {
-                "steps": 10**6, "sequence": 64, "tokens_per_step": SEQUENCES * 64, "precision": "fp64",
-                "timeout_seconds": TIMEOUT_SECONDS, "max_bad_steps": BAD_STEPS,
+                "steps": 10**6, "seq_len": 64, "tokens_per_step": SEQUENCES * 64, "precision": "fp64",
+                "collective_timeout_seconds": TIMEOUT_SECONDS, "max_nonfinite_steps": BAD_STEPS,
             },
-            "optimizer": {"decay": "none"},
+            "optimizer": {"lr_schedule": "none"},
             "evaluation": {"tokens": 1024},
             "checkpoint": {"every": EVERY},
-            "recovery": {"last_call_seconds": LAST_CALL_SECONDS, "rollbacks": 1},
+            "recovery": {"last_call_timeout_seconds": LAST_CALL_SECONDS, "max_rollbacks": 1},
             "cluster": {"device": "cpu", "peak_flops": 1e11, "memory_bytes": 10**10},
         }
     )  # fmt: skip
@@ -144,7 +152,7 @@ def running(folder: Path, out: Path | None = None, cache: Path | None = None) ->
     run = described(out or folder, cache or folder.parent / "cache")
     file.write_text(to_toml(run))
     prepare(run.data)
-    found = Running(file, Path(run.out) / run.name)
+    found = Running(file, Path(run.output_dir) / run.name)
     try:
         with watching(found.directory / METRICS_FILE, found.seen):
             yield found

@@ -70,7 +70,7 @@ RUN = """
 {model}
 [training]
 steps = {steps}
-sequence = 256
+seq_len = 256
 tokens_per_step = 4096
 precision = "fp32"
 [data]
@@ -80,10 +80,10 @@ tokens = 256
 [checkpoint]
 every = 0
 """
-SHAPE = "vocab = 2048\nwidth = 256\nheads = 8\nffn = 768\ncontext = 256\ntied = false\n"
+SHAPE = "vocab_size = 2048\nhidden_size = 256\nnum_heads = 8\nffn_hidden_size = 768\nmax_seq_len = 256\ntie_embeddings = false\n"
 MODELS = {
-    "dense": SHAPE + "layers = 8",
-    "experts": SHAPE + "layers = 6\n[model.moe]\nexperts = 8\ntop_k = 2\nffn = 384",
+    "dense": SHAPE + "num_layers = 8",
+    "experts": SHAPE + "num_layers = 6\n[model.moe]\nnum_experts = 8\ntop_k = 2\nexpert_ffn_size = 384",
 }
 
 
@@ -109,40 +109,87 @@ def _all(model: str, ranks: int, *layouts: str) -> list[Short]:
 
 CALIBRATED = [
     *_all(
-        "dense", 2, "micro_batch=4", "micro_batch=1", "data=zero1,micro_batch=4", "data=zero2,micro_batch=4",
-        "data=zero3,micro_batch=4", "tp=2,micro_batch=4", "tp=2,micro_batch=16", "cp=2,micro_batch=4",
-        "pp=2,micro_batch=2",
+        "dense",
+        2,
+        "micro_batch_size=4",
+        "micro_batch_size=1",
+        "data_parallel=zero1,micro_batch_size=4",
+        "data_parallel=zero2,micro_batch_size=4",
+        "data_parallel=zero3,micro_batch_size=4",
+        "tp=2,micro_batch_size=4",
+        "tp=2,micro_batch_size=16",
+        "cp=2,micro_batch_size=4",
+        "pp=2,micro_batch_size=2",
     ),
     *_all(
-        "dense", 4, "micro_batch=4", "data=zero1,micro_batch=2", "data=zero3,micro_batch=4", "tp=4,micro_batch=4",
-        "pp=4,micro_batch=2", "tp=2,pp=2,micro_batch=2",
+        "dense",
+        4,
+        "micro_batch_size=4",
+        "data_parallel=zero1,micro_batch_size=2",
+        "data_parallel=zero3,micro_batch_size=4",
+        "tp=4,micro_batch_size=4",
+        "pp=4,micro_batch_size=2",
+        "tp=2,pp=2,micro_batch_size=2",
     ),
-    *_all("experts", 2, "ep=2,micro_batch=4", "micro_batch=4"),
-    *_all("experts", 4, "ep=4,micro_batch=4"),
-]  # fmt: skip
+    *_all("experts", 2, "ep=2,micro_batch_size=4", "micro_batch_size=4"),
+    *_all("experts", 4, "ep=4,micro_batch_size=4"),
+]
 HELD_OUT = [
     *_all(
-        "dense", 2, "micro_batch=2", "micro_batch=8", "data=zero1,micro_batch=8", "data=zero2,micro_batch=8",
-        "data=zero3,micro_batch=8", "data=zero3,micro_batch=2", "tp=2,micro_batch=8", "tp=2,micro_batch=2",
-        "cp=2,micro_batch=8", "cp=2,context=ulysses,micro_batch=4", "pp=2,micro_batch=4", "pp=2,micro_batch=1",
-        "pp=2,schedule=gpipe,micro_batch=2", "pp=2,schedule=zb-h1,micro_batch=2",
-        "pp=2,schedule=interleaved,virtual_stages=2,micro_batch=2", "recompute=full,micro_batch=4",
+        "dense",
+        2,
+        "micro_batch_size=2",
+        "micro_batch_size=8",
+        "data_parallel=zero1,micro_batch_size=8",
+        "data_parallel=zero2,micro_batch_size=8",
+        "data_parallel=zero3,micro_batch_size=8",
+        "data_parallel=zero3,micro_batch_size=2",
+        "tp=2,micro_batch_size=8",
+        "tp=2,micro_batch_size=2",
+        "cp=2,micro_batch_size=8",
+        "cp=2,cp_method=ulysses,micro_batch_size=4",
+        "pp=2,micro_batch_size=4",
+        "pp=2,micro_batch_size=1",
+        "pp=2,schedule=gpipe,micro_batch_size=2",
+        "pp=2,schedule=zb-h1,micro_batch_size=2",
+        "pp=2,schedule=interleaved,virtual_stages=2,micro_batch_size=2",
+        "activation_checkpointing=full,micro_batch_size=4",
     ),
     *_all(
-        "dense", 4, "micro_batch=2", "micro_batch=1", "data=zero1,micro_batch=4", "data=zero2,micro_batch=2",
-        "data=zero3,micro_batch=2", "data=hsdp,dp_shard=2,micro_batch=4", "tp=2,micro_batch=4",
-        "tp=2,data=zero1,micro_batch=8", "tp=4,micro_batch=8", "pp=2,micro_batch=2", "pp=2,data=zero1,micro_batch=4",
-        "pp=4,micro_batch=1", "cp=2,micro_batch=4", "cp=4,micro_batch=4", "tp=2,cp=2,micro_batch=4",
-        "pp=2,cp=2,micro_batch=2",
+        "dense",
+        4,
+        "micro_batch_size=2",
+        "micro_batch_size=1",
+        "data_parallel=zero1,micro_batch_size=4",
+        "data_parallel=zero2,micro_batch_size=2",
+        "data_parallel=zero3,micro_batch_size=2",
+        "data_parallel=hsdp,dp_shard=2,micro_batch_size=4",
+        "tp=2,micro_batch_size=4",
+        "tp=2,data_parallel=zero1,micro_batch_size=8",
+        "tp=4,micro_batch_size=8",
+        "pp=2,micro_batch_size=2",
+        "pp=2,data_parallel=zero1,micro_batch_size=4",
+        "pp=4,micro_batch_size=1",
+        "cp=2,micro_batch_size=4",
+        "cp=4,micro_batch_size=4",
+        "tp=2,cp=2,micro_batch_size=4",
+        "pp=2,cp=2,micro_batch_size=2",
     ),
-    *_all("experts", 2, "ep=2,micro_batch=8", "data=zero1,micro_batch=8"),
-    *_all("experts", 4, "micro_batch=4", "ep=2,micro_batch=2", "ep=2,tp=2,micro_batch=4"),
-]  # fmt: skip
+    *_all("experts", 2, "ep=2,micro_batch_size=8", "data_parallel=zero1,micro_batch_size=8"),
+    *_all("experts", 4, "micro_batch_size=4", "ep=2,micro_batch_size=2", "ep=2,tp=2,micro_batch_size=4"),
+]
 
 SWEPT = [
-    *_all("dense", 2, "data=zero1,micro_batch=4", "tp=2,micro_batch=4", "pp=2,micro_batch=2", "cp=2,micro_batch=4"),
-    *_all("experts", 2, "ep=2,micro_batch=4"),
-    *_all("dense", 4, "data=zero1,micro_batch=2", "tp=4,micro_batch=4"),
+    *_all(
+        "dense",
+        2,
+        "data_parallel=zero1,micro_batch_size=4",
+        "tp=2,micro_batch_size=4",
+        "pp=2,micro_batch_size=2",
+        "cp=2,micro_batch_size=4",
+    ),
+    *_all("experts", 2, "ep=2,micro_batch_size=4"),
+    *_all("dense", 4, "data_parallel=zero1,micro_batch_size=2", "tp=4,micro_batch_size=4"),
 ]
 """Layouts whose operations `phalanx measure` times."""
 
@@ -151,7 +198,7 @@ def command_of(words: Sequence[str], short: Short, work: Path) -> None:
     """A command of ours on the run file of a layout."""
     file = work / f"{short.name}.toml"
     file.write_text(RUN.format(model=MODELS[short.model], steps=STEPS))
-    chosen = [f"name={short.name}", f"out={work}", *(f"layout.{choice}" for choice in short.layout.split(","))]
+    chosen = [f"name={short.name}", f"output_dir={work}", *(f"layout.{choice}" for choice in short.layout.split(","))]
     given = ["--nproc", str(short.ranks), *(f"--set={choice}" for choice in chosen)]
     command = [sys.executable, "-m", "phalanx", words[0], str(file), *words[1:], *given]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -211,7 +258,7 @@ def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, li
         "memory of tensors": [], "bytes of a collective": [], BUBBLE: [],
     }  # fmt: skip
     for directory, run in runs.items():
-        cluster = machine.model_copy(update={"nodes": 1, "nproc": run.ranks})
+        cluster = machine.model_copy(update={"nodes": 1, "nproc_per_node": run.ranks})
         own = run.run.model_copy(update={"cluster": cluster})
         option = evaluate_layout(own, run.ranks, own.layout)
         recorded = read_run(directory)
@@ -294,9 +341,15 @@ def within(errors: Sequence[float], goal: float) -> str:
 
 def not_calibrated(machine: ClusterSpec) -> ClusterSpec:
     """A machine of which only the peak is known, that every run measures when it begins."""
-    assert machine.measured is not None
-    nothing = {"time": {}, "decided": [], "process_bytes": 0, "memory_share": 1.0, "buffer_share": 0.0}
-    return machine.model_copy(update={"measured": machine.measured.model_copy(update=nothing)})
+    assert machine.calibration is not None
+    nothing = {
+        "time_constants": {},
+        "identified_constants": [],
+        "baseline_process_bytes": 0,
+        "bytes_per_counted_byte": 1.0,
+        "buffer_overhead": 0.0,
+    }
+    return machine.model_copy(update={"calibration": machine.calibration.model_copy(update=nothing)})
 
 
 def write_section(page: Path, heading: str, body: str) -> None:
@@ -308,7 +361,10 @@ def write_section(page: Path, heading: str, body: str) -> None:
 
 def constants_of(machine: ClusterSpec) -> str:
     """What runs decided, moved or not from where published runs put it."""
-    times, decided = time_constants_for(machine), machine.measured.decided if machine.measured else []
+    times, decided = (
+        time_constants_for(machine),
+        machine.calibration.identified_constants if machine.calibration else [],
+    )
     return ", ".join(f"{name} {getattr(times, name):.3g}" for name in decided)
 
 
@@ -322,9 +378,9 @@ def page(fitted: list[MeasuredRun], found: Calibration, others: list[MeasuredRun
         for low, high in [(time / width, time * width)]
     )
     before = statistics.median(abs(b / run.step_seconds - 1) for b, run in zip(found.before, fitted, strict=True))
-    measured = found.machine.measured
+    measured = found.machine.calibration
     assert measured is not None
-    process, share = measured.process_bytes / GIB, measured.memory_share
+    process, share = measured.baseline_process_bytes / GIB, measured.bytes_per_counted_byte
     return f"""# Predicted beside measured, on one machine
 
 Written by `python -m benchmarks.calibration`: {os.cpu_count()} cores, PyTorch {version("torch")}, Python

@@ -2,7 +2,7 @@
 
     python -m benchmarks.copies       # some minutes; prints the table and writes docs/benchmarks/copies.md
 
-Two ranks train with `recovery.copy_every = 1` and no checkpoint on the way; twenty times a random one is killed at a
+Two ranks train with `recovery.in_memory_checkpoint_every = 1` and no checkpoint on the way; twenty times a random one is killed at a
 random moment. Steps lost are those that both had finished and that were done again."""
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from phalanx.train.metrics import read_metrics
 from phalanx.train.setup import to_toml
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "copies.md"
-MODEL = {"vocab": 2048, "width": 192, "layers": 3, "heads": 3, "ffn": 512, "context": 1024}
+MODEL = {
+    "vocab_size": 2048,
+    "hidden_size": 192,
+    "num_layers": 3,
+    "num_heads": 3,
+    "ffn_hidden_size": 512,
+    "max_seq_len": 1024,
+}
 LATEST_SECONDS = 2.0
 """Until a rank is killed, at most, from the first step of a start."""
 
@@ -37,13 +44,13 @@ def run_file(folder: Path) -> Path:
     run = run_from_table(
         {
             "name": "copies",
-            "out": str(folder),
+            "output_dir": str(folder),
             "model": MODEL,
             "data": {"cache": str(folder / "cache"), "tokenizer": "bytes"},
-            "training": {"steps": 10**6, "sequence": 128, "tokens_per_step": 2048, "precision": "fp32"},
-            "optimizer": {"decay": "none"},
+            "training": {"steps": 10**6, "seq_len": 128, "tokens_per_step": 2048, "precision": "fp32"},
+            "optimizer": {"lr_schedule": "none"},
             "checkpoint": {"every": 0},
-            "recovery": {"copy_every": 1},
+            "recovery": {"in_memory_checkpoint_every": 1},
             "cluster": {"device": "cpu"},
         }
     )

@@ -67,8 +67,8 @@ def described(model: str) -> tuple[RunSpec, str]:
     run = run_from_table(
         {
             "model": {"preset": model},
-            "training": {"sequence": SEQUENCE, "tokens_per_step": tokens},
-            "cluster": {"preset": "h100", "nodes": world_size // NPROC, "nproc": NPROC},
+            "training": {"seq_len": SEQUENCE, "tokens_per_step": tokens},
+            "cluster": {"preset": "h100", "nodes": world_size // NPROC, "nproc_per_node": NPROC},
         }
     )
     taken = plan_or_raise(run, world_size).chosen.candidate

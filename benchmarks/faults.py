@@ -240,7 +240,7 @@ def with_nan(folder: Path) -> Iterator[Broken]:
         event = next(event for event in read_events(run.directory) if event["what"] == ROLLED_BACK)
         at = next(when for when, step in run.seen if step >= NAN_STEPS[0] - 1)
         resumed = run.trains(1, 2, EVERY)
-        name = f"gradients are NaN {BAD_STEPS} times in a row (recovery.rollbacks = 1)"
+        name = f"gradients are NaN {BAD_STEPS} times in a row (recovery.max_rollbacks = 1)"
         lost = event["after"] - event["to"]
         yield from compared(run, [Broken(name, event["time"] - at, resumed - at, lost, "2 ranks")])
 
@@ -304,11 +304,11 @@ def page(found: Sequence[Broken]) -> str:
 - Same bits: all these losses are, to the last bit, those of another run of as many ranks that never failed. Not asked
   where ranks were fewer for a while, or text was passed over.
 - A node that comes, or comes back, is a new start of all, in order: ranks save first. Where fewer nodes than possible
-  meet, they wait for the last call, here of {LAST_CALL_SECONDS} s (`recovery.last_call_seconds`; 30 s by default),
+  meet, they wait for the last call, here of {LAST_CALL_SECONDS} s (`recovery.last_call_timeout_seconds`; 30 s by default),
   after a node that has gone without a word was missed for 10 s.
 - No memory left: the rank joins a cgroup in which it may take {ROOM_BYTES // 2**20} MiB more, and the kernel kills it.
 - A full disk: the run is started again by itself until that has been in vain as often as it may be
-  (`recovery.restarts`), and ends.
+  (`recovery.max_restarts`), and ends.
 - Collectives: ranks call some that do not belong to the step, {SOON} steps after they are told to.
 - NaN: from the first of {BAD_STEPS} such steps; ranks stay, and stop for nothing but the return. The run passes over
   the text of the steps that are lost, and so does the process beside it.

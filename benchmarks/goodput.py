@@ -44,7 +44,15 @@ BEHIND = 5
 """So many steps after a save are taken for those behind which it is written."""
 LAST_BYTES = 4096
 """Of metrics.jsonl, in which its last line is."""
-MODEL = {"vocab": 257, "width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 512, "context": 128}
+MODEL = {
+    "vocab_size": 257,
+    "hidden_size": 128,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "ffn_hidden_size": 512,
+    "max_seq_len": 128,
+}
 
 
 def described(out: Path, every_seconds: float | None) -> RunSpec:
@@ -53,16 +61,16 @@ def described(out: Path, every_seconds: float | None) -> RunSpec:
     return run_from_table(
         {
             "name": "goodput",
-            "out": str(out),
+            "output_dir": str(out),
             "model": MODEL,
             "data": {"train": ["stdlib"], "tokenizer": "bytes", "cache": str(out / "cache")},
-            "training": {"steps": 10**7, "sequence": 128, "tokens_per_step": 8 * 128, "precision": "fp32"},
-            "optimizer": {"decay": "none"},
+            "training": {"steps": 10**7, "seq_len": 128, "tokens_per_step": 8 * 128, "precision": "fp32"},
+            "optimizer": {"lr_schedule": "none"},
             "evaluation": {"tokens": 1024},
             "checkpoint": {"every": "auto" if every_seconds else 0},
-            "recovery": {"restarts": 20},
+            "recovery": {"max_restarts": 20},
             "cluster": {
-                "device": "cpu", "nproc": RANKS, "peak_flops": 1e11,
+                "device": "cpu", "nproc_per_node": RANKS, "peak_flops": 1e11,
                 "failures_per_device_hour": 3600 / every_seconds / RANKS if every_seconds else None,
             },
         }
@@ -309,7 +317,7 @@ def page(found: Measured, every_seconds: float) -> str:
 
 Target: a measured goodput within {LIMIT:.0%} of the formula's: {off:+.1%} ({"met" if abs(off) <= LIMIT else "missed"}).
 
-- Two ranks on two cores, a model of {MODEL["layers"]} layers and width {MODEL["width"]}; `checkpoint.every = "auto"`
+- Two ranks on two cores, a model of {MODEL["num_layers"]} layers and width {MODEL["hidden_size"]}; `checkpoint.every = "auto"`
   and `cluster.failures_per_device_hour` as often as ranks are killed: at exponentially distributed times with a mean of
   {every_seconds:.0f} s, whatever the run is doing.
 - Measured: steps in the model / time from the first start until the run is told to stop, beside the same of a run that

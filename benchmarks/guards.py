@@ -39,13 +39,13 @@ from phalanx.train.watchdog import LOOK_SECONDS, Watchdog
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "guards.md"
 GOAL = 1.01
 ROUNDS, STARTS, CALLS = 30, 4, 5000
-TINY = {**SMALL, "width": 64, "layers": 2, "ffn": 128}
+TINY = {**SMALL, "hidden_size": 64, "num_layers": 2, "ffn_hidden_size": 128}
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tiny, tp 2": (TINY, {"tp": 2}),
     "small, ddp": (SMALL, {}),
     "small, tp 2": (SMALL, {"tp": 2}),
-    "small, pp 2, 16 micro-batches": (SMALL, {"pp": 2, "micro_batch": 1}),
-    "larger, zero3": (LARGER, {"data": "zero3"}),
+    "small, pp 2, 16 micro-batches": (SMALL, {"pp": 2, "micro_batch_size": 1}),
+    "larger, zero3": (LARGER, {"data_parallel": "zero3"}),
 }
 CLOCKS = time.perf_counter, time.process_time, time.thread_time
 Ranks = list[subprocess.Popen[str]]
@@ -60,7 +60,7 @@ def serve(directory: str) -> None:
     guarded = os.environ[BUFFER] != "0"
     trainer = Trainer(run, open_training_data(run, data, True), Path(directory), torch.device("cpu"), 1e11)
     if guarded:
-        watchdog = Watchdog(Path(directory), run.training.timeout_seconds)
+        watchdog = Watchdog(Path(directory), run.training.collective_timeout_seconds)
         watchdog.trainer = trainer
         watchdog.__enter__()
     batches, one = prefetch(trainer.loader, 0, run.training.steps), torch.ones(1)
@@ -162,7 +162,7 @@ On is the default: PyTorch's flight recorder remembers {REMEMBERED:,} collective
 recorder less one without it ({CALLS:,} of them, the best of five), times those of a step, and the looks. On / off are
 medians over {ROUNDS * STARTS} steps of two pairs of ranks that take turns, {STARTS} pairs of pairs one after the other, with how far off such a
 median may be by its notch. On a CPU gloo's messages of a pipeline are not recorded. Comparing replicas
-(`training.check_replicas_every`) is off by default.
+(`training.replica_check_interval`) is off by default.
 
 `python -m benchmarks.guards`, on one thread a rank.
 """  # noqa: E501

@@ -62,7 +62,17 @@ def train(run: RunSpec, nproc: int) -> tuple[Row, list[MetricsRecord]]:
     """The demo's row, and its metrics."""
     with tempfile.TemporaryDirectory(prefix="phalanx-learning-") as out:
         begun = time.perf_counter()
-        command = [sys.executable, "-m", "phalanx", "train", str(DEMO), "--nproc", str(nproc), "--set", f"out={out}"]
+        command = [
+            sys.executable,
+            "-m",
+            "phalanx",
+            "train",
+            str(DEMO),
+            "--nproc",
+            str(nproc),
+            "--set",
+            f"output_dir={out}",
+        ]
         subprocess.run(command, check=True)
         seconds = time.perf_counter() - begun
         metrics = read_metrics(Path(out) / run.name)

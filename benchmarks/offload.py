@@ -102,28 +102,34 @@ class Run:
 def described(out: Path, name: str, tokens: int, steps: int, offload: Path | None, layers: int) -> RunSpec:
     """The run, in memory or on disk."""
     model = {
-        "vocab": 257, "width": WIDTH, "layers": layers, "heads": 16, "kv_heads": 16, "ffn": FFN, "context": SEQUENCE,
-    }  # fmt: skip
+        "vocab_size": 257,
+        "hidden_size": WIDTH,
+        "num_layers": layers,
+        "num_heads": 16,
+        "num_kv_heads": 16,
+        "ffn_hidden_size": FFN,
+        "max_seq_len": SEQUENCE,
+    }
     rests = {"offload": "nvme", "offload_directory": str(offload)} if offload else {}
     return run_from_table(
         {
             "name": name,
-            "out": str(out),
+            "output_dir": str(out),
             "model": model,
             "data": {"tokenizer": "bytes"},
-            "training": {"steps": steps, "sequence": SEQUENCE, "tokens_per_step": tokens, "precision": "bf16"},
-            "layout": {"data": "zero2", "micro_batch": 2, "recompute": "full", **rests},
+            "training": {"steps": steps, "seq_len": SEQUENCE, "tokens_per_step": tokens, "precision": "bf16"},
+            "layout": {"data_parallel": "zero2", "micro_batch_size": 2, "activation_checkpointing": "full", **rests},
             "optimizer": {"warmup_steps": 1, "learning_rate": 3e-4},
             "evaluation": {"tokens": 1024},
             "checkpoint": {"every": 0},
-            "cluster": {"device": "cpu", "nproc": 1, "peak_flops": 1e12},
+            "cluster": {"device": "cpu", "nproc_per_node": 1, "peak_flops": 1e12},
         }
     )
 
 
 def start(run: RunSpec, limit: Limit) -> Run:
     """Start a run."""
-    out = Path(run.out)
+    out = Path(run.output_dir)
     file = out / f"{run.name}.toml"
     file.write_text(to_toml(run))
     with (out / f"{run.name}.txt").open("wb") as log:
@@ -185,7 +191,7 @@ def page(memory: Run, disk: Run, total: int, limit_bytes: int, tokens: int) -> s
 Speed on disk: {share:.2f} of that in memory (goal: at least {GOAL}). Losses and gradient norms of all
 {len(disk.steps)} steps identical to the last bit: {"yes" if same(memory, disk) else "no"}.
 
-- {total / 1e6:.0f} M parameters ({WIDTH} wide), bf16, `layout.data = "zero2"`, one rank of one thread; {tokens:,}
+- {total / 1e6:.0f} M parameters ({WIDTH} wide), bf16, `layout.data_parallel = "zero2"`, one rank of one thread; {tokens:,}
   tokens per update in forward passes of {2 * SEQUENCE}, blocks recomputed. More tokens per update make the ratio
   better: what is read and written per update stays the same but for the gradients.
 - The limit is of {disk.limit.kind}: all memory of the process, Python and PyTorch (about 0.25 GB) and its page cache

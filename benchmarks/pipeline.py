@@ -86,7 +86,7 @@ def trained(shape: str, steps: int) -> str:
         layout = layout_of(name, 2)
         run = SHAPES[shape].run("ddp")
         m = SHAPES[shape].sequences
-        run = run.model_copy(update={"layout": layout.model_copy(update={"micro_batch": 1})})
+        run = run.model_copy(update={"layout": layout.model_copy(update={"micro_batch_size": 1})})
         ran = by_step(rank_pool(2).run(train, run, data, steps, timeout=600))
         schedule = layout_schedule(layout, m)
         expected = statistics.median(float(simulate(schedule, times_of(schedule, step)).bubble) for step in ran)

@@ -28,7 +28,9 @@ from phalanx.spec.run import RunSpec
 from phalanx.train.corpus import TrainingData
 from phalanx.train.trainer import Trainer
 
-SMALL = ModelSpec(layers=16, width=8, heads=1, kv_heads=1, ffn=8, vocab=8, context=8)
+SMALL = ModelSpec(
+    num_layers=16, hidden_size=8, num_heads=1, num_kv_heads=1, ffn_hidden_size=8, vocab_size=8, max_seq_len=8
+)
 
 
 class Waits(StageModule):
@@ -39,7 +41,7 @@ class Waits(StageModule):
         self.seconds, self.weight = seconds, torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, starts_BT: Tensor | None = None, stage: int = 0) -> tuple[Tensor, Tensor]:
-        x_BTD = torch.zeros(*x.shape, SMALL.width) if stage == 0 else x
+        x_BTD = torch.zeros(*x.shape, SMALL.hidden_size) if stage == 0 else x
         return _Wait.apply(x_BTD, self.weight, self), torch.zeros(())
 
 

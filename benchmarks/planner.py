@@ -162,8 +162,8 @@ def speed_lines() -> Iterator[str]:
         ("llama3-405b", 2048, 2048, SEARCH_SECONDS),
     ):
         run = run_from_table({
-            "model": {"preset": model}, "training": {"sequence": 8192, "tokens_per_step": 8192 * sequences},
-            "cluster": {"preset": "h100", "nodes": nodes, "nproc": 8},
+            "model": {"preset": model}, "training": {"seq_len": 8192, "tokens_per_step": 8192 * sequences},
+            "cluster": {"preset": "h100", "nodes": nodes, "nproc_per_node": 8},
         })  # fmt: skip
         took = []
         for _ in range(3):

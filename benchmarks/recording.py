@@ -31,13 +31,21 @@ from phalanx.train.worker import open_step_records
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "recording.md"
 GOAL = 1.01
 ROUNDS, CALLS = 60, 1000
-SMALL = {"vocab": 257, "width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 512, "context": 128}
-LARGER = {**SMALL, "width": 256, "layers": 6, "ffn": 1024}
-EXPERTS = {**SMALL, "moe": {"experts": 8, "top_k": 2, "ffn": 256}}
+SMALL = {
+    "vocab_size": 257,
+    "hidden_size": 128,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "ffn_hidden_size": 512,
+    "max_seq_len": 128,
+}
+LARGER = {**SMALL, "hidden_size": 256, "num_layers": 6, "ffn_hidden_size": 1024}
+EXPERTS = {**SMALL, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 256}}
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "small, ddp": (SMALL, {}),
-    "larger, zero3": (LARGER, {"data": "zero3"}),
-    "small, pp 2, 16 micro-batches": (SMALL, {"pp": 2, "micro_batch": 1}),
+    "larger, zero3": (LARGER, {"data_parallel": "zero3"}),
+    "small, pp 2, 16 micro-batches": (SMALL, {"pp": 2, "micro_batch_size": 1}),
     "experts, ep 2": (EXPERTS, {"ep": 2}),
 }
 
@@ -48,12 +56,12 @@ def described(out: Path, model: dict[str, Any], layout: dict[str, Any]) -> RunSp
     return run_from_table(
         {
             "name": "run",
-            "out": str(out),
+            "output_dir": str(out),
             "model": model,
             "data": {"train": [str(Path(json.__file__).parent)], "tokenizer": "bytes", "cache": str(out / "cache")},
-            "training": {"steps": steps, "sequence": 128, "tokens_per_step": 16 * 128, "precision": "fp32"},
+            "training": {"steps": steps, "seq_len": 128, "tokens_per_step": 16 * 128, "precision": "fp32"},
             "layout": layout,
-            "cluster": {"device": "cpu", "nproc": 2},
+            "cluster": {"device": "cpu", "nproc_per_node": 2},
         }
     )
 
@@ -134,7 +142,7 @@ def main() -> None:
 {chr(10).join(rows)}
 
 The goal of light, which every run does, is at most {GOAL}: {"met" if worst <= GOAL else "missed"} by the last column
-({worst:.4f} at most). Off is `metrics.record = false`, which writes nothing but still takes the times that
+({worst:.4f} at most). Off is `metrics.per_rank_records = false`, which writes nothing but still takes the times that
 `metrics.jsonl` has. Full is a step of `--trace-steps` (the one in which memory is metered as well takes several times
 as long). Medians over {ROUNDS} rounds of a step of each kind in turn; neighbouring steps differ by more than light
 costs, so all calls that a step makes to be recorded are also timed alone, {CALLS:,} times: off with these is the last

@@ -15,21 +15,21 @@ RANKS = 2
 """Of every layout but those in MORE_RANKS."""
 MORE_RANKS = {"hsdp": 4}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "ddp": {"data": "ddp"},
-    "zero1": {"data": "zero1"},
-    "zero2": {"data": "zero2"},
-    "fsdp": {"data": "zero3"},
-    "hsdp": {"data": "hsdp", "dp_shard": 2},
-    "zero2, CPU offload": {"data": "zero2", "offload": "cpu"},
-    "zero2, disk offload": {"data": "zero2", "offload": "nvme", "offload_directory": tempfile.gettempdir()},
-    "parameter server": {"data": "parameter_server"},
+    "ddp": {"data_parallel": "ddp"},
+    "zero1": {"data_parallel": "zero1"},
+    "zero2": {"data_parallel": "zero2"},
+    "fsdp": {"data_parallel": "zero3"},
+    "hsdp": {"data_parallel": "hsdp", "dp_shard": 2},
+    "zero2, CPU offload": {"data_parallel": "zero2", "offload": "cpu"},
+    "zero2, disk offload": {"data_parallel": "zero2", "offload": "nvme", "offload_directory": tempfile.gettempdir()},
+    "parameter server": {"data_parallel": "parameter_server"},
     "tp2": {"tp": 2},
     "tp2, whole tokens": {"tp": 2, "sequence_parallel": False},
     "pp2": {"pp": 2},
     "cp2": {"cp": 2},
 }
 """Layouts by the name that they have in the tables, as Phalanx describes them."""
-OPTIMIZER = OptimizerSpec(learning_rate=1e-3, warmup_steps=0, decay="none")
+OPTIMIZER = OptimizerSpec(learning_rate=1e-3, warmup_steps=0, lr_schedule="none")
 SEED = 1234
 STEPS = 1_000_000
 """More than anyone does."""
@@ -54,9 +54,14 @@ class Shape:
     @cached_property
     def model(self) -> ModelSpec:
         return ModelSpec(
-            layers=self.layers, width=self.width, heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn,
-            vocab=self.vocab, context=self.sequence,
-        )  # fmt: skip
+            num_layers=self.layers,
+            hidden_size=self.width,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            ffn_hidden_size=self.ffn,
+            vocab_size=self.vocab,
+            max_seq_len=self.sequence,
+        )
 
     @property
     def tokens(self) -> int:
@@ -73,10 +78,10 @@ class Shape:
             model=self.model,
             data=DataSpec(mask_documents=False),
             training=TrainingSpec(
-                steps=STEPS, sequence=self.sequence, tokens_per_step=self.tokens, precision="fp32", seed=SEED
+                steps=STEPS, seq_len=self.sequence, tokens_per_step=self.tokens, precision="fp32", seed=SEED
             ),
             optimizer=OPTIMIZER,
-            layout=Layout(**LAYOUTS[layout], micro_batch=self.micro_batch),
+            layout=Layout(**LAYOUTS[layout], micro_batch_size=self.micro_batch),
         )
 
 

@@ -44,23 +44,23 @@ NODES, SPEEDS, SEEDS = ("ann", "bob", "cid", "dee"), (20, 100), (0, 1, 2)
 SECONDS = 1800
 RUN = """
 name = "swarm"
-out = "{out}"
+output_dir = "{out}"
 [model]
-vocab = 257
-width = 64
-layers = 2
-heads = 4
-ffn = 128
-context = 64
-tied = false
-moe = {{ experts = 8, top_k = 2, ffn = 128 }}
+vocab_size = 257
+hidden_size = 64
+num_layers = 2
+num_heads = 4
+ffn_hidden_size = 128
+max_seq_len = 64
+tie_embeddings = false
+moe = {{ num_experts = 8, top_k = 2, expert_ffn_size = 128 }}
 [data]
 train = {text}
 tokenizer = "bytes"
 cache = "{cache}"
 [training]
 steps = {steps}
-sequence = 64
+seq_len = 64
 tokens_per_step = {tokens}
 precision = "fp32"
 seed = {seed}
@@ -83,11 +83,11 @@ WAYS = {
     "diloco": 'method = "diloco"',
     "spes": 'method = "spes"',
     "spes, merging": 'method = "spes"\nmerge = { every = 25, alpha = 0.1, steps = 240, nearest = 2 }',
-    "spes+ bf16": 'method = "spes+"\ncodec = "bf16"\nfrozen = "bf16"',
-    "spes+ int8": 'method = "spes+"\ncodec = "int8"\nfrozen = "bf16"',
-    "spes+ int4": 'method = "spes+"\ncodec = "int4"\nfrozen = "int8"',
+    "spes+ bf16": 'method = "spes+"\ncodec = "bf16"\nfrozen_expert_codec = "bf16"',
+    "spes+ int8": 'method = "spes+"\ncodec = "int8"\nfrozen_expert_codec = "bf16"',
+    "spes+ int4": 'method = "spes+"\ncodec = "int4"\nfrozen_expert_codec = "int8"',
     "spes+ int8, twice": 'method = "spes+"\ncodec = "int8"\nreplication = 2',
-    "spes+ int8, overlap": f'method = "spes+"\ncodec = "int8"\nfrozen = "bf16"\n{OVERLAP}',
+    "spes+ int8, overlap": f'method = "spes+"\ncodec = "int8"\nfrozen_expert_codec = "bf16"\n{OVERLAP}',
 }
 """Lines of [swarm]. Experts are trained by one node each, but where it says twice."""
 Row = dict[str, Any]
@@ -174,7 +174,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def owned(run: RunSpec) -> int:
     """Experts of each layer that a node trains."""
     assert run.model.moe is not None
-    return run.model.moe.experts * (run.swarm.replication if run.swarm else len(NODES)) // len(NODES)
+    return run.model.moe.num_experts * (run.swarm.replication if run.swarm else len(NODES)) // len(NODES)
 
 
 def predicted(run: RunSpec, mbit: float, row: Row) -> Row:
@@ -187,7 +187,7 @@ def predicted(run: RunSpec, mbit: float, row: Row) -> Row:
     speed = mbit * 1e6 / 8
     time_of = round_time(each, speed, speed, swarm.steps_per_round, row["step_seconds"], swarm.delay)
     return {"up": each.up * rounds, "down": each.down * rounds, "utilisation": time_of.utilisation,
-            "state": state_bytes(node, swarm.frozen if swarm.method in SPLIT else "fp32")}  # fmt: skip
+            "state": state_bytes(node, swarm.frozen_expert_codec if swarm.method in SPLIT else "fp32")}  # fmt: skip
 
 
 def measure(way: str, seed: int, mbit: float) -> Row:

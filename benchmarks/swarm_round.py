@@ -49,18 +49,18 @@ MIB, CHUNKS = 2**20, 256
 RUN = """
 name = "round"
 [model]
-vocab = 16384
-width = 1024
-layers = 2
-heads = 8
-kv_heads = 1
-ffn = 1024
-context = 64
-tied = false
-moe = {{ experts = 8, top_k = 2, ffn = 682 }}
+vocab_size = 16384
+hidden_size = 1024
+num_layers = 2
+num_heads = 8
+num_kv_heads = 1
+ffn_hidden_size = 1024
+max_seq_len = 64
+tie_embeddings = false
+moe = {{ num_experts = 8, top_k = 2, expert_ffn_size = 682 }}
 [training]
 steps = {rounds}
-sequence = 64
+seq_len = 64
 tokens_per_step = 64
 [optimizer]
 warmup_steps = 0
@@ -102,7 +102,7 @@ def _round(
     assert swarm is not None
     assert run.model.moe is not None
     split = swarm.method in SPLIT
-    owners = tuple((name,) if expert in owned else () for expert in range(run.model.moe.experts)) if split else None
+    owners = tuple((name,) if expert in owned else () for expert in range(run.model.moe.num_experts)) if split else None
     whole = fragment_pieces(run.model, 0, 1)
     mine = pieces_sent_by(whole, owners, name)
     marks = [time.perf_counter()]
@@ -136,7 +136,7 @@ def lead(folder: Path, run: str) -> tuple[subprocess.Popen[str], str]:
     file = folder / "swarm.toml"
     file.write_text(run)
     words = ["serve", str(file), "--certs", str(folder / "certs" / "lead"), "--listen", "127.0.0.1:0"]
-    command = [sys.executable, "-m", "phalanx", "swarm", *words, "--set", f"out={folder / 'runs'}"]
+    command = [sys.executable, "-m", "phalanx", "swarm", *words, "--set", f"output_dir={folder / 'runs'}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     said = re.search(r"join (127\.0\.0\.1:\d+)", process.stdout.readline())

@@ -26,14 +26,14 @@ BATCH = 64  # images per step, over all ranks
 EPOCH = 24 * BATCH  # images to learn from; the other 261 are the test
 
 parser = argparse.ArgumentParser()
-ways = get_args(Layout.model_fields["data"].annotation)
+ways = get_args(Layout.model_fields["data_parallel"].annotation)
 parser.add_argument("data", nargs="?", default="ddp", choices=ways, help="the data parallelism")
 parser.add_argument("--dp-shard", type=int, help="ranks that share one copy (hsdp)")
 parser.add_argument("--steps", type=int, default=72)
 options = parser.parse_args()
 
 device = init_distributed("cuda" if torch.cuda.is_available() else "cpu", timeout_seconds=600)
-layout = Layout(data=options.data, dp_shard=options.dp_shard)
+layout = Layout(data_parallel=options.data, dp_shard=options.dp_shard)
 mesh = build_mesh(layout, dist.get_world_size() if dist.is_initialized() else 1, device.type)
 torch.manual_seed(0)  # every rank makes the same weights, and the same batches to take its share of
 

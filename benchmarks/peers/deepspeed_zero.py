@@ -31,7 +31,7 @@ def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
     config = {
         "train_micro_batch_size_per_gpu": shape.micro_batch,
         "gradient_accumulation_steps": shape.accumulation,
-        "gradient_clipping": OPTIMIZER.clip_norm,
+        "gradient_clipping": OPTIMIZER.max_grad_norm,
         "zero_optimization": {"stage": STAGES[layout]},
     }
     model = WithLoss(transformer(shape))

@@ -57,7 +57,7 @@ def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
             lr=OPTIMIZER.learning_rate, betas=OPTIMIZER.betas, weight_decay=OPTIMIZER.weight_decay, fused=True
         ),
         **parallelism(shape, layout),
-        max_grad_norm=OPTIMIZER.clip_norm,
+        max_grad_norm=OPTIMIZER.max_grad_norm,
     ).build(model, device=torch.device("cpu"))
     recorder = Recorder()
     module._attach_trainer(recorder)

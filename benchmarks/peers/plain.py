@@ -52,7 +52,7 @@ def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
                 loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum") / targets.numel()
                 loss.backward()
             total += loss.detach()
-        nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
+        nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
         optimizer.step()
         dist.all_reduce(total)
         return total.item() / RANKS

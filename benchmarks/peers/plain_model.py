@@ -150,9 +150,9 @@ def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
         if layout == "pp2":  # the stages' norms make up the model's
             norm = torch.stack(torch._foreach_norm([p.grad for p in model.parameters()])).square().sum()
             dist.all_reduce(norm)
-            nn.utils.clip_grads_with_norm_(model.parameters(), OPTIMIZER.clip_norm, norm.sqrt())
+            nn.utils.clip_grads_with_norm_(model.parameters(), OPTIMIZER.max_grad_norm, norm.sqrt())
         else:
-            nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
+            nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
         optimizer.step()
         return loss
 

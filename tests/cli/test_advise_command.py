@@ -19,7 +19,7 @@ H100 = ("--machine", "h100", "--nodes", "4")
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text('model.preset = "llama3-8b"\n[training]\nsequence = 8192\ntokens_per_step = 4194304\n')
+    path.write_text('model.preset = "llama3-8b"\n[training]\nseq_len = 8192\ntokens_per_step = 4194304\n')
     return path
 
 
@@ -31,7 +31,7 @@ def test_rules_stand_beside_the_planners_best_by_kind(run):
     assert lines[1].startswith(f"the planner's best: {best['candidate']}: {best['step_seconds']:.3f} s")
     titles = ["by size", "by bottleneck", "by schedule", "by placement"]
     assert [line for line in lines if line in titles] == titles
-    assert "1B to 10B parameters -> data parallelism with ZeRO-2 [data zero2, tp 1, pp 1, cp 1, ep 1]" in text
+    assert "1B to 10B parameters -> data parallelism with ZeRO-2 [data_parallel zero2, tp 1, pp 1, cp 1, ep 1]" in text
     assert "because the model has 8.03B parameters (pos2001/ml-training-architecture, decision guide)" in text
     assert "recompute full: " in text
     assert "ZeRO-3 in a pipeline" not in text, "that belongs to larger models"
@@ -43,11 +43,11 @@ def test_json_has_every_rule_once_with_its_verdict(run):
     assert facts["parameters"] == 8_030_261_248
     rules = [item["rule"] + item["kind"] for item in (*facts["advice"], *facts["silent"])]
     assert sorted(rules) == sorted(rule.name + rule.kind for rule in RULES)
-    described = load_run(run, ["cluster.preset=h100", "cluster.nodes=4", "cluster.nproc=8"], environment={})
+    described = load_run(run, ["cluster.preset=h100", "cluster.nodes=4", "cluster.nproc_per_node=8"], environment={})
     advised = advise(described, 32)
     assert [item["verdict"] for item in facts["advice"]] == [advice.verdict for advice in advised.advice]
     first = facts["advice"][0]
-    assert (first["verdict"], first["layout"]["layout"]["data"]) == ("costs", "zero2")
+    assert (first["verdict"], first["layout"]["layout"]["data_parallel"]) == ("costs", "zero2")
     assert first["layout"]["step_seconds"] == pytest.approx((1 + first["slower"]) * facts["best"]["step_seconds"])
     text = shown(run, *H100)
     assert f"costs {first['slower']:.1%}" in text
@@ -56,7 +56,7 @@ def test_json_has_every_rule_once_with_its_verdict(run):
 
 
 def test_the_largest_models_rule_says_what_the_planner_leaves_out(run):
-    large = ("model.preset=gpt3-175b", "training.sequence=2048", "training.tokens_per_step=131072")
+    large = ("model.preset=gpt3-175b", "training.seq_len=2048", "training.tokens_per_step=131072")
     text = shown(run, "--machine", "b200", "--nodes", 8, *(word for change in large for word in ("--set", change)))
     assert "100B parameters or more -> 3D with ZeRO-3 and offload to CPU or NVMe" in text
     assert "ZeRO-3 in a pipeline is not among the planner's layouts" in text
@@ -72,12 +72,15 @@ def test_out_of_memory_shows_changes_steps_and_settings(run):
     assert lines.index(order) < lines.index("one after the other, until it fits")
     assert lines[lines.index(order) + 2].startswith("tensor parallelism")
     assert "not smaller micro-batch: a micro-batch is one sequence" in text
-    assert "It fits with  --set layout.tp=4 --set layout.micro_batch=1" in text
+    assert "It fits with  --set layout.tp=4 --set layout.micro_batch_size=1" in text
     assert "The planner's best of all layouts on these devices: " in text
     assert "…" not in text
     without_times = shown("oom", run, "--machine", "h100", "--set", "training.precision=fp32")
     assert "Of these enough: recompute blocks; ZeRO-2" in without_times
-    assert "--set layout.data=zero2 --set layout.micro_batch=1 --set layout.recompute=full" in without_times
+    assert (
+        "--set layout.data_parallel=zero2 --set layout.micro_batch_size=1 --set layout.activation_checkpointing=full"
+        in without_times
+    )
 
 
 def test_its_settings_given_back_fit(run):
@@ -91,7 +94,7 @@ def test_its_settings_given_back_fit(run):
     assert then["now"]["fits"]
     assert (then["steps"], then["needed"]) == ([], [])
     assert "The run fits already: nothing has to change." in shown("oom", run, "--machine", "h100", *settings)
-    cluster = ["cluster.preset=h100", "cluster.nproc=8"]
+    cluster = ["cluster.preset=h100", "cluster.nproc_per_node=8"]
     held = rank_memory(load_run(run, [*cluster, *needed["settings"]], environment={}), 8)["rank"]
     assert held.total == then["now"]["memory"]["total"] < 80 * 2**30
 
@@ -115,7 +118,7 @@ def test_a_run_file_may_be_called_oom(run, tmp_path, monkeypatch):
         (["oom"], "needs a run file"),
         (["over", "there.toml"], r"is not \[oom\] RUN.toml"),
         (["none.toml"], "no such file"),
-        (["RUN", "--set", "cluster.nproc=8"], "is not known, and a plan needs it"),
+        (["RUN", "--set", "cluster.nproc_per_node=8"], "is not known, and a plan needs it"),
         (["oom", "RUN"], r"cluster\.memory_bytes: is not known"),
         (["oom", "RUN", "--machine", "h100", "--set", "layout.pp=3"], "does not divide the ranks"),
         (["oom", "RUN", "--machine", "h100", "--set", "layout=auto"], "is the planner's to choose"),

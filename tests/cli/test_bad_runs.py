@@ -22,24 +22,24 @@ from phalanx.train import recovery, setup
 
 GOOD = """
 name = "bad"
-out = "OUT"
+output_dir = "OUT"
 [model]
 preset = "tiny"
-vocab = 257
+vocab_size = 257
 [data]
 train = ["TEXT"]
 tokenizer = "bytes"
 cache = "OUT/cache"
 [training]
 steps = 10
-sequence = 32
+seq_len = 32
 tokens_per_step = 256
 [optimizer]
 warmup_steps = 2
 """
 
-FOUR_HEADS = {"model.heads": 4, "model.head_dim": 48}
-NVME = {"layout.data": '"zero1"', "layout.offload": '"nvme"'}
+FOUR_HEADS = {"model.num_heads": 4, "model.head_dim": 48}
+NVME = {"layout.data_parallel": '"zero1"', "layout.offload": '"nvme"'}
 
 # What is set (or done to the run file), more arguments, and words that the message must hold: field, value, fix.
 SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
@@ -52,89 +52,110 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"training.steps": -5}, ("training.steps = -5", "greater than 0")),
     ({"training.compile": '"yes"'}, ("training.compile = 'yes'", "true")),
     ({"training.precision": '"fp16"'}, ("training.precision = 'fp16'", "bf16")),
-    ({"training.tokens_per_step": 250}, ("training.tokens_per_step = 250", "training.sequence (32)", "use 256")),
+    ({"training.tokens_per_step": 250}, ("training.tokens_per_step = 250", "training.seq_len (32)", "use 256")),
     ({"training.tokens_per_step": 32}, ("training.tokens_per_step = 32", "2 data-parallel ranks", "fix: use")),
     (
-        {"training.tokens_per_step": 96, "layout.data": '"zero2"'},
+        {"training.tokens_per_step": 96, "layout.data_parallel": '"zero2"'},
         ("training.tokens_per_step = 96", "2 data-parallel ranks", "fix: use"),
     ),
-    ({"training.scaling": '"linear"'}, ("training.base_ranks", "linear", "set both")),
-    ({"training.scaling": '"sqrt"', "training.base_ranks": 3}, ("training.base_ranks = 3", "8 sequences", "1, 2, 4")),
-    ({"training": 5}, ("training = 5",)),
-    ({"layout.micro_batch": 3}, ("layout.micro_batch = 3", "4 sequences", "1, 2, 4")),
-    ({"layout.data": '"fsdp"'}, ("layout.data = 'fsdp'", "zero3")),
+    ({"training.batch_scaling": '"linear"'}, ("training.base_dp_size", "linear", "set both")),
     (
-        {"layout.data": '"parameter_server"', "layout.servers": 2},
-        ("layout.servers = 2", "no worker of the 2 ranks", "lower it to 1"),
+        {"training.batch_scaling": '"sqrt"', "training.base_dp_size": 3},
+        ("training.base_dp_size = 3", "8 sequences", "1, 2, 4"),
     ),
-    ({"layout.servers": 2}, ("layout.servers = 2", "no meaning", "parameter_server")),
-    ({"layout.data": '"parameter_server"', "layout.staleness": -1}, ("layout.staleness = -1", "raise it")),
-    ({"layout.data": '"hsdp"'}, ("layout.dp_shard", "1, 2")),
-    ({"layout.data": '"hsdp"', "layout.dp_shard": 3}, ("layout.dp_shard = 3", "2 data-parallel ranks", "1, 2")),
+    ({"training": 5}, ("training = 5",)),
+    ({"layout.micro_batch_size": 3}, ("layout.micro_batch_size = 3", "4 sequences", "1, 2, 4")),
+    ({"layout.data_parallel": '"fsdp"'}, ("layout.data_parallel = 'fsdp'", "zero3")),
+    (
+        {"layout.data_parallel": '"parameter_server"', "layout.num_servers": 2},
+        ("layout.num_servers = 2", "no worker of the 2 ranks", "lower it to 1"),
+    ),
+    ({"layout.num_servers": 2}, ("layout.num_servers = 2", "no meaning", "parameter_server")),
+    (
+        {"layout.data_parallel": '"parameter_server"', "layout.max_staleness": -1},
+        ("layout.max_staleness = -1", "raise it"),
+    ),
+    ({"layout.data_parallel": '"hsdp"'}, ("layout.dp_shard", "1, 2")),
+    (
+        {"layout.data_parallel": '"hsdp"', "layout.dp_shard": 3},
+        ("layout.dp_shard = 3", "2 data-parallel ranks", "1, 2"),
+    ),
     ({"layout.dp_shard": 2}, ("layout.dp_shard = 2", "no meaning")),
     (
-        {"layout.data": '"hsdp"', "layout.dp_shard": 1, "layout.offload": '"cpu"'},
+        {"layout.data_parallel": '"hsdp"', "layout.dp_shard": 1, "layout.offload": '"cpu"'},
         ("layout.dp_shard = 1", "only what is sharded is offloaded", "1, 2"),
     ),
     (
-        {"layout.tp": 2, "model.heads": 3, "model.kv_heads": 3, "model.head_dim": 32},
-        ("layout.tp = 2", "does not divide model.heads (3)", 'layout.heads = "gathered"'),
+        {"layout.tp": 2, "model.num_heads": 3, "model.num_kv_heads": 3, "model.head_dim": 32},
+        ("layout.tp = 2", "does not divide model.num_heads (3)", 'layout.tp_attention = "gathered"'),
     ),
     (
-        {"layout.tp": 2, "layout.heads": "gathered", "model.heads": 6, "model.kv_heads": 3, "model.head_dim": 32},
-        ("layout.heads = 'gathered'", "key/value heads (3)", '"split"'),
+        {
+            "layout.tp": 2,
+            "layout.tp_attention": "gathered",
+            "model.num_heads": 6,
+            "model.num_kv_heads": 3,
+            "model.head_dim": 32,
+        },
+        ("layout.tp_attention = 'gathered'", "key/value heads (3)", '"split"'),
     ),
     (
-        {"layout.tp": 2, "model.heads": 6, "model.kv_heads": 3, "model.head_dim": 32},
-        ("layout.tp = 2", "neither divides model.kv_heads (3)", "another tensor-parallel degree"),
+        {"layout.tp": 2, "model.num_heads": 6, "model.num_kv_heads": 3, "model.head_dim": 32},
+        ("layout.tp = 2", "neither divides model.num_kv_heads (3)", "another tensor-parallel degree"),
     ),
     (
-        {"layout.tp": 2, **FOUR_HEADS, "model.ffn": 301},
-        ("layout.tp = 2", "does not divide model.ffn (301)", "a tensor-parallel"),
+        {"layout.tp": 2, **FOUR_HEADS, "model.ffn_hidden_size": 301},
+        ("layout.tp = 2", "does not divide model.ffn_hidden_size (301)", "a tensor-parallel"),
     ),
     (
-        {"layout.tp": 2, **FOUR_HEADS, "training.sequence": 31, "training.tokens_per_step": 248},
-        ("layout.tp = 2", "training.sequence (31)", "sequence_parallel = false"),
+        {"layout.tp": 2, **FOUR_HEADS, "training.seq_len": 31, "training.tokens_per_step": 248},
+        ("layout.tp = 2", "training.seq_len (31)", "sequence_parallel = false"),
     ),
     ({"layout.sequence_parallel": "false"}, ("layout.sequence_parallel = False", "layout.tp = 1", "2 or more")),
-    ({"layout.context": "ulysses"}, ("layout.context = 'ulysses'", "layout.cp = 1", "2 or more")),
+    ({"layout.cp_method": "ulysses"}, ("layout.cp_method = 'ulysses'", "layout.cp = 1", "2 or more")),
     (
-        {"layout.cp": 2, "training.sequence": 30, "training.tokens_per_step": 240},
-        ("layout.cp = 2", "training.sequence (30)", "multiple of 4", "training.sequence = 32"),
-    ),
-    (
-        {"layout.cp": 2, "layout.context": "ulysses", "model.heads": 3, "model.kv_heads": 3, "model.head_dim": 32},
-        ("layout.cp = 2", "cannot share the 3 heads", 'layout.context = "ring"'),
-    ),
-    ({"layout.ep": 2}, ("layout.ep = 2", "without experts", "layout.ep = 1")),
-    ({"layout.ep": 3}, ("layout.ep = 3", "2 ranks", "1, 2")),
-    (
-        {"layout.ep": 2, "model.moe.experts": 3, "model.moe.top_k": 1, "model.moe.ffn": 8},
-        ("layout.ep = 2", "does not divide model.moe.experts (3)", "1, 3"),
+        {"layout.cp": 2, "training.seq_len": 30, "training.tokens_per_step": 240},
+        ("layout.cp = 2", "training.seq_len (30)", "multiple of 4", "training.seq_len = 32"),
     ),
     (
         {
             "layout.cp": 2,
-            "model.moe.experts": 4,
+            "layout.cp_method": "ulysses",
+            "model.num_heads": 3,
+            "model.num_kv_heads": 3,
+            "model.head_dim": 32,
+        },
+        ("layout.cp = 2", "cannot share the 3 heads", 'layout.cp_method = "ring"'),
+    ),
+    ({"layout.ep": 2}, ("layout.ep = 2", "without experts", "layout.ep = 1")),
+    ({"layout.ep": 3}, ("layout.ep = 3", "2 ranks", "1, 2")),
+    (
+        {"layout.ep": 2, "model.moe.num_experts": 3, "model.moe.top_k": 1, "model.moe.expert_ffn_size": 8},
+        ("layout.ep = 2", "does not divide model.moe.num_experts (3)", "1, 3"),
+    ),
+    (
+        {
+            "layout.cp": 2,
+            "model.moe.num_experts": 4,
             "model.moe.top_k": 1,
-            "model.moe.ffn": 8,
+            "model.moe.expert_ffn_size": 8,
             "model.moe.capacity_factor": 1.5,
         },
         ("model.moe.capacity_factor = 1.5", "layout.cp", "remove one"),
     ),
     ({"layout.tp": 2, "training.compile": "true"}, ("training.compile = True", "layout.tp = 2", "false")),
     (
-        {"layout.tp": 2, "layout.data": "parameter_server"},
-        ("layout.data = 'parameter_server'", "layout.tp", "zero1"),
+        {"layout.tp": 2, "layout.data_parallel": "parameter_server"},
+        ("layout.data_parallel = 'parameter_server'", "layout.tp", "zero1"),
     ),
     (
         {
             "layout.ep": 2,
-            "layout.micro_batch": 1,
+            "layout.micro_batch_size": 1,
             "training.tokens_per_step": 224,
-            "model.moe.experts": 4,
+            "model.moe.num_experts": 4,
             "model.moe.top_k": 1,
-            "model.moe.ffn": 8,
+            "model.moe.expert_ffn_size": 8,
         },
         ("training.tokens_per_step = 224", "layout.ep = 2", "meet at each", "multiple"),
     ),
@@ -143,24 +164,24 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             "layout.tp": 2,
             "layout.ep": 2,
             "layout.sequence_parallel": "false",
-            "model.moe.experts": 4,
+            "model.moe.num_experts": 4,
             "model.moe.top_k": 1,
-            "model.moe.ffn": 8,
+            "model.moe.expert_ffn_size": 8,
             **FOUR_HEADS,
         },
         ("layout.ep = 2", "tokens of its own", "sequence_parallel = true"),
     ),
     (
-        {"layout.tp": 2, "layout.compress": "powersgd", **FOUR_HEADS},
-        ("layout.compress = 'powersgd'", "layout.tp = 2", "remove it"),
+        {"layout.tp": 2, "layout.gradient_compression": "powersgd", **FOUR_HEADS},
+        ("layout.gradient_compression = 'powersgd'", "layout.tp = 2", "remove it"),
     ),
     (
-        {"layout.pp": 2, "layout.data": "zero3", "layout.reshard": "false"},
-        ("layout.reshard = False", "no meaning in a pipeline", "remove it"),
+        {"layout.pp": 2, "layout.data_parallel": "zero3", "layout.reshard_after_forward": "false"},
+        ("layout.reshard_after_forward = False", "no meaning in a pipeline", "remove it"),
     ),
     (
-        {"layout.pp": 2, "layout.compress": "bf16"},
-        ("layout.compress = 'bf16'", "no meaning in a pipeline", "remove it"),
+        {"layout.pp": 2, "layout.gradient_compression": "bf16"},
+        ("layout.gradient_compression = 'bf16'", "no meaning in a pipeline", "remove it"),
     ),
     (
         {"layout.pp": 2, "layout.schedule_file": "none.csv"},
@@ -171,13 +192,13 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("layout.schedule_file = 'none.csv'", "names another", "remove one"),
     ),
     (
-        {"layout.pp": 2, "layout.data": '"parameter_server"'},
-        ("layout.data = 'parameter_server'", "in a pipeline", "zero1"),
+        {"layout.pp": 2, "layout.data_parallel": '"parameter_server"'},
+        ("layout.data_parallel = 'parameter_server'", "in a pipeline", "zero1"),
     ),
-    ({"layout.pp": 2, "model.layers": 1}, ("layout.pp = 2", "1 layers", "a deeper model")),
+    ({"layout.pp": 2, "model.num_layers": 1}, ("layout.pp = 2", "1 layers", "a deeper model")),
     (
-        {"layout.pp": 2, "layout.schedule": "dualpipe-v", "model.layers": 4, "layout.micro_batch": 4},
-        ("layout.schedule = 'dualpipe-v'", "2 micro-batches", "less than the 4 stages", "layout.micro_batch"),
+        {"layout.pp": 2, "layout.schedule": "dualpipe-v", "model.num_layers": 4, "layout.micro_batch_size": 4},
+        ("layout.schedule = 'dualpipe-v'", "2 micro-batches", "less than the 4 stages", "layout.micro_batch_size"),
     ),
     (
         {"layout.pp": 2, "layout.schedule": "interleaved"},
@@ -187,21 +208,27 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"layout.pp": 2, "layout.schedule": "zb-h1", "training.compile": "true"},
         ("training.compile = True", "zb-h1", "1f1b"),
     ),
-    ({"layout.offload": '"cpu"'}, ("layout.offload = 'cpu'", 'no meaning with layout.data = "ddp"', "zero1")),
+    ({"layout.offload": '"cpu"'}, ("layout.offload = 'cpu'", 'no meaning with layout.data_parallel = "ddp"', "zero1")),
     ({"layout.offload_directory": '"EMPTY"'}, ("layout.offload_directory = 'EMPTY'", "no meaning", "nvme")),
-    ({"recovery.spike": 2.0}, ("phalanx: recovery.spike = 2.0", "recovery.rollbacks = 0 says never")),
+    (
+        {"recovery.loss_spike_ratio": 2.0},
+        ("phalanx: recovery.loss_spike_ratio = 2.0", "recovery.max_rollbacks = 0 says never"),
+    ),
     ({**NVME}, ("layout.offload_directory", "is needed", "local disk")),
     ({**NVME, "layout.offload_directory": '"missing"'}, ("layout.offload_directory = 'missing'", "no directory")),
     ({**NVME, "layout.offload_directory": '"FILE"'}, ("layout.offload_directory = 'FILE'", "no directory")),
     ({**NVME, "layout.offload_directory": '"/proc"'}, ("layout.offload_directory = '/proc'", "fix: name")),
     (
-        {**NVME, "layout.offload_directory": '"/dev/shm"', "model.ffn": 10**12},
+        {**NVME, "layout.offload_directory": '"/dev/shm"', "model.ffn_hidden_size": 10**12},
         ("layout.offload_directory = '/dev/shm'", "GB are free"),
     ),
-    ({"layout.compress": '"fp8"'}, ("layout.compress = 'fp8'", "powersgd")),
-    ({"layout.data": '"zero2"', "layout.compress": '"bf16"'}, ("layout.compress = 'bf16'", "no meaning")),
-    ({"layout.wrap": '"model"'}, ("layout.wrap = 'model'", "no meaning", "zero3 or hsdp")),
-    ({"layout.data": '"zero3"', "layout.bucket_mb": 1.0}, ("layout.bucket_mb = 1.0", "no meaning")),
+    ({"layout.gradient_compression": '"fp8"'}, ("layout.gradient_compression = 'fp8'", "powersgd")),
+    (
+        {"layout.data_parallel": '"zero2"', "layout.gradient_compression": '"bf16"'},
+        ("layout.gradient_compression = 'bf16'", "no meaning"),
+    ),
+    ({"layout.fsdp_unit": '"model"'}, ("layout.fsdp_unit = 'model'", "no meaning", "zero3 or hsdp")),
+    ({"layout.data_parallel": '"zero3"', "layout.bucket_mb": 1.0}, ("layout.bucket_mb = 1.0", "no meaning")),
     (
         {"layout.schedule": '"gpipe"'},
         ("layout.schedule = 'gpipe'", "no meaning with layout.pp = 1", "layout.pp to 2"),
@@ -211,23 +238,27 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("layout.virtual_stages = 2", "no meaning with layout.pp = 1", "2 or more"),
     ),
     (
-        {"layout.static_graph": "true", "layout.data": '"zero3"'},
-        ("layout.static_graph = True", 'no meaning with layout.data = "zero3"', "layout.data to ddp"),
+        {"layout.ddp_static_graph": "true", "layout.data_parallel": '"zero3"'},
+        (
+            "layout.ddp_static_graph = True",
+            'no meaning with layout.data_parallel = "zero3"',
+            "layout.data_parallel to ddp",
+        ),
     ),
     (
-        {"layout.static_graph": "true", "layout.micro_batch": 2},
-        ("layout.static_graph = True", "accumulation", "2 micro-batches", "layout.micro_batch = 4"),
+        {"layout.ddp_static_graph": "true", "layout.micro_batch_size": 2},
+        ("layout.ddp_static_graph = True", "accumulation", "2 micro-batches", "layout.micro_batch_size = 4"),
     ),
     ({"layout.tp": 3}, ("layout.tp",)),
     ({"model.preset": '"tinny"'}, ("model.preset = 'tinny'", "did you mean 'tiny'")),
-    ({"model.heads": 7}, ("model.heads = 7", "model.width (192)", "use one of")),
-    ({"model.kv_heads": 2}, ("model.kv_heads = 2", "model.heads (3)", "1, 3")),
+    ({"model.num_heads": 7}, ("model.num_heads = 7", "model.hidden_size (192)", "use one of")),
+    ({"model.num_kv_heads": 2}, ("model.num_kv_heads = 2", "model.num_heads (3)", "1, 3")),
     ({"model.head_dim": 63}, ("model.head_dim = 63", "even")),
-    ({"model.vocab": 100}, ("model.vocab = 100", "257", "model.vocab = 257")),
-    ({"model.moe": "{experts = 4, top_k = 8, ffn = 8}"}, ("model.moe.top_k = 8", "4")),
-    ({"model.moe": "{experts = 4, top_k = 2}"}, ("model.moe.ffn", "give ffn a value")),
+    ({"model.vocab_size": 100}, ("model.vocab_size = 100", "257", "model.vocab_size = 257")),
+    ({"model.moe": "{num_experts = 4, top_k = 8, expert_ffn_size = 8}"}, ("model.moe.top_k = 8", "4")),
+    ({"model.moe": "{num_experts = 4, top_k = 2}"}, ("model.moe.expert_ffn_size", "give expert_ffn_size a value")),
     ({"model.from_hf": '"nowhere"'}, ("model.from_hf = 'nowhere'", "config.json")),
-    ({"model.positions": '"learned"', "model.context": 16}, ("training.sequence = 32", "16")),
+    ({"model.position_embedding": '"learned"', "model.max_seq_len": 16}, ("training.seq_len = 32", "16")),
     ({"cluster.preset": '"h1000"'}, ("cluster.preset = 'h1000'", "did you mean 'h100'")),
     ({"cluster.nodes": 2}, ("--rendezvous: says no place where nodes could meet", "docs/launching.md")),
     ({"cluster.device": '"cuda"'}, ("cluster.device = 'cuda'", "no GPU")),
@@ -236,7 +267,10 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"data.train": '"text"'}, ("data.train = 'text'", "[")),
     ({"data.train": '["EMPTY"]'}, ("data.train", "EMPTY")),
     ({"data.train": '["CUT"]'}, ("data.train", "CUT", "bytes")),
-    ({"data.train": '["PAIR"]', "data.tokenizer": '"bpe"', "model.vocab": 2048}, ("data.tokenizer = 'bpe'", "PAIR")),
+    (
+        {"data.train": '["PAIR"]', "data.tokenizer": '"bpe"', "model.vocab_size": 2048},
+        ("data.tokenizer = 'bpe'", "PAIR"),
+    ),
     ({"data.train": '["BROKEN.jsonl"]'}, ("BROKEN.jsonl", "1")),
     ({"data.train": '["FIELDS.jsonl"]', "data.text_key": '"body"'}, ("body", "FIELDS.jsonl")),
     ({"data.tokenizer": '"missing.json"'}, ("data.tokenizer = 'missing.json'",)),
@@ -247,7 +281,7 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"optimizer.warmup_steps": 10}, ("optimizer.warmup_steps = 10", "training.steps (10)")),
     ({"optimizer.learning_rate": -1.0}, ("optimizer.learning_rate = -1.0", "greater than 0")),
     ({"name": '"a/b"'}, ("name = 'a/b'",)),
-    ({"out": '"FILE"'}, ("out", "FILE", "another directory")),
+    ({"output_dir": '"FILE"'}, ("out", "FILE", "another directory")),
     ({"checkpoint.keep": 1_000_000_000}, ("checkpoint.keep = 1000000000", "GB free")),
     ({"metrics.wandb": 3}, ("metrics.wandb = 3",)),
 ]
@@ -255,7 +289,10 @@ ARGUMENTS: list[tuple[list[str], tuple[str, ...]]] = [
     (["--set", "training.steps"], ("--set = 'training.steps'", "KEY=VALUE")),
     (["--set", "name.inner=3"], ("name is a value",)),
     (["--nproc", "9"], ("training.tokens_per_step = 256", "9 data-parallel ranks")),
-    (["--nproc", "3", "--set", "layout.data=zero3"], ("training.tokens_per_step = 256", "3 data-parallel ranks")),
+    (
+        ["--nproc", "3", "--set", "layout.data_parallel=zero3"],
+        ("training.tokens_per_step = 256", "3 data-parallel ranks"),
+    ),
     (["--nproc", "0"], ("--nproc", "0")),
     (["--nproc", "two"], ("--nproc", "two")),
     (["--resumee"], ("--resumee",)),
@@ -327,7 +364,7 @@ def test_a_bad_argument(arguments: Any, words: Any, place: Path, monkeypatch: An
         (".", None, ("run.toml",)),
         ("bad.toml", "[model\n", ("bad.toml", "not valid TOML", "line 1")),
         ("bad.toml", "\x00", ("bad.toml", "not valid TOML")),
-        ("bad.toml", '[model]\npreset = "tiny"\nwidth = true\n', ("model.width = True", "whole number")),
+        ("bad.toml", '[model]\npreset = "tiny"\nhidden_size = true\n', ("model.hidden_size = True", "whole number")),
     ],
 )
 def test_a_bad_run_file(file: str, content: str | None, words: Any, place: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -362,8 +399,8 @@ def test_an_unwritable_directory(place: Path, monkeypatch: Any, capsys: Any) -> 
     """Not even root can make a directory in /proc."""
     usage = setup.shutil.disk_usage(place)
     monkeypatch.setattr(setup.shutil, "disk_usage", lambda _: usage)
-    said = message(["train", "run.toml", "--set", "out=/proc/phalanx"], monkeypatch, capsys)
-    assert "out = '/proc/phalanx/bad'" in said
+    said = message(["train", "run.toml", "--set", "output_dir=/proc/phalanx"], monkeypatch, capsys)
+    assert "output_dir = '/proc/phalanx/bad'" in said
     assert "another directory" in said
 
 
@@ -404,11 +441,11 @@ def test_environment_values_are_checked_too(place: Path, monkeypatch: Any, capsy
 
 
 def test_too_little_text(place: Path, monkeypatch: Any, capsys: Any) -> None:
-    sizes = ["training.sequence=8192", "training.tokens_per_step=16384"]
+    sizes = ["training.seq_len=8192", "training.tokens_per_step=16384"]
     said = message(["train", "run.toml", *(word for size in sizes for word in ("--set", size))], monkeypatch, capsys)
     found = re.fullmatch(
         r"phalanx: data\.train = '(.+)': has ([\d,]+) tokens, and one sequence and its target need 8,193\n"
-        r"  fix: give more text, or lower training\.sequence\n",
+        r"  fix: give more text, or lower training\.seq_len\n",
         said,
     )
     assert found, said

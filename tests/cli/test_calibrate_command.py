@@ -35,11 +35,11 @@ def test_the_next_plan_is_about_this_machine(run_directory, tmp_path):
     assert "by the others" in text
     assert f"--machine {out}" in text
     machine = load_machine(str(out))
-    assert (machine.device, machine.measured.runs, machine.measured.precision) == ("cpu", 1, "fp32")
+    assert (machine.device, machine.calibration.runs, machine.calibration.precision) == ("cpu", 1, "fp32")
     table = shown("plan", run_directory / "run.toml", "--machine", out, "--nproc", 2)
     assert "measured by 1 runs on this machine" in table
     found = known("plan", run_directory / "run.toml", "--machine", out, "--nproc", 2)
-    assert found["measured"] == machine.measured.decided
+    assert found["measured"] == machine.calibration.identified_constants
     # The same as the preset of a run file.
     named = known("plan", run_directory / "run.toml", "--set", f"cluster.preset={out}", "--nproc", 2)
     assert named["layouts"] == found["layouts"]
@@ -50,7 +50,7 @@ def test_predicted_stands_beside_measured(run_directory, tmp_path):
     (row,) = found["runs"]
     assert row["after_seconds"] == pytest.approx(row["step_seconds"], rel=0.1)
     assert row["predicted_memory_bytes"] == pytest.approx(row["memory_bytes"], rel=0.1)
-    assert found["machine"]["measured"]["runs"] == 1
+    assert found["machine"]["calibration"]["runs"] == 1
 
 
 def test_what_phalanx_measure_found_counts_too(run_directory, tmp_path):

@@ -59,7 +59,7 @@ def rest(run: RunSpec) -> tuple[list[tuple[float, float]], list[list[int]]]:
     return losses, under_way.evaluate()["expert_tokens"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"layout.ep": 2}, {"layout.ep": 2, "layout.data": "zero3"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"layout.ep": 2}, {"layout.ep": 2, "layout.data_parallel": "zero3"}], ids=str)
 def test_a_run_goes_on_with_renumbered_experts(changes: dict[str, Any], half: Path) -> None:
     """Given or balanced: the model is the same, and each expert has its tokens under its new number."""
     whole, tokens = rest(of(half.parent))
@@ -72,7 +72,7 @@ def test_a_run_goes_on_with_renumbered_experts(changes: dict[str, Any], half: Pa
     given = {"0": [3, 2, 1, 0], "1": [1, 2, 3, 0]}
     (half.parent / "order.json").write_text(json.dumps(given))
     shown(half, "--ep", 2, "--order", half.parent / "order.json")
-    world_size = 4 if "layout.data" in changes else changes.get("layout.ep", 1)
+    world_size = 4 if "layout.data_parallel" in changes else changes.get("layout.ep", 1)
     run = of(half.parent, **changes)
     for losses, then in rank_pool(world_size).run(rest, run) if world_size > 1 else [rest(run)]:
         assert losses == [pytest.approx(step, rel=1e-10) for step in whole]
@@ -118,7 +118,7 @@ def test_a_table_for_people(half: Path) -> None:
 
 
 BAD: list[tuple[list[str], str | None, str]] = [
-    (["--ep", "3"], None, r"--ep = 3: does not divide model.moe.experts \(4\)"),
+    (["--ep", "3"], None, r"--ep = 3: does not divide model.moe.num_experts \(4\)"),
     (["--ep", "2", "--balance", "--order", "ORDER"], "{}", "does not go with --balance"),
     (["--ep", "2", "--order", "ORDER"], None, "cannot be read"),
     (["--ep", "2", "--order", "ORDER"], "[1, 2]", "is not a JSON object"),

@@ -47,10 +47,26 @@ def test_the_first_line_names_a_schema_that_is_there(tmp_path):
 
 def test_every_commented_key_is_right():
     """Uncommented, a key leaves the run as it is, or is an example for a field that has no default."""
-    examples = {"from_hf", "dp_shard", "micro_batch", "preset", "nproc", "peak_flops", "memory_bytes", "wandb"}
-    examples |= {"offload_directory", "schedule_file", "first_bucket_mb", "base_ranks", "staleness", "spike"}
-    examples |= {"hbm_bytes_per_second", "domain", "link_bytes_per_second", "network_bytes_per_second"}
-    examples |= {"watts", "price_per_hour", "matmul_flops", "matmul_flops_8bit", "multiprocessors"}
+    examples = {
+        "from_hf",
+        "dp_shard",
+        "micro_batch_size",
+        "preset",
+        "nproc_per_node",
+        "peak_flops",
+        "memory_bytes",
+        "wandb",
+    }
+    examples |= {
+        "offload_directory",
+        "schedule_file",
+        "first_bucket_mb",
+        "base_dp_size",
+        "max_staleness",
+        "loss_spike_ratio",
+    }
+    examples |= {"hbm_bytes_per_second", "fast_link_domain", "link_bytes_per_second", "network_bytes_per_second"}
+    examples |= {"watts_per_device", "price_per_device_hour", "matmul_flops", "matmul_flops_8bit", "num_sms"}
     examples |= {"cores", "price_per_kwh", "storage_bytes_per_second", "failures_per_device_hour"}
     examples |= {"host_link_bytes_per_second", "host_bytes_per_second", "host_memory_bytes", "disk_bytes_per_second"}
     text = run_file_template("run.toml", "schema")
@@ -64,7 +80,7 @@ def test_every_commented_key_is_right():
             table = tomllib.loads("\n".join([*lines[:number], line.removeprefix("# "), *lines[number + 1 :]]))
             assert run_from_table(table) == DEFAULTS, line
     lines[moe] = [line.removeprefix("# ") for line in lines[moe]]
-    assert run_from_table(tomllib.loads("\n".join(lines))).model.moe.experts == 8
+    assert run_from_table(tomllib.loads("\n".join(lines))).model.moe.num_experts == 8
     below = [line.removeprefix("# ") for line in lines[swarm:] if re.match(r"# (\[swarm|(?!codec|mixing)\w+ = )", line)]
     lines[moe] = [line.replace("bias_update_rate = ", "# ") for line in lines[moe]]
     with_swarm = run_from_table(tomllib.loads("\n".join([*lines[:swarm], *below]))).swarm

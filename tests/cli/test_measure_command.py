@@ -20,18 +20,18 @@ shown = partial(commands.shown, "measure")
 
 SMALL = """
 [model]
-vocab = 300
-width = 32
-layers = 1
-heads = 2
-ffn = 64
-context = 32
+vocab_size = 300
+hidden_size = 32
+num_layers = 1
+num_heads = 2
+ffn_hidden_size = 64
+max_seq_len = 32
 [training]
-sequence = 32
+seq_len = 32
 tokens_per_step = 128
 precision = "fp32"
 [layout]
-data = "zero1"
+data_parallel = "zero1"
 """
 
 

@@ -19,7 +19,7 @@ COLUMNS = ("parameters", "gradients", "optimizer", "activations", "communication
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text('[layout]\ndata = "zero2"\n')
+    path.write_text('[layout]\ndata_parallel = "zero2"\n')
     return path
 
 
@@ -64,10 +64,10 @@ def test_json_is_rank_memory(run):
 
 def test_ranks_are_those_of_the_cluster_unless_given(run):
     assert known(run)["ranks"] == 1
-    assert "1 rank (one per node, since cluster.nproc is not set" in shown(run)
-    cluster = ["--set", "cluster.nproc=4", "--set", "cluster.nodes=2"]
+    assert "1 rank (one per node, since cluster.nproc_per_node is not set" in shown(run)
+    cluster = ["--set", "cluster.nproc_per_node=4", "--set", "cluster.nodes=2"]
     assert known(run, *cluster)["ranks"] == 8
-    assert "8 ranks (cluster.nproc x cluster.nodes)" in shown(run, *cluster)
+    assert "8 ranks (cluster.nproc_per_node x cluster.nodes)" in shown(run, *cluster)
     assert known(run, *cluster, "--ranks", "2")["ranks"] == 2
 
 
@@ -81,7 +81,7 @@ def test_one_rank_is_one_process(run):
 def test_hsdp_takes_the_runs_shards_or_as_many_as_leave_two_copies(run):
     eight, four = (by_name(run, "--ranks", ranks)["hsdp rank"]["memory"]["parameters"] for ranks in ("8", "4"))
     assert eight < four
-    own = ["--set", "layout.data=hsdp", "--set", "layout.dp_shard=2", "--ranks", "8"]
+    own = ["--set", "layout.data_parallel=hsdp", "--set", "layout.dp_shard=2", "--ranks", "8"]
     assert by_name(run, *own)["hsdp rank"]["memory"]["parameters"] == four
 
 
@@ -92,12 +92,12 @@ def test_what_cannot_run_says_why(run):
     assert rows["zero1 rank"]["problem"] == ""
     assert "* zero2: training.tokens_per_step = 16384: is 64 sequences" in shown(run, "--ranks", "5")
     split = ["--ranks", "4", "--set", "layout.tp=2"]
-    assert "* zero2: layout.tp = 2: does not divide model.heads (3)" in shown(run, *split)
-    assert by_name(run, *split, "--set", "layout.heads=gathered")["zero2 rank"]["memory"]["activations"] > 0
+    assert "* zero2: layout.tp = 2: does not divide model.num_heads (3)" in shown(run, *split)
+    assert by_name(run, *split, "--set", "layout.tp_attention=gathered")["zero2 rank"]["memory"]["activations"] > 0
 
 
 def test_a_pipeline_has_a_row_for_each_of_its_places(run):
-    stages = ["--ranks", "4", "--set", "layout.pp=2", "--set", "layout.micro_batch=1"]
+    stages = ["--ranks", "4", "--set", "layout.pp=2", "--set", "layout.micro_batch_size=1"]
     rows = by_name(run, *stages)
     first, last = (rows[f"zero2 pp{place}"]["memory"]["activations"] for place in (0, 1))
     assert first > last > 0, "1F1B holds more micro-batches on its first rank"
@@ -143,7 +143,7 @@ def test_what_is_offloaded_has_a_column(run):
 
 
 def test_choices_of_the_runs_strategy_are_left_out_of_others(run):
-    choices = ["--set", "layout.data=parameter_server", "--set", "layout.staleness=1", "--ranks", "4"]
+    choices = ["--set", "layout.data_parallel=parameter_server", "--set", "layout.max_staleness=1", "--ranks", "4"]
     assert all(not row["problem"] for row in by_name(run, *choices).values())
 
 

@@ -24,7 +24,9 @@ def test_the_published_groups_of_16_ranks(run: Path) -> None:
     assert process_groups(sizes, "pp") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
     assert process_groups(sizes, "dp_replicate") == [(i, i + 8) for i in range(8)]
     assert parallel_dims(Layout(pp=4, tp=4), 32).dp_size == 2
-    facts = known(run, "--ranks", 16, "--set", "layout.pp=4", "--set", "layout.tp=2", "--set", "cluster.nproc=8")
+    facts = known(
+        run, "--ranks", 16, "--set", "layout.pp=4", "--set", "layout.tp=2", "--set", "cluster.nproc_per_node=8"
+    )
     inside = {axis["axis"]: {group["inside_a_node"] for group in axis["groups"]} for axis in facts["axes"]}
     assert inside == {"tp": {True}, "pp": {True}, "dp_replicate": {False}}
 
@@ -37,7 +39,7 @@ def test_two_dimensions_on_four_ranks(run: Path) -> None:
 
 
 def test_it_names_axes_and_groups_that_cross_nodes(run: Path) -> None:
-    out = shown(run, "--ranks", "8", "--set", "layout.pp=2", "--set", "cluster.nproc=4")
+    out = shown(run, "--ranks", "8", "--set", "layout.pp=2", "--set", "cluster.nproc_per_node=4")
     assert out.startswith("8 ranks on 2 nodes; axes outermost first")
     assert "dp_replicate 4: copies of the model" in out
     assert "  0 2 4 6   crosses nodes" in out
@@ -45,12 +47,12 @@ def test_it_names_axes_and_groups_that_cross_nodes(run: Path) -> None:
 
 
 def test_servers_are_in_no_group(run: Path) -> None:
-    out = shown(run, "--ranks", "4", "--set", "layout.data=parameter_server")
+    out = shown(run, "--ranks", "4", "--set", "layout.data_parallel=parameter_server")
     assert "of which the first 1 are servers" in out
     assert "  1 2 3" in out
 
 
 def test_what_the_model_cannot_be_divided_by_is_said(run: Path) -> None:
     out = shown(run, "--ranks", "4", "--set", "layout.tp=4", "--set", "model.preset=tiny")
-    assert "this run cannot be divided so: layout.tp = 4: does not divide model.heads (3)" in out
+    assert "this run cannot be divided so: layout.tp = 4: does not divide model.num_heads (3)" in out
     assert "this run" not in shown(run, "--ranks", "4")

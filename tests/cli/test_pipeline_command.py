@@ -90,7 +90,7 @@ def test_check_names_every_violation(tmp_path: Path):
 
 def test_cut_explains_itself(tmp_path: Path):
     path = tmp_path / "run.toml"
-    path.write_text('[model]\npreset = "llama3-8b"\n[training]\nsequence = 2048\ntokens_per_step = 16384\n')
+    path.write_text('[model]\npreset = "llama3-8b"\n[training]\nseq_len = 2048\ntokens_per_step = 16384\n')
     found = facts("cut", str(path), "--stages", "4")
     assert found["layers"] == [8, 9, 9, 6]
     assert found["slowest_over_mean"] < found["by_layers_alone"]["slowest_over_mean"]

@@ -18,19 +18,19 @@ known = partial(commands.known, "placement")
 TOPOLOGIES = Path(__file__).parents[1] / "spec" / "topologies"
 RUN = """
 [model]
-vocab = 96
-width = 32
-layers = 4
-heads = 4
-kv_heads = 4
-ffn = 64
-context = 32
+vocab_size = 96
+hidden_size = 32
+num_layers = 4
+num_heads = 4
+num_kv_heads = 4
+ffn_hidden_size = 64
+max_seq_len = 32
 [training]
-sequence = 32
+seq_len = 32
 tokens_per_step = 2048
 precision = "fp32"
 [layout]
-micro_batch = 1
+micro_batch_size = 1
 """
 
 
@@ -83,7 +83,7 @@ def test_products_that_leave_the_fast_domain(run: Path) -> None:
 
 def test_relays_take_tokens_off_the_spine(run: Path) -> None:
     """4 ranks on 2 x 2 exchange tokens for heads: each sends a third to the other rail of the other node."""
-    exchanged = ["--ranks", "4", "--nproc", "2", *layout(cp=4, context="ulysses"), "--set", "model.kv_heads=4"]
+    exchanged = ["--ranks", "4", "--nproc", "2", *layout(cp=4, cp_method="ulysses"), "--set", "model.num_kv_heads=4"]
     direct, relayed = known(run, *exchanged)["bytes"]["cp"], known(run, *exchanged, "--pxn")["bytes"]["cp"]
     third = direct["spine"]
     assert direct == pytest.approx({"fast": third, "node": 0, "rail": third, "spine": third})
@@ -130,14 +130,14 @@ def test_pictures_of_ranks_and_of_nodes(run: Path, tmp_path: Path) -> None:
 
 
 def test_servers_have_seats(run: Path) -> None:
-    facts = known(run, "--ranks", "5", "--nproc", "5", *layout(data="parameter_server", servers=2))
+    facts = known(run, "--ranks", "5", "--nproc", "5", *layout(data_parallel="parameter_server", num_servers=2))
     assert facts["seats"] == ["2 servers, dp_replicate 0-2"]
     assert set(facts["bytes"]) == {"servers", "total"}
 
 
 def test_a_node_has_the_ranks_that_are_said(run: Path) -> None:
     """By the option, else the run file, else 8; without --ranks every node is full."""
-    two = ["--set", "cluster.nproc=2", "--set", "cluster.nodes=3"]
+    two = ["--set", "cluster.nproc_per_node=2", "--set", "cluster.nodes=3"]
     for arguments, expected in (
         (two, (6, 2, 3)),
         ([*two, "--nproc", "3"], (9, 3, 3)),

@@ -30,7 +30,7 @@ H100 = ("--machine", "h100", "--nodes", "2")
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text('[model]\npreset = "llama3-8b"\n[training]\nsequence = 4096\ntokens_per_step = 524288\n')
+    path.write_text('[model]\npreset = "llama3-8b"\n[training]\nseq_len = 4096\ntokens_per_step = 524288\n')
     return path
 
 
@@ -42,7 +42,7 @@ def test_it_ranks_layouts_that_can_run(run):
     assert times[-1] >= times[0]
     for option in found["layouts"]:
         chosen = [f"layout.{key}={value}" for key, value in option["layout"].items()]
-        check_layout(load_run(run, [*chosen, "cluster.nodes=2", "cluster.nproc=8"]), 16)
+        check_layout(load_run(run, [*chosen, "cluster.nodes=2", "cluster.nproc_per_node=8"]), 16)
     table = shown(run, *H100, "--top", 5)
     assert found["layouts"][0]["candidate"] in table
     assert "llama3-8b on 16 x h100" in table
@@ -57,13 +57,13 @@ def test_a_topology_says_what_joins_a_node(run):
     described, ranks = run_on_cluster(run, "h100", 2, None, [], fewer)
     assert (described.cluster.link_bytes_per_second, ranks) == (12 * 25e9, 16)
     described, _ = run_on_cluster(run, "h100", 2, 4, ["cluster.link_bytes_per_second=1e9"], fewer)
-    assert (described.cluster.link_bytes_per_second, described.cluster.nproc) == (1e9, 4)
+    assert (described.cluster.link_bytes_per_second, described.cluster.nproc_per_node) == (1e9, 4)
     slower, usual = (known(run, *H100, *more, "--top", 1)["layouts"][0] for more in (("--topology", fewer), ()))
     assert slower["step_seconds"] > usual["step_seconds"]
 
 
 def test_a_price_gives_a_cost(run):
-    assert "price/1e9 tokens" in shown(run, *H100, "--set", "cluster.price_per_hour=2.5")
+    assert "price/1e9 tokens" in shown(run, *H100, "--set", "cluster.price_per_device_hour=2.5")
 
 
 def test_it_says_where_time_and_memory_go_and_what_would_help(run):
@@ -140,13 +140,13 @@ def test_what_cannot_be_is_said_before_any_search(run, monkeypatch, words, said)
 
 
 def test_it_says_why_not_another_layout(run):
-    text = shown(run, *H100, "--why-not", "tp=16,data=ddp,micro_batch=1")
+    text = shown(run, *H100, "--why-not", "tp=16,data_parallel=ddp,micro_batch_size=1")
     assert "tp = 16 leaves the domain of 8 devices with fast links" in text
     assert "+" in text.splitlines()[-1]
 
 
 def test_two_layouts_side_by_side(run):
-    two = ("data=zero1,tp=2,micro_batch=1", "data=zero3,micro_batch=1")
+    two = ("data_parallel=zero1,tp=2,micro_batch_size=1", "data_parallel=zero3,micro_batch_size=1")
     text = shown(run, *H100, "--diff", *two)
     assert "A: zero1 dp 8" in text
     assert "B: zero3 dp 16" in text
@@ -160,7 +160,7 @@ def test_two_layouts_side_by_side(run):
     assert shown(run, *H100, "--diff", *reversed(two)).splitlines()[-1] == said.translate({65: 66, 66: 65})
     assert shown(run, *H100, "--diff", two[0], two[0]).splitlines()[-1] == "A and B are equally fast"
     short = ("--machine", "h100", "--nproc", 1, "--set", "model.preset=tiny", "--set", "training.tokens_per_step=8192")
-    two = ("micro_batch=2", "micro_batch=2,recompute=selective")
+    two = ("micro_batch_size=2", "micro_batch_size=2,activation_checkpointing=selective")
     assert re.match(
         r"B takes [\d.]+% longer than A, \+\d+ µs: \+\d+ µs", shown(run, *short, "--diff", *two).splitlines()[-1]
     )
@@ -171,7 +171,7 @@ def test_layouts_side_by_side_by_their_numbers(run):
     text = shown(run, *H100, "--diff", 3, 1)
     assert f"layout 3: {third}" in text
     assert f"layout 1: {first}" in text
-    text = shown(run, *H100, "--diff", "data=ddp,tp=16,micro_batch=1", 3)
+    text = shown(run, *H100, "--diff", "data_parallel=ddp,tp=16,micro_batch_size=1", 3)
     assert "A: ddp dp 1, tp 16" in text
     assert f"layout 3: {third}" in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
@@ -194,9 +194,9 @@ def test_what_is_no_layout_is_said_before_any_search(run, monkeypatch):
 
 
 def test_the_best_goes_to_other_trainers_and_into_a_run_file(run, tmp_path):
-    assert "--num-layers" in shown(run, *H100, "--export", "megatron", "--set", "layout.data=zero1")
+    assert "--num-layers" in shown(run, *H100, "--export", "megatron", "--set", "layout.data_parallel=zero1")
     for trainer in ("nanotron", "torchtitan", "deepspeed"):
-        assert shown(run, *H100, "--export", trainer, "--set", "model.layers=8")
+        assert shown(run, *H100, "--export", trainer, "--set", "model.num_layers=8")
     experts = ("--machine", "h100", "--nodes", 8, "--set", "model.preset=mixtral-8x7b")
     assert json.loads(shown(run, *experts, "--export", "deepspeed"))["zero_optimization"]["stage"] == 1
     with pytest.raises(UserError, match=r"takes no layout of this run that fits; of the fastest, layout\.\w+ cannot"):
@@ -249,7 +249,7 @@ def test_mistakes_are_explained(run, tmp_path):
 def test_a_first_layout_that_may_not_fit_is_not_what_is_written(tmp_path):
     run, written = tmp_path / "run.toml", tmp_path / "written.toml"
     run.write_text(
-        '[model]\npreset = "llama3-8b"\n[training]\nsequence = 8192\ntokens_per_step = 4194304\n', encoding="utf-8"
+        '[model]\npreset = "llama3-8b"\n[training]\nseq_len = 8192\ntokens_per_step = 4194304\n', encoding="utf-8"
     )
     said = " ".join(shown(run, "--machine", "h100", "--nodes", 8, "--top", 1, "--out", written).split())
     facts = json.loads(shown(run, "--machine", "h100", "--nodes", 8, "--json"))
@@ -307,20 +307,30 @@ train = ["{text}"]
 tokenizer = "bytes"
 [training]
 steps = 2
-sequence = 64
+seq_len = 64
 tokens_per_step = 512
 [cluster]
 preset = "a100"
 device = "cpu"
-nproc = 2
+nproc_per_node = 2
 """
 
 
 def test_a_run_file_leaves_the_layout_to_the_planner(tmp_path):
     text, path = tmp_path / "text.txt", tmp_path / "run.toml"
     text.write_text("To plan is to choose. " * 400)
-    path.write_text(AUTO.format(text=text) + "[model.moe]\nexperts = 4\ntop_k = 2\nffn = 64\n")
-    command = [sys.executable, "-m", "phalanx", "train", str(path), "--set", f"out={tmp_path}", "--set", "name=planned"]
+    path.write_text(AUTO.format(text=text) + "[model.moe]\nnum_experts = 4\ntop_k = 2\nexpert_ffn_size = 64\n")
+    command = [
+        sys.executable,
+        "-m",
+        "phalanx",
+        "train",
+        str(path),
+        "--set",
+        f"output_dir={tmp_path}",
+        "--set",
+        "name=planned",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     plan = json.loads((tmp_path / "planned" / "plan.json").read_text())
@@ -328,7 +338,7 @@ def test_a_run_file_leaves_the_layout_to_the_planner(tmp_path):
     assert f"layout: {best['candidate']}" in done.stderr
     trained = load_run(tmp_path / "planned" / "run.toml")
     assert trained.layout.model_dump(exclude_defaults=True) == best["layout"]
-    assert not trained.automatic
+    assert not trained.auto_layout
 
 
 def test_auto_plans_for_all_ranks_of_all_nodes(tmp_path):
@@ -363,4 +373,6 @@ def test_options_that_do_not_go_together(run, monkeypatch, options, problem):
 
 
 def test_a_layout_with_a_choice_that_is_no_number(run):
-    assert parse_layout("data=zero3, reshard=false, bucket_mb=10.5").reshard is False
+    assert (
+        parse_layout("data_parallel=zero3, reshard_after_forward=false, bucket_mb=10.5").reshard_after_forward is False
+    )

@@ -28,14 +28,14 @@ SECONDS = 240
 RUN = """
 name = "tiny"
 [model]
-vocab = 257
-width = 32
-layers = 2
-heads = 2
-ffn = 64
-context = 32
-tied = false
-moe = {{ experts = 4, top_k = 2, ffn = 32 }}
+vocab_size = 257
+hidden_size = 32
+num_layers = 2
+num_heads = 2
+ffn_hidden_size = 64
+max_seq_len = 32
+tie_embeddings = false
+moe = {{ num_experts = 4, top_k = 2, expert_ffn_size = 32 }}
 [data]
 train = ["{text}"]
 held_out = ["{held_out}"]
@@ -43,7 +43,7 @@ tokenizer = "bytes"
 cache = "{cache}"
 [training]
 steps = {steps}
-sequence = 32
+seq_len = 32
 tokens_per_step = 256
 precision = "fp32"
 [optimizer]
@@ -119,7 +119,9 @@ def test_two_sites_learn_one_model_though_a_third_is_killed(folder: Path) -> Non
         doomed = start("join", address, "--certs", "certs/cid")
         nodes = {
             "ann": start("join", address, "--certs", "certs/ann"),
-            "bob": start("join", address, "--certs", "certs/bob", "--nproc", "2", "--set", "layout.data=zero1"),
+            "bob": start(
+                "join", address, "--certs", "certs/bob", "--nproc", "2", "--set", "layout.data_parallel=zero1"
+            ),
         }
         deadline = time.monotonic() + SECONDS
         while len(status(address)["nodes"]) < 3:
@@ -199,8 +201,10 @@ def test_a_dense_model_that_only_the_coordinator_has_is_learned_on_as_experts(fo
     shapes = {name: torch.Size(shape) for name, shape in parameter_shapes(spec).items()}
     export_hf(spec, {name: initial_weight(spec, name, shape, 0) for name, shape in shapes.items()}, folder / "dense")
     file = folder / "swarm.toml"
-    start_from = '[model]\nfrom_hf = "dense"\nredrawn = 0.5'
-    file.write_text(file.read_text().replace("[model]", start_from).replace("ffn = 32", "ffn = 64"))
+    start_from = '[model]\nfrom_hf = "dense"\nupcycle_reinit_fraction = 0.5'
+    file.write_text(
+        file.read_text().replace("[model]", start_from).replace("expert_ffn_size = 32", "expert_ffn_size = 64")
+    )
     with processes() as start:
         _, address = served(start, file)
         (folder / "dense").rename(folder / "gone")
@@ -213,7 +217,7 @@ def test_a_round_is_planned_before_it_begins(folder: Path) -> None:
     """SPES-7B among four nodes at 1 Gbit/s: a round of 100 steps of 5.5 s."""
     file = folder / "7b.toml"
     file.write_text(
-        '[model]\npreset = "spes-7b"\n[training]\nsteps = 1000\nsequence = 2048\ntokens_per_step = 524288\n'
+        '[model]\npreset = "spes-7b"\n[training]\nsteps = 1000\nseq_len = 2048\ntokens_per_step = 524288\n'
         "[swarm]\nnodes = 4\n"
     )
     words = ("swarm", "plan", file, "--link", "1000", "--step-seconds", "5.5")

@@ -51,7 +51,7 @@ def test_a_coordinator_and_a_node_say_the_same(lead, tmp_path):
 
 
 def test_it_is_exported(tmp_path):
-    plain = {"experts": 4, "top_k": 2, "ffn": 24}  # a mixture that transformers knows
+    plain = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}  # a mixture that transformers knows
     lead = lead_of(run_of(tmp_path, {"name": "lead", "model.moe": plain}))
     assert "parameters in fp32" in shown("export", lead, tmp_path / "out")
     base, out = load_file(lead / "model" / "base.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
@@ -76,6 +76,6 @@ def test_what_is_damaged_or_of_another_model_is_refused(lead):
         load_trained_model(lead)
     weights.write_bytes(whole)
     load_trained_model(lead)
-    (lead / "run.toml").write_text((lead / "run.toml").read_text().replace("width = 32", "width = 64"))
+    (lead / "run.toml").write_text((lead / "run.toml").read_text().replace("hidden_size = 32", "hidden_size = 64"))
     with pytest.raises(UserError, match=r"embedding.weight is \[257, 32\] there, and \[257, 64\] in the model"):
         load_trained_model(lead)

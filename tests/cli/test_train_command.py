@@ -26,15 +26,15 @@ RUN = """
 name = "first"
 [model]
 preset = "tiny"
-moe = {experts = 4, top_k = 2, ffn = 96}
+moe = {num_experts = 4, top_k = 2, expert_ffn_size = 96}
 [training]
 steps = 30
-sequence = 64
+seq_len = 64
 tokens_per_step = 4096
 seed = 2
 [layout]
-data = "zero3"
-micro_batch = 8
+data_parallel = "zero3"
+micro_batch_size = 8
 [optimizer]
 warmup_steps = 3
 """
@@ -66,16 +66,18 @@ def test_it_prints_the_same_run_and_makes_nothing(file: Path) -> None:
 def test_it_shows_how_a_step_is_cut(file: Path) -> None:
     for nproc, cut in ((1, "8 sequences x 1 ranks x 8 accumulated"), (4, "8 sequences x 4 ranks x 2 accumulated")):
         assert printed("--nproc", str(nproc)).splitlines()[0] == f"# per update: {cut}"
-    assert printed("--set", "cluster.nproc=2", "--set", "cluster.nodes=4").startswith("# per update: 8 sequences x 8 ")
+    assert printed("--set", "cluster.nproc_per_node=2", "--set", "cluster.nodes=4").startswith(
+        "# per update: 8 sequences x 8 "
+    )
 
 
 def test_defaults_then_file_then_environment_then_set(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_TRAINING__SEED", "3")
-    monkeypatch.setenv("PHALANX_TRAINING__SEQUENCE", "128")
+    monkeypatch.setenv("PHALANX_TRAINING__SEQ_LEN", "128")
     training = tomllib.loads(printed("--set", "training.seed=4"))["training"]
     assert training["precision"] == "bf16"  # the default
     assert training["steps"] == 30  # the file
-    assert training["sequence"] == 128  # the environment
+    assert training["seq_len"] == 128  # the environment
     assert training["seed"] == 4  # --set
 
 
@@ -107,8 +109,10 @@ def test_it_starts_without_torch(command: list[str], file: Path) -> None:
 
 def test_fewer_ranks_keep_the_layout_where_nobody_knows_the_machines_memory(tmp_path: Path) -> None:
     """A node may be lost before the run has measured anything; the planner could not choose then."""
-    cluster, layout = {"peak_flops": 1e12}, {"data": "zero2"}
-    run = run_from_table({"out": str(tmp_path), "model": {"preset": "tiny"}, "cluster": cluster, "layout": layout})
+    cluster, layout = {"peak_flops": 1e12}, {"data_parallel": "zero2"}
+    run = run_from_table(
+        {"output_dir": str(tmp_path), "model": {"preset": "tiny"}, "cluster": cluster, "layout": layout}
+    )
     (tmp_path / run.name).mkdir()
     (tmp_path / run.name / "run.toml").write_text(to_toml(run))
     assert replan_layout(run, 1, 1) == run.layout
@@ -148,7 +152,14 @@ def test_what_is_one_nodes_own_fault_does_not_end_the_run(
     file: Path, options: tuple[str, ...], code: int, said: str
 ) -> None:
     """Others may train on, for which Kubernetes is to start it again."""
-    unfit = ("--set", "cluster.device=cuda", "--set", "recovery.join_seconds=0.1", "--set", "layout.micro_batch=1")
+    unfit = (
+        "--set",
+        "cluster.device=cuda",
+        "--set",
+        "recovery.rendezvous_timeout_seconds=0.1",
+        "--set",
+        "layout.micro_batch_size=1",
+    )
     command = [sys.executable, "-m", "phalanx", "train", str(file), *options, *unfit]
     none = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(command, env=none, capture_output=True, text=True, timeout=60)

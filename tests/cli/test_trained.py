@@ -46,7 +46,7 @@ def test_generate_continues_the_prompt(run_directory):
 def test_generate_speaks_with_the_trained_weights(trained):
     tokens = torch.tensor(list(b"def "))
     with torch.no_grad():
-        expected = generate(trained.module, tokens, 30, temperature=0, context=trained.run.training.sequence)
+        expected = generate(trained.module, tokens, 30, temperature=0, context=trained.run.training.seq_len)
     assert 256 not in expected  # the end of the text
     text = shown("generate", trained.directory, "--prompt", "def ", "--tokens", 30, "--temperature", 0)
     assert text == byte_tokenizer().decode(expected.tolist()) + "\n"

@@ -20,21 +20,36 @@ from phalanx.model.transformer import Transformer  # noqa: E402
 from phalanx.parallel.apply import apply_activation_checkpointing  # noqa: E402
 from phalanx.parallel.strategy import cross_entropy  # noqa: E402
 
-LLAMA = ModelSpec(vocab=100, width=32, layers=3, heads=4, kv_heads=2, ffn=48, context=64)
-GPT2 = LLAMA.replace(kv_heads=4, norm="layernorm", activation="gelu_tanh", positions="learned", bias=True, tied=True)
-MOE = {"experts": 6, "top_k": 3, "ffn": 24, "first_dense": 1}
-DEEPSEEK = {"shared_experts": 2, "score": "sigmoid", "normalize_top_k": False, "bias_update_rate": 0.1, "ffn": 25}
+LLAMA = ModelSpec(
+    vocab_size=100, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_hidden_size=48, max_seq_len=64
+)
+GPT2 = LLAMA.replace(
+    num_kv_heads=4,
+    norm="layernorm",
+    activation="gelu_tanh",
+    position_embedding="learned",
+    bias=True,
+    tie_embeddings=True,
+)
+MOE = {"num_experts": 6, "top_k": 3, "expert_ffn_size": 24, "num_leading_dense_layers": 1}
+DEEPSEEK = {
+    "num_shared_experts": 2,
+    "router_score": "sigmoid",
+    "normalize_top_k": False,
+    "bias_update_rate": 0.1,
+    "expert_ffn_size": 25,
+}
 SPECS = {
     "llama": LLAMA,
-    "llama-wide": LLAMA.replace(tied=True, head_dim=10, layers=1, ffn=400, vocab=7),
-    "qwen3": LLAMA.replace(qk_norm="head", heads=6, head_dim=10),
-    "qk-norm-learned": LLAMA.replace(qk_norm="full", positions="learned"),
+    "llama-wide": LLAMA.replace(tie_embeddings=True, head_dim=10, num_layers=1, ffn_hidden_size=400, vocab_size=7),
+    "qwen3": LLAMA.replace(qk_norm="head", num_heads=6, head_dim=10),
+    "qk-norm-learned": LLAMA.replace(qk_norm="full", position_embedding="learned"),
     "gpt2": GPT2,
-    "gelu-rotary": GPT2.replace(activation="gelu", positions="rope", norm="rmsnorm", bias=False),
+    "gelu-rotary": GPT2.replace(activation="gelu", position_embedding="rope", norm="rmsnorm", bias=False),
     "layernorm-swiglu": LLAMA.replace(norm="layernorm", qk_norm="head"),
     "mixtral": LLAMA.replace(moe=MOE),
-    "deepseek": LLAMA.replace(moe=MOE | DEEPSEEK | {"balance_over": "micro_batch"}),
-    "olmoe": LLAMA.replace(moe=MOE | {"shared_experts": 1, "top_k": 1}, qk_norm="full", norm="layernorm"),
+    "deepseek": LLAMA.replace(moe=MOE | DEEPSEEK | {"balance_loss_scope": "micro_batch"}),
+    "olmoe": LLAMA.replace(moe=MOE | {"num_shared_experts": 1, "top_k": 1}, qk_norm="full", norm="layernorm"),
 }
 PRECISIONS = {"fp32": ("fp32", False), "fp64": ("fp64", False), "autocast": ("bf16", True), "bf16": ("bf16", False)}
 
@@ -85,7 +100,7 @@ def measure(spec, batch, sequence, precision, mode, autocast, masked):
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):
             module.register_forward_hook(left)
-    tokens, targets = (torch.randint(spec.vocab, (batch, sequence)) for _ in range(2))
+    tokens, targets = (torch.randint(spec.vocab_size, (batch, sequence)) for _ in range(2))
     starts = torch.arange(sequence).div(10, rounding_mode="floor").mul(10).expand(batch, -1) if masked else None
     with saved.forward(autocast):
         logits, _ = model(tokens, starts)
@@ -112,13 +127,13 @@ def kept_by_a_rank(cases):
 
     found = []
     for spec, precision, autocast, changes, masked in cases:
-        layout = Layout(data="ddp" if autocast or precision != "bf16" else "zero1", **changes)
+        layout = Layout(data_parallel="ddp" if autocast or precision != "bf16" else "zero1", **changes)
         mesh, cpu = build_mesh(layout, dist.get_world_size(), "cpu"), torch.device("cpu")
         strategy = apply_layout(spec, layout, mesh, cpu, lambda name, shape: 0.1 * torch.randn(shape), precision)
         model = strategy.module
         for part in model.modules():
             if isinstance(part, Router):
-                part.bias = torch.zeros(spec.moe.experts)
+                part.bias = torch.zeros(spec.moe.num_experts)
                 part.gate.register_forward_hook(lambda gate, args, logits: in_turn(logits))
         saved = Saved(model)
 
@@ -129,8 +144,8 @@ def kept_by_a_rank(cases):
         for block in model.blocks:
             block.register_forward_pre_hook(entered)
         rank = mesh.cp_mesh.get_local_rank() if mesh.cp_mesh else 0
-        mine = local_token_indices(20, layout.cp, rank, layout.context)
-        tokens, targets = (torch.randint(spec.vocab, (6, 20))[:, mine] for _ in range(2))
+        mine = local_token_indices(20, layout.cp, rank, layout.cp_method)
+        tokens, targets = (torch.randint(spec.vocab_size, (6, 20))[:, mine] for _ in range(2))
         starts = torch.arange(20).div(10, rounding_mode="floor").mul(10).repeat(6, 1) if masked else None
         with saved.forward(autocast):
             logits, _ = model(tokens, starts)
@@ -152,27 +167,27 @@ def unseen(spec, predicted, mode, ep, gathered):
     those of the norms of queries and keys, of routers and of experts."""
     if not predicted.weight_copies or mode == "full":
         return predicted.weight_copies
-    both = spec.heads + spec.kv_heads
+    both = spec.num_heads + spec.num_kv_heads
     heads = {"head": 2, "full": both if gathered else both / 2, "none": 0}[spec.qk_norm]
-    moe = spec.moe and sum(map(spec.is_moe_layer, range(spec.layers))) * spec.moe.experts * spec.width
-    columns = spec.moe and (spec.moe.ffn / 2 if ep else -(-spec.moe.ffn // 2))
+    moe = spec.moe and sum(map(spec.is_moe_layer, range(spec.num_layers))) * spec.moe.num_experts * spec.hidden_size
+    columns = spec.moe and (spec.moe.expert_ffn_size / 2 if ep else -(-spec.moe.expert_ffn_size // 2))
     of_experts = moe * (1 + 3 * columns) if moe else 0
-    return predicted.weight_copies - 2 * (spec.layers * heads * spec.head_dim + of_experts)
+    return predicted.weight_copies - 2 * (spec.num_layers * heads * spec.head_dim + of_experts)
 
 
 DENSE = ("llama", "qwen3", "qk-norm-learned", "gpt2", "gelu-rotary", "layernorm-swiglu")
 SPARSE = ("mixtral", "deepseek", "olmoe")
 # Three heads of eight columns: of two ranks each has one and a half.
-THREE = {"heads": 3, "kv_heads": 3, "head_dim": 8}
+THREE = {"num_heads": 3, "num_kv_heads": 3, "head_dim": 8}
 SPECS_OF_COLUMNS = {f"{name}-of-columns": SPECS[name].replace(**THREE) for name in (*DENSE, "mixtral")}
-GATHERED = {"tp": 2, "heads": "gathered"}
+GATHERED = {"tp": 2, "tp_attention": "gathered"}
 SHARED = {
     "gathered-heads": (GATHERED, tuple(SPECS_OF_COLUMNS)),
     "gathered-heads-of-whole-tokens": (GATHERED | {"sequence_parallel": False}, tuple(SPECS_OF_COLUMNS)),
     "shared-tokens": ({"tp": 2}, (*DENSE, *SPARSE)),
     "whole-tokens": ({"tp": 2, "sequence_parallel": False}, (*DENSE, *SPARSE)),
-    "ring": ({"cp": 2, "context": "ring"}, (*DENSE, *SPARSE)),
-    "ulysses": ({"cp": 2, "context": "ulysses"}, (*DENSE, *SPARSE)),
+    "ring": ({"cp": 2, "cp_method": "ring"}, (*DENSE, *SPARSE)),
+    "ulysses": ({"cp": 2, "cp_method": "ulysses"}, (*DENSE, *SPARSE)),
     "experts": ({"ep": 2}, SPARSE),
     "experts-of-shared-tokens": ({"ep": 2, "tp": 2}, SPARSE),
     "experts-of-shared-sequences": ({"ep": 2, "cp": 2}, SPARSE),
@@ -187,7 +202,7 @@ def test_of_ranks_that_share_to_the_byte(changes, names, mode):
     from phalanx.testing import rank_pool
 
     cases = [
-        ((SPECS | SPECS_OF_COLUMNS)[name], *PRECISIONS[numbers], changes | {"recompute": mode}, masked)
+        ((SPECS | SPECS_OF_COLUMNS)[name], *PRECISIONS[numbers], changes | {"activation_checkpointing": mode}, masked)
         for name in names
         for numbers in PRECISIONS
         for masked in (False, True)
@@ -195,7 +210,7 @@ def test_of_ranks_that_share_to_the_byte(changes, names, mode):
     expected = []
     for spec, precision, autocast, layout, masked in cases:
         predicted = activation_bytes(spec, 6, 20, precision, Layout(**layout), autocast, masked)
-        hidden = unseen(spec, predicted, mode, "ep" in layout, "heads" in layout) if "tp" in layout else 0
+        hidden = unseen(spec, predicted, mode, "ep" in layout, "tp_attention" in layout) if "tp" in layout else 0
         expected.append(predicted.total - hidden)
     found = rank_pool(2).run(kept_by_a_rank, cases)
     assert dict(zip(map(str, cases), found[0], strict=True)) == dict(zip(map(str, cases), expected, strict=True))
@@ -208,14 +223,16 @@ def test_of_ranks_that_share_to_the_byte(changes, names, mode):
 def test_to_the_byte(name, numbers, mode, masked):
     precision, autocast = PRECISIONS[numbers]
     found = measure(SPECS[name], 3, 20, precision, mode, autocast, masked)
-    predicted = activation_bytes(SPECS[name], 3, 20, precision, Layout(recompute=mode), autocast, masked)
+    predicted = activation_bytes(SPECS[name], 3, 20, precision, Layout(activation_checkpointing=mode), autocast, masked)
     assert (predicted.total, predicted.recomputed) == found
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", SPECS)
 def test_twice_the_sequences_take_twice_the_bytes(name, mode):
-    one, two, three = (activation_bytes(SPECS[name], n, 64, "bf16", Layout(recompute=mode), True) for n in (1, 2, 3))
+    one, two, three = (
+        activation_bytes(SPECS[name], n, 64, "bf16", Layout(activation_checkpointing=mode), True) for n in (1, 2, 3)
+    )
     for part in ("checkpoints", "norms", "attention", "mlp", "loss_gradients"):
         assert getattr(two, part) == 2 * getattr(one, part), part
     assert three.total - two.total == two.total - one.total  # what is left does not depend on the batch
@@ -231,12 +248,12 @@ def test_ranks_share_a_batch(ranks, saved):
 def test_autocast_copies_each_matrix_once():
     for spec in (LLAMA, GPT2, SPECS["deepseek"]):
         copies = activation_bytes(spec, 1, 16, "bf16", autocast=True).weight_copies
-        assert copies == 2 * (count_parameters(spec).block_matrices + spec.vocab * spec.width)
+        assert copies == 2 * (count_parameters(spec).block_matrices + spec.vocab_size * spec.hidden_size)
     assert activation_bytes(LLAMA, 1, 16, "fp32", autocast=True) == activation_bytes(LLAMA, 1, 16, "fp32")
 
 
 def test_the_vocabulary_outweighs_the_blocks_of_a_small_model():
-    small = activation_bytes(LLAMA.replace(vocab=8192), 4, 64, "bf16", autocast=True)
+    small = activation_bytes(LLAMA.replace(vocab_size=8192), 4, 64, "bf16", autocast=True)
     assert small.head_and_loss > small.total / 2
     assert small.loss_gradients == 2 * 4 * 64 * 8192 * 4
 
@@ -264,11 +281,11 @@ class Alive(TorchDispatchMode):
 @pytest.mark.parametrize("numbers", PRECISIONS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_the_peak_is_where_the_backward_pass_begins(name, numbers, mode):
-    (precision, autocast), spec = PRECISIONS[numbers], SPECS[name].replace(vocab=600)
+    (precision, autocast), spec = PRECISIONS[numbers], SPECS[name].replace(vocab_size=600)
     dtypes = {"fp64": torch.float64, "bf16": torch.float32 if autocast else torch.bfloat16}
     model = Transformer(spec).to(dtypes.get(precision))
     apply_activation_checkpointing(model, mode)
-    tokens, targets = (torch.randint(spec.vocab, (3, 20)) for _ in range(2))
+    tokens, targets = (torch.randint(spec.vocab_size, (3, 20)) for _ in range(2))
 
     def loss():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -279,4 +296,8 @@ def test_the_peak_is_where_the_backward_pass_begins(name, numbers, mode):
         loss().backward()
     found = alive.peak + tokens.nbytes + targets.nbytes
     the_loss_itself = 8 if precision == "fp64" else 4
-    assert found == activation_bytes(spec, 3, 20, precision, Layout(recompute=mode), autocast).peak + the_loss_itself
+    assert (
+        found
+        == activation_bytes(spec, 3, 20, precision, Layout(activation_checkpointing=mode), autocast).peak
+        + the_loss_itself
+    )

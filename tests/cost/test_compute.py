@@ -15,8 +15,10 @@ from phalanx.spec.model import ModelSpec
 
 # The shapes that the peers were measured with, and their FLOPs per token. Those
 # count norms among the products: 0.03 % more in SMALL, 201.38 M against 201.33 M.
-TINY = ModelSpec(layers=6, width=256, heads=16, ffn=768, vocab=2048, context=512)
-SMALL = ModelSpec(layers=8, width=512, heads=8, kv_heads=4, ffn=1536, vocab=8192, context=512)
+TINY = ModelSpec(num_layers=6, hidden_size=256, num_heads=16, ffn_hidden_size=768, vocab_size=2048, max_seq_len=512)
+SMALL = ModelSpec(
+    num_layers=8, hidden_size=512, num_heads=8, num_kv_heads=4, ffn_hidden_size=1536, vocab_size=8192, max_seq_len=512
+)
 
 
 @pytest.mark.parametrize(("spec", "millions"), [(TINY, 43.3), (SMALL, 201.4)])
@@ -36,7 +38,7 @@ def test_forward_is_a_third():
 
 
 def test_a_tied_head_still_computes():
-    untied, tied = (count_parameters(TINY.replace(tied=t)) for t in (False, True))
+    untied, tied = (count_parameters(TINY.replace(tie_embeddings=t)) for t in (False, True))
     assert untied.matmul == tied.matmul
     assert untied.total - tied.total == 2048 * 256
 
@@ -78,5 +80,5 @@ def test_what_is_computed_again():
 
 def test_every_other_product_is_about_that_of_llama():
     spec = load_model("llama3-8b")
-    q, kv, mlp = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.ffn
+    q, kv, mlp = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.ffn_hidden_size
     assert pytest.approx((kv + q + mlp) / (2 * q + 2 * kv + 3 * mlp), abs=0.02) == SELECTIVE_MATMUL_FRACTION

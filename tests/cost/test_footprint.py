@@ -87,35 +87,50 @@ def test_state_is_that_of_the_zero_paper(zero, bytes_each):
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(1, {}), (8, {"data": "zero1"}), (8, {"data": "zero2"}), (8, {"data": "ddp"}), (8, {"tp": 4, "data": "zero1"}),
-     (8, {"pp": 4, "data": "zero1"}), (16, {"pp": 2, "tp": 2, "data": "zero1"}), (8, {"data": "zero3"})],
-)  # fmt: skip
+    [
+        (1, {}),
+        (8, {"data_parallel": "zero1"}),
+        (8, {"data_parallel": "zero2"}),
+        (8, {"data_parallel": "ddp"}),
+        (8, {"tp": 4, "data_parallel": "zero1"}),
+        (8, {"pp": 4, "data_parallel": "zero1"}),
+        (16, {"pp": 2, "tp": 2, "data_parallel": "zero1"}),
+        (8, {"data_parallel": "zero3"}),
+    ],
+)
 def test_state_is_what_phalanx_counts(ranks, layout):
     """The same parameters, gradients and optimizer state; norms are not cut, and stages are by what they cost: 6 %."""
     run = run_from_table({
-        "model": {"preset": "llama3-8b"}, "training": {"sequence": 4096, "tokens_per_step": 4096 * 64},
-        "layout": {"micro_batch": 1, **layout}, "cluster": {"preset": "h100"},
+        "model": {"preset": "llama3-8b"}, "training": {"seq_len": 4096, "tokens_per_step": 4096 * 64},
+        "layout": {"micro_batch_size": 1, **layout}, "cluster": {"preset": "h100"},
     })  # fmt: skip
     held = estimate_memory(C, candidate_jobs(run, ranks, [candidate_from_run(run, ranks)]))
     said = max(held.first.state[0], held.last.state[0])
-    blocks = run.model.layers
+    blocks = run.model.num_layers
     dense = (8_030_261_248 - 2 * 128256 * 4096) / blocks
-    said -= 4 * C.gathered_blocks * dense if layout.get("data") == "zero3" else 0
+    said -= 4 * C.gathered_blocks * dense if layout.get("data_parallel") == "zero3" else 0
     assert said == pytest.approx(max(state.total for state in rank_model_states(run, ranks)), rel=0.06)
 
 
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(1, {"data": "zero1"}), (1, {"data": "zero2"}), (8, {"data": "zero1"}), (8, {"data": "zero2"}),
-     (8, {"data": "zero3"}), (8, {"pp": 4, "data": "zero1"}), (8, {"tp": 4, "data": "zero1"})],
-)  # fmt: skip
+    [
+        (1, {"data_parallel": "zero1"}),
+        (1, {"data_parallel": "zero2"}),
+        (8, {"data_parallel": "zero1"}),
+        (8, {"data_parallel": "zero2"}),
+        (8, {"data_parallel": "zero3"}),
+        (8, {"pp": 4, "data_parallel": "zero1"}),
+        (8, {"tp": 4, "data_parallel": "zero1"}),
+    ],
+)
 def test_what_is_offloaded_is_what_phalanx_counts(ranks, layout, place):
     """On the device as much less as there is in CPU memory and in files."""
     directory = {"offload_directory": "/local"} if place == "nvme" else {}
     run = run_from_table({
-        "model": {"preset": "llama3-8b"}, "training": {"sequence": 4096, "tokens_per_step": 4096 * 64},
-        "layout": {"micro_batch": 1, "offload": place, **directory, **layout}, "cluster": {"preset": "h100"},
+        "model": {"preset": "llama3-8b"}, "training": {"seq_len": 4096, "tokens_per_step": 4096 * 64},
+        "layout": {"micro_batch_size": 1, "offload": place, **directory, **layout}, "cluster": {"preset": "h100"},
     })  # fmt: skip
     chosen, counted = candidate_from_run(run, ranks), rank_memory(run, ranks).values()
     held, kept = (
@@ -144,13 +159,18 @@ def test_wider_numbers_take_more():
 def test_what_is_offloaded_is_as_wide_as_it_is_trained(data, precision):
     """On a machine that was calibrated so."""
     measured = {
-        "runs": 1, "precision": precision, "time": {}, "decided": [], "log_half_width": 0.1, "process_bytes": 0,
-        "memory_share": 1.0,
-    }  # fmt: skip
+        "runs": 1,
+        "precision": precision,
+        "time_constants": {},
+        "identified_constants": [],
+        "log_half_width": 0.1,
+        "baseline_process_bytes": 0,
+        "bytes_per_counted_byte": 1.0,
+    }
     run = run_from_table({
-        "model": {"preset": "llama3-8b"}, "layout": {"micro_batch": 1, "offload": "cpu", "data": data},
-        "training": {"sequence": 4096, "tokens_per_step": 4096 * 64, "precision": precision},
-        "cluster": {"preset": "h100", "measured": measured},
+        "model": {"preset": "llama3-8b"}, "layout": {"micro_batch_size": 1, "offload": "cpu", "data_parallel": data},
+        "training": {"seq_len": 4096, "tokens_per_step": 4096 * 64, "precision": precision},
+        "cluster": {"preset": "h100", "calibration": measured},
     })  # fmt: skip
     held = estimate_memory(C, candidate_jobs(run, 8, [candidate_from_run(run, 8)]))
     counted = max(place.host for place in rank_memory(run, 8).values())

@@ -48,27 +48,27 @@ def test_experts_and_the_rest(preset, experts, shared):
 
 def shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
     """Every tensor of the model, written out one by one as a state dict would list them."""
-    D, q, kv = spec.width, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    D, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     norm = [(D,), (D,)] if spec.norm == "layernorm" else [(D,)]
-    tensors = [("embedding", (spec.vocab, D))]
-    tensors += [("embedding", (spec.context, D))] if spec.positions == "learned" else []
-    for layer in range(spec.layers):
+    tensors = [("embedding", (spec.vocab_size, D))]
+    tensors += [("embedding", (spec.max_seq_len, D))] if spec.position_embedding == "learned" else []
+    for layer in range(spec.num_layers):
         tensors += [("norms", shape) for shape in [*norm, *norm]]
         tensors += [("attention", shape) for shape in ((q, D), (kv, D), (kv, D), (D, q))]
         tensors += [("attention", (n,)) for n in (q, kv, kv, D) if spec.bias]
         sizes = {"none": (), "head": (spec.head_dim, spec.head_dim), "full": (q, kv)}[spec.qk_norm]
         tensors += [("norms", (n,)) for n in sizes]
-        if spec.moe and layer >= spec.moe.first_dense:
-            tensors += [("router", (spec.moe.experts, D))]
-            expert = [(spec.moe.ffn, D), (spec.moe.ffn, D), (D, spec.moe.ffn)]
-            tensors += [("experts", shape) for shape in expert * spec.moe.experts]
-            tensors += [("shared_experts", shape) for shape in expert * spec.moe.shared_experts]
+        if spec.moe and layer >= spec.moe.num_leading_dense_layers:
+            tensors += [("router", (spec.moe.num_experts, D))]
+            expert = [(spec.moe.expert_ffn_size, D), (spec.moe.expert_ffn_size, D), (D, spec.moe.expert_ffn_size)]
+            tensors += [("experts", shape) for shape in expert * spec.moe.num_experts]
+            tensors += [("shared_experts", shape) for shape in expert * spec.moe.num_shared_experts]
         else:
-            tensors += [("mlp", (spec.ffn, D)), ("mlp", (D, spec.ffn))]
-            tensors += [("mlp", (spec.ffn, D))] if spec.activation == "swiglu" else []
-            tensors += [("mlp", (n,)) for n in (spec.ffn, D) if spec.bias]
+            tensors += [("mlp", (spec.ffn_hidden_size, D)), ("mlp", (D, spec.ffn_hidden_size))]
+            tensors += [("mlp", (spec.ffn_hidden_size, D))] if spec.activation == "swiglu" else []
+            tensors += [("mlp", (n,)) for n in (spec.ffn_hidden_size, D) if spec.bias]
     tensors += [("norms", shape) for shape in norm]
-    return tensors if spec.tied else [*tensors, ("head", (spec.vocab, D))]
+    return tensors if spec.tie_embeddings else [*tensors, ("head", (spec.vocab_size, D))]
 
 
 def elements(shape: tuple[int, ...]) -> int:
@@ -84,16 +84,16 @@ def specs(draw) -> ModelSpec:
     if draw(st.booleans()):
         experts = draw(st.integers(2, 6))
         moe = MoESpec(
-            experts=experts, top_k=draw(st.integers(1, experts)), ffn=draw(st.integers(1, 9)),
-            shared_experts=draw(st.integers(0, 2)), first_dense=draw(st.integers(0, layers - 1)),
+            num_experts=experts, top_k=draw(st.integers(1, experts)), expert_ffn_size=draw(st.integers(1, 9)),
+            num_shared_experts=draw(st.integers(0, 2)), num_leading_dense_layers=draw(st.integers(0, layers - 1)),
         )  # fmt: skip
     activation = "swiglu" if moe else draw(st.sampled_from(["swiglu", "gelu", "gelu_tanh"]))
     return ModelSpec(
-        vocab=draw(st.integers(2, 40)), width=draw(st.integers(1, 24)), layers=layers,
-        heads=kv_heads * draw(st.integers(1, 3)), kv_heads=kv_heads, head_dim=2 * draw(st.integers(1, 4)),
-        ffn=draw(st.integers(1, 30)), context=draw(st.integers(1, 30)), activation=activation, moe=moe,
-        norm=draw(st.sampled_from(["rmsnorm", "layernorm"])), tied=draw(st.booleans()),
-        positions=draw(st.sampled_from(["rope", "learned"])),
+        vocab_size=draw(st.integers(2, 40)), hidden_size=draw(st.integers(1, 24)), num_layers=layers,
+        num_heads=kv_heads * draw(st.integers(1, 3)), num_kv_heads=kv_heads, head_dim=2 * draw(st.integers(1, 4)),
+        ffn_hidden_size=draw(st.integers(1, 30)), max_seq_len=draw(st.integers(1, 30)), activation=activation, moe=moe,
+        norm=draw(st.sampled_from(["rmsnorm", "layernorm"])), tie_embeddings=draw(st.booleans()),
+        position_embedding=draw(st.sampled_from(["rope", "learned"])),
         qk_norm=draw(st.sampled_from(["none", "head", "full"])),
         bias=activation != "swiglu" and draw(st.booleans()),
     )  # fmt: skip
@@ -107,9 +107,9 @@ def test_every_part_is_the_sum_of_its_tensors(spec):
         assert getattr(count, part) == sum(elements(shape) for name, shape in tensors if name == part), part
     blocks = [s for name, s in tensors if name not in ("embedding", "head", "norms")]
     assert count.block_matrices == sum(elements(shape) for shape in blocks if len(shape) == 2)
-    unused = (spec.moe.experts - spec.moe.top_k) / spec.moe.experts if spec.moe else 0
+    unused = (spec.moe.num_experts - spec.moe.top_k) / spec.moe.num_experts if spec.moe else 0
     assert count.inactive_experts == round(count.experts * unused)
-    assert count.matmul == count.block_matrices - count.inactive_experts + spec.vocab * spec.width
+    assert count.matmul == count.block_matrices - count.inactive_experts + spec.vocab_size * spec.hidden_size
 
 
 @settings(max_examples=30, deadline=None)

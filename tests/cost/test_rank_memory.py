@@ -35,12 +35,30 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"name": "muon"},
 }
 STATE = ("parameters", "gradients", "optimizer", "offloaded")
-ODD = {"vocab": 601, "width": 34, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 18, "ffn": 99, "context": 64}
-ODD_MOE = {**ODD, "moe": {"experts": 3, "top_k": 2, "ffn": 25, "shared_experts": 1, "first_dense": 1}}
+ODD = {
+    "vocab_size": 601,
+    "hidden_size": 34,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 18,
+    "ffn_hidden_size": 99,
+    "max_seq_len": 64,
+}
+ODD_MOE = {
+    **ODD,
+    "moe": {
+        "num_experts": 3,
+        "top_k": 2,
+        "expert_ffn_size": 25,
+        "num_shared_experts": 1,
+        "num_leading_dense_layers": 1,
+    },
+}
 
 
 def described(data: str = "ddp", precision: str = "bf16", model: Any = None, **tables: Any) -> RunSpec:
-    layout = {"data": data, **tables.pop("layout", {})}
+    layout = {"data_parallel": data, **tables.pop("layout", {})}
     training = {"precision": precision, "tokens_per_step": 16_384, **tables.pop("training", {})}
     return run_from_table({"model": model or {"preset": "tiny"}, "layout": layout, "training": training, **tables})
 
@@ -96,7 +114,7 @@ def test_bytes_per_parameter_of_zero(n):
 
 def test_a_whole_model_comes_to_the_published_bytes():
     model = {"preset": "llama3-8b"}
-    training = {"sequence": 1024, "tokens_per_step": 64 * 1024}
+    training = {"seq_len": 1024, "tokens_per_step": 64 * 1024}
     count = count_parameters(load_model("llama3-8b")).total
     for stage, each in zip(STAGES, (16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64), strict=True):
         assert held(stage, 64, model=model, training=training).state == pytest.approx(each * count, rel=1e-4)
@@ -133,7 +151,7 @@ def in_storages(tensors: Iterable[Any]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
 
 
-MUON, CPU, TWO = {"optimizer.name": "muon"}, {"layout.offload": "cpu"}, {"layout.servers": 2}
+MUON, CPU, TWO = {"optimizer.name": "muon"}, {"layout.offload": "cpu"}, {"layout.num_servers": 2}
 CASES = [
     *[(data, 2, precision, {}) for data in STAGES for precision in ("bf16", "fp32", "fp64")],
     *[(data, 2, "bf16", MUON) for data in ("zero1", "zero3")],
@@ -144,7 +162,7 @@ CASES = [
     ("zero3", 1, "bf16", CPU),
     ("parameter_server", 4, "bf16", TWO),
     ("parameter_server", 4, "fp32", TWO | MUON),
-    ("parameter_server", 3, "fp32", {"layout.staleness": 1}),
+    ("parameter_server", 3, "fp32", {"layout.max_staleness": 1}),
 ]
 
 
@@ -155,34 +173,34 @@ def test_state_is_what_the_strategies_hold_to_the_byte(data, world_size, precisi
 
     from phalanx.testing import rank_pool
 
-    common = {"model": ODD_MOE, "layout.data": data, "training.precision": precision, "training.steps": 4}
+    common = {"model": ODD_MOE, "layout.data_parallel": data, "training.precision": precision, "training.steps": 4}
     run = described(Path(json.__file__).parent, tmp_path, {**common, **changes})
     found = rank_pool(world_size).run(really_held, run)
-    servers = run.layout.servers if data == "parameter_server" else 0
+    servers = run.layout.num_servers if data == "parameter_server" else 0
     for role, predicted in rank_memory(run, world_size).items():
         fullest = max(found[:servers] if role == "server" else found[servers:], key=lambda held: sum(held.values()))
         assert {part: fullest.get(part, 0) for part in STATE} == {part: getattr(predicted, part) for part in STATE}
         assert role == "rank" or fullest.get("communication", 0) <= predicted.communication
 
 
-TWO_HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": "full"}
+TWO_HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "qk_norm": "full"}
 SHARED: list[tuple[int, dict[str, Any]]] = [
     (2, {"layout.tp": 2}),
     (4, {"layout.tp": 4, "layout.sequence_parallel": False}),
-    (4, {"layout.tp": 2, "layout.data": "zero1"}),
-    (4, {"layout.tp": 2, "layout.data": "zero2"}),
-    (4, {"layout.tp": 2, "layout.data": "zero3"}),
-    (4, {"layout.cp": 2, "layout.data": "zero3"}),
+    (4, {"layout.tp": 2, "layout.data_parallel": "zero1"}),
+    (4, {"layout.tp": 2, "layout.data_parallel": "zero2"}),
+    (4, {"layout.tp": 2, "layout.data_parallel": "zero3"}),
+    (4, {"layout.cp": 2, "layout.data_parallel": "zero3"}),
     (2, {"layout.ep": 2}),
-    (4, {"layout.ep": 2, "layout.data": "zero1"}),
-    (4, {"layout.ep": 2, "layout.data": "zero3"}),
-    (4, {"layout.ep": 2, "layout.tp": 2, "layout.data": "zero2"}),
+    (4, {"layout.ep": 2, "layout.data_parallel": "zero1"}),
+    (4, {"layout.ep": 2, "layout.data_parallel": "zero3"}),
+    (4, {"layout.ep": 2, "layout.tp": 2, "layout.data_parallel": "zero2"}),
     (2, {"layout.pp": 2}),
-    (2, {"layout.pp": 2, "model.tied": True}),
+    (2, {"layout.pp": 2, "model.tie_embeddings": True}),
     (2, {"layout.pp": 2, "layout.schedule": "zb-v"}),
-    (4, {"layout.pp": 2, "layout.data": "zero1"}),
+    (4, {"layout.pp": 2, "layout.data_parallel": "zero1"}),
     (4, {"layout.pp": 2, "layout.tp": 2}),
-    (4, {"layout.pp": 2, "layout.ep": 2, "layout.data": "zero3"}),
+    (4, {"layout.pp": 2, "layout.ep": 2, "layout.data_parallel": "zero3"}),
 ]
 
 
@@ -196,10 +214,17 @@ def test_state_of_shares_and_stages_is_what_ranks_hold_to_the_byte(world_size, c
 
     from phalanx.testing import rank_pool
 
-    moe = {"experts": 4, "top_k": 2, "ffn": 24, "shared_experts": 1}
-    model = {**DENSE, **TWO_HEADS, "layers": 4, "vocab": 263, "moe": moe, "tied": changes.get("model.tied", False)}
-    common = {"model": model, "training.precision": precision, "training.steps": 4, "layout.micro_batch": 1}
-    layout = {key: value for key, value in changes.items() if key != "model.tied"}
+    moe = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24, "num_shared_experts": 1}
+    model = {
+        **DENSE,
+        **TWO_HEADS,
+        "num_layers": 4,
+        "vocab_size": 263,
+        "moe": moe,
+        "tie_embeddings": changes.get("model.tie_embeddings", False),
+    }
+    common = {"model": model, "training.precision": precision, "training.steps": 4, "layout.micro_batch_size": 1}
+    layout = {key: value for key, value in changes.items() if key != "model.tie_embeddings"}
     run = described(Path(json.__file__).parent, tmp_path, {**common, **layout})
     found = rank_pool(world_size).run(really_held, run)
     inner = changes.get("layout.tp", 1) * changes.get("layout.cp", 1)
@@ -240,37 +265,44 @@ def test_units_are_those_of_fsdp(wrap, recompute):
     parts = [part for block in model.blocks for part in fsdp._fsdp_units(block, wrap)]
     theirs = [sum(p.numel() for p in part.parameters()) for part in parts]
     root = sum(p.numel() for p in model.parameters()) - sum(theirs)
-    assert fsdp_unit_sizes(parameter_shapes(spec), Layout(wrap=wrap, recompute=recompute), 1) == [root, *theirs]
+    assert fsdp_unit_sizes(parameter_shapes(spec), Layout(fsdp_unit=wrap, activation_checkpointing=recompute), 1) == [
+        root,
+        *theirs,
+    ]
 
 
 # -- the other parts --------------------------------------------------------------------------------
 
 
 def test_activations_are_those_of_a_micro_batch_at_their_peak():
-    run = described("zero2", layout={"micro_batch": 2, "recompute": "full"})
+    run = described("zero2", layout={"micro_batch_size": 2, "activation_checkpointing": "full"})
     autocast, pure = (
-        activation_bytes(run.model, 2, 256, "bf16", Layout(recompute="full"), autocast, masked=True).peak
+        activation_bytes(run.model, 2, 256, "bf16", Layout(activation_checkpointing="full"), autocast, masked=True).peak
         for autocast in (True, False)
     )
     for data in ("zero1", "zero2", "zero3"):
-        assert held(data, 2, layout={"micro_batch": 2, "recompute": "full"}).activations == pure
-    assert held("ddp", 2, layout={"micro_batch": 2, "recompute": "full"}).activations == autocast > pure
+        assert held(data, 2, layout={"micro_batch_size": 2, "activation_checkpointing": "full"}).activations == pure
+    assert (
+        held("ddp", 2, layout={"micro_batch_size": 2, "activation_checkpointing": "full"}).activations
+        == autocast
+        > pure
+    )
     assert rank_memory(described("parameter_server"), 3)["server"].activations == 0
 
 
 def test_buffers_of_ddp_and_of_servers():
-    run = described("parameter_server", "fp32", layout={"staleness": 2})
+    run = described("parameter_server", "fp32", layout={"max_staleness": 2})
     size = 4 * count_parameters(run.model).total
     assert rank_memory(run, 5)["server"].communication == (4 + 1) * 3 * size
     assert rank_memory(described("parameter_server", "fp32"), 5)["server"].communication == size
     assert held("ddp", 4).communication == 0
-    assert held("ddp", 4, layout={"compress": "bf16"}).communication == size / 2  # smaller than a bucket
-    assert held("ddp", 4, layout={"compress": "powersgd"}).communication == 2 * size
-    assert held("ddp", 1, layout={"compress": "powersgd"}).communication == 0
+    assert held("ddp", 4, layout={"gradient_compression": "bf16"}).communication == size / 2  # smaller than a bucket
+    assert held("ddp", 4, layout={"gradient_compression": "powersgd"}).communication == 2 * size
+    assert held("ddp", 1, layout={"gradient_compression": "powersgd"}).communication == 0
 
 
 def test_buffers_of_zero_are_two_buckets_gathered_or_one_reduced():
-    model = {**ODD, "vocab": 600, "width": 36, "ffn": 100}  # no remainder on two ranks
+    model = {**ODD, "vocab_size": 600, "hidden_size": 36, "ffn_hidden_size": 100}  # no remainder on two ranks
     size = 4 * count_parameters(described(model=model).model).total
     assert held("zero1", 2, "fp32", model=model).communication == 2.5 * size  # one bucket, sent, received, its half
     assert held("zero1", 2, "fp32", model=model, cluster={"device": "cuda"}).communication == 1.5 * size
@@ -285,12 +317,12 @@ def test_buffers_of_zero_are_two_buckets_gathered_or_one_reduced():
 
 def test_zero3_gathers_less_in_smaller_units():
     wraps = [
-        held("zero3", 4, layout={"wrap": wrap}, model={"preset": "gpt2-124m"})
+        held("zero3", 4, layout={"fsdp_unit": wrap}, model={"preset": "gpt2-124m"})
         for wrap in ("sublayer", "block", "model")
     ]
     sizes = [memory.communication for memory in wraps]
     assert sizes == sorted(sizes)
-    kept = held("zero3", 4, layout={"reshard": False}, model={"preset": "gpt2-124m"}).communication
+    kept = held("zero3", 4, layout={"reshard_after_forward": False}, model={"preset": "gpt2-124m"}).communication
     assert sizes[1] < kept
 
 
@@ -300,14 +332,14 @@ PRECISIONS = st.sampled_from(["bf16", "fp32", "fp64"])
 
 
 def of(spec: Any, stage: str, ranks: int, precision: str, optimizer: str, **layout: Any) -> RankMemory:
-    tables = {"training": {"tokens_per_step": 64 * 27_720, "sequence": 64}, "optimizer": OPTIMIZERS[optimizer]}
+    tables = {"training": {"tokens_per_step": 64 * 27_720, "seq_len": 64}, "optimizer": OPTIMIZERS[optimizer]}
     return held(stage, ranks, precision, model=spec, layout=layout, **tables)
 
 
 @settings(max_examples=40, deadline=None)
 @given(specs(), st.integers(1, 12), PRECISIONS, st.sampled_from(list(OPTIMIZERS)))
 def test_each_stage_holds_no_more_than_the_one_before(spec, n, precision, optimizer):
-    table = spec.model_dump(mode="json") | {"context": 64}
+    table = spec.model_dump(mode="json") | {"max_seq_len": 64}
     states = [of(table, stage, n, precision, optimizer).state for stage in STAGES]
     assert states == sorted(states, reverse=True)
     if n == 1:
@@ -317,7 +349,7 @@ def test_each_stage_holds_no_more_than_the_one_before(spec, n, precision, optimi
 @settings(max_examples=40, deadline=None)
 @given(specs(), st.integers(1, 6), st.integers(1, 2), PRECISIONS, st.sampled_from(STAGES[1:]))
 def test_more_ranks_hold_no_more_and_a_copy_together_at_least_all(spec, n, more, precision, stage):
-    table = spec.model_dump(mode="json") | {"context": 64}
+    table = spec.model_dump(mode="json") | {"max_seq_len": 64}
     fewer, many = of(table, stage, n, precision, "adamw"), of(table, stage, n * (1 + more), precision, "adamw")
     assert many.state <= fewer.state
     assert n * fewer.optimizer >= of(table, stage, 1, precision, "adamw").optimizer
@@ -326,7 +358,7 @@ def test_more_ranks_hold_no_more_and_a_copy_together_at_least_all(spec, n, more,
 @settings(max_examples=30, deadline=None)
 @given(specs(), st.integers(1, 4), PRECISIONS, st.sampled_from(STAGES[1:]))
 def test_offload_moves_state_and_loses_none(spec, n, precision, stage):
-    table = spec.model_dump(mode="json") | {"context": 64}
+    table = spec.model_dump(mode="json") | {"max_seq_len": 64}
     here, away = (of(table, stage, n, precision, "adamw", offload=offload) for offload in ("none", "cpu"))
     assert here.offloaded == away.optimizer == 0
     assert away.total < here.total
@@ -347,12 +379,12 @@ def test_a_layout_that_cannot_run_is_refused():
 
 def test_stages_in_flight_are_those_of_the_schedule():
     """GPipe holds all 8 micro-batches; 1F1B on rank r of 4 holds 4 - r (arXiv 2104.04473, section 2.2.1)."""
-    model = {**ODD, "layers": 8, "vocab": 64}
+    model = {**ODD, "num_layers": 8, "vocab_size": 64}
     held_by = {
         schedule: rank_memory(
             described(
-                "ddp", "fp32", model=model, layout={"pp": 4, "schedule": schedule, "micro_batch": 1},
-                training={"sequence": 64, "tokens_per_step": 8 * 64},
+                "ddp", "fp32", model=model, layout={"pp": 4, "schedule": schedule, "micro_batch_size": 1},
+                training={"seq_len": 64, "tokens_per_step": 8 * 64},
             ),
             4,
         )
@@ -363,7 +395,7 @@ def test_stages_in_flight_are_those_of_the_schedule():
         [held_by[schedule][f"pp{place}"].activations for place in in_flight] for schedule in ("gpipe", "1f1b")
     )
     assert gpipe[0] == gpipe[1]
-    flowing = 2 * 64 * described(model=model).model.ffn * 4
+    flowing = 2 * 64 * described(model=model).model.ffn_hidden_size * 4
     each = (gpipe[0] - flowing) / 8
     assert one == [3 * each + flowing, 2 * each + flowing]
 
@@ -371,11 +403,11 @@ def test_stages_in_flight_are_those_of_the_schedule():
 def test_bytes_in_files_are_known_of_every_layout() -> None:
     """Before a run starts, its disk is looked at."""
     files = {"offload": "nvme", "offload_directory": "/tmp"}
-    model = {"preset": "tiny", "heads": 4, "kv_heads": 4, "layers": 4}
+    model = {"preset": "tiny", "num_heads": 4, "num_kv_heads": 4, "num_layers": 4}
     staged = described("zero1", model=model, layout={"pp": 2, **files})
     assert disk_offload_bytes(staged, 2) == max(place.on_disk for place in rank_memory(staged, 2).values()) > 0
     split = described("zero1", model=model, layout={"tp": 2, **files})
-    gathered = described("zero1", model=model, layout={"tp": 2, "heads": "gathered", **files})
+    gathered = described("zero1", model=model, layout={"tp": 2, "tp_attention": "gathered", **files})
     assert disk_offload_bytes(gathered, 2) == disk_offload_bytes(split, 2) == rank_memory(split, 2)["rank"].on_disk
 
 
@@ -384,7 +416,7 @@ def test_bytes_in_files_are_known_of_every_layout() -> None:
     [
         ({"preset": "tiny"}, {"tp": 2}, "layout.tp"),
         ({"preset": "tiny"}, {"ep": 2}, "layout.ep"),
-        ({"preset": "tiny", "tied": True}, {"pp": 2}, "model.tied"),
+        ({"preset": "tiny", "tie_embeddings": True}, {"pp": 2}, "model.tie_embeddings"),
     ],
 )
 def test_memory_is_told_of_layouts_that_can_be(model: dict[str, Any], layout: dict[str, Any], field: str) -> None:

@@ -7,9 +7,19 @@ from phalanx.spec.load import load_model, preset_names
 from phalanx.spec.model import ModelSpec
 
 GPT2 = ModelSpec(
-    vocab=11, width=6, layers=2, heads=3, ffn=5, context=7, norm="layernorm", activation="gelu", positions="learned",
-    bias=True, qk_norm="full", tied=True,
-)  # fmt: skip
+    vocab_size=11,
+    hidden_size=6,
+    num_layers=2,
+    num_heads=3,
+    ffn_hidden_size=5,
+    max_seq_len=7,
+    norm="layernorm",
+    activation="gelu",
+    position_embedding="learned",
+    bias=True,
+    qk_norm="full",
+    tie_embeddings=True,
+)
 
 
 def tensors_of_the_model(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
@@ -33,7 +43,7 @@ def test_so_has_any_other_model(spec):
 
 
 def test_names_and_shapes_written_out():
-    shapes = parameter_shapes(GPT2.replace(layers=1))
+    shapes = parameter_shapes(GPT2.replace(num_layers=1))
     assert list(shapes) == [
         "embedding.weight", "positions.weight",
         "blocks.0.attention_norm.weight", "blocks.0.attention_norm.bias",

@@ -23,8 +23,8 @@ def test_equal_layers_are_shared_equally(layers: int, stages: int, each: int) ->
 def test_parts_are_the_whole(model: str) -> None:
     spec = load_model(model)
     parts = layer_flops(spec, 2048)
-    assert len(parts) == spec.layers + 2
-    assert sum(parts) == pytest.approx(training_flops_per_token(spec, 2048) + 2 * spec.width, rel=1e-12)
+    assert len(parts) == spec.num_layers + 2
+    assert sum(parts) == pytest.approx(training_flops_per_token(spec, 2048) + 2 * spec.hidden_size, rel=1e-12)
 
 
 def test_the_head_takes_blocks_from_its_stage() -> None:

@@ -8,7 +8,14 @@ from phalanx.spec.load import load_model
 from phalanx.spec.model import ModelSpec, MoESpec
 
 TINY = ModelSpec(
-    vocab=256, width=64, layers=2, heads=4, ffn=128, context=64, tied=False, moe=MoESpec(experts=8, top_k=2, ffn=128)
+    vocab_size=256,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    ffn_hidden_size=128,
+    max_seq_len=64,
+    tie_embeddings=False,
+    moe=MoESpec(num_experts=8, top_k=2, expert_ffn_size=128),
 )
 
 
@@ -42,7 +49,7 @@ def test_the_published_models(name, total, experts, saved):
     assert up == 2 * both
     assert model.moe is not None
     part, whole = (
-        round_bytes(node_share(model, method, model.moe.experts // 4), method) for method in ("spes", "diloco")
+        round_bytes(node_share(model, method, model.moe.num_experts // 4), method) for method in ("spes", "diloco")
     )
     assert 1 - part.total / whole.total == pytest.approx(both, rel=1e-9)
 

@@ -189,7 +189,7 @@ def test_state_survives_json_and_knows_its_data(write_tokens):
     ("change", "field"),
     [
         ({"seed": 4}, "training.seed"),
-        ({"sequence": 4}, "training.sequence"),
+        ({"sequence": 4}, "training.seq_len"),
         ({"sequences_per_step": 4}, "training.tokens_per_step"),
     ],
 )

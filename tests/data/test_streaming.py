@@ -173,7 +173,7 @@ def test_too_little_text(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "field"),
-    [({"seed": 9}, "training.seed"), ({"sequence": 9}, "training.sequence"), ({"text": "new"}, "data"),
+    [({"seed": 9}, "training.seed"), ({"sequence": 9}, "training.seq_len"), ({"text": "new"}, "data"),
      ({"tokenizer": 1}, "data"), ({"fraction": 0.3}, "data")],
 )  # fmt: skip
 def test_a_checkpoint_of_other_data_is_refused(corpus, change, field):

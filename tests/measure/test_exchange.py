@@ -80,14 +80,14 @@ def test_gradients_are_summed_in_what_is_trained(tmp_path: Path) -> None:
         return {way.operation: way.precision for way in collective_kinds_of_run(run, traffic_by_group(run, 2))}
 
     assert kinds() == {"all_reduce": "fp32"}
-    assert kinds(compress="bf16") == {"all_reduce": "bf16"}
-    assert kinds(data="zero1") == {"reduce_scatter": "bf16", "all_gather": "bf16"}
-    assert kinds(data="zero3") == {"reduce_scatter": "fp32", "all_gather": "bf16"}
+    assert kinds(gradient_compression="bf16") == {"all_reduce": "bf16"}
+    assert kinds(data_parallel="zero1") == {"reduce_scatter": "bf16", "all_gather": "bf16"}
+    assert kinds(data_parallel="zero3") == {"reduce_scatter": "fp32", "all_gather": "bf16"}
     assert kinds(tp=2)["all_gather"] == "bf16"
 
 
 def test_what_one_receives_another_sends(tmp_path: Path) -> None:
-    run = described_in(tmp_path, row(2, DENSE, data="parameter_server")[1])
+    run = described_in(tmp_path, row(2, DENSE, data_parallel="parameter_server")[1])
     assert {way.operation for way in collective_kinds_of_run(run, traffic_by_group(run, 2))} == {"broadcast", "send"}
 
 

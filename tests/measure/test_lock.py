@@ -18,9 +18,9 @@ def test_ranks_of_other_nodes_have_time_to_notice_that_one_was_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On one machine they end with the launcher; elsewhere they wait until a collective's time is over."""
-    changes = {"training.timeout_seconds": 30, "cluster.device": "cpu", "cluster.nproc": 1}
+    changes = {"training.collective_timeout_seconds": 30, "cluster.device": "cpu", "cluster.nproc_per_node": 1}
     one, two = (described(Path(json.__file__).parent, tmp_path, {**changes, "cluster.nodes": n}) for n in (1, 2))
-    directory = Path(one.out) / one.name
+    directory = Path(one.output_dir) / one.name
     directory.mkdir(parents=True)
     held = acquire_run_lock(directory)
     assert held is not None

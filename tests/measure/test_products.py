@@ -37,7 +37,7 @@ def layout_of(changes: dict[str, Any]) -> str:
 def test_their_flops_are_those_of_a_rank(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
     """Forward and twice as many backward, without what is computed again; through a pipeline at least those of the
     place that computes most."""
-    run = described(TEXT, tmp_path, changes | {"layout.recompute": "none"})
+    run = described(TEXT, tmp_path, changes | {"layout.activation_checkpointing": "none"})
     forward = sum(product.flops * count for product, (_, count) in matmul_shapes(run, world_size).items())
     forward += sum(core.flops * count for core, count in attention_shapes(run, world_size).items())
     measured = 3 * forward * plan_batch(run, world_size).gradient_accumulation_steps
@@ -48,7 +48,7 @@ def test_their_flops_are_those_of_a_rank(world_size: int, changes: dict[str, Any
 def test_shapes_are_those_of_a_share(tmp_path: Path) -> None:
     run = described(TEXT, tmp_path, row(2, tp=2)[1])
     found = {names: (product, count) for product, (names, count) in matmul_shapes(run, 2).items()}
-    tokens = run.layout.micro_batch * 128 if run.layout.micro_batch else 0
+    tokens = run.layout.micro_batch_size * 128 if run.layout.micro_batch_size else 0
     assert found["wq", "wk", "wv"] == (MatmulShape(1, tokens, 64, 128), 12)
     assert found["gate", "up"] == (MatmulShape(1, tokens, 192, 128), 8)
     assert found["head",] == (MatmulShape(1, tokens, 500, 128), 1)

@@ -16,7 +16,7 @@ from phalanx.parallel.strategy import Strategy, materialize
 from phalanx.spec.model import ModelSpec
 
 Build = Callable[..., Transformer]
-SMALL = {"vocab": 53, "width": 32, "layers": 2, "heads": 4, "ffn": 48, "context": 64}
+SMALL = {"vocab_size": 53, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "ffn_hidden_size": 48, "max_seq_len": 64}
 
 
 def random_weight(name: str, shape: torch.Size) -> Tensor:
@@ -42,4 +42,4 @@ def build() -> Build:
 @pytest.fixture
 def tokens() -> Tensor:
     """[2, 24] ids below SMALL's vocabulary."""
-    return torch.randint(0, SMALL["vocab"], (2, 24), generator=torch.Generator().manual_seed(0))
+    return torch.randint(0, SMALL["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(0))

@@ -5,10 +5,16 @@ from phalanx.model import attention
 
 KINDS = {
     "rope": {},
-    "learned": {"positions": "learned", "norm": "layernorm", "activation": "gelu_tanh", "bias": True, "tied": True},
-    "gqa": {"kv_heads": 2, "qk_norm": "head"},
-    "experts": {"moe": {"experts": 4, "top_k": 2, "ffn": 24}, "qk_norm": "full"},
-}  # fmt: skip
+    "learned": {
+        "position_embedding": "learned",
+        "norm": "layernorm",
+        "activation": "gelu_tanh",
+        "bias": True,
+        "tie_embeddings": True,
+    },
+    "gqa": {"num_kv_heads": 2, "qk_norm": "head"},
+    "experts": {"moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}, "qk_norm": "full"},
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +72,7 @@ def test_grouped_heads_under_a_mask_are_repeated_where_no_kernel_takes_them(buil
 
 
 def test_grouped_heads_equal_repeated_heads(build, tokens):
-    grouped, repeated = build(kv_heads=2), build(kv_heads=4)
+    grouped, repeated = build(num_kv_heads=2), build(num_kv_heads=4)
     state = grouped.state_dict()
     for name in list(state):
         if name.endswith(("wk.weight", "wv.weight")):

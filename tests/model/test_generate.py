@@ -62,11 +62,11 @@ def test_the_model_sees_no_more_than_its_context():
     assert calls == [(1, 2), (1, 3), (1, 3), (1, 3)]
 
 
-SPEC = ModelSpec(vocab=53, width=32, layers=2, heads=4, ffn=48, context=64)
+SPEC = ModelSpec(vocab_size=53, hidden_size=32, num_layers=2, num_heads=4, ffn_hidden_size=48, max_seq_len=64)
 
 
 def sampled(data, world_size):
-    layout = Layout(data=data)
+    layout = Layout(data_parallel=data)
     mesh = build_mesh(layout, world_size, "cpu")
 
     def weights(name, shape):

@@ -15,23 +15,31 @@ from phalanx.spec.hf_config import hf_config, model_table
 from phalanx.spec.load import load_model, preset_names
 from phalanx.spec.model import ModelSpec
 
-SHAPE = {"vocab": 97, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 48, "context": 64}
-EXPERTS = {"experts": 4, "top_k": 2, "ffn": 24, "z_loss": 0.0}
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 48,
+    "max_seq_len": 64,
+}
+EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24, "z_loss_coef": 0.0}
 LLAMA3 = {"theta": 500_000.0, "scaling": "llama3", "factor": 8.0, "original_context": 16}
-GPT2 = {"norm": "layernorm", "positions": "learned", "bias": True, "kv_heads": 4}
+GPT2 = {"norm": "layernorm", "position_embedding": "learned", "bias": True, "num_kv_heads": 4}
 MODELS = {
     "llama": {},
     "llama, wide heads": {"head_dim": 16},
     "llama, llama3 rope": {"rope": LLAMA3},
     "llama, yarn": {"rope": {"scaling": "yarn", "factor": 4.0, "original_context": 16}},
     "llama, linear": {"rope": {"scaling": "linear", "factor": 4.0}},
-    "llama, tied": {"tied": True},
+    "llama, tied": {"tie_embeddings": True},
     "qwen3": {"qk_norm": "head", "norm_eps": 1e-6},
     "mixtral": {"moe": EXPERTS},
     "olmoe": {"qk_norm": "full", "moe": {**EXPERTS, "normalize_top_k": False}},
     "qwen3_moe": {"qk_norm": "head", "moe": EXPERTS},
-    "qwen3_moe, dense first": {"qk_norm": "head", "moe": {**EXPERTS, "first_dense": 1}},
-    "gpt2": {**GPT2, "activation": "gelu_tanh", "tied": True},
+    "qwen3_moe, dense first": {"qk_norm": "head", "moe": {**EXPERTS, "num_leading_dense_layers": 1}},
+    "gpt2": {**GPT2, "activation": "gelu_tanh", "tie_embeddings": True},
     "gpt2, untied, exact gelu": {**GPT2, "activation": "gelu"},
 }
 TOKENS = torch.randint(0, 97, (2, 64), generator=torch.Generator().manual_seed(1))
@@ -140,7 +148,7 @@ def test_transformers_tokenizes_the_same(build, tmp_path, kind):
     text = "def f(x):\n\treturn 'Straße 🦀' + x  # 1234\n" + "".join(map(chr, range(256)))
     tokenizer = byte_tokenizer() if kind == "bytes" else train_bpe([text] * 9, 300)
     tokenizer.save(tmp_path / "tokenizer.json")
-    model = build(ModelSpec.model_validate({**SHAPE, "vocab": tokenizer.vocab}), torch.float32)
+    model = build(ModelSpec.model_validate({**SHAPE, "vocab_size": tokenizer.vocab}), torch.float32)
     exported(model, tmp_path / "x", tokenizer=tmp_path / "tokenizer.json", end=tokenizer.end)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "x")
     ids = tokenizer.encode_batch([text])[0].tolist()
@@ -200,12 +208,12 @@ UNEXPORTABLE = {
     "model.bias": {**GPT2, "activation": "gelu", "bias": False},
     "model.norm": {"norm": "layernorm"},
     "model.qk_norm": {"qk_norm": "full"},
-    "model.moe.score": {"moe": {**EXPERTS, "score": "sigmoid"}},
-    "model.moe.shared_experts": {"moe": {**EXPERTS, "shared_experts": 1}},
-    "model.moe.first_dense": {"moe": {**EXPERTS, "first_dense": 1}},
+    "model.moe.router_score": {"moe": {**EXPERTS, "router_score": "sigmoid"}},
+    "model.moe.num_shared_experts": {"moe": {**EXPERTS, "num_shared_experts": 1}},
+    "model.moe.num_leading_dense_layers": {"moe": {**EXPERTS, "num_leading_dense_layers": 1}},
     "model.moe.bias_update_rate": {"moe": {**EXPERTS, "bias_update_rate": 0.1}},
     "model.moe.normalize_top_k": {"moe": {**EXPERTS, "normalize_top_k": False}},
-    "model.kv_heads": {**GPT2, "activation": "gelu", "kv_heads": 2},
+    "model.num_kv_heads": {**GPT2, "activation": "gelu", "num_kv_heads": 2},
     "model.activation": {"activation": "gelu"},
 }
 
@@ -243,19 +251,23 @@ def test_a_sliding_window_is_the_context(build, tmp_path):
     theirs = MistralForCausalLM(MistralConfig(**config)).eval()
     theirs.save_pretrained(tmp_path)
     ours = loaded(build, tmp_path)
-    assert ours.spec.context == 24
+    assert ours.spec.max_seq_len == 24
     with torch.no_grad():
         difference = (theirs(TOKENS).logits - ours(TOKENS)[0]).abs().amax((0, 2))
     assert difference[:24].max() < 2e-5
     assert difference[24:].min() > 1e-3
-    assert model_table({**config, "model_type": "qwen3", "use_sliding_window": False})["context"] == 64
+    assert model_table({**config, "model_type": "qwen3", "use_sliding_window": False})["max_seq_len"] == 64
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_a_preset_survives_its_config(preset):
     spec = load_model(preset)
     back = ModelSpec.model_validate(model_table(json.loads(json.dumps(hf_config(spec)))))
-    moe = None if spec.moe is None else spec.moe.replace(z_loss=0.0).model_dump()
+    moe = None if spec.moe is None else spec.moe.replace(z_loss_coef=0.0).model_dump()
     # Experts alone have a width in Mixtral and OLMoE; scaling's own context matters to scaling alone.
-    ffn = spec.moe.ffn if spec.moe and hf_config(spec)["model_type"] in ("mixtral", "olmoe") else spec.ffn
-    assert back == spec.replace(preset=None, moe=moe, ffn=ffn)
+    ffn = (
+        spec.moe.expert_ffn_size
+        if spec.moe and hf_config(spec)["model_type"] in ("mixtral", "olmoe")
+        else spec.ffn_hidden_size
+    )
+    assert back == spec.replace(preset=None, moe=moe, ffn_hidden_size=ffn)

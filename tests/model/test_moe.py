@@ -8,8 +8,10 @@ from phalanx.spec.model import ModelSpec, MoESpec
 
 
 def specs(**changes):
-    moe = MoESpec(**{"experts": 8, "top_k": 3, "ffn": 16, **changes})
-    return ModelSpec(vocab=9, width=32, layers=1, heads=4, ffn=16, context=8, moe=moe), moe
+    moe = MoESpec(**{"num_experts": 8, "top_k": 3, "expert_ffn_size": 16, **changes})
+    return ModelSpec(
+        vocab_size=9, hidden_size=32, num_layers=1, num_heads=4, ffn_hidden_size=16, max_seq_len=8, moe=moe
+    ), moe
 
 
 def randomized(module, dtype=torch.float64):
@@ -28,9 +30,9 @@ def inputs(*shape):
 VARIANTS = [
     {},
     {"normalize_top_k": False},
-    {"score": "sigmoid", "shared_experts": 2},
-    {"score": "sigmoid", "normalize_top_k": False},
-    {"shared_experts": 1, "top_k": 1},
+    {"router_score": "sigmoid", "num_shared_experts": 2},
+    {"router_score": "sigmoid", "normalize_top_k": False},
+    {"num_shared_experts": 1, "top_k": 1},
     {"top_k": 8, "bias_update_rate": 0.1},
 ]
 
@@ -43,13 +45,13 @@ def test_output_is_the_weighted_sum_of_experts(variant):
     expected = torch.zeros_like(x)
     for place in [(b, t) for b in range(2) for t in range(7)]:
         logits = layer.router.gate.weight @ x[place]
-        score = logits.softmax(0) if moe.score == "softmax" else logits.sigmoid()
+        score = logits.softmax(0) if moe.router_score == "softmax" else logits.sigmoid()
         chosen = sorted(range(8), key=lambda e: -score[e].item())[: moe.top_k]
         total = sum(score[e] for e in chosen) if moe.normalize_top_k else 1.0
         for e in chosen:
             gate, up, down = layer.experts.gate[e], layer.experts.up[e], layer.experts.down[e]
             expected[place] += score[e] / total * (down @ (F.silu(gate @ x[place]) * (up @ x[place])))
-        if moe.shared_experts:
+        if moe.num_shared_experts:
             expected[place] += layer.shared(x[place])
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
@@ -85,7 +87,7 @@ def test_the_bias_steers_the_choice_but_not_the_weights():
 
 
 def test_rebalance_lifts_the_idle_and_lowers_the_busy():
-    spec, moe = specs(experts=4, bias_update_rate=0.1)
+    spec, moe = specs(num_experts=4, bias_update_rate=0.1)
     router = Router(spec, moe)
     router.load.copy_(torch.tensor([10.0, 0.0, 5.0, 5.0]))
     router.update_bias()
@@ -125,7 +127,7 @@ def test_load_counts_tokens_of_training_only():
 
 @pytest.mark.parametrize("over", ["sequence", "micro_batch"])
 def test_balance_loss_is_its_weight_per_token_when_even_and_least_there(over):
-    _, moe = specs(balance_loss=0.02, balance_over=over)
+    _, moe = specs(balance_loss_coef=0.02, balance_loss_scope=over)
 
     def loss(logits_E):
         share = logits_E.softmax(0).expand(3, 16, 8)
@@ -142,7 +144,7 @@ def test_balance_loss_is_its_weight_per_token_when_even_and_least_there(over):
 
 
 def test_z_loss_is_the_squared_log_of_the_partition_function():
-    _, moe = specs(z_loss=0.001)
+    _, moe = specs(z_loss_coef=0.001)
     logits = inputs(2, 7)[..., :8]
     expected = sum(0.001 * torch.log(torch.exp(row).sum()) ** 2 for row in logits.flatten(0, 1))
     torch.testing.assert_close(z_loss(moe, logits), expected)
@@ -152,7 +154,13 @@ def test_balance_over_a_sequence_does_not_depend_on_micro_batches(build):
     tokens = torch.randint(0, 53, (4, 16), generator=torch.Generator().manual_seed(0))
 
     def difference(over):
-        moe = {"experts": 4, "top_k": 2, "ffn": 24, "balance_over": over, "balance_loss": 1.0}
+        moe = {
+            "num_experts": 4,
+            "top_k": 2,
+            "expert_ffn_size": 24,
+            "balance_loss_scope": over,
+            "balance_loss_coef": 1.0,
+        }
         model = build(moe=moe)
         whole = model(tokens)[1]
         return (whole - sum(model(part)[1] for part in tokens.split([1, 2, 1]))).abs().item() / whole.item()
@@ -164,7 +172,7 @@ def test_balance_over_a_sequence_does_not_depend_on_micro_batches(build):
 def test_a_capacity_drops_the_latest_choices_of_a_sequence():
     """Each expert keeps its first choices of every sequence, ceil(factor x T k / E) of them; what is dropped adds
     nothing, and the other choices keep their weights."""
-    spec, moe = specs(capacity_factor=0.5, top_k=2, shared_experts=0)
+    spec, moe = specs(capacity_factor=0.5, top_k=2, num_shared_experts=0)
     layer, x = randomized(MoE(spec, moe)), inputs(3, 16)
     whole = randomized(MoE(spec.model_copy(update={"moe": (free := specs(top_k=2)[1])}), free))
     weights, chosen, _ = whole.router(x)

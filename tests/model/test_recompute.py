@@ -4,10 +4,10 @@ import torch
 from phalanx.parallel.apply import apply_activation_checkpointing
 from phalanx.parallel.strategy import named_parameters
 
-MOE = {"experts": 4, "top_k": 2, "ffn": 24, "shared_experts": 1, "first_dense": 1}
+MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24, "num_shared_experts": 1, "num_leading_dense_layers": 1}
 
 
-@pytest.mark.parametrize("changes", [{"kv_heads": 2, "qk_norm": "head"}, {"moe": MOE}], ids=["dense", "experts"])
+@pytest.mark.parametrize("changes", [{"num_kv_heads": 2, "qk_norm": "head"}, {"moe": MOE}], ids=["dense", "experts"])
 def test_recomputing_gives_identical_gradients(build, tokens, changes):
     def gradients(mode):
         model = build(**changes)

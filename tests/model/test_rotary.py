@@ -26,7 +26,9 @@ def test_frequencies_are_those_of_transformers(name, head_dim):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rope = ROPES[name]
-    spec = ModelSpec(vocab=9, width=head_dim, layers=1, heads=1, ffn=8, context=131_072, rope=rope)
+    spec = ModelSpec(
+        vocab_size=9, hidden_size=head_dim, num_layers=1, num_heads=1, ffn_hidden_size=8, max_seq_len=131_072, rope=rope
+    )
     config = LlamaConfig(**hf_config(spec))
     kind = config.rope_parameters["rope_type"]
     plain = LlamaRotaryEmbedding.compute_default_rope_parameters

@@ -16,7 +16,7 @@ def test_the_model_has_the_parameters_that_cost_counts(preset):
 
 
 def test_a_tied_head_is_the_embedding(build, tokens):
-    tied, untied = build(tied=True), build()
+    tied, untied = build(tie_embeddings=True), build()
     untied.load_state_dict(tied.state_dict() | {"head.weight": tied.embedding.weight})
     torch.testing.assert_close(tied(tokens)[0], untied(tokens)[0], rtol=0, atol=1e-12)
 
@@ -29,8 +29,8 @@ def test_initial_weights_depend_on_seed_and_name_alone():
     assert not torch.equal(first, initial_weight(spec, "blocks.0.attention.wq.weight", shape, 2))
     assert not torch.equal(first, initial_weight(spec, "blocks.0.attention.wk.weight", shape, 1))
     into_stream = initial_weight(spec, "blocks.0.attention.wo.weight", shape, 1)
-    assert first.std().item() == pytest.approx((2 / (5 * spec.width)) ** 0.5, rel=0.02)
-    assert (first.std() / into_stream.std()).item() == pytest.approx((2 * spec.layers) ** 0.5, rel=0.03)
+    assert first.std().item() == pytest.approx((2 / (5 * spec.hidden_size)) ** 0.5, rel=0.02)
+    assert (first.std() / into_stream.std()).item() == pytest.approx((2 * spec.num_layers) ** 0.5, rel=0.03)
 
 
 def test_a_new_model_is_undecided():
@@ -40,4 +40,4 @@ def test_a_new_model_is_undecided():
         parameter.data = initial_weight(spec, name, parameter.shape, 0)
     logits, _ = model(torch.arange(64)[None])
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], torch.arange(1, 64))
-    assert loss.item() == pytest.approx(torch.tensor(spec.vocab).log().item(), rel=0.05)
+    assert loss.item() == pytest.approx(torch.tensor(spec.vocab_size).log().item(), rel=0.05)

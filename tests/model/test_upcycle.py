@@ -25,7 +25,7 @@ from phalanx.train.corpus import initial_weights
 from phalanx.train.setup import create_run
 from phalanx.train.trainer import Trainer
 
-EXPERTS = {"experts": 4, "top_k": 2, "ffn": 48}
+EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 48}
 TOKENS = torch.randint(0, 257, (2, 32), generator=torch.Generator().manual_seed(1))
 
 
@@ -51,14 +51,14 @@ def logits(run: RunSpec) -> Tensor:
 
 @pytest.mark.parametrize(
     "moe",
-    [{}, {"top_k": 1}, {"top_k": 4, "score": "sigmoid"}, {"first_dense": 1}],
+    [{}, {"top_k": 1}, {"top_k": 4, "router_score": "sigmoid"}, {"num_leading_dense_layers": 1}],
     ids=str,
 )
 def test_with_normalised_scores_it_says_what_the_dense_model_says(dense, moe):
     expected, found = logits(run_of(dense, moe=None)), logits(run_of(dense, moe={**EXPERTS, **moe}))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert expected.std() > 0.1
-    assert (logits(run_of(dense, {"redrawn": 0.5}, {**EXPERTS, **moe})) - expected).abs().max() > 0.01
+    assert (logits(run_of(dense, {"upcycle_reinit_fraction": 0.5}, {**EXPERTS, **moe})) - expected).abs().max() > 0.01
 
 
 def test_scores_that_are_not_normalised_weigh_what_the_mlp_says(dense):
@@ -110,18 +110,20 @@ def weights_of(run: RunSpec) -> dict[str, Tensor]:
     return {name: part.full_tensor() if hasattr(part, "full_tensor") else part for name, part in parts.items()}
 
 
-@pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2}, {"data": "zero3"}, {"data": "zero1"}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"ep": 2}, {"tp": 2}, {"data_parallel": "zero3"}, {"data_parallel": "zero1"}], ids=str
+)
 def test_every_layout_starts_from_the_same(dense, layout):
-    whole = weights_of(run_of(dense, {"redrawn": 0.5}))
+    whole = weights_of(run_of(dense, {"upcycle_reinit_fraction": 0.5}))
     changes = {f"layout.{name}": value for name, value in layout.items()}
-    for found in rank_pool(2).run(weights_of, run_of(dense, {"redrawn": 0.5}, **changes)):
+    for found in rank_pool(2).run(weights_of, run_of(dense, {"upcycle_reinit_fraction": 0.5}, **changes)):
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
 def test_a_swarm_starts_from_the_same(dense):
     """Coordinators take it piece by piece; nodes hold some experts apart."""
-    run = run_of(dense, {"redrawn": 0.5}, **{"training.precision": "fp32"})
+    run = run_of(dense, {"upcycle_reinit_fraction": 0.5}, **{"training.precision": "fp32"})
     pieces, whole, router = initial_pieces(run), weights_of(run), "blocks.1.mlp.router.gate.weight"
     for item in model_pieces(run.model):
         tensor = whole[item.name]
@@ -130,47 +132,60 @@ def test_a_swarm_starts_from_the_same(dense):
         assert torch.equal(pieces(item), tensor[rows]), item.key
     assert torch.equal(whole[router], initial_weight(run.model, router, whole[router].shape, run.training.seed))
     corpus = trainer(run).corpus
-    node = Trainer(run, corpus, Path(run.out) / run.name, torch.device("cpu"), own=TrainedExperts((1, 3)))
+    node = Trainer(run, corpus, Path(run.output_dir) / run.name, torch.device("cpu"), own=TrainedExperts((1, 3)))
     experts = node.module.blocks[1].mlp.experts
     assert torch.equal(experts.down.detach(), whole["blocks.1.mlp.experts.down"][[1, 3]])
     assert torch.equal(experts.frozen["down"].numbers, whole["blocks.1.mlp.experts.down"][[0, 2]])
 
 
 def test_a_head_of_its_own_begins_as_the_embedding_that_it_was_tied_to(tmp_path, build):
-    model = build(ModelSpec.model_validate({**DENSE, "tied": True}), torch.float32)
-    export_hf(model.spec, dict(model.named_parameters()), tmp_path / "tied")
-    run = run_of(tmp_path / "tied", {"tied": False})
-    torch.testing.assert_close(logits(run), logits(run_of(tmp_path / "tied", moe=None)), rtol=1e-12, atol=1e-12)
+    model = build(ModelSpec.model_validate({**DENSE, "tie_embeddings": True}), torch.float32)
+    export_hf(model.spec, dict(model.named_parameters()), tmp_path / "tie_embeddings")
+    run = run_of(tmp_path / "tie_embeddings", {"tie_embeddings": False})
+    torch.testing.assert_close(
+        logits(run), logits(run_of(tmp_path / "tie_embeddings", moe=None)), rtol=1e-12, atol=1e-12
+    )
     assert "head.weight" in weights_of(run)
 
 
 @pytest.mark.parametrize(
     ("model", "moe", "said"),
     [
-        ({}, {"ffn": 24}, r"model\.moe\.ffn = 24: is not the width .*\(model\.ffn = 48.*\n.*set model\.moe\.ffn = 48"),
-        ({}, {"shared_experts": 1}, r"model\.moe\.shared_experts = 1: would add the MLP"),
+        (
+            {},
+            {"expert_ffn_size": 24},
+            r"model\.moe\.expert_ffn_size = 24: is not the width .*\(model\.ffn_hidden_size = 48.*\n.*set model\.moe\.expert_ffn_size = 48",
+        ),
+        ({}, {"num_shared_experts": 1}, r"model\.moe\.num_shared_experts = 1: would add the MLP"),
     ],
 )
 def test_what_experts_cannot_begin_as_is_refused_before_anything_is_written(dense, model, moe, said):
     run = run_of(dense, model, {**EXPERTS, **moe})
     with pytest.raises(UserError, match=said):
         create_run(run, 1, resume=False)
-    assert not (Path(run.out) / run.name).exists()
+    assert not (Path(run.output_dir) / run.name).exists()
 
 
 def test_experts_that_are_there_are_read_as_always(tmp_path, build):
-    model = build(ModelSpec.model_validate({**DENSE, "moe": {**EXPERTS, "ffn": 24, "z_loss": 0.0}}), torch.float32)
+    model = build(
+        ModelSpec.model_validate({**DENSE, "moe": {**EXPERTS, "expert_ffn_size": 24, "z_loss_coef": 0.0}}),
+        torch.float32,
+    )
     export_hf(model.spec, dict(model.named_parameters()), tmp_path / "mixture")
     read = initial_weights(run_of(tmp_path / "mixture", moe=None))
     stacked = model.blocks[0].mlp.experts.gate
     assert torch.equal(read("blocks.0.mlp.experts.gate", stacked.shape), stacked)
-    with pytest.raises(UserError, match=r"model\.redrawn = 0\.5: has no meaning: model\.from_hf has experts"):
-        initial_weights(run_of(tmp_path / "mixture", {"redrawn": 0.5}, moe=None))
+    with pytest.raises(
+        UserError, match=r"model\.upcycle_reinit_fraction = 0\.5: has no meaning: model\.from_hf has experts"
+    ):
+        initial_weights(run_of(tmp_path / "mixture", {"upcycle_reinit_fraction": 0.5}, moe=None))
 
 
 @pytest.mark.parametrize("without", ["moe", "from_hf"])
 def test_nothing_is_drawn_anew_of_what_is_not_upcycled(dense, without):
-    model = {**DENSE, "from_hf": str(dense), "moe": EXPERTS, "redrawn": 0.5}
+    model = {**DENSE, "from_hf": str(dense), "moe": EXPERTS, "upcycle_reinit_fraction": 0.5}
     del model[without]
-    with pytest.raises(UserError, match=r"model\.redrawn = 0\.5: is of experts that begin as a dense model's MLP"):
+    with pytest.raises(
+        UserError, match=r"model\.upcycle_reinit_fraction = 0\.5: is of experts that begin as a dense model's MLP"
+    ):
         described(Path(json.__file__).parent, dense.parent, {"model": model})

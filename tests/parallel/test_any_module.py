@@ -33,22 +33,22 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "resnet_digits.py"
 CPU = torch.device("cpu")
 BATCH = 16
 STEPS = 6
-HSDP = {"data": "hsdp", "dp_shard": 2}
+HSDP = {"data_parallel": "hsdp", "dp_shard": 2}
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    *((n, {"data": data}) for data in ("ddp", "zero1", "zero2", "zero3") for n in (2, 4)),
-    (2, {"data": "ddp", "bucket_mb": 0.01, "static_graph": True}),
-    (2, {"data": "zero1", "bucket_mb": 0.005}),
-    (4, {"data": "zero2", "bucket_mb": 0.005}),
-    (4, {"data": "zero3", "wrap": "sublayer", "prefetch": 2}),
-    (4, {"data": "zero3", "wrap": "model", "reshard": False}),
+    *((n, {"data_parallel": data}) for data in ("ddp", "zero1", "zero2", "zero3") for n in (2, 4)),
+    (2, {"data_parallel": "ddp", "bucket_mb": 0.01, "ddp_static_graph": True}),
+    (2, {"data_parallel": "zero1", "bucket_mb": 0.005}),
+    (4, {"data_parallel": "zero2", "bucket_mb": 0.005}),
+    (4, {"data_parallel": "zero3", "fsdp_unit": "sublayer", "fsdp_prefetch": 2}),
+    (4, {"data_parallel": "zero3", "fsdp_unit": "model", "reshard_after_forward": False}),
     (4, HSDP),
-    (4, {**HSDP, "wrap": "sublayer"}),
-    (3, {"data": "parameter_server"}),
-    (4, {"data": "parameter_server", "servers": 2}),
-    (4, {"data": "parameter_server", "servers": 2, "staleness": 0}),
-    (2, {"data": "zero1", "offload": "cpu"}),
-    (2, {"data": "zero2", "offload": "nvme", "offload_directory": tempfile.gettempdir()}),
-    (2, {"data": "zero3", "offload": "cpu"}),
+    (4, {**HSDP, "fsdp_unit": "sublayer"}),
+    (3, {"data_parallel": "parameter_server"}),
+    (4, {"data_parallel": "parameter_server", "num_servers": 2}),
+    (4, {"data_parallel": "parameter_server", "num_servers": 2, "max_staleness": 0}),
+    (2, {"data_parallel": "zero1", "offload": "cpu"}),
+    (2, {"data_parallel": "zero2", "offload": "nvme", "offload_directory": tempfile.gettempdir()}),
+    (2, {"data_parallel": "zero3", "offload": "cpu"}),
 ]
 CASES = [
     pytest.param(n, layout, parts, id=f"{'-'.join(map(str, layout.values()))}-x{n}-acc{parts}")
@@ -150,7 +150,7 @@ def gradient_norm_in_bf16(data: str) -> float:
     """Of a module that is bf16 itself."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6, dtype=torch.bfloat16) for _ in range(4)]
-    layout = Layout(data=data)
+    layout = Layout(data_parallel=data)
     mesh = mesh_of(layout)
     strategy = distribute(nn.Sequential(*layers), layout, mesh, CPU, layers, "bf16")
     with strategy.backward(last=True):
@@ -165,13 +165,13 @@ def test_a_module_may_be_bf16_itself(data: str) -> None:
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 def test_one_rank_takes_every_strategy(data: str) -> None:
-    assert trajectory({"data": data}) == near(one_process())
+    assert trajectory({"data_parallel": data}) == near(one_process())
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_strategies_agree_where_batchnorm_normalises_each_share(world_size: int) -> None:
     """No strategy equals one process then, for the statistics are of a share; the shares are the same in all."""
-    layouts = [layout for n, layout in LAYOUTS if n == world_size and layout["data"] != "parameter_server"]
+    layouts = [layout for n, layout in LAYOUTS if n == world_size and layout["data_parallel"] != "parameter_server"]
     first, *others = [rank_pool(world_size).run(trajectory, layout, train=True) for layout in layouts]
     assert first[0] != near(trajectory({}, train=True))
     for other in others:
@@ -220,13 +220,13 @@ def with_frozen(choices: dict[str, Any]) -> dict[str, Tensor]:
 def test_a_part_may_be_frozen(data: str) -> None:
     expected = with_frozen({})
     assert torch.equal(expected["body.weight"], Frozen().body.weight)
-    for result in rank_pool(2).run(with_frozen, {"data": data}):
+    for result in rank_pool(2).run(with_frozen, {"data_parallel": data}):
         agree(result, expected)
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3", "hsdp"])
 def test_what_has_no_rows_is_refused_by_name(data: str) -> None:
-    layout = Layout(data=data, dp_shard=1 if data == "hsdp" else None)
+    layout = Layout(data_parallel=data, dp_shard=1 if data == "hsdp" else None)
     module = nn.Module()
     module.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(UserError, match="scale is a scalar"):
@@ -245,7 +245,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 
 
 def step_with_one_of(name: str, data: str) -> None:
-    layout = Layout(data=data)
+    layout = Layout(data_parallel=data)
     strategy = distribute(nn.Linear(6, 5), layout, mesh_of(layout), CPU)
     optimizer = OPTIMIZERS[name](strategy.trainable_parameters.values())
     before = complete(strategy.trainable_parameters)
@@ -313,7 +313,7 @@ def on_one_batch(choices: dict[str, Any], steps: int) -> tuple[list[float], dict
 
 
 def test_powersgd_learns_and_keeps_replicas_identical() -> None:
-    compressed = {"compress": "powersgd", "compress_rank": 1}
+    compressed = {"gradient_compression": "powersgd", "powersgd_rank": 1}
     (losses, weights), (_, others) = rank_pool(2).run(on_one_batch, compressed, 40)
     for name, weight in weights.items():
         assert torch.equal(weight, others[name]), name
@@ -357,7 +357,7 @@ def with_unused(choices: dict[str, Any], on_all: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("on_all", [True, False], ids=["on-all-ranks", "on-one-rank"])
 def test_a_step_may_leave_parameters_unused(on_all: bool) -> None:
     expected = with_unused({}, on_all)
-    for result in rank_pool(2).run(with_unused, {"unused_parameters": True}, on_all):
+    for result in rank_pool(2).run(with_unused, {"ddp_find_unused_parameters": True}, on_all):
         agree(result, expected)
 
 

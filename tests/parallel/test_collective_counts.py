@@ -30,7 +30,7 @@ def of_a_layer(text: Path, out: Path, model: dict[str, Any], world_size: int, ch
     """The difference that a layer makes."""
     found = []
     for layers in (2, 3):
-        run = described(text, out / str(layers), {"model": {**model, "layers": layers}, **changes})
+        run = described(text, out / str(layers), {"model": {**model, "num_layers": layers}, **changes})
         each = rank_pool(world_size).run(operations, run)
         assert each == [each[0]] * world_size
         found.append(each[0])
@@ -62,8 +62,8 @@ def test_sequence_parallel_pairs_gather_and_scatter(text: Path, tmp_path: Path) 
 def test_gathered_heads_gather_queries_and_keys(text: Path, tmp_path: Path) -> None:
     """The layout for heads that ranks cannot divide: beside the two pairs, queries and keys are gathered forward, and
     their gradients summed to where they belong backward; values stay where they are."""
-    model = {**DENSE, "heads": 3, "kv_heads": 3, "width": 36}
-    changes = {"layout.tp": 2, "layout.sequence_parallel": False, "layout.heads": "gathered"}
+    model = {**DENSE, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 36}
+    changes = {"layout.tp": 2, "layout.sequence_parallel": False, "layout.tp_attention": "gathered"}
     expected = {"all_reduce": 2 + 2, "all_gather": 1, "reduce_scatter": 1}
     assert of_a_layer(text, tmp_path, model, 2, changes) == expected
 
@@ -78,5 +78,5 @@ def test_experts_are_two_all_to_alls_each_way(text: Path, tmp_path: Path) -> Non
 def test_context_ranks_pass_on_or_exchange(kind: str, expected: dict[str, int], text: Path, tmp_path: Path) -> None:
     """A ring of two: forward keys and values move once; backward once, and their gradients twice, the last time home.
     Ulysses: there and back, forward and backward."""
-    found = of_a_layer(text, tmp_path, DENSE, 2, {"layout.cp": 2, "layout.context": kind})
+    found = of_a_layer(text, tmp_path, DENSE, 2, {"layout.cp": 2, "layout.cp_method": kind})
     assert {name: found[name] for name in expected} == expected

@@ -43,7 +43,7 @@ def order_of_a_step(run: RunSpec) -> list[str]:
 
 def test_shared_experts_work_while_tokens_and_their_gradients_are_under_way(tmp_path: Path) -> None:
     """Forward: dispatch, shared experts, combine. Backward: combine, dispatch, shared experts."""
-    model = {**MOE, "layers": 1}
-    run = described(Path(__file__).parent, tmp_path, {"model": model, "layout.ep": 2, "layout.micro_batch": 4})
+    model = {**MOE, "num_layers": 1}
+    run = described(Path(__file__).parent, tmp_path, {"model": model, "layout.ep": 2, "layout.micro_batch_size": 4})
     forward = ["begin", "shared forward", "here", "begin"]
     assert rank_pool(2).run(order_of_a_step, run) == [[*forward, "begin", "begin", "shared backward", "here"]] * 2

@@ -35,7 +35,7 @@ def small(folder: Path, changes: dict[str, Any] | None = None) -> RunSpec:
 def trainer_of(run: RunSpec, own: TrainedExperts | None) -> Trainer:
     assert prepared_text()
     corpus = open_training_data(run, prepare(run.data))
-    return Trainer(run, corpus, Path(run.out) / run.name, torch.device("cpu"), own=own)
+    return Trainer(run, corpus, Path(run.output_dir) / run.name, torch.device("cpu"), own=own)
 
 
 def gradients(run: RunSpec, own: TrainedExperts | None) -> tuple[float, dict[str, Tensor]]:
@@ -59,7 +59,7 @@ def test_gradients_are_those_of_the_whole_model(tmp_path):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_who_owns_all_trains_as_if_alone(tmp_path, recompute):
     """Bit for bit."""
-    run = small(tmp_path, {"layout.recompute": recompute})
+    run = small(tmp_path, {"layout.activation_checkpointing": recompute})
     (_, expected), (_, found) = (gradients(run, own) for own in (None, TrainedExperts((0, 1, 2, 3))))
     assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
 
@@ -84,7 +84,14 @@ def auxiliary(run: RunSpec, ratio: float) -> tuple[float, dict[str, Tensor]]:
 @pytest.mark.parametrize("over", ["sequence", "micro_batch"])
 def test_choices_of_relieved_experts_count_for_less_in_the_balance_loss(tmp_path, over):
     """As it is written: a E sum_i r_i f_i P_i per token, f_i of what all experts were chosen."""
-    moe = {"experts": 4, "top_k": 2, "ffn": 24, "z_loss": 0.0, "balance_loss": 0.3, "balance_over": over}
+    moe = {
+        "num_experts": 4,
+        "top_k": 2,
+        "expert_ffn_size": 24,
+        "z_loss_coef": 0.0,
+        "balance_loss_coef": 0.3,
+        "balance_loss_scope": over,
+    }
     under_way = trainer_of(small(tmp_path, {"model": {**MOE, "moe": moe}}), TrainedExperts(OWN))
     set_local_choice_weight(under_way.module, 0.7)
     for router in under_way.routers.values():
@@ -119,7 +126,14 @@ def test_relief_that_is_over_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.parametrize(
     "layout",
-    [{"cp": 2}, {"data": "zero3"}, {"pp": 2, "micro_batch": 2}, {"recompute": "full"}, {"tp": 2}, {"ep": 2}],
+    [
+        {"cp": 2},
+        {"data_parallel": "zero3"},
+        {"pp": 2, "micro_batch_size": 2},
+        {"activation_checkpointing": "full"},
+        {"tp": 2},
+        {"ep": 2},
+    ],
     ids=str,
 )
 def test_relief_is_the_same_in_every_layout(tmp_path, layout):
@@ -139,13 +153,23 @@ def relieved_losses(run: RunSpec) -> list[float]:
 
 
 LAYOUTS = [
-    {}, {"data": "zero1"}, {"data": "zero2"}, {"data": "zero3"}, {"cp": 2}, {"cp": 2, "context": "ulysses"},
-    {"pp": 2, "micro_batch": 2}, {"pp": 2, "micro_batch": 2, "schedule": "zb-h1"}, {"tp": 2},
-    {"tp": 2, "sequence_parallel": False}, {"ep": 2}, {"ep": 2, "data": "zero1"}, {"ep": 2, "data": "zero3"},
+    {},
+    {"data_parallel": "zero1"},
+    {"data_parallel": "zero2"},
+    {"data_parallel": "zero3"},
+    {"cp": 2},
+    {"cp": 2, "cp_method": "ulysses"},
+    {"pp": 2, "micro_batch_size": 2},
+    {"pp": 2, "micro_batch_size": 2, "schedule": "zb-h1"},
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": False},
+    {"ep": 2},
+    {"ep": 2, "data_parallel": "zero1"},
+    {"ep": 2, "data_parallel": "zero3"},
     {"tp": 2, "ep": 2},
-]  # fmt: skip
+]
 WIDER = [
-    {"pp": 2, "tp": 2, "micro_batch": 2}, {"pp": 2, "ep": 2, "micro_batch": 2}, {"tp": 4}, {"cp": 2, "tp": 2},
+    {"pp": 2, "tp": 2, "micro_batch_size": 2}, {"pp": 2, "ep": 2, "micro_batch_size": 2}, {"tp": 4}, {"cp": 2, "tp": 2},
 ]  # fmt: skip
 
 

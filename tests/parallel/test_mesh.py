@@ -16,20 +16,20 @@ from phalanx.testing import rank_pool
 TABLE: list[tuple[dict[str, Any], int, tuple[int, ...], list[int]]] = [
     ({}, 1, (1, 1, 1, 1, 1), [0]),
     ({}, 4, (4, 1, 1, 1, 1), [0, 1, 2, 3]),
-    ({"data": "parameter_server"}, 3, (2, 1, 1, 1, 1, 1), [1, 0, 1]),
-    ({"data": "zero1"}, 2, (1, 2, 1, 1, 1), [0, 1]),
-    ({"data": "zero3"}, 4, (1, 4, 1, 1, 1), [0, 1, 2, 3]),
-    ({"data": "hsdp", "dp_shard": 2}, 4, (2, 2, 1, 1, 1), [0, 1, 2, 3]),
-    ({"data": "hsdp", "dp_shard": 1}, 4, (4, 1, 1, 1, 1), [0, 1, 2, 3]),
-    ({"data": "hsdp", "dp_shard": 4}, 4, (1, 4, 1, 1, 1), [0, 1, 2, 3]),
+    ({"data_parallel": "parameter_server"}, 3, (2, 1, 1, 1, 1, 1), [1, 0, 1]),
+    ({"data_parallel": "zero1"}, 2, (1, 2, 1, 1, 1), [0, 1]),
+    ({"data_parallel": "zero3"}, 4, (1, 4, 1, 1, 1), [0, 1, 2, 3]),
+    ({"data_parallel": "hsdp", "dp_shard": 2}, 4, (2, 2, 1, 1, 1), [0, 1, 2, 3]),
+    ({"data_parallel": "hsdp", "dp_shard": 1}, 4, (4, 1, 1, 1, 1), [0, 1, 2, 3]),
+    ({"data_parallel": "hsdp", "dp_shard": 4}, 4, (1, 4, 1, 1, 1), [0, 1, 2, 3]),
     ({"tp": 2}, 4, (2, 1, 1, 1, 2), [0, 0, 1, 1]),
-    ({"cp": 2, "data": "zero3"}, 4, (1, 2, 1, 2, 1), [0, 0, 1, 1]),
+    ({"cp": 2, "data_parallel": "zero3"}, 4, (1, 2, 1, 2, 1), [0, 0, 1, 1]),
     ({"pp": 2}, 4, (2, 1, 2, 1, 1), [0, 0, 1, 1]),
     ({"pp": 2, "tp": 2}, 8, (2, 1, 2, 1, 2), [0, 0, 0, 0, 1, 1, 1, 1]),
     ({"pp": 2, "cp": 2, "tp": 2}, 8, (1, 1, 2, 2, 2), [0] * 8),
-    ({"pp": 2, "outermost": "pipeline"}, 4, (2, 1, 2, 1, 1, 0, 1, True), [0, 1, 0, 1]),
-    ({"pp": 2, "tp": 2, "outermost": "pipeline"}, 8, (2, 1, 2, 1, 2, 0, 1, True), [0, 0, 1, 1, 0, 0, 1, 1]),
-    ({"data": "hsdp", "dp_shard": 2, "tp": 2}, 8, (2, 2, 1, 1, 2), [0, 0, 1, 1, 2, 2, 3, 3]),
+    ({"pp": 2, "rank_order": "pipeline"}, 4, (2, 1, 2, 1, 1, 0, 1, True), [0, 1, 0, 1]),
+    ({"pp": 2, "tp": 2, "rank_order": "pipeline"}, 8, (2, 1, 2, 1, 2, 0, 1, True), [0, 0, 1, 1, 0, 0, 1, 1]),
+    ({"data_parallel": "hsdp", "dp_shard": 2, "tp": 2}, 8, (2, 2, 1, 1, 2), [0, 0, 1, 1, 2, 2, 3, 3]),
 ]
 
 
@@ -50,9 +50,9 @@ def test_degrees_and_data_ranks(layout: Any, world_size: int, expected: Any, sha
         ({"tp": 3}, 4, "layout.tp"),
         ({"pp": 2, "cp": 2, "tp": 2}, 4, "layout.pp x cp x tp"),
         ({"dp_shard": 2}, 4, "layout.dp_shard"),
-        ({"data": "hsdp"}, 4, "layout.dp_shard"),
-        ({"data": "hsdp", "dp_shard": 3}, 4, "layout.dp_shard"),
-        ({"data": "hsdp", "dp_shard": 4, "tp": 2}, 4, "layout.dp_shard"),
+        ({"data_parallel": "hsdp"}, 4, "layout.dp_shard"),
+        ({"data_parallel": "hsdp", "dp_shard": 3}, 4, "layout.dp_shard"),
+        ({"data_parallel": "hsdp", "dp_shard": 4, "tp": 2}, 4, "layout.dp_shard"),
     ],
 )
 def test_ranks_that_cannot_be_divided_so(layout: Any, world_size: int, field: str) -> None:
@@ -73,7 +73,7 @@ def test_experts_are_among_the_ranks_of_a_stage() -> None:
     """Neighbours first; with a pipeline a group leaps over the other stages, unless these are outermost."""
     assert expert_parallel_groups(parallel_dims(Layout(ep=4, tp=2), 8)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2), 8)) == [(0, 1, 4, 5), (2, 3, 6, 7)]
-    assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2, outermost="pipeline"), 8)) == [
+    assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2, rank_order="pipeline"), 8)) == [
         (0, 1, 2, 3),
         (4, 5, 6, 7),
     ]
@@ -95,12 +95,12 @@ def made_groups(layout: Layout) -> dict[str, list[int]]:
     "layout",
     [
         {"pp": 2, "tp": 2, "ep": 2},
-        {"pp": 2, "cp": 2, "ep": 4, "data": "zero3"},
-        {"pp": 2, "cp": 2, "ep": 2, "outermost": "pipeline"},
-        {"pp": 2, "tp": 2, "ep": 4, "outermost": "pipeline", "data": "zero1"},
-        {"cp": 2, "tp": 2, "ep": 4, "data": "zero1"},
-        {"ep": 2, "data": "hsdp", "dp_shard": 4},
-        {"ep": 2, "tp": 2, "data": "hsdp", "dp_shard": 2},
+        {"pp": 2, "cp": 2, "ep": 4, "data_parallel": "zero3"},
+        {"pp": 2, "cp": 2, "ep": 2, "rank_order": "pipeline"},
+        {"pp": 2, "tp": 2, "ep": 4, "rank_order": "pipeline", "data_parallel": "zero1"},
+        {"cp": 2, "tp": 2, "ep": 4, "data_parallel": "zero1"},
+        {"ep": 2, "data_parallel": "hsdp", "dp_shard": 4},
+        {"ep": 2, "tp": 2, "data_parallel": "hsdp", "dp_shard": 2},
     ],
     ids=str,
 )

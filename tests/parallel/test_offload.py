@@ -41,8 +41,14 @@ def offloaded(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 def test_state_in_files_changes_no_bit(data: str, precision: str, changes: Any, text: Path, tmp_path: Path) -> None:
-    common = {"model": MOE, "layout.data": data, "training.precision": precision, "training.steps": 6, **changes}
-    common |= {"layout.micro_batch": 2, "layout.bucket_mb": 0.01} if data != "zero3" else {}
+    common = {
+        "model": MOE,
+        "layout.data_parallel": data,
+        "training.precision": precision,
+        "training.steps": 6,
+        **changes,
+    }
+    common |= {"layout.micro_batch_size": 2, "layout.bucket_mb": 0.01} if data != "zero3" else {}
     in_memory = rank_pool(2).run(trajectory, described(text, tmp_path, common))
     disk = {"layout.offload": "nvme", "layout.offload_directory": str(tmp_path)}
     on_disk = rank_pool(2).run(offloaded, described(text, tmp_path, {**common, **disk}))
@@ -53,7 +59,7 @@ def test_state_in_files_changes_no_bit(data: str, precision: str, changes: Any, 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 def test_state_in_cpu_memory_changes_no_bit(data: str, text: Path, tmp_path: Path) -> None:
-    common = {"model": MOE, "layout.data": data, "training.precision": "bf16", "training.steps": 6}
+    common = {"model": MOE, "layout.data_parallel": data, "training.precision": "bf16", "training.steps": 6}
     in_memory = rank_pool(2).run(trajectory, described(text, tmp_path, common))
     assert rank_pool(2).run(trajectory, described(text, tmp_path, {**common, "layout.offload": "cpu"})) == in_memory
 
@@ -72,7 +78,7 @@ def other_half(run: RunSpec) -> list[tuple[float, float]]:
 
 
 def test_a_run_on_disk_is_saved_and_returns(text: Path, tmp_path: Path) -> None:
-    disk = {"layout.data": "zero1", "layout.offload": "nvme", "layout.offload_directory": str(tmp_path)}
+    disk = {"layout.data_parallel": "zero1", "layout.offload": "nvme", "layout.offload_directory": str(tmp_path)}
     run = described(text, tmp_path, {"training.steps": 6, **disk})
     whole = trajectory(run)
     half(run)

@@ -27,7 +27,7 @@ from phalanx.testing import rank_pool
 from phalanx.train.metrics import MetricsRecord
 from phalanx.train.trainer import Trainer
 
-SERVER = {"layout.data": "parameter_server"}
+SERVER = {"layout.data_parallel": "parameter_server"}
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +35,20 @@ def text() -> Path:
     return Path(json.__file__).parent
 
 
-@pytest.mark.parametrize("changes", [{}, {"layout.servers": 2}, {"optimizer.name": "muon", "model": MOE}])
+@pytest.mark.parametrize("changes", [{}, {"layout.num_servers": 2}, {"optimizer.name": "muon", "model": MOE}])
 def test_asynchronous_with_staleness_0_is_synchronous_bit_for_bit(changes: Any, text: Path, tmp_path: Path) -> None:
     changes = {**SERVER, "training.precision": "bf16", **changes}
     synchronous = rank_pool(4).run(trajectory, described(text, tmp_path, changes))
-    assert rank_pool(4).run(trajectory, described(text, tmp_path, {**changes, "layout.staleness": 0})) == synchronous
+    assert (
+        rank_pool(4).run(trajectory, described(text, tmp_path, {**changes, "layout.max_staleness": 0})) == synchronous
+    )
 
 
 def hold_last_worker(under_way: Trainer) -> None:
     """Let the last rank begin its second step only when the first worker is as far ahead as it may be."""
     run, last = under_way.run, dist.get_world_size() - 1
-    most = min(1 + (run.layout.staleness or 0), run.training.steps)
-    waiting = dist.new_group([run.layout.servers, last], backend="gloo")
+    most = min(1 + (run.layout.max_staleness or 0), run.training.steps)
+    waiting = dist.new_group([run.layout.num_servers, last], backend="gloo")
     train_step, done = under_way.train_step, iter(range(1, 1000))
 
     def held(batches: Iterator[Batch]) -> MetricsRecord:
@@ -55,7 +57,7 @@ def hold_last_worker(under_way: Trainer) -> None:
             dist.barrier(waiting)
         return record
 
-    if dist.get_rank() in (run.layout.servers, last):
+    if dist.get_rank() in (run.layout.num_servers, last):
         under_way.train_step = held  # type: ignore[method-assign]
 
 
@@ -71,7 +73,7 @@ def one_worker_is_slow(run: RunSpec) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_staleness_is_used_bounded_and_reported(servers: int, text: Path, tmp_path: Path) -> None:
-    changes = {**SERVER, "layout.staleness": 2, "layout.servers": servers, "training.steps": 40}
+    changes = {**SERVER, "layout.max_staleness": 2, "layout.num_servers": servers, "training.steps": 40}
     results = rank_pool(4).run(one_worker_is_slow, described(text, tmp_path, changes))
     stale = [record["staleness"] for record in results[0]]
     assert max(stale) <= 2
@@ -105,14 +107,14 @@ def evaluated_before_an_update(run: RunSpec) -> float:
 
 
 def test_all_ranks_evaluate_before_the_first_update_was_heard_of(text: Path, tmp_path: Path) -> None:
-    changes = {**SERVER, "layout.staleness": 4, "training.steps": 2, "optimizer.warmup_steps": 1}
+    changes = {**SERVER, "layout.max_staleness": 4, "training.steps": 2, "optimizer.warmup_steps": 1}
     assert rank_pool(3).run(evaluated_before_an_update, described(text, tmp_path, changes), timeout=60) == [1, 0, 0]
 
 
 def stopped_by_one_worker(run: RunSpec) -> tuple[int, int]:
     """The step after which this rank stops when the first worker is asked to at once, and how many it made."""
     under_way = trainer(run)
-    under_way.stop_requested = dist.get_rank() == run.layout.servers
+    under_way.stop_requested = dist.get_rank() == run.layout.num_servers
     batches, steps_done = prefetch(under_way.loader, 0, run.training.steps), 0
     while not under_way.should_stop:
         under_way.train_step(batches)
@@ -124,7 +126,7 @@ def stopped_by_one_worker(run: RunSpec) -> tuple[int, int]:
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_all_ranks_stop_after_the_same_step(servers: int, staleness: int, text: Path, tmp_path: Path) -> None:
-    changes = {**SERVER, "layout.staleness": staleness, "layout.servers": servers, "training.steps": 100}
+    changes = {**SERVER, "layout.max_staleness": staleness, "layout.num_servers": servers, "training.steps": 100}
     results = rank_pool(4).run(stopped_by_one_worker, described(text, tmp_path, changes), timeout=60)
     assert results == [(2 + staleness, 2 + staleness)] * 4
 
@@ -145,8 +147,8 @@ def exchanged(run: RunSpec) -> dict[str, float]:
 
 def test_asynchronous_traffic_is_the_formulas(text: Path, tmp_path: Path) -> None:
     """A worker receives ahead of time, and a server for who is ahead: both in full numbers of messages."""
-    model = {**DENSE, "width": 64, "heads": 4, "kv_heads": 2, "vocab": 1024}
-    run = described(text, tmp_path, {**SERVER, "layout.staleness": 1, "model": model})
+    model = {**DENSE, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 1024}
+    run = described(text, tmp_path, {**SERVER, "layout.max_staleness": 1, "model": model})
     server, *workers = rank_pool(3).run(exchanged, run)
     predicted = traffic_by_role(run, 3)
     for got, role in ((server, "server"), (workers[0], "worker"), (workers[1], "worker")):
@@ -158,7 +160,7 @@ def test_asynchronous_traffic_is_the_formulas(text: Path, tmp_path: Path) -> Non
 def test_parameters_of_two_types_are_refused() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(UserError, match=r"1.bias in torch.float64"):
-        build_parameter_server(module, Layout(data="parameter_server"), torch.device("cpu"))
+        build_parameter_server(module, Layout(data_parallel="parameter_server"), torch.device("cpu"))
 
 
 def held(run: RunSpec) -> tuple[int, int, int]:
@@ -183,7 +185,7 @@ def held(run: RunSpec) -> tuple[int, int, int]:
 def test_workers_hold_weights_and_gradients_whatever_the_optimizer(
     optimizer: str, states: int, text: Path, tmp_path: Path
 ) -> None:
-    run = described(text, tmp_path, {**SERVER, "layout.servers": 2, "optimizer.name": optimizer})
+    run = described(text, tmp_path, {**SERVER, "layout.num_servers": 2, "optimizer.name": optimizer})
     *servers, first, second = rank_pool(4).run(held, run)
     whole = first[0]
     assert first == second == (whole, whole, 0)

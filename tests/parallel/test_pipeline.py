@@ -18,7 +18,7 @@ from phalanx.schedule.named import build_schedule
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 
-DEEP = {**DENSE, "layers": 4}
+DEEP = {**DENSE, "num_layers": 4}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def executed(run: RunSpec) -> tuple[list[str], float, float]:
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"])
 def test_what_runs_is_what_is_simulated(schedule: str, text: Path, tmp_path: Path) -> None:
     choices = {"layout.virtual_stages": 2} if schedule == "interleaved" else {}
-    layout = {"layout.pp": 2, "layout.schedule": schedule, "layout.micro_batch": 1, **choices}
+    layout = {"layout.pp": 2, "layout.schedule": schedule, "layout.micro_batch_size": 1, **choices}
     run = described(text, tmp_path, {"model": DEEP, **layout})
     planned = build_schedule(schedule, 2, 8, 2)
     for rank, (ran, seconds, waited) in enumerate(rank_pool(2).run(executed, run)):
@@ -71,10 +71,10 @@ def logits(run: RunSpec) -> tuple[dict[str, Any], torch.Tensor]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-@pytest.mark.parametrize("model", [DEEP, {**MOE, "layers": 4}], ids=["dense", "moe"])
+@pytest.mark.parametrize("model", [DEEP, {**MOE, "num_layers": 4}], ids=["dense", "moe"])
 def test_evaluation_and_text_are_one_processs(model: Any, schedule: str, text: Path, tmp_path: Path) -> None:
     expected, whole = logits(described(text, tmp_path, {"model": model}))
-    layout = {"layout.pp": 2, "layout.schedule": schedule, "layout.micro_batch": 1}
+    layout = {"layout.pp": 2, "layout.schedule": schedule, "layout.micro_batch_size": 1}
     for record, out in rank_pool(4).run(logits, described(text, tmp_path / "split", {"model": model, **layout})):
         assert record["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-12)
         assert record["held_out_tokens"] == expected["held_out_tokens"]

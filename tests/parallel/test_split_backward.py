@@ -17,7 +17,7 @@ from phalanx.spec.model import ModelSpec
 
 MODELS: dict[str, Table] = {
     "dense": DENSE,
-    "moe": {**MOE, "width": 32, "moe": {**MOE["moe"], "ffn": 32}},
+    "moe": {**MOE, "hidden_size": 32, "moe": {**MOE["moe"], "expert_ffn_size": 32}},
     "biases": {**DENSE, "qk_norm": "none", "bias": True, "activation": "gelu", "norm": "layernorm"},
 }
 
@@ -36,7 +36,7 @@ def test_halves_are_the_whole(model: str, recompute: bool, dtype: torch.dtype) -
     if recompute:
         for index, block in enumerate(halves.blocks):
             halves.blocks[index] = checkpoint_wrapper(block)
-    tokens = torch.randint(spec.vocab, (2, 16))
+    tokens = torch.randint(spec.vocab_size, (2, 16))
 
     def loss(module: Transformer) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -66,7 +66,7 @@ def test_only_linear_layers_and_experts_wait() -> None:
     module, later = Transformer(spec), DeferredWeightGrads()
     split_backward(module, later)
     with later.deferring() as put_off:
-        logits, auxiliary = module(torch.randint(spec.vocab, (1, 8)))
+        logits, auxiliary = module(torch.randint(spec.vocab_size, (1, 8)))
         (logits.sum() + auxiliary).backward()
     waiting = {name for name, parameter in module.named_parameters() if parameter.grad is None}
     assert waiting

@@ -19,7 +19,7 @@ from phalanx.testing import rank_pool
 
 PIECE_BYTES = {2: 52_000, 4: 26_000}
 """By world size: without padding, the last rank's rows would make other pieces than the first's."""
-ODD = {"head_dim": 10, "width": 38, "ffn": 49, "vocab": 301}
+ODD = {"head_dim": 10, "hidden_size": 38, "ffn_hidden_size": 49, "vocab_size": 301}
 """Rows that neither two nor four ranks share evenly."""
 
 
@@ -43,7 +43,7 @@ def in_pieces(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
 def test_muon_gathers_matrices_piece_by_piece(data: str, world_size: int, text: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"model": {**MOE, **ODD}, "optimizer.name": "muon", "training.steps": 6}
     expected = trajectory(described(text, tmp_path / "one", changes))
-    run = described(text, tmp_path, {**changes, "layout.data": data, "layout.bucket_mb": 0.01})
+    run = described(text, tmp_path, {**changes, "layout.data_parallel": data, "layout.bucket_mb": 0.01})
     for result, pieces in rank_pool(world_size).run(in_pieces, run):
         assert result == [pytest.approx(step, rel=1e-10) for step in expected]
         assert pieces > 3

@@ -25,7 +25,12 @@ from phalanx.testing import rank_pool
 STEPS = 5
 SEQUENCES = 8
 TOLERANCE = 1e-10
-MODELS: dict[str, Table] = {"dense": DENSE, "moe": MOE, "gpt2": {**DENSE, **GPT2}, "tied": {**DENSE, "tied": True}}
+MODELS: dict[str, Table] = {
+    "dense": DENSE,
+    "moe": MOE,
+    "gpt2": {**DENSE, **GPT2},
+    "tied": {**DENSE, "tie_embeddings": True},
+}
 
 
 def draw(dice: random.Random) -> tuple[int, str, int, Table]:
@@ -36,8 +41,8 @@ def draw(dice: random.Random) -> tuple[int, str, int, Table]:
     cp = dice.choice([size for size in (1, 1, 2, 4) if world_size // pp // tp % size == 0])
     ep = dice.choice([1, 2, 4]) if model == "moe" else 1
     data = dice.choice(["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"])
-    layout: Table = {"layout.data": data, "layout.pp": pp}
-    layout["layout.recompute"] = dice.choice(["none", "none", "selective", "full"])
+    layout: Table = {"layout.data_parallel": data, "layout.pp": pp}
+    layout["layout.activation_checkpointing"] = dice.choice(["none", "none", "selective", "full"])
     if pp > 1:
         layout["layout.schedule"] = dice.choice(list(PUBLISHED))
         if layout["layout.schedule"] == "interleaved":
@@ -45,7 +50,7 @@ def draw(dice: random.Random) -> tuple[int, str, int, Table]:
     if tp > 1:
         layout |= {"layout.tp": tp, "layout.sequence_parallel": dice.choice([True, True, False])}
     if cp > 1:
-        layout |= {"layout.cp": cp, "layout.context": dice.choice(["ring", "ulysses"])}
+        layout |= {"layout.cp": cp, "layout.cp_method": dice.choice(["ring", "ulysses"])}
     if ep > 1:
         layout["layout.ep"] = ep
     if data == "hsdp":
@@ -53,13 +58,13 @@ def draw(dice: random.Random) -> tuple[int, str, int, Table]:
     if data in SHARDED_STRATEGIES:
         layout["layout.offload"] = dice.choice(["none", "none", "cpu"])
     if data == "parameter_server":
-        layout["layout.servers"] = dice.choice([1, 2])
+        layout["layout.num_servers"] = dice.choice([1, 2])
     if data in ("ddp", "zero1", "zero2"):
         layout["layout.bucket_mb"] = dice.choice([0.01, 25.0])
-    layout["layout.micro_batch"] = dice.choice([1, 1, 1, 2] if pp > 1 else [1, 2, 4])
+    layout["layout.micro_batch_size"] = dice.choice([1, 1, 1, 2] if pp > 1 else [1, 2, 4])
     layout["optimizer.name"] = dice.choice(["adamw", "adamw", "sgd", "muon"])
     if pp > 1:
-        layout["layout.outermost"] = dice.choice(["data", "data", "pipeline"])
+        layout["layout.rank_order"] = dice.choice(["data", "data", "pipeline"])
     layout["training.tokens_per_step"] = dice.choice([SEQUENCES, SEQUENCES, SEQUENCES - 1]) * 32
     return world_size, model, dice.choice([4, 8] if pp > 1 else [2, 4]), layout
 
@@ -89,7 +94,7 @@ def layouts(seed: int, count: int, text: Path) -> list[tuple[int, str, int, Tabl
 
 def settings(model: str, layers: int, changes: Table) -> Table:
     """A run's changes with its model."""
-    return {"model": {**MODELS[model], "layers": layers}, "training.steps": STEPS, **changes}
+    return {"model": {**MODELS[model], "num_layers": layers}, "training.steps": STEPS, **changes}
 
 
 @cache

@@ -26,15 +26,23 @@ from phalanx.spec.errors import UserError
 from phalanx.testing import rank_pool
 
 MODELS = {"dense": DENSE, "moe": MOE}
-MODELS |= {"deep": {**DENSE, "layers": 4}, "deep-moe": {**MOE, "layers": 4}, "deeper": {**DENSE, "layers": 8}}
-MODELS["deep-tied"] = {**MODELS["deep"], "tied": True}
+MODELS |= {
+    "deep": {**DENSE, "num_layers": 4},
+    "deep-moe": {**MOE, "num_layers": 4},
+    "deeper": {**DENSE, "num_layers": 8},
+}
+MODELS["deep-tied"] = {**MODELS["deep"], "tie_embeddings": True}
 MODELS["deep-gpt2"] = {**MODELS["deep"], **GPT2}
-MODELS |= {"gpt2": {**DENSE, **GPT2}, "tied": {**DENSE, "tied": True}, "full-norm": {**DENSE, "qk_norm": "full"}}
-MODELS["six-experts"] = {**MOE, "moe": {**MOE["moe"], "experts": 6}}
-UNEVEN = {"layout.tp": 2, "training.tokens_per_step": 7 * 32, "layout.micro_batch": 1}
+MODELS |= {
+    "gpt2": {**DENSE, **GPT2},
+    "tied": {**DENSE, "tie_embeddings": True},
+    "full-norm": {**DENSE, "qk_norm": "full"},
+}
+MODELS["six-experts"] = {**MOE, "moe": {**MOE["moe"], "num_experts": 6}}
+UNEVEN = {"layout.tp": 2, "training.tokens_per_step": 7 * 32, "layout.micro_batch_size": 1}
 MODELS["capacity"] = {**MOE, "moe": {**MOE["moe"], "capacity_factor": 0.75}}
-MODELS["three-heads"] = {**DENSE, "heads": 3, "kv_heads": 3, "width": 36}
-MODELS |= {"uneven": {**DENSE, "vocab": 263}, "wide": {**MOE, "heads": 8, "kv_heads": 4}}
+MODELS["three-heads"] = {**DENSE, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 36}
+MODELS |= {"uneven": {**DENSE, "vocab_size": 263}, "wide": {**MOE, "num_heads": 8, "num_kv_heads": 4}}
 DEEP = ("deep", "deep-moe")
 
 
@@ -51,44 +59,60 @@ class Row:
 
 ROWS = [
     Row("one", 1, accumulation=4),
-    Row("one-recompute-full", 1, {"layout.recompute": "full"}),
-    Row("one-recompute-selective", 1, {"layout.recompute": "selective"}),
+    Row("one-recompute-full", 1, {"layout.activation_checkpointing": "full"}),
+    Row("one-recompute-selective", 1, {"layout.activation_checkpointing": "selective"}),
     Row("ddp", 2),
     Row("ddp", 2, accumulation=2),
     Row("ddp", 4),
     Row("ddp", 4, accumulation=2),
-    Row("ddp-small-buckets-static", 2, {"layout.bucket_mb": 0.01, "layout.static_graph": True}, models=("dense",)),
-    Row("zero3", 2, {"layout.data": "zero3"}),
-    Row("zero3", 2, {"layout.data": "zero3"}, accumulation=2),
-    Row("zero3", 4, {"layout.data": "zero3"}),
-    Row("zero3", 4, {"layout.data": "zero3"}, accumulation=2),
-    Row("zero3-recompute-full", 2, {"layout.data": "zero3", "layout.recompute": "full"}),
-    Row("zero3-whole", 2, {"layout.data": "zero3", "layout.wrap": "model", "layout.reshard": False}),
-    Row("zero3-sublayer", 2, {"layout.data": "zero3", "layout.wrap": "sublayer", "layout.prefetch": 2}),
-    Row("zero1", 2, {"layout.data": "zero1"}),
-    Row("zero1", 2, {"layout.data": "zero1", "layout.bucket_mb": 0.01}, accumulation=2),
-    Row("zero1", 4, {"layout.data": "zero1", "layout.bucket_mb": 0.01}),
-    Row("zero2", 2, {"layout.data": "zero2"}),
-    Row("zero2", 2, {"layout.data": "zero2", "layout.bucket_mb": 0.01}, accumulation=2),
-    Row("zero2", 4, {"layout.data": "zero2", "layout.bucket_mb": 0.01}),
-    Row("zero2", 1, {"layout.data": "zero2"}, accumulation=2),
-    Row("ddp-uneven", 4, {"layout.micro_batch": 2, "training.tokens_per_step": 7 * 32}),
-    Row("zero1-uneven", 4, {"layout.data": "zero1", "training.tokens_per_step": 7 * 32, "layout.micro_batch": 1}),
-    Row("server-uneven", 4, {"layout.data": "parameter_server", "layout.micro_batch": 2}),
-    Row("server", 2, {"layout.data": "parameter_server"}),
-    Row("server", 3, {"layout.data": "parameter_server"}, accumulation=2),
-    Row("servers-2", 4, {"layout.data": "parameter_server", "layout.servers": 2}),
-    Row("server-async-0", 3, {"layout.data": "parameter_server", "layout.staleness": 0}),
-    Row("servers-2-async-0", 4, {"layout.data": "parameter_server", "layout.servers": 2, "layout.staleness": 0}),
-    Row("hsdp-2x2", 4, {"layout.data": "hsdp", "layout.dp_shard": 2}),
-    Row("hsdp-2x2", 4, {"layout.data": "hsdp", "layout.dp_shard": 2}, accumulation=2),
+    Row("ddp-small-buckets-static", 2, {"layout.bucket_mb": 0.01, "layout.ddp_static_graph": True}, models=("dense",)),
+    Row("zero3", 2, {"layout.data_parallel": "zero3"}),
+    Row("zero3", 2, {"layout.data_parallel": "zero3"}, accumulation=2),
+    Row("zero3", 4, {"layout.data_parallel": "zero3"}),
+    Row("zero3", 4, {"layout.data_parallel": "zero3"}, accumulation=2),
+    Row("zero3-recompute-full", 2, {"layout.data_parallel": "zero3", "layout.activation_checkpointing": "full"}),
+    Row(
+        "zero3-whole",
+        2,
+        {"layout.data_parallel": "zero3", "layout.fsdp_unit": "model", "layout.reshard_after_forward": False},
+    ),
+    Row(
+        "zero3-sublayer",
+        2,
+        {"layout.data_parallel": "zero3", "layout.fsdp_unit": "sublayer", "layout.fsdp_prefetch": 2},
+    ),
+    Row("zero1", 2, {"layout.data_parallel": "zero1"}),
+    Row("zero1", 2, {"layout.data_parallel": "zero1", "layout.bucket_mb": 0.01}, accumulation=2),
+    Row("zero1", 4, {"layout.data_parallel": "zero1", "layout.bucket_mb": 0.01}),
+    Row("zero2", 2, {"layout.data_parallel": "zero2"}),
+    Row("zero2", 2, {"layout.data_parallel": "zero2", "layout.bucket_mb": 0.01}, accumulation=2),
+    Row("zero2", 4, {"layout.data_parallel": "zero2", "layout.bucket_mb": 0.01}),
+    Row("zero2", 1, {"layout.data_parallel": "zero2"}, accumulation=2),
+    Row("ddp-uneven", 4, {"layout.micro_batch_size": 2, "training.tokens_per_step": 7 * 32}),
+    Row(
+        "zero1-uneven",
+        4,
+        {"layout.data_parallel": "zero1", "training.tokens_per_step": 7 * 32, "layout.micro_batch_size": 1},
+    ),
+    Row("server-uneven", 4, {"layout.data_parallel": "parameter_server", "layout.micro_batch_size": 2}),
+    Row("server", 2, {"layout.data_parallel": "parameter_server"}),
+    Row("server", 3, {"layout.data_parallel": "parameter_server"}, accumulation=2),
+    Row("servers-2", 4, {"layout.data_parallel": "parameter_server", "layout.num_servers": 2}),
+    Row("server-async-0", 3, {"layout.data_parallel": "parameter_server", "layout.max_staleness": 0}),
+    Row(
+        "servers-2-async-0",
+        4,
+        {"layout.data_parallel": "parameter_server", "layout.num_servers": 2, "layout.max_staleness": 0},
+    ),
+    Row("hsdp-2x2", 4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}),
+    Row("hsdp-2x2", 4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}, accumulation=2),
 ]
 
 
 def pipeline(schedule: str, pp: int, world_size: int, models: tuple[str, ...] = DEEP, **choices: Any) -> Row:
     """A row of a pipeline whose ranks have micro-batches of one sequence."""
     name = "-".join([schedule, f"pp{pp}", *map(str, choices.values())])
-    changes = {"layout.pp": pp, "layout.schedule": schedule, "layout.micro_batch": 1}
+    changes = {"layout.pp": pp, "layout.schedule": schedule, "layout.micro_batch_size": 1}
     changes |= {key.replace("__", "."): value for key, value in choices.items()}
     return Row(name, world_size, changes, 8 * pp // world_size, models)
 
@@ -100,17 +124,23 @@ ROWS += [pipeline(schedule, 4, 4, ("deeper",)) for schedule in ("zb-v", "dualpip
 ROWS += [pipeline("interleaved", 2, 2, layout__virtual_stages=2)]
 ROWS += [pipeline("interleaved", pp, pp, ("deeper",), layout__virtual_stages=v) for pp, v in ((2, 4), (4, 2))]
 ROWS += [pipeline(schedule, 2, 4) for schedule in ("1f1b", "zb-h1", "zb-v", "dualpipe-v")]
-ROWS += [pipeline(schedule, 2, 4, layout__data=data) for schedule in ("gpipe", "zb-v") for data in ("zero1", "zero2")]
-ROWS += [pipeline(schedule, 2, 4, layout__data="zero3") for schedule in ("1f1b", "zb-h1", "zb-v", "dualpipe-v")]
 ROWS += [
-    pipeline("zb-v", 2, 4, ("deep-tied",), layout__data="zero3"),
-    pipeline("zb-h1", 2, 4, layout__data="zero3", layout__recompute="full"),
-    pipeline("1f1b", 2, 8, layout__data="hsdp", layout__dp_shard=2),
-    pipeline("zb-v", 2, 8, layout__data="zero1"),
-    pipeline("1f1b", 4, 8, layout__data="zero3"),
+    pipeline(schedule, 2, 4, layout__data_parallel=data)
+    for schedule in ("gpipe", "zb-v")
+    for data in ("zero1", "zero2")
 ]
 ROWS += [
-    pipeline(schedule, 2, 2, layout__recompute=recompute)
+    pipeline(schedule, 2, 4, layout__data_parallel="zero3") for schedule in ("1f1b", "zb-h1", "zb-v", "dualpipe-v")
+]
+ROWS += [
+    pipeline("zb-v", 2, 4, ("deep-tied",), layout__data_parallel="zero3"),
+    pipeline("zb-h1", 2, 4, layout__data_parallel="zero3", layout__activation_checkpointing="full"),
+    pipeline("1f1b", 2, 8, layout__data_parallel="hsdp", layout__dp_shard=2),
+    pipeline("zb-v", 2, 8, layout__data_parallel="zero1"),
+    pipeline("1f1b", 4, 8, layout__data_parallel="zero3"),
+]
+ROWS += [
+    pipeline(schedule, 2, 2, layout__activation_checkpointing=recompute)
     for schedule in ("1f1b", "zb-v")
     for recompute in ("full", "selective")
 ]
@@ -121,10 +151,10 @@ ROWS += [
     pipeline("1f1b", 2, 2, ("deep-tied",)),
     pipeline("zb-h1", 4, 4, ("deep-tied",)),
     pipeline("gpipe", 2, 4, ("deep-tied",)),
-    pipeline("zb-h2", 2, 4, ("deep-tied",), layout__data="zero1"),
-    pipeline("dualpipe-v", 2, 4, ("deep-tied",), layout__data="zero1"),
-    pipeline("1f1b", 2, 2, layout__micro_batch=2),
-    pipeline("zb-h1", 2, 4, layout__data="zero1", training__tokens_per_step=7 * 32),
+    pipeline("zb-h2", 2, 4, ("deep-tied",), layout__data_parallel="zero1"),
+    pipeline("dualpipe-v", 2, 4, ("deep-tied",), layout__data_parallel="zero1"),
+    pipeline("1f1b", 2, 2, layout__micro_batch_size=2),
+    pipeline("zb-h1", 2, 4, layout__data_parallel="zero1", training__tokens_per_step=7 * 32),
 ]
 
 
@@ -135,7 +165,7 @@ def tensor(tp: int, world_size: int, models: tuple[str, ...] = ("dense", "moe"),
     pp = changes.get("layout.pp", 1)
     shared = pp * changes.get("layout.cp", 1) * changes.setdefault("layout.tp", tp)
     micro_batch = 2 if pp == 1 and world_size <= 4 * shared else 1
-    changes["layout.micro_batch"] = micro_batch
+    changes["layout.micro_batch_size"] = micro_batch
     return Row(name, world_size, changes, 8 * shared // world_size // micro_batch, models)
 
 
@@ -143,20 +173,25 @@ APART = {"layout__sequence_parallel": False}
 ROWS += [tensor(tp, tp, **choices) for tp in (2, 4) for choices in ({}, APART)]
 ROWS += [tensor(2, 2, ("gpt2", "tied", "full-norm"), **choices) for choices in ({}, APART)]
 ROWS += [tensor(4, 4, ("uneven", "full-norm"), **choices) for choices in ({}, APART)]
-ROWS += [tensor(2, 4, layout__data=data) for data in ("ddp", "zero1", "zero2", "zero3")]
-ROWS += [tensor(2, 4, layout__data="zero3", **APART), tensor(8, 8, ("wide",))]
-ROWS += [tensor(2, 4, layout__data="zero3", layout__recompute=recompute) for recompute in ("full", "selective")]
-ROWS += [tensor(2, 8, ("moe",), layout__data="hsdp", layout__dp_shard=2)]
-ROWS += [tensor(4, 8, ("dense",), layout__data="zero1")]
-ROWS += [tensor(2, 4, ("moe",), layout__data=data, optimizer__name="muon") for data in ("ddp", "zero3")]
+ROWS += [tensor(2, 4, layout__data_parallel=data) for data in ("ddp", "zero1", "zero2", "zero3")]
+ROWS += [tensor(2, 4, layout__data_parallel="zero3", **APART), tensor(8, 8, ("wide",))]
+ROWS += [
+    tensor(2, 4, layout__data_parallel="zero3", layout__activation_checkpointing=recompute)
+    for recompute in ("full", "selective")
+]
+ROWS += [tensor(2, 8, ("moe",), layout__data_parallel="hsdp", layout__dp_shard=2)]
+ROWS += [tensor(4, 8, ("dense",), layout__data_parallel="zero1")]
+ROWS += [tensor(2, 4, ("moe",), layout__data_parallel=data, optimizer__name="muon") for data in ("ddp", "zero3")]
 ROWS += [
     tensor(2, 4, models, layout__pp=2, layout__schedule=schedule)
     for schedule, models in (("1f1b", (*DEEP, "deep-tied")), ("zb-h1", ("deep-moe", "deep-tied")), ("zb-v", DEEP))
 ]
 ROWS += [
-    tensor(2, 8, ("deep-moe",), layout__pp=2, layout__schedule="zb-h1", layout__data="zero3"),
-    tensor(2, 8, ("deep",), layout__pp=2, layout__schedule="dualpipe-v", layout__data="zero1"),
-    tensor(2, 8, ("deep-moe",), layout__pp=2, layout__schedule="zb-v", layout__recompute="full", **APART),
+    tensor(2, 8, ("deep-moe",), layout__pp=2, layout__schedule="zb-h1", layout__data_parallel="zero3"),
+    tensor(2, 8, ("deep",), layout__pp=2, layout__schedule="dualpipe-v", layout__data_parallel="zero1"),
+    tensor(
+        2, 8, ("deep-moe",), layout__pp=2, layout__schedule="zb-v", layout__activation_checkpointing="full", **APART
+    ),
     tensor(4, 8, ("deep",), layout__pp=2, layout__schedule="interleaved", layout__virtual_stages=2),
 ]
 
@@ -167,20 +202,20 @@ def context(cp: int, world_size: int, models: tuple[str, ...] = ("dense", "moe")
     return replace(row, name=row.name.replace("tp1-", "cp"))
 
 
-ULYSSES = {"layout__context": "ulysses"}
+ULYSSES = {"layout__cp_method": "ulysses"}
 ROWS += [context(cp, cp, **choices) for cp in (2, 4) for choices in ({}, ULYSSES)]
 ROWS += [context(2, 2, ("gpt2", "tied", "full-norm"), **choices) for choices in ({}, ULYSSES)]
-ROWS += [context(2, 4, layout__data=data) for data in ("ddp", "zero1", "zero2", "zero3")]
-ROWS += [context(2, 4, ("moe",), **ULYSSES, layout__data=data) for data in ("zero1", "zero3")]
+ROWS += [context(2, 4, layout__data_parallel=data) for data in ("ddp", "zero1", "zero2", "zero3")]
+ROWS += [context(2, 4, ("moe",), **ULYSSES, layout__data_parallel=data) for data in ("zero1", "zero3")]
 ROWS += [context(2, 4, layout__tp=2, **choices) for choices in ({}, ULYSSES, APART)]
-ROWS += [context(2, 8, ("moe",), layout__tp=2, layout__data="zero3", layout__recompute="full")]
-ROWS += [context(2, 8, ("moe",), layout__data="hsdp", layout__dp_shard=2)]
-ROWS += [context(4, 8, ("dense",), layout__data="zero2")]
+ROWS += [context(2, 8, ("moe",), layout__tp=2, layout__data_parallel="zero3", layout__activation_checkpointing="full")]
+ROWS += [context(2, 8, ("moe",), layout__data_parallel="hsdp", layout__dp_shard=2)]
+ROWS += [context(4, 8, ("dense",), layout__data_parallel="zero2")]
 ROWS += [
     context(2, 4, DEEP, layout__pp=2, layout__schedule="zb-v"),
     context(2, 4, ("deep-tied",), layout__pp=2, layout__schedule="1f1b", **ULYSSES),
     context(2, 8, ("deep-moe",), layout__pp=2, layout__tp=2, layout__schedule="zb-h1"),
-    context(2, 8, ("deep-moe",), layout__pp=2, layout__schedule="dualpipe-v", layout__data="zero3"),
+    context(2, 8, ("deep-moe",), layout__pp=2, layout__schedule="dualpipe-v", layout__data_parallel="zero3"),
 ]
 
 
@@ -191,65 +226,86 @@ def expert(ep: int, world_size: int, models: tuple[str, ...] = ("moe",), **choic
 
 
 ROWS += [Row("ddp", 2, models=("capacity",)), expert(2, 2, ("capacity",)), tensor(2, 2, ("capacity",), **APART)]
-ROWS += [expert(2, 4, ("capacity",), layout__data="zero3", layout__recompute="full")]
+ROWS += [expert(2, 4, ("capacity",), layout__data_parallel="zero3", layout__activation_checkpointing="full")]
 ROWS += [
-    tensor(tp, tp, ("three-heads",), layout__heads="gathered", **choices) for tp in (2, 4) for choices in ({}, APART)
+    tensor(tp, tp, ("three-heads",), layout__tp_attention="gathered", **choices)
+    for tp in (2, 4)
+    for choices in ({}, APART)
 ]
 ROWS += [
     Row("ep3", 3, {"layout.ep": 3, "training.tokens_per_step": 6 * 32}, models=("six-experts",)),
     Row("tp2-uneven", 4, UNEVEN, models=("moe",)),
 ]
-ROWS += [Row("zero1-muon-more-ranks-than-rows", 8, {"layout.data": "zero1", "optimizer.name": "muon"}, models=("moe",))]
+ROWS += [
+    Row(
+        "zero1-muon-more-ranks-than-rows",
+        8,
+        {"layout.data_parallel": "zero1", "optimizer.name": "muon"},
+        models=("moe",),
+    )
+]
 ROWS += [Row("cp2-muon", 2, {"layout.cp": 2, "optimizer.name": "muon"})]
 ROWS += [tensor(4, 4, optimizer__name="muon")]
 FAMILY = ("ddp", "zero1", "zero2", "zero3")
-ROWS += [expert(ep, n, layout__data=data) for ep, n in ((2, 2), (2, 4), (4, 4)) for data in FAMILY]
-ROWS += [expert(2, 4, layout__tp=2, layout__data=data) for data in FAMILY]
-ROWS += [expert(4, 4, layout__cp=2, layout__data=data) for data in ("ddp", "zero1", "zero3")]
-ROWS += [expert(2, 4, layout__tp=4, layout__data=data) for data in ("ddp", "zero1", "zero3")]
-ROWS += [expert(2, 4, layout__data="zero3", layout__recompute=recompute) for recompute in ("full", "selective")]
-ROWS += [expert(2, 4, layout__data=data, optimizer__name="muon") for data in ("ddp", "zero1", "zero3")]
+ROWS += [expert(ep, n, layout__data_parallel=data) for ep, n in ((2, 2), (2, 4), (4, 4)) for data in FAMILY]
+ROWS += [expert(2, 4, layout__tp=2, layout__data_parallel=data) for data in FAMILY]
+ROWS += [expert(4, 4, layout__cp=2, layout__data_parallel=data) for data in ("ddp", "zero1", "zero3")]
+ROWS += [expert(2, 4, layout__tp=4, layout__data_parallel=data) for data in ("ddp", "zero1", "zero3")]
 ROWS += [
-    expert(2, 4, ("deep-moe",), layout__pp=2, layout__schedule=schedule, layout__data=data)
+    expert(2, 4, layout__data_parallel="zero3", layout__activation_checkpointing=recompute)
+    for recompute in ("full", "selective")
+]
+ROWS += [expert(2, 4, layout__data_parallel=data, optimizer__name="muon") for data in ("ddp", "zero1", "zero3")]
+ROWS += [
+    expert(2, 4, ("deep-moe",), layout__pp=2, layout__schedule=schedule, layout__data_parallel=data)
     for schedule, data in (("1f1b", "ddp"), ("zb-h1", "zero1"), ("zb-v", "zero3"))
 ]
 ROWS += [
-    expert(2, 4, layout__data="hsdp", layout__dp_shard=2),
-    expert(2, 8, layout__data="hsdp", layout__dp_shard=4),
-    expert(4, 8, layout__tp=2, layout__cp=2, layout__data="zero3"),
-    expert(2, 8, ("deep-moe",), layout__pp=2, layout__tp=2, layout__schedule="zb-v", layout__data="zero1"),
-    expert(4, 8, ("deep-moe",), layout__pp=2, layout__cp=2, layout__schedule="dualpipe-v", layout__data="zero3"),
+    expert(2, 4, layout__data_parallel="hsdp", layout__dp_shard=2),
+    expert(2, 8, layout__data_parallel="hsdp", layout__dp_shard=4),
+    expert(4, 8, layout__tp=2, layout__cp=2, layout__data_parallel="zero3"),
+    expert(2, 8, ("deep-moe",), layout__pp=2, layout__tp=2, layout__schedule="zb-v", layout__data_parallel="zero1"),
+    expert(
+        4, 8, ("deep-moe",), layout__pp=2, layout__cp=2, layout__schedule="dualpipe-v", layout__data_parallel="zero3"
+    ),
 ]
-OUTERMOST = {"layout__outermost": "pipeline"}
+OUTERMOST = {"layout__rank_order": "pipeline"}
 ROWS += [
-    pipeline("zb-v", 2, 4, layout__data="zero1", **OUTERMOST),
-    expert(2, 4, ("deep-moe",), layout__pp=2, layout__data="zero3", **OUTERMOST),
-    expert(4, 8, ("deep-moe",), layout__pp=2, layout__cp=2, layout__data="zero1", **OUTERMOST),
-    tensor(2, 8, ("deep-tied",), layout__pp=2, layout__data="hsdp", layout__dp_shard=1, **OUTERMOST),
+    pipeline("zb-v", 2, 4, layout__data_parallel="zero1", **OUTERMOST),
+    expert(2, 4, ("deep-moe",), layout__pp=2, layout__data_parallel="zero3", **OUTERMOST),
+    expert(4, 8, ("deep-moe",), layout__pp=2, layout__cp=2, layout__data_parallel="zero1", **OUTERMOST),
+    tensor(2, 8, ("deep-tied",), layout__pp=2, layout__data_parallel="hsdp", layout__dp_shard=1, **OUTERMOST),
 ]
 CPU = {"layout__offload": "cpu"}
 ROWS += [
-    tensor(2, world_size, layout__data=data, **CPU) for world_size, data in ((2, "zero1"), (4, "zero2"), (4, "zero3"))
+    tensor(2, world_size, layout__data_parallel=data, **CPU)
+    for world_size, data in ((2, "zero1"), (4, "zero2"), (4, "zero3"))
 ]
-ROWS += [context(2, world_size, layout__data=data, **CPU) for world_size, data in ((2, "zero2"), (4, "zero3"))]
+ROWS += [context(2, world_size, layout__data_parallel=data, **CPU) for world_size, data in ((2, "zero2"), (4, "zero3"))]
 ROWS += [
-    expert(2, world_size, layout__data=data, **CPU) for world_size in (2, 4) for data in ("zero1", "zero2", "zero3")
-]
-ROWS += [pipeline("1f1b", 2, 2, layout__data="zero1", **CPU), pipeline("zb-v", 2, 4, layout__data="zero2", **CPU)]
-ROWS += [
-    pipeline("zb-h1", 2, 4, layout__data="zero3", **CPU),
-    pipeline("zb-h1", 2, 4, ("deep-tied",), layout__data="zero1", **CPU),
+    expert(2, world_size, layout__data_parallel=data, **CPU)
+    for world_size in (2, 4)
+    for data in ("zero1", "zero2", "zero3")
 ]
 ROWS += [
-    tensor(2, 8, ("deep-moe",), layout__pp=2, layout__ep=2, layout__data=data, **CPU) for data in ("zero2", "zero3")
+    pipeline("1f1b", 2, 2, layout__data_parallel="zero1", **CPU),
+    pipeline("zb-v", 2, 4, layout__data_parallel="zero2", **CPU),
+]
+ROWS += [
+    pipeline("zb-h1", 2, 4, layout__data_parallel="zero3", **CPU),
+    pipeline("zb-h1", 2, 4, ("deep-tied",), layout__data_parallel="zero1", **CPU),
+]
+ROWS += [
+    tensor(2, 8, ("deep-moe",), layout__pp=2, layout__ep=2, layout__data_parallel=data, **CPU)
+    for data in ("zero2", "zero3")
 ]
 FILES = {"layout.offload": "nvme", "layout.offload_directory": tempfile.gettempdir()}
 ROWS += [
-    Row(f"{axis}2-{data}-nvme", 4, {f"layout.{axis}": 2, "layout.data": data, **FILES}, models=("moe",))
+    Row(f"{axis}2-{data}-nvme", 4, {f"layout.{axis}": 2, "layout.data_parallel": data, **FILES}, models=("moe",))
     for axis, data in (("tp", "zero2"), ("cp", "zero3"), ("ep", "zero1"))
 ]
 ROWS += [
-    tensor(2, 4, ("moe",), layout__ep=2, layout__data=data, optimizer__name="muon", **CPU)
+    tensor(2, 4, ("moe",), layout__ep=2, layout__data_parallel=data, optimizer__name="muon", **CPU)
     for data in ("zero1", "zero3")
 ]
 CASES = [
@@ -262,13 +318,13 @@ CASES = [
     for row in ROWS
     for model in row.models
 ]
-DATA = {data: {"layout.data": data} for data in ("ddp", "zero1", "zero2", "zero3")}
-DATA["hsdp"] = {"layout.data": "hsdp", "layout.dp_shard": 2}
-DATA["parameter_server"] = {"layout.data": "parameter_server"}
+DATA = {data: {"layout.data_parallel": data} for data in ("ddp", "zero1", "zero2", "zero3")}
+DATA["hsdp"] = {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}
+DATA["parameter_server"] = {"layout.data_parallel": "parameter_server"}
 OPTIMIZERS = {
     "muon": {"optimizer.name": "muon"},
     "sgd": {"optimizer.name": "sgd"},
-    "no-clip": {"optimizer.clip_norm": 0.0},
+    "no-clip": {"optimizer.max_grad_norm": 0.0},
 }
 
 
@@ -306,9 +362,9 @@ def reference(text: Path, model: str, changes: dict[str, Any]) -> list[tuple[flo
 
 
 def layout(row: Row, model: str) -> dict[str, Any]:
-    servers = row.changes.get("layout.servers", 1) if "server" in row.name else 0
+    servers = row.changes.get("layout.num_servers", 1) if "server" in row.name else 0
     micro_batch = 8 // (row.ranks - servers) // row.accumulation
-    return {"model": MODELS[model], "layout.micro_batch": micro_batch, **row.changes}
+    return {"model": MODELS[model], "layout.micro_batch_size": micro_batch, **row.changes}
 
 
 @pytest.mark.parametrize(("row", "model"), CASES)
@@ -341,16 +397,20 @@ def test_every_optimizer_equals_one_process(
         assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
 
 
-NEAR = [Row(data, 2, {"layout.data": data}) for data in FAMILY]
-NEAR += [Row("ddp-bf16-wire", 2, {"layout.compress": "bf16"})]
-NEAR += [Row("hsdp-2x2", 4, {"layout.data": "hsdp", "layout.dp_shard": 2}, accumulation=2)]
-NEAR += [Row("zero2", 2, {"layout.data": "zero2"}, accumulation=2)]
-NEAR += [pipeline("1f1b", 2, 2), pipeline("zb-h1", 2, 4, layout__data="zero1")]
-NEAR += [pipeline("1f1b", 2, 4, layout__data="zero3")]
-NEAR += [pipeline("zb-h1", 2, 4, layout__data="zero3", training__tokens_per_step=4 * 32)]
-NEAR += [tensor(2, 2), tensor(2, 4, layout__data="zero1", **APART), tensor(2, 4, layout__data="zero3")]
-NEAR += [context(2, 2), context(2, 2, **ULYSSES), context(2, 4, layout__data="zero3")]
-NEAR += [expert(2, 2), expert(2, 4, layout__tp=2, layout__data="zero3")]
+NEAR = [Row(data, 2, {"layout.data_parallel": data}) for data in FAMILY]
+NEAR += [Row("ddp-bf16-wire", 2, {"layout.gradient_compression": "bf16"})]
+NEAR += [Row("hsdp-2x2", 4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}, accumulation=2)]
+NEAR += [Row("zero2", 2, {"layout.data_parallel": "zero2"}, accumulation=2)]
+NEAR += [pipeline("1f1b", 2, 2), pipeline("zb-h1", 2, 4, layout__data_parallel="zero1")]
+NEAR += [pipeline("1f1b", 2, 4, layout__data_parallel="zero3")]
+NEAR += [pipeline("zb-h1", 2, 4, layout__data_parallel="zero3", training__tokens_per_step=4 * 32)]
+NEAR += [
+    tensor(2, 2),
+    tensor(2, 4, layout__data_parallel="zero1", **APART),
+    tensor(2, 4, layout__data_parallel="zero3"),
+]
+NEAR += [context(2, 2), context(2, 2, **ULYSSES), context(2, 4, layout__data_parallel="zero3")]
+NEAR += [expert(2, 2), expert(2, 4, layout__tp=2, layout__data_parallel="zero3")]
 
 
 @pytest.mark.parametrize(
@@ -374,7 +434,7 @@ def test_halves_of_backward_passes_add_up_as_whole_ones_do_in_bf16(
     sequences: int, offload: str, text: Path, length: dict[str, Any], tmp_path: Path
 ) -> None:
     """Over micro-batches in fp32, to the last bit, also where all second halves come after the last first half."""
-    changes = {"layout.data": "zero3", "layout.offload": offload, "training.tokens_per_step": sequences * 32}
+    changes = {"layout.data_parallel": "zero3", "layout.offload": offload, "training.tokens_per_step": sequences * 32}
     changes |= {"model": MODELS["deep-moe"], "training.precision": "bf16", **length}
     whole, halves = (
         described(text, tmp_path / schedule, {**changes, **pipeline(schedule, 2, 4).changes})
@@ -388,7 +448,7 @@ def test_a_schedule_from_a_file_equals_one_process(text: Path, length: dict[str,
     file = tmp_path / "searched.csv"
     times = ActionTimes(forward=2, input_grad=3, weight_grad=2, transfer=1)
     file.write_text(to_csv(search_schedule(2, 8, times, Fraction(2), moves=200)))
-    changes = {"layout.pp": 2, "layout.schedule_file": str(file), "layout.micro_batch": 1}
+    changes = {"layout.pp": 2, "layout.schedule_file": str(file), "layout.micro_batch_size": 1}
     for model in DEEP:
         run = described(text, tmp_path, {"model": MODELS[model], **changes, **length})
         expected = reference(text, model, length)

@@ -21,17 +21,26 @@ from phalanx.train.trainer import Trainer
 
 Table = dict[str, Any]
 DENSE: Table = {
-    "vocab": 257,
-    "width": 32,
-    "layers": 2,
-    "heads": 4,
-    "kv_heads": 2,
-    "ffn": 48,
-    "context": 64,
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 48,
+    "max_seq_len": 64,
     "qk_norm": "head",
 }
-MOE: Table = {**DENSE, "moe": {"experts": 4, "top_k": 2, "ffn": 24, "shared_experts": 1, "bias_update_rate": 0.01}}
-GPT2: Table = {"qk_norm": "none", "positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
+MOE: Table = {
+    **DENSE,
+    "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24, "num_shared_experts": 1, "bias_update_rate": 0.01},
+}
+GPT2: Table = {
+    "qk_norm": "none",
+    "position_embedding": "learned",
+    "norm": "layernorm",
+    "activation": "gelu",
+    "bias": True,
+}
 STEPS = 20
 
 
@@ -49,10 +58,10 @@ def described(text: Path, out: Path, changes: Table) -> RunSpec:
     held_out, *train = sorted(str(file) for file in text.rglob("*.py"))
     table: Table = {
         "name": "parity",
-        "out": str(out),
+        "output_dir": str(out),
         "model": DENSE,
         "data": {"train": train, "held_out": [held_out], "tokenizer": "bytes", "cache": prepared_text()},
-        "training": {"steps": STEPS, "sequence": 32, "tokens_per_step": 8 * 32, "precision": "fp64"},
+        "training": {"steps": STEPS, "seq_len": 32, "tokens_per_step": 8 * 32, "precision": "fp64"},
         "optimizer": {"warmup_steps": 3, "learning_rate": 0.01},
         "evaluation": {"tokens": 512},
     }
@@ -69,7 +78,7 @@ def described(text: Path, out: Path, changes: Table) -> RunSpec:
 def trainer(run: RunSpec) -> Trainer:
     """The real trainer of a run on this rank; every rank finds the data prepared."""
     prepared = prepare(run.data)
-    return Trainer(run, open_training_data(run, prepared), Path(run.out) / run.name, torch.device("cpu"))
+    return Trainer(run, open_training_data(run, prepared), Path(run.output_dir) / run.name, torch.device("cpu"))
 
 
 def steps(under_way: Trainer, last: int) -> list[tuple[float, float]]:

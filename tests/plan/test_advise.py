@@ -27,8 +27,8 @@ PLAIN = RunSituation(
 
 
 def make(model: str, machine: str = "h100", nodes: int = 1, tokens: int = 2**22, sequence: int = 8192) -> RunSpec:
-    training = {"sequence": sequence, "tokens_per_step": tokens}
-    cluster = {"preset": machine, "nodes": nodes, "nproc": 8}
+    training = {"seq_len": sequence, "tokens_per_step": tokens}
+    cluster = {"preset": machine, "nodes": nodes, "nproc_per_node": 8}
     return run_from_table({"model": {"preset": model}, "training": training, "cluster": cluster})
 
 
@@ -61,8 +61,8 @@ THREE_D = {"dp": "at least 2", "tp": "at least 2", "pp": "at least 2"}
 @pytest.mark.parametrize(
     ("billions", "says", "wants"),
     [
-        (0.5, "data parallelism (DDP)", {"data": ("ddp",), **DATA_ONLY}),
-        (5, "data parallelism with ZeRO-2", {"data": ("zero2",), **DATA_ONLY}),
+        (0.5, "data parallelism (DDP)", {"data_parallel": ("ddp",), **DATA_ONLY}),
+        (5, "data parallelism with ZeRO-2", {"data_parallel": ("zero2",), **DATA_ONLY}),
         (50, "3D: data, tensor and pipeline parallelism", THREE_D),
         (500, "3D with ZeRO-3 and offload to CPU or NVMe", THREE_D),
     ],
@@ -179,11 +179,17 @@ def test_eight_billion_parameters_disagree_with_the_guide_by_size(eight_billion)
     advice = of(eight_billion, "1B to 10B parameters")
     assert advice.verdict == "costs"
     assert advice.option is not None
-    assert (advice.option.candidate.data, advice.option.candidate.tp, advice.option.candidate.pp) == ("zero2", 1, 1)
+    assert (advice.option.candidate.data_parallel, advice.option.candidate.tp, advice.option.candidate.pp) == (
+        "zero2",
+        1,
+        1,
+    )
     slower = advice.option.step_seconds / eight_billion.best.step_seconds - 1
     assert advice.slower == pytest.approx(slower)
     assert slower > 0.05
-    assert advice.option.candidate.recompute == "full", "ZeRO-2 has memory for whole sequences only recomputed"
+    assert advice.option.candidate.activation_checkpointing == "full", (
+        "ZeRO-2 has memory for whole sequences only recomputed"
+    )
     assert "products, attention and passes over memory" in advice.reason
 
 

@@ -20,7 +20,12 @@ def test_failures_are_llama_3s_where_nothing_is_said():
 
 
 def test_checkpoints_cost_and_keep():
-    cluster = {"storage_bytes_per_second": 10e9, "price_per_hour": 2.0, "price_per_kwh": 0.1, "restart_seconds": 300}
+    cluster = {
+        "storage_bytes_per_second": 10e9,
+        "price_per_device_hour": 2.0,
+        "price_per_kwh": 0.1,
+        "restart_seconds": 300,
+    }
     described = run(cluster={**cluster, "failures_per_device_hour": 1e-3})
     (best,) = search_layouts(described, 8, keep=1).options
     found = estimate_training_cost(described, 8, best)

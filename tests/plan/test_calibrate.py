@@ -26,18 +26,33 @@ PROCESS, SHARE, BUFFERS = 400 * 2**20, 1.1, 0.7
 
 IMAGINED = MACHINE.model_copy(
     update={
-        "measured": CalibrationSpec(
-            runs=1, precision="fp32", time=TRUTH, decided=[], log_half_width=0.1, process_bytes=PROCESS,
-            memory_share=SHARE, buffer_share=BUFFERS,
+        "calibration": CalibrationSpec(
+            runs=1,
+            precision="fp32",
+            time_constants=TRUTH,
+            identified_constants=[],
+            log_half_width=0.1,
+            baseline_process_bytes=PROCESS,
+            bytes_per_counted_byte=SHARE,
+            buffer_overhead=BUFFERS,
         )
     }
-)  # fmt: skip
+)
 
 
 def described(ranks: int, precision: str = "fp32", **layout: object) -> RunSpec:
-    model = {"vocab": 2048, "width": 256, "layers": 8, "heads": 8, "ffn": 768, "context": 256}
-    training = {"sequence": 256, "tokens_per_step": 4096, "precision": precision}
-    return run_from_table({"model": model, "training": training, "layout": layout, "cluster": {"nproc": ranks}})
+    model = {
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "num_layers": 8,
+        "num_heads": 8,
+        "ffn_hidden_size": 768,
+        "max_seq_len": 256,
+    }
+    training = {"seq_len": 256, "tokens_per_step": 4096, "precision": precision}
+    return run_from_table(
+        {"model": model, "training": training, "layout": layout, "cluster": {"nproc_per_node": ranks}}
+    )
 
 
 def imagined(ranks: int, **layout: object) -> MeasuredRun:
@@ -50,13 +65,19 @@ def imagined(ranks: int, **layout: object) -> MeasuredRun:
 SEEN = [
     imagined(ranks, **layout)
     for ranks, layout in (
-        (1, {"micro_batch": 4}), (2, {"micro_batch": 1}), (2, {"micro_batch": 8}),
-        (2, {"data": "zero1", "micro_batch": 4}), (2, {"data": "zero3", "micro_batch": 4}),
-        (2, {"tp": 2, "micro_batch": 4}), (2, {"tp": 2, "micro_batch": 16}),
-        (2, {"cp": 2, "micro_batch": 4}), (4, {"pp": 4, "micro_batch": 2}), (4, {"tp": 4, "micro_batch": 4}),
-        (4, {"micro_batch": 2}),
+        (1, {"micro_batch_size": 4}),
+        (2, {"micro_batch_size": 1}),
+        (2, {"micro_batch_size": 8}),
+        (2, {"data_parallel": "zero1", "micro_batch_size": 4}),
+        (2, {"data_parallel": "zero3", "micro_batch_size": 4}),
+        (2, {"tp": 2, "micro_batch_size": 4}),
+        (2, {"tp": 2, "micro_batch_size": 16}),
+        (2, {"cp": 2, "micro_batch_size": 4}),
+        (4, {"pp": 4, "micro_batch_size": 2}),
+        (4, {"tp": 4, "micro_batch_size": 4}),
+        (4, {"micro_batch_size": 2}),
     )
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +88,14 @@ def found():
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (2, {"data": "zero2", "micro_batch": 2}), (2, {"pp": 2, "micro_batch": 2}), (4, {"tp": 2, "micro_batch": 2}),
-        (4, {"data": "zero3", "micro_batch": 2}), (4, {"pp": 2, "tp": 2, "micro_batch": 4}), (1, {"recompute": "full"}),
+        (2, {"data_parallel": "zero2", "micro_batch_size": 2}),
+        (2, {"pp": 2, "micro_batch_size": 2}),
+        (4, {"tp": 2, "micro_batch_size": 2}),
+        (4, {"data_parallel": "zero3", "micro_batch_size": 2}),
+        (4, {"pp": 2, "tp": 2, "micro_batch_size": 4}),
+        (1, {"activation_checkpointing": "full"}),
     ],
-)  # fmt: skip
+)
 def test_layouts_that_it_has_not_seen_are_predicted(found, ranks, layout):
     other = imagined(ranks, **layout)
     seconds, width, memory = predict_run(found.machine, other)
@@ -84,34 +109,36 @@ def test_it_explains_what_it_has_seen_better_than_before(found):
     assert np.abs(found.before / truth - 1).mean() > 0.3
     np.testing.assert_allclose(found.after, truth, rtol=0.03)
     np.testing.assert_allclose(found.memory, [run.memory_bytes for run in SEEN], rtol=0.005)
-    assert found.machine.measured.process_bytes == pytest.approx(PROCESS, rel=0.02)
-    assert found.machine.measured.buffer_share == pytest.approx(BUFFERS, rel=0.1)
+    assert found.machine.calibration.baseline_process_bytes == pytest.approx(PROCESS, rel=0.02)
+    assert found.machine.calibration.buffer_overhead == pytest.approx(BUFFERS, rel=0.1)
 
 
 def test_it_says_what_the_runs_decide(found):
-    measured = found.machine.measured
-    assert "link" in measured.decided
-    assert measured.time["link"] == pytest.approx(TRUTH["link"], rel=0.5)  # it began at 0.65
+    measured = found.machine.calibration
+    assert "link" in measured.identified_constants
+    assert measured.time_constants["link"] == pytest.approx(TRUTH["link"], rel=0.5)  # it began at 0.65
     # No run has experts, an engine of DeepSpeed's, or a device of another era.
     for name in ("route_passes", "deepspeed", "gemm_2", "flash_4"):
-        assert name not in measured.time
-        assert name not in measured.decided
+        assert name not in measured.time_constants
+        assert name not in measured.identified_constants
 
 
 def test_no_share_is_more_than_all(found):
-    assert all(found.machine.measured.time.get(name, 0) <= 1.05 for name in ("gemm_0", "hbm_0", "link", "overlap"))
+    assert all(
+        found.machine.calibration.time_constants.get(name, 0) <= 1.05 for name in ("gemm_0", "hbm_0", "link", "overlap")
+    )
 
 
 def test_runs_at_odds_are_expected_to_stay_so():
     one = SEEN[0]
     apart = [replace(one, step_seconds=one.step_seconds * times) for times in (0.8, 1.0, 1.25)]
-    measured = calibrate(apart, MACHINE).machine.measured
+    measured = calibrate(apart, MACHINE).machine.calibration
     assert np.exp(measured.log_half_width) > 1.15
 
 
 def test_a_calibrated_machine_is_planned_with(found):
     run = described(4)
-    run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc": 4})})
+    run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc_per_node": 4})})
     best = search_layouts(run, 4).options[0]
     seen = MeasuredRun("best", run.model_copy(update={"layout": best.candidate.layout()}), 4, 1.0, 1.0, None)
     seconds, width, memory = predict_run(found.machine, seen)
@@ -137,21 +164,23 @@ def test_a_machine_of_another_kind_than_the_runs_were_on():
 
 
 def test_runs_that_are_alike_do_not_make_it_certain():
-    measured = calibrate([replace(SEEN[0], name=name) for name in "ab"], MACHINE).machine.measured
+    measured = calibrate([replace(SEEN[0], name=name) for name in "ab"], MACHINE).machine.calibration
     assert measured.log_half_width > 0.05
 
 
 def test_a_constant_that_there_is_not(found):
-    wrong = found.machine.measured.model_copy(update={"time": {"gemm_3": 1.0}})
+    wrong = found.machine.calibration.model_copy(update={"time_constants": {"gemm_3": 1.0}})
     run = described(2)
-    run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc": 2, "measured": wrong})})
+    run = run.model_copy(
+        update={"cluster": found.machine.model_copy(update={"nproc_per_node": 2, "calibration": wrong})}
+    )
     with pytest.raises(UserError, match="did you mean 'gemm_"):
         search_layouts(run, 2)
 
 
 def test_another_precision_than_it_was_calibrated_in(found):
     run = described(2, precision="bf16")
-    run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc": 2})})
+    run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc_per_node": 2})})
     with pytest.raises(UserError, match=r'set training\.precision = "fp32"'):
         search_layouts(run, 2)
 
@@ -161,7 +190,7 @@ def test_another_precision_than_it_was_calibrated_in(found):
 
 def directory(path: Path, seconds: list[float], ranks: int = 2, **more: object) -> Path:
     path.mkdir()
-    (path / "run.toml").write_text(to_toml(described(ranks, micro_batch=4)))
+    (path / "run.toml").write_text(to_toml(described(ranks, micro_batch_size=4)))
     records = [
         {
             "step": step,
@@ -180,7 +209,7 @@ def directory(path: Path, seconds: list[float], ranks: int = 2, **more: object) 
 
 def test_the_first_steps_do_not_count(tmp_path):
     read = read_measured_run(directory(tmp_path / "run", [9, 8, 1, 3, 2]))
-    assert (read.step_seconds, read.ranks, read.memory_bytes, read.run.cluster.nproc) == (2, 2, 7, 2)
+    assert (read.step_seconds, read.ranks, read.memory_bytes, read.run.cluster.nproc_per_node) == (2, 2, 7, 2)
 
 
 def test_only_steps_on_the_last_ranks_count(tmp_path):
@@ -224,14 +253,14 @@ def test_what_is_no_run_is_refused(tmp_path, spoil, said):
 
 
 def test_a_run_in_a_layout_that_the_planner_does_not_know_is_named():
-    served = MeasuredRun("served", described(3, data="parameter_server"), 3, 1.0, 1.0, None)
+    served = MeasuredRun("served", described(3, data_parallel="parameter_server"), 3, 1.0, 1.0, None)
     with pytest.raises(UserError, match="served: layout"):
         calibrate([SEEN[0], served], MACHINE)
 
 
 def test_parts_of_a_step_tell_computing_from_waiting():
     """Two runs as long as each other in whole, of which one computes more and the other waits more."""
-    whole = {"ranks": 2, "micro_batch": 4}
+    whole = {"ranks": 2, "micro_batch_size": 4}
     run = imagined(**whole)
     busy, idle = (
         replace(run, computing_seconds=share * run.step_seconds, waiting_seconds=(0.95 - share) * run.step_seconds)
@@ -243,14 +272,14 @@ def test_parts_of_a_step_tell_computing_from_waiting():
 
 
 def test_waits_that_the_plan_does_not_have_tell_nothing():
-    run = imagined(2, pp=2, micro_batch=2)
+    run = imagined(2, pp=2, micro_batch_size=2)
     assert step_parts(IMAGINED, run).exchange + step_parts(IMAGINED, run).data_parallel == 0
     found = calibrate([replace(run, waiting_seconds=0.1 * run.step_seconds)], MACHINE)
     np.testing.assert_allclose(found.after, [run.step_seconds], rtol=0.05)
 
 
 def step_parts(machine: ClusterSpec, run: MeasuredRun) -> StepTime:
-    own = run.run.model_copy(update={"cluster": machine.model_copy(update={"nproc": run.ranks})})
+    own = run.run.model_copy(update={"cluster": machine.model_copy(update={"nproc_per_node": run.ranks})})
     return step_seconds(
         time_constants_for(machine), candidate_jobs(own, run.ranks, [candidate_from_run(own, run.ranks)])
     )
@@ -258,7 +287,7 @@ def step_parts(machine: ClusterSpec, run: MeasuredRun) -> StepTime:
 
 def test_what_ranks_that_share_cores_compute_is_not_taken_for_their_own():
     alone, crowded = (
-        replace(imagined(ranks, micro_batch=2), computing_seconds=0.5, waiting_seconds=0.4) for ranks in (2, 4)
+        replace(imagined(ranks, micro_batch_size=2), computing_seconds=0.5, waiting_seconds=0.4) for ranks in (2, 4)
     )
     of = measured_targets([alone, crowded], job_table([job_row(run, IMAGINED) for run in (alone, crowded)]))
     np.testing.assert_array_equal(of.computing, [0.5, np.nan])

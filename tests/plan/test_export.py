@@ -31,10 +31,25 @@ TRAINERS: tuple[Trainer, ...] = ("megatron", "torchtitan", "deepspeed", "nanotro
 WORLD = 16
 
 LLAMA = {"preset": "llama3-8b"}
-SMALL = {"vocab": 1024, "width": 256, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 640, "context": 1024}
+SMALL = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "num_layers": 8,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "ffn_hidden_size": 640,
+    "max_seq_len": 1024,
+}
 QWEN = {**SMALL, "head_dim": 64, "qk_norm": "head", "norm_eps": 1e-6}
-GPT2 = {**SMALL, "kv_heads": 8, "norm": "layernorm", "activation": "gelu_tanh", "positions": "learned", "bias": True}
-EXPERTS = {**SMALL, "moe": {"experts": 8, "top_k": 2, "ffn": 128, "shared_experts": 1}}
+GPT2 = {
+    **SMALL,
+    "num_kv_heads": 8,
+    "norm": "layernorm",
+    "activation": "gelu_tanh",
+    "position_embedding": "learned",
+    "bias": True,
+}
+EXPERTS = {**SMALL, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 128, "num_shared_experts": 1}}
 
 
 def make(model: Table = LLAMA, training: Table | None = None, optimizer: Table | None = None, **layout: Any) -> RunSpec:
@@ -44,7 +59,7 @@ def make(model: Table = LLAMA, training: Table | None = None, optimizer: Table |
             "name": "other",
             "model": model,
             "data": {"tokenizer": "bytes"},
-            "training": {"sequence": 1024, "tokens_per_step": 65_536, "steps": 100} | (training or {}),
+            "training": {"seq_len": 1024, "tokens_per_step": 65_536, "steps": 100} | (training or {}),
             "optimizer": {"warmup_steps": 10} | (optimizer or {}),
             "layout": layout,
         }
@@ -158,35 +173,47 @@ READERS = {
     "deepspeed": read_deepspeed,
     "nanotron": read_nanotron,
 }
-WSD, OFFLOADED = {"decay": "wsd"}, {"offload": "nvme", "offload_directory": "/scratch"}
+WSD, OFFLOADED = {"lr_schedule": "wsd"}, {"offload": "nvme", "offload_directory": "/scratch"}
 CASES: list[tuple[str, RunSpec]] = [
-    ("megatron", make(tp=4, pp=2, data="zero1", recompute="selective")),
-    ("megatron", make(tp=2, pp=2, cp=2, schedule="interleaved", virtual_stages=2, micro_batch=1)),
-    ("megatron", make(SMALL, pp=4, recompute="full")),
-    ("megatron", make(GPT2, tp=2, sequence_parallel=False, data="zero1", offload="cpu")),
-    ("megatron", make(QWEN, cp=2, context="ulysses", data="zero3", optimizer=WSD)),
-    ("megatron", make(data="hsdp", dp_shard=8, reshard=False)),
-    ("megatron", make(EXPERTS, tp=2, ep=4, data="zero2")),
-    ("megatron", make({**EXPERTS, "moe": {**EXPERTS["moe"], "first_dense": 2, "capacity_factor": 1.5}}, ep=8)),
-    ("megatron", make({**SMALL, "rope": {"scaling": "llama3", "factor": 8.0}}, compress="bf16", bucket_mb=50.0)),
+    ("megatron", make(tp=4, pp=2, data_parallel="zero1", activation_checkpointing="selective")),
+    ("megatron", make(tp=2, pp=2, cp=2, schedule="interleaved", virtual_stages=2, micro_batch_size=1)),
+    ("megatron", make(SMALL, pp=4, activation_checkpointing="full")),
+    ("megatron", make(GPT2, tp=2, sequence_parallel=False, data_parallel="zero1", offload="cpu")),
+    ("megatron", make(QWEN, cp=2, cp_method="ulysses", data_parallel="zero3", optimizer=WSD)),
+    ("megatron", make(data_parallel="hsdp", dp_shard=8, reshard_after_forward=False)),
+    ("megatron", make(EXPERTS, tp=2, ep=4, data_parallel="zero2")),
+    (
+        "megatron",
+        make({**EXPERTS, "moe": {**EXPERTS["moe"], "num_leading_dense_layers": 2, "capacity_factor": 1.5}}, ep=8),
+    ),
+    (
+        "megatron",
+        make({**SMALL, "rope": {"scaling": "llama3", "factor": 8.0}}, gradient_compression="bf16", bucket_mb=50.0),
+    ),
     ("megatron", make({**SMALL, "rope": {"scaling": "linear", "factor": 4.0}}, optimizer={"name": "sgd"})),
-    ("torchtitan", make(data="hsdp", dp_shard=4, tp=2, recompute="full")),
-    ("torchtitan", make(tp=2, pp=2, cp=2, data="zero3")),
-    ("torchtitan", make(pp=4, data="zero3", schedule="zb-v", micro_batch=1)),
-    ("torchtitan", make(pp=2, data="zero3", schedule="interleaved", virtual_stages=4, micro_batch=2)),
-    ("torchtitan", make(QWEN, data="zero2", offload="cpu", optimizer=WSD)),
-    ("torchtitan", make(SMALL, {"compile": True}, {"decay": "none", "clip_norm": 0.0})),
-    ("torchtitan", make({**EXPERTS, "tied": True}, tp=2, ep=4, data="zero3", reshard=False)),
-    ("deepspeed", make(data="zero3", **OFFLOADED)),
-    ("deepspeed", make(data="hsdp", dp_shard=8, optimizer={"decay": "none"})),
-    ("deepspeed", make(tp=4, sequence_parallel=False, data="zero2", offload="cpu", optimizer={"decay": "linear"})),
-    ("deepspeed", make(pp=4, data="zero1", recompute="full")),
-    ("deepspeed", make(cp=4, context="ulysses", data="zero3")),
-    ("deepspeed", make(EXPERTS, ep=8, data="zero1")),
-    ("deepspeed", make(GPT2, compress="bf16")),
-    ("nanotron", make(tp=4, pp=2, data="zero1", optimizer=WSD)),
-    ("nanotron", make(SMALL, tp=2, sequence_parallel=False, pp=4, schedule="gpipe", recompute="full")),
-    ("nanotron", make({**SMALL, "tied": True}, optimizer={"decay": "none"})),
+    ("torchtitan", make(data_parallel="hsdp", dp_shard=4, tp=2, activation_checkpointing="full")),
+    ("torchtitan", make(tp=2, pp=2, cp=2, data_parallel="zero3")),
+    ("torchtitan", make(pp=4, data_parallel="zero3", schedule="zb-v", micro_batch_size=1)),
+    ("torchtitan", make(pp=2, data_parallel="zero3", schedule="interleaved", virtual_stages=4, micro_batch_size=2)),
+    ("torchtitan", make(QWEN, data_parallel="zero2", offload="cpu", optimizer=WSD)),
+    ("torchtitan", make(SMALL, {"compile": True}, {"lr_schedule": "none", "max_grad_norm": 0.0})),
+    (
+        "torchtitan",
+        make({**EXPERTS, "tie_embeddings": True}, tp=2, ep=4, data_parallel="zero3", reshard_after_forward=False),
+    ),
+    ("deepspeed", make(data_parallel="zero3", **OFFLOADED)),
+    ("deepspeed", make(data_parallel="hsdp", dp_shard=8, optimizer={"lr_schedule": "none"})),
+    (
+        "deepspeed",
+        make(tp=4, sequence_parallel=False, data_parallel="zero2", offload="cpu", optimizer={"lr_schedule": "linear"}),
+    ),
+    ("deepspeed", make(pp=4, data_parallel="zero1", activation_checkpointing="full")),
+    ("deepspeed", make(cp=4, cp_method="ulysses", data_parallel="zero3")),
+    ("deepspeed", make(EXPERTS, ep=8, data_parallel="zero1")),
+    ("deepspeed", make(GPT2, gradient_compression="bf16")),
+    ("nanotron", make(tp=4, pp=2, data_parallel="zero1", optimizer=WSD)),
+    ("nanotron", make(SMALL, tp=2, sequence_parallel=False, pp=4, schedule="gpipe", activation_checkpointing="full")),
+    ("nanotron", make({**SMALL, "tie_embeddings": True}, optimizer={"lr_schedule": "none"})),
 ]
 
 
@@ -207,13 +234,13 @@ def test_what_is_written_reads_back_equal(trainer: Trainer, run: RunSpec) -> Non
         "micro_batch": cut.micro_batch_size,
         "sequences": cut.global_batch_size,
         "sequence": 1024,
-        "layers": spec.layers,
-        "width": spec.width,
-        "ffn": spec.ffn,
-        "heads": spec.heads,
+        "layers": spec.num_layers,
+        "width": spec.hidden_size,
+        "ffn": spec.ffn_hidden_size,
+        "heads": spec.num_heads,
         "head_dim": spec.head_dim,
-        "kv_heads": spec.kv_heads,
-        "vocab": spec.vocab,
+        "kv_heads": spec.num_kv_heads,
+        "vocab": spec.vocab_size,
     }
     assert found == {name: expected[name] for name in found}
     assert found["dp"] * found["tp"] * found.get("pp", sizes.pp) * found["cp"] == WORLD
@@ -229,45 +256,53 @@ def test_only_names_of_the_trainer_are_written(trainer: Trainer, run: RunSpec) -
         assert exported.text.startswith("".join(f"# {note}\n" for note in exported.notes))
 
 
-NO = {"data": "zero1", "micro_batch": 1}
+NO = {"data_parallel": "zero1", "micro_batch_size": 1}
 REFUSED: list[tuple[Trainer, RunSpec, str, str]] = [
-    *((trainer, make(data="parameter_server", tp=1), "layout.data", "zero1") for trainer in TRAINERS),
+    *((trainer, make(data_parallel="parameter_server", tp=1), "layout.data_parallel", "zero1") for trainer in TRAINERS),
     *((trainer, make(training={"precision": "fp64"}), "training.precision", "bf16") for trainer in TRAINERS),
     *((trainer, make(optimizer={"name": "muon"}), "optimizer.name", "adamw") for trainer in TRAINERS),
-    *((trainer, make(compress="powersgd"), "layout.compress", "remove it") for trainer in TRAINERS),
+    *(
+        (trainer, make(gradient_compression="powersgd"), "layout.gradient_compression", "remove it")
+        for trainer in TRAINERS
+    ),
     ("megatron", make(pp=4, schedule="zb-v", **NO), "layout.schedule", "1f1b"),
     ("megatron", make(pp=4, schedule="gpipe", **NO), "layout.schedule", "1f1b"),
-    ("megatron", make(pp=2, data="zero3"), "layout.data", "zero1"),
-    ("megatron", make(data="zero3", offload="cpu"), "layout.offload", "zero1"),
-    ("megatron", make(data="zero1", **OFFLOADED), "layout.offload", "cpu"),
+    ("megatron", make(pp=2, data_parallel="zero3"), "layout.data_parallel", "zero1"),
+    ("megatron", make(data_parallel="zero3", offload="cpu"), "layout.offload", "zero1"),
+    ("megatron", make(data_parallel="zero1", **OFFLOADED), "layout.offload", "cpu"),
     ("megatron", make({**SMALL, "rope": {"theta": 1e4 + 0.5}}), "model.rope.theta", "round"),
     ("megatron", make(SMALL, tp=8), "layout.tp", "divisor"),
     ("megatron", make({**EXPERTS, "moe": {**EXPERTS["moe"], "top_k": 1}}), "model.moe.normalize_top_k", "false"),
-    ("torchtitan", make(data="zero1"), "layout.data", "zero2"),
-    ("torchtitan", make(data="ddp", cp=2), "layout.data", "zero2"),
-    ("torchtitan", make(pp=4, schedule="zb-h1", data="zero3", micro_batch=1), "layout.schedule", "schedule_file"),
-    ("torchtitan", make(cp=2, context="ulysses", data="zero3"), "layout.context", "ring"),
+    ("torchtitan", make(data_parallel="zero1"), "layout.data_parallel", "zero2"),
+    ("torchtitan", make(data_parallel="ddp", cp=2), "layout.data_parallel", "zero2"),
+    (
+        "torchtitan",
+        make(pp=4, schedule="zb-h1", data_parallel="zero3", micro_batch_size=1),
+        "layout.schedule",
+        "schedule_file",
+    ),
+    ("torchtitan", make(cp=2, cp_method="ulysses", data_parallel="zero3"), "layout.cp_method", "ring"),
     ("torchtitan", make(GPT2), "model.norm", "another model"),
     ("torchtitan", make(tp=16, training={"precision": "bf16"}), "layout.tp", "divisor"),
-    ("torchtitan", make(tp=8, pp=2, data="zero3"), "training.precision", "more ranks"),
-    ("torchtitan", make(recompute="selective"), "layout.recompute", "full"),
-    ("deepspeed", make(pp=2, data="zero3"), "layout.data", "zero1"),
+    ("torchtitan", make(tp=8, pp=2, data_parallel="zero3"), "training.precision", "more ranks"),
+    ("torchtitan", make(activation_checkpointing="selective"), "layout.activation_checkpointing", "full"),
+    ("deepspeed", make(pp=2, data_parallel="zero3"), "layout.data_parallel", "zero1"),
     ("deepspeed", make(tp=2), "layout.sequence_parallel", "false"),
-    ("deepspeed", make(cp=2), "layout.context", "ulysses"),
+    ("deepspeed", make(cp=2), "layout.cp_method", "ulysses"),
     ("deepspeed", make(pp=4, schedule="dualpipe-v", **NO), "layout.schedule", "1f1b"),
-    ("deepspeed", make(data="zero1", **OFFLOADED), "layout.offload", "zero3"),
-    ("nanotron", make(data="hsdp", dp_shard=4), "layout.data", "ddp"),
+    ("deepspeed", make(data_parallel="zero1", **OFFLOADED), "layout.offload", "zero3"),
+    ("nanotron", make(data_parallel="hsdp", dp_shard=4), "layout.data_parallel", "ddp"),
     ("nanotron", make(cp=2), "layout.cp", "1"),
-    ("nanotron", make(EXPERTS, ep=2, data="zero3"), "model.moe", "another model"),
+    ("nanotron", make(EXPERTS, ep=2, data_parallel="zero3"), "model.moe", "another model"),
     ("nanotron", make({**SMALL, "qk_norm": "head"}), "model.qk_norm", "another model"),
     ("nanotron", make({**SMALL, "head_dim": 64}), "model.head_dim", "32"),
-    ("nanotron", make(data="zero1", offload="cpu"), "layout.offload", "remove it"),
+    ("nanotron", make(data_parallel="zero1", offload="cpu"), "layout.offload", "remove it"),
 ]
 
 
 @pytest.mark.parametrize(("trainer", "run", "field", "fix"), REFUSED)
 def test_what_a_trainer_lacks_is_refused(trainer: Trainer, run: RunSpec, field: str, fix: str) -> None:
-    world_size = WORLD + (run.layout.data == "parameter_server")
+    world_size = WORLD + (run.layout.data_parallel == "parameter_server")
     with pytest.raises(UserError) as error:
         export(run, world_size, trainer)
     assert error.value.field == field
@@ -286,14 +321,14 @@ def test_what_a_trainer_lacks_is_refused(trainer: Trainer, run: RunSpec, field: 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_unequal_shares_are_refused(trainer: Trainer) -> None:
     with pytest.raises(UserError, match=r"unequal shares \(67 sequences a step\)"):
-        export(make(training={"tokens_per_step": 67 * 1024}, micro_batch=2), WORLD, trainer)
+        export(make(training={"tokens_per_step": 67 * 1024}, micro_batch_size=2), WORLD, trainer)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_what_nobody_chose_is_said_to_be_a_default(trainer: Trainer) -> None:
-    layout = {"data": "zero1"} if trainer != "torchtitan" else {"data": "zero2"}
-    table = {"model": QWEN | {"qk_norm": "none", "head_dim": 32}, "layout": {"micro_batch": 1, **layout}}
-    batch = {"sequence": 1024, "tokens_per_step": 65_536}
+    layout = {"data_parallel": "zero1"} if trainer != "torchtitan" else {"data_parallel": "zero2"}
+    table = {"model": QWEN | {"qk_norm": "none", "head_dim": 32}, "layout": {"micro_batch_size": 1, **layout}}
+    batch = {"seq_len": 1024, "tokens_per_step": 65_536}
     left = export(run_from_table({**table, "training": batch}), WORLD, trainer)
     said = "optimizer.learning_rate = 0.003 and training.steps = 1000: defaults of Phalanx, not tuned for this model"
     assert any(note.startswith(said) for note in left.notes)
@@ -311,31 +346,39 @@ def test_an_unknown_trainer_is_refused() -> None:
 
 @pytest.mark.parametrize("layout", [{"pp": 4}, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}])
 def test_stages_are_cut_where_they_are_here(layout: Table) -> None:
-    run = make(data="zero1", micro_batch=1, **layout)
+    run = make(data_parallel="zero1", micro_batch_size=1, **layout)
     lengths = [len(stage) for stage in layers_per_stage(run)]
     assert len(set(lengths)) > 1
     cut = flags(export(run, WORLD, "megatron"))["pipeline-model-parallel-layout"]
     assert (cut[0], cut[-1]) == ("E", "L")
     assert [stage.count("t") for stage in cut.split("|")] == lengths
-    table = tomllib.loads(export(run.replace(layout={**layout, "data": "zero3"}), WORLD, "torchtitan").text)
+    table = tomllib.loads(export(run.replace(layout={**layout, "data_parallel": "zero3"}), WORLD, "torchtitan").text)
     parts = table["parallelism"]["module_fqns_per_model_part"]
-    blocks = [f"layers.{layer}" for layer in range(run.model.layers)]
+    blocks = [f"layers.{layer}" for layer in range(run.model.num_layers)]
     assert [name for part in parts for name in part] == ["tok_embeddings", *blocks, "norm", "output"]
 
 
 SHARDED: list[tuple[Trainer, RunSpec, Table]] = [
-    ("megatron", make(data="zero1"), {"use-distributed-optimizer": True, "use-megatron-fsdp": None}),
-    ("megatron", make(data="zero2"), {"data-parallel-sharding-strategy": "optim_grads"}),
-    ("megatron", make(data="hsdp", dp_shard=8), {"num-distributed-optimizer-instances": "2"}),
+    ("megatron", make(data_parallel="zero1"), {"use-distributed-optimizer": True, "use-megatron-fsdp": None}),
+    ("megatron", make(data_parallel="zero2"), {"data-parallel-sharding-strategy": "optim_grads"}),
+    ("megatron", make(data_parallel="hsdp", dp_shard=8), {"num-distributed-optimizer-instances": "2"}),
     ("torchtitan", make(), {"data_parallel_replicate_degree": 16, "data_parallel_shard_degree": 1}),
-    ("torchtitan", make(data="zero2"), {"data_parallel_shard_degree": 16, "fsdp_reshard_after_forward": "never"}),
-    ("torchtitan", make(data="zero3"), {"data_parallel_shard_degree": 16, "fsdp_reshard_after_forward": "always"}),
-    ("torchtitan", make(data="hsdp", dp_shard=8), {"data_parallel_replicate_degree": 2}),
+    (
+        "torchtitan",
+        make(data_parallel="zero2"),
+        {"data_parallel_shard_degree": 16, "fsdp_reshard_after_forward": "never"},
+    ),
+    (
+        "torchtitan",
+        make(data_parallel="zero3"),
+        {"data_parallel_shard_degree": 16, "fsdp_reshard_after_forward": "always"},
+    ),
+    ("torchtitan", make(data_parallel="hsdp", dp_shard=8), {"data_parallel_replicate_degree": 2}),
     ("deepspeed", make(), {"stage": 0}),
-    ("deepspeed", make(data="zero2"), {"stage": 2}),
-    ("deepspeed", make(data="hsdp", dp_shard=8), {"stage": 3, "mics_shard_size": 8}),
+    ("deepspeed", make(data_parallel="zero2"), {"stage": 2}),
+    ("deepspeed", make(data_parallel="hsdp", dp_shard=8), {"stage": 3, "mics_shard_size": 8}),
     ("nanotron", make(), {"zero_stage": 0}),
-    ("nanotron", make(data="zero1"), {"zero_stage": 1}),
+    ("nanotron", make(data_parallel="zero1"), {"zero_stage": 1}),
 ]
 
 
@@ -354,7 +397,7 @@ def test_state_is_sharded_as_it_is_here(trainer: Trainer, run: RunSpec, expected
 
 
 def test_a_pipeline_of_torchtitan_has_all_micro_batches_of_a_step_at_once() -> None:
-    run = make(pp=4, data="zero3", micro_batch=2)
+    run = make(pp=4, data_parallel="zero3", micro_batch_size=2)
     table, cut = tomllib.loads(export(run, WORLD, "torchtitan").text), plan_batch(run, WORLD)
     assert cut.gradient_accumulation_steps > 1
     assert table["training"]["local_batch_size"] == 2 * cut.gradient_accumulation_steps
@@ -366,18 +409,20 @@ def test_a_pipeline_of_torchtitan_has_all_micro_batches_of_a_step_at_once() -> N
 )
 def test_pipeline_neighbours_are_nearer_where_megatron_can(layout: Table, nearer: bool) -> None:
     model = EXPERTS if "ep" in layout else SMALL
-    run = make(model, pp=2, data="zero1", **layout)
+    run = make(model, pp=2, data_parallel="zero1", **layout)
     exported = export(run, WORLD, "megatron")
     assert ("use-tp-pp-dp-mapping" in flags(exported)) == nearer
     assert any("nearer to each other there" in note for note in exported.notes) != nearer
-    outside = export(make(model, pp=2, data="zero1", outermost="pipeline", **layout), WORLD, "megatron")
+    outside = export(make(model, pp=2, data_parallel="zero1", rank_order="pipeline", **layout), WORLD, "megatron")
     assert "use-tp-pp-dp-mapping" not in flags(outside)
     assert not any("nearer to each other there" in note for note in outside.notes)
 
 
 def test_even_virtual_stages_are_a_number() -> None:
-    model = {**SMALL, "vocab": 256, "layers": 64}
-    found = flags(export(make(model, pp=2, schedule="interleaved", virtual_stages=2, micro_batch=1), WORLD, "megatron"))
+    model = {**SMALL, "vocab_size": 256, "num_layers": 64}
+    found = flags(
+        export(make(model, pp=2, schedule="interleaved", virtual_stages=2, micro_batch_size=1), WORLD, "megatron")
+    )
     assert found["num-virtual-stages-per-pipeline-rank"] == "2"
     assert "pipeline-model-parallel-layout" not in found
 
@@ -391,7 +436,7 @@ def test_experts_are_split_as_they_are_here() -> None:
 
 
 def test_the_script_is_shell(tmp_path: Path) -> None:
-    exported = export(make(pp=4, tp=2, data="zero1"), WORLD, "megatron")
+    exported = export(make(pp=4, tp=2, data_parallel="zero1"), WORLD, "megatron")
     script = tmp_path / exported.file_name
     script.write_text(exported.text)
     subprocess.run(["bash", "-n", script], check=True)
@@ -409,16 +454,20 @@ def test_schedules_are_those_of_pytorch() -> None:
 
 
 def test_torchtitan_takes_schedules_from_files_but_for_those_of_v_shape(tmp_path: Path) -> None:
-    micro_batches = plan_batch(make(pp=4, data="zero3", micro_batch=2), WORLD).gradient_accumulation_steps
+    micro_batches = plan_batch(make(pp=4, data_parallel="zero3", micro_batch_size=2), WORLD).gradient_accumulation_steps
     for name in ("zb-h1", "zb-v"):
         (tmp_path / name).write_text(to_csv(build_schedule(name, 4, micro_batches)))
-    run = make(pp=4, data="zero3", micro_batch=2, schedule_file=str(tmp_path / "zb-h1"))
+    run = make(pp=4, data_parallel="zero3", micro_batch_size=2, schedule_file=str(tmp_path / "zb-h1"))
     axes = tomllib.loads(export(run, WORLD, "torchtitan").text)["parallelism"]
     assert axes["pipeline_parallel_schedule"] == "PipelineScheduleMulti"
     assert axes["pipeline_parallel_schedule_csv"] == str(tmp_path / "zb-h1")
     assert "parallelism.pipeline_parallel_schedule_csv" in known("torchtitan")
     with pytest.raises(UserError, match="stage s is of rank s mod pp"):
-        export(make(pp=4, data="zero3", micro_batch=2, schedule_file=str(tmp_path / "zb-v")), WORLD, "torchtitan")
+        export(
+            make(pp=4, data_parallel="zero3", micro_batch_size=2, schedule_file=str(tmp_path / "zb-v")),
+            WORLD,
+            "torchtitan",
+        )
 
 
 def test_small_numbers_are_numbers_in_yaml() -> None:

@@ -21,12 +21,12 @@ from phalanx.train.closely import MEASURED_STEP, metered_step
 Groups = dict[tuple[str, tuple[int, ...]], float]
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (DENSE, {"layout.tp": 4}),
-    (DENSE, {"layout.pp": 2, "layout.data": "zero1"}),
-    (DENSE, {"layout.tp": 2, "layout.cp": 2, "layout.data": "zero3"}),
-    (DENSE, {"layout.data": "hsdp", "layout.dp_shard": 2}),
-    (MOE, {"layout.ep": 2, "layout.tp": 2, "layout.data": "zero1"}),
-    (MOE, {"layout.ep": 2, "layout.data": "hsdp", "layout.dp_shard": 2}),
-    (MOE, {"layout.ep": 2, "layout.cp": 2, "layout.context": "ulysses"}),
+    (DENSE, {"layout.pp": 2, "layout.data_parallel": "zero1"}),
+    (DENSE, {"layout.tp": 2, "layout.cp": 2, "layout.data_parallel": "zero3"}),
+    (DENSE, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}),
+    (MOE, {"layout.ep": 2, "layout.tp": 2, "layout.data_parallel": "zero1"}),
+    (MOE, {"layout.ep": 2, "layout.data_parallel": "hsdp", "layout.dp_shard": 2}),
+    (MOE, {"layout.ep": 2, "layout.cp": 2, "layout.cp_method": "ulysses"}),
 ]
 
 
@@ -57,7 +57,7 @@ def predicted(run: RunSpec, world_size: int) -> Groups:
 def test_runs_talk_in_the_groups_of_the_matrix(model: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
     """To 1 %, but for some hundred bytes of sums and norms. What experts exchange is the mean of a group's members,
     since they are not balanced in the first steps."""
-    numbers = {"training.precision": "bf16", "layout.micro_batch": 1, "model": {**model, "layers": 4}}
+    numbers = {"training.precision": "bf16", "layout.micro_batch_size": 1, "model": {**model, "num_layers": 4}}
     run = described(Path(json.__file__).parent, tmp_path, {**numbers, **changes})
     measured: Groups = defaultdict(float)
     for rows in rank_pool(4).run(collectives, run):

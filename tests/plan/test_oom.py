@@ -34,14 +34,22 @@ from phalanx.spec.run import RunSpec, plan_batch
 
 GIB = 2**30
 Table = dict[str, Any]
-WIDE = {"vocab": 4096, "width": 1024, "layers": 16, "heads": 16, "kv_heads": 16, "ffn": 4096, "context": 1024}
+WIDE = {
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "num_layers": 16,
+    "num_heads": 16,
+    "num_kv_heads": 16,
+    "ffn_hidden_size": 4096,
+    "max_seq_len": 1024,
+}
 
 
 def make(
     model: Table | None = None, cluster: Table | None = None, training: Table | None = None, **layout: Any
 ) -> RunSpec:
-    training = {"sequence": 1024, "tokens_per_step": 2**18, **(training or {})}
-    cluster = {"preset": "h100", "nodes": 1, "nproc": 8, **(cluster or {})}
+    training = {"seq_len": 1024, "tokens_per_step": 2**18, **(training or {})}
+    cluster = {"preset": "h100", "nodes": 1, "nproc_per_node": 8, **(cluster or {})}
     return run_from_table({"model": model or WIDE, "training": training, "cluster": cluster, "layout": layout})
 
 
@@ -56,7 +64,7 @@ def small(gib: float, **more: Any) -> RunSpec:
 
 
 def eight_billion(**layout: Any) -> RunSpec:
-    return make({"preset": "llama3-8b"}, training={"sequence": 8192, "tokens_per_step": 2**20}, **layout)
+    return make({"preset": "llama3-8b"}, training={"seq_len": 8192, "tokens_per_step": 2**20}, **layout)
 
 
 def by_name(effects: list[RemedyEffect]) -> dict[str, RemedyEffect]:
@@ -77,11 +85,11 @@ def loaded(run: RunSpec, folder: Path, *changes: str) -> RunSpec:
 
 RUNS = {
     "ddp": lambda: small(7),
-    "zero1 in a pipeline": lambda: small(4, data="zero1", pp=2, micro_batch=4),
+    "zero1 in a pipeline": lambda: small(4, data_parallel="zero1", pp=2, micro_batch_size=4),
     "8b on one node": eight_billion,
-    "8b sharded": lambda: eight_billion(data="zero3"),
-    "experts": lambda: make({"preset": "mixtral-8x7b"}, {"nodes": 8}, {"sequence": 8192, "tokens_per_step": 2**22},
-                            data="zero3"),
+    "8b sharded": lambda: eight_billion(data_parallel="zero3"),
+    "experts": lambda: make({"preset": "mixtral-8x7b"}, {"nodes": 8}, {"seq_len": 8192, "tokens_per_step": 2**22},
+                            data_parallel="zero3"),
 }  # fmt: skip
 
 
@@ -106,7 +114,7 @@ def test_what_a_change_does_alone_it_does_when_it_is_set(run, tmp_path):
     cut = plan_batch(run, run.cluster.ranks)
     for effect in evaluate_single_remedies(run):
         if effect.held:
-            changed = loaded(run, tmp_path, f"layout.micro_batch={cut.micro_batch_size}", *effect.settings)
+            changed = loaded(run, tmp_path, f"layout.micro_batch_size={cut.micro_batch_size}", *effect.settings)
             assert total(changed) == effect.held.memory.total, effect.settings
             assert effect.held.fits == (total(changed) <= limit_bytes(changed))
             assert effect.freed_bytes == total(run) - total(changed)
@@ -126,7 +134,7 @@ def test_what_is_freed_is_the_difference(run):
 
 def test_what_frees_next_to_nothing_is_left_out():
     """Short sequences leave few activations beside 8 billion parameters."""
-    run = make({"preset": "llama3-8b"}, training={"sequence": 16, "tokens_per_step": 128, "precision": "fp32"})
+    run = make({"preset": "llama3-8b"}, training={"seq_len": 16, "tokens_per_step": 128, "precision": "fp32"})
     recomputed = by_name(evaluate_single_remedies(run))["recompute blocks"]
     assert 0 < recomputed.freed_bytes < 0.01 * total(run)
     steps = apply_until_fits(run)
@@ -209,24 +217,24 @@ def test_sgd_for_adam_saves_half_of_parameter_memory():
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_activations_are_as_many_as_the_sequences_of_a_batch(size):
     """Batch x alpha, but for rotary tables, which sequences share; and a batch frees nothing but activations."""
-    run = small(0.1, training={"precision": "fp32"}, micro_batch=size)
+    run = small(0.1, training={"precision": "fp32"}, micro_batch_size=size)
     assert total(run) > limit_bytes(run)
-    halved = run_footprint(small(0.1, training={"precision": "fp32"}, micro_batch=size // 2)).memory
+    halved = run_footprint(small(0.1, training={"precision": "fp32"}, micro_batch_size=size // 2)).memory
     now = run_footprint(run).memory
     assert now.activations == pytest.approx(2 * halved.activations, rel=1e-3)
     assert (now.parameters, now.gradients, now.optimizer) == (halved.parameters, halved.gradients, halved.optimizer)
     effect = by_name(evaluate_single_remedies(run))["smaller micro-batch"]
-    assert effect.settings == ("layout.micro_batch=1",)
+    assert effect.settings == ("layout.micro_batch_size=1",)
     assert {part for part, freed in effect.freed.items() if freed} == {"activations"}
     assert effect.freed_bytes == pytest.approx((1 - 1 / size) * now.activations, rel=1e-3)
 
 
 def test_the_least_that_fits_is_taken():
-    run = make(micro_batch=32)
-    four = run_footprint(make(micro_batch=4)).memory.total
-    just = small((four + 1) / GIB, micro_batch=32)
+    run = make(micro_batch_size=32)
+    four = run_footprint(make(micro_batch_size=4)).memory.total
+    just = small((four + 1) / GIB, micro_batch_size=32)
     assert total(run) > limit_bytes(just)
-    assert by_name(evaluate_single_remedies(just))["smaller micro-batch"].settings == ("layout.micro_batch=4",)
+    assert by_name(evaluate_single_remedies(just))["smaller micro-batch"].settings == ("layout.micro_batch_size=4",)
     assert [effect.remedy.name for effect in apply_until_fits(just)] == ["smaller micro-batch"]
 
 
@@ -258,13 +266,17 @@ def test_times_are_the_planners_and_none_where_it_has_none():
     assert 0.2 < planned / before - 1 < 0.4, "about a third"
     offloaded = found["offload to CPU memory"].held
     assert offloaded
-    assert offloaded.step_seconds == evaluate_layout(run, 8, Layout(data="zero1", offload="cpu")).step_seconds
+    assert offloaded.step_seconds == evaluate_layout(run, 8, Layout(data_parallel="zero1", offload="cpu")).step_seconds
     assert offloaded.step_seconds > before
     assert run_footprint(small(7, training={"precision": "fp32"})).step_seconds is None
 
 
 def test_what_is_not_possible_says_why():
-    found = by_name(evaluate_single_remedies(eight_billion(data="zero3", recompute="full", micro_batch=1)))
+    found = by_name(
+        evaluate_single_remedies(
+            eight_billion(data_parallel="zero3", activation_checkpointing="full", micro_batch_size=1)
+        )
+    )
     for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "recompute attention", "recompute blocks", "bf16"):
         assert found[name].held is None
         assert found[name].problem.startswith("done already")
@@ -272,28 +284,30 @@ def test_what_is_not_possible_says_why():
     assert "no experts" in found["expert parallelism"].problem
     assert found["more devices"].held
     odd = by_name(
-        evaluate_single_remedies(make({**WIDE, "heads": 9, "kv_heads": 9, "width": 1152}, cluster={"nproc": 2}))
+        evaluate_single_remedies(
+            make({**WIDE, "num_heads": 9, "num_kv_heads": 9, "hidden_size": 1152}, cluster={"nproc_per_node": 2})
+        )
     )
-    assert "does not divide model.heads" in odd["tensor parallelism"].problem
+    assert "does not divide model.num_heads" in odd["tensor parallelism"].problem
 
 
 def test_sequences_are_shared_as_the_planner_shares_them():
     on_gpu, on_cpu = make(cluster={"memory_bytes": 2 * GIB}), make(cluster={"memory_bytes": 2 * GIB, "device": "cpu"})
     assert by_name(evaluate_single_remedies(on_gpu))["context parallelism"].settings == (
         "layout.cp=8",
-        "layout.context=ulysses",
+        "layout.cp_method=ulysses",
     )
     assert by_name(evaluate_single_remedies(on_cpu))["context parallelism"].settings == ("layout.cp=8",)
-    five = {**WIDE, "heads": 5, "kv_heads": 5, "width": 1280}
+    five = {**WIDE, "num_heads": 5, "num_kv_heads": 5, "hidden_size": 1280}
     few_heads = make(five, cluster={"memory_bytes": 2 * GIB})
     assert by_name(evaluate_single_remedies(few_heads))["context parallelism"].settings == ("layout.cp=8",)
 
 
 def test_choices_that_mean_nothing_then_are_dropped():
-    run = small(0.1, data="ddp", compress="bf16")
+    run = small(0.1, data_parallel="ddp", gradient_compression="bf16")
     found = by_name(evaluate_single_remedies(run))
-    assert "layout.compress=none" in found["ZeRO-1"].settings
-    assert "layout.compress=none" in found["pipeline"].settings
+    assert "layout.gradient_compression=none" in found["ZeRO-1"].settings
+    assert "layout.gradient_compression=none" in found["pipeline"].settings
 
 
 def test_cpu_memory_is_not_freed_by_offload_to_it_and_has_an_end():
@@ -302,7 +316,7 @@ def test_cpu_memory_is_not_freed_by_offload_to_it_and_has_an_end():
     ]
     assert on_cpu.held is None
     assert "CPU memory is what is short" in on_cpu.problem
-    run = eight_billion(data="zero3", offload="cpu", recompute="full")
+    run = eight_billion(data_parallel="zero3", offload="cpu", activation_checkpointing="full")
     resting = run_footprint(run).memory.host
     assert run_footprint(run).fits
     assert run_footprint(run).memory.host == run_footprint(run).memory.offloaded == pytest.approx(2 * 8.03e9, rel=0.01)
@@ -315,24 +329,26 @@ def test_one_device_offloads_its_gradients_too_where_its_state_is_not_enough():
     """What the planner finds for it: ZeRO-1 and 2, whose state and gradients rest in CPU memory."""
 
     def one(memory_gib: float, **layout: Any) -> RunSpec:
-        cluster = {"nproc": 1, "memory_bytes": round(memory_gib * GIB)}
-        training = {"sequence": 4096, "tokens_per_step": 65_536}
-        return make({"preset": "llama3-8b"}, cluster, training, recompute="full", micro_batch=1, **layout)
+        cluster = {"nproc_per_node": 1, "memory_bytes": round(memory_gib * GIB)}
+        training = {"seq_len": 4096, "tokens_per_step": 65_536}
+        return make(
+            {"preset": "llama3-8b"}, cluster, training, activation_checkpointing="full", micro_batch_size=1, **layout
+        )
 
     for memory, data in ((80, "zero1"), (37, "zero2")):
         found = diagnose(one(memory))
         assert found.best
-        assert (found.best.candidate.data, found.best.candidate.offload) == (data, "cpu")
-        assert [effect.settings for effect in found.needed] == [(f"layout.data={data}", "layout.offload=cpu")]
+        assert (found.best.candidate.data_parallel, found.best.candidate.offload) == (data, "cpu")
+        assert [effect.settings for effect in found.needed] == [(f"layout.data_parallel={data}", "layout.offload=cpu")]
         assert "a lone device" in by_name(found.single_remedies)["ZeRO-2"].problem
-    offloading = by_name(evaluate_single_remedies(one(37, data="zero1", offload="cpu")))
+    offloading = by_name(evaluate_single_remedies(one(37, data_parallel="zero1", offload="cpu")))
     assert offloading["ZeRO-2"].held
     assert offloading["ZeRO-2"].held.fits
     assert offloading["ZeRO-3"].held is None
 
 
 def test_what_fits_needs_nothing():
-    found = diagnose(make(micro_batch=1))
+    found = diagnose(make(micro_batch_size=1))
     assert found.now.fits
     assert (found.steps, found.needed) == ([], [])
     assert len(found.single_remedies) == len(REMEDIES)
@@ -351,17 +367,24 @@ def test_a_gpu_keeps_some_memory_to_itself():
 def calibrated(held_bytes: float) -> RunSpec:
     """In fp32, on a machine where a process has 4 GiB beside the driver, and tensors take a tenth more than counted."""
     measured = {
-        "runs": 3, "precision": "fp32", "time": {}, "decided": [], "log_half_width": 0.1, "process_bytes": 4 * GIB,
-        "memory_share": 1.1,
-    }  # fmt: skip
+        "runs": 3,
+        "precision": "fp32",
+        "time_constants": {},
+        "identified_constants": [],
+        "log_half_width": 0.1,
+        "baseline_process_bytes": 4 * GIB,
+        "bytes_per_counted_byte": 1.1,
+    }
     beside = (4 + memory_constants().context_gib) * GIB
     memory = round((1.1 * held_bytes + beside) / SURE)
-    return make(cluster={"memory_bytes": memory, "measured": measured}, training={"precision": "fp32"}, micro_batch=2)
+    return make(
+        cluster={"memory_bytes": memory, "calibration": measured}, training={"precision": "fp32"}, micro_batch_size=2
+    )
 
 
 def test_on_a_calibrated_machine_it_agrees_with_the_plan():
     """In the precision that it was calibrated in, with what a process takes and tensors really do."""
-    count = total(make(training={"precision": "fp32"}, micro_batch=2))
+    count = total(make(training={"precision": "fp32"}, micro_batch_size=2))
     for room, fit in ((1.001 * count, True), (0.999 * count, False)):
         run = calibrated(room)
         assert limit_bytes(run) == pytest.approx(room)

@@ -32,13 +32,21 @@ from phalanx.spec.run import RunSpec
 from phalanx.spec.topology import parse_topology, read_topology
 
 TOPOLOGIES = Path(__file__).parents[1] / "spec" / "topologies"
-DENSE = {"vocab": 96, "width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 64, "context": 32}
-MOE = {**DENSE, "moe": {"experts": 8, "top_k": 2, "ffn": 16, "shared_experts": 1}}
+DENSE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 64,
+    "max_seq_len": 32,
+}
+MOE = {**DENSE, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 16, "num_shared_experts": 1}}
 
 
 def described(layout: dict[str, Any], model: dict[str, Any] = DENSE, tokens: int = 2048) -> RunSpec:
-    training = {"sequence": 32, "tokens_per_step": tokens, "precision": "fp32", "steps": 100}
-    return run_from_table({"model": model, "training": training, "layout": {"micro_batch": 1, **layout}})
+    training = {"seq_len": 32, "tokens_per_step": tokens, "precision": "fp32", "steps": 100}
+    return run_from_table({"model": model, "training": training, "layout": {"micro_batch_size": 1, **layout}})
 
 
 def site(nproc: int) -> NodeLayout:
@@ -88,7 +96,9 @@ def test_stages_on_two_nodes_send_activations_to_the_same_rail() -> None:
 def test_neighbours_of_three_stages_where_chunks_interleave() -> None:
     """Stage 5 is on rank 2 and gives its output to stage 6 on rank 0... of 2 x 3 stages: the last of a round gives to
     the first rank, so that all three pairs talk."""
-    run = described({"pp": 3, "schedule": "interleaved", "virtual_stages": 2}, {**DENSE, "layers": 6}, tokens=3 * 32)
+    run = described(
+        {"pp": 3, "schedule": "interleaved", "virtual_stages": 2}, {**DENSE, "num_layers": 6}, tokens=3 * 32
+    )
     message = 4 * 32 * 32
     sent = cells(traffic_matrices(run, 3, island=1)["pp"])
     forward = {(0, 1): 2, (1, 2): 2, (2, 0): 1}
@@ -109,15 +119,15 @@ def test_tokens_go_to_all_experts_evenly() -> None:
 LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (8, {"tp": 2, "pp": 2}, DENSE),
     (8, {"tp": 4}, DENSE),
-    (8, {"tp": 4, "data": "zero3"}, DENSE),
-    (8, {"data": "hsdp", "dp_shard": 4, "cp": 2, "micro_batch": 2}, DENSE),
-    (8, {"data": "hsdp", "dp_shard": 4, "ep": 2}, MOE),
-    (8, {"tp": 2, "ep": 4, "data": "zero1"}, MOE),
-    (8, {"pp": 2, "ep": 2, "data": "zero2"}, MOE),
-    (8, {"pp": 2, "ep": 2, "data": "zero2", "outermost": "pipeline"}, MOE),
-    (8, {"cp": 4, "context": "ulysses"}, {**DENSE, "kv_heads": 4}),
-    (6, {"pp": 3, "schedule": "1f1b"}, {**DENSE, "tied": True, "layers": 6}),
-    (8, {"pp": 4, "schedule": "zb-v"}, {**DENSE, "tied": True, "layers": 8}),
+    (8, {"tp": 4, "data_parallel": "zero3"}, DENSE),
+    (8, {"data_parallel": "hsdp", "dp_shard": 4, "cp": 2, "micro_batch_size": 2}, DENSE),
+    (8, {"data_parallel": "hsdp", "dp_shard": 4, "ep": 2}, MOE),
+    (8, {"tp": 2, "ep": 4, "data_parallel": "zero1"}, MOE),
+    (8, {"pp": 2, "ep": 2, "data_parallel": "zero2"}, MOE),
+    (8, {"pp": 2, "ep": 2, "data_parallel": "zero2", "rank_order": "pipeline"}, MOE),
+    (8, {"cp": 4, "cp_method": "ulysses"}, {**DENSE, "num_kv_heads": 4}),
+    (6, {"pp": 3, "schedule": "1f1b"}, {**DENSE, "tie_embeddings": True, "num_layers": 6}),
+    (8, {"pp": 4, "schedule": "zb-v"}, {**DENSE, "tie_embeddings": True, "num_layers": 8}),
     (8, {"cp": 4}, MOE),
     (6, {}, DENSE),
 ]
@@ -161,7 +171,7 @@ def test_what_is_counted_for_a_group_has_a_group_of_that_size(
 
 def test_groups_of_experts_by_hand() -> None:
     """Of 8 ranks in 2 copies of 4, experts 0 are on 0, 2 | 4, 6, and the shards of one copy meet their replicas."""
-    run = described({"data": "hsdp", "dp_shard": 4, "ep": 2}, MOE)
+    run = described({"data_parallel": "hsdp", "dp_shard": 4, "ep": 2}, MOE)
     sizes = parallel_dims(run.layout, 8)
     assert communicating_groups(run, sizes, "data").tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert communicating_groups(run, sizes, "replicas").tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -171,7 +181,7 @@ def test_groups_of_experts_by_hand() -> None:
 
 def test_groups_of_shards_and_of_copies_by_hand() -> None:
     """Context-parallel ranks share a copy's shards; 4 ranks with 2 key/value heads have them in pairs."""
-    run = described({"data": "hsdp", "dp_shard": 2, "cp": 2})
+    run = described({"data_parallel": "hsdp", "dp_shard": 2, "cp": 2})
     assert communicating_groups(run, parallel_dims(run.layout, 8), "data").tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     run = described({"tp": 4})
     assert communicating_groups(run, parallel_dims(run.layout, 8), "copies").tolist() == [
@@ -185,7 +195,7 @@ def test_groups_of_shards_and_of_copies_by_hand() -> None:
 @pytest.mark.parametrize("staleness", [None, 2])
 def test_servers_and_workers(staleness: int | None) -> None:
     """W workers: W times the model goes down and W times up. In steps together it goes down a chain."""
-    run = described({"data": "parameter_server", "servers": 2, "staleness": staleness})
+    run = described({"data_parallel": "parameter_server", "num_servers": 2, "max_staleness": staleness})
     sent = cells(traffic_matrices(run, 5, island=5)["servers"])
     size = 4 * count_parameters(run.model).total
     assert sum(sent.values()) == pytest.approx(2 * 3 * size)
@@ -295,13 +305,13 @@ def test_what_is_in_a_node_but_not_by_fast_links_and_cards_of_two() -> None:
 
 def test_fast_links_may_join_nodes() -> None:
     """72 GPUs of 18 nodes; and a preset of 8 on nodes of which the run has 4 ranks joins none."""
-    rack = node_layout(ClusterSpec(preset="gb200", domain=72), 4)
+    rack = node_layout(ClusterSpec(preset="gb200", fast_link_domain=72), 4)
     assert (rack.span, rack.ranks_per_island) == (18, 72)
     ways = rack.links(np.array([0, 0, 0]), np.array([71, 72, 73]))
     assert ways.tolist() == [0, 2, 3]
-    half = node_layout(ClusterSpec(preset="h100", domain=8), 4)
+    half = node_layout(ClusterSpec(preset="h100", fast_link_domain=8), 4)
     assert (half.span, half.domain) == (1, (0, 0, 0, 0))
-    assert node_layout(ClusterSpec(domain=2), 4).domain == (0, 0, 1, 1)
+    assert node_layout(ClusterSpec(fast_link_domain=2), 4).domain == (0, 0, 1, 1)
 
 
 def said(
@@ -321,8 +331,8 @@ def test_products_belong_inside_a_fast_domain() -> None:
     )
     assert "note ep" in said({"ep": 4}, 4, 2, MOE)
     spread = said({"pp": 4, "ep": 2}, 8, 4, MOE)["note ep"]
-    assert spread.endswith('make layout.ep a divisor of 4 with layout.outermost = "pipeline"')
-    assert "good ep" in said({"pp": 4, "ep": 2, "outermost": "pipeline"}, 8, 4, MOE)
+    assert spread.endswith('make layout.ep a divisor of 4 with layout.rank_order = "pipeline"')
+    assert "good ep" in said({"pp": 4, "ep": 2, "rank_order": "pipeline"}, 8, 4, MOE)
 
 
 def test_stages_belong_on_one_rail() -> None:
@@ -332,7 +342,7 @@ def test_stages_belong_on_one_rail() -> None:
         "4 of 4 pairs of pipeline neighbours on different nodes are on different rails; make tp x cp a multiple of 4"
     )
     assert not [key for key in said({"pp": 2, "tp": 2}, 4, 4) if key.endswith("pp")]
-    apart = said({"pp": 2, "tp": 2, "outermost": "pipeline"}, 12, 4)["bad pp"]
+    apart = said({"pp": 2, "tp": 2, "rank_order": "pipeline"}, 12, 4)["bad pp"]
     assert apart.endswith("make dp x tp x cp a multiple of 4, or dp x tp x cp x pp a divisor of it")
 
 

@@ -24,8 +24,8 @@ from phalanx.spec.run import RunSpec
 
 
 def run(model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, sequences: int = 64, **more) -> RunSpec:
-    training = {"sequence": sequence, "tokens_per_step": sequence * sequences, **more.pop("training", {})}
-    cluster = {"preset": machine, "nproc": 8, **more.pop("cluster", {})}
+    training = {"seq_len": sequence, "tokens_per_step": sequence * sequences, **more.pop("training", {})}
+    cluster = {"preset": machine, "nproc_per_node": 8, **more.pop("cluster", {})}
     return run_from_table({"model": {"preset": model}, "training": training, "cluster": cluster, **more})
 
 
@@ -39,8 +39,12 @@ def run(model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, s
 def test_it_never_loses_the_best(model, ranks, sequences, memory):
     """Against every layout, of which some are evaluated by themselves too: columns do not mix."""
     described = run(model, sequence=1024, sequences=sequences, cluster={"memory_bytes": memory * 2**30})
-    ways = get_args(Layout.model_fields["recompute"].annotation)
-    again = {replace(kept, recompute=way): None for kept in enumerate_layouts(described, ranks) for way in ways}
+    ways = get_args(Layout.model_fields["activation_checkpointing"].annotation)
+    again = {
+        replace(kept, activation_checkpointing=way): None
+        for kept in enumerate_layouts(described, ranks)
+        for way in ways
+    }
     pairs = [(kept, other) for kept in again for other in (kept, *offload_variants(described, kept))]
     plain, every = (list(side) for side in zip(*pairs, strict=True))
     found = search_layouts(described, ranks, keep=3)
@@ -55,7 +59,7 @@ def test_it_never_loses_the_best(model, ranks, sequences, memory):
         alone = evaluate(described, ranks, [every[at]])[0]
         assert (alone.step_seconds, alone.memory_bytes) == (options[at].step_seconds, options[at].memory_bytes)
     # What one rank has is not looked for elsewhere where it fits: as ZeRO has it, it is another strategy.
-    needed = [kept.data == other.data or kept not in likely for kept, other in pairs]
+    needed = [kept.data_parallel == other.data_parallel or kept not in likely for kept, other in pairs]
     fitting = [
         option for option, need in zip(options, needed, strict=True) if need and option.p_oom < MAX_OOM_PROBABILITY
     ]
@@ -89,7 +93,7 @@ def test_every_layout_that_it_considers_can_run(model, ranks):
 def test_offload_never_makes_a_step_shorter_and_always_takes_less_memory(model, machine, ranks):
     """However fast the CPUs: so nothing is lost where it is looked for only when a layout does not fit."""
     fast = {"host_link_bytes_per_second": 1e15, "host_bytes_per_second": 1e15, "disk_bytes_per_second": 1e15}
-    rests = {"data": "zero1", "offload": "nvme", "offload_directory": "/local"}
+    rests = {"data_parallel": "zero1", "offload": "nvme", "offload_directory": "/local"}
     described = run(model, machine, sequence=1024, sequences=48, cluster=fast, layout=rests)
     pairs = [
         (kept, other) for kept in enumerate_layouts(described, ranks) for other in offload_variants(described, kept)
@@ -97,14 +101,14 @@ def test_offload_never_makes_a_step_shorter_and_always_takes_less_memory(model, 
     assert {other.offload for _, other in pairs} == {"cpu", "nvme"}
     kept, others = (evaluate(described, ranks, list(side)) for side in zip(*pairs, strict=True))
     for before, after in zip(kept, others, strict=True):
-        alike = after.candidate.data == before.candidate.data
+        alike = after.candidate.data_parallel == before.candidate.data_parallel
         assert after.step_seconds >= before.step_seconds or not alike, str(after.candidate)
         assert after.memory_bytes < before.memory_bytes, str(after.candidate)
 
 
 def test_what_fits_one_small_device_only_with_offload_is_offered_with_it():
     """8 billion parameters of 16 bytes each in 80 GiB."""
-    described = run(sequences=8, cluster={"nproc": 1})
+    described = run(sequences=8, cluster={"nproc_per_node": 1})
     found = search_layouts(described, 1)
     assert found.options
     for option in found.options:
@@ -117,7 +121,9 @@ def test_what_fits_one_small_device_only_with_offload_is_offered_with_it():
         assert option.host_bytes == place.offloaded > 0
     scarce = described.cluster.model_copy(update={"host_memory_bytes": 64 * 2**30})
     assert search_layouts(described.model_copy(update={"cluster": scarce}), 1).options == []
-    files = run_from_table({"layout": {"data": "zero1", "offload": "nvme", "offload_directory": "/local"}}).layout
+    files = run_from_table(
+        {"layout": {"data_parallel": "zero1", "offload": "nvme", "offload_directory": "/local"}}
+    ).layout
     in_files = search_layouts(described.model_copy(update={"cluster": scarce, "layout": files}), 1).options
     assert in_files
     assert {option.candidate.offload for option in in_files} == {"nvme"}
@@ -127,7 +133,7 @@ def test_what_fits_one_small_device_only_with_offload_is_offered_with_it():
 def test_attention_alone_is_computed_again_where_memory_is_tight():
     """Of 8 billion parameters with long sequences in 38 GiB: less than whole blocks costs less time."""
     best = search_layouts(run(sequence=8192, sequences=16, cluster={"memory_bytes": 38 * 2**30}), 8, keep=1).options[0]
-    assert best.candidate.recompute == "selective"
+    assert best.candidate.activation_checkpointing == "selective"
 
 
 def test_options_are_in_order_and_the_front_falls():
@@ -173,7 +179,7 @@ def test_mfu_is_that_of_the_trainers_metrics():
 def test_hfu_has_what_is_computed_again():
     described = run()
     alike = candidate_from_run(described, 8)
-    kinds = [replace(alike, recompute=again) for again in ("none", "selective", "full")]
+    kinds = [replace(alike, activation_checkpointing=again) for again in ("none", "selective", "full")]
     none, selective, full = evaluate(described, 8, kinds)
     parts = forward_flops(described.model, 4096)
     forward = parts.blocks + parts.head
@@ -201,14 +207,22 @@ def test_a_large_model_is_shared_inside_the_fast_links():
 @pytest.mark.parametrize(
     ("model", "layout", "least"),
     [
-        ("llama3-8b", {"pp": 2, "schedule": "zb-v", "recompute": "full"}, 0.75),  # one rank has both ends
-        ("llama3-8b", {"pp": 4, "schedule": "1f1b", "data": "zero1"}, 0.85),
-        ("mixtral-8x7b", {"tp": 8, "pp": 2, "data": "zero1"}, 0.85),  # experts are cut as MLPs are
-        ("mixtral-8x7b", {"tp": 2, "ep": 8, "pp": 2, "data": "zero1"}, 0.7),  # the fullest owns a whole expert's state
+        (
+            "llama3-8b",
+            {"pp": 2, "schedule": "zb-v", "activation_checkpointing": "full"},
+            0.75,
+        ),  # one rank has both ends
+        ("llama3-8b", {"pp": 4, "schedule": "1f1b", "data_parallel": "zero1"}, 0.85),
+        ("mixtral-8x7b", {"tp": 8, "pp": 2, "data_parallel": "zero1"}, 0.85),  # experts are cut as MLPs are
+        (
+            "mixtral-8x7b",
+            {"tp": 2, "ep": 8, "pp": 2, "data_parallel": "zero1"},
+            0.7,
+        ),  # the fullest owns a whole expert's state
     ],
 )
 def test_the_formula_of_memory_is_near_what_is_counted(model, layout, least):
-    described = run(model, sequences=64, cluster={"nodes": 4}, layout={**layout, "micro_batch": 1})
+    described = run(model, sequences=64, cluster={"nodes": 4}, layout={**layout, "micro_batch_size": 1})
     (option,) = evaluate(described, 32, [candidate_from_run(described, 32)])
     assert least < option.memory_bytes / with_exact_memory(described, 32, option).memory_bytes < 1.15
 
@@ -218,11 +232,11 @@ def test_what_leaves_a_node_is_chosen_by_what_is_sent():
     described = run("mixtral-8x7b", sequences=256, cluster={"nodes": 8})
     piped = [option for option in search_layouts(described, 64, keep=20).options if option.candidate.pp > 1]
     best = next(option for option in piped if option.candidate.ep == 8)
-    assert {option.candidate.outermost for option in piped} == {"pipeline"}
-    other = best.candidate.layout().model_copy(update={"outermost": "data"})
+    assert {option.candidate.rank_order for option in piped} == {"pipeline"}
+    other = best.candidate.layout().model_copy(update={"rank_order": "data"})
     assert evaluate_layout(described, 64, other).step_seconds > 1.05 * best.step_seconds
     alone = [c for c in enumerate_layouts(run("mixtral-8x7b"), 8) if c.pp > 1]
-    assert {c.outermost for c in alone} == {"data"}
+    assert {c.rank_order for c in alone} == {"data"}
 
 
 def test_where_nothing_fits_the_smallest_is_told():
@@ -235,7 +249,7 @@ def test_where_nothing_fits_the_smallest_is_told():
 
 def test_where_cpu_memory_is_short_that_is_told():
     """What offload leaves on the device is the least of all, and no help where CPU memory has no room for the rest."""
-    scarce = {"nproc": 1, "memory_bytes": 40 * 2**30, "host_memory_bytes": 60 * 2**30}
+    scarce = {"nproc_per_node": 1, "memory_bytes": 40 * 2**30, "host_memory_bytes": 60 * 2**30}
     described = run(sequences=8, cluster=scarce)
     with pytest.raises(UserError, match=r"takes [\d.]+ GiB of 60\.0 of CPU memory \(P\(OOM\) 100%\)"):
         plan_or_raise(described, 1)
@@ -251,7 +265,7 @@ def test_a_cluster_without_speeds_is_refused():
 
 
 def test_columns_are_those_of_the_layout():
-    described = run(layout={"data": "zero1", "tp": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2})
+    described = run(layout={"data_parallel": "zero1", "tp": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2})
     jobs = candidate_jobs(described, 16, [candidate_from_run(described, 16)])
     assert (jobs.tp, jobs.pp, jobs.virtual_stages, jobs.dp, jobs.zero_stage, jobs.shard_group_size) == (
         2,
@@ -276,7 +290,7 @@ def test_columns_are_those_of_the_layout():
 )
 def test_stages_have_the_blocks_that_they_will_run_with(layout, blocks):
     """As the run cuts them, not a share of all: the step takes what the longest takes."""
-    described = run("llama3-8b", sequences=160, cluster={"nodes": 5}, layout={**layout, "micro_batch": 1})
+    described = run("llama3-8b", sequences=160, cluster={"nodes": 5}, layout={**layout, "micro_batch_size": 1})
     jobs = candidate_jobs(described, 40, [candidate_from_run(described, 40)])
     assert (jobs.first_blocks, jobs.middle_blocks, jobs.last_blocks) == blocks
 
@@ -285,12 +299,12 @@ def test_stages_have_the_blocks_that_they_will_run_with(layout, blocks):
     ("field", "layout"),
     [
         ("sequence_parallel", {"tp": 2, "sequence_parallel": False}),
-        ("heads", {"tp": 2, "heads": "gathered"}),
-        ("compress", {"compress": "powersgd"}),
-        ("reshard", {"data": "zero3", "reshard": False}),
-        ("wrap", {"data": "zero3", "wrap": "model"}),
-        ("data", {"data": "zero3", "pp": 2}),
-        ("data", {"data": "hsdp", "dp_shard": 2, "pp": 2}),
+        ("tp_attention", {"tp": 2, "tp_attention": "gathered"}),
+        ("gradient_compression", {"gradient_compression": "powersgd"}),
+        ("reshard_after_forward", {"data_parallel": "zero3", "reshard_after_forward": False}),
+        ("fsdp_unit", {"data_parallel": "zero3", "fsdp_unit": "model"}),
+        ("data_parallel", {"data_parallel": "zero3", "pp": 2}),
+        ("data_parallel", {"data_parallel": "hsdp", "dp_shard": 2, "pp": 2}),
     ],
 )
 def test_what_the_planner_does_not_know_is_refused_by_name(field, layout):
@@ -301,16 +315,16 @@ def test_what_the_planner_does_not_know_is_refused_by_name(field, layout):
 
 
 def test_what_no_prediction_depends_on_is_taken():
-    ddp = {"bucket_mb": 5.0, "first_bucket_mb": 1.0, "unused_parameters": True, "micro_batch": 1}
-    assert candidate_from_run(run(layout=ddp), 8).data == "ddp"
-    assert candidate_from_run(run(layout={"data": "zero3", "prefetch": 3}), 8).data == "zero3"
+    ddp = {"bucket_mb": 5.0, "first_bucket_mb": 1.0, "ddp_find_unused_parameters": True, "micro_batch_size": 1}
+    assert candidate_from_run(run(layout=ddp), 8).data_parallel == "ddp"
+    assert candidate_from_run(run(layout={"data_parallel": "zero3", "fsdp_prefetch": 3}), 8).data_parallel == "zero3"
 
 
 def test_a_strategy_is_predicted_as_it_runs():
     """ZeRO-2 keeps whole gradients in a pipeline, and FSDP with nobody to share with is a replica."""
-    assert candidate_from_run(run(layout={"data": "zero2", "pp": 2}), 8).data == "zero1"
-    assert candidate_from_run(run(layout={"data": "hsdp", "dp_shard": 1}), 8).data == "ddp"
-    assert candidate_from_run(run(layout={"data": "zero3"}), 1).data == "ddp"
+    assert candidate_from_run(run(layout={"data_parallel": "zero2", "pp": 2}), 8).data_parallel == "zero1"
+    assert candidate_from_run(run(layout={"data_parallel": "hsdp", "dp_shard": 1}), 8).data_parallel == "ddp"
+    assert candidate_from_run(run(layout={"data_parallel": "zero3"}), 1).data_parallel == "ddp"
 
 
 def test_what_is_offered_fits_as_phalanx_counts_it():
@@ -323,14 +337,18 @@ def test_what_is_offered_fits_as_phalanx_counts_it():
 def test_ranks_that_share_sequences_exchange_tokens_for_heads_where_there_are_enough():
     """Of 12 heads two or four ranks can; eight cannot, and go round a ring that has no flash kernel."""
     described = run("gpt2-124m", sequence=1024, sequences=16)
-    found = {c.cp: c for c in enumerate_layouts(described, 8) if c.tp == c.pp == c.ep == 1 and c.recompute == "none"}
-    assert {cp: candidate.context for cp, candidate in found.items()} == {
+    found = {
+        c.cp: c
+        for c in enumerate_layouts(described, 8)
+        if c.tp == c.pp == c.ep == 1 and c.activation_checkpointing == "none"
+    }
+    assert {cp: candidate.cp_method for cp, candidate in found.items()} == {
         1: "ring",
         2: "ulysses",
         4: "ulysses",
         8: "ring",
     }
-    assert found[4].layout().context == "ulysses"
+    assert found[4].layout().cp_method == "ulysses"
     jobs = candidate_jobs(described, 8, [found[4], found[8]])
     assert list(jobs.attention) == [AttentionKernel.FLASH_3, AttentionKernel.RING_PLAIN]
     assert list(jobs.ulysses) == [1, 0]

@@ -17,7 +17,9 @@ def test_closed_forms_are_what_the_schedule_takes(model, schedule):
     forms say, for it computes meanwhile."""
     described = run(model, sequence=2048, sequences=64)
     of_it = [
-        c for c in enumerate_layouts(described, 16) if c.pp > 1 and c.schedule == schedule and c.recompute == "none"
+        c
+        for c in enumerate_layouts(described, 16)
+        if c.pp > 1 and c.schedule == schedule and c.activation_checkpointing == "none"
     ]
     chosen = of_it[:: max(1, len(of_it) // 25)]
     ratios = np.array(
@@ -38,7 +40,7 @@ def test_closed_forms_are_what_the_schedule_takes(model, schedule):
 @pytest.mark.parametrize("leading", [1, 6])
 def test_leading_blocks_without_experts_are_where_they_are(leading, schedule):
     described = run("olmoe-1b-7b", sequence=2048, sequences=64)
-    moe = described.model.moe.model_copy(update={"first_dense": leading})
+    moe = described.model.moe.model_copy(update={"num_leading_dense_layers": leading})
     described = described.model_copy(update={"model": described.model.model_copy(update={"moe": moe})})
     of_it = [
         c for c in enumerate_layouts(described, 16) if c.schedule == schedule and c.pp in (4, 8) and c.micro_batches > 8

@@ -210,12 +210,19 @@ def test_models_are_counted_as_they_are_elsewhere(name):
     """A row with a preset's numbers has the preset's parameters (learned positions are not in tables)."""
     spec = load_model(name)
     count = count_parameters(spec).total
-    experts = {"experts": str(spec.moe.experts), "topk": str(spec.moe.top_k)} if spec.moe else {}
+    experts = {"experts": str(spec.moe.num_experts), "topk": str(spec.moe.top_k)} if spec.moe else {}
     row = {
-        **ROW, "model": name, "params_b": str(count / 1e9), "layers": str(spec.layers), "hidden": str(spec.width),
-        "heads": str(spec.heads), "kv_heads": str(spec.kv_heads), "vocab": str(spec.vocab),
-        "ffn": str(spec.moe.ffn if spec.moe else spec.ffn), **experts,
-    }  # fmt: skip
+        **ROW,
+        "model": name,
+        "params_b": str(count / 1e9),
+        "layers": str(spec.num_layers),
+        "hidden": str(spec.hidden_size),
+        "heads": str(spec.num_heads),
+        "kv_heads": str(spec.num_kv_heads),
+        "vocab": str(spec.vocab_size),
+        "ffn": str(spec.moe.expert_ffn_size if spec.moe else spec.ffn_hidden_size),
+        **experts,
+    }
     assert job_from_row(row).choices[0]["parameters"] == pytest.approx(count, rel=0.003)
 
 

@@ -32,7 +32,7 @@ def swept(ranks: int = 2, noise: float = 0.0) -> BenchmarkFile:
     """What `phalanx measure` would find on the imagined machine."""
     exchanges = tuple(CollectiveTiming(kind, ranks, 1, size, 1.0) for kind in OPERATIONS for size in SIZES)
     blank = BenchmarkFile(
-        "measured.json", described(ranks, pp=ranks, micro_batch=4), ranks,
+        "measured.json", described(ranks, pp=ranks, micro_batch_size=4), ranks,
         np.array([(*shape, 1.0, 8) for shape in SHAPES], float), np.ones(2), np.array([(2**26, 1.0)]), exchanges,
     )  # fmt: skip
     times, chance = time_constants_for(IMAGINED), np.random.default_rng(0)
@@ -55,10 +55,14 @@ def swept(ranks: int = 2, noise: float = 0.0) -> BenchmarkFile:
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_one_run_and_a_sweep_say_what_one_run_cannot(noise):
     """Of layouts whose exchanges no run has shown."""
-    alone = imagined(1, micro_batch=4)
-    machine = MACHINE.model_copy(update={"nproc": 2})
+    alone = imagined(1, micro_batch_size=4)
+    machine = MACHINE.model_copy(update={"nproc_per_node": 2})
     before, after = (calibrate([alone], machine, sweeps).machine for sweeps in ([], [swept(noise=noise)]))
-    for layout in ({"tp": 2, "micro_batch": 2}, {"cp": 2, "micro_batch": 4}, {"data": "zero1", "micro_batch": 8}):
+    for layout in (
+        {"tp": 2, "micro_batch_size": 2},
+        {"cp": 2, "micro_batch_size": 4},
+        {"data_parallel": "zero1", "micro_batch_size": 8},
+    ):
         truth = imagined(2, **layout)
         then, now = (abs(np.log(predict_run(known, truth)[0] / truth.step_seconds)) for known in (before, after))
         assert now < 0.12
@@ -66,18 +70,18 @@ def test_one_run_and_a_sweep_say_what_one_run_cannot(noise):
 
 
 def test_the_sweep_is_explained_better_than_before():
-    found = calibrate([imagined(1, micro_batch=4)], MACHINE, [swept()])
+    found = calibrate([imagined(1, micro_batch_size=4)], MACHINE, [swept()])
     assert {each.kind: each.count for each in found.operations} == {
         "collectives": len(OPERATIONS) * len(SIZES), "matrix products": 3, "attention": 2, "memory": 1,
     }  # fmt: skip
     for each in found.operations:
         assert each.after < max(0.15, each.before / 2), each
-    assert found.machine.measured.time["link"] == pytest.approx(0.1, rel=0.2)
+    assert found.machine.calibration.time_constants["link"] == pytest.approx(0.1, rel=0.2)
 
 
 def test_collectives_seen_in_a_step_count_too():
-    machine = MACHINE.model_copy(update={"nproc": 2})
-    run = replace(imagined(1, micro_batch=4), exchanges=swept().exchanges)
+    machine = MACHINE.model_copy(update={"nproc_per_node": 2})
+    run = replace(imagined(1, micro_batch_size=4), exchanges=swept().exchanges)
     (collectives,) = calibrate([run], machine).operations
     assert (collectives.of, collectives.count) == (run.name, len(swept().exchanges))
     assert collectives.after < 0.1 < collectives.before
@@ -128,7 +132,7 @@ def written(path: Path, content: object) -> Path:
 
 def test_a_file_is_read(tmp_path):
     found = read_benchmark_file(written(tmp_path, document()))
-    assert (found.name, found.ranks, found.run.cluster.nproc) == ("measured.json", 4, 4)
+    assert (found.name, found.ranks, found.run.cluster.nproc_per_node) == ("measured.json", 4, 4)
     np.testing.assert_array_equal(found.products[:, 1:5], [[2, 3, 4, 1], [2, 4, 3, 2], [4, 3, 2, 3]])
     np.testing.assert_array_equal(found.core, [3, 6])  # of a layer: its own tokens, and twice others'
     np.testing.assert_array_equal(found.passes, [[8, 2]])

@@ -31,7 +31,7 @@ def two_ranks() -> Path:
 @cache
 def hybrid() -> Path:
     """Four ranks: a pipeline of two stages, twice, under ZeRO-2, with experts; two steps were looked at closely."""
-    layout = {"layout.data": "zero2", "layout.pp": 2, "layout.micro_batch": 1}
+    layout = {"layout.data_parallel": "zero2", "layout.pp": 2, "layout.micro_batch_size": 1}
     return trained("hybrid", 4, {"model": MOE, **layout}, "--trace-steps", "5:6", "--measure-memory")
 
 

@@ -48,7 +48,7 @@ def test_measures_stand_under_one_name_with_ratios_to_the_first(two, four):
 def test_different_models_are_called_that(two, four):
     found = compare_runs([two, four])
     assert found["same_model"] is False
-    assert found["said"][0].startswith("These are different models (moe the default and experts 4")
+    assert found["said"][0].startswith("These are different models (moe the default and num_experts 4")
     assert found["loss_apart"] is None
     assert "They have different numbers of ranks: two 2; hybrid 4." in found["said"]
 

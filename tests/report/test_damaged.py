@@ -82,7 +82,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "an older version": (lambda run: shutil.rmtree(run / "trace"), "no records of ranks"),
     "another format": (_other_format, "has format 0; this version reads 1"),
     "an unknown field": (_unknown_field, "run.toml is not of this version"),
-    "run.toml is cut": (lambda run: _cut(run / "run.toml"), "run.toml is not of this version"),
+    "run.toml is cut": (lambda run: _cut(run / "run.toml", 0.005), "run.toml is not of this version"),
 }
 
 

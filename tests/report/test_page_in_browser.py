@@ -139,7 +139,7 @@ def test_it_fits_and_can_be_read(opened, width, dark):
 
 
 def test_the_live_page_follows_a_run(browser):
-    file = run_file("live", {"training.steps": 400, "layout.data": "zero2"})
+    file = run_file("live", {"training.steps": 400, "layout.data_parallel": "zero2"})
     run, metrics = file.parent / "live", file.parent / "live" / "metrics.jsonl"
     train = subprocess.Popen(command(file, 2), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -32,22 +32,34 @@ from phalanx.train.worker import open_step_records
 
 pytestmark = pytest.mark.alone
 STEPS, FROM_STEP = 20, 9
-MODEL = {"vocab": 257, "width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 512, "context": 128}
-THREE = {**MODEL, "layers": 3}
-MOE = {**MODEL, "layers": 2, "moe": {"experts": 4, "top_k": 2, "ffn": 512, "bias_update_rate": 1e-6}}
+MODEL = {
+    "vocab_size": 257,
+    "hidden_size": 128,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "ffn_hidden_size": 512,
+    "max_seq_len": 128,
+}
+THREE = {**MODEL, "num_layers": 3}
+MOE = {
+    **MODEL,
+    "num_layers": 2,
+    "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 512, "bias_update_rate": 1e-6},
+}
 
 
 def described(out: Path, model: dict[str, Any] = MODEL, **layout: Any) -> RunSpec:
     return run_from_table(
         {
             "name": "run",
-            "out": str(out),
+            "output_dir": str(out),
             "model": model,
             "data": {"train": [str(Path(json.__file__).parent)], "tokenizer": "bytes", "cache": str(out / "cache")},
-            "training": {"steps": STEPS, "sequence": 128, "tokens_per_step": 16 * 128, "precision": "fp32"},
+            "training": {"steps": STEPS, "seq_len": 128, "tokens_per_step": 16 * 128, "precision": "fp32"},
             "layout": layout,
             "evaluation": {"tokens": 128},
-            "cluster": {"device": "cpu", "nproc": 2},
+            "cluster": {"device": "cpu", "nproc_per_node": 2},
         }
     )
 
@@ -145,11 +157,11 @@ def verdict(directory: Path) -> tuple[Bottleneck, str]:
     ("way", "model", "layout", "right"),
     [
         ("slow_rank", MODEL, {}, lambda it: (it.kind, it.rank) == ("straggler", 1) and abs(it.since - FROM_STEP) <= 2),
-        ("slow_rank", MODEL, {"data": "zero3"}, lambda it: (it.kind, it.rank) == ("straggler", 1)),
+        ("slow_rank", MODEL, {"data_parallel": "zero3"}, lambda it: (it.kind, it.rank) == ("straggler", 1)),
         ("starved_loader", MODEL, {}, lambda it: (it.kind, it.rank) == ("input", 1)),
         ("hot_expert", MOE, {"ep": 2}, lambda it: (it.kind, it.rank) == ("expert", 1) and it.expert[1] == 3),
-        ("nothing", THREE, {"pp": 2, "micro_batch": 1}, lambda it: (it.kind, it.stage) == ("stage", 0)),
-        ("nothing", MODEL, {"pp": 2, "micro_batch": 8}, lambda it: it.kind == "bubble"),
+        ("nothing", THREE, {"pp": 2, "micro_batch_size": 1}, lambda it: (it.kind, it.stage) == ("stage", 0)),
+        ("nothing", MODEL, {"pp": 2, "micro_batch_size": 8}, lambda it: it.kind == "bubble"),
         ("nothing", MODEL, {}, lambda it: it.kind in ("compute", "communication")),
     ],
     ids=[

@@ -97,8 +97,8 @@ def test_bytes_and_memory_are_beside_the_formulas(swarm):
     [
         ("ddp", {"every": 1}, 0),
         ("diloco", {}, 0),
-        ("spes", {"frozen": "int8"}, 2),
-        ("spes+", {"frozen": "bf16", "delay": 1}, 2),
+        ("spes", {"frozen_expert_codec": "int8"}, 2),
+        ("spes+", {"frozen_expert_codec": "bf16", "delay": 1}, 2),
     ],
 )
 def test_what_a_node_holds_is_the_formulas_to_the_byte(
@@ -108,7 +108,7 @@ def test_what_a_node_holds_is_the_formulas_to_the_byte(
     _, members = learned(run, tmp_path, ("ann", "bob"))
     node = node_share(run.model, method, owned)
     for rounds in members.rounds.values():
-        assert {line["held_bytes"] for line in rounds} == {state_bytes(node, run.swarm.frozen)}
+        assert {line["held_bytes"] for line in rounds} == {state_bytes(node, run.swarm.frozen_expert_codec)}
 
 
 def test_seconds_of_a_round_are_those_of_its_kinds(swarm):

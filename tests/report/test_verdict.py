@@ -21,17 +21,25 @@ from phalanx.spec.load import run_from_table
 from phalanx.spec.run import RunSpec, plan_batch
 
 STEPS, WHOLE = 40, 1.0
-DENSE = {"vocab": 256, "width": 64, "layers": 8, "heads": 4, "kv_heads": 4, "ffn": 128, "context": 64}
-MOE = {**DENSE, "moe": {"experts": 8, "top_k": 2, "ffn": 64}}
+DENSE = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_layers": 8,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "ffn_hidden_size": 128,
+    "max_seq_len": 64,
+}
+MOE = {**DENSE, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 64}}
 
 
 def described(ranks: int, model: dict[str, Any] = DENSE, **layout: Any) -> RunSpec:
     return run_from_table(
         {
             "model": model,
-            "training": {"steps": STEPS, "sequence": 32, "tokens_per_step": 64 * 32},
+            "training": {"steps": STEPS, "seq_len": 32, "tokens_per_step": 64 * 32},
             "layout": layout,
-            "cluster": {"device": "cpu", "nproc": ranks, "peak_flops": 1e12},
+            "cluster": {"device": "cpu", "nproc_per_node": ranks, "peak_flops": 1e12},
         }
     )
 
@@ -134,13 +142,13 @@ def copy_of(run: RunSpec, ranks: int, rank: int) -> int:
     return place["dp_replicate"] * parallel_dims(run.layout, ranks).dp_shard + place["dp_shard"]
 
 
-DDP4, ZERO8 = described(4), described(8, data="zero3")
-PIPE = described(4, pp=4, micro_batch=2)
-PIPES = described(8, pp=4, data="zero1", micro_batch=2)
-COARSE = described(4, pp=4, micro_batch=16)
+DDP4, ZERO8 = described(4), described(8, data_parallel="zero3")
+PIPE = described(4, pp=4, micro_batch_size=2)
+PIPES = described(8, pp=4, data_parallel="zero1", micro_batch_size=2)
+COARSE = described(4, pp=4, micro_batch_size=16)
 EXPERTS = described(4, MOE, ep=4)
-AGAIN = described(4, recompute="full")
-ON_DISK = described(4, data="zero2", offload="nvme", offload_directory="/tmp")
+AGAIN = described(4, activation_checkpointing="full")
+ON_DISK = described(4, data_parallel="zero2", offload="nvme", offload_directory="/tmp")
 LABELLED: dict[str, tuple[RunSpec, int, Wrong, Callable[[Bottleneck], bool]]] = {
     "nothing-ddp": (DDP4, 4, Wrong(), lambda it: it.kind == "compute"),
     "nothing-zero3": (ZERO8, 8, Wrong(), lambda it: it.kind == "compute"),

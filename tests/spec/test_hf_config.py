@@ -6,19 +6,29 @@ from phalanx.spec.hf_config import hf_config, model_table
 from phalanx.spec.load import load_model
 from phalanx.spec.model import ModelSpec
 
-BASE = {"vocab": 100, "width": 32, "layers": 3, "heads": 4, "ffn": 48, "context": 64}
+BASE = {"vocab_size": 100, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "ffn_hidden_size": 48, "max_seq_len": 64}
 # Hugging Face's mixtures have no router z-loss; Mixtral's and OLMoE's dense width is that of their experts.
-MOE = {"experts": 6, "top_k": 2, "ffn": 48, "z_loss": 0.0, "balance_loss": 0.02}
+MOE = {"num_experts": 6, "top_k": 2, "expert_ffn_size": 48, "z_loss_coef": 0.0, "balance_loss_coef": 0.02}
 SHAPES = {
-    "llama": {**BASE, "kv_heads": 2, "rope": {"theta": 5e5}},
-    "qwen3": {**BASE, "kv_heads": 2, "head_dim": 16, "qk_norm": "head", "tied": True, "norm_eps": 1e-6},
-    "mixtral": {**BASE, "kv_heads": 2, "moe": MOE},
+    "llama": {**BASE, "num_kv_heads": 2, "rope": {"theta": 5e5}},
+    "qwen3": {**BASE, "num_kv_heads": 2, "head_dim": 16, "qk_norm": "head", "tie_embeddings": True, "norm_eps": 1e-6},
+    "mixtral": {**BASE, "num_kv_heads": 2, "moe": MOE},
     "olmoe": {**BASE, "qk_norm": "full", "moe": {**MOE, "normalize_top_k": False}},
-    "qwen3_moe": {**BASE, "head_dim": 16, "qk_norm": "head", "moe": {**MOE, "ffn": 24, "first_dense": 1}},
-    "gpt2": {
-        **BASE, "norm": "layernorm", "activation": "gelu_tanh", "positions": "learned", "bias": True, "tied": True,
+    "qwen3_moe": {
+        **BASE,
+        "head_dim": 16,
+        "qk_norm": "head",
+        "moe": {**MOE, "expert_ffn_size": 24, "num_leading_dense_layers": 1},
     },
-}  # fmt: skip
+    "gpt2": {
+        **BASE,
+        "norm": "layernorm",
+        "activation": "gelu_tanh",
+        "position_embedding": "learned",
+        "bias": True,
+        "tie_embeddings": True,
+    },
+}
 ROPES = [
     {"theta": 1e6},
     {"scaling": "linear", "factor": 4.0},
@@ -53,7 +63,7 @@ def test_a_rope_of_an_older_transformers():
 def test_published_shapes_survive(preset):
     spec = load_model(preset)
     back = model_table(hf_config(spec))
-    for field in ("vocab", "width", "layers", "heads", "ffn", "context"):
+    for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_hidden_size", "max_seq_len"):
         assert back[field] == getattr(spec, field)
 
 
@@ -84,7 +94,9 @@ def test_a_missing_key_is_named():
         model_table({"model_type": "llama", "vocab_size": 10})
 
 
-@pytest.mark.parametrize("change", [{"norm": "layernorm"}, {"qk_norm": "full"}, {"moe": {**MOE, "shared_experts": 1}}])
+@pytest.mark.parametrize(
+    "change", [{"norm": "layernorm"}, {"qk_norm": "full"}, {"moe": {**MOE, "num_shared_experts": 1}}]
+)
 def test_a_shape_without_an_architecture_is_refused(change):
     with pytest.raises(UserError, match="can be exported"):
         hf_config(parse_table(ModelSpec, {**BASE, **change}))

@@ -34,23 +34,28 @@ BAD = [
     ('[model]\npreset = "llama3-8"', "model.preset", "'llama3-8'", "did you mean 'llama3-8b'?"),
     ('[model]\npreset = "x"', "model.preset", "'x'", "known here: gpt2-124m"),
     ('[model]\nfrom_hf = "/nowhere"', "model.from_hf", "'/nowhere'", "a directory that save_pretrained wrote"),
-    ("[model]\nheads = 5", "model.heads", "5", "use one of 1, 2, 3"),
-    ("[model]\nheads = true", "model.heads", "True", "write a whole number"),
-    ("[model]\nkv_heads = 2", "model.kv_heads", "2", "use one of 1, 3"),
+    ("[model]\nnum_heads = 5", "model.num_heads", "5", "use one of 1, 2, 3"),
+    ("[model]\nnum_heads = true", "model.num_heads", "True", "write a whole number"),
+    ("[model]\nnum_kv_heads = 2", "model.num_kv_heads", "2", "use one of 1, 3"),
     ("[model]\nhead_dim = 63", "model.head_dim", "63", "make it even"),
     ("[model]\nbias = true", "model.bias", "True", "set model.bias = false"),
     ('model = "tiny"', "model", "'tiny'", "write a table: [model]"),
-    ("[model]\nwidth = 64", "model.vocab", "", "give vocab a value"),
+    ("[model]\nhidden_size = 64", "model.vocab_size", "", "give vocab_size a value"),
     ("[model.rope]\nthetta = 1", "model.rope.thetta", "1", "did you mean 'theta'?"),
-    ("[model.moe]\nexperts = 4\ntop_k = 5\nffn = 8", "model.moe.top_k", "5", "lower it"),
-    ("[model.moe]\nexperts = 4\ntop_k = 2\nffn = 8\nfirst_dense = 3", "model.moe.first_dense", "3", "use at most 2"),
+    ("[model.moe]\nnum_experts = 4\ntop_k = 5\nexpert_ffn_size = 8", "model.moe.top_k", "5", "lower it"),
+    (
+        "[model.moe]\nnum_experts = 4\ntop_k = 2\nexpert_ffn_size = 8\nnum_leading_dense_layers = 3",
+        "model.moe.num_leading_dense_layers",
+        "3",
+        "use at most 2",
+    ),
     ('[cluster]\npreset = "h1000"', "cluster.preset", "'h1000'", "did you mean 'h100'?"),
     ('[cluster]\npreset = "A100-80GB"', "cluster.preset", "'A100-80GB'", "did you mean 'a100'?"),
     ('[cluster]\npreset = "V100"', "cluster.preset", "'V100'", "did you mean 'v100-16gb' or 'v100-32gb'?"),
     ('[cluster]\npreset = "mi250x"', "cluster.preset", "'mi250x'", "did you mean 'mi250x-gcd'?"),
-    ("[cluster]\nwatts = 0", "cluster.watts", "0", "raise it"),
+    ("[cluster]\nwatts_per_device = 0", "cluster.watts_per_device", "0", "raise it"),
     ("[cluster]\noversubscription = 0.5", "cluster.oversubscription", "0.5", "raise it"),
-    ('[layout]\ndata = "fsdp"', "layout.data", "'fsdp'", "use one of them"),
+    ('[layout]\ndata_parallel = "fsdp"', "layout.data_parallel", "'fsdp'", "use one of them"),
     ("[layout]\ntp = 0", "layout.tp", "0", "raise it"),
     ('name = "a/b"', "name", "'a/b'", "use letters, digits"),
 ]
@@ -80,30 +85,35 @@ def test_a_file_that_cannot_be_read(tmp_path, text, problem):
 
 
 def test_defaults_then_file_then_environment_then_set(tmp_path):
-    path = run_file(tmp_path, "[training]\nsteps = 2000\nseed = 2\nsequence = 128\n[model]\nlayers = 4")
+    path = run_file(tmp_path, "[training]\nsteps = 2000\nseed = 2\nseq_len = 128\n[model]\nnum_layers = 4")
     environment = {"PHALANX_TRAINING__STEPS": "3000", "PHALANX_TRAINING__SEED": "3", "PHALANX_HOME": "/x"}
     run = load_run(path, ["training.steps=4000", "name=trial", "model.qk_norm=none"], environment)
     training = run.training
-    assert (training.max_bad_steps, training.sequence, training.seed, training.steps) == (5, 128, 3, 4000)
-    assert (run.name, run.model.layers, run.model.width, run.model.qk_norm) == ("trial", 4, 192, "none")
+    assert (training.max_nonfinite_steps, training.seq_len, training.seed, training.steps) == (5, 128, 3, 4000)
+    assert (run.name, run.model.num_layers, run.model.hidden_size, run.model.qk_norm) == ("trial", 4, 192, "none")
 
 
 def test_an_empty_value_is_the_default(tmp_path):
-    path = run_file(tmp_path, '[layout]\ndata = "hsdp"\ndp_shard = 2')
+    path = run_file(tmp_path, '[layout]\ndata_parallel = "hsdp"\ndp_shard = 2')
     assert load_run(path, ["layout.dp_shard="], {}).layout.dp_shard is None
 
 
 def test_another_strategy_leaves_the_choices_of_the_files_own_behind(tmp_path):
-    offloaded = '[layout]\ndata = "zero3"\nreshard = false\noffload = "nvme"\noffload_directory = "/x"\nmicro_batch = 2'
+    offloaded = '[layout]\ndata_parallel = "zero3"\nreshard_after_forward = false\noffload = "nvme"\noffload_directory = "/x"\nmicro_batch_size = 2'
     path = run_file(tmp_path, offloaded)
-    ddp = load_run(path, ["layout.data=ddp"], {}).layout
-    assert (ddp.reshard, ddp.offload, ddp.offload_directory, ddp.micro_batch) == (True, "none", None, 2)
+    ddp = load_run(path, ["layout.data_parallel=ddp"], {}).layout
+    assert (ddp.reshard_after_forward, ddp.offload, ddp.offload_directory, ddp.micro_batch_size) == (
+        True,
+        "none",
+        None,
+        2,
+    )
     here = load_run(path, ["layout.offload=none"], {}).layout
-    assert (here.reshard, here.offload_directory) == (False, None)
-    zero1 = load_run(path, ["layout.data=zero1"], {}).layout
-    assert (zero1.reshard, zero1.offload, zero1.offload_directory) == (True, "nvme", "/x")
-    asked = load_run(path, ["layout.data=ddp", "layout.staleness=2"], {}).layout
-    with pytest.raises(UserError, match=r"layout\.staleness = 2: has no meaning"):
+    assert (here.reshard_after_forward, here.offload_directory) == (False, None)
+    zero1 = load_run(path, ["layout.data_parallel=zero1"], {}).layout
+    assert (zero1.reshard_after_forward, zero1.offload, zero1.offload_directory) == (True, "nvme", "/x")
+    asked = load_run(path, ["layout.data_parallel=ddp", "layout.max_staleness=2"], {}).layout
+    with pytest.raises(UserError, match=r"layout\.max_staleness = 2: has no meaning"):
         check_inapplicable_options(asked)
 
 
@@ -130,9 +140,9 @@ def test_a_bad_override_is_refused(tmp_path, override):
 
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_every_model_preset_loads_and_may_be_changed(preset):
-    run = run_from_table({"model": {"preset": preset, "layers": 2}})
-    assert run.model.layers == 2
-    assert load_model(preset).head_dim * load_model(preset).heads >= load_model(preset).width
+    run = run_from_table({"model": {"preset": preset, "num_layers": 2}})
+    assert run.model.num_layers == 2
+    assert load_model(preset).head_dim * load_model(preset).num_heads >= load_model(preset).hidden_size
 
 
 @pytest.mark.parametrize("preset", sorted({*preset_names("machines")} - {"cpu"}))
@@ -142,14 +152,14 @@ def test_every_machine_preset_loads_and_may_be_changed(preset):
     assert 7e13 <= cluster.peak_flops < 3e15
     assert 16 * 2**30 <= cluster.memory_bytes <= 288 * 2**30
     assert 3e11 <= cluster.hbm_bytes_per_second <= 8e12
-    assert (cluster.domain > 1) == (cluster.link_bytes_per_second is not None)
+    assert (cluster.fast_link_domain > 1) == (cluster.link_bytes_per_second is not None)
     assert (cluster.device == "cuda") != preset.startswith("tpu")
 
 
 def test_a_machine_may_be_a_file(tmp_path):
     file = tmp_path / "here.toml"
     file.write_text('device = "cpu"\ncores = 4\nmemory_bytes = 8000\npeak_flops = 1e9\n')
-    cluster = run_from_table({"cluster": {"preset": str(file), "nproc": 8, "peak_flops": 2e9}}).cluster
+    cluster = run_from_table({"cluster": {"preset": str(file), "nproc_per_node": 8, "peak_flops": 2e9}}).cluster
     assert (cluster.preset, cluster.cores, cluster.peak_flops) == (None, 4, 2e9)
     assert (cluster.ranks_per_core, cluster.rank_memory_bytes) == (2, 1000)
 
@@ -165,13 +175,13 @@ def test_a_machine_file_keeps_the_name_of_what_it_changes(tmp_path):
 @pytest.mark.parametrize("first", ["a100", "cpu"])
 def test_another_machine_takes_the_place_of_the_one_that_a_run_resolved(tmp_path, first):
     run = run_from_table(
-        {"cluster": {"preset": first, "nodes": 3, "price_per_hour": 2.0, "network_bytes_per_second": 9e9}}
+        {"cluster": {"preset": first, "nodes": 3, "price_per_device_hour": 2.0, "network_bytes_per_second": 9e9}}
     )
     file = tmp_path / "run.toml"
     file.write_text(to_toml(run))
     assert load_run(file, environment={}) == run
     cluster = load_run(file, environment={}, machine="h100").cluster
-    assert cluster == load_machine("h100").model_copy(update={"nodes": 3, "price_per_hour": 2.0})
+    assert cluster == load_machine("h100").model_copy(update={"nodes": 3, "price_per_device_hour": 2.0})
 
 
 def test_what_a_run_file_says_of_an_unnamed_machine_stays(tmp_path):
@@ -182,21 +192,21 @@ def test_what_a_run_file_says_of_an_unnamed_machine_stays(tmp_path):
 
 def test_a_preset_may_be_changed_inside_its_experts():
     moe = run_from_table({"model": {"preset": "mixtral-8x7b", "moe": {"top_k": 1}}}).model.moe
-    assert (moe.top_k, moe.experts) == (1, 8)
+    assert (moe.top_k, moe.num_experts) == (1, 8)
 
 
 def test_replace_validates():
     spec = load_model("tiny")
-    assert spec.replace(heads=6, head_dim=32).head_dim == 32
-    with pytest.raises(UserError, match="kv_heads = 4: does not divide"):
-        spec.replace(heads=6, kv_heads=4)
+    assert spec.replace(num_heads=6, head_dim=32).head_dim == 32
+    with pytest.raises(UserError, match="num_kv_heads = 4: does not divide"):
+        spec.replace(num_heads=6, num_kv_heads=4)
 
 
 @pytest.mark.parametrize(
     ("world_size", "micro_batch", "cut"), [(1, None, (1, 64, 1)), (2, 8, (2, 8, 4)), (4, None, (4, 16, 1))]
 )
 def test_a_step_is_cut_over_the_ranks(world_size, micro_batch, cut):
-    layout = {} if micro_batch is None else {"micro_batch": micro_batch}
+    layout = {} if micro_batch is None else {"micro_batch_size": micro_batch}
     made = plan_batch(run_from_table({"layout": layout}), world_size)
     assert (made.dp_size, made.micro_batch_size, made.gradient_accumulation_steps) == cut
     assert made.global_batch_size == made.dp_size * made.micro_batch_size * made.gradient_accumulation_steps
@@ -207,8 +217,8 @@ def test_a_step_is_cut_over_the_ranks(world_size, micro_batch, cut):
     [(2048, 256, 64), (32_768, 256, 64), (65_536, 256, 32), (128_256, 1024, 4), (128_256, 8192, 1), (257, 32_768, 1)],
 )
 def test_a_default_micro_batch_has_at_most_16384_tokens_and_2_gib_of_logits(vocab, sequence, micro_batch):
-    training = {"sequence": sequence, "tokens_per_step": 128 * sequence}
-    run = run_from_table({"model": {"vocab": vocab}, "training": training})
+    training = {"seq_len": sequence, "tokens_per_step": 128 * sequence}
+    run = run_from_table({"model": {"vocab_size": vocab}, "training": training})
     assert plan_batch(run, 1).micro_batch_size == micro_batch
     assert micro_batch == 1 or micro_batch * sequence <= 16_384
     assert micro_batch == 1 or micro_batch * sequence * vocab * 4 <= 2**31
@@ -216,7 +226,7 @@ def test_a_default_micro_batch_has_at_most_16384_tokens_and_2_gib_of_logits(voca
 
 def test_a_step_that_the_ranks_cannot_share_is_refused_with_one_they_can():
     with pytest.raises(UserError, match=r"use training\.tokens_per_step = 16128"):
-        plan_batch(run_from_table({"layout": {"data": "zero3"}}), 3)
+        plan_batch(run_from_table({"layout": {"data_parallel": "zero3"}}), 3)
 
 
 def test_ranks_that_reduce_once_may_share_unevenly():
@@ -237,8 +247,8 @@ def test_ranks_that_reduce_once_may_share_unevenly():
 )
 def test_other_ranks_change_accumulation_or_the_batch_and_learning_rates(scaling, ranks, sequences, learning_rate):
     """Tokens per update are those of 2 ranks, 64 sequences."""
-    base = {} if scaling == "keep" else {"base_ranks": 2}
-    run = run_from_table({"training": {"scaling": scaling, **base}, "layout": {"micro_batch": 4}})
+    base = {} if scaling == "keep" else {"base_dp_size": 2}
+    run = run_from_table({"training": {"batch_scaling": scaling, **base}, "layout": {"micro_batch_size": 4}})
     made = plan_batch(run, ranks)
     assert (made.global_batch_size, made.learning_rate_scale) == (sequences, learning_rate)
     assert made.global_batch_size == made.micro_batch_size * made.dp_size * made.gradient_accumulation_steps

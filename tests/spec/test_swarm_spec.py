@@ -6,12 +6,19 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.load import run_from_table
 from phalanx.spec.run import RunSpec
 
-MODEL = {"vocab": 256, "width": 64, "layers": 2, "heads": 4, "ffn": 128, "context": 64,
-         "moe": {"experts": 8, "top_k": 2, "ffn": 128}}  # fmt: skip
+MODEL = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "ffn_hidden_size": 128,
+    "max_seq_len": 64,
+    "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 128},
+}
 
 
 def described(swarm: dict[str, object], **more: object) -> RunSpec:
-    training = {"steps": 200, "sequence": 64, "tokens_per_step": 1024}
+    training = {"steps": 200, "seq_len": 64, "tokens_per_step": 1024}
     return run_from_table({"model": MODEL, "training": training, "swarm": swarm, **more})
 
 
@@ -24,7 +31,7 @@ def test_methods_have_their_papers_settings():
 
 def test_own_experts_are_spared_less_and_less():
     """SPES's decayed auxiliary loss: from 0.7 to 1 in the first 20 % of 1000 steps."""
-    balance = described({"balance": {"own": 0.7}}).swarm.balance
+    balance = described({"balance": {"local_expert_weight": 0.7}}).swarm.balance
     found = [balance.ratio(step, 1000) for step in (0, 50, 100, 199, 200, 999)]
     assert found == pytest.approx([0.7, 0.775, 0.85, 0.9985, 1.0, 1.0])
     assert found[-2:] == [1.0, 1.0]
@@ -40,8 +47,12 @@ def test_own_experts_are_spared_less_and_less():
         ({"mixing": 0.5}, {}, r"swarm\.mixing = 0\.5: has no meaning without delay"),
         ({"merge": {"every": 150}}, {}, r"merge\.every = 150: is no multiple of every \(100\)"),
         ({"method": "diloco", "replication": 2}, {}, "replication.*has no meaning for diloco"),
-        ({"method": "fedavg", "frozen": "bf16"}, {}, "frozen.*has no meaning for fedavg"),
-        ({"method": "diloco", "balance": {"own": 0.7}}, {}, "balance.own.*has no meaning for diloco"),
+        ({"method": "fedavg", "frozen_expert_codec": "bf16"}, {}, "frozen.*has no meaning for fedavg"),
+        (
+            {"method": "diloco", "balance": {"local_expert_weight": 0.7}},
+            {},
+            "balance.local_expert_weight.*has no meaning for diloco",
+        ),
         ({"method": "ddp"}, {}, r"swarm\.every = 100: is not 1: ddp exchanges gradients after every step"),
         ({"method": "ddp", "every": 1, "outer": {}}, {}, "outer.*has no meaning for ddp"),
         ({"method": "ddp", "every": 1, "delay": 1}, {}, r"swarm\.delay = 1: is not less than the 1 steps"),
@@ -51,10 +62,10 @@ def test_own_experts_are_spared_less_and_less():
         ({"every": 30}, {}, r"training\.steps = 200: is no multiple of the 30 steps of a round\n.*use 210"),
         (
             {},
-            {"layout": {"ep": 2, "data": "zero3"}},
-            r"layout\.data = 'zero3': splits what expert-parallel ranks train",
+            {"layout": {"ep": 2, "data_parallel": "zero3"}},
+            r"layout\.data_parallel = 'zero3': splits what expert-parallel ranks train",
         ),
-        ({}, {"layout": {"data": "parameter_server"}}, "no layout for inside a node"),
+        ({}, {"layout": {"data_parallel": "parameter_server"}}, "no layout for inside a node"),
         ({}, {"model": {**MODEL, "moe": None}}, "shares out experts, and the model has none"),
         ({}, {"model": {**MODEL, "moe": {**MODEL["moe"], "bias_update_rate": 0.1}}}, "bias_update_rate = 0.1"),
         ({"methd": "spes"}, {}, "did you mean 'method'"),

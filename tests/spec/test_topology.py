@@ -37,7 +37,7 @@ def test_real_machines(file, gpus, nics, nvlinks, domain, nearest, numa):
     assert " ".join(node.nearest_nics(2)) == nearest
     assert node.numa_nodes == tuple(numa)
     known = infer_cluster(node).fields
-    assert (known["nproc"], known["domain"]) == (gpus, domain)
+    assert (known["nproc_per_node"], known["fast_link_domain"]) == (gpus, domain)
 
 
 def test_ways_between_gpus():
@@ -70,11 +70,13 @@ def test_what_is_not_determined_is_said():
     unknown = infer_cluster(read_topology(HERE / "rtx4090-pcie.txt")).unknown
     assert unknown["link_bytes_per_second"] == "the GPUs have no NVLinks"
     tray = matrix("GPU0 X NV18", "GPU1 NV18 X")
-    assert "72 GPUs of several nodes (gb200)" in infer_cluster(parse_topology(tray), "gb200").unknown["domain"]
+    assert (
+        "72 GPUs of several nodes (gb200)" in infer_cluster(parse_topology(tray), "gb200").unknown["fast_link_domain"]
+    )
     bridged = parse_topology(matrix("GPU0 X NV4 NODE", "GPU1 NV4 X NODE", "GPU2 NODE NODE X"))
     assert bridged.nvlink_domains() == ((0, 1), (2,))
     assert infer_cluster(bridged).unknown == {
-        "domain": "NVLinks join GPUs in groups of different sizes: 1, 2",
+        "fast_link_domain": "NVLinks join GPUs in groups of different sizes: 1, 2",
         "link_bytes_per_second": "GPUs have different numbers of NVLinks: 0, 4",
         "network_bytes_per_second": "no network devices are listed",
     }
@@ -111,7 +113,7 @@ def test_a_matrix_of_pcie_alone_does_not_tell_of_nvlinks():
     legend = "\nLegend:\n  X    = Self\n  PIX  = Connection traversing at most a single PCIe bridge\n"
     node = parse_topology(matrix("GPU0 X PIX", "GPU1 PIX X") + legend)
     assert node.nvlinks == (None, None)
-    assert "NVLinks are not shown" in infer_cluster(node).unknown["domain"]
+    assert "NVLinks are not shown" in infer_cluster(node).unknown["fast_link_domain"]
 
 
 def test_columns_that_run_together():
@@ -142,7 +144,7 @@ def test_a_clouds_file_has_the_tree_alone():
     node = parse_topology(CLOUD.format(numa=-1))
     assert (node.nics, node.numa_nodes) == (("0101:00:00.0",), (None, None, 1))
     assert (node.links[0], node.nic_paths) == (("X", "PXB", "SYS"), (("PIX",), ("PXB",), ("SYS",)))
-    assert set(infer_cluster(node).unknown) == {"domain", "link_bytes_per_second", "network_bytes_per_second"}
+    assert set(infer_cluster(node).unknown) == {"fast_link_domain", "link_bytes_per_second", "network_bytes_per_second"}
 
 
 def gpu(busid: str, dev: int, *links: str) -> str:

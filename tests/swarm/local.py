@@ -48,10 +48,10 @@ def certificates() -> Path:
 
 def run_of(folder: Path, changes: dict[str, Any] | None = None, **swarm: Any) -> RunSpec:
     """A tiny mixture of experts that a swarm learns: by default two nodes, four rounds of three steps."""
-    model = {**MOE, "tied": False, "moe": {**MOE["moe"], "bias_update_rate": 0.0}}
+    model = {**MOE, "tie_embeddings": False, "moe": {**MOE["moe"], "bias_update_rate": 0.0}}
     spec = {"method": "spes+", "nodes": 2, "every": 3, "round": {"grace_seconds": 60, "lease_seconds": 60}, **swarm}
     table = {
-        "model": model, "training.steps": 12, "training.precision": "fp32", "swarm": spec, "out": str(folder),
+        "model": model, "training.steps": 12, "training.precision": "fp32", "swarm": spec, "output_dir": str(folder),
         "cluster.device": "cpu", **(changes or {}),
     }  # fmt: skip
     return described(Path(json.__file__).parent, folder, table)

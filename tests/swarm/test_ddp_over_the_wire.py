@@ -35,7 +35,7 @@ EPS = 1e-4
 
 
 def described(folder: Path, nodes: int, changes: dict[str, Any] | None = None, **swarm: Any) -> RunSpec:
-    table = {"training.steps": ROUNDS, "optimizer.warmup_steps": 2, "optimizer.clip_norm": 0.0, **(changes or {})}
+    table = {"training.steps": ROUNDS, "optimizer.warmup_steps": 2, "optimizer.max_grad_norm": 0.0, **(changes or {})}
     return run_of(folder, table, method="ddp", every=1, nodes=nodes, **swarm)
 
 
@@ -53,7 +53,7 @@ def test_a_node_alone_trains_as_always(tmp_path):
 
 def test_a_node_alone_is_clipped_as_always(tmp_path):
     """To rounding: a trainer divides by tokens and clips at once, by a norm that it sums in fp32."""
-    run = described(tmp_path, 1, {"optimizer.clip_norm": CLIPPED, "optimizer.eps": EPS})
+    run = described(tmp_path, 1, {"optimizer.max_grad_norm": CLIPPED, "optimizer.eps": EPS})
     found, members = learned(run, tmp_path, NODES[:1])
     assert min(record["grad_norm"] for record in members.steps["ann"]) > 10 * CLIPPED
     assert is_near(found, alone(run, tmp_path), 1e-6)
@@ -64,7 +64,7 @@ def test_a_node_alone_is_clipped_as_always(tmp_path):
 @pytest.mark.parametrize("clip_norm", [0.0, CLIPPED])
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_nodes_are_one_process_with_as_many_times_the_batch(tmp_path, nodes, clip_norm):
-    changes = {"optimizer.clip_norm": clip_norm, "optimizer.eps": EPS}
+    changes = {"optimizer.max_grad_norm": clip_norm, "optimizer.eps": EPS}
     run = described(tmp_path, nodes, changes)
     found, _ = learned(run, tmp_path, NODES[:nodes])
     larger = {**changes, "training.tokens_per_step": nodes * run.training.tokens_per_step}
@@ -73,9 +73,15 @@ def test_nodes_are_one_process_with_as_many_times_the_batch(tmp_path, nodes, cli
 
 
 LAYOUTS: list[dict[str, Any]] = [
-    {"micro_batch": 1}, {"data": "zero1"}, {"data": "zero2", "offload": "cpu"}, {"data": "zero3"}, {"tp": 2},
-    {"ep": 2}, {"cp": 2}, {"pp": 2, "micro_batch": 2},
-]  # fmt: skip
+    {"micro_batch_size": 1},
+    {"data_parallel": "zero1"},
+    {"data_parallel": "zero2", "offload": "cpu"},
+    {"data_parallel": "zero3"},
+    {"tp": 2},
+    {"ep": 2},
+    {"cp": 2},
+    {"pp": 2, "micro_batch_size": 2},
+]
 
 
 def take_part(run: RunSpec, folder: Path, port: int, certificate: Path) -> list[int]:
@@ -93,7 +99,12 @@ def take_part(run: RunSpec, folder: Path, port: int, certificate: Path) -> list[
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_ranks_of_a_node_share_it_by_any_layout(tmp_path, layout):
     """Their gradients, summed and brought together, are those of one process; no rank holds optimizer state."""
-    changes = {"training.precision": "fp64", "training.steps": 3, "optimizer.clip_norm": CLIPPED, "optimizer.eps": EPS}
+    changes = {
+        "training.precision": "fp64",
+        "training.steps": 3,
+        "optimizer.max_grad_norm": CLIPPED,
+        "optimizer.eps": EPS,
+    }
     with served(described(tmp_path, 1, changes), tmp_path) as swarm:
         run = described(tmp_path, 1, changes | {f"layout.{name}": value for name, value in layout.items()})
         (tmp_path / "ann").mkdir()

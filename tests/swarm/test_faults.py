@@ -293,7 +293,9 @@ def test_a_round_of_which_nobody_is_left_is_given_up(tmp_path):
 
 def test_a_quorum_does_not_wait_for_a_slow_node_for_ever_and_tokens_are_weights(tmp_path):
     """Three told; after the grace the round is closed. What comes then is late; in the next round it tells less."""
-    run = run_of(tmp_path, codec="fp32", nodes=4, round={"grace_seconds": 0.5, "patience": 3.0, "lease_seconds": 60})
+    run = run_of(
+        tmp_path, codec="fp32", nodes=4, round={"grace_seconds": 0.5, "timeout_multiplier": 3.0, "lease_seconds": 60}
+    )
     with served(run, tmp_path) as swarm:
         links = in_a_round(run, swarm, NODES)
         late = written(swarm, tmp_path, "dee")

@@ -23,8 +23,16 @@ SECONDS, MBIT = 120, 20
 LATE_SECONDS = 10.0
 """That a round may take beyond its deadline, to be put together on a machine that does much else."""
 ROUND = {"grace_seconds": 6, "lease_seconds": 12}
-MODEL = {"vocab": 257, "width": 128, "layers": 2, "heads": 4, "ffn": 256, "context": 64, "tied": False,
-         "moe": {"experts": 8, "top_k": 2, "ffn": 256, "bias_update_rate": 0.0}}  # fmt: skip
+MODEL = {
+    "vocab_size": 257,
+    "hidden_size": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "ffn_hidden_size": 256,
+    "max_seq_len": 64,
+    "tie_embeddings": False,
+    "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 256, "bias_update_rate": 0.0},
+}
 
 
 @pytest.fixture
@@ -38,7 +46,7 @@ def night(tmp_path: Path) -> Iterator[SwarmProcesses]:
     try:
         with (
             star_network(NODES, MBIT) as network,
-            swarm_processes(network, tmp_path, file, Path(run.out) / run.name) as found,
+            swarm_processes(network, tmp_path, file, Path(run.output_dir) / run.name) as found,
         ):
             yield found
     except NamespacesUnavailable as none:

@@ -31,7 +31,7 @@ def test_every_number_is_in_one_piece(model):
 
 
 def test_parts_of_a_large_tensor_are_its_rows(tmp_path):
-    model = TINY.replace(vocab=10_000)
+    model = TINY.replace(vocab_size=10_000)
     parts = [item for item in model_pieces(model) if item.name == "embedding.weight"]
     assert [(item.first, item.shape) for item in parts] == [(0, (4096, 64)), (4096, (4096, 64)), (8192, (1808, 64))]
     whole = torch.randn(10_000, 64)
@@ -40,7 +40,7 @@ def test_parts_of_a_large_tensor_are_its_rows(tmp_path):
             file.write(item, whole[item.first : item.first + len(torch.empty(item.shape))])
         assert torch.equal(file.whole("embedding.weight"), whole)
         assert torch.equal(file.read(parts[2]), whole[8192:])
-    drawn = initial_pieces(run_from_table({"model": model.model_dump(mode="json"), "training": {"sequence": 64}}))
+    drawn = initial_pieces(run_from_table({"model": model.model_dump(mode="json"), "training": {"seq_len": 64}}))
     assert drawn(parts[2]).shape == (1808, 64)
 
 

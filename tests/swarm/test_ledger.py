@@ -92,7 +92,7 @@ def test_nothing_closes_without_a_word():
 
 
 def test_after_a_quorum_the_missing_have_a_grace():
-    ledger = swarm_of(nodes=4, round={"quorum": 0.5, "grace_seconds": 10.0, "patience": 3.0})
+    ledger = swarm_of(nodes=4, round={"quorum": 0.5, "grace_seconds": 10.0, "timeout_multiplier": 3.0})
     join(ledger, *NODES)
     open_round(ledger, 100.0)
     told(ledger, "ann", 110.0)
@@ -105,7 +105,7 @@ def test_after_a_quorum_the_missing_have_a_grace():
 
 def test_the_rounds_before_say_when_the_next_is_over():
     """From its beginning on, so that a slow node knows how long it has."""
-    ledger = swarm_of(nodes=4, steps=24, round={"grace_seconds": 1.0, "patience": 3.0})
+    ledger = swarm_of(nodes=4, steps=24, round={"grace_seconds": 1.0, "timeout_multiplier": 3.0})
     join(ledger, *NODES)
     for begun in (0.0, 100.0):
         open_round(ledger, begun)
@@ -119,7 +119,7 @@ def test_the_rounds_before_say_when_the_next_is_over():
 @given(st.lists(st.floats(0.0, 1e4), min_size=1, max_size=20), st.floats(0, 100), st.floats(0, 10))
 def test_most_are_waited_for(offsets, grace, times):
     """At least half, whatever the settings; and one that is very late changes little."""
-    spec = RoundSpec(grace_seconds=grace, patience=times)
+    spec = RoundSpec(grace_seconds=grace, timeout_multiplier=times)
     limit = deadline_offset(offsets, spec)
     assert sum(offset <= limit for offset in offsets) >= len(offsets) / 2
 

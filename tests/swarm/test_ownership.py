@@ -115,8 +115,8 @@ def test_ranks_that_share_experts_have_room_for_more():
     """Each has half of an expert, but all of what is beside."""
     swarm = SwarmSpec(method="spes", nodes=2)
     for own in (1, 2, 4):
-        memory = state_bytes(node_share(TINY, "spes", own), swarm.frozen)
+        memory = state_bytes(node_share(TINY, "spes", own), swarm.frozen_expert_codec)
         assert max_trained_experts(TINY, swarm, memory) == own
         assert max_trained_experts(TINY, swarm, memory, sharing=2) == 2 * own
     with pytest.raises(UserError, match="is too little"):
-        max_trained_experts(TINY, swarm, state_bytes(node_share(TINY, "spes", 0), swarm.frozen), sharing=2)
+        max_trained_experts(TINY, swarm, state_bytes(node_share(TINY, "spes", 0), swarm.frozen_expert_codec), sharing=2)

@@ -64,23 +64,27 @@ def second_half(run: RunSpec) -> list[tuple[float, float]]:
 
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    **{f"{data}x{n}": (n, {"layout.data": data}) for data in ("ddp", "zero1", "zero2", "zero3") for n in (2, 4)},
-    "hsdpx4": (4, {"layout.data": "hsdp", "layout.dp_shard": 2}),
-    "serverx2": (2, {"layout.data": "parameter_server"}),
-    "pipelinex2": (2, {"layout.pp": 2, "layout.micro_batch": 1}),
-    "pipelinex4-zero1": (4, {"layout.pp": 2, "layout.schedule": "zb-h1", "layout.data": "zero1"}),
-    "pipelinex4-zero3": (4, {"layout.pp": 2, "layout.data": "zero3"}),
+    **{
+        f"{data}x{n}": (n, {"layout.data_parallel": data})
+        for data in ("ddp", "zero1", "zero2", "zero3")
+        for n in (2, 4)
+    },
+    "hsdpx4": (4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}),
+    "serverx2": (2, {"layout.data_parallel": "parameter_server"}),
+    "pipelinex2": (2, {"layout.pp": 2, "layout.micro_batch_size": 1}),
+    "pipelinex4-zero1": (4, {"layout.pp": 2, "layout.schedule": "zb-h1", "layout.data_parallel": "zero1"}),
+    "pipelinex4-zero3": (4, {"layout.pp": 2, "layout.data_parallel": "zero3"}),
     "tensorx2": (2, {"layout.tp": 2}),
     "tensorx4": (4, {"layout.tp": 4}),
-    "tensorx4-zero1": (4, {"layout.tp": 2, "layout.data": "zero1"}),
-    "tensorx4-zero3": (4, {"layout.tp": 2, "layout.data": "zero3"}),
-    "tensorx4-pipeline": (4, {"layout.tp": 2, "layout.pp": 2, "layout.micro_batch": 1}),
-    "contextx4-zero3": (4, {"layout.cp": 2, "layout.data": "zero3"}),
+    "tensorx4-zero1": (4, {"layout.tp": 2, "layout.data_parallel": "zero1"}),
+    "tensorx4-zero3": (4, {"layout.tp": 2, "layout.data_parallel": "zero3"}),
+    "tensorx4-pipeline": (4, {"layout.tp": 2, "layout.pp": 2, "layout.micro_batch_size": 1}),
+    "contextx4-zero3": (4, {"layout.cp": 2, "layout.data_parallel": "zero3"}),
     "expertx2": (2, {"layout.ep": 2}),
-    "expertx4-zero3": (4, {"layout.ep": 2, "layout.data": "zero3"}),
-    "expertx4-tensor": (4, {"layout.ep": 2, "layout.tp": 2, "layout.data": "zero1"}),
-    "tensorx4-offload": (4, {"layout.tp": 2, "layout.data": "zero2", "layout.offload": "cpu"}),
-    "serversx4": (4, {"layout.data": "parameter_server", "layout.servers": 2, "layout.staleness": 0}),
+    "expertx4-zero3": (4, {"layout.ep": 2, "layout.data_parallel": "zero3"}),
+    "expertx4-tensor": (4, {"layout.ep": 2, "layout.tp": 2, "layout.data_parallel": "zero1"}),
+    "tensorx4-offload": (4, {"layout.tp": 2, "layout.data_parallel": "zero2", "layout.offload": "cpu"}),
+    "serversx4": (4, {"layout.data_parallel": "parameter_server", "layout.num_servers": 2, "layout.max_staleness": 0}),
 }
 
 
@@ -123,12 +127,16 @@ def test_layouts_continue_each_other(
     assert result == [pytest.approx(step, rel=1e-10) for step in uninterrupted[HALF:]]
 
 
-DDP2, ZERO4, ZERO2 = (2, {"layout.data": "ddp"}), (4, {"layout.data": "zero3"}), (2, {"layout.data": "zero3"})
-HSDP4 = (4, {"layout.data": "hsdp", "layout.dp_shard": 2})
+DDP2, ZERO4, ZERO2 = (
+    (2, {"layout.data_parallel": "ddp"}),
+    (4, {"layout.data_parallel": "zero3"}),
+    (2, {"layout.data_parallel": "zero3"}),
+)
+HSDP4 = (4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2})
 RETURNS = {
     "zero3x4-ddpx2-muon": (ZERO4, DDP2, {"optimizer.name": "muon"}),
     "hsdpx4-zero3x2-sgd": (HSDP4, ZERO2, {"optimizer.name": "sgd"}),
-    "zero3x2-ddpx2-recompute": (ZERO2, DDP2, {"layout.recompute": "full"}),
+    "zero3x2-ddpx2-recompute": (ZERO2, DDP2, {"layout.activation_checkpointing": "full"}),
 }
 
 
@@ -142,7 +150,7 @@ def test_resume_in_another_layout(before: Any, after: Any, common: Any, text: Pa
 
 
 def test_resume_in_the_same_layout_is_bit_exact(text: Path, tmp_path: Path) -> None:
-    run = described(text, tmp_path, {"training.precision": "bf16", "layout.data": "zero3", **SHORT})
+    run = described(text, tmp_path, {"training.precision": "bf16", "layout.data_parallel": "zero3", **SHORT})
     whole = rank_pool(2).run(trajectory, run)
     rank_pool(2).run(first_half, run)
     assert rank_pool(2).run(second_half, run) == [result[HALF:] for result in whole]
@@ -159,8 +167,8 @@ def rates_and_tokens(run: RunSpec) -> list[tuple[float, int]]:
 def test_a_run_that_returns_with_other_ranks_warms_up_to_its_new_batch(text: Path, tmp_path: Path) -> None:
     """From 2 ranks to 4 with linear scaling: twice the tokens, and a learning rate that rises to twice its value in
     the steps of a warm-up."""
-    training = {"training.scaling": "linear", "training.base_ranks": 2, **SHORT}
-    run = described(text, tmp_path, {**training, "optimizer.warmup_steps": 4, "optimizer.decay": "none"})
+    training = {"training.batch_scaling": "linear", "training.base_dp_size": 2, **SHORT}
+    run = described(text, tmp_path, {**training, "optimizer.warmup_steps": 4, "optimizer.lr_schedule": "none"})
     rank_pool(2).run(first_half, run)
     rates, tokens = zip(*rank_pool(4).run(rates_and_tokens, run)[0], strict=True)
     assert rates == pytest.approx([0.01 * factor for factor in (1.25, 1.5, 1.75, 2, 2)])
@@ -177,7 +185,7 @@ def three_steps_and_save(run: RunSpec) -> None:
 
 
 def test_a_warm_up_to_new_rates_goes_on_after_a_restart(text: Path, tmp_path: Path) -> None:
-    changes = {"training.scaling": "sqrt", "training.base_ranks": 1, "optimizer.warmup_steps": 6}
+    changes = {"training.batch_scaling": "sqrt", "training.base_dp_size": 1, "optimizer.warmup_steps": 6}
     whole, killed = (described(text, tmp_path / name, changes) for name in ("whole", "killed"))
     for run in (whole, killed):
         three_steps_and_save(run)
@@ -414,7 +422,7 @@ def test_damaged_checkpoints_never_push_an_intact_one_out(text: Path, saved: Pat
 
 def refused(run: RunSpec) -> UserError:
     """What set-up says of a resume that cannot work; it must leave the run directory as it is."""
-    directory = Path(run.out) / run.name
+    directory = Path(run.output_dir) / run.name
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     with pytest.raises(UserError) as caught:
         create_run(run, 1, resume=True)
@@ -433,11 +441,11 @@ def test_old_checkpoints_are_pruned(text: Path, tmp_path: Path) -> None:
 
 
 OTHERS = {
-    "model.width": {"model": {**MOE, "width": 64}},
-    "model.moe.experts": {"model": {**MOE, "moe": {**MOE["moe"], "experts": 8}}},
+    "model.hidden_size": {"model": {**MOE, "hidden_size": 64}},
+    "model.moe.num_experts": {"model": {**MOE, "moe": {**MOE["moe"], "num_experts": 8}}},
     "optimizer.name": {"model": MOE, "optimizer.name": "muon"},
     "training.seed": {"model": MOE, "training.seed": 7},
-    "training.sequence": {"model": MOE, "training.sequence": 16},
+    "training.seq_len": {"model": MOE, "training.seq_len": 16},
     "data": {"model": MOE, "data.train": [str(Path(logging.__file__).parent)]},
 }
 

@@ -27,9 +27,17 @@ from phalanx.train import checkup
 from phalanx.train.setup import to_toml
 
 RUN = {
-    "model": {"vocab": 96, "width": 32, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 64, "context": 32},
-    "training": {"sequence": 32, "tokens_per_step": 1536, "precision": "fp32"},
-    "layout": {"data": "zero3", "micro_batch": 1},
+    "model": {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "ffn_hidden_size": 64,
+        "max_seq_len": 32,
+    },
+    "training": {"seq_len": 32, "tokens_per_step": 1536, "precision": "fp32"},
+    "layout": {"data_parallel": "zero3", "micro_batch_size": 1},
     "cluster": {"device": "cpu"},
 }
 SLOW, FAST = 100.0, 1000.0

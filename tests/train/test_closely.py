@@ -47,7 +47,7 @@ def test_the_first_step_that_is_like_all_others_is_metered(text: Path, tmp_path:
 
 
 def test_passes_of_a_step_lie_in_it_and_follow_each_other(text: Path, tmp_path: Path) -> None:
-    changes = {"layout.pp": 2, "layout.micro_batch": 1}
+    changes = {"layout.pp": 2, "layout.micro_batch_size": 1}
     for noted in rank_pool(2).run(lines_of, described(text, tmp_path, changes), range(3, 5), 4):
         line = noted[-1]
         ends = [moment for *_, begun, ended in line["spans"] for moment in (begun, ended)]

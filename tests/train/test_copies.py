@@ -25,7 +25,7 @@ from tests.train.test_nodes import nodes, of_one_process
 from tests.train.test_recovery import SECONDS, SHORT, events, rank_pids, reaches, trained, training, wait_until
 
 TEXT = Path(json.__file__).parent
-COPIED = {"recovery.copy_every": 1, "checkpoint.every": 0}
+COPIED = {"recovery.in_memory_checkpoint_every": 1, "checkpoint.every": 0}
 KILLS = 3
 
 
@@ -69,12 +69,12 @@ def train_and_return(run: RunSpec, memory: str, lost: int | None, last: int) -> 
     ("changes", "count"),
     [
         ({}, 2),
-        ({"layout.data": "zero1", "training.precision": "bf16"}, 2),
-        ({"layout.data": "zero3"}, 2),
-        ({"layout.data": "zero2", "layout.offload": "cpu"}, 2),
+        ({"layout.data_parallel": "zero1", "training.precision": "bf16"}, 2),
+        ({"layout.data_parallel": "zero3"}, 2),
+        ({"layout.data_parallel": "zero2", "layout.offload": "cpu"}, 2),
         ({"layout.tp": 2, "optimizer.name": "muon"}, 2),
-        ({"layout.ep": 2, "layout.data": "zero1", "model": MOE}, 2),
-        ({"layout.pp": 2, "layout.data": "zero1"}, 4),
+        ({"layout.ep": 2, "layout.data_parallel": "zero1", "model": MOE}, 2),
+        ({"layout.pp": 2, "layout.data_parallel": "zero1"}, 4),
     ],
     ids=["ddp", "zero1-bf16", "zero3", "zero2-offload", "tp-muon", "ep-zero1", "pp-zero1"],
 )
@@ -149,7 +149,7 @@ def test_one_rank_alone_loses_no_more(tmp_path: Path) -> None:
 
 def test_copies_of_one_rank_need_no_restarts(tmp_path: Path) -> None:
     """They are the launcher's, which one rank would otherwise do without."""
-    with training(TEXT, tmp_path, {**COPIED, "training.steps": 4, "recovery.restarts": 0}, 1) as process:
+    with training(TEXT, tmp_path, {**COPIED, "training.steps": 4, "recovery.max_restarts": 0}, 1) as process:
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
     assert len(trained(tmp_path / "parity")) == 4
@@ -178,7 +178,7 @@ def keep_and_move(run: RunSpec, memories: list[str], last: int) -> list[int]:
 def test_ranks_that_change_places_find_their_state(last: int, tmp_path: Path) -> None:
     """Three nodes of four have moved up by one, the last is new; in either of the two places a copy may be."""
     prepared_text()
-    run = described(TEXT, tmp_path, {**COPIED, "layout.data": "zero3"})
+    run = described(TEXT, tmp_path, {**COPIED, "layout.data_parallel": "zero3"})
     prepare(run.data)
     memories = []
     for _ in range(5):
@@ -189,7 +189,7 @@ def test_ranks_that_change_places_find_their_state(last: int, tmp_path: Path) ->
 
 def test_copies_from_before_the_run_went_back_are_not_gone_on_from(tmp_path: Path) -> None:
     prepared_text()
-    run = described(TEXT, tmp_path, {**COPIED, "recovery.rollbacks": 1})
+    run = described(TEXT, tmp_path, {**COPIED, "recovery.max_rollbacks": 1})
     prepare(run.data)
     allocate_slots(2)
     memory = os.environ.pop(SLOTS_ENV)

@@ -21,7 +21,7 @@ from phalanx.train.setup import create_run
 from phalanx.train.trainer import Trainer
 
 STEPS, EVERY, WRONG = 30, 6, 15
-CHANGES = {"training.steps": STEPS, "checkpoint.every": EVERY, "checkpoint.keep": 9, "recovery.rollbacks": 2}
+CHANGES = {"training.steps": STEPS, "checkpoint.every": EVERY, "checkpoint.keep": 9, "recovery.max_rollbacks": 2}
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def backwards(targets: torch.Tensor) -> torch.Tensor:
 
 def test_a_spike_is_gone_back_from(run: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the checkpoint before it; what is learned then is what is learned without the text since."""
-    run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"spike": 1.5})})
+    run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"loss_spike_ratio": 1.5})})
     directory, wrong = create_run(run, 1, resume=False), (WRONG - 1) * 8
     spoil(monkeypatch, range(wrong, wrong + 8), backwards)
     assert worker.run_rank(directory, [], resume=True) == 0
@@ -70,7 +70,7 @@ def test_what_is_not_finite_is_gone_back_from(
     run: RunSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As often as is allowed; then the run ends. Before its first checkpoint it goes back to its beginning."""
-    training = run.training.model_copy(update={"max_bad_steps": 2})
+    training = run.training.model_copy(update={"max_nonfinite_steps": 2})
     run = run.model_copy(update={"training": training})
     directory = create_run(run, 1, resume=False)
     forward = Trainer.forward_backward
@@ -121,7 +121,7 @@ def test_weights_that_are_not_finite_are_left_behind(
 ) -> None:
     """Nothing is saved of a streak; and a checkpoint to which it was gone back in vain is not gone back to again."""
     checkpoint = run.checkpoint.model_copy(update={"every": every})
-    training = run.training.model_copy(update={"max_bad_steps": 5})
+    training = run.training.model_copy(update={"max_nonfinite_steps": 5})
     directory = create_run(run.model_copy(update={"checkpoint": checkpoint, "training": training}), 1, resume=False)
     ruin(monkeypatch, 5, float("nan"))
     assert worker.run_rank(directory, [], resume=True) == 0
@@ -131,7 +131,7 @@ def test_weights_that_are_not_finite_are_left_behind(
 
 def test_ruined_weights_that_were_saved_are_left_behind(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """After going back it is still known what loss was usual before."""
-    run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"spike": 1.5})})
+    run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"loss_spike_ratio": 1.5})})
     directory = create_run(run, 1, resume=False)
     ruin(monkeypatch, 12, 30.0)
     assert worker.run_rank(directory, [], resume=True) == 0
@@ -142,7 +142,7 @@ def test_ruined_weights_that_were_saved_are_left_behind(run: RunSpec, monkeypatc
 
 
 def test_where_nothing_older_is_left_the_run_ends(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = run.training.model_copy(update={"max_bad_steps": 2})
+    training = run.training.model_copy(update={"max_nonfinite_steps": 2})
     directory = create_run(run.model_copy(update={"training": training}), 1, resume=False)
     ruin(monkeypatch, EVERY, float("nan"))
     assert worker.run_rank(directory, [], resume=True) == 1

@@ -58,7 +58,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_ends_a_run_which_goes_on_when_there_is_space(disk: Path, tmp_path: Path) -> None:
     """At once, where a checkpoint is the first thing that does not fit; else after it was started again in vain."""
-    directory, changes = disk / "parity", {**LONG, "recovery.restarts": 1}
+    directory, changes = disk / "parity", {**LONG, "recovery.max_restarts": 1}
     with training(TEXT, disk, changes, 2) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "it saves")
         others = fill_disk(disk, but_bytes=300_000)
@@ -82,7 +82,7 @@ def test_a_full_disk_ends_a_run_which_goes_on_when_there_is_space(disk: Path, tm
 
 def test_a_full_disk_ends_a_run_that_saves_nothing(disk: Path) -> None:
     """After it was started again in vain."""
-    directory, changes = disk / "parity", {**LONG, "checkpoint.every": 10**6, "recovery.restarts": 1}
+    directory, changes = disk / "parity", {**LONG, "checkpoint.every": 10**6, "recovery.max_restarts": 1}
     with training(TEXT, disk, changes, 2) as process:
         wait_until(reaches(directory, 3), "it trains")
         fill_disk(disk)
@@ -130,7 +130,7 @@ def saved_after(directory: Path, step: int) -> int:
 
 def test_a_slow_rank_is_no_failure(tmp_path: Path) -> None:
     """One that stands still again and again, for less long than collectives may take."""
-    directory, changes = tmp_path / "parity", {**LONG, "training.timeout_seconds": 10}
+    directory, changes = tmp_path / "parity", {**LONG, "training.collective_timeout_seconds": 10}
     with training(TEXT, tmp_path, changes) as process:
         wait_until(reaches(directory, 1), "it trains")
         slow = rank_pids(directory)[1]
@@ -231,7 +231,7 @@ def test_a_signal_while_a_run_starts_again_ends_it(when: str, temporary: Path, t
 
 def test_a_signal_while_nodes_are_waited_for_ends_the_run(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(to_toml(described(TEXT, tmp_path, {**LONG, "recovery": {"join_seconds": SECONDS}})))
+    file.write_text(to_toml(described(TEXT, tmp_path, {**LONG, "recovery": {"rendezvous_timeout_seconds": SECONDS}})))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -246,7 +246,7 @@ def test_a_signal_while_nodes_are_waited_for_ends_the_run(tmp_path: Path) -> Non
 def test_a_signal_while_text_is_prepared_ends_the_run(tmp_path: Path) -> None:
     file, cache = tmp_path / "run.toml", tmp_path / "cache"
     data = {"train": ["stdlib"], "tokenizer": "bpe", "cache": str(cache)}
-    file.write_text(to_toml(run_from_table({"out": str(tmp_path), "model": {"preset": "tiny"}, "data": data})))
+    file.write_text(to_toml(run_from_table({"output_dir": str(tmp_path), "model": {"preset": "tiny"}, "data": data})))
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         wait_until(cache.exists, "it prepares text")

@@ -15,9 +15,9 @@ from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.closely import metered_step
 
-PIPELINE = {"layout.pp": 2, "layout.schedule": "zb-h1", "model": {**MOE, "layers": 4}}
+PIPELINE = {"layout.pp": 2, "layout.schedule": "zb-h1", "model": {**MOE, "num_layers": 4}}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    data: {"layout.data": data} for data in ("ddp", "zero1", "zero2", "zero3", "parameter_server")
+    data: {"layout.data_parallel": data} for data in ("ddp", "zero1", "zero2", "zero3", "parameter_server")
 }
 LAYOUTS |= {axis: {f"layout.{axis}": 2} for axis in ("tp", "cp", "ep")} | {"pp": PIPELINE}
 
@@ -37,5 +37,5 @@ def freed(run: RunSpec) -> bool:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_run_is_freed(layout: dict[str, Any], tmp_path: Path) -> None:
     text = Path(__file__).parent
-    run = described(text, tmp_path, {"model": MOE, "layout.micro_batch": 1, **layout})
+    run = described(text, tmp_path, {"model": MOE, "layout.micro_batch_size": 1, **layout})
     assert rank_pool(2).run(freed, run) == [True, True]

@@ -37,7 +37,7 @@ def text() -> Path:
 
 
 def directory_of(text: Path, out: Path, nproc: int, layout: dict[str, Any]) -> Path:
-    changes = {"training.steps": 100_000, "training.timeout_seconds": TIMEOUT, "training.precision": "fp32"}
+    changes = {"training.steps": 100_000, "training.collective_timeout_seconds": TIMEOUT, "training.precision": "fp32"}
     run = described(text, out, {**changes, **layout})
     return create_run(run, nproc, resume=False)
 
@@ -82,7 +82,7 @@ def explained(directory: Path, said: str) -> Explanation:
 
 
 def test_a_stopped_rank_is_named_within_the_timeout(text: Path, tmp_path: Path) -> None:
-    directory = directory_of(text, tmp_path, 4, {"layout.pp": 2, "layout.tp": 2, "layout.micro_batch": 1})
+    directory = directory_of(text, tmp_path, 4, {"layout.pp": 2, "layout.tp": 2, "layout.micro_batch_size": 1})
     process = started(directory, 4, "none")
     try:
         wait_for_steps(process, directory, 3)
@@ -103,7 +103,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(text: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("layout", "where", "waited"),
-    [({}, "dp", "all_reduce"), ({"layout.pp": 2, "layout.micro_batch": 1}, "pp", "parallel/links.py")],
+    [({}, "dp", "all_reduce"), ({"layout.pp": 2, "layout.micro_batch_size": 1}, "pp", "parallel/links.py")],
     ids=["ddp", "pp"],
 )
 def test_a_late_rank_is_told_from_a_dead_one(
@@ -140,7 +140,7 @@ def test_a_run_that_goes_on_leaves_no_word_of_its_pause(text: Path, tmp_path: Pa
     ],
 )
 def test_a_mismatch_is_told_from_a_late_rank(fault: str, theirs: str, own: str, text: Path, tmp_path: Path) -> None:
-    directory = directory_of(text, tmp_path, 3, {"layout.data": "zero1", "training.tokens_per_step": 288})
+    directory = directory_of(text, tmp_path, 3, {"layout.data_parallel": "zero1", "training.tokens_per_step": 288})
     found = explained(directory, ended(started(directory, 3, fault)))
     assert (found.verdict.kind, found.verdict.ranks, found.step) == ("mismatch", (1,), 3)
     assert f"rank 1 (dp=1) called {own}" in found.verdict.summary
@@ -197,7 +197,9 @@ def test_a_mismatch_is_told_where_python_reports_faults_of_its_own(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
-    directory = directory_of(text, tmp_path, 2, {"training.timeout_seconds": 60.0})  # long after it was aborted
+    directory = directory_of(
+        text, tmp_path, 2, {"training.collective_timeout_seconds": 60.0}
+    )  # long after it was aborted
     found = explained(directory, ended(started(directory, 2, "shape"))).verdict
     assert (found.kind, found.ranks) == ("mismatch", (0, 1))
 
@@ -219,7 +221,9 @@ def test_a_rank_without_memory_says_what_it_held(text: Path, tmp_path: Path) -> 
 
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_named(text: Path, tmp_path: Path) -> None:
-    changes = {"training.timeout_seconds": 60.0}  # the kernel first takes back what else the group holds, which is slow
+    changes = {
+        "training.collective_timeout_seconds": 60.0
+    }  # the kernel first takes back what else the group holds, which is slow
     directory = directory_of(text, tmp_path, 2, changes)
     try:
         with memory_limited(3 * 2**29) as join:

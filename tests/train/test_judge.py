@@ -42,7 +42,7 @@ def word(directory: Path, rank: int, reason: str, **more: Any) -> None:
 
 
 def judge(directory: Path, meeting: Rendezvous = SINGLE_NODE, restarts: int = 1) -> FailurePolicy:
-    return FailurePolicy(directory, RecoverySpec(restarts=restarts), meeting)
+    return FailurePolicy(directory, RecoverySpec(max_restarts=restarts), meeting)
 
 
 def test_steps_won_are_seen_where_nobody_left_word(tmp_path: Path) -> None:

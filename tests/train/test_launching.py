@@ -30,7 +30,7 @@ name = "first"
 preset = "tiny"
 [training]
 tokens_per_step = 4096
-sequence = 64
+seq_len = 64
 [layout]
 pp = 2
 """
@@ -145,7 +145,7 @@ def test_flight_recorders_write_into_the_run_directory(file: Path) -> None:
 
 
 def test_what_the_user_has_set_stays(file: Path) -> None:
-    script = written(file, "slurm", "--set", "out='a b/$x'")
+    script = written(file, "slurm", "--set", "output_dir='a b/$x'")
     found = variables(script)
     assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("WARN", "12")
     assert found["TORCH_FR_DUMP_TEMP_FILE"] == "a b/$x/first/flight-recorder-rank-"
@@ -298,12 +298,17 @@ def test_kubernetes_leaves_words_and_values_alone(file: Path, monkeypatch: pytes
     ]
 
 
-@pytest.mark.parametrize(("options", "expected"), [
-    ((), None), (("--nodes", "2"), "86400"), (("--nodes", "2", "--set", "recovery.join_seconds=60"), None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), None),
+        (("--nodes", "2"), "86400"),
+        (("--nodes", "2", "--set", "recovery.rendezvous_timeout_seconds=60"), None),
+    ],
+)
 def test_pods_wait_for_others_that_have_no_room_yet(file: Path, options: tuple[str, ...], expected: str | None) -> None:
     [train] = objects(written(file, "kubernetes", *IMAGE, *options))["Job"].spec.template.spec.containers
-    assert {env.name: env.value for env in train.env}.get("PHALANX_RECOVERY__JOIN_SECONDS") == expected
+    assert {env.name: env.value for env in train.env}.get("PHALANX_RECOVERY__RENDEZVOUS_TIMEOUT_SECONDS") == expected
 
 
 def test_a_check_that_fails_names_the_node(file: Path) -> None:
@@ -358,7 +363,7 @@ def test_skypilot_is_given_a_task(file: Path) -> None:
 @pytest.mark.parametrize("out", ["/data/runs", "~/runs", "../runs"])
 def test_checkpoints_stay_on_the_volume(file: Path, to: str, out: str) -> None:
     with pytest.raises(UserError, match="is not on the volume"):
-        written(file, to, *IMAGE, *CPU, "--set", f"out='{out}'")
+        written(file, to, *IMAGE, *CPU, "--set", f"output_dir='{out}'")
 
 
 @pytest.mark.parametrize(

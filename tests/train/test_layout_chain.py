@@ -21,10 +21,10 @@ from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.manifest import checkpoints
 
-MODEL = {**MOE, "layers": 4, "moe": {"experts": 4, "top_k": 2, "ffn": 24}}
+MODEL = {**MOE, "num_layers": 4, "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}}
 LEGS: list[tuple[str, int, dict[str, Any]]] = [
-    ("tp2 x pp2", 4, {"layout.tp": 2, "layout.pp": 2, "layout.micro_batch": 1}),
-    ("zero3 x 4", 4, {"layout.data": "zero3"}),
+    ("tp2 x pp2", 4, {"layout.tp": 2, "layout.pp": 2, "layout.micro_batch_size": 1}),
+    ("zero3 x 4", 4, {"layout.data_parallel": "zero3"}),
     ("ep2 x dp2", 4, {"layout.ep": 2}),
     ("one process", 1, {}),
 ]

@@ -39,16 +39,16 @@ def groups_of(run: RunSpec) -> Groups:
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        *[row(4, data=data) for data in ("ddp", "zero1", "zero3")],
-        row(4, MOE, data="hsdp", dp_shard=2),
-        row(4, MOE, data="hsdp", dp_shard=2, ep=2),
-        row(4, FEW_HEADS, tp=4, data="zero1"),
-        row(4, cp=2, context="ring", data="zero1"),
+        *[row(4, data_parallel=data) for data in ("ddp", "zero1", "zero3")],
+        row(4, MOE, data_parallel="hsdp", dp_shard=2),
+        row(4, MOE, data_parallel="hsdp", dp_shard=2, ep=2),
+        row(4, FEW_HEADS, tp=4, data_parallel="zero1"),
+        row(4, cp=2, cp_method="ring", data_parallel="zero1"),
         row(4, MOE, ep=2),
-        row(4, MOE, ep=2, data="zero3"),
-        row(4, {**DENSE, "tied": True}, pp=2, data="zero1", schedule="zb-h1"),
-        row(4, MOE, pp=2, ep=2, data="zero1"),
-        row(4, pp=2, tp=2, outermost="pipeline"),
+        row(4, MOE, ep=2, data_parallel="zero3"),
+        row(4, {**DENSE, "tie_embeddings": True}, pp=2, data_parallel="zero1", schedule="zb-h1"),
+        row(4, MOE, pp=2, ep=2, data_parallel="zero1"),
+        row(4, pp=2, tp=2, rank_order="pipeline"),
     ],
     ids=str,
 )
@@ -61,7 +61,7 @@ def test_groups_are_those_of_the_plan(world_size: int, changes: dict[str, Any], 
 
 
 def test_a_broadcast_is_a_servers_with_its_workers(tmp_path: Path) -> None:
-    run = described(Path(json.__file__).parent, tmp_path, row(4, data="parameter_server", servers=2)[1])
+    run = described(Path(json.__file__).parent, tmp_path, row(4, data_parallel="parameter_server", num_servers=2)[1])
     (result, *_) = rank_pool(4).run(measured, run, ["collectives"], [])
     by_operation = {way["operation"]: way for way in result["collectives"]}
     assert by_operation["broadcast"]["groups"] == [(0, 2, 3)]

@@ -25,9 +25,9 @@ from tests.train.test_recovery import events, reaches, trained
 NAMES = ("first", "second")
 PORT = 29_400
 CHANGES = {
-    "training.steps": 100_000, "training.timeout_seconds": 6, "training.tokens_per_step": 64 * 32,
-    "checkpoint.every": 5, "cluster.nproc": 2, "cluster.peak_flops": 5e10,
-    "recovery": {"join_seconds": 60, "last_call_seconds": 3},
+    "training.steps": 100_000, "training.collective_timeout_seconds": 6, "training.tokens_per_step": 64 * 32,
+    "checkpoint.every": 5, "cluster.nproc_per_node": 2, "cluster.peak_flops": 5e10,
+    "recovery": {"rendezvous_timeout_seconds": 60, "last_call_timeout_seconds": 3},
 }  # fmt: skip
 
 
@@ -137,9 +137,9 @@ def test_a_cut_link_and_the_place_to_meet_lost(tmp_path: Path) -> None:
 
 
 ODD = {
-    "training.sequence": 31, "training.tokens_per_step": 7 * 31, "cluster.nproc": 1, "training.steps": 12,
-    "layout.data": "zero3",
-    "model": {**DENSE, "layers": 1, "heads": 3, "kv_heads": 3, "width": 48, "ffn": 51},
+    "training.seq_len": 31, "training.tokens_per_step": 7 * 31, "cluster.nproc_per_node": 1, "training.steps": 12,
+    "layout.data_parallel": "zero3",
+    "model": {**DENSE, "num_layers": 1, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 48, "ffn_hidden_size": 51},
 }  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def test_nodes_that_no_layout_has_a_place_for_stand_by(tmp_path: Path) -> None:
 
 
 def test_a_node_alone_says_for_whom_it_waited(tmp_path: Path) -> None:
-    with nodes(tmp_path, {"recovery": {"join_seconds": 3, "last_call_seconds": 1}}, "2") as at:
+    with nodes(tmp_path, {"recovery": {"rendezvous_timeout_seconds": 3, "last_call_timeout_seconds": 1}}, "2") as at:
         at.start("second")
         assert at.ends("second") == 1  # what starts it again may have more luck
         at.start("first")

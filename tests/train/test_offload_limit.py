@@ -22,8 +22,16 @@ from phalanx.train.manifest import checkpoints, find_damage
 from phalanx.train.setup import to_toml
 
 PHALANX = [sys.executable, "-c", "from phalanx.cli.main import main; main()"]
-MODEL = {"vocab": 257, "width": 512, "layers": 20, "heads": 8, "kv_heads": 8, "ffn": 1408, "context": 64}
-SMALL = {**MODEL, "width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 512}
+MODEL = {
+    "vocab_size": 257,
+    "hidden_size": 512,
+    "num_layers": 20,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "ffn_hidden_size": 1408,
+    "max_seq_len": 64,
+}
+SMALL = {**MODEL, "hidden_size": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "ffn_hidden_size": 512}
 ROOM_BYTES = 150 * 2**20
 """For activations, the pieces under way, what a busy disk has not taken yet, and whatever else is neither weights nor
 the base of Python and torch."""
@@ -35,15 +43,15 @@ def described(directory: Path, name: str, model: dict[str, int], offload: Path |
     run = run_from_table(
         {
             "name": name,
-            "out": str(directory),
+            "output_dir": str(directory),
             "model": model,
             "data": {"train": [str(Path(json.__file__).parent)], "tokenizer": "bytes", "cache": str(directory)},
-            "training": {"steps": 2, "sequence": 8, "tokens_per_step": 32, **training},
-            "layout": {"data": "zero2", "micro_batch": 2, "recompute": "full", **rests},
+            "training": {"steps": 2, "seq_len": 8, "tokens_per_step": 32, **training},
+            "layout": {"data_parallel": "zero2", "micro_batch_size": 2, "activation_checkpointing": "full", **rests},
             "optimizer": {"warmup_steps": 1},
             "evaluation": {"tokens": 16},
-            "cluster": {"device": "cpu", "nproc": 1, "peak_flops": 1e12},
-            "recovery": {"restarts": 0},  # no launcher, which would take a base of its own
+            "cluster": {"device": "cpu", "nproc_per_node": 1, "peak_flops": 1e12},
+            "recovery": {"max_restarts": 0},  # no launcher, which would take a base of its own
         }
     )
     file = directory / f"{name}.toml"

@@ -27,24 +27,26 @@ def test_warm_up_rises_to_the_peak() -> None:
 
 
 def test_cosine_passes_the_middle_and_nears_the_end() -> None:
-    values = ratios(1000, warmup_steps=0, decay="cosine", min_ratio=0.1)
+    values = ratios(1000, warmup_steps=0, lr_schedule="cosine", min_lr_ratio=0.1)
     assert values[500] == pytest.approx(0.55)
     assert values[250] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
     assert values[-1] == pytest.approx(0.1, abs=1e-4)
 
 
 def test_linear_falls_evenly() -> None:
-    assert ratios(10, warmup_steps=0, decay="linear", min_ratio=0.0) == pytest.approx([1 - n / 10 for n in range(10)])
+    assert ratios(10, warmup_steps=0, lr_schedule="linear", min_lr_ratio=0.0) == pytest.approx(
+        [1 - n / 10 for n in range(10)]
+    )
 
 
 def test_wsd_is_stable_then_falls() -> None:
-    values = ratios(100, warmup_steps=10, decay="wsd", decay_fraction=0.2, min_ratio=0.0)
+    values = ratios(100, warmup_steps=10, lr_schedule="wsd", lr_decay_fraction=0.2, min_lr_ratio=0.0)
     assert values[10:81] == [1.0] * 71
     assert values[80:] == pytest.approx([1 - n / 20 for n in range(20)])
 
 
 def test_none_stays() -> None:
-    assert ratios(50, warmup_steps=5, decay="none")[5:] == [1.0] * 45
+    assert ratios(50, warmup_steps=5, lr_schedule="none")[5:] == [1.0] * 45
 
 
 @given(
@@ -58,7 +60,7 @@ def test_ratios_stay_between_the_end_and_the_peak(
     decay: str, steps: int, least: float, share: float, data: st.DataObject
 ) -> None:
     warmup = data.draw(st.integers(0, steps - 1))
-    values = ratios(steps, warmup_steps=warmup, decay=decay, min_ratio=least, decay_fraction=share)
+    values = ratios(steps, warmup_steps=warmup, lr_schedule=decay, min_lr_ratio=least, lr_decay_fraction=share)
     after = values[warmup:]
     assert all(least - 1e-9 <= value <= 1 for value in after)
     assert all(a >= b - 1e-12 for a, b in itertools.pairwise(after))
@@ -68,7 +70,7 @@ def test_ratios_stay_between_the_end_and_the_peak(
 def test_wsd_never_falls_faster_than_its_line(steps: int, least: float, share: float, data: st.DataObject) -> None:
     """Nor jumps where warm-up leaves fewer steps than the decay asks for."""
     warmup = data.draw(st.integers(0, steps - 1))
-    fields = {"warmup_steps": warmup, "decay": "wsd", "min_ratio": least, "decay_fraction": share}
+    fields = {"warmup_steps": warmup, "lr_schedule": "wsd", "min_lr_ratio": least, "lr_decay_fraction": share}
     spec = OptimizerSpec(**fields)  # type: ignore[arg-type]
     values = [learning_rate_factor(spec, step, steps) for step in range(max(0, warmup - 1), steps + 1)]
     slope = (1 - least) / min(share * steps, steps - warmup)

@@ -95,7 +95,7 @@ def test_a_killed_rank_is_started_again(
 def test_a_stopped_rank_is_started_again(whole: list[tuple[float, float]], text: Path, tmp_path: Path) -> None:
     """SIGSTOP: it lives and answers nothing, and the others' collectives end by their timeout."""
     directory = tmp_path / "parity"
-    with training(text, tmp_path, {**SHORT, "training.timeout_seconds": 3}) as process:
+    with training(text, tmp_path, {**SHORT, "training.collective_timeout_seconds": 3}) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         os.kill(rank_pids(directory)[1], signal.SIGSTOP)
         _, said = process.communicate(timeout=SECONDS)
@@ -125,7 +125,7 @@ def test_a_run_that_starts_again_is_nobody_elses(text: Path, tmp_path: Path) -> 
     with training(text, tmp_path, {**LONG, "training.steps": 400}) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         described_as = (directory / "run.toml").read_text()
-        assert "nproc = 2" in described_as, "for whoever goes on with it"
+        assert "nproc_per_node = 2" in described_as, "for whoever goes on with it"
         os.kill(rank_pids(directory)[1], signal.SIGKILL)
         other = [sys.executable, "-m", "phalanx", "train", str(directory), "--resume"]
         other += ["--set", "optimizer.learning_rate=1"]
@@ -181,7 +181,7 @@ def killing(directory: Path, doomed: Callable[[int], bool]) -> Iterator[None]:
 
 def test_a_run_goes_on_without_a_rank_that_always_fails(text: Path, tmp_path: Path) -> None:
     """The planner lays it over the other two, and it learns what one process learns."""
-    directory, changes = tmp_path / "parity", {**SHORT, "recovery.restarts": 1}
+    directory, changes = tmp_path / "parity", {**SHORT, "recovery.max_restarts": 1}
     with training(text, tmp_path, changes, 3) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         with killing(directory, lambda rank: rank == 2):
@@ -198,7 +198,7 @@ def test_a_run_goes_on_without_a_rank_that_always_fails(text: Path, tmp_path: Pa
 
 def test_what_always_fails_ends(text: Path, tmp_path: Path) -> None:
     """Fewer ranks do not help either: nobody starts them for ever."""
-    directory, changes = tmp_path / "parity", {**SHORT, "recovery.restarts": 1}
+    directory, changes = tmp_path / "parity", {**SHORT, "recovery.max_restarts": 1}
     with killing(directory, lambda rank: rank == 0), training(text, tmp_path, changes) as process:
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
@@ -208,8 +208,8 @@ def test_what_always_fails_ends(text: Path, tmp_path: Path) -> None:
 
 def test_nothing_is_started_again_that_would_fail_again(text: Path, tmp_path: Path) -> None:
     """A loss that is not finite: all ranks go back together, as often as is allowed."""
-    changes = {**SHORT, "optimizer.learning_rate": 1e30, "optimizer.clip_norm": 0.0, "optimizer.name": "sgd"}
-    with training(text, tmp_path, {**changes, "recovery.rollbacks": 1}) as process:
+    changes = {**SHORT, "optimizer.learning_rate": 1e30, "optimizer.max_grad_norm": 0.0, "optimizer.name": "sgd"}
+    with training(text, tmp_path, {**changes, "recovery.max_rollbacks": 1}) as process:
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert "starting again" not in said

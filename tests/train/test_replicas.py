@@ -74,15 +74,15 @@ def test_the_minority_is_named_and_two_alone_are_both() -> None:
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
-    (2, {"layout.data": "zero1"}),
-    (2, {"layout.data": "zero2", "training.precision": "bf16"}),
+    (2, {"layout.data_parallel": "zero1"}),
+    (2, {"layout.data_parallel": "zero2", "training.precision": "bf16"}),
     (2, {"layout.tp": 2}),
     (2, {"layout.cp": 2}),
     (2, {"layout.ep": 2, "model": MOE}),
-    (4, {"layout.data": "hsdp", "layout.dp_shard": 2, "training.precision": "bf16"}),
-    (4, {"layout.tp": 4, "model": {**DENSE, "vocab": 263}}),
-    (4, {"layout.tp": 2, "layout.data": "zero1", "optimizer.name": "muon"}),
-    (4, {"layout.pp": 2, "layout.tp": 2, "layout.micro_batch": 1, "model": {**DENSE, "tied": True}}),
+    (4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2, "training.precision": "bf16"}),
+    (4, {"layout.tp": 4, "model": {**DENSE, "vocab_size": 263}}),
+    (4, {"layout.tp": 2, "layout.data_parallel": "zero1", "optimizer.name": "muon"}),
+    (4, {"layout.pp": 2, "layout.tp": 2, "layout.micro_batch_size": 1, "model": {**DENSE, "tie_embeddings": True}}),
     (4, {"layout.ep": 2, "layout.tp": 2, "model": MOE}),
 ]
 """Of the parity table, those that between them hold everything in every way."""
@@ -139,13 +139,13 @@ def test_parts_of_one_tensor_are_told_apart() -> None:
 
 
 def test_servers_have_no_replicas(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="check_replicas_every = 5: has nothing to compare"):
-        described(text, tmp_path, {"training.check_replicas_every": 5, "layout.data": "parameter_server"})
+    with pytest.raises(UserError, match="replica_check_interval = 5: has nothing to compare"):
+        described(text, tmp_path, {"training.replica_check_interval": 5, "layout.data_parallel": "parameter_server"})
 
 
 def test_the_run_stops_and_names_rank_tensor_and_step(text: Path, tmp_path: Path) -> None:
     """Real processes, as `phalanx train` starts them."""
-    changes = {"training.check_replicas_every": 2}
+    changes = {"training.replica_check_interval": 2}
     directory = directory_of(text, tmp_path, 3, {**changes, "training.tokens_per_step": 288})
     said = ended(started(directory, 3, "bit"))
     print(said)

@@ -23,7 +23,14 @@ from tests.cli.commands import shown
 
 SECONDS = 150.0
 """For a job, on a machine that does much else."""
-MODEL = {"vocab": 257, "width": 64, "layers": 2, "heads": 4, "ffn": 128, "context": 64}
+MODEL = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "ffn_hidden_size": 128,
+    "max_seq_len": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +53,13 @@ def script(
     run = run_from_table(
         {
             "name": name,
-            "out": str(directory),
+            "output_dir": str(directory),
             "model": MODEL,
             "data": {"train": [str(Path(json.__file__).parent)], "tokenizer": "bytes", "cache": str(directory)},
-            "training": {"steps": steps, "sequence": 64, "tokens_per_step": 256},
-            "optimizer": {"warmup_steps": 1, "decay": "none"},
+            "training": {"steps": steps, "seq_len": 64, "tokens_per_step": 256},
+            "optimizer": {"warmup_steps": 1, "lr_schedule": "none"},
             "evaluation": {"tokens": 128},
-            "recovery": {"join_seconds": SECONDS, "last_call_seconds": 3},
+            "recovery": {"rendezvous_timeout_seconds": SECONDS, "last_call_timeout_seconds": 3},
             "cluster": {"device": "cpu", "peak_flops": 1e12},
         }
     )
@@ -179,7 +186,7 @@ def test_a_job_that_is_cancelled_saves_and_goes_on_when_it_is_submitted_again(
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("right", "wrong", "said"),
-    [("vocab = 257", "vocab = 200", "model.vocab"), ("steps = 4", "step = 4", "training.step")],
+    [("vocab_size = 257", "vocab_size = 200", "model.vocab_size"), ("steps = 4", "step = 4", "training.step")],
 )
 def test_what_the_user_must_change_ends_it_with_2(
     cluster: LocalSlurm, tmp_path: Path, right: str, wrong: str, said: str

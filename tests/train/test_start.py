@@ -49,7 +49,7 @@ def test_training_starts_from_hugging_face_weights(text: Path, tmp_path: Path) -
 def test_compiled_training_equals_eager(text: Path, tmp_path: Path) -> None:
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("torch.compile needs a C++ compiler")
-    changes = {"training.precision": "fp32", "data.mask_documents": False, "model": {**DENSE, "layers": 1}}
+    changes = {"training.precision": "fp32", "data.mask_documents": False, "model": {**DENSE, "num_layers": 1}}
     eager = steps(trainer(described(text, tmp_path, changes)), 4)
     begun = time.monotonic()
     compiled = trainer(described(text, tmp_path, {**changes, "training.compile": True}))

@@ -66,14 +66,14 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(text: Path, tmp_path: 
 
 
 def test_training_stops_with_the_reason_after_bad_steps_in_a_row(text: Path, tmp_path: Path) -> None:
-    under_way = trainer(described(text, tmp_path, {"training.max_bad_steps": 3}))
+    under_way = trainer(described(text, tmp_path, {"training.max_nonfinite_steps": 3}))
     poison(under_way, {2, 5, 6, 7})
     with pytest.raises(DivergenceError, match=r"step 7: 3 steps in a row were not finite: loss nan.*learning_rate"):
         under_way.train([], ProgressDisplay(0, 20, quiet=True))
 
 
 def test_a_run_writes_its_metrics(text: Path, tmp_path: Path) -> None:
-    changes = {"training.steps": 6, "evaluation": {"every": 3}, "model": MOE, "layout.recompute": "full"}
+    changes = {"training.steps": 6, "evaluation": {"every": 3}, "model": MOE, "layout.activation_checkpointing": "full"}
     run = described(text, tmp_path, changes)
     create_run(run, 1, resume=False)
     under_way = trainer(run)
@@ -88,8 +88,8 @@ def test_a_run_writes_its_metrics(text: Path, tmp_path: Path) -> None:
     assert [record["step"] for record in records if "held_out_loss" in record] == [3, 6]
     assert records[-1] == evaluation
     parts = ("data_seconds", "passes_seconds", "reduce_seconds", "optimizer_seconds")
-    flops = training_flops_per_token(run.model, run.training.sequence)
-    again = forward_flops(run.model, run.training.sequence).blocks
+    flops = training_flops_per_token(run.model, run.training.seq_len)
+    again = forward_flops(run.model, run.training.seq_len).blocks
     for record in trained:
         assert record["step_seconds"] == pytest.approx(sum(record[part] for part in parts))
         assert record["tokens"] == record["step"] * 256
@@ -105,9 +105,9 @@ def test_a_run_writes_its_metrics(text: Path, tmp_path: Path) -> None:
 
 
 def test_evaluation_is_the_same_in_every_cut(text: Path, tmp_path: Path) -> None:
-    whole = trainer(described(text, tmp_path, {"layout.micro_batch": 8})).evaluate()
-    parts = trainer(described(text, tmp_path, {"layout.micro_batch": 1})).evaluate()
-    spread = rank_pool(2).run(held_out, described(text, tmp_path, {"layout.data": "zero3"}))
+    whole = trainer(described(text, tmp_path, {"layout.micro_batch_size": 8})).evaluate()
+    parts = trainer(described(text, tmp_path, {"layout.micro_batch_size": 1})).evaluate()
+    spread = rank_pool(2).run(held_out, described(text, tmp_path, {"layout.data_parallel": "zero3"}))
     for other in (parts, *spread):
         for name in ("held_out_loss", "held_out_bits_per_byte", "held_out_tokens"):
             assert other[name] == pytest.approx(whole[name], rel=1e-12)
@@ -121,7 +121,7 @@ def held_out(run: Any) -> dict[str, Any]:
 
 def test_balance_comes_from_the_bias(text: Path, tmp_path: Path) -> None:
     """With the bias as the only help, experts that start uneven are evened out."""
-    moe = {**MOE["moe"], "balance_loss": 0.0, "z_loss": 0.0, "bias_update_rate": 0.02}
+    moe = {**MOE["moe"], "balance_loss_coef": 0.0, "z_loss_coef": 0.0, "bias_update_rate": 0.02}
     under_way = trainer(described(text, tmp_path, {"model": {**MOE, "moe": moe}, "training.steps": 60}))
     batches = prefetch(under_way.loader, 0, 60)
     shares = [under_way.train_step(batches)["hot_expert_share"] for _ in range(60)]
@@ -158,7 +158,7 @@ def hangup(handler: signal.Handlers) -> Iterator[None]:
 
 def test_torchrun_starts_the_same_program(text: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(to_toml(described(text, tmp_path, {"layout.data": "zero3"})))
+    file.write_text(to_toml(described(text, tmp_path, {"layout.data_parallel": "zero3"})))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "phalanx.train", str(file), "--set", "training.steps=4"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -238,7 +238,7 @@ def test_a_rank_that_stands_by_ends_in_order_when_it_is_told_to(text: Path, tmp_
 
 
 def test_one_message_says_why_all_ranks_stopped(text: Path, tmp_path: Path) -> None:
-    changes = {"optimizer.learning_rate": 1e30, "optimizer.clip_norm": 0.0, "training.precision": "fp32"}
+    changes = {"optimizer.learning_rate": 1e30, "optimizer.max_grad_norm": 0.0, "training.precision": "fp32"}
     process = launched(described(text, tmp_path, {**changes, "optimizer.name": "sgd"}), tmp_path)
     _, said = process.communicate(timeout=100)
     assert process.returncode == 1
@@ -252,14 +252,14 @@ def test_one_message_says_why_all_ranks_stopped(text: Path, tmp_path: Path) -> N
     "changes",
     [
         {},
-        {"layout.data": "parameter_server"},
-        {"layout.data": "parameter_server", "layout.staleness": 1},
+        {"layout.data_parallel": "parameter_server"},
+        {"layout.data_parallel": "parameter_server", "layout.max_staleness": 1},
     ],
     ids=["ddp", "parameter-server", "parameter-server-async"],
 )
 def test_the_rank_that_was_killed_is_named(changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
     """The others fail because they lost it; it is the one to look at. Under the parameter server it is a worker."""
-    run = described(text, tmp_path, {**LONG, "recovery.restarts": 0, **changes})
+    run = described(text, tmp_path, {**LONG, "recovery.max_restarts": 0, **changes})
     process = launched(run, tmp_path, nproc=3 if changes else 2)
     wait_for_steps(process, tmp_path / "parity", 3)
     os.kill(rank_pids(tmp_path / "parity")[1], signal.SIGKILL)
@@ -297,7 +297,7 @@ def test_all_ranks_stop_when_one_is_told_to(changes: Any, told: int, tmp_path: P
     text.mkdir()
     for number in range(3):
         (text / f"{number}.py").write_text(Path(__file__).read_text())
-    run = described(text, tmp_path, {"model": MOE, "layout.micro_batch": 1, **changes})
+    run = described(text, tmp_path, {"model": MOE, "layout.micro_batch_size": 1, **changes})
     assert rank_pool(2).run(stop_of, run, told) == [2, 2]
 
 
@@ -320,12 +320,12 @@ WHOLE_TOKENS = {"layout.tp": 2, "layout.sequence_parallel": False}
 ROUTED: list[tuple[Any, int, float | None]] = [
     *(({"layout.ep": 2}, 2, capacity) for capacity in (None, 0.75)),
     *((WHOLE_TOKENS, 2, capacity) for capacity in (None, 0.75)),
-    *(({"layout.pp": 2, "layout.ep": 2, "layout.micro_batch": 1}, 4, capacity) for capacity in (None, 0.75)),
+    *(({"layout.pp": 2, "layout.ep": 2, "layout.micro_batch_size": 1}, 4, capacity) for capacity in (None, 0.75)),
     ({"layout.tp": 2}, 2, None),
     ({"layout.cp": 2}, 2, None),
     ({"layout.ep": 2, "layout.tp": 2}, 4, None),
-    ({"layout.ep": 2, "layout.recompute": "full"}, 2, None),
-    ({"layout.pp": 2, "layout.schedule": "zb-h1", "layout.recompute": "full"}, 2, None),
+    ({"layout.ep": 2, "layout.activation_checkpointing": "full"}, 2, None),
+    ({"layout.pp": 2, "layout.schedule": "zb-h1", "layout.activation_checkpointing": "full"}, 2, None),
 ]
 
 

@@ -20,63 +20,74 @@ from phalanx.verify.dryrun import Traced, TraceError, corner_ranks, dry_run
 from tests.cli import commands
 
 Table = dict[str, Any]
-DENSE: Table = {"vocab": 1000, "width": 128, "layers": 2, "heads": 4, "ffn": 384, "context": 256, "tied": False}
-MOE: Table = {**DENSE, "moe": {"experts": 8, "top_k": 2, "ffn": 96, "shared_experts": 1, "bias_update_rate": 0.01}}
-TIED: Table = {**DENSE, "tied": True}
-FEW_HEADS: Table = {**DENSE, "kv_heads": 2, "qk_norm": "full"}
-ROUNDS = {"training.sequence": 128, "training.precision": "fp32", "data.mask_documents": False}
+DENSE: Table = {
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "ffn_hidden_size": 384,
+    "max_seq_len": 256,
+    "tie_embeddings": False,
+}
+MOE: Table = {
+    **DENSE,
+    "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 96, "num_shared_experts": 1, "bias_update_rate": 0.01},
+}
+TIED: Table = {**DENSE, "tie_embeddings": True}
+FEW_HEADS: Table = {**DENSE, "num_kv_heads": 2, "qk_norm": "full"}
+ROUNDS = {"training.seq_len": 128, "training.precision": "fp32", "data.mask_documents": False}
 
 
 def row(world_size: int, model: Table = DENSE, **layout: Any) -> tuple[int, Table]:
     """A run of two micro-batches a rank, or of eight through a pipeline; names with a dot are not of the layout."""
     changes = {name if "." in name else f"layout.{name}": value for name, value in layout.items()}
     shared = layout.get("pp", 1) * layout.get("tp", 1) * layout.get("cp", 1)
-    computing = world_size - (layout.get("servers", 1) if layout.get("data") == "parameter_server" else 0)
+    computing = world_size - (layout.get("num_servers", 1) if layout.get("data_parallel") == "parameter_server" else 0)
     micro_batch, count = (1, 8) if "pp" in layout else (2, 2)
     tokens = computing // shared * micro_batch * count * 128
     if "pp" in layout or ("tp" in layout and "ep" not in layout):  # four stages; estimates of the peak need more, too
-        model = {**model, "layers": 4}
+        model = {**model, "num_layers": 4}
     return world_size, {
-        **ROUNDS, "model": model, "layout.micro_batch": micro_batch, "training.tokens_per_step": tokens, **changes,
+        **ROUNDS, "model": model, "layout.micro_batch_size": micro_batch, "training.tokens_per_step": tokens, **changes,
     }  # fmt: skip
 
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 BF16 = {"training.precision": "bf16"}
 LAYOUTS: list[tuple[int, Table]] = [
-    *[row(1, recompute=mode) for mode in ("none", "selective", "full")],
-    *[row(n, data=data) for n in (2, 4) for data in ("ddp", "zero1", "zero2", "zero3")],
-    *[row(2, data=data, **BF16) for data in ("ddp", "zero1", "zero2", "zero3")],
-    row(8, data="zero2", bucket_mb=0.2),
+    *[row(1, activation_checkpointing=mode) for mode in ("none", "selective", "full")],
+    *[row(n, data_parallel=data) for n in (2, 4) for data in ("ddp", "zero1", "zero2", "zero3")],
+    *[row(2, data_parallel=data, **BF16) for data in ("ddp", "zero1", "zero2", "zero3")],
+    row(8, data_parallel="zero2", bucket_mb=0.2),
     row(2, bucket_mb=0.2),
-    row(2, bucket_mb=0.2, static_graph=True, **{"training.tokens_per_step": 512}),
-    row(2, compress="bf16"),
-    row(4, MOE, data="hsdp", dp_shard=2),
-    row(8, data="hsdp", dp_shard=4, wrap="sublayer"),
-    row(2, data="zero3", wrap="model", recompute="full"),
-    row(2, MOE, data="parameter_server"),
-    row(4, data="parameter_server", servers=2),
-    *[row(2, data=data, offload="cpu") for data in ("zero1", "zero3")],
+    row(2, bucket_mb=0.2, ddp_static_graph=True, **{"training.tokens_per_step": 512}),
+    row(2, gradient_compression="bf16"),
+    row(4, MOE, data_parallel="hsdp", dp_shard=2),
+    row(8, data_parallel="hsdp", dp_shard=4, fsdp_unit="sublayer"),
+    row(2, data_parallel="zero3", fsdp_unit="model", activation_checkpointing="full"),
+    row(2, MOE, data_parallel="parameter_server"),
+    row(4, data_parallel="parameter_server", num_servers=2),
+    *[row(2, data_parallel=data, offload="cpu") for data in ("zero1", "zero3")],
     *[row(n, tp=n) for n in (2, 4)],
-    row(4, FEW_HEADS, tp=4, data="zero1"),
+    row(4, FEW_HEADS, tp=4, data_parallel="zero1"),
     row(2, MOE, tp=2, sequence_parallel=False),
-    row(2, {**DENSE, "heads": 3, "kv_heads": 3, "width": 96}, tp=2, heads="gathered"),
-    *[row(4, FEW_HEADS, tp=2, data=data) for data in ("ddp", "zero3")],
-    row(8, MOE, tp=4, data="zero1"),
-    *[row(2, cp=2, context=kind, **BF16) for kind in ("ring", "ulysses")],
-    row(8, MOE, cp=2, tp=2, data="zero2"),
+    row(2, {**DENSE, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 96}, tp=2, tp_attention="gathered"),
+    *[row(4, FEW_HEADS, tp=2, data_parallel=data) for data in ("ddp", "zero3")],
+    row(8, MOE, tp=4, data_parallel="zero1"),
+    *[row(2, cp=2, cp_method=kind, **BF16) for kind in ("ring", "ulysses")],
+    row(8, MOE, cp=2, tp=2, data_parallel="zero2"),
     row(2, MOE, ep=2),
-    row(4, MOE, ep=4, data="zero1", **BF16),
-    row(8, MOE, ep=4, tp=2, data="zero3"),
+    row(4, MOE, ep=4, data_parallel="zero1", **BF16),
+    row(8, MOE, ep=4, tp=2, data_parallel="zero3"),
     *[row(2, pp=2, schedule=schedule) for schedule in SCHEDULES],
     row(2, pp=2, schedule="interleaved", virtual_stages=2, **BF16),
     row(4, TIED, pp=4),
-    row(4, TIED, pp=2, data="zero1", schedule="zb-h1"),
-    row(4, pp=2, data="zero3", schedule="zb-v"),
+    row(4, TIED, pp=2, data_parallel="zero1", schedule="zb-h1"),
+    row(4, pp=2, data_parallel="zero3", schedule="zb-v"),
     row(4, MOE, pp=2, cp=2, schedule="gpipe"),
-    row(8, pp=2, tp=2, data="zero1", outermost="pipeline"),
+    row(8, pp=2, tp=2, data_parallel="zero1", rank_order="pipeline"),
     row(8, pp=4, tp=2, schedule="zb-h1", **BF16),
-    row(8, MOE, pp=2, ep=2, data="zero1"),
+    row(8, MOE, pp=2, ep=2, data_parallel="zero1"),
 ]
 
 
@@ -84,7 +95,7 @@ def _name(value: object) -> str:
     if not isinstance(value, dict):
         return str(value)
     models = (("moe", MOE), ("tied", TIED), ("few-heads", FEW_HEADS))
-    model = [name for name, one in models if value["model"] == {**one, "layers": value["model"]["layers"]}]
+    model = [name for name, one in models if value["model"] == {**one, "num_layers": value["model"]["num_layers"]}]
     layout = [f"{key[7:]}={each}" for key, each in value.items() if key.startswith("layout.") and "micro" not in key]
     return "-".join([*model, *layout, *(["bf16"] if value["training.precision"] == "bf16" else [])])
 
@@ -92,10 +103,10 @@ def _name(value: object) -> str:
 ROUGH = {
     _name(changes): near
     for near, (_, changes) in (
-        (0.11, row(8, MOE, ep=4, tp=2, data="zero3")),
-        (0.07, row(2, data="zero3", wrap="model", recompute="full")),
-        (0.07, row(4, FEW_HEADS, tp=2, data="zero3")),
-        (0.06, row(8, MOE, cp=2, tp=2, data="zero2")),
+        (0.11, row(8, MOE, ep=4, tp=2, data_parallel="zero3")),
+        (0.07, row(2, data_parallel="zero3", fsdp_unit="model", activation_checkpointing="full")),
+        (0.07, row(4, FEW_HEADS, tp=2, data_parallel="zero3")),
+        (0.06, row(8, MOE, cp=2, tp=2, data_parallel="zero2")),
     )
 }
 """How far the planned peak may be off where it is by more than 5 %: of models so small buffers are a large part, and
@@ -175,7 +186,7 @@ def _summed(measured: list[Table]) -> dict[tuple[str, int], tuple[int, int]]:
 @pytest.fixture
 def traced(text: Path, tmp_path: Path) -> tuple[RunSpec, Traced]:
     """A run of two tensor-parallel ranks, and its first."""
-    run = described(text, tmp_path, row(4, tp=2, data="zero1", bucket_mb=0.2)[1])
+    run = described(text, tmp_path, row(4, tp=2, data_parallel="zero1", bucket_mb=0.2)[1])
     return run, next(dry_run(run, 4, [0]))
 
 
@@ -202,20 +213,25 @@ def test_corners_are_the_first_and_last_of_every_axis(text: Path, tmp_path: Path
     """Of 2 copies x 2 stages x 2 tensor-parallel ranks; of two servers and three workers; of two experts' ranks."""
     run = described(text, tmp_path, row(8, pp=2, tp=2)[1])
     assert corner_ranks(run, 8) == [0, 1, 2, 4, 7]
-    assert corner_ranks(described(text, tmp_path, row(5, data="parameter_server", servers=2)[1]), 5) == [0, 1, 2, 4]
+    assert corner_ranks(described(text, tmp_path, row(5, data_parallel="parameter_server", num_servers=2)[1]), 5) == [
+        0,
+        1,
+        2,
+        4,
+    ]
     assert corner_ranks(described(text, tmp_path, row(8, MOE, ep=2)[1]), 8) == [0, 1, 7]
 
 
 def test_what_cannot_be_traced_is_refused(text: Path, tmp_path: Path) -> None:
-    run = described(text, tmp_path, {"layout.data": "parameter_server", "layout.staleness": 1})
-    with pytest.raises(UserError, match=r"layout\.staleness = 1: lets ranks send when they like"):
+    run = described(text, tmp_path, {"layout.data_parallel": "parameter_server", "layout.max_staleness": 1})
+    with pytest.raises(UserError, match=r"layout\.max_staleness = 1: lets ranks send when they like"):
         next(dry_run(run, 2, [0]))
 
 
 def test_nothing_is_written_where_state_would_rest_in_files(text: Path, tmp_path: Path) -> None:
     directory = tmp_path / "files"
     directory.mkdir()
-    run = described(text, tmp_path, row(2, data="zero1", offload="nvme", offload_directory=str(directory))[1])
+    run = described(text, tmp_path, row(2, data_parallel="zero1", offload="nvme", offload_directory=str(directory))[1])
     mine = next(dry_run(run, 2, [0]))
     assert all(line.agrees for line in compare_with_plan(run, 2, mine))
     assert list(directory.iterdir()) == []
@@ -223,7 +239,7 @@ def test_nothing_is_written_where_state_would_rest_in_files(text: Path, tmp_path
 
 def test_a_rank_that_fails_says_where(text: Path, tmp_path: Path) -> None:
     run = described(text, tmp_path, {})
-    broken = run.model_copy(update={"model": run.model.model_copy(update={"heads": 5, "head_dim": 0})})
+    broken = run.model_copy(update={"model": run.model.model_copy(update={"num_heads": 5, "head_dim": 0})})
     with pytest.raises(TraceError, match=r"rank 0:\n(.|\n)*Traceback"):
         next(dry_run(broken, 2, [0]))
 
@@ -235,7 +251,7 @@ def test_a_rank_that_fails_says_where(text: Path, tmp_path: Path) -> None:
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
     model = "\n".join(f"{key} = {json.dumps(value)}" for key, value in DENSE.items())
-    path.write_text(f"[model]\n{model}\n[training]\nsequence = 128\ntokens_per_step = 1024\n[layout]\ntp = 2\n")
+    path.write_text(f"[model]\n{model}\n[training]\nseq_len = 128\ntokens_per_step = 1024\n[layout]\ntp = 2\n")
     return path
 
 
@@ -267,5 +283,5 @@ def test_ranks_that_are_not_there_are_refused(ranks: str, file: Path) -> None:
 def test_the_planner_chooses_where_it_is_asked_to(file: Path) -> None:
     automatic = file.with_name("automatic.toml")
     text = file.read_text().partition("[layout]")[0]
-    automatic.write_text(f'layout = "auto"\n{text}[cluster]\npreset = "h100"\nnproc = 4\n')
+    automatic.write_text(f'layout = "auto"\n{text}[cluster]\npreset = "h100"\nnproc_per_node = 4\n')
     assert commands.known("dryrun", automatic, "--ranks", "0")["world_size"] == 4

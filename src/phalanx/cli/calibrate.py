@@ -90,7 +90,7 @@ def calibrate(
         print(json.dumps(calibration_to_json(measured, found), indent=2))
     else:
         print_calibration(measured, found, out)
-    if found.machine.measured is not None and found.machine.measured.log_half_width > WIDE:
+    if found.machine.calibration is not None and found.machine.calibration.log_half_width > WIDE:
         fix = "add runs, longer ones, while nothing else uses the machine"
         print(f"{out} predicts too widely to choose by: {fix}", file=sys.stderr)
 
@@ -141,10 +141,13 @@ def print_calibration(runs: list[MeasuredRun], found: Calibration, out: Path) ->
     if found.operations:
         console.print()
         console.print(_operations(found))
-    measured, published = found.machine.measured, time_constants()
+    measured, published = found.machine.calibration, time_constants()
     assert measured is not None
     console.print()
-    decided = [f"{name} {measured.time.get(name, getattr(published, name)):.4g}" for name in measured.decided]
+    decided = [
+        f"{name} {measured.time_constants.get(name, getattr(published, name)):.4g}"
+        for name in measured.identified_constants
+    ]
     lines = [
         "before, now: the plan's error with the constants before, and now; by the others: fitted without that run",
         f"measured now: {', '.join(decided) or 'nothing, the runs are too few or too much alike'}",

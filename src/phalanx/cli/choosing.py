@@ -17,7 +17,7 @@ def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
     from phalanx.cli.searching import search_progress
     from phalanx.plan.explain import plan_or_raise
 
-    described, ranks = run.model_copy(update={"automatic": False}), run.cluster.ranks
+    described, ranks = run.model_copy(update={"auto_layout": False}), run.cluster.ranks
     with search_progress(ranks) as report:
         plan = plan_or_raise(described, ranks, report=report)
     best = plan.chosen
@@ -33,6 +33,6 @@ def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
     Raises UserError where nobody says how many.
     """
     if ranks is None:
-        fix = "set cluster.nproc, or give --nproc"
+        fix = "set cluster.nproc_per_node, or give --nproc"
         raise UserError("layout", "auto", "needs to know how many ranks there are", fix)
-    return choose_layout(run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc": ranks})}))
+    return choose_layout(run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc_per_node": ranks})}))

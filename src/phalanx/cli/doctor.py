@@ -21,7 +21,8 @@ from phalanx.spec.errors import UserError
 def doctor(
     run: Annotated[Path | None, typer.Argument(help="A run file: what it is for.", metavar="RUN.toml")] = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks of the run on a node; by default cluster.nproc.", min=1, metavar="N")
+        int | None,
+        typer.Option(help="Ranks of the run on a node; by default cluster.nproc_per_node.", min=1, metavar="N"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="In less than a minute: write less to the disk.")] = False,
     nccl_log: Annotated[
@@ -51,7 +52,7 @@ def doctor(
     ] = None,
     set_: Overrides = None,
     json_: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Check that this machine is fit to train: GPUs, NVLink, PCIe, network cards, RoCE's settings, limits, memory,
     disk, clock, the kernel's log; with a run file against what the run needs. Every probe is a process with a time
     limit. No rank is started, but with --collectives.
@@ -172,8 +173,8 @@ def _collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> l
             "cluster.nodes", described.cluster.nodes, "--collectives starts the ranks of one node",
             "start each node with torchrun -m phalanx.train.checkup, or set cluster.nodes = 1",
         )  # fmt: skip
-    if described.automatic:
-        described, _ = choose_layout_for(described, nproc or described.cluster.nproc)
+    if described.auto_layout:
+        described, _ = choose_layout_for(described, nproc or described.cluster.nproc_per_node)
     from phalanx.train.checkup import launch_check
     from phalanx.train.launch import select_nproc
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def dryrun(
     run: RunFile,
     world: Annotated[
-        int | None, typer.Option(help="Ranks of the run; by default cluster.nproc x cluster.nodes.", min=1, metavar="N")
+        int | None,
+        typer.Option(help="Ranks of the run; by default cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N"),
     ] = None,
     ranks: Annotated[
         str,
@@ -77,17 +78,17 @@ def dryrun(
 
 def _sized(run: RunSpec, world: int | None) -> tuple[RunSpec, int]:
     """The run and how many ranks it has; a layout that is the planner's to choose is chosen for so many."""
-    nodes, nproc = run.cluster.nodes, run.cluster.nproc
+    nodes, nproc = run.cluster.nodes, run.cluster.nproc_per_node
     world_size = world or nodes * (nproc or 1)
-    if not run.automatic:
+    if not run.auto_layout:
         return run, world_size
     from phalanx.cli.choosing import choose_layout
 
     per_node = min(nproc or world_size, world_size)
     if world_size % per_node:
-        fix = f"use a multiple of cluster.nproc ({per_node})"
+        fix = f"use a multiple of cluster.nproc_per_node ({per_node})"
         raise UserError("--world", world_size, "does not fill nodes, for which the planner chooses", fix)
-    cluster = run.cluster.model_copy(update={"nodes": world_size // per_node, "nproc": per_node})
+    cluster = run.cluster.model_copy(update={"nodes": world_size // per_node, "nproc_per_node": per_node})
     return choose_layout(run.model_copy(update={"cluster": cluster}))[0], world_size
 
 

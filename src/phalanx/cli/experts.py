@@ -86,10 +86,10 @@ def _layers(run: Path, spec: ModelSpec, ranks: int) -> list[int]:
     """Those with experts, which so many ranks can share."""
     if spec.moe is None:
         raise UserError("run directory", str(run), "is of a model without experts", "give one with model.moe")
-    fix = f"use one of {', '.join(map(str, divisors(spec.moe.experts)))}"
-    problem = f"does not divide model.moe.experts ({spec.moe.experts})"
-    require(spec.moe.experts % ranks == 0, "--ep", ranks, problem, fix)
-    return [layer for layer in range(spec.layers) if spec.is_moe_layer(layer)]
+    fix = f"use one of {', '.join(map(str, divisors(spec.moe.num_experts)))}"
+    problem = f"does not divide model.moe.num_experts ({spec.moe.num_experts})"
+    require(spec.moe.num_experts % ranks == 0, "--ep", ranks, problem, fix)
+    return [layer for layer in range(spec.num_layers) if spec.is_moe_layer(layer)]
 
 
 def _loads(checkpoint: Path, layers: list[int]) -> Loads:

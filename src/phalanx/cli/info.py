@@ -21,8 +21,8 @@ from phalanx.spec.model import ModelSpec
 
 PARTS = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head")
 DEVICE = (
-    "peak_flops", "memory_bytes", "hbm_bytes_per_second", "link_bytes_per_second", "domain",
-    "network_bytes_per_second", "watts",
+    "peak_flops", "memory_bytes", "hbm_bytes_per_second", "link_bytes_per_second", "fast_link_domain",
+    "network_bytes_per_second", "watts_per_device",
 )  # fmt: skip
 SI, COUNT = ("", "k", "M", "G", "T", "P"), ("", "k", "M", "B", "T")
 FLOPS_NOTE = "training: 6 x parameters in matrix products + 12 L H head_dim T (causal: half)"
@@ -93,12 +93,12 @@ def model_info(spec: ModelSpec, sequence: int) -> dict[str, Any]:
 
 
 def _sequence(spec: ModelSpec, sequence: int | None) -> int:
-    if spec.positions == "learned" and sequence is not None:
+    if spec.position_embedding == "learned" and sequence is not None:
         require(
-            sequence <= spec.context, "--sequence", sequence,
-            f"is longer than the model's learned positions ({spec.context})", f"use at most {spec.context}",
+            sequence <= spec.max_seq_len, "--sequence", sequence,
+            f"is longer than the model's learned positions ({spec.max_seq_len})", f"use at most {spec.max_seq_len}",
         )  # fmt: skip
-    return sequence or spec.context
+    return sequence or spec.max_seq_len
 
 
 def _show(name: str, spec: ModelSpec, sequence: int) -> None:
@@ -119,10 +119,10 @@ def _show(name: str, spec: ModelSpec, sequence: int) -> None:
 
 def describe(spec: ModelSpec) -> str:
     """The shape in one line."""
-    heads = f"{spec.heads} heads of {spec.head_dim}"
-    heads += f" ({spec.kv_heads} key/value)" if spec.kv_heads != spec.heads else ""
-    text = f"{spec.layers} layers, width {spec.width}, {heads}, vocabulary {spec.vocab:,}"
-    return f"{text}, {spec.moe.top_k} of {spec.moe.experts} experts" if spec.moe else text
+    heads = f"{spec.num_heads} heads of {spec.head_dim}"
+    heads += f" ({spec.num_kv_heads} key/value)" if spec.num_kv_heads != spec.num_heads else ""
+    text = f"{spec.num_layers} layers, width {spec.hidden_size}, {heads}, vocabulary {spec.vocab_size:,}"
+    return f"{text}, {spec.moe.top_k} of {spec.moe.num_experts} experts" if spec.moe else text
 
 
 def _parameter_table(known: dict[str, int]) -> Table:
@@ -167,9 +167,9 @@ def _machine_list(presets: dict[str, ClusterSpec]) -> Table:
             _scaled(machine.memory_bytes, 2**30),
             _scaled(machine.hbm_bytes_per_second, 1e9),
             _scaled(machine.link_bytes_per_second, 1e9),
-            _scaled(machine.domain, 1),
+            _scaled(machine.fast_link_domain, 1),
             _scaled(machine.network_bytes_per_second, 1e9),
-            _scaled(machine.watts, 1),
+            _scaled(machine.watts_per_device, 1),
         )
     return table
 

@@ -34,7 +34,8 @@ def launch(
         ),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks, and GPUs, of a node; by default cluster.nproc.", min=1, metavar="N")
+        int | None,
+        typer.Option(help="Ranks, and GPUs, of a node; by default cluster.nproc_per_node.", min=1, metavar="N"),
     ] = None,
     set_: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Write it to a file.", metavar="FILE")] = None,

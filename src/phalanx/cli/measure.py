@@ -121,8 +121,8 @@ def _measured(run: RunSpec, nproc: int | None, largest: int, options: list[str])
             "cluster.nodes", run.cluster.nodes, "phalanx measure starts the ranks of one node",
             "start each node with torchrun -m phalanx.train.measuring, or set cluster.nodes = 1",
         )  # fmt: skip
-    known = nproc or run.cluster.nproc
-    if run.automatic:
+    known = nproc or run.cluster.nproc_per_node
+    if run.auto_layout:
         run, _ = choose_layout_for(run, known)
     if known is not None:
         check_layout(run, known)  # before torch is imported, which takes a second

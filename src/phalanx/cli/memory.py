@@ -61,15 +61,17 @@ def memory(
 
         phalanx memory run.toml --ranks 64 --machine h100 --set model.preset=llama3-8b
 
-        phalanx memory run.toml --ranks 8 --set layout.recompute=full --json
+        phalanx memory run.toml --ranks 8 --set layout.activation_checkpointing=full --json
     """
     described = load_run(run, set_ or [], machine=machine)
     require_resolved_layout(described)
-    world_size, why = (ranks, "--ranks") if ranks else (described.cluster.ranks, "cluster.nproc x cluster.nodes")
-    if ranks is None and described.cluster.nproc is None:
-        why = "one per node, since cluster.nproc is not set; see --ranks"
+    world_size, why = (
+        (ranks, "--ranks") if ranks else (described.cluster.ranks, "cluster.nproc_per_node x cluster.nodes")
+    )
+    if ranks is None and described.cluster.nproc_per_node is None:
+        why = "one per node, since cluster.nproc_per_node is not set; see --ranks"
     each = -(-world_size // described.cluster.nodes)  # where CPUs compute, these share a node's memory
-    described = described.model_copy(update={"cluster": described.cluster.model_copy(update={"nproc": each})})
+    described = described.model_copy(update={"cluster": described.cluster.model_copy(update={"nproc_per_node": each})})
     found = memory_rows(described, world_size)
     if json_:
         print(json.dumps(memory_to_json(described, world_size, found), indent=2))
@@ -81,7 +83,7 @@ def memory_rows(run: RunSpec, world_size: int) -> list[MemoryRow]:
     """The run under every strategy that such ranks may have."""
     found = []
     for data in get_args(Strategy):
-        own = data == run.layout.data
+        own = data == run.layout.data_parallel
         layout = run.layout if own else _layout(run.layout, data, world_size)
         if layout is not None:
             made = _rows(run.model_copy(update={"layout": layout}), world_size, own)
@@ -101,12 +103,12 @@ def _layout(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
         if size * layout.cp * layout.tp % layout.ep == 0
     ]  # fmt: skip
     if data == "hsdp":
-        return layout.model_copy(update={**unset, "data": data, "dp_shard": shards[-1]}) if shards else None
-    return layout.model_copy(update={**unset, "data": data})
+        return layout.model_copy(update={**unset, "data_parallel": data, "dp_shard": shards[-1]}) if shards else None
+    return layout.model_copy(update={**unset, "data_parallel": data})
 
 
 def _rows(run: RunSpec, world_size: int, own: bool) -> list[MemoryRow]:
-    data, cluster = run.layout.data, run.cluster
+    data, cluster = run.layout.data_parallel, run.cluster
     try:
         held, micro_batch = rank_memory(run, world_size), plan_batch(run, world_size).micro_batch_size
     except UserError as error:
@@ -125,7 +127,7 @@ def memory_to_json(run: RunSpec, world_size: int, found: list[MemoryRow]) -> dic
         "ranks": world_size,
         "precision": run.training.precision,
         "optimizer": run.optimizer.name,
-        "sequence": run.training.sequence,
+        "sequence": run.training.seq_len,
         "memory_bytes": run.cluster.rank_memory_bytes,
         "layouts": [
             {**asdict(row), "memory": row.memory and {**asdict(row.memory), "total": row.memory.total}} for row in found
@@ -151,11 +153,11 @@ def _show(run: RunSpec, world_size: int, why: str, found: list[MemoryRow]) -> No
 def _line(run: RunSpec, world_size: int, why: str, found: list[MemoryRow]) -> str:
     """Ranks, arithmetic, micro-batch."""
     sizes = {row.micro_batch for row in found if row.micro_batch}
-    tokens = f"{run.training.sequence} tokens"
+    tokens = f"{run.training.seq_len} tokens"
     batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
     shared = [f"{axis} {getattr(run.layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(run.layout, axis) > 1]
     ranks = ", ".join([f"{world_size} rank{'s' if world_size > 1 else ''} ({why})", *shared])
-    return f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, recompute {run.layout.recompute}"
+    return f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, recompute {run.layout.activation_checkpointing}"
 
 
 def _table(world_size: int, found: list[MemoryRow]) -> Table:

@@ -30,13 +30,13 @@ def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json 
 
     Examples:
 
-        phalanx mesh run.toml --ranks 16 --set layout.pp=4 --set layout.tp=2 --set cluster.nproc=8
+        phalanx mesh run.toml --ranks 16 --set layout.pp=4 --set layout.tp=2 --set cluster.nproc_per_node=8
 
-        phalanx mesh run.toml --ranks 8 --set layout.data=hsdp --set layout.dp_shard=4 --json
+        phalanx mesh run.toml --ranks 8 --set layout.data_parallel=hsdp --set layout.dp_shard=4 --json
     """
     described = load_run(run, set_ or [])
     world_size = ranks or described.cluster.ranks
-    per_node = described.cluster.nproc or world_size
+    per_node = described.cluster.nproc_per_node or world_size
     sizes = parallel_dims(described.layout, world_size)
     found = {axis: process_groups(sizes, axis) for axis in sizes.axes} | {"ep": expert_parallel_groups(sizes)}
     axes = [

@@ -13,7 +13,7 @@ from phalanx.plan.fits import SAFE_OOM_PROBABILITY
 from phalanx.plan.oom import Diagnosis, RemedyEffect, RunFootprint, fits_after
 from phalanx.spec.run import RunSpec
 
-WIDTH = 150
+WIDTH = 170
 NOTES = (
     "GiB: what the fullest rank holds, as in `phalanx memory`; what driver and libraries take is set aside, and what "
     "predictions of memory are usually off by",

@@ -9,7 +9,8 @@ import typer
 
 RunFile = Annotated[Path, typer.Argument(help="A run file.", metavar="RUN.toml")]
 Ranks = Annotated[
-    int | None, typer.Option(help="Ranks of the run; by default cluster.nproc x cluster.nodes.", min=1, metavar="N")
+    int | None,
+    typer.Option(help="Ranks of the run; by default cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N"),
 ]
 Machine = Annotated[
     str | None,
@@ -18,6 +19,6 @@ Machine = Annotated[
     ),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a field, e.g. training.sequence=4096.", metavar="K=V")
+    list[str] | None, typer.Option("--set", help="Override a field, e.g. training.seq_len=4096.", metavar="K=V")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

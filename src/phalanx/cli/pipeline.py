@@ -237,14 +237,14 @@ def cut(
 
         phalanx pipeline cut run.toml --stages 4
 
-        phalanx pipeline cut run.toml --stages 16 --set model.preset=llama3-8b --set training.sequence=8192
+        phalanx pipeline cut run.toml --stages 16 --set model.preset=llama3-8b --set training.seq_len=8192
     """
     described = load_run(run, set_ or [])
     number = stages or representative_schedule(described.layout).stages
-    costs = layer_flops(described.model, described.training.sequence)
+    costs = layer_flops(described.model, described.training.seq_len)
     layers = balance_stages(costs, number)
     rows = stage_costs(costs, layers)
-    even = _evenly(described.model.layers, number)
+    even = _evenly(described.model.num_layers, number)
     facts = {
         "stages": number,
         "layers": layers,

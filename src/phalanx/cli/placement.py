@@ -45,7 +45,9 @@ def placement(
     nproc: Annotated[
         int | None,
         typer.Option(
-            help="Ranks on a node; by default cluster.nproc, else the topology's GPUs, else 8.", min=1, metavar="N"
+            help="Ranks on a node; by default cluster.nproc_per_node, else the topology's GPUs, else 8.",
+            min=1,
+            metavar="N",
         ),
     ] = None,
     topology: Annotated[
@@ -93,7 +95,7 @@ def placement(
 def _counts(run: RunSpec, ranks: int | None, nproc: int | None, node: NodeTopology | None) -> tuple[int, int]:
     """Ranks of the run, and of a node."""
     usual = len(node.gpus) if node else DEFAULT_DEVICES_PER_NODE
-    per_node = nproc or run.cluster.nproc or min(usual, ranks or usual)
+    per_node = nproc or run.cluster.nproc_per_node or min(usual, ranks or usual)
     return ranks or per_node * run.cluster.nodes, per_node
 
 
@@ -158,8 +160,8 @@ def _sent(heat: Heatmap) -> dict[str, Any]:
 def _name(run: RunSpec, world_size: int) -> str:
     layout = run.layout
     axes = [f"{axis} {getattr(layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(layout, axis) > 1]
-    axes = [f"{axis} outermost" if axis.startswith("pp") and layout.outermost == "pipeline" else axis for axis in axes]
-    kind = f"{layout.data} dp {parallel_dims(layout, world_size).dp_size}"
+    axes = [f"{axis} outermost" if axis.startswith("pp") and layout.rank_order == "pipeline" else axis for axis in axes]
+    kind = f"{layout.data_parallel} dp {parallel_dims(layout, world_size).dp_size}"
     return f"{run.model.preset or run.model.from_hf or 'model'}, {', '.join([kind, *axes])}"
 
 

@@ -71,9 +71,9 @@ def plan(
 
         phalanx plan run.toml --machine h100 --nodes 16 --explain 1 --picture step.svg
 
-        phalanx plan run.toml --machine h100 --nodes 16 --why-not "tp=16,pp=2,data=zero1"
+        phalanx plan run.toml --machine h100 --nodes 16 --why-not "tp=16,pp=2,data_parallel=zero1"
 
-        phalanx plan run.toml --machine h100 --nodes 16 --diff 1 "tp=8,data=zero3"
+        phalanx plan run.toml --machine h100 --nodes 16 --diff 1 "tp=8,data_parallel=zero3"
 
         phalanx plan run.toml --machine h100 --nodes 2048 --tokens 15e12 --set cluster.storage_bytes_per_second=1e12
 
@@ -126,7 +126,7 @@ def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
         file.write_text(to_toml(run.model_copy(update={"layout": option.candidate.layout()})))
     except OSError as error:
         raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
-    nodes, each = run.cluster.nodes, run.cluster.nproc
+    nodes, each = run.cluster.nodes, run.cluster.nproc_per_node
     start = f"torchrun --nnodes {nodes} --nproc-per-node {each} ... -m phalanx.train" if nodes > 1 else "phalanx train"
     print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}): {start} {file}", file=sys.stderr)
 
@@ -150,10 +150,10 @@ def run_on_cluster(
     cluster = described.cluster
     changes = {
         "nodes": nodes or cluster.nodes,
-        "nproc": nproc or cluster.nproc or cluster.cores or DEFAULT_DEVICES_PER_NODE,
+        "nproc_per_node": nproc or cluster.nproc_per_node or cluster.cores or DEFAULT_DEVICES_PER_NODE,
     }
     cluster = cluster.model_copy(update=changes)
-    return described.model_copy(update={"cluster": cluster, "automatic": False}), cluster.ranks
+    return described.model_copy(update={"cluster": cluster, "auto_layout": False}), cluster.ranks
 
 
 def _fields(topology: Path, cluster: ClusterSpec) -> list[str]:
@@ -161,7 +161,11 @@ def _fields(topology: Path, cluster: ClusterSpec) -> list[str]:
     from phalanx.spec.topology import infer_cluster, read_topology
 
     known = infer_cluster(read_topology(topology), cluster.preset).fields
-    return [f"cluster.{name}={value}" for name, value in known.items() if name != "nproc" or cluster.nproc is None]
+    return [
+        f"cluster.{name}={value}"
+        for name, value in known.items()
+        if name != "nproc_per_node" or cluster.nproc_per_node is None
+    ]
 
 
 def _search(run: RunSpec, world_size: int, keep: int, trainer: str | None = None) -> Plan:

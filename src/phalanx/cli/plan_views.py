@@ -212,7 +212,7 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
     return {
         "model": run.model.preset or run.model.from_hf,
         "devices": world_size,
-        "measured": run.cluster.measured.decided if run.cluster.measured else [],
+        "measured": run.cluster.calibration.identified_constants if run.cluster.calibration else [],
         "considered": plan.considered,
         "fitting": plan.fitting,
         "layouts": [
@@ -234,7 +234,7 @@ def _head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:
     training = run.training
     console.print(
         f"{_where(run, world_size)}, {training.tokens_per_step:,} tokens a step in sequences of "
-        f"{training.sequence:,}; {plan.considered:,} layouts, {plan.fitting:,} likely to fit",
+        f"{training.seq_len:,}; {plan.considered:,} layouts, {plan.fitting:,} likely to fit",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     console.print(calibration_note(run.cluster), style="dim", highlight=False, soft_wrap=True)
@@ -243,10 +243,10 @@ def _head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:
 
 def calibration_note(cluster: ClusterSpec) -> str:
     """Which of a machine's numbers were measured, and which are assumed."""
-    measured = cluster.measured
+    measured = cluster.calibration
     if measured is None:
         return "no run on this machine was measured (`phalanx calibrate`): its constants are those of published runs"
-    decided = ", ".join(measured.decided) or "none alone"
+    decided = ", ".join(measured.identified_constants) or "none alone"
     return f"measured by {measured.runs} runs on this machine: {decided}; assumed: every other constant"
 
 
@@ -266,15 +266,22 @@ def _figures(option: EvaluatedLayout) -> list[str]:
 
 
 def _costs(run: RunSpec) -> list[str]:
-    money = ["price/1e9 tokens"] if run.cluster.price_per_hour else []
-    return [*money, *(["kWh/1e9 tokens"] if run.cluster.watts else [])]
+    money = ["price/1e9 tokens"] if run.cluster.price_per_device_hour else []
+    return [*money, *(["kWh/1e9 tokens"] if run.cluster.watts_per_device else [])]
 
 
 def _cost(run: RunSpec, world_size: int, option: EvaluatedLayout) -> list[str]:
     """Of a billion tokens: money, energy."""
     hours, cluster = BILLION / option.tokens_per_second / 3600, run.cluster
-    money = [f"{rental_cost(world_size, hours, cluster.price_per_hour):,.0f}"] if cluster.price_per_hour else []
-    return [*money, *([f"{energy_kwh(cluster.watts, world_size, hours):,.0f}"] if cluster.watts else [])]
+    money = (
+        [f"{rental_cost(world_size, hours, cluster.price_per_device_hour):,.0f}"]
+        if cluster.price_per_device_hour
+        else []
+    )
+    return [
+        *money,
+        *([f"{energy_kwh(cluster.watts_per_device, world_size, hours):,.0f}"] if cluster.watts_per_device else []),
+    ]
 
 
 def _table(*headers: str) -> Table:

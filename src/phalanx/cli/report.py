@@ -78,7 +78,7 @@ def _write_trace(recorded: list[RunData], file: Path) -> None:
     if len(recorded) > 1:
         raise UserError("--trace", str(file), f"is of one run, not of {len(recorded)}", "give one RUN_DIR")
     if not recorded[0].ranks:
-        fix = "train with metrics.record = true, and with --trace-steps for passes and collectives"
+        fix = "train with metrics.per_rank_records = true, and with --trace-steps for passes and collectives"
         raise UserError("--trace", str(file), "needs what ranks noted, and none of them did", fix)
     _write(file, json.dumps(chrome_trace(recorded[0])), "--trace")
 

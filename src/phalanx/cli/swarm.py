@@ -115,7 +115,7 @@ def join(
 
         phalanx swarm join 203.0.113.7:7077 --certs ann
 
-        phalanx swarm join 203.0.113.7:7077 --certs ann --nproc 2 --set layout.data=zero1 --set 'data.train=["text"]'
+        phalanx swarm join 203.0.113.7:7077 --certs ann --nproc 2 --set layout.data_parallel=zero1 --set 'data.train=["text"]'
     """
     _port(address, "ADDRESS")
     _check_installed()
@@ -211,7 +211,7 @@ def _ways(
     from phalanx.cost.swarm import RoundBytes, node_share, round_bytes, round_time, state_bytes
     from phalanx.spec.swarm import SPLIT
 
-    experts = run.model.moe.experts if run.model.moe else 0
+    experts = run.model.moe.num_experts if run.model.moe else 0
     own = swarm.method, swarm.effective_codec
     for method, codec in [*(way for way in WAYS if way != own), own]:
         if method in SPLIT and not experts:
@@ -228,7 +228,7 @@ def _ways(
             "chosen": (method, codec) == own,
             "up_bytes": sent.up,
             "down_bytes": sent.down,
-            "state_bytes": state_bytes(node, swarm.frozen if method in SPLIT else "fp32"),
+            "state_bytes": state_bytes(node, swarm.frozen_expert_codec if method in SPLIT else "fp32"),
             "wire_seconds": time.wire,
             "round_seconds": time.total if step_seconds else None,
             "utilisation": time.utilisation if step_seconds else None,

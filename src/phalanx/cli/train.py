@@ -39,7 +39,9 @@ def train(
     nproc: Annotated[
         int | None,
         typer.Option(
-            help="Ranks on this machine; by default cluster.nproc, one per GPU, or one.", parser=_ranks, metavar="N"
+            help="Ranks on this machine; by default cluster.nproc_per_node, one per GPU, or one.",
+            parser=_ranks,
+            metavar="N",
         ),
     ] = None,
     machine: Annotated[
@@ -118,7 +120,7 @@ def train(
         print(_config(described, nproc))
         return
     if nproc is not None:  # the run directory says so, too, for whoever goes on with it
-        cluster = described.cluster.model_copy(update={"nproc": nproc})
+        cluster = described.cluster.model_copy(update={"nproc_per_node": nproc})
         described = described.model_copy(update={"cluster": cluster})
     from phalanx.train.setup import EXIT_STOPPED
 
@@ -136,7 +138,7 @@ def train(
         cluster = described.cluster.model_copy(update={"nodes": most})
         described = described.model_copy(update={"cluster": cluster})
         try:
-            place = resolve_rendezvous(rendezvous, described.recovery.join_seconds)
+            place = resolve_rendezvous(rendezvous, described.recovery.rendezvous_timeout_seconds)
             raise typer.Exit(_run_on_nodes(described, resume, options, least, *place))
         except LocalNodeError as error:
             print(f"phalanx: {error}", file=sys.stderr)
@@ -149,8 +151,8 @@ def check_profiled_steps(run: RunSpec, steps: str) -> None:
     window = parse_step_range(steps)
     if window[0] > run.training.steps:
         raise UserError("--trace-steps", steps, f"begins after the last step, {run.training.steps}", "begin earlier")
-    if not run.metrics.record:
-        raise UserError("--trace-steps", steps, "has no effect with metrics.record = false", "set it to true")
+    if not run.metrics.per_rank_records:
+        raise UserError("--trace-steps", steps, "has no effect with metrics.per_rank_records = false", "set it to true")
 
 
 def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
@@ -159,7 +161,9 @@ def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
     if not (path / "run.toml").is_file():
         raise UserError("run directory", str(path), "has no run.toml", "give a run file")
     place = path.resolve()  # it may have been moved since it was made
-    return load_run(path / "run.toml", [*overrides, f"out='{place.parent}'", f"name={place.name}"], machine=machine)
+    return load_run(
+        path / "run.toml", [*overrides, f"output_dir='{place.parent}'", f"name={place.name}"], machine=machine
+    )
 
 
 def _config(run: RunSpec, nproc: int | None) -> str:
@@ -167,8 +171,8 @@ def _config(run: RunSpec, nproc: int | None) -> str:
     from phalanx.spec.run import plan_batch
     from phalanx.train.setup import to_toml
 
-    ranks = nproc or run.cluster.nproc
-    if run.automatic:
+    ranks = nproc or run.cluster.nproc_per_node
+    if run.auto_layout:
         run, _ = choose_layout_for(run, ranks)
     if ranks is None:  # the GPUs of this machine decide, and only torch could count them
         return to_toml(run).rstrip()
@@ -212,9 +216,9 @@ def _resolve_host(host: str) -> IPv4Address | OSError:
 def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
     from phalanx.train.setup import preflight
 
-    known = run.cluster.nproc
+    known = run.cluster.nproc_per_node
     plan = None
-    if run.automatic:
+    if run.auto_layout:
         run, plan = choose_layout_for(run, known)
     if known is not None:
         preflight(run, known, resume)  # before torch is imported, which takes a second
@@ -237,10 +241,12 @@ def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], least: int, ho
 
     ranks, most = select_nproc(run), run.cluster.nodes
     plan = None
-    if run.automatic:
+    if run.auto_layout:
         run, plan = choose_layout_for(run, ranks)
     recovery = run.recovery
-    meeting = Rendezvous(run.name, host, port, least, most, recovery.join_seconds, recovery.last_call_seconds)
+    meeting = Rendezvous(
+        run.name, host, port, least, most, recovery.rendezvous_timeout_seconds, recovery.last_call_timeout_seconds
+    )
     if meeting.is_host:  # the others find no place to meet before the run directory is there
         directory, lock = _set_up(run, ranks * most, resume, plan)
     else:
@@ -276,11 +282,11 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
 
     per_node = nproc or ranks
     found = read_run(run_directory(run)).run
-    cluster = (found or run).cluster.model_copy(update={"nproc": per_node, "nodes": ranks // per_node})
+    cluster = (found or run).cluster.model_copy(update={"nproc_per_node": per_node, "nodes": ranks // per_node})
     if None in (cluster.peak_flops, cluster.memory_bytes, cluster.hbm_bytes_per_second):
         check_layout(run, ranks)
         return run.layout
-    measured, training = run.cluster.measured, run.training
+    measured, training = run.cluster.calibration, run.training
     if measured is None or measured.precision != training.precision:  # what the planner knows of any machine
         training = training.model_copy(update={"precision": "bf16"})
     return choose_layout(run.model_copy(update={"cluster": cluster, "training": training}))[0].layout

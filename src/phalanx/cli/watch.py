@@ -16,7 +16,7 @@ from phalanx.spec.errors import UserError
 
 RESTART_SECONDS = 60.0
 """From the last sign of a run's life until it is taken for dead: ranks that are started again take some seconds, of
-which PyTorch's import is the most, and nodes that meet `recovery.last_call_seconds` more."""
+which PyTorch's import is the most, and nodes that meet `recovery.last_call_timeout_seconds` more."""
 
 
 def watch(

@@ -149,16 +149,16 @@ def activation_bytes(
     The backward pass frees what it is done with, so that while layer l is computed again there is what the layers
     before it keep, what it drops itself, and nothing of those after it or of the loss.
     """
-    layout, stage = layout or Layout(), stage or StageBlocks(range(spec.layers), first=True, last=True)
+    layout, stage = layout or Layout(), stage or StageBlocks(range(spec.num_layers), first=True, last=True)
     run = ForwardShape(batch, sequence, precision, layout, autocast and precision == "bf16", masked)
-    stream = run.residual_tokens * spec.width * run.residual_bytes
+    stream = run.residual_tokens * spec.hidden_size * run.residual_bytes
     normed = Counter(norms=saved_by_norm(spec, run))
     again = Counter(checkpoints=stream)
     kept = Counter(inputs=saved_by_inputs(spec, run, stage.first))
     norm_has_stream = (
         spec.norm == "layernorm" or run.residual_bytes == run.high_precision_bytes
     )  # else it keeps an fp32 copy
-    if not stage.first and not norm_has_stream and layout.recompute != "full":
+    if not stage.first and not norm_has_stream and layout.activation_checkpointing != "full":
         kept += Counter(tp_boundaries=stream)
     if not stage.last:
         kept += Counter(tp_boundaries=stream)
@@ -168,12 +168,12 @@ def activation_bytes(
         mixed = (
             saved_by_experts(spec, spec.moe, run) if spec.moe and spec.is_moe_layer(layer) else saved_by_mlp(spec, run)
         )
-        if layout.recompute == "full":
+        if layout.activation_checkpointing == "full":
             kept += again
             # The first norm keeps the block's input, which is there already, unless it needs it in fp32.
             there = stream if norm_has_stream else 0
             alive.append((kept + normed + attended + normed + mixed).total() - there)
-        elif layout.recompute == "selective":
+        elif layout.activation_checkpointing == "selective":
             kept += normed + again
             # Likewise the projections their input, unless autocast makes copies of it.
             alive.append((kept + attended).total() - (0 if run.autocast else stream))
@@ -196,7 +196,7 @@ def activation_bytes(
             if run.tp == 1
             else run.high_precision_bytes + (run.compute_bytes if run.compute_bytes < run.high_precision_bytes else 0)
         )
-        loss_gradients = run.tokens * run.largest_share(spec.vocab) * each
+        loss_gradients = run.tokens * run.largest_share(spec.vocab_size) * each
     return ActivationBytes(
         **kept,
         loss_gradients=loss_gradients,

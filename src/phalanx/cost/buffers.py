@@ -57,7 +57,7 @@ def comm_buffer_peaks(
             deferred = not on_gpu and sizes.dp_replicate == 1
             summed_twice = deferred and accumulation > 1 and layout.offload == "none"
             if layout.pp > 1:  # parameters stay gathered for the step
-                layout = layout.model_copy(update={"reshard": False})
+                layout = layout.model_copy(update={"reshard_after_forward": False})
             of = partial(fsdp_buffers, layout=layout, precision=precision, wholes=wholes, summed_twice=summed_twice)
             found = of(rank.dense, ranks=rank.shards)
             if rank.expert:  # one gradient is on its way at a time
@@ -92,16 +92,16 @@ def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
     tokens, here = _tokens(run, batch)
     numbers = 0
     if layout.tp > 1:
-        numbers += (4 if layout.sequence_parallel else 2) * tokens * (spec.width + 1)
+        numbers += (4 if layout.sequence_parallel else 2) * tokens * (spec.hidden_size + 1)
         # Queries and keys as they come, side by side, and with their gradients on the way.
-        numbers += 4 * tokens * spec.heads * spec.head_dim if layout.heads == "gathered" else 0
+        numbers += 4 * tokens * spec.num_heads * spec.head_dim if layout.tp_attention == "gathered" else 0
     if layout.cp > 1:
-        kv = -(-spec.kv_heads // layout.tp)
-        q = -(-spec.heads // layout.tp)
-        around = 8 * kv if layout.context == "ring" else 2 * (q + 2 * max(kv, layout.cp))
+        kv = -(-spec.num_kv_heads // layout.tp)
+        q = -(-spec.num_heads // layout.tp)
+        around = 8 * kv if layout.cp_method == "ring" else 2 * (q + 2 * max(kv, layout.cp))
         numbers += around * tokens * spec.head_dim
     if layout.ep > 1 and spec.moe:
-        numbers += 3 * spec.moe.top_k * here * spec.width
+        numbers += 3 * spec.moe.top_k * here * spec.hidden_size
     return max(4, COMPUTE_BYTES[run.training.precision]) * numbers
 
 
@@ -109,12 +109,12 @@ def pipeline_buffer_bytes(run: RunSpec, batch: int, place: int) -> int:
     """Of what the stages of a pipeline send each other: on every link some are received ahead, and one is sent."""
     links = [link for link in representative_schedule(run.layout).links if place in link]
     messages = sum(MAX_POSTED_RECEIVES if to == place else 1 for _, to in links)
-    return max(4, COMPUTE_BYTES[run.training.precision]) * messages * _tokens(run, batch)[1] * run.model.width
+    return max(4, COMPUTE_BYTES[run.training.precision]) * messages * _tokens(run, batch)[1] * run.model.hidden_size
 
 
 def _tokens(run: RunSpec, batch: int) -> tuple[int, int]:
     """Of a micro-batch: those that products are given, and those of the residual stream on a rank."""
-    tokens = batch * run.training.sequence // run.layout.cp
+    tokens = batch * run.training.seq_len // run.layout.cp
     return tokens, tokens // run.layout.tp if run.layout.sequence_parallel else tokens
 
 
@@ -122,10 +122,10 @@ def ddp_buffers(shapes: Shapes, layout: Layout, number: int) -> list[CommBufferP
     """Gradients are views of what is sent. Compressed to bf16, a bucket (of fp32) has a copy of half its size on the
     way when its gradients are there; one is counted. PowerSGD keeps what it did not send (its thin matrices are small),
     and a copy of a bucket."""
-    if layout.compress == "none":
+    if layout.gradient_compression == "none":
         return []
     sizes = [_bucket_bytes(bucket) for bucket in bucket_sizes(shapes, layout.bucket_mb * MIB / number)]
-    copied, unsent = (2, 0) if layout.compress == "bf16" else (number, number * sum(sizes))
+    copied, unsent = (2, 0) if layout.gradient_compression == "bf16" else (number, number * sum(sizes))
     done = [so_far / sum(sizes) for so_far in accumulate(sizes)]
     return [
         CommBufferPeak(0.0, unsent),
@@ -174,14 +174,14 @@ def fsdp_buffers(
     computed, kept = COMPUTE_BYTES[precision] * ranks, STATE_BYTES[precision] * ranks
     root, *blocks = fsdp_unit_sizes(shapes, layout, ranks)
     block = max(blocks, default=0)
-    ahead = min(max(1, layout.prefetch), len(blocks))
+    ahead = min(max(1, layout.fsdp_prefetch), len(blocks))
     last = [] if "head.weight" not in shapes else [n for n in shapes if n.startswith(("embedding", "positions"))]
     early = root - sum(max_shard_elements(shapes[name], ranks) for name in last)
 
     def reducing(unit: int) -> int:
         return kept * unit * wholes + (STATE_BYTES[precision] * unit if wholes else 0)
 
-    gathered = root + (ahead * block if layout.reshard else sum(blocks))
+    gathered = root + (ahead * block if layout.reshard_after_forward else sum(blocks))
     in_blocks = computed * (gathered + early + block) + reducing(block)
     copying = in_blocks + kept * block
     at_the_end = max((computed + kept) * root + reducing(block), reducing(root))
@@ -231,7 +231,9 @@ def fsdp_unit_sizes(shapes: Shapes, layout: Layout, ranks: int) -> list[int]:
 def fsdp_unit_of(name: str, layout: Layout) -> str:
     """The wrapped part that a parameter is gathered with; "" for the root."""
     # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks are whole.
-    depth = {"model": 0, "block": 2, "sublayer": 2 if layout.recompute == "full" else 3}[layout.wrap]
+    depth = {"model": 0, "block": 2, "sublayer": 2 if layout.activation_checkpointing == "full" else 3}[
+        layout.fsdp_unit
+    ]
     return ".".join(name.split(".")[:depth]) if name.startswith("blocks.") else ""
 
 

@@ -49,8 +49,8 @@ def forward_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> Forwar
     attention = sum(
         num_elements(s) for name, s in parameter_shapes(spec).items() if ".attention." in name and len(s) > 1
     )
-    projections, head = 2.0 * attention, 2.0 * spec.vocab * spec.width
-    core = 4 * spec.layers * spec.heads * spec.head_dim * sequence * (0.5 if causal else 1.0)
+    projections, head = 2.0 * attention, 2.0 * spec.vocab_size * spec.hidden_size
+    core = 4 * spec.num_layers * spec.num_heads * spec.head_dim * sequence * (0.5 if causal else 1.0)
     return ForwardFlops(projections, core, 2 * count_parameters(spec).matmul - projections - head, head)
 
 
@@ -96,9 +96,9 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     at = sizes.coordinates(rank)
     each, more = divmod(cut.global_batch_size, cut.dp_size)
     rows = each + (at["dp_replicate"] * sizes.dp_shard + at["dp_shard"] < more)
-    tokens = rows * run.training.sequence / sizes.cp
+    tokens = rows * run.training.seq_len / sizes.cp
     held = rank_tensors(run, world_size, at["tp"])[at["pp"]]
-    layers = layers_per_rank(run)[at["pp"]] if sizes.pp > 1 else range(spec.layers)
+    layers = layers_per_rank(run)[at["pp"]] if sizes.pp > 1 else range(spec.num_layers)
     products, of_attention = 0.0, 0.0
     for name, shape in held.all.items():
         if name.startswith("blocks.") and len(shape) > 1:
@@ -109,9 +109,9 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
             )
             products, of_attention = products + flops, of_attention + flops * (".attention." in name)
     causal = not run.data.mask_documents  # of masked documents kernels compute every pair of tokens
-    heads = -(-spec.heads // sizes.tp)
-    core = 4 * heads * spec.head_dim * run.training.sequence * (0.5 if causal else 1.0) * tokens * len(layers)
-    again = {"none": 0.0, "selective": of_attention + core, "full": products + core}[layout.recompute]
+    heads = -(-spec.num_heads // sizes.tp)
+    core = 4 * heads * spec.head_dim * run.training.seq_len * (0.5 if causal else 1.0) * tokens * len(layers)
+    again = {"none": 0.0, "selective": of_attention + core, "full": products + core}[layout.activation_checkpointing]
     head = lm_head_shape(run, held, at["pp"])
     return 3 * (products + core) + again + (6 * tokens * num_elements(head) if head else 0)
 

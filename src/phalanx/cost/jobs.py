@@ -54,7 +54,7 @@ PHALANX_CHECKPOINTING = {
     "selective": ActivationCheckpointing.ATTENTION,
     "full": ActivationCheckpointing.FULL,
 }
-"""What `layout.recompute` means: even where flash kernels keep no scores, selective drops what attention's projections
+"""What `layout.activation_checkpointing` means: even where flash kernels keep no scores, selective drops what attention's projections
 keep."""
 
 

@@ -71,23 +71,23 @@ class ForwardShape:
 
 def saved_by_inputs(spec: ModelSpec, run: ForwardShape, first: bool) -> int:
     """What blocks share; the first stage has the tokens."""
-    ring = run.layout.cp > 1 and run.layout.context == "ring"
+    ring = run.layout.cp > 1 and run.layout.cp_method == "ring"
     places = run.tokens if run.masked else run.tokens // run.batch  # positions start anew with each document
     tokens = run.tokens * (INDEX if run.tp == 1 else INDEX + 1)  # embedding; and whose rows other ranks have
     # Learned: the embedding's indices, of runs of tokens (ulysses) as a view of the whole row's.
     positions = (places if ring or run.masked else run.sequence) * INDEX
     tables = 2 * places * spec.head_dim * run.high_precision_bytes  # rope: products with cosine and sine
-    again = run.masked and run.layout.recompute != "none"
+    again = run.masked and run.layout.activation_checkpointing != "none"
     mask = run.batch * run.sequence * (INDEX if ring else run.sequence) if again else 0  # bool, to compute again
-    kept = tables if spec.positions == "rope" else positions if first else 0
+    kept = tables if spec.position_embedding == "rope" else positions if first else 0
     return kept + (tokens if first else 0) + mask
 
 
 def saved_by_norm(spec: ModelSpec, run: ForwardShape) -> int:
     """A norm of the residual stream."""
     if spec.norm == "layernorm":
-        return run.residual_tokens * (spec.width + 2) * run.residual_bytes  # x, its mean and 1 / std
-    return _rms_norm(run, run.residual_tokens, spec.width)
+        return run.residual_tokens * (spec.hidden_size + 2) * run.residual_bytes  # x, its mean and 1 / std
+    return _rms_norm(run, run.residual_tokens, spec.hidden_size)
 
 
 def _rms_norm(run: ForwardShape, vectors: int, width: int) -> int:
@@ -99,12 +99,17 @@ def saved_by_attention(spec: ModelSpec, run: ForwardShape) -> Counter[str]:
     """Projections, norms of queries and keys, and flash attention: q, k, v, its output, which is wo's input, and the
     logsumexp of each row and head; with a mask also that, as numbers to add.
 
-    Around a ring (`layout.context`) no mask is kept, and wo's input is a copy; after an all-to-all likewise, and
+    Around a ring (`layout.cp_method`) no mask is kept, and wo's input is a copy; after an all-to-all likewise, and
     key/value heads that are fewer than the ranks are repeated.
     """
-    if run.tp > 1 and run.layout.heads == "gathered":
+    if run.tp > 1 and run.layout.tp_attention == "gathered":
         return _gathered_attention(spec, run)
-    D, H, K, kv_heads = spec.width, run.largest_share(spec.heads), spec.head_dim, run.largest_share(spec.kv_heads)
+    D, H, K, kv_heads = (
+        spec.hidden_size,
+        run.largest_share(spec.num_heads),
+        spec.head_dim,
+        run.largest_share(spec.num_kv_heads),
+    )
     q, kv = H * K, kv_heads * K
     kept = run.linear_input(D, readers=3)  # wq, wk, wv
     weights = 2 * D * (q + kv)
@@ -114,7 +119,7 @@ def saved_by_attention(spec: ModelSpec, run: ForwardShape) -> Counter[str]:
     elif spec.qk_norm == "full":
         kept += _norm_of_all_heads(run, q) + _norm_of_all_heads(run, kv)
         weights += q + kv
-    cp, ring = run.layout.cp, run.layout.context == "ring"
+    cp, ring = run.layout.cp, run.layout.cp_method == "ring"
     inner = kv if cp == 1 or ring else max(kv_heads, cp) * K
     kept += run.tokens * (2 * q + 2 * inner + (q if cp > 1 else 0)) * run.compute_bytes
     kept += run.tokens * H * run.high_precision_bytes
@@ -125,12 +130,12 @@ def saved_by_attention(spec: ModelSpec, run: ForwardShape) -> Counter[str]:
 def _gathered_attention(spec: ModelSpec, run: ForwardShape) -> Counter[str]:
     """The same where ranks have columns of heads: queries and keys are there whole, and of the heads that its columns
     belong to a rank has values, output and logsumexp."""
-    D, K, whole = spec.width, spec.head_dim, spec.heads * spec.head_dim
+    D, K, whole = spec.hidden_size, spec.head_dim, spec.num_heads * spec.head_dim
     columns = whole // run.tp
     mine = max(-(-(first + columns) // K) - first // K for first in range(0, whole, columns))
     kept, weights = run.linear_input(D, readers=3), 3 * D * columns
     if spec.qk_norm == "head":
-        kept += _rms_norm(run, 2 * run.tokens * spec.heads, K)
+        kept += _rms_norm(run, 2 * run.tokens * spec.num_heads, K)
         weights += 2 * K
     elif spec.qk_norm == "full":
         kept += 2 * _rms_norm(run, run.tokens, whole)
@@ -149,12 +154,14 @@ def _norm_of_all_heads(run: ForwardShape, width: int) -> int:
 
 def saved_by_mlp(spec: ModelSpec, run: ForwardShape) -> Counter[str]:
     """A dense MLP."""
-    ffn = run.largest_share(spec.ffn)
+    ffn = run.largest_share(spec.ffn_hidden_size)
     if spec.activation == "swiglu":
-        return Counter(mlp=_swiglu(run, spec.width, ffn), weight_copies=run.weight_copies(3 * spec.width * ffn))
-    kept = run.linear_input(spec.width, readers=1)  # up
+        return Counter(
+            mlp=_swiglu(run, spec.hidden_size, ffn), weight_copies=run.weight_copies(3 * spec.hidden_size * ffn)
+        )
+    kept = run.linear_input(spec.hidden_size, readers=1)  # up
     kept += 2 * run.tokens * ffn * run.compute_bytes  # gelu: its input; down: its output
-    return Counter(mlp=kept, weight_copies=run.weight_copies(2 * spec.width * ffn))
+    return Counter(mlp=kept, weight_copies=run.weight_copies(2 * spec.hidden_size * ffn))
 
 
 def _swiglu(run: ForwardShape, width: int, ffn: int) -> int:
@@ -165,9 +172,9 @@ def _swiglu(run: ForwardShape, width: int, ffn: int) -> int:
 def saved_by_experts(spec: ModelSpec, moe: MoESpec, run: ForwardShape) -> Counter[str]:
     """Routers, routed and shared experts. No expert drops a token, so that which one it went to does not matter; of
     ranks that have different experts each is given as many rows as it sends (they are balanced)."""
-    D, E, k, ep = spec.width, moe.experts, moe.top_k, run.layout.ep
+    D, E, k, ep = spec.hidden_size, moe.num_experts, moe.top_k, run.layout.ep
     rows, F = _expert_rows(moe, run)
-    shared = run.largest_share(moe.ffn * moe.shared_experts) if moe.shared_experts else 0
+    shared = run.largest_share(moe.expert_ffn_size * moe.num_shared_experts) if moe.num_shared_experts else 0
     kept = run.linear_input(D, readers=1)  # the router
     if shared and run.autocast:  # else gate and up of the shared experts read what the router does
         kept += run.linear_input(D, readers=2)
@@ -176,13 +183,13 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, run: ForwardShape) -> Counte
         run.residual_tokens * (2 * E + 1) * run.high_precision_bytes
     )  # z-loss: logits and logsumexp; softmax or sigmoid: scores
     kept += (
-        run.residual_tokens * run.high_precision_bytes if moe.score == "sigmoid" else 0
+        run.residual_tokens * run.high_precision_bytes if moe.router_score == "sigmoid" else 0
     )  # balance loss: sums of scores
     kept += (
         run.residual_tokens * (k + 1) * run.high_precision_bytes if moe.normalize_top_k else 0
     )  # chosen scores and their sums
     kept += (
-        (1 if moe.balance_over == "micro_batch" else run.batch) * E * run.high_precision_bytes
+        (1 if moe.balance_loss_scope == "micro_batch" else run.batch) * E * run.high_precision_bytes
     )  # balance loss: shares of tokens
     kept += (run.residual_tokens * k + 2 * rows) * INDEX  # gather: the chosen; sorting by expert, and back
     kept += 2 * rows * INDEX if ep > 1 else 0  # sorting what came from all ranks by expert, and back
@@ -196,8 +203,8 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, run: ForwardShape) -> Counte
 
 def saved_by_head(spec: ModelSpec, run: ForwardShape) -> Counter[str]:
     """The head and the loss."""
-    kept = run.linear_input(spec.width, readers=1)
-    vocab = run.largest_share(spec.vocab)
+    kept = run.linear_input(spec.hidden_size, readers=1)
+    vocab = run.largest_share(spec.vocab_size)
     kept += (
         run.tokens * vocab * run.high_precision_bytes
     )  # log-softmax: its output. The fp32 copy of bf16 logits is dropped
@@ -207,7 +214,7 @@ def saved_by_head(spec: ModelSpec, run: ForwardShape) -> Counter[str]:
         )  # negative log-likelihood: targets, and their total weight
     else:
         kept += run.tokens * (INDEX + 2)  # each target's column, whether it is here, and whether it counts
-    return Counter(head_and_loss=kept, weight_copies=run.weight_copies(vocab * spec.width))
+    return Counter(head_and_loss=kept, weight_copies=run.weight_copies(vocab * spec.hidden_size))
 
 
 def mlp_backward_bytes(spec: ModelSpec, layer: int, run: ForwardShape, halved: bool) -> int:
@@ -218,17 +225,21 @@ def mlp_backward_bytes(spec: ModelSpec, layer: int, run: ForwardShape, halved: b
         return (
             ((2 if spec.activation == "swiglu" else 1) + halved)
             * run.tokens
-            * run.largest_share(spec.ffn)
+            * run.largest_share(spec.ffn_hidden_size)
             * run.compute_bytes
         )
     rows, F = _expert_rows(spec.moe, run)
-    return rows * (2 * spec.width + 3 * F if halved else 2 * max(spec.width, F)) * run.compute_bytes
+    return rows * (2 * spec.hidden_size + 3 * F if halved else 2 * max(spec.hidden_size, F)) * run.compute_bytes
 
 
 def _expert_rows(moe: MoESpec, run: ForwardShape) -> tuple[int, int]:
     """How many rows a rank's experts are given, and their inner width. Ranks that share products have some columns of
     every expert, and so all tokens; or some experts, and their own tokens."""
-    tokens, width = (run.residual_tokens, moe.ffn) if run.layout.ep > 1 else (run.tokens, run.largest_share(moe.ffn))
+    tokens, width = (
+        (run.residual_tokens, moe.expert_ffn_size)
+        if run.layout.ep > 1
+        else (run.tokens, run.largest_share(moe.expert_ffn_size))
+    )
     return tokens * moe.top_k, width
 
 
@@ -236,31 +247,31 @@ def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, run: ForwardShape) -
     """What the second half of a block's backward pass needs (`parallel.split_backward`): of every linear layer its
     input, the gradient of its output, and under autocast the copy of its weight."""
     D, q, kv = (
-        spec.width,
-        run.largest_share(spec.heads) * spec.head_dim,
-        run.largest_share(spec.kv_heads) * spec.head_dim,
+        spec.hidden_size,
+        run.largest_share(spec.num_heads) * spec.head_dim,
+        run.largest_share(spec.num_kv_heads) * spec.head_dim,
     )
-    if run.layout.heads == "gathered":
-        q = kv = spec.heads * spec.head_dim // run.tp
+    if run.layout.tp_attention == "gathered":
+        q = kv = spec.num_heads * spec.head_dim // run.tp
     kept = run.linear_input(D, readers=3) + run.tokens * (2 * q + 2 * kv + D) * run.compute_bytes
     kept += saved_by_attention(spec, run)["weight_copies"]
     if spec.moe is None or not spec.is_moe_layer(layer):
         kept += saved_by_mlp(spec, run)["weight_copies"]
-        ffn, first = run.largest_share(spec.ffn), 2 if spec.activation == "swiglu" else 1
+        ffn, first = run.largest_share(spec.ffn_hidden_size), 2 if spec.activation == "swiglu" else 1
         return kept + run.linear_input(D, readers=first) + run.tokens * ((1 + first) * ffn + D) * run.compute_bytes
     moe, (rows, F) = spec.moe, _expert_rows(spec.moe, run)
-    shared = run.largest_share(moe.ffn * moe.shared_experts) if moe.shared_experts else 0
+    shared = run.largest_share(moe.expert_ffn_size * moe.num_shared_experts) if moe.num_shared_experts else 0
     kept += saved_by_experts(spec, moe, run)["weight_copies"]
-    kept += run.linear_input(D, readers=3 if shared else 1) + run.residual_tokens * moe.experts * run.compute_bytes
+    kept += run.linear_input(D, readers=3 if shared else 1) + run.residual_tokens * moe.num_experts * run.compute_bytes
     kept += run.tokens * (3 * shared + D) * run.compute_bytes if shared else 0
     return kept + rows * (2 * D + 3 * F) * run.compute_bytes
 
 
 def deferred_head_grad_bytes(spec: ModelSpec, run: ForwardShape) -> int:
     """The same of the head."""
-    vocab = run.largest_share(spec.vocab)
+    vocab = run.largest_share(spec.vocab_size)
     return (
-        run.linear_input(spec.width, readers=1)
+        run.linear_input(spec.hidden_size, readers=1)
         + run.tokens * vocab * run.compute_bytes
-        + run.weight_copies(vocab * spec.width)
+        + run.weight_copies(vocab * spec.hidden_size)
     )

@@ -184,7 +184,7 @@ def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
     """
     check_layout(run, world_size)
     places = _stage_memories(run, world_size)
-    if run.layout.data == "parameter_server":
+    if run.layout.data_parallel == "parameter_server":
         return {"server": _largest_server(run, world_size), "worker": places[0]}
     if run.layout.pp == 1:
         return {"rank": places[0]}
@@ -213,7 +213,10 @@ def _state(run: RunSpec, rank: RankTensors) -> StateBytes:
 def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
     """Ranks that compute, one of each place of the pipeline."""
     layout, sizes = run.layout, parallel_dims(run.layout, world_size)
-    data, cut = sizes.with_cp_as_data_parallel(sharded=layout.data in SHARDED_STRATEGIES), plan_batch(run, world_size)
+    data, cut = (
+        sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES),
+        plan_batch(run, world_size),
+    )
     strategy = effective_strategy(layout, data.dp_shard)
     passes = _in_flight(run, cut, strategy) if layout.pp > 1 else []
     exchange = activation_exchange_bytes(run, cut.micro_batch_size)
@@ -253,7 +256,7 @@ def _persistent_memory(
     micro-batches before the last make anew outside its buckets. In a pipeline ZeRO-3 adds up whole gradients."""
     layout, gradients = run.layout, state.gradients
     buckets = strategy == "ddp" and not alone and layout.pp == 1
-    sets = max(buckets, accumulation > 1) + (buckets and layout.unused_parameters and accumulation > 1)
+    sets = max(buckets, accumulation > 1) + (buckets and layout.ddp_find_unused_parameters and accumulation > 1)
     summed = gradients
     if strategy in ("zero3", "hsdp") and layout.pp > 1:
         summed = STATE_BYTES[run.training.precision] * sum(
@@ -271,7 +274,7 @@ def disk_offload_bytes(run: RunSpec, world_size: int) -> int:
     """What the fullest rank puts in files (`layout.offload = "nvme"`)."""
     layout, sizes = run.layout, parallel_dims(run.layout, world_size)
     strategy = effective_strategy(
-        layout, sizes.with_cp_as_data_parallel(sharded=layout.data in SHARDED_STRATEGIES).dp_shard
+        layout, sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES).dp_shard
     )
     return max(_resident_and_offloaded(run, rank, strategy)[2] for rank in rank_tensors(run, world_size))
 
@@ -292,7 +295,7 @@ def _resident_and_offloaded(run: RunSpec, rank: RankTensors, strategy: Strategy)
 def _activations(run: RunSpec, cut: BatchPlan, strategy: Strategy, stage: StageBlocks | None = None) -> ActivationBytes:
     """Of a micro-batch, in a pipeline on one of its stages."""
     autocast = strategy in ("ddp", "parameter_server")
-    sizes = run.model, cut.micro_batch_size, run.training.sequence, run.training.precision, run.layout, autocast
+    sizes = run.model, cut.micro_batch_size, run.training.seq_len, run.training.precision, run.layout, autocast
     return activation_bytes(*sizes, run.data.mask_documents, stage)
 
 
@@ -313,12 +316,14 @@ def _largest_server(run: RunSpec, world_size: int) -> RankMemory:
     """The server that holds most. A server is in CPU memory, whatever computes."""
     layout, shapes = run.layout, parameter_shapes(run.model)
     workers = plan_batch(run, world_size).dp_size
-    owner = assign_parameters_to_servers({name: num_elements(shape) for name, shape in shapes.items()}, layout.servers)
+    owner = assign_parameters_to_servers(
+        {name: num_elements(shape) for name, shape in shapes.items()}, layout.num_servers
+    )
     servers = []
-    for server in range(layout.servers):
+    for server in range(layout.num_servers):
         owned, states = _owned_counts({name: shape for name, shape in shapes.items() if owner[name] == server}, run, 1)
         state = sharded_state_bytes("parameter_server", run.training.precision, owned, owned, states)
-        buffers = parameter_server_buffers(state.parameters, workers, layout.staleness)
+        buffers = parameter_server_buffers(state.parameters, workers, layout.max_staleness)
         servers.append(RankMemory(state.parameters, state.gradients, state.optimizer, communication=buffers))
     return max(servers, key=lambda server: server.total)
 
@@ -326,7 +331,7 @@ def _largest_server(run: RunSpec, world_size: int) -> RankMemory:
 def effective_strategy(layout: Layout, shards: int) -> Strategy:
     """The strategy that a layout comes to: FSDP with nobody to share with is a replica, or ZeRO-2 if it offloads; in a
     pipeline ZeRO-2 keeps whole gradients."""
-    data = layout.data
+    data = layout.data_parallel
     if data in ("zero3", "hsdp") and shards == 1:
         data = "ddp" if layout.offload == "none" else "zero2"
     return "zero1" if layout.pp > 1 and data == "zero2" else data

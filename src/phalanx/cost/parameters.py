@@ -86,7 +86,9 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
         biases += num_elements(shape) if name.endswith(".bias") and part != "norms" else 0
     return ParameterCount(
         **{part: count[part] for part in PART.values()},
-        inactive_experts=count["experts"] // spec.moe.experts * (spec.moe.experts - spec.moe.top_k) if spec.moe else 0,
+        inactive_experts=count["experts"] // spec.moe.num_experts * (spec.moe.num_experts - spec.moe.top_k)
+        if spec.moe
+        else 0,
         biases=biases,
-        tied_head=spec.vocab * spec.width if spec.tied else 0,
+        tied_head=spec.vocab_size * spec.hidden_size if spec.tie_embeddings else 0,
     )

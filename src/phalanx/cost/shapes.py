@@ -16,14 +16,14 @@ Shapes = dict[str, Shape]
 
 def parameter_shapes(spec: ModelSpec) -> Shapes:
     """Shapes by the names, and in the order, of the transformer's `named_parameters`."""
-    V, D = spec.vocab, spec.width
-    blocks = {str(layer): _block(spec, layer) for layer in range(spec.layers)}
+    V, D = spec.vocab_size, spec.hidden_size
+    blocks = {str(layer): _block(spec, layer) for layer in range(spec.num_layers)}
     return {
         **_named(embedding=_linear(V, D)),
-        **(_named(positions=_linear(spec.context, D)) if spec.positions == "learned" else {}),
+        **(_named(positions=_linear(spec.max_seq_len, D)) if spec.position_embedding == "learned" else {}),
         **_named(blocks=_named(**blocks)),
         **_named(norm=_norm(spec)),
-        **({} if spec.tied else _named(head=_linear(V, D))),
+        **({} if spec.tie_embeddings else _named(head=_linear(V, D))),
     }
 
 
@@ -57,7 +57,7 @@ def _block(spec: ModelSpec, layer: int) -> Shapes:
 
 
 def _attention(spec: ModelSpec) -> Shapes:
-    D, q, kv = spec.width, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    D, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     rows = {"wq": q, "wk": kv, "wv": kv}
     shapes = _named(**{name: _linear(count, D, spec.bias) for name, count in rows.items()}, wo=_linear(D, q, spec.bias))
     if spec.qk_norm == "none":
@@ -68,8 +68,11 @@ def _attention(spec: ModelSpec) -> Shapes:
 
 def _mlp(spec: ModelSpec) -> Shapes:
     if spec.activation == "swiglu":
-        return _swiglu(spec.width, spec.ffn)
-    return _named(up=_linear(spec.ffn, spec.width, spec.bias), down=_linear(spec.width, spec.ffn, spec.bias))
+        return _swiglu(spec.hidden_size, spec.ffn_hidden_size)
+    return _named(
+        up=_linear(spec.ffn_hidden_size, spec.hidden_size, spec.bias),
+        down=_linear(spec.hidden_size, spec.ffn_hidden_size, spec.bias),
+    )
 
 
 def _swiglu(D: int, F: int) -> Shapes:
@@ -77,16 +80,16 @@ def _swiglu(D: int, F: int) -> Shapes:
 
 
 def _moe(spec: ModelSpec, moe: MoESpec) -> Shapes:
-    D, F, E = spec.width, moe.ffn, moe.experts
+    D, F, E = spec.hidden_size, moe.expert_ffn_size, moe.num_experts
     return {
         **_named(router=_named(gate=_linear(E, D))),
         **_named(experts={"gate": (E, F, D), "up": (E, F, D), "down": (E, D, F)}),
-        **(_named(shared=_swiglu(D, F * moe.shared_experts)) if moe.shared_experts else {}),
+        **(_named(shared=_swiglu(D, F * moe.num_shared_experts)) if moe.num_shared_experts else {}),
     }
 
 
 def _norm(spec: ModelSpec) -> Shapes:
-    return {"weight": (spec.width,), **({"bias": (spec.width,)} if spec.norm == "layernorm" else {})}
+    return {"weight": (spec.hidden_size,), **({"bias": (spec.hidden_size,)} if spec.norm == "layernorm" else {})}
 
 
 def _linear(rows: int, columns: int, bias: bool = False) -> Shapes:

@@ -55,15 +55,15 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
     """
     spec, layout = run.model, run.layout
     sizes = parallel_dims(layout, world_size)
-    data = sizes.with_cp_as_data_parallel(sharded=layout.data in SHARDED_STRATEGIES)
-    copies = sizes.dp_replicate if layout.data == "hsdp" else 1
+    data = sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
+    copies = sizes.dp_replicate if layout.data_parallel == "hsdp" else 1
     same = sizes.dp_size * sizes.cp * sizes.tp // sizes.ep // copies
     whole = parameter_shapes(spec)
     share_of = cache(partial(tensor_sharding, spec, layout))
     shares = {name: share_of(strip_block_index(name)) for name in whole}
     shapes = {name: _share(layout, share, whole[name], tp_rank) for name, share in shares.items()}
     apart = {name for name, share in shares.items() if share.mesh_axis == "ep"}
-    apart_shards = same if layout.data in SHARDED_STRATEGIES else 1
+    apart_shards = same if layout.data_parallel in SHARDED_STRATEGIES else 1
     return [
         RankTensors(
             {name: shapes[name] for name in names if name not in apart}, data.dp_shard,
@@ -100,4 +100,4 @@ def _names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:
     of_rank: list[list[str]] = [[] for _ in range(run.layout.pp)]
     for name in names:
         of_rank[owner(name)].append(name)
-    return [(mine, run.model.tied and rank == last != first) for rank, mine in enumerate(of_rank)]
+    return [(mine, run.model.tie_embeddings and rank == last != first) for rank, mine in enumerate(of_rank)]

@@ -24,7 +24,7 @@ ANY_NUMBER = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
 def require_resolved_layout(run: RunSpec) -> None:
     """Raise UserError for a run whose layout nobody has chosen yet."""
     require(
-        not run.automatic, "layout", "auto", "is the planner's to choose, which is not asked here",
+        not run.auto_layout, "layout", "auto", "is the planner's to choose, which is not asked here",
         "use phalanx train, or write it down with phalanx plan RUN.toml --out FILE",
     )  # fmt: skip
 
@@ -51,21 +51,23 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
         if layout.schedule_file is not None:
             raise
         problem = f"cannot run a step of {cut.gradient_accumulation_steps} micro-batches: that {error.problem}"
-        fix = "change layout.micro_batch or training.tokens_per_step"
+        fix = "change layout.micro_batch_size or training.tokens_per_step"
         raise UserError("layout.schedule", layout.schedule, problem, fix) from None
     name = layout.schedule_file or layout.schedule
     if name not in ANY_NUMBER and cut.global_batch_size % (cut.dp_size * cut.micro_batch_size):
         raise UserError(
             "training.tokens_per_step", run.training.tokens_per_step,
             f'gives ranks different numbers of micro-batches, which "{name}" does not take',
-            "make it a multiple of micro-batch x data-parallel ranks x training.sequence",
+            "make it a multiple of micro-batch x data-parallel ranks x training.seq_len",
         )  # fmt: skip
     first, last = schedule.end_ranks
-    if run.model.tied and first != last and layout.data in ("zero3", "hsdp"):
+    if run.model.tie_embeddings and first != last and layout.data_parallel in ("zero3", "hsdp"):
         raise UserError(
-            "model.tied", True, f'with layout.data = "{layout.data}" embedding and head must be on one rank',
-            'use layout.schedule = "zb-v" or "dualpipe-v", which have both there, or layout.data = "zero1"',
-        )  # fmt: skip
+            "model.tie_embeddings",
+            True,
+            f'with layout.data_parallel = "{layout.data_parallel}" embedding and head must be on one rank',
+            'use layout.schedule = "zb-v" or "dualpipe-v", which have both there, or layout.data_parallel = "zero1"',
+        )
     if run.training.compile and schedule.splits_backward:
         raise UserError(
             "training.compile", True, f'cannot split backward passes as "{name}" does',
@@ -80,7 +82,7 @@ def layers_per_stage(run: RunSpec) -> list[range]:
     """
     stages = representative_schedule(run.layout).stages
     try:
-        return contiguous_ranges(_counts(run.model, run.training.sequence, stages))
+        return contiguous_ranges(_counts(run.model, run.training.seq_len, stages))
     except UserError as error:
         problem = f"makes {stages} stages, which {error.problem}"
         raise UserError("layout.pp", run.layout.pp, problem, error.fix) from None
@@ -112,15 +114,15 @@ def contiguous_ranges(counts: Sequence[int]) -> list[range]:
 def layer_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> tuple[float, ...]:
     """FLOPs to train on one token, of the embedding, of each block, and of the last norm with the head: their sum is
     `training_flops_per_token` and, for the rows of the embedding that are read and whose gradients are added, 2 D."""
-    attention = 12 * spec.heads * spec.head_dim * sequence * (0.5 if causal else 1.0)
-    blocks = [attention] * spec.layers
+    attention = 12 * spec.num_heads * spec.head_dim * sequence * (0.5 if causal else 1.0)
+    blocks = [attention] * spec.num_layers
     for name, shape in parameter_shapes(spec).items():
         owner, _, rest = name.partition(".")
         if owner == "blocks" and len(shape) >= 2:
             layer, _, tensor = rest.partition(".")
-            used = spec.moe.top_k / spec.moe.experts if spec.moe and ".experts." in f".{tensor}" else 1.0
+            used = spec.moe.top_k / spec.moe.num_experts if spec.moe and ".experts." in f".{tensor}" else 1.0
             blocks[int(layer)] += 6 * num_elements(shape) * used
-    return 2.0 * spec.width, *blocks, 6.0 * spec.vocab * spec.width
+    return 2.0 * spec.hidden_size, *blocks, 6.0 * spec.vocab_size * spec.hidden_size
 
 
 def stage_costs(costs: Sequence[float], layers: Sequence[int]) -> list[float]:

@@ -53,7 +53,7 @@ def node_share(model: ModelSpec, method: Method, owned: int = 0) -> NodeShare:
     count = count_parameters(model)
     if method not in SPLIT or model.moe is None:
         return NodeShare(count.total, 0, 0, steps=method != "ddp")
-    own = count.experts * owned // model.moe.experts
+    own = count.experts * owned // model.moe.num_experts
     return NodeShare(count.total - count.experts, own, count.experts - own)
 
 

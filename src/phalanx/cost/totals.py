@@ -17,8 +17,8 @@ WHY = "sums of losses and tokens, and the gradient's norm"
 
 def num_reduced_scalars(run: RunSpec) -> int:
     """These, and the load of each expert of each layer."""
-    experts = run.model.moe.experts if run.model.moe else 0
-    return NUM_SCALARS + experts * sum(map(run.model.is_moe_layer, range(run.model.layers)))
+    experts = run.model.moe.num_experts if run.model.moe else 0
+    return NUM_SCALARS + experts * sum(map(run.model.is_moe_layer, range(run.model.num_layers)))
 
 
 def scalar_reduction_traffic(run: RunSpec, world_size: int, place: int) -> list[Traffic]:
@@ -44,7 +44,7 @@ def _norms(run: RunSpec, rank: RankTensors) -> list[tuple[GroupKind, int]]:
     """Over which ranks the squares of gradients are summed, once for all tensors that are split alike
     (`parallel.gradient.global_norm`)."""
     layout = run.layout
-    sharded = layout.data in SHARDED_STRATEGIES
+    sharded = layout.data_parallel in SHARDED_STRATEGIES
     kinds: set[tuple[tuple[GroupKind, int], ...]] = set()
     for name in rank.names:
         share, split = tensor_sharding(run.model, layout, name), list[tuple[GroupKind, int]]()

@@ -44,7 +44,7 @@ def traffic_by_group(run: RunSpec, world_size: int, rank: int = 0) -> dict[str, 
     fullest, or of ranks that share tensors as `rank` does."""
     check_layout(run, world_size)
     layout, sizes, shapes = run.layout, parallel_dims(run.layout, world_size), parameter_shapes(run.model)
-    if layout.data == "parameter_server":
+    if layout.data_parallel == "parameter_server":
         return _parameter_server_traffic(shapes, layout, STATE_BYTES[run.training.precision], sizes.dp_size)
     at = sizes.coordinates(rank)
     of_places, shard = rank_tensors(run, world_size, at["tp"]), at["dp_shard"] * sizes.cp + at["cp"]
@@ -59,11 +59,18 @@ def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, sha
     """What ranks with the same part of a model and other data send, of parameters and gradients; of those that share
     rows, the one with this number."""
     layout, sizes = run.layout, parallel_dims(run.layout, world_size)
-    data, cut = sizes.with_cp_as_data_parallel(sharded=layout.data in SHARDED_STRATEGIES), plan_batch(run, world_size)
+    data, cut = (
+        sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES),
+        plan_batch(run, world_size),
+    )
     # In a pipeline gradients are summed once a step.
     times = cut.gradient_accumulation_steps if layout.pp == 1 else 1
-    apart = rank.expert_shards if layout.data in SHARDED_STRATEGIES else sizes.dp_size * sizes.cp * sizes.tp // sizes.ep
-    ranks = data.dp_shard if layout.data in SHARDED_STRATEGIES else data.dp_size
+    apart = (
+        rank.expert_shards
+        if layout.data_parallel in SHARDED_STRATEGIES
+        else sizes.dp_size * sizes.cp * sizes.tp // sizes.ep
+    )
+    ranks = data.dp_shard if layout.data_parallel in SHARDED_STRATEGIES else data.dp_size
     dense = _sharded_traffic(
         rank.dense, run, ranks, data.dp_replicate, times, count_collectives(run, rank, data.dp_shard)
     )
@@ -81,25 +88,25 @@ def _sharded_traffic(
     """Among `ranks` that share a copy of these tensors (ddp: each have one), of which there are so many replicas."""
     layout, precision = run.layout, run.training.precision
     computed, kept = COMPUTE_BYTES[precision], STATE_BYTES[precision]
-    whole = _padded(shapes, ranks if layout.data in SHARDED_STRATEGIES else 1)
-    if layout.data == "ddp":
-        sent = {"none": kept * whole, "bf16": 2 * whole, "powersgd": kept * _powersgd(shapes, layout.compress_rank)}
-        return _with_calls(calls.blocks, step_traffic("ddp", kept * whole, sent[layout.compress], ranks))
+    whole = _padded(shapes, ranks if layout.data_parallel in SHARDED_STRATEGIES else 1)
+    if layout.data_parallel == "ddp":
+        sent = {"none": kept * whole, "bf16": 2 * whole, "powersgd": kept * _powersgd(shapes, layout.powersgd_rank)}
+        return _with_calls(calls.blocks, step_traffic("ddp", kept * whole, sent[layout.gradient_compression], ranks))
     muon = [] if uses_model_parallelism(layout) else _muon_traffic(shapes, run, ranks)
-    if layout.data in ("zero1", "zero2"):
-        traffic = step_traffic(layout.data, computed * whole, computed * whole, ranks, times)
+    if layout.data_parallel in ("zero1", "zero2"):
+        traffic = step_traffic(layout.data_parallel, computed * whole, computed * whole, ranks, times)
         return [*_with_calls(calls.blocks, traffic), *muon]
     blocks = {name: shape for name, shape in shapes.items() if name.startswith("blocks.") and calls.blocks}
     in_blocks = _padded(blocks, ranks)
     # The root's parameters (embedding, last norm, head) stay gathered between the two passes.
-    reshard = layout.reshard and layout.pp == 1
+    reshard = layout.reshard_after_forward and layout.pp == 1
     traffic = [
         row
         for count, reshards, of in ((in_blocks, reshard, calls.blocks), (whole - in_blocks, False, calls.root))
         for row in _with_calls(
             of,
             step_traffic(
-                layout.data, computed * count, kept * count, ranks, times, replicas=replicas,
+                layout.data_parallel, computed * count, kept * count, ranks, times, replicas=replicas,
                 reshard_after_forward=reshards,
             ),
         )
@@ -114,7 +121,7 @@ def _with_calls(count: int, traffic: list[Traffic]) -> list[Traffic]:
 def _partial_gradient_traffic(rank: RankTensors, run: RunSpec, shard: int) -> list[Traffic]:
     """Gradients of which each of the ranks that share products has a term: of one group of ranks at once."""
     layout, precision, sizes = run.layout, run.training.precision, dict[tuple[int, GroupKind], int]()
-    number = COMPUTE_BYTES[precision] if layout.data in ("zero1", "zero2") else STATE_BYTES[precision]
+    number = COMPUTE_BYTES[precision] if layout.data_parallel in ("zero1", "zero2") else STATE_BYTES[precision]
     for name, shape in rank.dense.items():
         share = tensor_sharding(run.model, layout, name)
         if share.is_partial_sum:
@@ -128,25 +135,27 @@ def _partial_gradient_traffic(rank: RankTensors, run: RunSpec, shard: int) -> li
 def _model_parallel_traffic(run: RunSpec, world_size: int, of_places: list[RankTensors]) -> list[list[Traffic]]:
     """What ranks that share a model send at each place of the pipeline, of activations and their gradients."""
     layout, spec, cut = run.layout, run.model, plan_batch(run, world_size)
-    data = parallel_dims(layout, world_size).with_cp_as_data_parallel(sharded=layout.data in SHARDED_STRATEGIES)
+    data = parallel_dims(layout, world_size).with_cp_as_data_parallel(
+        sharded=layout.data_parallel in SHARDED_STRATEGIES
+    )
     of = ForwardShape(
-        cut.micro_batch_size, run.training.sequence, run.training.precision, layout,
+        cut.micro_batch_size, run.training.seq_len, run.training.precision, layout,
         effective_strategy(layout, data.dp_shard) == "ddp", run.data.mask_documents,
     )  # fmt: skip
     if layout.pp == 1:
         return [
             _scaled(
                 cut.gradient_accumulation_steps,
-                stage_activation_traffic(spec, of, StageBlocks(range(spec.layers), True, True)),
+                stage_activation_traffic(spec, of, StageBlocks(range(spec.num_layers), True, True)),
             )
         ]
     schedule = layout_schedule(layout, cut.gradient_accumulation_steps)
     stages, message = (
         pipeline_stages(layers_per_stage(run), schedule),
-        of.residual_tokens * spec.width * of.residual_bytes,
+        of.residual_tokens * spec.hidden_size * of.residual_bytes,
     )
     first, last = schedule.end_ranks
-    tied = spec.tied and first != last
+    tied = spec.tie_embeddings and first != last
     found = []
     for place in range(layout.pp):
         mine = schedule.stages_of(place)
@@ -193,11 +202,11 @@ def _muon_traffic(shapes: Shapes, run: RunSpec, ranks: int) -> list[Traffic]:
 
 def _parameter_server_traffic(shapes: Shapes, layout: Layout, kept: int, workers: int) -> dict[str, list[Traffic]]:
     """Servers broadcast what they own (asynchronously they send it to each worker), workers send gradients back."""
-    servers, whole = layout.servers, kept * sum(map(num_elements, shapes.values()))
+    servers, whole = layout.num_servers, kept * sum(map(num_elements, shapes.values()))
     owned = kept * max(server_loads(shapes, servers))
     down = Traffic("broadcast", owned, "weights", "servers")
     up = Traffic("broadcast", whole, "weights", "servers", servers)
-    if layout.staleness is not None:
+    if layout.max_staleness is not None:
         down = Traffic("send", workers * owned, "weights", "servers", workers)
         up = Traffic("recv", whole, "weights", "servers", servers)
     return {

@@ -125,7 +125,7 @@ class TokenLoader:
             raise UserError(
                 "data.train", dataset.prefix,
                 f"has {dataset.size:,} tokens, and one sequence and its target need {sequence + 1:,}",
-                "give more text, or lower training.sequence",
+                "give more text, or lower training.seq_len",
             )  # fmt: skip
         self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, sequence, seed, epoch))
 
@@ -198,7 +198,7 @@ def check_resumable(mine: dict[str, Any], state: dict[str, Any], resized: bool =
     differ if they are `resized`."""
     fields = {
         "seed": "training.seed",
-        "sequence": "training.sequence",
+        "sequence": "training.seq_len",
         "sequences_per_step": "training.tokens_per_step",
     }
     fix = "resume with the data and settings of that run, or start a new one"

@@ -163,7 +163,7 @@ class StreamingLoader:
             raise UserError(
                 "data.train", self.data.train,
                 f"has {self._buffered:,} tokens, and one sequence and its target need {self.sequence + 1:,}",
-                "give more text, or lower training.sequence",
+                "give more text, or lower training.seq_len",
             )  # fmt: skip
         self._start = StreamPosition(self._start.epoch + 1)
         self._buffer.clear()

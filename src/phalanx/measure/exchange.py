@@ -103,7 +103,7 @@ def _actual_group(among: GroupKind) -> GroupKind:
 def _wire_precision(run: RunSpec, row: Traffic) -> Precision:
     """What it is sent in. Gradients are summed in what an optimizer trains, but where a layout says otherwise."""
     precision, layout = run.training.precision, run.layout
-    narrow = layout.data in ("zero1", "zero2") or layout.compress == "bf16"
+    narrow = layout.data_parallel in ("zero1", "zero2") or layout.gradient_compression == "bf16"
     wide = row.group_kind in OF_MODELS and row.operation in (*SUMMED, "broadcast", "send") and not narrow
     return "fp32" if precision == "bf16" and wide else precision
 

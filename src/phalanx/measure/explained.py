@@ -89,7 +89,7 @@ def _verdict_without_dumps(
         said = "the run is under way, and no rank has stood still for long since it began"
         if written := [time.time() - file.stat().st_mtime for file in (directory / TRACE_DIR).glob("rank-*.jsonl")]:
             said += f"; ranks last noted a step {min(written):.0f} s ago"
-        see = f"wait: a rank that stands still says where, within {run.training.timeout_seconds:g} s"
+        see = f"wait: a rank that stands still says where, within {run.training.collective_timeout_seconds:g} s"
     elif last["what"] == ENDED and last["step"] < steps:
         said, see = f"the run was stopped in order, after step {last['step']} of {steps}", go_on
     elif last["what"] == ENDED:

@@ -71,7 +71,7 @@ def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tupl
 
     Raises UserError if the layout cannot run on so many ranks.
     """
-    tokens = plan_batch(run, world_size).micro_batch_size * run.training.sequence / run.layout.cp
+    tokens = plan_batch(run, world_size).micro_batch_size * run.training.seq_len / run.layout.cp
     found: dict[MatmulShape, tuple[tuple[str, ...], int]] = {}
     for place, held in enumerate(rank_tensors(run, world_size)):
         here: dict[MatmulShape, list[str]] = {}
@@ -110,10 +110,10 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
 
     Raises UserError if the layout cannot run on so many ranks.
     """
-    spec, layout, tokens = run.model, run.layout, run.training.sequence
-    layers = max(map(len, layers_per_rank(run))) if layout.pp > 1 else spec.layers
-    heads, kv_heads = (max(1, -(-count // layout.tp)) for count in (spec.heads, spec.kv_heads))
-    if layout.context == "ulysses" and layout.cp > 1:
+    spec, layout, tokens = run.model, run.layout, run.training.seq_len
+    layers = max(map(len, layers_per_rank(run))) if layout.pp > 1 else spec.num_layers
+    heads, kv_heads = (max(1, -(-count // layout.tp)) for count in (spec.num_heads, spec.num_kv_heads))
+    if layout.cp_method == "ulysses" and layout.cp > 1:
         heads, kv_heads = heads // layout.cp, max(1, kv_heads // layout.cp)
     elif layout.cp > 1:
         tokens //= layout.cp
@@ -122,7 +122,7 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
         head_dim=spec.head_dim, masked=run.data.mask_documents,
     )  # fmt: skip
     found = {of(keys=tokens, causal=True): layers}
-    if layout.context == "ring" and layout.cp > 1:
+    if layout.cp_method == "ring" and layout.cp > 1:
         found[of(keys=tokens // 2, causal=False)] = layers * (layout.cp - 1)
     return found
 

@@ -23,11 +23,11 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = spec.head_dim
         self.qk_norm = spec.qk_norm
-        query, value = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.wq = nn.Linear(spec.width, query, bias=spec.bias)
-        self.wk = nn.Linear(spec.width, value, bias=spec.bias)
-        self.wv = nn.Linear(spec.width, value, bias=spec.bias)
-        self.wo = nn.Linear(query, spec.width, bias=spec.bias)
+        query, value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.wq = nn.Linear(spec.hidden_size, query, bias=spec.bias)
+        self.wk = nn.Linear(spec.hidden_size, value, bias=spec.bias)
+        self.wv = nn.Linear(spec.hidden_size, value, bias=spec.bias)
+        self.wo = nn.Linear(query, spec.hidden_size, bias=spec.bias)
         if spec.qk_norm != "none":
             per_head = spec.qk_norm == "head"
             self.q_norm = RMSNorm(spec.head_dim if per_head else query, spec.norm_eps)

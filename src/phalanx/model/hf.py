@@ -142,7 +142,7 @@ def export_hf(
     if end is not None:
         texts["generation_config.json"] = _json(special | {"pad_token_id": end})
     if tokenizer is not None:
-        texts |= hf_tokenizer_files(Path(tokenizer), end, spec.context)
+        texts |= hf_tokenizer_files(Path(tokenizer), end, spec.max_seq_len)
     shapes = _shapes(spec)
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong:

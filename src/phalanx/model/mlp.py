@@ -35,8 +35,8 @@ class GELUMLP(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.up = nn.Linear(spec.width, spec.ffn, bias=spec.bias)
-        self.down = nn.Linear(spec.ffn, spec.width, bias=spec.bias)
+        self.up = nn.Linear(spec.hidden_size, spec.ffn_hidden_size, bias=spec.bias)
+        self.down = nn.Linear(spec.ffn_hidden_size, spec.hidden_size, bias=spec.bias)
         self.approximate = "tanh" if spec.activation == "gelu_tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,4 +54,4 @@ class GELUMLP(nn.Module):
 
 def build_mlp(spec: ModelSpec) -> nn.Module:
     """The dense MLP that `spec` describes."""
-    return SwiGLUMLP(spec.width, spec.ffn) if spec.activation == "swiglu" else GELUMLP(spec)
+    return SwiGLUMLP(spec.hidden_size, spec.ffn_hidden_size) if spec.activation == "swiglu" else GELUMLP(spec)

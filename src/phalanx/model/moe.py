@@ -27,22 +27,22 @@ class Router(nn.Module):
     def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
         super().__init__()
         self.moe = moe
-        self.gate = nn.Linear(spec.width, moe.experts, bias=False)
+        self.gate = nn.Linear(spec.hidden_size, moe.num_experts, bias=False)
         # Tokens per expert since the last reset.
-        self.register_buffer("load", torch.zeros(moe.experts), persistent=False)
+        self.register_buffer("load", torch.zeros(moe.num_experts), persistent=False)
         # Choices that found no place, likewise.
         self.register_buffer("dropped", torch.zeros(()), persistent=False)
         # What a choice of each expert counts for in the balance loss; None: 1.
         self.register_buffer("relief", None, persistent=False)
         if moe.bias_update_rate:
-            self.register_buffer("bias", torch.zeros(moe.experts))
+            self.register_buffer("bias", torch.zeros(moe.num_experts))
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weights and numbers of the chosen experts, [B, T, k] each; the auxiliary loss over all tokens. A choice that
         is dropped has the number E, of no expert."""
         logits = self.gate(x_BTD)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        score = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
+        score = logits.softmax(-1) if self.moe.router_score == "softmax" else logits.sigmoid()
         # The bias steers the choice, never the weights (arXiv 2408.15664, section 3).
         _, chosen = (score + self.bias if self.moe.bias_update_rate else score).topk(self.moe.top_k, dim=-1)
         weights = score.gather(-1, chosen)
@@ -55,15 +55,15 @@ class Router(nn.Module):
             if dropped is not None:
                 self.dropped += dropped.sum()
         if dropped is not None:
-            weights, chosen = weights.masked_fill(dropped, 0), chosen.masked_fill(dropped, self.moe.experts)
-        share = score if self.moe.score == "softmax" else score / score.sum(-1, keepdim=True)
+            weights, chosen = weights.masked_fill(dropped, 0), chosen.masked_fill(dropped, self.moe.num_experts)
+        share = score if self.moe.router_score == "softmax" else score / score.sum(-1, keepdim=True)
         balance = balance_loss(self.moe, share, load_BE, self.relief)
         return weights, chosen, balance + z_loss(self.moe, logits)
 
     def tokens_per_expert(self, chosen_BTk: Tensor, dtype: torch.dtype) -> Tensor:
         """How many tokens of each sequence chose each expert, [B, E]."""
         chosen = chosen_BTk.flatten(1)
-        counts = torch.zeros(len(chosen), self.moe.experts, dtype=dtype, device=chosen.device)
+        counts = torch.zeros(len(chosen), self.moe.num_experts, dtype=dtype, device=chosen.device)
         return counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=dtype))
 
     @torch.no_grad()
@@ -81,7 +81,7 @@ def within_capacity(moe: MoESpec, chosen_BTk: Tensor) -> Tensor:
     """Which choices find a place: of each expert the first `capacity_factor` x T k / E of every sequence."""
     chosen = chosen_BTk.flatten(1)
     by_expert, order = chosen.sort(dim=1, stable=True)
-    first = torch.searchsorted(by_expert, torch.arange(moe.experts, device=chosen.device).repeat(len(chosen), 1))
+    first = torch.searchsorted(by_expert, torch.arange(moe.num_experts, device=chosen.device).repeat(len(chosen), 1))
     place = torch.arange(chosen.shape[1], device=chosen.device) - first.gather(1, by_expert)
     return (
         torch.empty_like(chosen, dtype=torch.bool)
@@ -93,7 +93,7 @@ def within_capacity(moe: MoESpec, chosen_BTk: Tensor) -> Tensor:
 def expert_capacity(moe: MoESpec, choices: int) -> int:
     """Places of an expert for the choices of a sequence (Switch Transformer, arXiv 2101.03961, eq. 3)."""
     assert moe.capacity_factor is not None
-    return math.ceil(moe.capacity_factor * choices / moe.experts)
+    return math.ceil(moe.capacity_factor * choices / moe.num_experts)
 
 
 def balance_loss(moe: MoESpec, share_BTE: Tensor, load_BE: Tensor, relief_E: Tensor | None = None) -> Tensor:
@@ -103,16 +103,16 @@ def balance_loss(moe: MoESpec, share_BTE: Tensor, load_BE: Tensor, relief_E: Ten
     balanced. `load_BE` counts whole sequences; where `share_BTE` has some of their tokens, this is their part of the
     loss. With `relief_E`, r_i f_i stands for f_i.
     """
-    if moe.balance_over == "micro_batch":
+    if moe.balance_loss_scope == "micro_batch":
         share_BTE, load_BE = share_BTE.flatten(0, 1)[None], load_BE.sum(0, keepdim=True)
     fraction_BE = load_BE / load_BE.sum(1, keepdim=True)
     fraction_BE = fraction_BE if relief_E is None else fraction_BE * relief_E
-    return moe.balance_loss * moe.experts * (fraction_BE * share_BTE.sum(1)).sum()
+    return moe.balance_loss_coef * moe.num_experts * (fraction_BE * share_BTE.sum(1)).sum()
 
 
 def z_loss(moe: MoESpec, logits_BTE: Tensor) -> Tensor:
     """b (log sum_i exp x_i)^2 (ST-MoE, arXiv 2202.08906, eq. 5), summed over tokens."""
-    return moe.z_loss * logits_BTE.logsumexp(-1).square().sum()
+    return moe.z_loss_coef * logits_BTE.logsumexp(-1).square().sum()
 
 
 class Experts(nn.Module):
@@ -120,9 +120,9 @@ class Experts(nn.Module):
 
     def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
         super().__init__()
-        self.gate = nn.Parameter(torch.empty(moe.experts, moe.ffn, spec.width))
-        self.up = nn.Parameter(torch.empty(moe.experts, moe.ffn, spec.width))
-        self.down = nn.Parameter(torch.empty(moe.experts, spec.width, moe.ffn))
+        self.gate = nn.Parameter(torch.empty(moe.num_experts, moe.expert_ffn_size, spec.hidden_size))
+        self.up = nn.Parameter(torch.empty(moe.num_experts, moe.expert_ffn_size, spec.hidden_size))
+        self.down = nn.Parameter(torch.empty(moe.num_experts, spec.hidden_size, moe.expert_ffn_size))
 
     def forward(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
         """`x_ND` is sorted by expert; expert e has the rows from ends[e - 1] to ends[e]."""
@@ -169,7 +169,11 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(spec, moe)
         self.experts = Experts(spec, moe)
-        self.shared = SwiGLUMLP(spec.width, moe.ffn * moe.shared_experts) if moe.shared_experts else None
+        self.shared = (
+            SwiGLUMLP(spec.hidden_size, moe.expert_ffn_size * moe.num_shared_experts)
+            if moe.num_shared_experts
+            else None
+        )
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's output [B, T, D] and its auxiliary loss summed over tokens."""
@@ -191,10 +195,10 @@ def permute_by_expert(x_BTD: Tensor, chosen_BTk: Tensor, moe: MoESpec) -> tuple[
     expert has, [E]."""
     chosen = chosen_BTk.flatten()
     order = chosen.argsort(stable=True)
-    counts = chosen.new_zeros(moe.experts + 1).scatter_add_(0, chosen, chosen.new_ones(1).expand(len(chosen)))
+    counts = chosen.new_zeros(moe.num_experts + 1).scatter_add_(0, chosen, chosen.new_ones(1).expand(len(chosen)))
     counts_E, rows = counts[:-1], order
     if moe.capacity_factor is not None:  # dropped choices stand last
-        most = len(chosen_BTk) * moe.experts * expert_capacity(moe, len(chosen) // len(chosen_BTk))
+        most = len(chosen_BTk) * moe.num_experts * expert_capacity(moe, len(chosen) // len(chosen_BTk))
         rows = order[: to_host_list(counts_E.sum(0, keepdim=True), min(most, len(chosen)))[0]]
     return x_BTD.flatten(0, 1)[rows // chosen_BTk.shape[-1]], order, counts_E
 

@@ -25,4 +25,4 @@ class RMSNorm(nn.Module):
 def build_norm(spec: ModelSpec) -> nn.Module:
     """The norm of the residual stream."""
     kind = RMSNorm if spec.norm == "rmsnorm" else nn.LayerNorm
-    return kind(spec.width, spec.norm_eps)
+    return kind(spec.hidden_size, spec.norm_eps)

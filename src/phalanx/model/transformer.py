@@ -44,13 +44,13 @@ class Transformer(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.embedding = nn.Embedding(spec.vocab, spec.width)
-        if spec.positions == "learned":
-            self.positions = nn.Embedding(spec.context, spec.width)
-        self.blocks = nn.ModuleList([Block(spec, layer) for layer in range(spec.layers)])
+        self.embedding = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        if spec.position_embedding == "learned":
+            self.positions = nn.Embedding(spec.max_seq_len, spec.hidden_size)
+        self.blocks = nn.ModuleList([Block(spec, layer) for layer in range(spec.num_layers)])
         self.norm = build_norm(spec)
-        if not spec.tied:
-            self.head = nn.Linear(spec.width, spec.vocab, bias=False)
+        if not spec.tie_embeddings:
+            self.head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
     def forward(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits [B, T, V] of each next token, and the auxiliary loss of all layers summed over tokens.
@@ -64,7 +64,7 @@ class Transformer(nn.Module):
     def embed(self, tokens_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
         """What the first block is given, [B, T, D]."""
         x_BTD = self.embedding(tokens_BT)
-        if self.spec.positions == "learned":
+        if self.spec.position_embedding == "learned":
             x_BTD = x_BTD + self.positions(positions_in_document(self.local_positions(tokens_BT), starts_BT))
         return x_BTD
 
@@ -72,7 +72,7 @@ class Transformer(nn.Module):
         """What these blocks make of `x_BTD`, and their auxiliary loss."""
         mask = None if starts_BT is None else self.attention_mask(starts_BT)
         table = None
-        if self.spec.positions != "learned":
+        if self.spec.position_embedding != "learned":
             dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
             place_T = self.local_positions(x_BTD)
             table = rotary_table(self.spec.rope, self.spec.head_dim, positions_in_document(place_T, starts_BT), dtype)
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """The head's matrix, [V, D]."""
-        return self.embedding.weight if self.spec.tied else self.head.weight
+        return self.embedding.weight if self.spec.tie_embeddings else self.head.weight
 
     def logits(self, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
         """The last product, [B, T, V]."""

@@ -25,15 +25,23 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
     assert moe is not None
     if source.moe is not None:
         fix = "remove it, or start from a dense model"
-        require(not spec.redrawn, "model.redrawn", spec.redrawn, "has no meaning: model.from_hf has experts", fix)
+        require(
+            not spec.upcycle_reinit_fraction,
+            "model.upcycle_reinit_fraction",
+            spec.upcycle_reinit_fraction,
+            "has no meaning: model.from_hf has experts",
+            fix,
+        )
         return weights
     require(
-        moe.ffn == source.ffn, "model.moe.ffn", moe.ffn,
-        f"is not the width of the MLP that experts begin as (model.ffn = {source.ffn} in model.from_hf)",
-        f"set model.moe.ffn = {source.ffn}",
-    )  # fmt: skip
+        moe.expert_ffn_size == source.ffn_hidden_size,
+        "model.moe.expert_ffn_size",
+        moe.expert_ffn_size,
+        f"is not the width of the MLP that experts begin as (model.ffn_hidden_size = {source.ffn_hidden_size} in model.from_hf)",
+        f"set model.moe.expert_ffn_size = {source.ffn_hidden_size}",
+    )
     require(
-        not moe.shared_experts, "model.moe.shared_experts", moe.shared_experts,
+        not moe.num_shared_experts, "model.moe.num_shared_experts", moe.num_shared_experts,
         "would add the MLP that the other experts begin as once more",
         "set it to 0, or start from a model with experts",
     )  # fmt: skip
@@ -42,11 +50,11 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
         layer, stacked, kind = name.partition(".experts.")
         if stacked:
             return replicate_mlp(
-                weights(f"{layer}.{kind}.weight", shape[1:]), shape[0], spec.redrawn, seed, layer, kind
+                weights(f"{layer}.{kind}.weight", shape[1:]), shape[0], spec.upcycle_reinit_fraction, seed, layer, kind
             )
         if name.endswith(".router.gate.weight"):
             return initial_weight(spec, name, shape, seed)
-        return weights("embedding.weight" if name == "head.weight" and source.tied else name, shape)
+        return weights("embedding.weight" if name == "head.weight" and source.tie_embeddings else name, shape)
 
     return weight
 

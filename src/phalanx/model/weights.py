@@ -23,9 +23,9 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int) -> 
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
-    std = math.sqrt(2 / (5 * spec.width))
+    std = math.sqrt(2 / (5 * spec.hidden_size))
     if name.endswith(RESIDUAL_OUTPUTS):
-        std /= math.sqrt(2 * spec.layers)
+        std /= math.sqrt(2 * spec.num_layers)
     return torch.empty(shape).normal_(0, std, generator=named_generator(seed, name))
 
 

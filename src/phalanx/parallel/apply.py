@@ -75,7 +75,7 @@ def apply_layout(
     `weights` gives the full initial value of each parameter by name; a rank keeps its part of it. `layers` are those of
     every stage, where there is a pipeline. Of experts those that are not its `own` are frozen.
     """
-    if spec.moe is None or (own is not None and len(own.experts) == spec.moe.experts):
+    if spec.moe is None or (own is not None and len(own.experts) == spec.moe.num_experts):
         own = None
     with torch.device("meta"):
         module = Transformer(spec) if layout.pp == 1 else build_stage_module(spec, layout, mesh, layers)
@@ -85,24 +85,24 @@ def apply_layout(
             shared.shard_parameters(module)
         here: list[tuple[int, ...]] = []
         if own is not None and spec.moe is not None:
-            here = assign_experts_to_ranks(own.experts, spec.moe.experts, layout.ep)
+            here = assign_experts_to_ranks(own.experts, spec.moe.num_experts, layout.ep)
             freeze_experts(module, own, here[mesh.ep_mesh["ep"].get_local_rank() if mesh.ep_mesh else 0], shared)
     tensor = experts = None
     if mesh.tp_group is not None:
         later = module.deferred_weight_grads if isinstance(module, StageModule) else DeferredWeightGrads()
-        tensor = TensorParallelGroup(mesh.tp_group, layout.sequence_parallel, spec.vocab, later)
-        apply_tensor_parallel(module, tensor, experts_whole=layout.ep > 1, heads_apart=layout.heads == "split")
-        if layout.heads == "gathered":
+        tensor = TensorParallelGroup(mesh.tp_group, layout.sequence_parallel, spec.vocab_size, later)
+        apply_tensor_parallel(module, tensor, experts_whole=layout.ep > 1, heads_apart=layout.tp_attention == "split")
+        if layout.tp_attention == "gathered":
             apply_gathered_heads(module, tensor)
     if mesh.ep_mesh is not None:
         experts = ExpertParallelGroup(
             mesh.ep_mesh["ep"].get_group(), expert_permutation(here, device) if here else None
         )
         apply_expert_parallel(module, experts)
-    sequences = None if mesh.cp_mesh is None else ContextParallelGroup(mesh.cp_mesh.get_group(), layout.context)
+    sequences = None if mesh.cp_mesh is None else ContextParallelGroup(mesh.cp_mesh.get_group(), layout.cp_method)
     if sequences is not None:
         apply_context_parallel(module, sequences)
-    apply_activation_checkpointing(module, layout.recompute)
+    apply_activation_checkpointing(module, layout.activation_checkpointing)
     blocks = list(module.blocks.children())
     if compile:
         for block in blocks:
@@ -117,10 +117,10 @@ def apply_layout(
     if isinstance(module, StageModule):
         strategy = build_pipeline(strategy, module, layout, mesh, precision, device)
     # Ranks that share sequences each count all of one, routers that are asked again in the backward pass twice.
-    strategy.router_count_multiplicity = layout.cp * (2 if layout.recompute == "full" else 1)
+    strategy.router_count_multiplicity = layout.cp * (2 if layout.activation_checkpointing == "full" else 1)
     if own is not None and spec.moe is not None:
-        init_parameters(strategy, select_trained_experts(weights, own, spec.moe.experts))
-        init_frozen_experts(strategy.module, weights, spec.moe.experts)
+        init_parameters(strategy, select_trained_experts(weights, own, spec.moe.num_experts))
+        init_frozen_experts(strategy.module, weights, spec.moe.num_experts)
     else:
         init_parameters(strategy, weights)
     strategy.sync_model_weights()
@@ -146,17 +146,17 @@ def distribute(
     shards = mesh.submesh("dp_replicate", "dp_shard") if mesh.data_dims.dp_shard > 1 else None
     offload = build_offload(layout)
     apart = expert_parameter_names(module) if layout.ep > 1 else frozenset()
-    if layout.data in ("zero3", "hsdp") and shards is not None:
+    if layout.data_parallel in ("zero3", "hsdp") and shards is not None:
         sharded = FSDP(
             module, blocks, layout, shards, compute_dtype, offload, mesh.dp_group, apart, mesh.expert_dp_mesh
         )  # fmt: skip
         materialize(module, device, parameters_on=torch.device("cpu") if offload else device)
         return sharded
-    if layout.data in ("zero1", "zero2") or offload is not None:
+    if layout.data_parallel in ("zero1", "zero2") or offload is not None:
         # A pipeline's micro-batches overlap: their gradients add up before they are split, as with ZeRO-1.
-        stage = layout if layout.pp == 1 else layout.model_copy(update={"data": "zero1"})
+        stage = layout if layout.pp == 1 else layout.model_copy(update={"data_parallel": "zero1"})
         return ZeRO(module, stage, shards, device, compute_dtype, offload, apart, mesh.expert_dp_mesh)
-    if layout.data == "parameter_server":
+    if layout.data_parallel == "parameter_server":
         return build_parameter_server(module, layout, device)
     materialize(module, device)
     if mesh.dp_group is None:

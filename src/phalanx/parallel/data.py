@@ -58,7 +58,7 @@ class DDP(Strategy):
     ) -> None:
         """`apart` are parameters whose gradients these ranks do not sum."""
         super().__init__(module, group)
-        self.loss_scale, self.apart, self.unused = float(group.size()), apart, layout.unused_parameters
+        self.loss_scale, self.apart, self.unused = float(group.size()), apart, layout.ddp_find_unused_parameters
         # The routers' buffers are kept equal by summing their loads; DDP need not broadcast them at every forward pass.
         ignored = [name for name, _ in module.named_buffers()]
         ignored += [
@@ -68,17 +68,17 @@ class DDP(Strategy):
         self.model = DistributedDataParallel(
             module,
             process_group=group,
-            static_graph=layout.static_graph,
-            find_unused_parameters=layout.unused_parameters,
+            static_graph=layout.ddp_static_graph,
+            find_unused_parameters=layout.ddp_find_unused_parameters,
             gradient_as_bucket_view=True,
             init_sync=False,  # initial weights are a function of their names
             **_bucket_options(layout),
         )
         self._powersgd: PowerSGDState | None = None
-        if layout.compress == "bf16":
+        if layout.gradient_compression == "bf16":
             self.model.register_comm_hook(group, bf16_allreduce_hook)
-        elif layout.compress == "powersgd":
-            self._powersgd = PowerSGDState(group, layout.compress_rank, POWERSGD_FROM_STEP)
+        elif layout.gradient_compression == "powersgd":
+            self._powersgd = PowerSGDState(group, layout.powersgd_rank, POWERSGD_FROM_STEP)
             self.model.register_comm_hook(self._powersgd, powerSGD_hook)
         self._last_gradient = 0.0
         # Weak: autograd keeps the hooks of a parameter alive, and this would keep the group of ranks with it.

@@ -53,9 +53,9 @@ class FSDP(Strategy):
         )
         on_gpu = mesh.device_type != "cpu"
         place = OffloadPolicy() if offload is None else CPUOffloadPolicy(pin_memory=on_gpu)
-        wrapped = [part for block in blocks for part in _fsdp_units(block, layout.wrap)]
+        wrapped = [part for block in blocks for part in _fsdp_units(block, layout.fsdp_unit)]
         shard = partial(fully_shard, mp_policy=policy, offload_policy=place)
-        reshard = layout.reshard and layout.pp == 1
+        reshard = layout.reshard_after_forward and layout.pp == 1
         for owner in modules_owning(module, apart):  # from the inside to the outside
             shard(owner, mesh=apart_mesh, reshard_after_forward=reshard)
         for part in wrapped:
@@ -72,7 +72,7 @@ class FSDP(Strategy):
         self.deferred = mesh.ndim == 1 and not cast
         self.offload = offload
         self.in_pipeline = layout.pp > 1
-        self._prefetch(layout.prefetch)
+        self._prefetch(layout.fsdp_prefetch)
         self.reduce_scatter: DeferredReduceScatter | None = None
         if not on_gpu:
             self._install_gloo_collectives()

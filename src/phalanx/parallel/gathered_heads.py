@@ -34,7 +34,7 @@ class GatheredHeads:
     gathered; with them it computes the heads that its columns of the values belong to, and of the result only these."""
 
     def __init__(self, spec: ModelSpec, ranks: TensorParallelGroup) -> None:
-        count = spec.heads * spec.head_dim // ranks.size
+        count = spec.num_heads * spec.head_dim // ranks.size
         first = ranks.rank * count
         self.ranks = ranks
         self.heads = slice(first // spec.head_dim, -(-(first + count) // spec.head_dim))

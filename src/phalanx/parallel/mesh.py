@@ -103,13 +103,15 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
     Raises UserError if the ranks cannot be divided so.
     """
     sizes = parallel_dims(layout, world_size)
-    data = sizes.with_cp_as_data_parallel(sharded=layout.data in SHARDED_STRATEGIES)
+    data = sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
     if world_size == 1 or sizes.servers:  # what servers and their workers send has no axes
         return Mesh(sizes, dist.get_rank() if world_size > 1 else 0, None, data)
     # dp_replicate, dp_shard, pp, cp, tp, and then cp beside the data-parallel axis that it belongs to
     ranks = torch.arange(world_size).view([getattr(sizes, axis) for axis in sizes.axes])
     ranks = ranks.permute([sizes.axes.index(axis) for axis in AXES])
-    beside = ranks.permute(0, 1, 3, 2, 4) if layout.data in SHARDED_STRATEGIES else ranks.permute(0, 3, 1, 2, 4)
+    beside = (
+        ranks.permute(0, 1, 3, 2, 4) if layout.data_parallel in SHARDED_STRATEGIES else ranks.permute(0, 3, 1, 2, 4)
+    )
     present = {axis: size for axis in AXES if (size := getattr(data, axis)) > 1}
     arranged = beside.reshape(list(present.values()))
     make = partial(DeviceMesh, device_type, arranged, mesh_dim_names=tuple(present))
@@ -121,10 +123,10 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
     if sizes.ep > 1:
         by_stage = ranks.movedim(2, 0).flatten(1)
         same = by_stage.shape[1] // sizes.ep
-        replicate = {"ddp": same, "hsdp": sizes.dp_replicate}.get(layout.data, 1)
+        replicate = {"ddp": same, "hsdp": sizes.dp_replicate}.get(layout.data_parallel, 1)
         shape = {"stages": sizes.pp, "dp_replicate": replicate, "dp_shard": same // replicate, "ep": sizes.ep}
         # What is split over ranks is so also where there is one: parameters of one kind are stepped together.
-        needed = ("stages", "ep", "dp_shard") if layout.data in SHARDED_STRATEGIES else ("stages", "ep")
+        needed = ("stages", "ep", "dp_shard") if layout.data_parallel in SHARDED_STRATEGIES else ("stages", "ep")
         kept = {axis: size for axis, size in shape.items() if size > 1 or axis in needed}
         whole = DeviceMesh(device_type, by_stage.reshape(list(kept.values())), mesh_dim_names=tuple(kept))
         experts = whole[tuple(axis for axis in kept if axis != "stages")]

@@ -5,7 +5,7 @@ the workers' gradients, in the order of the workers, and divide them by the toke
 first ranks are the servers, and parameters are spread over them by bytes. A worker holds weights and gradients only,
 whatever the optimizer.
 
-Synchronously, that is all. Asynchronously (`layout.staleness` = s; bounded delay, section 3.4 of the paper) a worker
+Synchronously, that is all. Asynchronously (`layout.max_staleness` = s; bounded delay, section 3.4 of the paper) a worker
 goes on as long as its weights lack at most s updates. An update is still made of one gradient of every worker, and
 weights that have come are taken at once. A server then has room for s + 1 gradients of every worker and s + 1 copies
 of its weights.
@@ -59,13 +59,15 @@ def build_parameter_server(module: nn.Module, layout: Layout, device: torch.devi
     if len(types) > 1:
         found = " and ".join(f"{name} in {dtype}" for dtype, name in types.items())
         raise UserError(
-            "layout.data", layout.data, f"sends parameters as one vector, of one dtype: there is {found}",
-            "convert the module to one dtype, or use another layout.data",
-        )  # fmt: skip
-    servers = list(range(layout.servers))
-    workers = list(range(layout.servers, dist.get_world_size()))
+            "layout.data_parallel",
+            layout.data_parallel,
+            f"sends parameters as one vector, of one dtype: there is {found}",
+            "convert the module to one dtype, or use another layout.data_parallel",
+        )
+    servers = list(range(layout.num_servers))
+    workers = list(range(layout.num_servers, dist.get_world_size()))
     shapes = {name: parameter.shape for name, parameter in named_parameters(module)}
-    owner = assign_parameters_to_servers({name: shape.numel() for name, shape in shapes.items()}, layout.servers)
+    owner = assign_parameters_to_servers({name: shape.numel() for name, shape in shapes.items()}, layout.num_servers)
     # Servers are in CPU memory, whatever the workers compute on; a dry run has no other backend than its own.
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
     roles = ServerTopology(
@@ -73,7 +75,7 @@ def build_parameter_server(module: nn.Module, layout: Layout, device: torch.devi
         owned=[{name: shape for name, shape in shapes.items() if owner[name] == server} for server in servers],
         groups=[dist.new_group([server, *workers], backend=backend) for server in servers],
         between_servers=dist.new_group(servers, backend=backend),
-        staleness=layout.staleness,
+        staleness=layout.max_staleness,
     )  # fmt: skip
     return (
         ParameterServer(module, roles) if dist.get_rank() in servers else ParameterServerWorker(module, roles, device)

@@ -49,11 +49,11 @@ class StageModule(Transformer):
         """Of the embedding, where it is also the head and another rank trains it."""
         if 0 not in layers:
             del self.embedding
-            if spec.positions == "learned":
+            if spec.position_embedding == "learned":
                 del self.positions
         if self.last not in layers:
             del self.norm
-            if not spec.tied:
+            if not spec.tie_embeddings:
                 del self.head
 
     def forward(self, x: Tensor, starts_BT: Tensor | None = None, stage: int = 0) -> tuple[Tensor, Tensor]:
@@ -125,8 +125,8 @@ class PipelineStrategy(Strategy):
         self.pipeline_wait: WaitTimer = WaitTimer()
         self.rank = self.pipe.rank()
         self.has_loss = part.last in part.layers
-        if part.spec.tied and self.has_loss and 0 not in part.layers:
-            shape = torch.Size((part.spec.vocab, part.spec.width))
+        if part.spec.tie_embeddings and self.has_loss and 0 not in part.layers:
+            shape = torch.Size((part.spec.vocab_size, part.spec.hidden_size))
             shape = inner.shared.local_shape("embedding.weight", shape) if inner.shared else shape
             part.tied_embedding_copy = like.new_zeros(shape).requires_grad_()
         self.model = cast(nn.Module, self._full_logits)
@@ -174,7 +174,7 @@ class PipelineStrategy(Strategy):
     @torch.no_grad()
     def _full_logits(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits of the whole model on every rank of the pipeline, at least fp32, and no auxiliary loss."""
-        logits = tokens_BT.new_zeros(*tokens_BT.shape, self.stages.spec.vocab, dtype=torch.float32)
+        logits = tokens_BT.new_zeros(*tokens_BT.shape, self.stages.spec.vocab_size, dtype=torch.float32)
 
         def keep(model: Callable[..., tuple[Tensor, Tensor]], micro: MicroBatchProtocol) -> tuple[Tensor, Tensor]:
             logits.copy_(model(micro.tokens, micro.document_starts)[0])
@@ -233,7 +233,7 @@ class PipelineStrategy(Strategy):
             torch.autograd.backward([out for out, _ in both], [gradient for _, gradient in both])
 
     def _make_p2p(self, schedule: Schedule, micros: Sequence[MicroBatchProtocol]) -> PipelineP2P:
-        shared, width = self.inner.tensor, self.stages.spec.width
+        shared, width = self.inner.tensor, self.stages.spec.hidden_size
         tokens = [micro.tokens.shape for micro in micros]
         shapes = [torch.Size([*(shared.residual_shape(shape) if shared else shape), width]) for shape in tokens]
         return PipelineP2P(schedule, self.rank, self.groups, shapes, self.activation_template, self.pipeline_wait)
@@ -276,7 +276,7 @@ class PipelineStrategy(Strategy):
         """Where embedding and head are one, on two ranks: the first trains it, and sends its weights to the last after
         every update; before that it adds the last's gradients to its own."""
         first, last = self.forward_only.end_ranks
-        if not self.stages.spec.tied or first == last or self.rank not in (first, last):
+        if not self.stages.spec.tie_embeddings or first == last or self.rank not in (first, last):
             return
         with self.comm_wait.measure():
             if self.stages.tied_embedding_copy is not None:

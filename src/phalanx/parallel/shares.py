@@ -26,7 +26,7 @@ class ModelSharding:
         self.shapes: dict[str, torch.Size] = {}
         """Of whole tensors."""
         self._places: dict[tuple[str, DeviceMesh | None], tuple[DeviceMesh, list[Placement]]] = {}
-        copies = kv_head_replication(spec, layout.tp) if layout.tp > 1 and layout.heads == "split" else 1
+        copies = kv_head_replication(spec, layout.tp) if layout.tp > 1 and layout.tp_attention == "split" else 1
         self._heads: DeviceMesh | None = None
         if 1 < copies < layout.tp and mesh.device_mesh is not None:
             # Every rank makes the groups of all ranks, in the same order.
@@ -77,7 +77,7 @@ class ModelSharding:
         if not share.is_partial_sum:
             return None
         if share.mesh_axis == "ep":  # ranks that share the rows of their state sum the gradients themselves
-            sharded = self.layout.data in ("zero1", "zero2") or self.mesh.data_dims.dp_shard > 1
+            sharded = self.layout.data_parallel in ("zero1", "zero2") or self.mesh.data_dims.dp_shard > 1
             return None if sharded else self.mesh.expert_dp_group
         if share.replication == self.layout.tp:
             return self._group(share)

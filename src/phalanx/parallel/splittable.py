@@ -26,7 +26,7 @@ def check_shardable_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> N
         for kind, reason in UNSPLITTABLE.items():
             if isinstance(optimizer, kind):
                 problem = f"{reason}: it cannot train what ZeRO splits over ranks"
-                fix = 'use one that steps every number by itself, such as AdamW, or layout.data = "ddp"'
+                fix = 'use one that steps every number by itself, such as AdamW, or layout.data_parallel = "ddp"'
                 raise UserError("optimizer", type(optimizer).__name__, problem, fix)
 
 
@@ -34,11 +34,13 @@ def check_shardable_module(module: nn.Module, layout: Layout, blocks: Sequence[n
     """Raise UserError for a parameter whose rows cannot be given to ranks, or for a module that is its own block."""
     if any(block is module for block in blocks):
         raise UserError("blocks", type(module).__name__, "is the module itself", "name its parts, or none")
-    for name, parameter in named_parameters(module) if layout.data in SHARDED_STRATEGIES else ():
+    for name, parameter in named_parameters(module) if layout.data_parallel in SHARDED_STRATEGIES else ():
         if parameter.ndim == 0:
             problem, fix = f"{name} is a scalar and has no rows to split", "give it the shape [1]"
         elif not parameter.is_contiguous():
             problem, fix = f"the rows of {name} do not lie one after another", "make it contiguous()"
         else:
             continue
-        raise UserError("layout.data", layout.data, problem, f'{fix}, or use layout.data = "ddp"')
+        raise UserError(
+            "layout.data_parallel", layout.data_parallel, problem, f'{fix}, or use layout.data_parallel = "ddp"'
+        )

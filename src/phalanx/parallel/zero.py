@@ -72,7 +72,7 @@ class ZeRO(Strategy):
                 parameter.data = parameter.data.to(compute_dtype)
         materialize(module, device)
         super().__init__(module, split.group)
-        self.keeps_full_gradients = layout.data == "zero1"
+        self.keeps_full_gradients = layout.data_parallel == "zero1"
         self.autocast = compute_dtype is None
         self.offload = offload
         owned = {

@@ -156,16 +156,16 @@ def _impossible(
 def describe_situation(every: EvaluatedLayouts) -> RunSituation:
     """What the rules look at."""
     run, model, training, cluster = every.run, every.run.model, every.run.training, every.run.cluster
-    sequences = training.tokens_per_step // training.sequence
-    plain = candidate_from_run(run.model_copy(update={"layout": Layout(micro_batch=1)}), 1)
-    one = evaluate(run, 1, [plain, replace(plain, recompute="full")])
+    sequences = training.tokens_per_step // training.seq_len
+    plain = candidate_from_run(run.model_copy(update={"layout": Layout(micro_batch_size=1)}), 1)
+    one = evaluate(run, 1, [plain, replace(plain, activation_checkpointing="full")])
     held, again = (_fullest(option) for option in one)
     optimizer, count = optimizer_kind(run.optimizer), count_parameters(model)
     state = model_state_bytes(count, optimizer, training.precision)
     each = state_bytes("adamw" if optimizer == "muon" else optimizer, training.precision).total
     return RunSituation(
         parameters=count.total,
-        layers=model.layers,
+        layers=model.num_layers,
         experts=model.moe is not None,
         sequences=sequences,
         ranks=every.ranks,
@@ -174,7 +174,7 @@ def describe_situation(every: EvaluatedLayouts) -> RunSituation:
         state={"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer},
         activation_bytes=held["activations"] + held["logits"],
         recomputed_bytes=again["activations"] + again["logits"],
-        layer_bytes=each * _largest_block(run) + held["activations"] / model.layers,
+        layer_bytes=each * _largest_block(run) + held["activations"] / model.num_layers,
         alone=(alone := any(option.p_oom < MAX_OOM_PROBABILITY for option in one)),
         spare=not alone and _spare(every),
     )

@@ -40,7 +40,7 @@ def compare_with_prediction(
         whole = max(rank["peak_bytes"]["total"] for rank in ranks)
         rows.append({"role": role, "what": TOTAL, "predicted": predicted.total, "measured": whole})
         # PowerSGD sends from callbacks of other threads, where nothing is recorded.
-        sent = {} if run.layout.compress == "powersgd" else bytes_by_operation(traffic.get(role, []))
+        sent = {} if run.layout.gradient_compression == "powersgd" else bytes_by_operation(traffic.get(role, []))
         for operation, size in sent.items():
             got = max(bytes_sent_by_operation(rank["collectives"], operation) for rank in ranks)
             rows.append({"role": role, "what": operation, "predicted": round(size), "measured": round(got)})

@@ -48,7 +48,7 @@ def estimate_training_cost(
     rate, (saved, write) = failure_rate(run), _checkpoint(run)
     kept = reliability(rate, world_size, write, cluster.restart_seconds) if write else None
     days = days_to(tokens, option.tokens_per_second, kept.goodput if kept else 1.0)
-    hours, watts = 24 * days, cluster.watts
+    hours, watts = 24 * days, cluster.watts_per_device
     return TrainingCost(
         tokens=tokens,
         days=days,
@@ -61,7 +61,7 @@ def estimate_training_cost(
         electricity=energy_cost(watts, world_size, hours, cluster.price_per_kwh)
         if watts and cluster.price_per_kwh
         else None,
-        rent=rental_cost(world_size, hours, cluster.price_per_hour) if cluster.price_per_hour else None,
+        rent=rental_cost(world_size, hours, cluster.price_per_device_hour) if cluster.price_per_device_hour else None,
     )
 
 

@@ -90,7 +90,7 @@ class MeasuredRun:
     @property
     def held_bytes(self) -> float:
         """The most of these at one time, with what it offloads on a CPU."""
-        return device_and_host_bytes(self.run.cluster.model_copy(update={"measured": None}), [self.memory])[0]
+        return device_and_host_bytes(self.run.cluster.model_copy(update={"calibration": None}), [self.memory])[0]
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,10 @@ def read_measured_run(directory: Path) -> MeasuredRun:
         )
         raise UserError("run directory", str(directory), problem, "raise training.steps")
     run = load_run(directory / "run.toml", environment={})
-    run = run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc": ranks // run.cluster.nodes})})
-    mfu, flops = settled[-1].get("mfu"), training_flops_per_token(run.model, run.training.sequence)
+    run = run.model_copy(
+        update={"cluster": run.cluster.model_copy(update={"nproc_per_node": ranks // run.cluster.nodes})}
+    )
+    mfu, flops = settled[-1].get("mfu"), training_flops_per_token(run.model, run.training.seq_len)
     peak = settled[-1]["tokens_per_second"] * flops / ranks / mfu if mfu else None
     seconds = statistics.median(record["step_seconds"] for record in settled)
     tensors = measured.get("peak_bytes", {}).get("total")
@@ -179,14 +181,19 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
         raise UserError("training.precision", ", ".join(sorted(precisions)), problem, fix)
     precision, published = precisions.pop(), asdict(time_constants())
     known = CalibrationSpec(
-        runs=len(runs), precision=precision, time=dict(machine.measured.time) if machine.measured else {},
-        decided=[], log_half_width=1.0, process_bytes=0, memory_share=1.0,
-    )  # fmt: skip
+        runs=len(runs),
+        precision=precision,
+        time_constants=dict(machine.calibration.time_constants) if machine.calibration else {},
+        identified_constants=[],
+        log_half_width=1.0,
+        baseline_process_bytes=0,
+        bytes_per_counted_byte=1.0,
+    )
     peaks = [run.peak_flops * _on_cluster(machine, run).ranks_per_core for run in runs if run.peak_flops]
     if peaks and machine.cores:
         peak = statistics.median(peaks)
         machine = machine.model_copy(update={"peak_flops": peak, "matmul_flops": peak})
-    machine = machine.model_copy(update={"measured": known})
+    machine = machine.model_copy(update={"calibration": known})
     jobs = job_table([job_row(run, machine) for run in runs])
     operations = _operations(runs, jobs, sweeps, machine)
     truth = replace(measured_targets(runs, jobs), operations=tuple(operations))
@@ -196,18 +203,18 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
     process, share, buffers, memory = _memory(runs)
     measured = known.model_copy(
         update={
-            "time": {name: value for name, value in asdict(constants).items() if value != published[name]},
-            "decided": identified_constants(prior, jobs, truth, z),
+            "time_constants": {name: value for name, value in asdict(constants).items() if value != published[name]},
+            "identified_constants": identified_constants(prior, jobs, truth, z),
             "log_half_width": HALF * max(NOISE, float(np.sqrt(np.mean(apart**2)))),  # runs may be too much alike
-            "process_bytes": round(process),
-            "memory_share": share,
-            "buffer_share": buffers,
+            "baseline_process_bytes": round(process),
+            "bytes_per_counted_byte": share,
+            "buffer_overhead": buffers,
         }
     )
     before, after = (
         np.broadcast_to(step_seconds(fitted, jobs).total, len(runs)) for fitted in (prior.start, constants)
     )
-    machine = machine.model_copy(update={"measured": measured})
+    machine = machine.model_copy(update={"calibration": measured})
     apart_from_steps = [
         OperationFit(
             each.of,
@@ -270,7 +277,7 @@ def write_machine(file: Path, machine: ClusterSpec, sources: Sequence[str]) -> N
 
 def _on_cluster(machine: ClusterSpec, measured: MeasuredRun | BenchmarkFile) -> ClusterSpec:
     own = measured.run.cluster
-    return machine.model_copy(update={"nodes": own.nodes, "nproc": own.nproc})
+    return machine.model_copy(update={"nodes": own.nodes, "nproc_per_node": own.nproc_per_node})
 
 
 def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobRow:
@@ -307,9 +314,9 @@ def predict_run(machine: ClusterSpec, measured: MeasuredRun) -> tuple[float, flo
     80 % interval, and bytes that rank 0 holds."""
     jobs = job_table([job_row(measured, machine)])
     width = float(np.exp(interval_half_width(machine, jobs)[0]))
-    known = machine.measured
+    known = machine.calibration
     if known is None:
         raise ValueError("the machine is not calibrated")
-    more = known.buffer_share * measured.memory.communication
-    memory = known.memory_share * (measured.held_bytes + more) + known.process_bytes
+    more = known.buffer_overhead * measured.memory.communication
+    memory = known.bytes_per_counted_byte * (measured.held_bytes + more) + known.baseline_process_bytes
     return float(step_seconds(time_constants_for(machine), jobs).total[0]), width, memory

@@ -40,9 +40,18 @@ ORDERS: dict[str, ScheduleKind] = {
 ZERO: dict[Strategy, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
 OFFLOAD = {"none": OffloadTarget.NONE, "cpu": OffloadTarget.CPU, "nvme": OffloadTarget.FILES}
 IGNORED_FIELDS = {
-    "data", "dp_shard", "micro_batch", "bucket_mb", "first_bucket_mb", "compress_rank", "static_graph",
-    "unused_parameters", "prefetch", "servers", "staleness",
-}  # fmt: skip
+    "data_parallel",
+    "dp_shard",
+    "micro_batch_size",
+    "bucket_mb",
+    "first_bucket_mb",
+    "powersgd_rank",
+    "ddp_static_graph",
+    "ddp_find_unused_parameters",
+    "fsdp_prefetch",
+    "num_servers",
+    "max_staleness",
+}
 """Choices of a layout that a candidate has otherwise, or that nothing predicted depends on."""
 UNKNOWN = "is not what the planner predicts"
 MAX_MICRO_BATCH = 32
@@ -54,51 +63,53 @@ STAGE_POSITIONS = ("first", "middle", "last")
 class CandidateLayout:
     """One layout's choices, as numbers and names."""
 
-    data: Strategy
+    data_parallel: Strategy
     dp: int
     dp_shard: int
     tp: int
     pp: int
     cp: int
-    context: str
+    cp_method: str
     """How ranks that share sequences attend: ring or ulysses."""
     ep: int
-    micro_batch: int
+    micro_batch_size: int
     micro_batches: int
-    recompute: str
+    activation_checkpointing: str
     schedule: str
     virtual_stages: int
-    outermost: RankOrder = "data"
+    rank_order: RankOrder = "data"
     offload: str = "none"
     offload_directory: str | None = None
 
     @property
     def num_parallel_axes(self) -> int:
         """Ways in which ranks share the work: the fewer, the simpler."""
-        return sum(degree > 1 for degree in (self.dp, self.tp, self.pp, self.cp, self.ep)) + (self.data == "hsdp")
+        return sum(degree > 1 for degree in (self.dp, self.tp, self.pp, self.cp, self.ep)) + (
+            self.data_parallel == "hsdp"
+        )
 
     def __str__(self) -> str:
         degrees = [f"{axis} {getattr(self, axis)}" for axis in ("tp", "cp", "ep") if getattr(self, axis) > 1]
-        degrees = [f"{degree} {self.context}" if degree.startswith("cp") else degree for degree in degrees]
+        degrees = [f"{degree} {self.cp_method}" if degree.startswith("cp") else degree for degree in degrees]
         chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
-        outside = " outermost" if self.outermost == "pipeline" else ""
+        outside = " outermost" if self.rank_order == "pipeline" else ""
         pipeline = [f"pp {self.pp}{outside} {self.schedule}{chunks}"] if self.pp > 1 else []
-        shard = f" of {self.dp_shard}" if self.data == "hsdp" else ""
-        again = [] if self.recompute == "none" else [f"recompute {self.recompute}"]
-        batch = f"micro-batch {self.micro_batch} x {self.micro_batches}"
+        shard = f" of {self.dp_shard}" if self.data_parallel == "hsdp" else ""
+        again = [] if self.activation_checkpointing == "none" else [f"recompute {self.activation_checkpointing}"]
+        batch = f"micro-batch {self.micro_batch_size} x {self.micro_batches}"
         rests = [] if self.offload == "none" else [f"offload {self.offload}"]
-        return ", ".join([f"{self.data}{shard} dp {self.dp}", *degrees, *pipeline, batch, *again, *rests])
+        return ", ".join([f"{self.data_parallel}{shard} dp {self.dp}", *degrees, *pipeline, batch, *again, *rests])
 
     def layout(self) -> Layout:
         """As a run file has it."""
-        piped = {name: getattr(self, name) for name in ("schedule", "virtual_stages", "outermost") if self.pp > 1}
-        shard = {"dp_shard": self.dp_shard} if self.data == "hsdp" else {}
-        sequences = {"context": self.context} if self.cp > 1 else {}
+        piped = {name: getattr(self, name) for name in ("schedule", "virtual_stages", "rank_order") if self.pp > 1}
+        shard = {"dp_shard": self.dp_shard} if self.data_parallel == "hsdp" else {}
+        sequences = {"cp_method": self.cp_method} if self.cp > 1 else {}
         rests = {"offload": self.offload, "offload_directory": self.offload_directory}
         return Layout.model_validate(
             {
-                "data": self.data, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep,
-                "micro_batch": self.micro_batch, "recompute": self.recompute,
+                "data_parallel": self.data_parallel, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep,
+                "micro_batch_size": self.micro_batch_size, "activation_checkpointing": self.activation_checkpointing,
                 **piped, **shard, **sequences, **rests,
             }
         )  # fmt: skip
@@ -119,7 +130,7 @@ def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
         for outside in (choose_rank_order(dp, tp, pp, cp, domain),)
         for data, shard in _data_parallel_options(dp, tp, pp, cp, domain)
         for micro_batch, m in _micro_batch_options(run, dp)
-        for schedule, v in _schedules(pp, m, run.model.layers, halves=not run.training.compile)
+        for schedule, v in _schedules(pp, m, run.model.num_layers, halves=not run.training.compile)
         for again in PHALANX_CHECKPOINTING
     ]
 
@@ -132,14 +143,14 @@ def offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[Candi
     """
     if candidate.offload != "none":
         return
-    alone = candidate.data == "ddp" and candidate.dp * candidate.cp == 1
+    alone = candidate.data_parallel == "ddp" and candidate.dp * candidate.cp == 1
     strategies: tuple[Strategy, ...] = ("zero1", "zero2") if candidate.pp == 1 else ("zero1",)
     places: dict[str, str | None] = {"cpu": None} if run.cluster.device != "cpu" else {}
     if run.layout.offload_directory is not None:
         places["nvme"] = run.layout.offload_directory
-    for data in strategies if alone else (candidate.data,):
+    for data in strategies if alone else (candidate.data_parallel,):
         for place, directory in places.items() if data in VALID_DATA_STRATEGIES["offload"] else ():
-            yield replace(candidate, data=data, offload=place, offload_directory=directory)
+            yield replace(candidate, data_parallel=data, offload=place, offload_directory=directory)
 
 
 def candidate_jobs(run: RunSpec, world_size: int, found: list[CandidateLayout]) -> JobTable:
@@ -155,19 +166,38 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
     """
     check_precision(run)
     layout, sizes, cut = run.layout, parallel_dims(run.layout, world_size), plan_batch(run, world_size)
-    known = layout.data in ZERO and layout.schedule_file is None and layout.schedule in ORDERS
-    value = layout.data if layout.data not in ZERO else layout.schedule_file or layout.schedule
+    known = layout.data_parallel in ZERO and layout.schedule_file is None and layout.schedule in ORDERS
+    value = layout.data_parallel if layout.data_parallel not in ZERO else layout.schedule_file or layout.schedule
     require(known, "layout", value, UNKNOWN, f"use one of {', '.join((*ZERO, *ORDERS))}")
     data = effective_strategy(
-        layout, sizes.with_cp_as_data_parallel(sharded=layout.data in SHARDED_STRATEGIES).dp_shard
+        layout, sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES).dp_shard
     )
     whole = layout.pp == 1 or ZERO[data] < 3
-    require(whole, "layout.data", data, f"in a pipeline {UNKNOWN}", 'use layout.data = "zero1", or layout.pp = 1')
+    require(
+        whole,
+        "layout.data_parallel",
+        data,
+        f"in a pipeline {UNKNOWN}",
+        'use layout.data_parallel = "zero1", or layout.pp = 1',
+    )
     found = CandidateLayout(
-        data, sizes.dp_size, sizes.dp_shard, layout.tp, layout.pp, layout.cp, layout.context, layout.ep,
-        cut.micro_batch_size, cut.gradient_accumulation_steps, layout.recompute, layout.schedule, layout.virtual_stages,
-        layout.outermost, layout.offload, layout.offload_directory,
-    )  # fmt: skip
+        data,
+        sizes.dp_size,
+        sizes.dp_shard,
+        layout.tp,
+        layout.pp,
+        layout.cp,
+        layout.cp_method,
+        layout.ep,
+        cut.micro_batch_size,
+        cut.gradient_accumulation_steps,
+        layout.activation_checkpointing,
+        layout.schedule,
+        layout.virtual_stages,
+        layout.rank_order,
+        layout.offload,
+        layout.offload_directory,
+    )
     check_representable(layout, found)
     return found
 
@@ -183,7 +213,7 @@ def check_representable(layout: Layout, candidate: CandidateLayout) -> None:
 def check_precision(run: RunSpec) -> None:
     """Raise UserError for an arithmetic that nothing is known of: published runs are in bf16, and runs on a machine in
     whatever it was calibrated with."""
-    precision, measured = run.training.precision, run.cluster.measured
+    precision, measured = run.training.precision, run.cluster.calibration
     known = measured.precision if measured else "bf16"
     require(
         precision == known, "training.precision", precision, f"{UNKNOWN} here",
@@ -193,10 +223,10 @@ def check_precision(run: RunSpec) -> None:
 
 def _degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int, int, str, int, int]]:
     """Degrees that divide the ranks and the model."""
-    sequences = run.training.tokens_per_step // run.training.sequence
-    experts = run.model.moe.experts if run.model.moe else 1
+    sequences = run.training.tokens_per_step // run.training.seq_len
+    experts = run.model.moe.num_experts if run.model.moe else 1
     for tp in divisors(world_size):
-        for pp in (p for p in divisors(world_size // tp) if p <= run.model.layers):
+        for pp in (p for p in divisors(world_size // tp) if p <= run.model.num_layers):
             for cp in divisors(world_size // tp // pp):
                 dp = world_size // (tp * pp * cp)
                 if sequences % dp == 0:
@@ -212,7 +242,15 @@ def _context(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int) 
     kinds = ("ulysses", "ring") if cp > 1 and run.cluster.device != "cpu" else ("ring",)
     for context in kinds:
         layout = Layout.model_validate(
-            {"data": "zero1", "tp": tp, "pp": pp, "cp": cp, "context": context, "ep": ep, "micro_batch": 1}
+            {
+                "data_parallel": "zero1",
+                "tp": tp,
+                "pp": pp,
+                "cp": cp,
+                "cp_method": context,
+                "ep": ep,
+                "micro_batch_size": 1,
+            }
         )
         try:
             check_divisibility(run.model_copy(update={"layout": layout}), world_size)
@@ -243,7 +281,7 @@ def choose_rank_order(dp: int, tp: int, pp: int, cp: int, domain: int) -> RankOr
 
 def _micro_batch_options(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
     """Micro-batches: how large, and how many of each rank in a step."""
-    share = run.training.tokens_per_step // run.training.sequence // dp
+    share = run.training.tokens_per_step // run.training.seq_len // dp
     for micro_batch in divisors(share):
         if micro_batch <= MAX_MICRO_BATCH:
             yield micro_batch, share // micro_batch
@@ -270,7 +308,7 @@ def _common(run: RunSpec) -> JobRow:
     """Columns that all layouts of a run share: model, machine, and how Phalanx runs it."""
     cluster = run.cluster
     return {
-        **model_columns(run.model, run.training.sequence),
+        **model_columns(run.model, run.training.seq_len),
         **machine_columns(cluster),
         "low_precision": 0,
         "compute_dtype_bytes": COMPUTE_BYTES[run.training.precision],
@@ -294,20 +332,20 @@ def _varying(run: RunSpec, found: list[CandidateLayout]) -> Mapping[str, list[fl
     """Columns that layouts differ in."""
     states = STATES[optimizer_kind(run.optimizer)]
     each = {data: sharded_state_bytes(data, run.training.precision, 1, 1, states) for data in ZERO}
-    state = [each[c.data] for c in found]
+    state = [each[c.data_parallel] for c in found]
     pipelines = {(c.pp, c.schedule, c.virtual_stages): c for c in found}
     cuts = {pipeline: _stage_block_kinds(run, c) for pipeline, c in pipelines.items()}
     blocks = [cuts[c.pp, c.schedule, c.virtual_stages] for c in found]
     return {
         **{name: [float(getattr(c, name)) for c in found] for name in ("dp", "tp", "pp", "cp", "ep")},
-        "micro_batch": [c.micro_batch for c in found],
+        "micro_batch": [c.micro_batch_size for c in found],
         "micro_batches": [c.micro_batches for c in found],
         "virtual_stages": [c.virtual_stages for c in found],
         "attention": [_attention(run, c) for c in found],
-        "ulysses": [float(c.cp > 1 and c.context == "ulysses") for c in found],
-        "zero_stage": [ZERO[c.data] for c in found],
-        "shard_group_size": [1 if c.data == "ddp" else c.dp_shard * c.cp for c in found],
-        "recompute": [PHALANX_CHECKPOINTING[c.recompute] for c in found],
+        "ulysses": [float(c.cp > 1 and c.cp_method == "ulysses") for c in found],
+        "zero_stage": [ZERO[c.data_parallel] for c in found],
+        "shard_group_size": [1 if c.data_parallel == "ddp" else c.dp_shard * c.cp for c in found],
+        "recompute": [PHALANX_CHECKPOINTING[c.activation_checkpointing] for c in found],
         "sequence_parallel": [float(c.tp > 1) for c in found],
         "schedule": [ORDERS[c.schedule] if c.pp > 1 else ScheduleKind.NONE for c in found],
         "parameter_bytes": [s.parameters for s in state],
@@ -316,9 +354,9 @@ def _varying(run: RunSpec, found: list[CandidateLayout]) -> Mapping[str, list[fl
         "gradient_wire_bytes": [s.gradients for s in state],  # as they are kept
         **{f"{place}_blocks": [len(cut[at]) for cut in blocks] for at, place in enumerate(STAGE_POSITIONS)},
         **{f"{place}_moe_blocks": [sum(cut[at]) for cut in blocks] for at, place in enumerate(STAGE_POSITIONS)},
-        "pipeline_outermost": [float(c.outermost == "pipeline") for c in found],
+        "pipeline_outermost": [float(c.rank_order == "pipeline") for c in found],
         "offload": [OFFLOAD[c.offload] for c in found],
-        "grad_reductions_per_step": [c.micro_batches if c.data == "zero2" else 1 for c in found],
+        "grad_reductions_per_step": [c.micro_batches if c.data_parallel == "zero2" else 1 for c in found],
     }
 
 
@@ -327,7 +365,7 @@ def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> tuple[list[b
     and of the rank with the head."""
     own = run.model_copy(update={"layout": candidate.layout()})
     ranks, (first, last) = layers_per_rank(own), representative_schedule(own.layout).end_ranks
-    costs = layer_flops(run.model, run.training.sequence)[1:-1]
+    costs = layer_flops(run.model, run.training.seq_len)[1:-1]
     between = [layers for rank, layers in enumerate(ranks) if rank not in (first, last)]
     middle = max(between or ranks, key=lambda layers: sum(costs[layer] for layer in layers))
     begin, slowest, end = (
@@ -337,6 +375,6 @@ def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> tuple[list[b
 
 
 def _attention(run: RunSpec, candidate: CandidateLayout) -> AttentionKernel:
-    if candidate.cp > 1 and candidate.context == "ring" and run.cluster.device != "cpu":
+    if candidate.cp > 1 and candidate.cp_method == "ring" and run.cluster.device != "cpu":
         return AttentionKernel.RING_PLAIN
     return AttentionKernel.FLASH_3 if run.cluster.generation > 0 else AttentionKernel.FLASH_2

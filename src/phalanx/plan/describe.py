@@ -48,22 +48,22 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
     """Shape and counts of a model."""
     count, moe = count_parameters(spec), spec.moe
     return {
-        "layers": spec.layers,
-        "dense_layers": moe.first_dense if moe else spec.layers,
-        "width": spec.width,
-        "heads": spec.heads,
-        "kv_heads": spec.kv_heads,
+        "layers": spec.num_layers,
+        "dense_layers": moe.num_leading_dense_layers if moe else spec.num_layers,
+        "width": spec.hidden_size,
+        "heads": spec.num_heads,
+        "kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
         "value_dim": spec.head_dim,
-        "attention_parameters": count.attention / spec.layers,
-        "ffn": spec.ffn,
+        "attention_parameters": count.attention / spec.num_layers,
+        "ffn": spec.ffn_hidden_size,
         "mlp_matrices": 3 if spec.activation == "swiglu" else 2,
-        "vocab": spec.vocab,
-        "tied": float(spec.tied),
-        "experts": moe.experts if moe else 0,
+        "vocab": spec.vocab_size,
+        "tied": float(spec.tie_embeddings),
+        "experts": moe.num_experts if moe else 0,
         "top_k": moe.top_k if moe else 0,
-        "expert_ffn": moe.ffn if moe else 0,
-        "shared_ffn": moe.ffn * moe.shared_experts if moe else 0,
+        "expert_ffn": moe.expert_ffn_size if moe else 0,
+        "shared_ffn": moe.expert_ffn_size * moe.num_shared_experts if moe else 0,
         "parameters": count.total,
         "expert_parameters": count.experts,
         "sequence": sequence,
@@ -94,13 +94,13 @@ def machine_columns(cluster: ClusterSpec) -> JobRow:
     domain = cluster.fast_link_domain_size
     link = cluster.link_bytes_per_second
     require(domain == 1 or link is not None, "cluster.link_bytes_per_second", link,
-            f"is not known for a domain of {domain} devices", "set it, or cluster.domain = 1")  # fmt: skip
+            f"is not known for a domain of {domain} devices", "set it, or cluster.fast_link_domain = 1")  # fmt: skip
     network = cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND[era]
     return {
         "peak_flops": peak / crowd,
         "matmul_flops": matmul / crowd,
         "low_matmul_flops": (cluster.matmul_flops_8bit or 2 * matmul) / crowd,
-        "num_sms": cluster.multiprocessors or 0,
+        "num_sms": cluster.num_sms or 0,
         "hbm_bytes_per_second": float(cluster.hbm_bytes_per_second or 0) / crowd,
         "memory_bytes": float(cluster.rank_memory_bytes or 0),
         "link_bytes_per_second": (link or network) / crowd,
@@ -147,21 +147,23 @@ def time_constants_for(cluster: ClusterSpec) -> TimeConstants:
 
     Raises UserError for a constant that there is not.
     """
-    if cluster.measured is None:
+    if cluster.calibration is None:
         return time_constants()
-    for name in cluster.measured.time:
+    for name in cluster.calibration.time_constants:
         known = names(TimeConstants)
-        require(name in known, "cluster.measured.time", name, "is not a constant", did_you_mean(name, known))
-    return replace(time_constants(), **cluster.measured.time)
+        require(
+            name in known, "cluster.calibration.time_constants", name, "is not a constant", did_you_mean(name, known)
+        )
+    return replace(time_constants(), **cluster.calibration.time_constants)
 
 
 def memory_constants_for(cluster: ClusterSpec) -> MemoryConstants:
     """Constants of memory, likewise. On a CPU, which has no driver's context, a whole process was measured, and nothing
     is beside it; on a GPU what was allocated, beside which driver and allocator take what they do elsewhere."""
-    if cluster.measured is None:
+    if cluster.calibration is None:
         c = memory_constants()
         return replace(c, context_gib=0.0) if cluster.device == "cpu" else c
-    process, share = cluster.measured.process_bytes / GIB, cluster.measured.memory_share
+    process, share = cluster.calibration.baseline_process_bytes / GIB, cluster.calibration.bytes_per_counted_byte
     if cluster.device != "cpu":
         return replace(memory_constants(), workspace_gib=process)
     return replace(memory_constants(), context_gib=process, workspace_gib=0.0, fragmentation=share)
@@ -170,7 +172,7 @@ def memory_constants_for(cluster: ClusterSpec) -> MemoryConstants:
 def interval_half_width(cluster: ClusterSpec, jobs: JobTable) -> Column:
     """Half of the width of the 80 % interval of step times, as a logarithm."""
     width = log_half_width(interval_constants(), jobs)
-    return width if cluster.measured is None else np.full_like(width, cluster.measured.log_half_width)
+    return width if cluster.calibration is None else np.full_like(width, cluster.calibration.log_half_width)
 
 
 def trainer_behaviour(text: str, precision: str, era: int, zero: int, xla: bool = False) -> JobRow:

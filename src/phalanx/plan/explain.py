@@ -98,7 +98,7 @@ def slow_link_warnings(run: RunSpec, candidate: CandidateLayout) -> list[str]:
 
 
 def parse_layout(text: str) -> Layout:
-    """A layout from what a user writes: "tp=4, pp=8, data=zero1".
+    """A layout from what a user writes: "tp=4, pp=8, data_parallel=zero1".
 
     Raises UserError for what is not a field of it.
     """
@@ -106,7 +106,7 @@ def parse_layout(text: str) -> Layout:
     for item in filter(None, (part.strip() for part in text.replace("layout.", "").split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
-            raise UserError("layout", item, "is not KEY=VALUE", 'write it like "tp=4,pp=8,data=zero1"')
+            raise UserError("layout", item, "is not KEY=VALUE", 'write it like "tp=4,pp=8,data_parallel=zero1"')
         table[key] = parse_toml_value(value)
     return parse_table(Layout, table, "layout")
 
@@ -159,7 +159,7 @@ def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
     if plan.closest_to_fitting is None:
         raise ValueError("something fits")
     said = f"the smallest, {plan.closest_to_fitting.candidate}, takes {describe_memory_use(run.cluster, plan.closest_to_fitting)}"
-    sequences = run.training.tokens_per_step // run.training.sequence
+    sequences = run.training.tokens_per_step // run.training.seq_len
     for times in (2, 4, 8, 16, 32, 64):
         ranks = times * world_size
         larger = run.cluster.model_copy(update={"nodes": run.cluster.nodes * times})
@@ -169,12 +169,12 @@ def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
             break
         if found:
             return f"{said}; on {times} times as many devices ({ranks}) it fits: {found[0].candidate}"
-    return f"{said}; more devices with {sequences} sequences a step do not help: shorten training.sequence"
+    return f"{said}; more devices with {sequences} sequences a step do not help: shorten training.seq_len"
 
 
 def describe_memory_use(cluster: ClusterSpec, option: EvaluatedLayout) -> str:
     """What a layout takes of the memory that it fills most: the device's, with driver and libraries, or the CPU's."""
-    used = option.memory_bytes if cluster.measured else process_bytes(cluster, option.memory_bytes)
+    used = option.memory_bytes if cluster.calibration else process_bytes(cluster, option.memory_bytes)
     device = used / GIB, (cluster.rank_memory_bytes or 1) / GIB, "device"
     host = option.host_bytes / GIB, host_memory(cluster) / GIB, "CPU"
     taken, there, kind = max(device, host, key=lambda memory: memory[0] / memory[1])

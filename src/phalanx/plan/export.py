@@ -45,7 +45,7 @@ def export(run: RunSpec, world_size: int, trainer: Trainer) -> ExportedConfig:
 
 def check_run(run: RunSpec, trainer: Trainer) -> None:
     """Raise UserError for what a trainer cannot express of a run in any layout: what it cannot in the plainest."""
-    export(run.model_copy(update={"layout": Layout(micro_batch=1)}), 1, trainer)
+    export(run.model_copy(update={"layout": Layout(micro_batch_size=1)}), 1, trainer)
 
 
 def search_exportable(
@@ -89,7 +89,7 @@ def _job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
         raise UserError(
             "training.tokens_per_step", run.training.tokens_per_step,
             f"gives ranks unequal shares ({cut.global_batch_size} sequences a step), which {NAMES[trainer]} cannot",
-            f"use training.tokens_per_step = {whole * run.training.sequence}, or another layout.micro_batch",
+            f"use training.tokens_per_step = {whole * run.training.seq_len}, or another layout.micro_batch_size",
         )  # fmt: skip
-    stages = layers_per_stage(run) if run.layout.pp > 1 else [range(run.model.layers)]
+    stages = layers_per_stage(run) if run.layout.pp > 1 else [range(run.model.num_layers)]
     return ExportJob(run, parallel_dims(run.layout, world_size), cut, stages)

@@ -24,7 +24,10 @@ SAFE_OOM_PROBABILITY = 0.05
 def device_and_host_bytes(cluster: ClusterSpec, places: Collection[RankMemory]) -> tuple[float, float]:
     """The most bytes that a rank has on its device, and in CPU memory of what it offloads; on a CPU both are there.
     Runs on a machine may have shown that buffers of communication take more than they are counted."""
-    host, more = max(place.host for place in places), cluster.measured.buffer_share if cluster.measured else 0.0
+    host, more = (
+        max(place.host for place in places),
+        cluster.calibration.buffer_overhead if cluster.calibration else 0.0,
+    )
     device = max(place.total + more * place.communication for place in places)
     return float(device + (host if cluster.device == "cpu" else 0)), float(host)
 
@@ -50,13 +53,13 @@ def safe_capacity_bytes(cluster: ClusterSpec) -> float:
 
 def process_bytes(cluster: ClusterSpec, held_bytes: float) -> float:
     """Bytes of memory of a rank that holds tensors of so many, with what is there whatever it trains."""
-    measured, context = cluster.measured, memory_constants_for(cluster).context_gib * GIB
+    measured, context = cluster.calibration, memory_constants_for(cluster).context_gib * GIB
     if measured is None:
         return held_bytes + context
     beside = 0.0 if cluster.device == "cpu" else context  # of a CPU's process everything was measured
-    return bytes_per_counted_byte(cluster) * held_bytes + measured.process_bytes + beside
+    return bytes_per_counted_byte(cluster) * held_bytes + measured.baseline_process_bytes + beside
 
 
 def bytes_per_counted_byte(cluster: ClusterSpec) -> float:
     """Bytes of memory for each that is counted of tensors."""
-    return cluster.measured.memory_share if cluster.measured else 1.0
+    return cluster.calibration.bytes_per_counted_byte if cluster.calibration else 1.0

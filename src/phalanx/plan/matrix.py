@@ -124,7 +124,7 @@ def _spread(members: Ranks, row: Traffic, island: int) -> Sent:
 def communicating_groups(run: RunSpec, sizes: ParallelDims, among: GroupKind) -> Ranks:
     """The groups that exchange something: one in each row, in the order of ranks. All members of one are at one place
     of the pipeline, but for those of "pp"."""
-    hybrid = run.layout.data == "hsdp"
+    hybrid = run.layout.data_parallel == "hsdp"
     match among:
         case "data":
             axes = ("dp_shard", "cp") if hybrid else ("dp_replicate", "dp_shard", "cp")
@@ -202,7 +202,7 @@ def _served(run: RunSpec, sizes: ParallelDims, worker: list[Traffic]) -> Iterato
     servers, workers = np.arange(sizes.servers), np.arange(sizes.servers, sizes.world_size)
     every, each = np.repeat(workers, len(servers)), np.tile(servers, len(workers))
     yield TrafficMatrix(ranks, every, each, np.tile(parts, len(workers)))
-    if run.layout.staleness is not None:
+    if run.layout.max_staleness is not None:
         yield TrafficMatrix(ranks, each, every, np.tile(parts, len(workers)))
     else:
         yield TrafficMatrix(ranks, servers, np.full(len(servers), workers[0]), parts)

@@ -122,7 +122,7 @@ def step_seconds(run: RunSpec) -> float | None:
 
 def with_explicit_micro_batch(run: RunSpec) -> RunSpec:
     """The run with the micro-batch that it has anyway, so that no remedy changes it unasked."""
-    return with_layout(run, micro_batch=plan_batch(run, run.cluster.ranks).micro_batch_size)
+    return with_layout(run, micro_batch_size=plan_batch(run, run.cluster.ranks).micro_batch_size)
 
 
 def evaluate_single_remedies(run: RunSpec) -> list[RemedyEffect]:

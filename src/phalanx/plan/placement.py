@@ -83,12 +83,12 @@ def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None 
     A preset's domain of up to 16 devices is inside a node, a larger one joins nodes. Raises UserError for more ranks
     than the topology has GPUs.
     """
-    size = cluster.domain or nproc
+    size = cluster.fast_link_domain or nproc
     beyond = size > nproc and (cluster.preset is None or size > NODE_GPUS)
     domain, span = tuple(device // size for device in range(nproc)), size // nproc if beyond else 1
     rail = tuple(range(nproc))
     nics: tuple[tuple[str, ...], ...] = tuple((f"nic{device}",) for device in rail)
-    assumed = [] if cluster.domain else [f"fast links join the {nproc} devices of a node"]
+    assumed = [] if cluster.fast_link_domain else [f"fast links join the {nproc} devices of a node"]
     if topology is None:
         return NodeLayout(
             domain, rail, nics, span, (*assumed, "every device has a NIC of its own, on a rail of its number")
@@ -192,7 +192,7 @@ def _in_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementFind
     """Ranks that talk in every layer belong inside a fast domain: those of a product must be, others should."""
     domain = int(np.bincount(site.domain_of(np.arange(site.ranks_per_island))).max())
     where = f"a fast domain ({domain} device{'s' if domain > 1 else ''})"
-    outside = ' with layout.outermost = "pipeline"' if sizes.pp > 1 and not sizes.pipeline_outermost else ""
+    outside = ' with layout.rank_order = "pipeline"' if sizes.pp > 1 and not sizes.pipeline_outermost else ""
     for axis, found, fix in (
         ("tp", process_groups(sizes, "tp"), f"make layout.tp a divisor of {domain}"),
         ("cp", process_groups(sizes, "cp"), f"make layout.tp x layout.cp a divisor of {domain}"),

@@ -45,7 +45,7 @@ class Remedy:
 def with_layout(run: RunSpec, **changes: Any) -> RunSpec:
     """The run with another layout, without the choices that mean nothing in it."""
     layout = run.layout.model_copy(update=changes)
-    lost = [field for field, meant in VALID_DATA_STRATEGIES.items() if layout.data not in meant]
+    lost = [field for field, meant in VALID_DATA_STRATEGIES.items() if layout.data_parallel not in meant]
     lost += INVALID_IN_PIPELINE if layout.pp > 1 else ()
     unset = {field: Layout.model_fields[field].default for field in lost}
     if unset.get("offload"):
@@ -55,15 +55,15 @@ def with_layout(run: RunSpec, **changes: Any) -> RunSpec:
 
 def _smaller_batches(run: RunSpec) -> Iterator[RunSpec]:
     now = plan_batch(run, run.cluster.ranks).micro_batch_size
-    yield from (with_layout(run, micro_batch=size) for size in reversed(divisors(now)[:-1]))
+    yield from (with_layout(run, micro_batch_size=size) for size in reversed(divisors(now)[:-1]))
 
 
 def _recompute(kind: str) -> Callable[[RunSpec], Iterator[RunSpec]]:
     kinds = ("none", "selective", "full")
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
-        if kinds.index(kind) > kinds.index(run.layout.recompute):
-            yield with_layout(run, recompute=kind)
+        if kinds.index(kind) > kinds.index(run.layout.activation_checkpointing):
+            yield with_layout(run, activation_checkpointing=kind)
 
     return changes
 
@@ -76,8 +76,8 @@ def _half(run: RunSpec) -> Iterator[RunSpec]:
 def _zero(stage: int) -> Callable[[RunSpec], Iterator[RunSpec]]:
     def changes(run: RunSpec) -> Iterator[RunSpec]:
         shares = run.cluster.ranks > 1 or (run.layout.offload != "none" and stage < 3)
-        if shares and ZERO.get(run.layout.data, 0) < stage:
-            yield with_layout(run, data=f"zero{stage}")
+        if shares and ZERO.get(run.layout.data_parallel, 0) < stage:
+            yield with_layout(run, data_parallel=f"zero{stage}")
 
     return changes
 
@@ -98,15 +98,15 @@ def _pipelines(run: RunSpec) -> Iterator[RunSpec]:
     for changed in _shared("pp")(run):
         tp, pp, cp = changed.layout.tp, changed.layout.pp, changed.layout.cp
         dp = run.cluster.ranks // (tp * pp * cp)
-        yield with_layout(changed, outermost=choose_rank_order(dp, tp, pp, cp, run.cluster.fast_link_domain_size))
+        yield with_layout(changed, rank_order=choose_rank_order(dp, tp, pp, cp, run.cluster.fast_link_domain_size))
 
 
 def _shared_sequences(run: RunSpec) -> Iterator[RunSpec]:
     """As the run has it, or as the planner does: on a GPU tokens for heads where there are enough, else a ring."""
     usual = ("ring",) if run.cluster.device == "cpu" else ("ulysses", "ring")
-    kinds = (run.layout.context,) if run.layout.cp > 1 else usual
+    kinds = (run.layout.cp_method,) if run.layout.cp > 1 else usual
     for changed in _shared("cp")(run):
-        ways = [with_layout(changed, context=way) for way in kinds]
+        ways = [with_layout(changed, cp_method=way) for way in kinds]
         yield next((way for way in ways if _can_share(way)), ways[-1])
 
 
@@ -127,8 +127,8 @@ def _offload(run: RunSpec) -> Iterator[RunSpec]:
     if run.layout.offload == "none" and run.cluster.device != "cpu":
         # Only what is sharded is offloaded; with_layout would drop the choice again.
         alone = ("zero1", "zero2") if run.cluster.ranks == 1 else ("zero1",)
-        kinds = (run.layout.data,) if run.layout.data in VALID_DATA_STRATEGIES["offload"] else alone
-        yield from (with_layout(run, data=data, offload="cpu") for data in kinds)
+        kinds = (run.layout.data_parallel,) if run.layout.data_parallel in VALID_DATA_STRATEGIES["offload"] else alone
+        yield from (with_layout(run, data_parallel=data, offload="cpu") for data in kinds)
 
 
 def _sgd(run: RunSpec) -> Iterator[RunSpec]:
@@ -146,11 +146,11 @@ def _more_devices(run: RunSpec) -> Iterator[RunSpec]:
         more = run.cluster.model_copy(update={"nodes": run.cluster.nodes * times})
         larger = run.model_copy(update={"cluster": more})
         try:
-            share = plan_batch(with_layout(larger, micro_batch=1), more.ranks).gradient_accumulation_steps
+            share = plan_batch(with_layout(larger, micro_batch_size=1), more.ranks).gradient_accumulation_steps
         except UserError:
             return
-        fitting = [size for size in divisors(share) if size <= (run.layout.micro_batch or share)]
-        yield with_layout(larger, micro_batch=fitting[-1])
+        fitting = [size for size in divisors(share) if size <= (run.layout.micro_batch_size or share)]
+        yield with_layout(larger, micro_batch_size=fitting[-1])
         times *= 2
 
 

@@ -204,7 +204,7 @@ def _many(s: RunSituation) -> str:
 
 
 def _outermost(s: RunSituation) -> str:
-    said = "the default of layout.outermost; with pipelines there the ranks of a node send to others together"
+    said = "the default of layout.rank_order; with pipelines there the ranks of a node send to others together"
     return said if s.ranks > 1 else ""
 
 
@@ -226,15 +226,40 @@ NOT_CHOSEN = (
     "is, of what does not fit without: it only saves memory"
 )
 BY_SIZE = (
-    RuleOfThumb("size", "fewer than 1B parameters", "data parallelism (DDP)", {"data": ("ddp",), **DATA_ONLY},
-         _size(0, BILLION), SIZES),
-    RuleOfThumb("size", "1B to 10B parameters", "data parallelism with ZeRO-2", {"data": ("zero2",), **DATA_ONLY},
-         _size(BILLION, 10 * BILLION), SIZES),
-    RuleOfThumb("size", "10B to 100B parameters", "3D: data, tensor and pipeline parallelism", THREE_D,
-         _size(10 * BILLION, 100 * BILLION), SIZES),
-    RuleOfThumb("size", "100B parameters or more", "3D with ZeRO-3 and offload to CPU or NVMe", THREE_D,
-         _size(100 * BILLION, None), SIZES, NOT_CHOSEN),
-)  # fmt: skip
+    RuleOfThumb(
+        "size",
+        "fewer than 1B parameters",
+        "data parallelism (DDP)",
+        {"data_parallel": ("ddp",), **DATA_ONLY},
+        _size(0, BILLION),
+        SIZES,
+    ),
+    RuleOfThumb(
+        "size",
+        "1B to 10B parameters",
+        "data parallelism with ZeRO-2",
+        {"data_parallel": ("zero2",), **DATA_ONLY},
+        _size(BILLION, 10 * BILLION),
+        SIZES,
+    ),
+    RuleOfThumb(
+        "size",
+        "10B to 100B parameters",
+        "3D: data, tensor and pipeline parallelism",
+        THREE_D,
+        _size(10 * BILLION, 100 * BILLION),
+        SIZES,
+    ),
+    RuleOfThumb(
+        "size",
+        "100B parameters or more",
+        "3D with ZeRO-3 and offload to CPU or NVMe",
+        THREE_D,
+        _size(100 * BILLION, None),
+        SIZES,
+        NOT_CHOSEN,
+    ),
+)
 """Half-open: a model of exactly 1B, 10B or 100B parameters belongs to the larger class."""
 BY_BOTTLENECK = (
     RuleOfThumb("bottleneck", "activation memory", "data parallelism", {"dp": SOME}, _activations, HYBRIDS),
@@ -253,13 +278,18 @@ BY_BOTTLENECK = (
     ),
     RuleOfThumb("bottleneck", "a large dataset", "data parallelism", {"dp": SOME}, _many_sequences, NOTES),
     RuleOfThumb(
-        "bottleneck", "optimizer state", "ZeRO or FSDP", {"data": SHARDED_STRATEGIES}, _optimizer, f"{NOTES}; {STAGES}"
+        "bottleneck",
+        "optimizer state",
+        "ZeRO or FSDP",
+        {"data_parallel": SHARDED_STRATEGIES},
+        _optimizer,
+        f"{NOTES}; {STAGES}",
     ),
     RuleOfThumb(
         "bottleneck",
         "state that ranks can share",
         "ZeRO and recomputation before model parallelism",
-        {"data": SHARDED_STRATEGIES, "tp": ONE, "pp": ONE},
+        {"data_parallel": SHARDED_STRATEGIES, "tp": ONE, "pp": ONE},
         _shardable,
         f"{MEMORY}; {ORDER}",
     ),
@@ -292,7 +322,7 @@ BY_SCHEDULE = (
         "schedule",
         "the smallest structure that fits",
         "DDP, where it fits",
-        {"data": ("ddp",), **DATA_ONLY},
+        {"data_parallel": ("ddp",), **DATA_ONLY},
         _fits,
         ORDER,
     ),

@@ -118,7 +118,7 @@ def search_layouts(
     found = enumerate_layouts(run, world_size)
     if not found:
         raise UserError(
-            "cluster.nodes x cluster.nproc", world_size, "ranks share this model and this batch in no layout",
+            "cluster.nodes x cluster.nproc_per_node", world_size, "ranks share this model and this batch in no layout",
             "use a number of ranks whose factors divide the sequences of a step and the model",
         )  # fmt: skip
     report("evaluating layouts", 0, len(found))
@@ -224,7 +224,7 @@ def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) ->
     more than the formula has for any trainer."""
     own = run.model_copy(update={"layout": option.candidate.layout()})
     held, host = device_and_host_bytes(run.cluster, rank_memory(own, world_size).values())
-    used = process_bytes(run.cluster, held) if run.cluster.measured else held
+    used = process_bytes(run.cluster, held) if run.cluster.calibration else held
     risk = max(option.p_oom, layout_oom_probability(run.cluster, held, host))
     return replace(option, memory_bytes=used, host_bytes=host, p_oom=risk)
 
@@ -238,7 +238,7 @@ def evaluate(run: RunSpec, world_size: int, found: list[CandidateLayout]) -> lis
     time, held = step_seconds(time_constants_for(run.cluster), jobs), estimate_memory(c, jobs)
     risk = oom_probability(c, jobs, held)
     spread = np.exp(interval_half_width(run.cluster, jobs))
-    tokens, sequence = run.training.tokens_per_step, run.training.sequence
+    tokens, sequence = run.training.tokens_per_step, run.training.seq_len
     flops, peak = training_flops_per_token(run.model, sequence), float(jobs.peak_flops[0])
     again = {
         name: recomputed_flops_per_token(run.model, sequence, kind) for name, kind in PHALANX_CHECKPOINTING.items()
@@ -268,7 +268,7 @@ def evaluate(run: RunSpec, world_size: int, found: list[CandidateLayout]) -> lis
                 number(risk, at),
                 speed,
                 mfu(speed, flops, peak, world_size),
-                mfu(speed, flops + again[candidate.recompute], peak, world_size),
+                mfu(speed, flops + again[candidate.activation_checkpointing], peak, world_size),
             )
         )
     return options

@@ -106,7 +106,7 @@ def job_from_row(row: Row) -> TableJob:
     if _number(row, "dp", dp) != dp:
         assumed.append(f"dp = {dp}, which the other degrees leave")
     spec, shape = _model(row, sequence)
-    experts = spec.moe.experts if spec.moe else 1
+    experts = spec.moe.num_experts if spec.moe else 1
     require(experts % ep == 0, "ep", ep, f"does not divide the {experts} experts", "correct one of them")
     text = f"{row.get('schedule', '')}; {row.get('facts', '')}"
     chip, node = row.get("gpu_type", ""), _count(row, "gpus_per_node", 8)
@@ -115,9 +115,9 @@ def job_from_row(row: Row) -> TableJob:
         **machine_columns(cluster),
         **trainer_behaviour(text, precision, cluster.generation, zero, xla=chip.startswith("TPU")),
         "ranks": ranks, "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero_stage": zero,
-        "shard_group_size": _shard(text, zero, dp * cp, max(cluster.domain or 1, node)),
+        "shard_group_size": _shard(text, zero, dp * cp, max(cluster.fast_link_domain or 1, node)),
     }  # fmt: skip
-    choices, open_ones = _choices(row, fixed, spec.layers, batch)
+    choices, open_ones = _choices(row, fixed, spec.num_layers, batch)
     choices = [choice | stage_columns(choice, trimmed="1 layer fewer" in text) for choice in choices]
     tokens = sequence * batch
     again = [tokens * _recomputed_flops(spec, sequence, choice) for choice in choices]
@@ -237,14 +237,14 @@ def _machine(row: Row) -> tuple[ClusterSpec, list[str]]:
     cluster = load_machine(preset)
     changes: dict[str, float] = {}
     node = _count(row, "gpus_per_node", 8)
-    joined = cluster.domain or node
+    joined = cluster.fast_link_domain or node
     if joined < 8 and not row.get("intra_bw"):  # single devices and pairs stay so, unless a row states its links
         node = min(joined, node)
-    changes["domain"] = joined if joined > 8 else node
+    changes["fast_link_domain"] = joined if joined > 8 else node
     for column, field in (("intra_bw", "link_bytes_per_second"), ("inter_bw", "network_bytes_per_second")):
         if row.get(column):
             changes[field] = _number(row, column) * 1e9
-    if not row.get("inter_bw") and _number(row, "gpus", 1) > changes["domain"]:
+    if not row.get("inter_bw") and _number(row, "gpus", 1) > changes["fast_link_domain"]:
         assumed.append("network")
     return cluster.model_copy(update=changes), assumed
 
@@ -261,7 +261,7 @@ def _preset(chip: str) -> tuple[str, list[str]]:
         raise UserError("gpu_type", chip, "is not a known device", fix)
     preset = max(meant, key=lambda name: name.count("-"))
     assumed = ["gpus are GCDs, of which an MI250X has two"] if halved else []
-    if "pcie" in words and (load_machine(preset).domain or 0) > 2:
+    if "pcie" in words and (load_machine(preset).fast_link_domain or 0) > 2:
         assumed.append(f"links of {preset}")
     return preset, assumed
 
@@ -274,18 +274,22 @@ def _model(row: Row, sequence: int) -> tuple[ModelSpec, JobRow]:
     require(layers <= MOST_LAYERS, "layers", layers, f"is more than {MOST_LAYERS:,}", "correct it")
     experts, ffn = _count(row, "experts", 0), _count(row, "ffn")
     common: dict[str, Any] = {
-        "width": width, "layers": layers, "heads": heads, "kv_heads": _count(row, "kv_heads", heads),
-        "vocab": _count(row, "vocab"), "context": sequence, "positions": "learned",
+        "hidden_size": width, "num_layers": layers, "num_heads": heads, "num_kv_heads": _count(row, "kv_heads", heads),
+        "vocab_size": _count(row, "vocab"), "max_seq_len": sequence, "position_embedding": "learned",
         "head_dim": next((dim for start, dim in HEAD_DIM.items() if name.startswith(start)), max(width // heads, 1)),
     }  # fmt: skip
     if not experts:
         spec = _nearest(common, ffn, _number(row, "params_b", 0) * 1e9, "llama" in name)
         return spec, model_columns(spec, sequence)
-    moe: dict[str, Any] = {"experts": experts, "top_k": _count(row, "topk"), "ffn": ffn}
+    moe: dict[str, Any] = {"num_experts": experts, "top_k": _count(row, "topk"), "expert_ffn_size": ffn}
     if latent:
-        moe |= {"shared_experts": latent.shared_experts, "first_dense": latent.first_dense, "ffn": latent.expert_ffn}
-        common |= {"heads": latent.heads, "kv_heads": latent.heads, "head_dim": latent.head + latent.rotary}
-    spec = parse_table(ModelSpec, {**common, "ffn": latent.ffn if latent else ffn, "moe": moe})
+        moe |= {
+            "num_shared_experts": latent.shared_experts,
+            "num_leading_dense_layers": latent.first_dense,
+            "expert_ffn_size": latent.expert_ffn,
+        }
+        common |= {"num_heads": latent.heads, "num_kv_heads": latent.heads, "head_dim": latent.head + latent.rotary}
+    spec = parse_table(ModelSpec, {**common, "ffn_hidden_size": latent.ffn if latent else ffn, "moe": moe})
     columns = model_columns(spec, sequence)
     columns["shared_ffn"] += next((ffn for start, ffn in SHARED_FFN.items() if name.startswith(start)), 0)
     if latent:
@@ -298,7 +302,7 @@ def _model(row: Row, sequence: int) -> tuple[ModelSpec, JobRow]:
 def _nearest(common: dict[str, Any], ffn: int, stated: float, gated: bool) -> ModelSpec:
     """A dense model with the kind of MLP, and tied or not, that explains its stated parameters best."""
     specs = [
-        parse_table(ModelSpec, {**common, "ffn": ffn, "activation": activation, "tied": tied})
+        parse_table(ModelSpec, {**common, "ffn_hidden_size": ffn, "activation": activation, "tie_embeddings": tied})
         for activation in ("swiglu", "gelu")
         for tied in (False, True)
     ]

@@ -93,7 +93,7 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
     try:
         found = json.loads(file.read_text())
         run, ranks = run_from_table(tomllib.loads(found["run_file"])), int(found["world_size"])
-        cluster = run.cluster.model_copy(update={"nproc": ranks})
+        cluster = run.cluster.model_copy(update={"nproc_per_node": ranks})
         return BenchmarkFile(
             file.name,
             run.model_copy(update={"cluster": cluster}),

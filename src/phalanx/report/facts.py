@@ -131,7 +131,7 @@ def _run_summary(recorded: RunData) -> Facts:
             "optimizer": run.optimizer.model_dump(mode="json", exclude_defaults=True),
             "seed": run.training.seed,
             "peak_flops": measured_peak(run, trained, recorded.world_size),
-            "sequence": run.training.sequence,
+            "sequence": run.training.seq_len,
         }
     return about
 

@@ -81,7 +81,7 @@ def traffic_matrix(recorded: RunData) -> Facts | None:
     if run is None or not 1 < ranks <= 256:
         return None
     try:
-        axes = traffic_matrices(run, ranks, run.cluster.nproc or ranks)
+        axes = traffic_matrices(run, ranks, run.cluster.nproc_per_node or ranks)
     except UserError:
         return None
     return {
@@ -99,5 +99,5 @@ def expert_loads(recorded: RunData) -> Facts | None:
     if run is None or not (noted or told):
         return None
     line = max(noted, key=lambda line: int(line["step"])) if noted else told[-1]
-    layers = [layer for layer in range(run.model.layers) if run.model.is_moe_layer(layer)]
+    layers = [layer for layer in range(run.model.num_layers) if run.model.is_moe_layer(layer)]
     return {"step": line["step"], "layers": layers, "tokens": line["expert_tokens"]}

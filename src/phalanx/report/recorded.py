@@ -190,11 +190,11 @@ def _run(file: Path, world_size: int, problems: list[str]) -> RunSpec | None:
 def _machine(own: ClusterSpec, world_size: int, peak_flops: float | None, ranks: dict[int, RankRecord]) -> ClusterSpec:
     """The run's, with what was found of it; of a CPU that nobody described, what is known of any. Ranks that share
     cores each measured their share of the peak."""
-    found = own.model_copy(update={"nproc": max(1, world_size // own.nodes)})
+    found = own.model_copy(update={"nproc_per_node": max(1, world_size // own.nodes)})
     record = next(iter(ranks.values()), None)
     if own.preset is None and record is not None and record.device == "cpu":
         known = {"memory_bytes": own.memory_bytes or record.memory_bytes, "cores": own.cores or record.cores}
-        same = {name: getattr(found, name) for name in ("nodes", "nproc", "peak_flops", "measured")}
+        same = {name: getattr(found, name) for name in ("nodes", "nproc_per_node", "peak_flops", "calibration")}
         found = load_machine("cpu").model_copy(update=known | same)
     if own.peak_flops is None and peak_flops is not None:
         peak = peak_flops * found.ranks_per_core
@@ -207,7 +207,7 @@ def measured_peak(run: RunSpec, steps: Sequence[Line], world_size: int) -> float
     told = next((line for line in reversed(steps) if line.get("mfu")), None)
     if told is None:
         return None
-    flops = training_flops_per_token(run.model, run.training.sequence)
+    flops = training_flops_per_token(run.model, run.training.seq_len)
     peak = told["tokens_per_second"] * flops / told["mfu"] / told.get("ranks", world_size)
     return float(f"{peak:.6g}")  # the same from one step to the other
 
@@ -261,7 +261,7 @@ def _records(folder: Path, problems: list[str]) -> tuple[dict[int, RankRecord], 
             continue
         starts[last[0]["rank"]] = last
     if not starts:
-        why = "they came to no step, metrics.record was off, or an older version ran"
+        why = "they came to no step, metrics.per_rank_records was off, or an older version ran"
         problems.append(f"{folder.name}/ has no records of ranks: {why}")
         return {}, 0, 0
     newest = max((lines[0]["step"], lines[0]["ranks"]) for lines in starts.values())

@@ -64,7 +64,7 @@ def _predicted(
     said = {(EACH, "sent"): up / count, (EACH, "received"): down / count, (ALL, "sent"): up, (ALL, "received"): down}
     said |= {(ALL, "all weights, to begin with"): whole, (ALL, "communication"): up + down + whole}
     if world_size == 1:
-        said[EACH, "state held"] = state_bytes(nodes[-1], swarm.frozen)
+        said[EACH, "state held"] = state_bytes(nodes[-1], swarm.frozen_expert_codec)
     if total.steps and total.sent_bytes and total.received_bytes:
         speeds = total.sent_bytes / total.send_seconds, total.received_bytes / total.receive_seconds
         mean = RoundBytes(up / count, down / count)

@@ -146,7 +146,7 @@ def _hottest(recorded: RunData, run: RunSpec, rank: int, step: int) -> tuple[int
     assert run.model.moe is not None
     groups = expert_parallel_groups(parallel_dims(run.layout, recorded.world_size))
     place = next(group.index(rank) for group in groups if rank in group)
-    each = run.model.moe.experts // run.layout.ep
+    each = run.model.moe.num_experts // run.layout.ep
     lines = next(iter(recorded.ranks.values())).steps
     hot = [line["hot_expert"] for line in lines if "hot_expert" in line and line["step"] >= step]
     mine = [(layer, expert, share) for layer, expert, share in hot if expert // each == place]
@@ -158,13 +158,15 @@ def _hottest(recorded: RunData, run: RunSpec, rank: int, step: int) -> tuple[int
 
 def _memory(run: RunSpec, columns: StepTimes) -> Iterator[Bottleneck]:
     """What is done for want of memory: computed again, or brought from where it rests."""
-    again = recomputed_flops_per_token(run.model, run.training.sequence, PHALANX_CHECKPOINTING[run.layout.recompute])
+    again = recomputed_flops_per_token(
+        run.model, run.training.seq_len, PHALANX_CHECKPOINTING[run.layout.activation_checkpointing]
+    )
     if again:
-        part = again / (again + training_flops_per_token(run.model, run.training.sequence))
+        part = again / (again + training_flops_per_token(run.model, run.training.seq_len))
         yield Bottleneck(
             "memory", part * columns.share(columns.compute.max(1)),
             f"{100 * part:.0f} % of what is computed is computed again, for want of memory to keep it "
-            f"(layout.recompute = {run.layout.recompute!r})",
+            f"(layout.activation_checkpointing = {run.layout.activation_checkpointing!r})",
             "see with phalanx advise what else makes room: a smaller micro-batch, more ranks that share the state",
         )  # fmt: skip
     if run.layout.offload != "none":
@@ -172,7 +174,7 @@ def _memory(run: RunSpec, columns: StepTimes) -> Iterator[Bottleneck]:
             "memory", columns.share(columns.optimizer.max(1)),
             f"the update takes {np.median(columns.optimizer.max(1)):.3g} s with its state in "
             f"{'files' if run.layout.offload == 'nvme' else 'CPU memory'}",
-            "shard the state over more ranks instead (layout.data, more dp), or a faster disk for it",
+            "shard the state over more ranks instead (layout.data_parallel, more dp), or a faster disk for it",
         )  # fmt: skip
 
 
@@ -187,7 +189,7 @@ def _pipeline(
         "bubble", float(even.bubble * even.makespan) / whole,
         f"of {name} with these micro-batches every rank stands still for {100 * float(even.bubble):.0f} % of the "
         "passes, even with stages alike and nothing to send",
-        "use more or smaller micro-batches (layout.micro_batch), interleaved stages or zero bubble "
+        "use more or smaller micro-batches (layout.micro_batch_size), interleaved stages or zero bubble "
         "(layout.schedule), or fewer stages",
     )  # fmt: skip
     if not late:
@@ -218,7 +220,7 @@ def _communication(recorded: RunData, columns: StepTimes, real: Timeline | None)
         f"even the rank that waits least waits {np.median(seconds[begun:]):.3g} s of a step for collectives"
         f"{most_waited_collective(recorded)}{sent}",
         "look at the link with phalanx measure collectives; keep the axis that sends most on the fastest links, send "
-        "less often (larger steps, layout.data), or less (bf16, layout.compress)",
+        "less often (larger steps, layout.data_parallel), or less (bf16, layout.gradient_compression)",
         since=columns.steps[begun],
     )  # fmt: skip
 

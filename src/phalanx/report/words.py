@@ -118,7 +118,7 @@ def format_count(value: int) -> str:
 
 
 def format_layout(values: Mapping[str, Any] | None) -> str:
-    """What of a layout is not the default: data=zero2, pp=2."""
+    """What of a layout is not the default: data_parallel=zero2, pp=2."""
     if values is None:
         return "an unknown layout"
     return ", ".join(f"{name}={value}" for name, value in values.items()) or "plain data parallelism"

@@ -14,7 +14,14 @@ from phalanx.spec.errors import UserError, UserErrorGroup
 S = TypeVar("S", bound="Spec")
 
 
-ELSEWHERE = {"parallel": "layout", "tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep", "zero": "data"}
+ELSEWHERE = {
+    "parallel": "layout",
+    "tensor": "tp",
+    "pipeline": "pp",
+    "cp_method": "cp",
+    "expert": "ep",
+    "zero": "data_parallel",
+}
 """How words begin that others, and we once, use for fields of ours."""
 
 

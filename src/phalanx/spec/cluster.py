@@ -16,18 +16,18 @@ class CalibrationSpec(Spec):
     """How many."""
     precision: Literal["bf16", "fp32", "fp64"]
     """In which they computed: of others it says nothing."""
-    time: dict[str, float]
+    time_constants: dict[str, float]
     """Constants of step times (`phalanx.cost.constants`) that differ from those of published runs."""
-    decided: list[str]
+    identified_constants: list[str]
     """Of these, the ones that the runs decide; the others stand where published runs, or guesses, put them."""
     log_half_width: float = Field(gt=0)
     """Of the interval that holds 80 of 100 step times, as a logarithm: as far as each run was off when the others
     predicted it."""
-    process_bytes: int = Field(ge=0)
+    baseline_process_bytes: int = Field(ge=0)
     """Of a rank's memory, what is there whatever it trains."""
-    memory_share: float = Field(gt=0)
+    bytes_per_counted_byte: float = Field(gt=0)
     """Bytes of memory for each that is counted of a run's tensors."""
-    buffer_share: float = Field(0.0, ge=0)
+    buffer_overhead: float = Field(0.0, ge=0)
     """Of each byte of buffers of communication, how many more count as a tensor's: what libraries hold beside them."""
 
 
@@ -41,7 +41,7 @@ class ClusterSpec(Spec):
     """What computes: auto takes the GPU that is there, else the CPU."""
     nodes: int = Field(1, gt=0)
     """Machines of the run, each with as many ranks; phalanx train starts on each of them."""
-    nproc: int | None = Field(None, gt=0, examples=[2])
+    nproc_per_node: int | None = Field(None, gt=0, examples=[2])
     """Ranks per node; by default one per GPU, and on a CPU one. `--nproc` overrides it."""
     peak_flops: float | None = Field(None, gt=0, examples=[1e12])
     """Peak dense matrix-product speed of one rank's device in FLOP/s at the training precision, for MFU. By default the
@@ -51,7 +51,7 @@ class ClusterSpec(Spec):
     devices of its generation reach."""
     matmul_flops_8bit: float | None = Field(None, gt=0, examples=[1400e12])
     """The same in 8 bits. By default as much faster as its peak."""
-    multiprocessors: int | None = Field(None, gt=0, examples=[132])
+    num_sms: int | None = Field(None, gt=0, examples=[132])
     """Of one device: what the tiles of a product are dealt to. By default products run as fast at any shape."""
     generation: int = Field(0, ge=0, le=2)
     """Of the device, and of the kernels and libraries made for it: 0 Ampere and older, 1 Hopper, 2 Blackwell, and what
@@ -62,7 +62,7 @@ class ClusterSpec(Spec):
     """Memory of one device; where CPUs compute, of a node."""
     hbm_bytes_per_second: float | None = Field(None, gt=0, examples=[3350e9])
     """Bandwidth of one device's memory."""
-    domain: int | None = Field(None, gt=0, examples=[8])
+    fast_link_domain: int | None = Field(None, gt=0, examples=[8])
     """Devices joined by the fast links (an NVLink domain), which may be fewer than a node has, or those of several
     nodes. By default the preset's, else the ranks of a node."""
     link_bytes_per_second: float | None = Field(None, gt=0, examples=[450e9])
@@ -80,9 +80,9 @@ class ClusterSpec(Spec):
     disk_bytes_per_second: float | None = Field(None, gt=0, examples=[5e9])
     """One device's share of its node's local disk, read and written, for `layout.offload = "nvme"`. By default one NVMe
     drive on four lanes."""
-    watts: float | None = Field(None, gt=0, examples=[700])
+    watts_per_device: float | None = Field(None, gt=0, examples=[700])
     """Power of one device, for energy."""
-    price_per_hour: float | None = Field(None, gt=0, examples=[2.5])
+    price_per_device_hour: float | None = Field(None, gt=0, examples=[2.5])
     """Price of one device for an hour, in a currency of your choice."""
     price_per_kwh: float | None = Field(None, gt=0, examples=[0.1])
     """Price of electricity, in that currency."""
@@ -92,26 +92,26 @@ class ClusterSpec(Spec):
     """How often a device, or what belongs to it, stops the run. By default as often as in Llama 3's 405B run."""
     restart_seconds: float = Field(600, ge=0)
     """From a failure to the first step after it."""
-    measured: CalibrationSpec | None = None
+    calibration: CalibrationSpec | None = None
     """What runs on this machine showed: `phalanx calibrate` writes it."""
 
     @property
     def ranks_per_core(self) -> float:
         """Ranks that share one core, of a node where CPUs compute: below 1 where a rank has several."""
-        return (self.nproc or 1) / self.cores if self.cores else 1.0
+        return (self.nproc_per_node or 1) / self.cores if self.cores else 1.0
 
     @property
     def rank_memory_bytes(self) -> int | None:
         """Memory that one rank may fill."""
-        shared = (self.nproc or 1) if self.cores else 1
+        shared = (self.nproc_per_node or 1) if self.cores else 1
         return self.memory_bytes and self.memory_bytes // shared
 
     @property
     def fast_link_domain_size(self) -> int:
         """Devices that fast links join: those of a node, where nothing else is said."""
-        return self.domain or self.nproc or 1
+        return self.fast_link_domain or self.nproc_per_node or 1
 
     @property
     def ranks(self) -> int:
         """Ranks of all nodes, of which each has one where `nproc` is not set."""
-        return (self.nproc or 1) * self.nodes
+        return (self.nproc_per_node or 1) * self.nodes

@@ -40,37 +40,37 @@ def _gpt2(config: Table) -> Table:
     activation = config.get("activation_function", "gelu_new")
     _known("activation_function", activation, GELUS)
     return {
-        "vocab": config["vocab_size"],
-        "width": width,
-        "layers": config["n_layer"],
-        "heads": config["n_head"],
-        "ffn": config.get("n_inner") or 4 * width,
-        "context": config["n_positions"],
+        "vocab_size": config["vocab_size"],
+        "hidden_size": width,
+        "num_layers": config["n_layer"],
+        "num_heads": config["n_head"],
+        "ffn_hidden_size": config.get("n_inner") or 4 * width,
+        "max_seq_len": config["n_positions"],
         "norm": "layernorm",
         "norm_eps": config.get("layer_norm_epsilon", 1e-5),
         "activation": GELUS[activation],
-        "positions": "learned",
+        "position_embedding": "learned",
         "bias": True,
-        "tied": config.get("tie_word_embeddings", True),
+        "tie_embeddings": config.get("tie_word_embeddings", True),
     }
 
 
 def _llama_like(kind: str, config: Table) -> Table:
     _plain(config, hidden_act="silu", attention_bias=False, mlp_bias=False, clip_qkv=None)
     table = {
-        "vocab": config["vocab_size"],
-        "width": config["hidden_size"],
-        "layers": config["num_hidden_layers"],
-        "heads": config["num_attention_heads"],
-        "kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
         "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        "ffn": config["intermediate_size"],
+        "ffn_hidden_size": config["intermediate_size"],
         # Within a sliding window attention is full attention: the window is the context we have.
-        "context": min(config["max_position_embeddings"], _window(kind, config) or math.inf),
+        "max_seq_len": min(config["max_position_embeddings"], _window(kind, config) or math.inf),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope": _rope(config),
         "qk_norm": {"qwen3": "head", "qwen3_moe": "head", "olmoe": "full"}.get(kind, "none"),
-        "tied": config.get("tie_word_embeddings", False),
+        "tie_embeddings": config.get("tie_word_embeddings", False),
     }
     if kind in ("mixtral", "olmoe", "qwen3_moe"):
         table["moe"] = _moe(kind, config)
@@ -90,13 +90,13 @@ def _moe(kind: str, config: Table) -> Table:
     # Both names are written for every kind, by one version of transformers or another.
     experts = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
     return {
-        "experts": experts,
+        "num_experts": experts,
         "top_k": config["num_experts_per_tok"],
-        "ffn": config["moe_intermediate_size"] if kind == "qwen3_moe" else config["intermediate_size"],
-        "first_dense": len(dense),
+        "expert_ffn_size": config["moe_intermediate_size"] if kind == "qwen3_moe" else config["intermediate_size"],
+        "num_leading_dense_layers": len(dense),
         "normalize_top_k": True if kind == "mixtral" else bool(config.get("norm_topk_prob", False)),
-        "balance_loss": config.get("router_aux_loss_coef", 0.01),
-        "z_loss": 0.0,
+        "balance_loss_coef": config.get("router_aux_loss_coef", 0.01),
+        "z_loss_coef": 0.0,
     }
 
 
@@ -143,24 +143,24 @@ def hf_config(spec: ModelSpec) -> Table:
 
     Raises UserError, naming the field, if no Hugging Face architecture has this shape.
     """
-    if spec.positions == "learned":
+    if spec.position_embedding == "learned":
         return _to_gpt2(spec)
     kind = _architecture(spec)
     rope = _to_rope(spec.rope)
     config: Table = {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
-        "vocab_size": spec.vocab,
-        "hidden_size": spec.width,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
-        "intermediate_size": spec.ffn,
-        "max_position_embeddings": spec.context,
+        "intermediate_size": spec.ffn_hidden_size,
+        "max_position_embeddings": spec.max_seq_len,
         "rms_norm_eps": spec.norm_eps,
         "hidden_act": "silu",
-        "tie_word_embeddings": spec.tied,
+        "tie_word_embeddings": spec.tie_embeddings,
         "attention_bias": False,
         "rope_theta": spec.rope.theta,
         "rope_scaling": None if spec.rope.scaling == "none" else rope,
@@ -179,9 +179,9 @@ def _architecture(spec: ModelSpec) -> str:
         kinds = {"none": "llama", "head": "qwen3"}
     else:
         kinds = {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}
-        _exportable("model.moe", spec.moe, shared_experts=0, score="softmax", bias_update_rate=0.0)
+        _exportable("model.moe", spec.moe, num_shared_experts=0, router_score="softmax", bias_update_rate=0.0)
         if spec.qk_norm != "head":
-            _exportable("model.moe", spec.moe, first_dense=0)
+            _exportable("model.moe", spec.moe, num_leading_dense_layers=0)
         if spec.qk_norm == "none":
             _exportable("model.moe", spec.moe, normalize_top_k=True)
     if spec.qk_norm not in kinds:
@@ -203,18 +203,18 @@ def _to_moe(kind: str, spec: ModelSpec) -> Table:
     moe = spec.moe
     if moe is None:
         return {}
-    config: Table = {"num_experts_per_tok": moe.top_k, "router_aux_loss_coef": moe.balance_loss}
+    config: Table = {"num_experts_per_tok": moe.top_k, "router_aux_loss_coef": moe.balance_loss_coef}
     if kind == "mixtral":
         return config | {
-            "num_local_experts": moe.experts,
-            "intermediate_size": moe.ffn,
+            "num_local_experts": moe.num_experts,
+            "intermediate_size": moe.expert_ffn_size,
             "sliding_window": None,
         }
-    config |= {"num_experts": moe.experts, "norm_topk_prob": moe.normalize_top_k}
+    config |= {"num_experts": moe.num_experts, "norm_topk_prob": moe.normalize_top_k}
     if kind == "olmoe":
-        return config | {"intermediate_size": moe.ffn}
-    dense = list(range(moe.first_dense))
-    return config | {"moe_intermediate_size": moe.ffn, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+        return config | {"intermediate_size": moe.expert_ffn_size}
+    dense = list(range(moe.num_leading_dense_layers))
+    return config | {"moe_intermediate_size": moe.expert_ffn_size, "decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 def _to_rope(rope: RopeSpec) -> Table:
@@ -233,21 +233,26 @@ def _to_rope(rope: RopeSpec) -> Table:
 
 
 def _to_gpt2(spec: ModelSpec) -> Table:
-    fused = {"kv_heads": spec.heads, "head_dim": spec.width // spec.heads, "moe": None, "qk_norm": "none"}
+    fused = {
+        "num_kv_heads": spec.num_heads,
+        "head_dim": spec.hidden_size // spec.num_heads,
+        "moe": None,
+        "qk_norm": "none",
+    }
     _exportable("model", spec, norm="layernorm", bias=True, **fused)
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "vocab_size": spec.vocab,
-        "n_embd": spec.width,
-        "n_layer": spec.layers,
-        "n_head": spec.heads,
-        "n_inner": spec.ffn,
-        "n_positions": spec.context,
-        "n_ctx": spec.context,
+        "vocab_size": spec.vocab_size,
+        "n_embd": spec.hidden_size,
+        "n_layer": spec.num_layers,
+        "n_head": spec.num_heads,
+        "n_inner": spec.ffn_hidden_size,
+        "n_positions": spec.max_seq_len,
+        "n_ctx": spec.max_seq_len,
         "activation_function": next(name for name, ours in GELUS.items() if ours == spec.activation),
         "layer_norm_epsilon": spec.norm_eps,
-        "tie_word_embeddings": spec.tied,
+        "tie_word_embeddings": spec.tie_embeddings,
         "torch_dtype": "float32",
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,

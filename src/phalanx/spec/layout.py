@@ -20,26 +20,32 @@ SHARDED_STRATEGIES = ("zero1", "zero2", "zero3", "hsdp")
 VALID_DATA_STRATEGIES = {
     "bucket_mb": ("ddp", "zero1", "zero2"),
     "first_bucket_mb": ("ddp",),
-    "compress": ("ddp",),
-    "compress_rank": ("ddp",),
-    "static_graph": ("ddp",),
-    "unused_parameters": ("ddp",),
-    "reshard": ("zero3", "hsdp"),
-    "wrap": ("zero3", "hsdp"),
-    "prefetch": ("zero3", "hsdp"),
+    "gradient_compression": ("ddp",),
+    "powersgd_rank": ("ddp",),
+    "ddp_static_graph": ("ddp",),
+    "ddp_find_unused_parameters": ("ddp",),
+    "reshard_after_forward": ("zero3", "hsdp"),
+    "fsdp_unit": ("zero3", "hsdp"),
+    "fsdp_prefetch": ("zero3", "hsdp"),
     "offload": SHARDED_STRATEGIES,
     "dp_shard": ("hsdp",),
-    "servers": ("parameter_server",),
-    "staleness": ("parameter_server",),
+    "num_servers": ("parameter_server",),
+    "max_staleness": ("parameter_server",),
 }
 """Choices that mean something only with these values of `data`."""
 REQUIRES_DEGREE = {
-    **dict.fromkeys(("outermost", "schedule", "schedule_file", "virtual_stages"), "pp"),
-    **dict.fromkeys(("sequence_parallel", "heads"), "tp"),
-    "context": "cp",
+    **dict.fromkeys(("rank_order", "schedule", "schedule_file", "virtual_stages"), "pp"),
+    **dict.fromkeys(("sequence_parallel", "tp_attention"), "tp"),
+    "cp_method": "cp",
 }
 """Choices that mean something only where this degree is above 1."""
-INVALID_IN_PIPELINE = ("compress", "first_bucket_mb", "static_graph", "unused_parameters", "reshard")
+INVALID_IN_PIPELINE = (
+    "gradient_compression",
+    "first_bucket_mb",
+    "ddp_static_graph",
+    "ddp_find_unused_parameters",
+    "reshard_after_forward",
+)
 """Choices of DDP, which a pipeline does not use, and of ZeRO-3, which in one keeps parameters gathered for the step."""
 
 
@@ -49,13 +55,13 @@ class Layout(Spec):
     The data-parallel degree is what the other degrees leave of the ranks.
     """
 
-    data: Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"] = "ddp"
+    data_parallel: Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"] = "ddp"
     """How data-parallel ranks share model state: replicated (ddp); optimizer state sharded (zero1), and gradients
     (zero2), and parameters (zero3 = FSDP); zero3 within groups and replicated between them (hsdp); or owned by ranks
     that only serve them (parameter_server)."""
-    servers: int = Field(1, gt=0)
+    num_servers: int = Field(1, gt=0)
     """Ranks that are servers, the first of all; the others are workers (parameter_server)."""
-    staleness: int | None = Field(None, ge=0, examples=[2])
+    max_staleness: int | None = Field(None, ge=0, examples=[2])
     """Updates that a worker's weights may lack (parameter_server). By default workers wait for every update."""
     dp_shard: int | None = Field(None, gt=0, examples=[8])
     """Ranks that share one sharded copy (hsdp). Must divide the data-parallel degree."""
@@ -63,18 +69,18 @@ class Layout(Spec):
     """Tensor-parallel degree."""
     pp: int = Field(1, gt=0)
     """Pipeline stages in sequence."""
-    outermost: RankOrder = "data"
+    rank_order: RankOrder = "data"
     """Which ranks are furthest apart: those with different data, which meet once per step (data), so that a pipeline's
     are neighbours; or a pipeline's stages, which send little (pipeline), so that a stage's are, and with them its
     experts."""
     sequence_parallel: bool = True
     """Whether tensor-parallel ranks share the tokens between pairs of products: less memory, as much traffic."""
-    heads: Literal["split", "gathered"] = "split"
+    tp_attention: Literal["split", "gathered"] = "split"
     """How tensor-parallel ranks share attention: each has some heads; or, for heads that they cannot divide, queries
     and keys are gathered and each has some columns of the values, which needs as many key/value heads as heads."""
     cp: int = Field(1, gt=0)
     """Context-parallel degree: ranks that share the tokens of every sequence."""
-    context: Literal["ring", "ulysses"] = "ring"
+    cp_method: Literal["ring", "ulysses"] = "ring"
     """How context-parallel ranks attend to each other's tokens: keys and values go round (ring), or ranks exchange
     tokens for heads (ulysses), of which there must be enough."""
     ep: int = Field(1, gt=0)
@@ -87,10 +93,10 @@ class Layout(Spec):
     A step has as many micro-batches as it has."""
     virtual_stages: int = Field(1, gt=0)
     """Pipeline stages on each rank (interleaved)."""
-    micro_batch: int | None = Field(None, gt=0, examples=[4])
+    micro_batch_size: int | None = Field(None, gt=0, examples=[4])
     """Sequences per rank in one forward pass. By default the largest that divides the rank's share of a step and
     holds at most 16,384 tokens and 2 GiB of logits (fp32, tokens x vocabulary)."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none; attention only (selective); whole blocks (full)."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where optimizer state rests, with zero1 and zero2 beside it the numbers that it trains (this rank's share of the
@@ -102,21 +108,21 @@ class Layout(Spec):
     """Parameters whose gradients are sent at once, in MiB (ddp, zero1, zero2)."""
     first_bucket_mb: float | None = Field(None, gt=0, examples=[1.0])
     """The first bucket to be sent, in MiB: a small one starts early (ddp)."""
-    compress: Literal["none", "bf16", "powersgd"] = "none"
+    gradient_compression: Literal["none", "bf16", "powersgd"] = "none"
     """Gradients on the wire (ddp): as they are; in half of fp32's bytes; or as products of thin matrices with error
     feedback (PowerSGD, arXiv 1905.13727), which is not exact, and whose feedback a checkpoint does not keep."""
-    compress_rank: int = Field(4, gt=0)
+    powersgd_rank: int = Field(4, gt=0)
     """Rank of PowerSGD's matrices."""
-    static_graph: bool = False
+    ddp_static_graph: bool = False
     """Tell DDP that every step uses the same parameters; not with accumulation."""
-    unused_parameters: bool = False
+    ddp_find_unused_parameters: bool = False
     """Let DDP look for parameters that a step did not use, which otherwise stop it."""
-    reshard: bool = True
+    reshard_after_forward: bool = True
     """Give a block's gathered parameters back after the forward pass and gather them again in the backward pass: less
     memory, half as much traffic more (zero3, hsdp). In a pipeline they stay for the step: its micro-batches overlap."""
-    wrap: Literal["model", "block", "sublayer"] = "block"
+    fsdp_unit: Literal["model", "block", "sublayer"] = "block"
     """What is gathered at once (zero3, hsdp): the whole model, a block, or a block's attention and MLP each."""
-    prefetch: int = Field(1, ge=0)
+    fsdp_prefetch: int = Field(1, ge=0)
     """Gathers that run ahead of the one that is needed (zero3, hsdp)."""
 
 
@@ -184,10 +190,10 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
     Raises UserError if the ranks cannot be divided so, or for a choice that means nothing in this layout.
     """
     check_inapplicable_options(layout)
-    servers = layout.servers if layout.data == "parameter_server" else 0
+    servers = layout.num_servers if layout.data_parallel == "parameter_server" else 0
     if servers and servers >= world_size:
         raise UserError(
-            "layout.servers", servers, f"leaves no worker of the {world_size} ranks of the run",
+            "layout.num_servers", servers, f"leaves no worker of the {world_size} ranks of the run",
             f"start more ranks, or lower it to {world_size - 1}" if world_size > 1 else "start more ranks",
         )  # fmt: skip
     model_ranks = layout.pp * layout.cp * layout.tp
@@ -198,24 +204,26 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
             f"use a multiple of {model_ranks} ranks, or lower a degree",
         )  # fmt: skip
     dp = (world_size - servers) // model_ranks
-    if layout.data == "hsdp":
+    if layout.data_parallel == "hsdp":
         allowed = ", ".join(map(str, divisors(dp)))
         if layout.dp_shard is None:
-            raise UserError("layout.dp_shard", None, 'is needed with layout.data = "hsdp"', f"use one of {allowed}")
+            raise UserError(
+                "layout.dp_shard", None, 'is needed with layout.data_parallel = "hsdp"', f"use one of {allowed}"
+            )
         if dp % layout.dp_shard:
             problem = f"does not divide the {dp} data-parallel ranks"
             raise UserError("layout.dp_shard", layout.dp_shard, problem, f"use one of {allowed}")
         if layout.dp_shard == 1 and layout.offload != "none":
-            fix = f'use another of {allowed}, or layout.data = "zero1"'
+            fix = f'use another of {allowed}, or layout.data_parallel = "zero1"'
             raise UserError("layout.dp_shard", 1, "shards nothing, and only what is sharded is offloaded", fix)
     share_experts = dp * layout.cp * layout.tp
-    copies = dp // (layout.dp_shard or 1) if layout.data == "hsdp" else 1
+    copies = dp // (layout.dp_shard or 1) if layout.data_parallel == "hsdp" else 1
     if share_experts // copies % layout.ep:
         allowed = ", ".join(map(str, divisors(share_experts // copies)))
         problem = f"does not divide the {share_experts // copies} ranks that share a copy of a stage's experts"
         raise UserError("layout.ep", layout.ep, problem, f"use one of {allowed}")
-    shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data, dp)
-    outside = layout.outermost == "pipeline"
+    shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data_parallel, dp)
+    outside = layout.rank_order == "pipeline"
     return ParallelDims(dp // shard, shard, layout.pp, layout.cp, layout.tp, servers, layout.ep, outside)
 
 
@@ -289,10 +297,10 @@ def check_inapplicable_options(layout: Layout) -> None:
             raise UserError(f"layout.{field}", value, problem, f"{fix}, or set layout.pp = 1")
     for field, data in VALID_DATA_STRATEGIES.items():
         value = getattr(layout, field)
-        if value != Layout.model_fields[field].default and layout.data not in data:
+        if value != Layout.model_fields[field].default and layout.data_parallel not in data:
             raise UserError(
-                f"layout.{field}", value, f'has no meaning with layout.data = "{layout.data}"',
-                f"remove it, or set layout.data to {' or '.join(data)}",
+                f"layout.{field}", value, f'has no meaning with layout.data_parallel = "{layout.data_parallel}"',
+                f"remove it, or set layout.data_parallel to {' or '.join(data)}",
             )  # fmt: skip
     if (layout.offload_directory is None) == (layout.offload == "nvme"):
         problem = (
@@ -307,10 +315,17 @@ def check_inapplicable_options(layout: Layout) -> None:
 
 def check_supported(layout: Layout) -> None:
     """Raise UserError for a value that training cannot run yet."""
-    if layout.pp > 1 and layout.data not in PIPELINE_DATA_STRATEGIES:
+    if layout.pp > 1 and layout.data_parallel not in PIPELINE_DATA_STRATEGIES:
         fix = f"use one of {', '.join(PIPELINE_DATA_STRATEGIES)}, or layout.pp = 1"
-        raise UserError("layout.data", layout.data, f"in a pipeline (layout.pp = {layout.pp}) {NOT_IMPLEMENTED}", fix)
+        raise UserError(
+            "layout.data_parallel",
+            layout.data_parallel,
+            f"in a pipeline (layout.pp = {layout.pp}) {NOT_IMPLEMENTED}",
+            fix,
+        )
     for axis in ("tp", "cp", "ep"):
-        if getattr(layout, axis) > 1 and layout.data == "parameter_server":
+        if getattr(layout, axis) > 1 and layout.data_parallel == "parameter_server":
             fix = f"use one of {', '.join(PIPELINE_DATA_STRATEGIES)}, or layout.{axis} = 1"
-            raise UserError("layout.data", layout.data, f"with layout.{axis} above 1 {NOT_IMPLEMENTED}", fix)
+            raise UserError(
+                "layout.data_parallel", layout.data_parallel, f"with layout.{axis} above 1 {NOT_IMPLEMENTED}", fix
+            )

@@ -20,9 +20,14 @@ from phalanx.spec.run import OptimizerSpec, RunSpec
 
 ENVIRONMENT_PREFIX = "PHALANX_"
 JOB_ENVIRONMENT_VARIABLES = (
-    "nodes", "nproc", "price_per_hour", "price_per_kwh", "storage_bytes_per_second", "failures_per_device_hour",
+    "nodes",
+    "nproc_per_node",
+    "price_per_device_hour",
+    "price_per_kwh",
+    "storage_bytes_per_second",
+    "failures_per_device_hour",
     "restart_seconds",
-)  # fmt: skip
+)
 """Of a cluster, what says nothing of the machine that it is made of."""
 LAYOUT_FILE = "layout.json"
 """In a run directory: the layout of its last start, where that had other ranks than the run was meant for."""
@@ -73,8 +78,8 @@ def _drop_inapplicable_options(layout: Any, written: Table) -> None:
     if not isinstance(layout, dict):
         return
     kept = [field for field in written if layout.get(field) == written[field]]
-    if layout.get("data") != written.get("data"):
-        data = str(layout.get("data", Layout.model_fields["data"].default))
+    if layout.get("data_parallel") != written.get("data_parallel"):
+        data = str(layout.get("data_parallel", Layout.model_fields["data_parallel"].default))
         for field in kept:
             if data not in VALID_DATA_STRATEGIES.get(field, (data,)):
                 del layout[field]
@@ -89,7 +94,7 @@ def run_from_table(table: Table) -> RunSpec:
     """A RunSpec from a table whose presets are still names."""
     table = dict(table)
     if table.get("layout") == "auto":
-        table |= {"layout": {}, "automatic": True}
+        table |= {"layout": {}, "auto_layout": True}
     if isinstance(model := table.get("model", {}), dict):
         table["model"] = resolve_model(model)
     table["data"] = _with_tokenizer(table.get("data", {}), table.get("model"))
@@ -164,10 +169,17 @@ def cluster_overrides(cluster: ClusterSpec) -> Table:
 
 def resolve_model(table: Table) -> Table:
     """Lay a model table over the preset or the Hugging Face config that it names."""
-    if not ({"preset", "from_hf"} & set(table)) and "width" not in table:
+    if not ({"preset", "from_hf"} & set(table)) and "hidden_size" not in table:
         table = {"preset": "tiny", **table}
     source = table.get("from_hf")
-    if source is None or {"vocab", "width", "layers", "heads", "ffn", "context"} <= set(table):
+    if source is None or {
+        "vocab_size",
+        "hidden_size",
+        "num_layers",
+        "num_heads",
+        "ffn_hidden_size",
+        "max_seq_len",
+    } <= set(table):
         return resolve_preset(table, "models", "model")
     path = Path(str(source)).expanduser()
     config = path if path.suffix == ".json" else path / "config.json"

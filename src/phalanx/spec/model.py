@@ -33,26 +33,26 @@ class RopeSpec(Spec):
 class MoESpec(Spec):
     """A mixture of experts in place of the MLP."""
 
-    experts: int = Field(gt=1, examples=[8])
+    num_experts: int = Field(gt=1, examples=[8])
     """Routed experts per layer (E)."""
     top_k: int = Field(gt=0, examples=[2])
     """Experts that each token is sent to."""
-    ffn: int = Field(gt=0, examples=[256])
+    expert_ffn_size: int = Field(gt=0, examples=[256])
     """Inner width of one expert."""
-    shared_experts: int = Field(0, ge=0)
+    num_shared_experts: int = Field(0, ge=0)
     """Experts that every token passes through (DeepSeekMoE, arXiv 2401.06066)."""
-    first_dense: int = Field(0, ge=0)
+    num_leading_dense_layers: int = Field(0, ge=0)
     """Leading layers that keep a dense MLP."""
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Router score: softmax over experts, or sigmoid per expert (DeepSeek-V3)."""
     normalize_top_k: bool = True
     """Whether the chosen experts' weights are scaled to sum to one."""
-    balance_loss: float = Field(0.01, ge=0)
+    balance_loss_coef: float = Field(0.01, ge=0)
     """Weight of the load-balancing loss (Switch Transformer, arXiv 2101.03961, eq. 4)."""
-    balance_over: Literal["sequence", "micro_batch"] = "sequence"
+    balance_loss_scope: Literal["sequence", "micro_batch"] = "sequence"
     """Tokens over which the balance is measured. "sequence" gives the same loss in every layout; "micro_batch"
     is the paper's, and depends on how the batch is cut."""
-    z_loss: float = Field(0.001, ge=0)
+    z_loss_coef: float = Field(0.001, ge=0)
     """Weight of the router z-loss (ST-MoE, arXiv 2202.08906, eq. 5)."""
     capacity_factor: float | None = Field(None, gt=0, examples=[1.25])
     """Choices of an expert in a sequence beyond this many times an even share of them are dropped: the latest tokens
@@ -63,7 +63,11 @@ class MoESpec(Spec):
     @model_validator(mode="after")
     def _check(self) -> MoESpec:
         require(
-            self.top_k <= self.experts, "top_k", self.top_k, f"is more than moe.experts ({self.experts})", "lower it"
+            self.top_k <= self.num_experts,
+            "top_k",
+            self.top_k,
+            f"is more than moe.num_experts ({self.num_experts})",
+            "lower it",
         )
         return self
 
@@ -80,24 +84,24 @@ class ModelSpec(Spec):
     """A directory with a Hugging Face config.json and safetensors: the shape, and the weights training starts from.
     With model.moe over a dense model every expert begins as its MLP (sparse upcycling, arXiv 2212.05055): at first it
     says the same with normalize_top_k; without, each such layer says that times the sum of the chosen scores."""
-    redrawn: float = Field(0.0, ge=0, le=1)
+    upcycle_reinit_fraction: float = Field(0.0, ge=0, le=1)
     """Of a dense from_hf: the part of each expert's inner width that is drawn anew, so that experts differ
     (Drop-Upcycling, arXiv 2502.19261); 0 copies."""
-    vocab: int = Field(gt=1)
+    vocab_size: int = Field(gt=1)
     """Rows of the embedding (V); at least the tokenizer's vocabulary."""
-    width: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
     """Width of the residual stream (D)."""
-    layers: int = Field(gt=0)
+    num_layers: int = Field(gt=0)
     """Blocks of attention and MLP (L)."""
-    heads: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
     """Query heads (H)."""
-    kv_heads: int = Field(0, ge=0)
+    num_kv_heads: int = Field(0, ge=0)
     """Key/value heads (grouped-query attention); 0 means as many as query heads."""
     head_dim: int = Field(0, ge=0)
     """Width of one head; 0 means width / heads."""
-    ffn: int = Field(gt=0)
+    ffn_hidden_size: int = Field(gt=0)
     """Inner width of the MLP (F)."""
-    context: int = Field(gt=0)
+    max_seq_len: int = Field(gt=0)
     """Longest sequence the model is made for, in tokens."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Before attention, before the MLP, and before the head."""
@@ -105,7 +109,7 @@ class ModelSpec(Spec):
     """Added to the variance that a norm divides by."""
     activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
     """Of the MLP: gated (swiglu: three matrices), or plain GELU, exact or by tanh (GPT-2)."""
-    positions: Literal["rope", "learned"] = "rope"
+    position_embedding: Literal["rope", "learned"] = "rope"
     """Rotary (rope), or an embedding learned for each of `context` positions (GPT-2)."""
     rope: RopeSpec = RopeSpec()
     """The rotary embedding's numbers."""
@@ -113,7 +117,7 @@ class ModelSpec(Spec):
     """Biases in every linear layer but the head (GPT-2); not with SwiGLU."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm on queries and keys: per head (Qwen3) or over all heads together (OLMoE)."""
-    tied: bool = False
+    tie_embeddings: bool = False
     """Whether the head uses the embedding's matrix."""
     moe: MoESpec | None = None
     """Experts in place of the MLP; without this table there are none."""
@@ -125,13 +129,13 @@ class ModelSpec(Spec):
         if not isinstance(table, dict):
             return table
         table = dict(table)
-        heads, width = table.get("heads"), table.get("width")
+        heads, width = table.get("num_heads"), table.get("hidden_size")
         if type(heads) is int and heads > 0:
-            table["kv_heads"] = table.get("kv_heads") or heads
+            table["num_kv_heads"] = table.get("num_kv_heads") or heads
             if type(width) is int and not table.get("head_dim"):
                 fits = [d for d in divisors(width) if d <= 2 * heads] if width > 0 else []
                 require(
-                    width % heads == 0, "heads", heads, f"does not divide model.width ({width})",
+                    width % heads == 0, "num_heads", heads, f"does not divide model.hidden_size ({width})",
                     f"use one of {', '.join(map(str, fits))}, or set model.head_dim",
                 )  # fmt: skip
                 table["head_dim"] = width // heads
@@ -139,25 +143,31 @@ class ModelSpec(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
-        allowed = ", ".join(map(str, divisors(self.heads)))
+        allowed = ", ".join(map(str, divisors(self.num_heads)))
         require(
-            self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads,
-            f"does not divide model.heads ({self.heads})", f"use one of {allowed}",
+            self.num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads,
+            f"does not divide model.num_heads ({self.num_heads})", f"use one of {allowed}",
         )  # fmt: skip
         if self.activation == "swiglu":
             require(not self.bias, "bias", self.bias, "is not supported with SwiGLU", "set model.bias = false")
-        if self.positions == "rope":
+        if self.position_embedding == "rope":
             even = self.head_dim % 2 == 0
             require(even, "head_dim", self.head_dim, "must be even for rotary positions", "make it even")
         require(
-            not self.redrawn or (self.from_hf is not None and self.moe is not None), "redrawn", self.redrawn,
-            "is of experts that begin as a dense model's MLP", "set model.from_hf and model.moe, or remove it",
-        )  # fmt: skip
+            not self.upcycle_reinit_fraction or (self.from_hf is not None and self.moe is not None),
+            "upcycle_reinit_fraction",
+            self.upcycle_reinit_fraction,
+            "is of experts that begin as a dense model's MLP",
+            "set model.from_hf and model.moe, or remove it",
+        )
         if self.moe is not None:
             require(
-                self.moe.first_dense < self.layers, "moe.first_dense", self.moe.first_dense,
-                f"leaves no layer of model.layers ({self.layers}) with experts", f"use at most {self.layers - 1}",
-            )  # fmt: skip
+                self.moe.num_leading_dense_layers < self.num_layers,
+                "moe.num_leading_dense_layers",
+                self.moe.num_leading_dense_layers,
+                f"leaves no layer of model.num_layers ({self.num_layers}) with experts",
+                f"use at most {self.num_layers - 1}",
+            )
             require(
                 self.activation == "swiglu", "activation", self.activation, "experts are SwiGLU",
                 'set model.activation = "swiglu"',
@@ -166,4 +176,4 @@ class ModelSpec(Spec):
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether this layer (from 0) has experts in place of an MLP."""
-        return self.moe is not None and layer >= self.moe.first_dense
+        return self.moe is not None and layer >= self.moe.num_leading_dense_layers

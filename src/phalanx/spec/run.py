@@ -53,15 +53,15 @@ class TrainingSpec(Spec):
 
     steps: int = Field(1000, gt=0)
     """Optimizer updates."""
-    sequence: int = Field(256, gt=1)
+    seq_len: int = Field(256, gt=1)
     """Tokens in a sequence (T)."""
     tokens_per_step: int = Field(16_384, gt=0)
     """Tokens in one optimizer update over all ranks. Micro-batch and accumulation follow from it."""
-    scaling: Literal["keep", "linear", "sqrt"] = "keep"
+    batch_scaling: Literal["keep", "linear", "sqrt"] = "keep"
     """What other ranks than `base_ranks` change: keep takes the same tokens per step, and accumulation changes; linear
     (arXiv 1706.02677) and sqrt (arXiv 1404.5997) take the same tokens per rank, and learning rates are multiplied by
     the ratio of ranks or by its root. A run that returns with other ranks warms up to its new rates."""
-    base_ranks: int | None = Field(None, gt=0, examples=[8])
+    base_dp_size: int | None = Field(None, gt=0, examples=[8])
     """The data-parallel ranks that `tokens_per_step` and the learning rates are meant for (linear and sqrt)."""
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
     """bf16 computes in bf16 over fp32 parameters, gradients and optimizer state; fp64 is for proofs."""
@@ -69,11 +69,11 @@ class TrainingSpec(Spec):
     """Decides initial weights and the order of the text: the same seed gives the same run in every layout."""
     compile: bool = False
     """Compile each block with torch.compile."""
-    max_bad_steps: int = Field(5, gt=0)
+    max_nonfinite_steps: int = Field(5, gt=0)
     """Stop after this many steps in a row whose gradient is not finite; each such step is skipped and counted."""
-    timeout_seconds: float = Field(600, gt=0)
+    collective_timeout_seconds: float = Field(600, gt=0)
     """How long a collective may take before the run stops."""
-    check_replicas_every: int = Field(0, ge=0)
+    replica_check_interval: int = Field(0, ge=0)
     """Steps between comparisons of what ranks must hold alike, bit by bit, to find silent corruption; 0 never."""
 
 
@@ -94,15 +94,15 @@ class OptimizerSpec(Spec):
     """Added to the denominator of AdamW's update."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Momentum of SGD and Muon."""
-    clip_norm: float = Field(1.0, ge=0)
+    max_grad_norm: float = Field(1.0, ge=0)
     """Largest norm of the whole gradient; 0 does not clip."""
     warmup_steps: int = Field(50, ge=0)
     """Steps in which the learning rate rises linearly to its peak; of a run file without it at most half of all."""
-    decay: Literal["cosine", "linear", "wsd", "none"] = "cosine"
+    lr_schedule: Literal["cosine", "linear", "wsd", "none"] = "cosine"
     """After warm-up: cosine or linear to the end, or warm-up, stable, decay (wsd, arXiv 2404.06395)."""
-    decay_fraction: float = Field(0.2, gt=0, le=1)
+    lr_decay_fraction: float = Field(0.2, gt=0, le=1)
     """Share of the steps in which wsd decays; never more than warm-up leaves."""
-    min_ratio: float = Field(0.1, ge=0, le=1)
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Learning rate at the end as a share of the peak."""
 
 
@@ -134,7 +134,7 @@ class MetricsSpec(Spec):
 
     every: int = Field(1, gt=0)
     """Steps between lines of metrics.jsonl."""
-    record: bool = True
+    per_rank_records: bool = True
     """Whether every rank notes each step: how long it computed and waited, for `phalanx report`."""
     wandb: str | None = Field(None, examples=["phalanx"])
     """Project to log to in Weights & Biases (`pip install -e '.[wandb]'`)."""
@@ -145,7 +145,7 @@ class RunSpec(Spec):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run directory."""
-    out: str = "runs"
+    output_dir: str = "runs"
     """Directory in which run directories are made."""
     model: ModelSpec
     """What is trained."""
@@ -157,7 +157,7 @@ class RunSpec(Spec):
     """How weights follow gradients."""
     layout: Layout = Layout()
     """How the work is laid over ranks; `layout = "auto"` leaves it to the planner."""
-    automatic: bool = False
+    auto_layout: bool = False
     """Whether the planner is to choose the layout: what `layout = "auto"` sets."""
     cluster: ClusterSpec = ClusterSpec()
     """What it runs on."""
@@ -175,43 +175,47 @@ class RunSpec(Spec):
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
         training, optimizer = self.training, self.optimizer
-        whole = max(1, round(training.tokens_per_step / training.sequence)) * training.sequence
+        whole = max(1, round(training.tokens_per_step / training.seq_len)) * training.seq_len
         require(
-            training.tokens_per_step % training.sequence == 0, "training.tokens_per_step", training.tokens_per_step,
-            f"is not a multiple of training.sequence ({training.sequence})", f"use {whole}",
+            training.tokens_per_step % training.seq_len == 0, "training.tokens_per_step", training.tokens_per_step,
+            f"is not a multiple of training.seq_len ({training.seq_len})", f"use {whole}",
         )  # fmt: skip
         require(
             self.model.from_hf is None or self.data.tokenizer != "bpe", "data.tokenizer", self.data.tokenizer,
             "would be trained anew, and the weights of model.from_hf know other tokens",
             "give the path of the tokenizer.json that belongs to them",
         )  # fmt: skip
-        if self.model.positions == "learned":
+        if self.model.position_embedding == "learned":
             require(
-                training.sequence <= self.model.context, "training.sequence", training.sequence,
-                f"is longer than the model's learned positions (model.context = {self.model.context})",
-                f"use at most {self.model.context}",
+                training.seq_len <= self.model.max_seq_len, "training.seq_len", training.seq_len,
+                f"is longer than the model's learned positions (model.max_seq_len = {self.model.max_seq_len})",
+                f"use at most {self.model.max_seq_len}",
             )  # fmt: skip
         require(
             optimizer.warmup_steps < training.steps, "optimizer.warmup_steps", optimizer.warmup_steps,
             f"leaves nothing of training.steps ({training.steps})", f"use less than {training.steps}",
         )  # fmt: skip
         require(
-            not self.recovery.rollbacks or self.layout.staleness is None, "recovery.rollbacks", self.recovery.rollbacks,
-            "needs ranks that are at the same step, and workers of layout.staleness are not", "set it to 0",
-        )  # fmt: skip
-        require(
-            not training.check_replicas_every or self.layout.data != "parameter_server",
-            "training.check_replicas_every", training.check_replicas_every,
-            'has nothing to compare with layout.data = "parameter_server": servers own what workers only borrow',
+            not self.recovery.max_rollbacks or self.layout.max_staleness is None,
+            "recovery.max_rollbacks",
+            self.recovery.max_rollbacks,
+            "needs ranks that are at the same step, and workers of layout.max_staleness are not",
             "set it to 0",
-        )  # fmt: skip
+        )
+        require(
+            not training.replica_check_interval or self.layout.data_parallel != "parameter_server",
+            "training.replica_check_interval",
+            training.replica_check_interval,
+            'has nothing to compare with layout.data_parallel = "parameter_server": servers own what workers only borrow',
+            "set it to 0",
+        )
         if self.swarm is not None:
             self._check_swarm(self.swarm)
         return self
 
     def _check_swarm(self, swarm: SwarmSpec) -> None:
         moe, split = self.model.moe, swarm.method in SPLIT
-        for field in ("copy_every", "rollbacks"):
+        for field in ("in_memory_checkpoint_every", "max_rollbacks"):
             require(
                 not getattr(self.recovery, field), f"recovery.{field}", getattr(self.recovery, field),
                 "is not for the nodes of a swarm, whose coordinator has the last round", "set it to 0",
@@ -224,23 +228,25 @@ class RunSpec(Spec):
             moe is None or not moe.bias_update_rate, "model.moe.bias_update_rate", moe and moe.bias_update_rate,
             "moves biases by what a node's own tokens chose, and a swarm exchanges weights only", "set it to 0",
         )  # fmt: skip
-        scaling = self.training.scaling
+        scaling = self.training.batch_scaling
         require(
             not swarm.sends_gradients or self.optimizer.name == "adamw", "optimizer.name", self.optimizer.name,
             "is not AdamW, whose moments the coordinator of ddp keeps",
             'use adamw, or swarm.method = "fedavg"',
         )  # fmt: skip
         require(
-            not swarm.sends_gradients or scaling == "keep", "training.scaling", scaling,
+            not swarm.sends_gradients or scaling == "keep", "training.batch_scaling", scaling,
             "follows the ranks of a node, and the coordinator of ddp steps for all nodes", "set learning rates instead",
         )  # fmt: skip
         require(
-            not split or self.layout.ep == 1 or self.layout.data == "ddp", "layout.data", self.layout.data,
+            not split or self.layout.ep == 1 or self.layout.data_parallel == "ddp",
+            "layout.data_parallel",
+            self.layout.data_parallel,
             "splits what expert-parallel ranks train, of which some may train no expert in a swarm",
-            'set layout.data = "ddp", or layout.ep = 1',
-        )  # fmt: skip
+            'set layout.data_parallel = "ddp", or layout.ep = 1',
+        )
         require(
-            self.layout.data != "parameter_server", "layout.data", self.layout.data,
+            self.layout.data_parallel != "parameter_server", "layout.data_parallel", self.layout.data_parallel,
             "is no layout for inside a node of a swarm", "use ddp or a ZeRO stage",
         )  # fmt: skip
         require(
@@ -277,45 +283,45 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
     """
     dp = parallel_dims(run.layout, world_size).dp_size
     training = run.training
-    sequences = training.tokens_per_step // training.sequence
-    base = training.base_ranks or dp
-    scales = training.scaling != "keep"
+    sequences = training.tokens_per_step // training.seq_len
+    base = training.base_dp_size or dp
+    scales = training.batch_scaling != "keep"
     require(
-        scales == (training.base_ranks is not None), "training.base_ranks", training.base_ranks,
-        f'{"is needed" if scales else "has no meaning"} with training.scaling = "{training.scaling}"',
+        scales == (training.base_dp_size is not None), "training.base_dp_size", training.base_dp_size,
+        f'{"is needed" if scales else "has no meaning"} with training.batch_scaling = "{training.batch_scaling}"',
         "set both base_ranks and scaling (linear or sqrt), or neither",
     )  # fmt: skip
     require(
-        training.base_ranks is None or sequences % base == 0, "training.base_ranks", base,
+        training.base_dp_size is None or sequences % base == 0, "training.base_dp_size", base,
         f"do not divide the {sequences} sequences of a step",
         f"use one of {', '.join(map(str, divisors(sequences)))}",
     )  # fmt: skip
-    if training.base_ranks is not None:
+    if training.base_dp_size is not None:
         sequences = sequences // base * dp
-    nearest = max(1, round(sequences / dp)) * dp * training.sequence
+    nearest = max(1, round(sequences / dp)) * dp * training.seq_len
     require(
-        sequences % dp == 0 or (run.layout.data in STRATEGIES_WITH_UNEVEN_BATCHES and sequences >= dp),
+        sequences % dp == 0 or (run.layout.data_parallel in STRATEGIES_WITH_UNEVEN_BATCHES and sequences >= dp),
         "training.tokens_per_step", training.tokens_per_step,
-        f"is {sequences} sequences of {training.sequence} tokens, which {dp} data-parallel ranks cannot share",
+        f"is {sequences} sequences of {training.seq_len} tokens, which {dp} data-parallel ranks cannot share",
         f"use training.tokens_per_step = {nearest}",
     )  # fmt: skip
     share = -(-sequences // dp)
-    tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (4 * run.model.vocab))
-    limit = max(1, tokens // training.sequence)
+    tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (4 * run.model.vocab_size))
+    limit = max(1, tokens // training.seq_len)
     if run.layout.pp > 1:  # a pipeline is full only of several micro-batches for each of its ranks
         limit = max(1, min(limit, share // (MIN_MICRO_BATCHES_PER_STAGE * run.layout.pp)))
     fits = divisors(share) if sequences % dp == 0 else list(range(1, share + 1))
-    micro_batch = run.layout.micro_batch or max((n for n in fits if n <= limit), default=1)
+    micro_batch = run.layout.micro_batch_size or max((n for n in fits if n <= limit), default=1)
     require(
-        micro_batch in fits, "layout.micro_batch", micro_batch,
+        micro_batch in fits, "layout.micro_batch_size", micro_batch,
         f"does not divide the {share} sequences that each rank has per step", f"use one of {', '.join(map(str, fits))}",
     )  # fmt: skip
     require(
-        not run.layout.static_graph or dp == 1 or micro_batch == share, "layout.static_graph", True,
+        not run.layout.ddp_static_graph or dp == 1 or micro_batch == share, "layout.ddp_static_graph", True,
         f"fails in PyTorch (issue 143580) with accumulation, here of {share // micro_batch} micro-batches",
-        f"remove it, or set layout.micro_batch = {share}",
+        f"remove it, or set layout.micro_batch_size = {share}",
     )  # fmt: skip
-    ratio = {"keep": 1.0, "linear": dp / base, "sqrt": (dp / base) ** 0.5}[training.scaling]
+    ratio = {"keep": 1.0, "linear": dp / base, "sqrt": (dp / base) ** 0.5}[training.batch_scaling]
     return BatchPlan(
         sequences, dp, micro_batch, gradient_accumulation_steps=-(-share // micro_batch), learning_rate_scale=ratio
     )

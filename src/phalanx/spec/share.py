@@ -45,9 +45,9 @@ def tensor_sharding(spec: ModelSpec, layout: Layout, name: str) -> TensorShardin
         return TensorSharding(None, 1)
     if owner == "experts":
         return TensorSharding(2 if kind == "down" else 1, 1)
-    if layout.heads == "gathered" and layer in ("q_norm", "k_norm"):
+    if layout.tp_attention == "gathered" and layer in ("q_norm", "k_norm"):
         return TensorSharding(None, tp, is_partial_sum=True)
-    if layer in ("wk", "wv") and layout.heads == "gathered":
+    if layer in ("wk", "wv") and layout.tp_attention == "gathered":
         return cut_once
     if layer in ("wk", "wv") or (layer == "k_norm" and not per_head):
         copies = kv_head_replication(spec, tp)
@@ -62,22 +62,22 @@ def tensor_sharding(spec: ModelSpec, layout: Layout, name: str) -> TensorShardin
 
 
 def _check_gathered_heads(spec: ModelSpec, layout: Layout) -> None:
-    width = spec.heads * spec.head_dim
+    width = spec.num_heads * spec.head_dim
     problem = ""
-    if spec.kv_heads != spec.heads:
-        problem = f"needs as many key/value heads ({spec.kv_heads}) as heads ({spec.heads})"
+    if spec.num_kv_heads != spec.num_heads:
+        problem = f"needs as many key/value heads ({spec.num_kv_heads}) as heads ({spec.num_heads})"
     elif width % layout.tp:
-        problem = f"needs model.heads x model.head_dim ({width}) to be a multiple of layout.tp ({layout.tp})"
+        problem = f"needs model.num_heads x model.head_dim ({width}) to be a multiple of layout.tp ({layout.tp})"
     elif layout.cp > 1:
         problem = f"does not go with context parallelism (layout.cp = {layout.cp})"
     if problem:
-        fix = 'use layout.heads = "split" with a degree that divides the heads'
-        raise UserError("layout.heads", layout.heads, problem, fix)
+        fix = 'use layout.tp_attention = "split" with a degree that divides the heads'
+        raise UserError("layout.tp_attention", layout.tp_attention, problem, fix)
 
 
 def kv_head_replication(spec: ModelSpec, tp: int) -> int:
     """Ranks that have the same key/value heads."""
-    return max(1, tp // spec.kv_heads)
+    return max(1, tp // spec.num_kv_heads)
 
 
 def rows_on_rank(rank: int, rows: int, ranks: int) -> int:
@@ -89,7 +89,7 @@ def rows_on_rank(rank: int, rows: int, ranks: int) -> int:
 def check_divisibility(run: RunSpec, world_size: int) -> None:
     """Raise UserError for a model whose heads, widths, vocabulary, experts or tokens cannot be divided between ranks
     that share it."""
-    spec, layout, sequence = run.model, run.layout, run.training.sequence
+    spec, layout, sequence = run.model, run.layout, run.training.seq_len
     for axis in ("tp", "cp", "ep") if run.training.compile else ():
         if getattr(layout, axis) > 1:
             problem = f"does not go with layout.{axis} = {getattr(layout, axis)} yet"
@@ -101,9 +101,9 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
     if layout.ep > 1:
         _check_experts(spec, layout)
         _check_equal_micro_batches(run, world_size)
-    if layout.tp > 1 and layout.compress == "powersgd":
+    if layout.tp > 1 and layout.gradient_compression == "powersgd":
         problem = f"does not go with layout.tp = {layout.tp}: copies of a tensor would differ by what is not exact"
-        raise UserError("layout.compress", "powersgd", problem, "remove it")
+        raise UserError("layout.gradient_compression", "powersgd", problem, "remove it")
     if layout.cp > 1:
         _check_context(spec, layout, sequence)
 
@@ -124,9 +124,9 @@ def _check_capacity(layout: Layout, factor: float) -> None:
 def _check_experts(spec: ModelSpec, layout: Layout) -> None:
     if spec.moe is None:
         raise UserError("layout.ep", layout.ep, "has no meaning for a model without experts", "set layout.ep = 1")
-    if spec.moe.experts % layout.ep:
-        allowed = ", ".join(map(str, divisors(spec.moe.experts)))
-        problem = f"does not divide model.moe.experts ({spec.moe.experts})"
+    if spec.moe.num_experts % layout.ep:
+        allowed = ", ".join(map(str, divisors(spec.moe.num_experts)))
+        problem = f"does not divide model.moe.num_experts ({spec.moe.num_experts})"
         raise UserError("layout.ep", layout.ep, problem, f"use one of {allowed}")
     if layout.tp > 1 and not layout.sequence_parallel:
         problem = "needs every rank to have tokens of its own, which with layout.tp needs sequence parallelism"
@@ -140,48 +140,48 @@ def _check_equal_micro_batches(run: RunSpec, world_size: int) -> None:
         raise UserError(
             "training.tokens_per_step", run.training.tokens_per_step,
             f"gives ranks different numbers of micro-batches, and with layout.ep = {layout.ep} they meet at each",
-            "make it a multiple of micro-batch x data-parallel ranks x training.sequence",
+            "make it a multiple of micro-batch x data-parallel ranks x training.seq_len",
         )  # fmt: skip
 
 
 def _check_context(spec: ModelSpec, layout: Layout, sequence: int) -> None:
-    cp, pieces = layout.cp, layout.cp * (2 if layout.context == "ring" else 1)
+    cp, pieces = layout.cp, layout.cp * (2 if layout.cp_method == "ring" else 1)
     share = layout.tp if layout.sequence_parallel else 1
     whole = lcm(pieces, cp * share)
     if sequence % whole:
-        problem = f"needs training.sequence ({sequence}) to be a multiple of {whole}"
+        problem = f"needs training.seq_len ({sequence}) to be a multiple of {whole}"
         near = max(1, round(sequence / whole)) * whole
-        raise UserError("layout.cp", cp, problem, f"use training.sequence = {near}, or a smaller degree")
-    heads, kv = spec.heads // layout.tp, max(1, spec.kv_heads // layout.tp)
-    if layout.context == "ulysses" and (heads % cp or (kv % cp and cp % kv)):
+        raise UserError("layout.cp", cp, problem, f"use training.seq_len = {near}, or a smaller degree")
+    heads, kv = spec.num_heads // layout.tp, max(1, spec.num_kv_heads // layout.tp)
+    if layout.cp_method == "ulysses" and (heads % cp or (kv % cp and cp % kv)):
         problem = f"ranks cannot share the {heads} heads ({kv} of keys and values) that each tensor-parallel rank has"
-        raise UserError("layout.cp", cp, problem, 'use layout.context = "ring", or a smaller degree')
+        raise UserError("layout.cp", cp, problem, 'use layout.cp_method = "ring", or a smaller degree')
 
 
 def _check_tensor(spec: ModelSpec, layout: Layout, sequence: int) -> None:
     tp = layout.tp
-    dense = any(not spec.is_moe_layer(layer) for layer in range(spec.layers))
-    widths = {"model.heads": spec.heads} if layout.heads == "split" else {}
-    widths |= {"model.ffn": spec.ffn} if dense else {}
+    dense = any(not spec.is_moe_layer(layer) for layer in range(spec.num_layers))
+    widths = {"model.num_heads": spec.num_heads} if layout.tp_attention == "split" else {}
+    widths |= {"model.ffn_hidden_size": spec.ffn_hidden_size} if dense else {}
     if spec.moe and layout.ep == 1:
-        widths["model.moe.ffn"] = spec.moe.ffn
-    elif spec.moe and spec.moe.shared_experts:
-        widths["model.moe.ffn x shared_experts"] = spec.moe.ffn * spec.moe.shared_experts
+        widths["model.moe.expert_ffn_size"] = spec.moe.expert_ffn_size
+    elif spec.moe and spec.moe.num_shared_experts:
+        widths["model.moe.expert_ffn_size x shared_experts"] = spec.moe.expert_ffn_size * spec.moe.num_shared_experts
     if layout.sequence_parallel:
-        widths["training.sequence"] = sequence
+        widths["training.seq_len"] = sequence
     for field, size in widths.items():
         if size % tp:
             fix = f"use a tensor-parallel degree that divides {field}"
-            also = {"training.sequence": "sequence_parallel = false", "model.heads": 'heads = "gathered"'}
+            also = {"training.seq_len": "sequence_parallel = false", "model.num_heads": 'tp_attention = "gathered"'}
             if field in also:
                 fix += f", or layout.{also[field]}"
             raise UserError("layout.tp", tp, f"does not divide {field} ({size})", fix)
-    if layout.heads == "gathered":
+    if layout.tp_attention == "gathered":
         _check_gathered_heads(spec, layout)
-    elif spec.kv_heads % tp and tp % spec.kv_heads:
-        problem = f"neither divides model.kv_heads ({spec.kv_heads}) nor is a multiple of it"
+    elif spec.num_kv_heads % tp and tp % spec.num_kv_heads:
+        problem = f"neither divides model.num_kv_heads ({spec.num_kv_heads}) nor is a multiple of it"
         raise UserError("layout.tp", tp, problem, "use another tensor-parallel degree")
-    rows = -(-spec.vocab // tp)
-    if (tp - 1) * rows >= spec.vocab:
-        problem = f"leaves a rank without a row of model.vocab ({spec.vocab})"
+    rows = -(-spec.vocab_size // tp)
+    if (tp - 1) * rows >= spec.vocab_size:
+        problem = f"leaves a rank without a row of model.vocab_size ({spec.vocab_size})"
         raise UserError("layout.tp", tp, problem, "use a smaller tensor-parallel degree, or a larger vocabulary")

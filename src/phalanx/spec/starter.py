@@ -13,11 +13,11 @@ from phalanx.spec.base import Spec
 from phalanx.spec.load import run_from_table
 
 UNCOMMENTED_FIELDS = {
-    "name", "model.preset", "data.train", "training.steps", "training.sequence", "training.tokens_per_step",
-    "training.precision", "optimizer.name", "optimizer.learning_rate", "layout.data",
+    "name", "model.preset", "data.train", "training.steps", "training.seq_len", "training.tokens_per_step",
+    "training.precision", "optimizer.name", "optimizer.learning_rate", "layout.data_parallel",
 }  # fmt: skip
 """Fields that the file sets, to their defaults; all others are there as comments."""
-MEASURED = "cluster.measured"
+MEASURED = "cluster.calibration"
 """Written by `phalanx calibrate`, never by hand: the file leaves it out."""
 MODEL = "tiny"
 WIDTH = 100

@@ -43,14 +43,14 @@ class BalanceSpec(Spec):
     """The decayed auxiliary loss of SPES (its authors' code; off in their runs): at first a node's router may use the
     experts more that the node trains."""
 
-    own: float = Field(1.0, ge=0, le=1)
+    local_expert_weight: float = Field(1.0, ge=0, le=1)
     """What a token that chose one of these counts for in the balance loss at first (theirs: 0.7); 1 is off."""
     fraction: float = Field(0.2, gt=0, le=1)
     """The part of the steps in which that rises to 1, in a line."""
 
     def ratio(self, step: int, steps: int) -> float:
         """What it counts for in the step after `step` of so many."""
-        return 1 - (1 - self.own) * max(0.0, 1 - step / (self.fraction * steps))
+        return 1 - (1 - self.local_expert_weight) * max(0.0, 1 - step / (self.fraction * steps))
 
 
 class RoundSpec(Spec):
@@ -58,7 +58,7 @@ class RoundSpec(Spec):
 
     quorum: float = Field(0.5, gt=0, le=1)
     """The part of the nodes without whose updates it is not closed."""
-    patience: float = Field(3.0, ge=0)
+    timeout_multiplier: float = Field(3.0, ge=0)
     """With a quorum it closes at the median of when updates come, and so many times their median deviation later,"""
     grace_seconds: float = Field(20.0, ge=0)
     """or this, whichever is more."""
@@ -80,7 +80,7 @@ class SwarmSpec(Spec):
     """Steps that a node learns by itself between two exchanges (H)."""
     codec: Codec | None = Field(None, examples=["int8"])
     """How numbers are sent; by default int8 for spes+, else fp32. In fp32 they are weights, else what changed."""
-    frozen: Literal["fp32", "bf16", "int8"] = "fp32"
+    frozen_expert_codec: Literal["fp32", "bf16", "int8"] = "fp32"
     """How experts rest on nodes that do not train them (spes, spes+)."""
     replication: int = Field(1, gt=0)
     """Nodes that train each expert (spes, spes+); what they make of it is averaged."""
@@ -161,8 +161,8 @@ class SwarmSpec(Spec):
         split = self.method in SPLIT
         for field, used in {
             "replication": self.replication > 1, "rotate_every": self.rotate_every > 0,
-            "frozen": self.frozen != "fp32", "merge.every": self.merge.every > 0,
-            "balance.own": self.balance.own < 1,
+            "frozen": self.frozen_expert_codec != "fp32", "merge.every": self.merge.every > 0,
+            "balance.local_expert_weight": self.balance.local_expert_weight < 1,
         }.items():  # fmt: skip
             require(
                 split or not used, field, "set", f"has no meaning for {self.method}, whose nodes train all experts",

@@ -48,10 +48,10 @@ def parse_topology(text: str) -> NodeTopology:
 
 def infer_cluster(node: NodeTopology, preset: str | None = None) -> InferredCluster:
     """Fields of the Cluster of such nodes; `preset` names the machine where the topology alone does not say which."""
-    known: dict[str, int | float] = {"nproc": len(node.gpus)}
+    known: dict[str, int | float] = {"nproc_per_node": len(node.gpus)}
     unknown: dict[str, str] = {}
     for name, value in (
-        ("domain", _domain(node, preset)),
+        ("fast_link_domain", _domain(node, preset)),
         ("link_bytes_per_second", _link_speed(node, preset)),
         ("network_bytes_per_second", _network_speed(node)),
     ):
@@ -64,7 +64,7 @@ def infer_cluster(node: NodeTopology, preset: str | None = None) -> InferredClus
 
 def _domain(node: NodeTopology, preset: str | None) -> int | str:
     sizes = sorted({len(domain) for domain in node.nvlink_domains()})
-    beyond = (load_machine(preset).domain or 0) if preset else 0
+    beyond = (load_machine(preset).fast_link_domain or 0) if preset else 0
     if None in node.nvlinks:
         return BLIND
     if len(sizes) > 1:

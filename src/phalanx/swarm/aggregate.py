@@ -142,7 +142,7 @@ def _apply_gradients(
         new.base.write(item, found)  # until the second pass has its weights
         return found.double().square().sum()
 
-    ratio = clip_coefficient(torch.stack(_map_pieces(items, mean)).sum().sqrt(), descent.optimizer.clip_norm)
+    ratio = clip_coefficient(torch.stack(_map_pieces(items, mean)).sum().sqrt(), descent.optimizer.max_grad_norm)
 
     def step(item: ModelPiece) -> None:
         weights, moments = old.base.read(item), {kind: old.files[kind].read(item) for kind in MOMENTS}

@@ -120,7 +120,7 @@ class Coordinator:
         with self.changed:
             if not (isfinite(capacity) and capacity >= 1):
                 raise UpdateRejected("capacity: it is for less than one expert of each layer")
-            capacity = min(int(capacity), self.run.model.moe.experts if self.run.model.moe else 1)
+            capacity = min(int(capacity), self.run.model.moe.num_experts if self.run.model.moe else 1)
             if self.ledger.text not in (None, text) or len(text) > SAID:
                 raise UpdateRejected("text: it is not what the other nodes read")
             if not begin:

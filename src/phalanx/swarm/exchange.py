@@ -75,7 +75,9 @@ class RoundExchange:
         """What this node tells of a round."""
         owners: Owners | None = None
         if self.swarm.method in SPLIT and self.run.model.moe is not None:
-            owners = tuple((self.name,) if expert in self.own else () for expert in range(self.run.model.moe.experts))
+            owners = tuple(
+                (self.name,) if expert in self.own else () for expert in range(self.run.model.moe.num_experts)
+            )
         return pieces_sent_by(round_pieces(self.run, number), owners, self.name)
 
     # -- hearing -----------------------------------------------------------------------------------------------------

@@ -69,8 +69,11 @@ def join_swarm(
         check_not_running(directory)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "swarm.toml").write_text(greeting["run"])
-        here = [f"out={json.dumps(str(out.resolve()))}", f"name={json.dumps(name)}"]
-        received = ["model.from_hf=", "model.redrawn="]  # weights come from the coordinator, which alone has that path
+        here = [f"output_dir={json.dumps(str(out.resolve()))}", f"name={json.dumps(name)}"]
+        received = [
+            "model.from_hf=",
+            "model.upcycle_reinit_fraction=",
+        ]  # weights come from the coordinator, which alone has that path
         run = load_run(directory / "swarm.toml", [*here, *received, *overrides])
         assert run.swarm is not None
         _check_same(load_run(directory / "swarm.toml", received), run)
@@ -117,16 +120,20 @@ def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float,
 
     Raises UserError if there is none for a single one.
     """
-    experts = model.moe.experts if model.moe is not None and swarm.method in SPLIT else 0
-    whole = [state_bytes(node_share(model, swarm.method, count), swarm.frozen) for count in range(experts + 1)]
+    experts = model.moe.num_experts if model.moe is not None and swarm.method in SPLIT else 0
+    whole = [
+        state_bytes(node_share(model, swarm.method, count), swarm.frozen_expert_codec) for count in range(experts + 1)
+    ]
     needed = [whole[0] + (size - whole[0]) / sharing for size in whole]
     fitting = sum(size <= memory_bytes for size in needed) - 1
     if fitting < min(1, experts):
         least = needed[min(1, experts)] / 1e9
         raise UserError(
-            "memory", f"{memory_bytes / 1e9:.2f} GB", f"is too little: a node's state takes {least:.2f} GB",
-            'use a machine with more, or swarm.frozen = "int8", or another method: spes holds less than diloco',
-        )  # fmt: skip
+            "memory",
+            f"{memory_bytes / 1e9:.2f} GB",
+            f"is too little: a node's state takes {least:.2f} GB",
+            'use a machine with more, or swarm.frozen_expert_codec = "int8", or another method: spes holds less than diloco',
+        )
     return max(1, fitting)
 
 
@@ -147,7 +154,7 @@ def rank_main(directory: Path) -> int:
     try:
         run, data = read_run_directory(directory)
         where = json.loads((directory / LINK_FILE).read_text())
-        device = init_distributed(select_device(run), run.training.timeout_seconds)
+        device = init_distributed(select_device(run), run.training.collective_timeout_seconds)
         first = not dist.is_initialized() or dist.get_rank() == 0
         lock = acquire_run_lock(directory) if first else None
         link = SwarmClient(where["address"], Path(where["certificates"]), _log) if first else None

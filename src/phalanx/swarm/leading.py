@@ -41,7 +41,9 @@ def swarm_directory(run: RunSpec) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     except OSError as error:
-        raise UserError("out", str(directory), f"cannot be written: {error.strerror}", "set out elsewhere") from None
+        raise UserError(
+            "output_dir", str(directory), f"cannot be written: {error.strerror}", "set output_dir elsewhere"
+        ) from None
     return directory
 
 

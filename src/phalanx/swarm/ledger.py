@@ -158,7 +158,7 @@ class Ledger:
     def _experts(self) -> int:
         """That are shared out."""
         moe = self.run.model.moe
-        return moe.experts if moe is not None and self.swarm.method in SPLIT else 0
+        return moe.num_experts if moe is not None and self.swarm.method in SPLIT else 0
 
     def _next_owners(self) -> Owners | None:
         swarm = self.swarm
@@ -235,7 +235,7 @@ def deadline_offset(offsets: list[float], spec: RoundSpec) -> float:
     or a quarter of it, whichever is most."""
     middle = median(offsets)
     deviation = median(abs(offset - middle) for offset in offsets)
-    return middle + max(spec.patience * deviation, spec.grace_seconds, middle / 4)
+    return middle + max(spec.timeout_multiplier * deviation, spec.grace_seconds, middle / 4)
 
 
 def replay(run: RunSpec, events: list[Event]) -> Ledger:

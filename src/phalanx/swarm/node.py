@@ -57,7 +57,7 @@ class SwarmWorker:
         assert run.swarm is not None
         self.run, self.swarm, self.corpus, self.directory, self.device = run, run.swarm, corpus, directory, device
         self.link, self.exchange = link, RoundExchange(run, directory, name, link)
-        self.experts = run.model.moe.experts if run.model.moe else 0
+        self.experts = run.model.moe.num_experts if run.model.moe else 0
         self.trainer: Trainer | None = None
         self.batches: Generator[Batch] | None = None
         """Of the round's steps."""
@@ -172,7 +172,7 @@ class SwarmWorker:
             each, tokens = (time.perf_counter() - begun) / max(1, spent.steps - before), trainer.tokens
             if in_time and self.stop_at is not None and time.monotonic() + 2 * each > self.stop_at:
                 trainer.stop_requested = True  # all ranks hear of it in this step
-            if self.swarm.balance.own < 1:
+            if self.swarm.balance.local_expert_weight < 1:
                 set_local_choice_weight(trainer.module, self.swarm.balance.ratio(trainer.step, self.run.training.steps))
             record = trainer.train_step(self.batches)
             for log in logs:
@@ -279,7 +279,7 @@ class SwarmWorker:
 
             corpus, run = replace(self.corpus, weights=weights), self.run
             if self.swarm.sends_gradients:  # it is their mean that is clipped
-                run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"clip_norm": 0.0})})
+                run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"max_grad_norm": 0.0})})
             trainer = Trainer(run, corpus, self.directory, self.device, own=self._frozen())
         if self.swarm.sends_gradients:
             trainer.optimizers = [GradientCapture(trainer, self.exchange.local_weights)]
@@ -292,7 +292,7 @@ class SwarmWorker:
         return trainer
 
     def _frozen(self) -> TrainedExperts | None:
-        return TrainedExperts(self.exchange.own, self.swarm.frozen) if self.swarm.method in SPLIT else None
+        return TrainedExperts(self.exchange.own, self.swarm.frozen_expert_codec) if self.swarm.method in SPLIT else None
 
 
 def _format_round(spent: RoundRecord) -> str:

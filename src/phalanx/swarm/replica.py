@@ -36,7 +36,7 @@ class GradientCapture(torch.optim.Optimizer):
             list(learner.strategy.trainable_parameters.values()), {"lr": learner.run.optimizer.learning_rate}
         )
         self.strategy, self.mesh, self.path = learner.strategy, learner.mesh, path
-        self.experts = range(learner.run.model.moe.experts if learner.run.model.moe else 0)
+        self.experts = range(learner.run.model.moe.num_experts if learner.run.model.moe else 0)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         trained = self.strategy.trainable_parameters

@@ -213,7 +213,7 @@ def rank_main(asked: argparse.Namespace) -> int:
             raise UserError("phalanx.train.checkup", ranks, "rank sends nothing", "start several by torchrun")
         check_layout(run, ranks)  # before they wait for each other
         found = check_nodes(
-            run, init_distributed(select_device(run), min(TIMEOUT_SECONDS, run.training.timeout_seconds))
+            run, init_distributed(select_device(run), min(TIMEOUT_SECONDS, run.training.collective_timeout_seconds))
         )
         if rank == 0:
             (asked.out / COLLECTIVES).write_text(json.dumps([asdict(each) for each in found], indent=1))

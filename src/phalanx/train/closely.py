@@ -36,9 +36,9 @@ StepResult = TypeVar("StepResult")
 
 def first_steady_step(run: RunSpec) -> int:
     """Which step after a start is the first whose memory and traffic are those of all that follow."""
-    if run.layout.compress == "powersgd":
+    if run.layout.gradient_compression == "powersgd":
         return POWERSGD_FROM_STEP + 2
-    return MEASURED_STEP + run.layout.static_graph  # of a static graph DDP settles its buckets a step later
+    return MEASURED_STEP + run.layout.ddp_static_graph  # of a static graph DDP settles its buckets a step later
 
 
 class StepProfiler:
@@ -60,7 +60,9 @@ class StepProfiler:
         if number not in self.window:
             return trainer.train_step(batches)
         if number == self.window[0]:  # clocks drift apart: not the offset of the run's start
-            self.offset = measure_clock_offset(trainer.device, trainer.run.training.timeout_seconds, f"step {number}")
+            self.offset = measure_clock_offset(
+                trainer.device, trainer.run.training.collective_timeout_seconds, f"step {number}"
+            )
         tokens, step = trainer.expert_loads[0].clone(), partial(trainer.train_step, batches)
         if number == self.metered:
             record, seen = profile_step(trainer, step, over_time=True)

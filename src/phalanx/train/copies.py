@@ -46,7 +46,7 @@ class InMemoryCheckpointer:
         offered = os.environ.get(SLOTS_ENV)
         if offered is None:
             fix = "start the run with phalanx train, or set it to 0"
-            raise UserError("recovery.copy_every", None, "needs a launcher that keeps the copies", fix)
+            raise UserError("recovery.in_memory_checkpoint_every", None, "needs a launcher that keeps the copies", fix)
         process, _, numbers = offered.partition(":")
         first = int(os.environ["LOCAL_RANK"]) * len(OWN_SLOTS + NEIGHBOUR_SLOTS)
         mine = numbers.split(",")[first : first + len(OWN_SLOTS + NEIGHBOUR_SLOTS)]

@@ -32,7 +32,7 @@ class TrainingData:
 
     def loader(self, run: RunSpec, sequences: int, rank: int, ranks: int) -> StepLoader:
         """This rank's loader of global steps of so many sequences."""
-        cut = (run.training.sequence, sequences, run.training.seed, rank, ranks)
+        cut = (run.training.seq_len, sequences, run.training.seed, rank, ranks)
         if self.train is None:
             return StreamingLoader(run.data, self.tokenizer, *cut)
         return TokenLoader(self.train, *cut, mask_documents=run.data.mask_documents)

@@ -66,7 +66,9 @@ def record_rollback(directory: Path, step: int, to: int, reason: str) -> None:
     before = count_rollbacks(directory)
     append_event(directory, ROLLED_BACK, after=step, to=to, reason=reason)
     if count_rollbacks(directory) == before:
-        raise UserError("out", str(directory), "cannot be written to, and a run that goes back must note it there")
+        raise UserError(
+            "output_dir", str(directory), "cannot be written to, and a run that goes back must note it there"
+        )
 
 
 def steps_to_skip(directory: Path, step: int) -> int:

@@ -71,7 +71,7 @@ def select_nproc(run: RunSpec, asked: int | None = None) -> int:
     Raises UserError if there are fewer GPUs than ranks.
     """
     gpus = torch.cuda.device_count() if select_device(run) == "cuda" else 0
-    nproc = asked or run.cluster.nproc or max(1, gpus)
+    nproc = asked or run.cluster.nproc_per_node or max(1, gpus)
     if gpus and nproc > gpus:
         raise LocalNodeError(
             "--nproc", nproc, f"this machine has {gpus} GPUs", f'use at most {gpus}, or cluster.device = "cpu"'

@@ -62,7 +62,7 @@ class Learner:
         self.strategy.clock = DeviceClock(device)
         self.module = self.strategy.module
         self.moe_layers = [
-            layer for layer in range(run.model.layers) if run.model.moe and run.model.is_moe_layer(layer)
+            layer for layer in range(run.model.num_layers) if run.model.moe and run.model.is_moe_layer(layer)
         ]
         routers = {name: part for name, part in self.module.named_modules() if isinstance(part, Router)}
         self.routers = {self.moe_layers.index(int(name.split(".")[1])): router for name, router in routers.items()}
@@ -76,7 +76,7 @@ class Learner:
         context, layout = self.mesh.cp_mesh, self.run.layout
         if context is None:
             return slice(None)
-        return local_token_indices(tokens, layout.cp, context.get_local_rank(), layout.context).numpy()
+        return local_token_indices(tokens, layout.cp, context.get_local_rank(), layout.cp_method).numpy()
 
     def forward_backward(self, micros: Sequence[MicroBatch], told: tuple[float, float] = (0.0, 0.0)) -> Tensor:
         """Gradients of the summed loss of this rank's rows. Returns what to sum over ranks: target tokens, loss,
@@ -89,7 +89,7 @@ class Learner:
         ):
             tokens = (micro.targets != IGNORE_INDEX).sum() * self.strategy.has_loss
             sums[:3] += torch.stack([tokens.double(), loss.double(), auxiliary.double()])
-        experts = self.run.model.moe.experts if self.run.model.moe else 0
+        experts = self.run.model.moe.num_experts if self.run.model.moe else 0
         loads = sums.new_zeros(len(self.moe_layers), experts)
         for place, router in self.routers.items():
             loads[place] = router.load
@@ -104,7 +104,7 @@ class Learner:
 
     def reduce(self, sums: Tensor) -> StepReduction:
         """Sum over ranks what each measured, and the gradients, which are clipped."""
-        return self.strategy.reduce(sums, self.run.optimizer.clip_norm)
+        return self.strategy.reduce(sums, self.run.optimizer.max_grad_norm)
 
     def update(self, ratio: float) -> None:
         """Step, at the peak learning rates times `ratio`."""

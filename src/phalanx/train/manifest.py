@@ -31,10 +31,29 @@ SUMS = "SHA256SUMS"
 LATEST = "latest"
 PREVIOUS_SUFFIX, DAMAGED_SUFFIX = ".before", ".damaged"
 SHAPE = (
-    "vocab", "width", "layers", "heads", "kv_heads", "head_dim", "ffn", "norm", "activation", "positions", "bias",
-    "qk_norm", "tied",
-)  # fmt: skip
-EXPERTS_SHAPE = ("experts", "top_k", "ffn", "shared_experts", "first_dense", "score", "bias_update_rate")
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "ffn_hidden_size",
+    "norm",
+    "activation",
+    "position_embedding",
+    "bias",
+    "qk_norm",
+    "tie_embeddings",
+)
+EXPERTS_SHAPE = (
+    "num_experts",
+    "top_k",
+    "expert_ffn_size",
+    "num_shared_experts",
+    "num_leading_dense_layers",
+    "router_score",
+    "bias_update_rate",
+)
 _NAME = re.compile(r"step-(\d{8})")
 _LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
 

@@ -48,7 +48,7 @@ def write_comparison(run: RunSpec, world_size: int, directory: Path) -> str:
         return "nothing was measured: the run had fewer steps"
     rows = compare_with_prediction(run, world_size, dict(enumerate(measured)))
     (directory / FOLDER / "beside.json").write_text(json.dumps(rows, indent=1))
-    unseen = "\nwhat PowerSGD sends is not recorded" if run.layout.compress == "powersgd" else ""
+    unseen = "\nwhat PowerSGD sends is not recorded" if run.layout.gradient_compression == "powersgd" else ""
     unseen += "\nworking: activations and buffers" if uses_model_parallelism(run.layout) else ""
     unseen += "\nall_to_all: predicted for balanced experts" if run.layout.ep > 1 else ""
     return f"{format_rows(rows)}{unseen}\nmore, with times, in {directory / FOLDER}"

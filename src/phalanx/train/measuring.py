@@ -248,7 +248,7 @@ def rank_main(asked: argparse.Namespace) -> int:
     """Measure on this rank; returns the exit code."""
     try:
         run = load_run(asked.run, environment={})
-        device = init_distributed(select_device(run), run.training.timeout_seconds)
+        device = init_distributed(select_device(run), run.training.collective_timeout_seconds)
         found = run_benchmarks(run, device, asked.parts, asked.iterations, asked.sweep)
         if env_rank() == 0:
             asked.out.write_text(json.dumps(found, indent=1))

@@ -25,16 +25,16 @@ def learning_rate_factor(spec: OptimizerSpec, step: int, steps: int) -> float:
     if step < spec.warmup_steps:
         return (step + 1) / spec.warmup_steps
     progress = (step - spec.warmup_steps) / max(1, steps - spec.warmup_steps)
-    if spec.decay == "none":
+    if spec.lr_schedule == "none":
         return 1.0
-    if spec.decay == "cosine":
+    if spec.lr_schedule == "cosine":
         fall = (1 - math.cos(math.pi * progress)) / 2
-    elif spec.decay == "linear":
+    elif spec.lr_schedule == "linear":
         fall = progress
     else:
-        falling = min(spec.decay_fraction * steps, steps - spec.warmup_steps)
+        falling = min(spec.lr_decay_fraction * steps, steps - spec.warmup_steps)
         fall = max(0.0, 1 - (steps - step) / falling)
-    return 1.0 - (1.0 - spec.min_ratio) * fall
+    return 1.0 - (1.0 - spec.min_lr_ratio) * fall
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,11 @@ def supervise_training(
     set_worker_environment(nproc)
     options = ["--device", select_device(run), *options]  # a GPU that is lost must not become a CPU
     alone = nproc == 1 and meeting is SINGLE_NODE
-    if alone and not (run.recovery.restarts or run.recovery.copy_every):  # it prints its failure itself
+    if alone and not (
+        run.recovery.max_restarts or run.recovery.in_memory_checkpoint_every
+    ):  # it prints its failure itself
         os.execv(sys.executable, [sys.executable, "-m", "phalanx.train", str(directory), *options])
-    if run.recovery.copy_every:
+    if run.recovery.in_memory_checkpoint_every:
         allocate_slots(nproc)
     planned, before = nproc * meeting.max_nodes, len(read_events(directory))
     recovery = FailurePolicy(directory, run.recovery, meeting)
@@ -129,7 +131,7 @@ class FailurePolicy:
     """
 
     def __init__(self, directory: Path, spec: RecoverySpec, meeting: Rendezvous) -> None:
-        self.directory, self.restarts, self.copied = directory, spec.restarts, spec.copy_every > 0
+        self.directory, self.restarts, self.copied = directory, spec.max_restarts, spec.in_memory_checkpoint_every > 0
         self.nodes = meeting.max_nodes
         self.alone = meeting.max_nodes == 1 or meeting.is_host
         """Whether the others cannot go on without this node: there are none, or they meet here."""

@@ -50,14 +50,14 @@ class ResumableLearner(Learner):
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         super().__init__(run, build_mesh(run.layout, world_size, device.type), device, corpus.weights, own)
         self.corpus, self.directory = corpus, directory
-        experts = run.model.moe.experts if run.model.moe else 0
+        experts = run.model.moe.num_experts if run.model.moe else 0
         self.expert_loads = torch.zeros(2, len(self.moe_layers), experts, dtype=torch.float64, device=device)
         """How often each expert of these layers was chosen, on all ranks: since the last evaluation, and between that
         and the one before."""
         self.loader = corpus.loader(run, self.batch.global_batch_size, self.mesh.dp_rank, self.batch.dp_size)
         self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
         self.copies = None
-        if run.recovery.copy_every:
+        if run.recovery.in_memory_checkpoint_every:
             described = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
             back = broadcast_from_rank0(
                 partial(count_rollbacks, directory)
@@ -129,7 +129,7 @@ class ResumableLearner(Learner):
 
     def _restore_progress(self, manifest: MetricsRecord) -> None:
         """Be where a manifest says that the run was."""
-        self.loader.resume(manifest["loader"], resized=self.run.training.scaling != "keep")
+        self.loader.resume(manifest["loader"], resized=self.run.training.batch_scaling != "keep")
         if self.moe_layers and "expert_tokens" in manifest:
             self.expert_loads.copy_(torch.tensor(manifest["expert_tokens"]))
         self.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]

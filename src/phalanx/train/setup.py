@@ -44,7 +44,7 @@ RUN_FILE, DATA_FILE, TOKENIZER_FILE = "run.toml", "data.json", "tokenizer.json"
 
 def run_directory(run: RunSpec) -> Path:
     """Where a run keeps what it makes."""
-    return Path(run.out).expanduser() / run.name
+    return Path(run.output_dir).expanduser() / run.name
 
 
 def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
@@ -52,11 +52,14 @@ def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
     check_layout(run, world_size)
     check_torch_supports(run.layout)
     known = {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0)
-    if run.model.vocab < known:
+    if run.model.vocab_size < known:
         raise UserError(
-            "model.vocab", run.model.vocab, f"is less than the tokenizer's {known} tokens", f"set model.vocab = {known}"
+            "model.vocab_size",
+            run.model.vocab_size,
+            f"is less than the tokenizer's {known} tokens",
+            f"set model.vocab_size = {known}",
         )
-    if run.recovery.copy_every:
+    if run.recovery.in_memory_checkpoint_every:
         _check_copies(run, world_size)
     if run.metrics.wandb is not None:
         check_wandb(run.metrics.wandb)
@@ -64,13 +67,15 @@ def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
         _check_offload(run, run.layout.offload_directory, world_size)
     _check_directory(run, resume)
     # Ranks of other nodes notice that one was lost when a collective's time is over.
-    others = run.training.timeout_seconds if resume and run.cluster.nodes > 1 else 0
+    others = run.training.collective_timeout_seconds if resume and run.cluster.nodes > 1 else 0
     check_not_running(run_directory(run), SHUTDOWN_GRACE_SECONDS + others)
 
 
 def _check_copies(run: RunSpec, world_size: int) -> None:
     def refuse(problem: str) -> None:
-        raise UserError("recovery.copy_every", run.recovery.copy_every, problem, "set it to 0")
+        raise UserError(
+            "recovery.in_memory_checkpoint_every", run.recovery.in_memory_checkpoint_every, problem, "set it to 0"
+        )
 
     if not hasattr(os, "memfd_create"):
         refuse("needs memory without a name (memfd_create), which this system has not")
@@ -107,7 +112,10 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(
-            "out", str(existing), "is not a directory that can be written to", "set out to another directory"
+            "output_dir",
+            str(existing),
+            "is not a directory that can be written to",
+            "set output_dir to another directory",
         )
     found = checkpoints(directory / "checkpoints")
     if found and resume:
@@ -124,7 +132,7 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
         raise UserError(
             "checkpoint.keep", run.checkpoint.keep,
             f"needs {needed / 1e9:.2f} GB for checkpoints, and {existing} has {free / 1e9:.2f} GB free",
-            "free space, lower checkpoint.keep, or set out to another disk",
+            "free space, lower checkpoint.keep, or set output_dir to another disk",
         )  # fmt: skip
 
 
@@ -192,7 +200,9 @@ def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
 
 
 def _not_written(directory: Path, error: OSError) -> UserError:
-    return UserError("out", str(directory), f"cannot be written: {error.strerror}", "set out to another directory")
+    return UserError(
+        "output_dir", str(directory), f"cannot be written: {error.strerror}", "set output_dir to another directory"
+    )
 
 
 def latest_manifest(found: list[Path]) -> dict[str, Any]:
@@ -210,10 +220,10 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest
     """Raise UserError if the text is too little, the tokenizer has more tokens than the model, or a checkpoint to
     continue from was made with other text."""
     tokenizer = load_tokenizer(prepared.tokenizer)
-    if tokenizer.vocab > run.model.vocab:
+    if tokenizer.vocab > run.model.vocab_size:
         raise UserError(
-            "model.vocab", run.model.vocab, f"is less than the tokenizer's {tokenizer.vocab} tokens",
-            f"set model.vocab = {tokenizer.vocab}",
+            "model.vocab_size", run.model.vocab_size, f"is less than the tokenizer's {tokenizer.vocab} tokens",
+            f"set model.vocab_size = {tokenizer.vocab}",
         )  # fmt: skip
     held_out = IndexedDataset(prepared.held_out)
     if held_out.size < 2:
@@ -222,9 +232,9 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest
             "give more text, or raise data.held_out_fraction",
         )  # fmt: skip
     if prepared.train:
-        loader = TokenLoader(IndexedDataset(prepared.train), run.training.sequence, sequences, run.training.seed)
+        loader = TokenLoader(IndexedDataset(prepared.train), run.training.seq_len, sequences, run.training.seed)
         if manifest is not None:
-            loader.resume(manifest["loader"], resized=run.training.scaling != "keep")
+            loader.resume(manifest["loader"], resized=run.training.batch_scaling != "keep")
 
 
 def read_run_directory(directory: Path) -> tuple[RunSpec, PreparedData]:
@@ -262,7 +272,7 @@ def with_absolute_paths(run: RunSpec) -> RunSpec:
         "model": model,
         "layout": run.layout.replace(**files),
     }
-    return run.model_copy(update={"out": path(run.out), **described})
+    return run.model_copy(update={"output_dir": path(run.output_dir), **described})
 
 
 def to_toml(run: RunSpec) -> str:

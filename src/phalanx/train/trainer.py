@@ -53,9 +53,9 @@ class Trainer(ResumableLearner):
         super().__init__(run, corpus, directory, device, own)
         self.peak_flops, ranks = peak_flops, self.mesh.dims.world_size
         self.pacing = CheckpointScheduler(run, ranks, directory)
-        self.flops_per_token = training_flops_per_token(run.model, run.training.sequence)
-        again = PHALANX_CHECKPOINTING[run.layout.recompute]
-        self.recomputed_flops = recomputed_flops_per_token(run.model, run.training.sequence, again)
+        self.flops_per_token = training_flops_per_token(run.model, run.training.seq_len)
+        again = PHALANX_CHECKPOINTING[run.layout.activation_checkpointing]
+        self.recomputed_flops = recomputed_flops_per_token(run.model, run.training.seq_len, again)
         self.step_record: StepRecord | None = None
         """What this rank notes of the last step."""
         self.stop_requested = False
@@ -101,9 +101,9 @@ class Trainer(ResumableLearner):
                 if notes is not None and self.step_record is not None:
                     notes.write(dict(self.step_record))
                 progress.advance(record)
-                if is_due(self.step, run.training.check_replicas_every):
+                if is_due(self.step, run.training.replica_check_interval):
                     self._check_replicas()
-                if bad_in_a_row >= run.training.max_bad_steps:
+                if bad_in_a_row >= run.training.max_nonfinite_steps:
                     self.checkpointer.wait()
                     raise DivergenceError(
                         f"step {self.step}: {bad_in_a_row} steps in a row were not finite: {self._reason(record)}; "
@@ -119,14 +119,14 @@ class Trainer(ResumableLearner):
                 if evaluating:
                     self.rotate_expert_counts()  # before it is saved, since a run that resumes does not evaluate again
                 # Weights that give no finite gradient may be ruined. (Asynchronous ranks do not hear of that at once.)
-                sound = finite or run.layout.staleness is not None
+                sound = finite or run.layout.max_staleness is not None
                 saving = (
                     self.pacing.due(self.step, record["step_seconds"], self.checkpointer.is_saving) or self.should_stop
                 )
                 if (saving and sound) or last:
                     with self._recorded_pause("checkpoint", notes):
                         self._save_and_schedule_next(progress)
-                if is_due(self.step, run.recovery.copy_every) and sound:
+                if is_due(self.step, run.recovery.in_memory_checkpoint_every) and sound:
                     with self._recorded_pause("copy", notes):
                         self.save_in_memory()
                 if evaluating:
@@ -165,7 +165,7 @@ class Trainer(ResumableLearner):
         phases.end("optimizer")
         self.step, self.tokens = self.step + 1, self.tokens + int(tokens)
         self._update_stop_step(record["step"], bool(asked), int(announced))
-        if reduced.staleness is not None and self.run.layout.staleness is not None:
+        if reduced.staleness is not None and self.run.layout.max_staleness is not None:
             record["staleness"] = reduced.staleness
         self.step_record = phases.to_step_record(self.step, peak_memory_bytes(self.device))
         if self.moe_layers:
@@ -177,7 +177,7 @@ class Trainer(ResumableLearner):
     def _update_stop_step(self, step: int, asked: bool, announced: int) -> None:
         """Settle after which step all ranks stop, from what was summed in `step`. Asynchronous workers may miss a step;
         servers miss none, and announce from the next on one that nobody can have passed by then."""
-        staleness = self.run.layout.staleness
+        staleness = self.run.layout.max_staleness
         if self.stop_after_step is not None:
             return
         if staleness is None:
@@ -233,7 +233,7 @@ class Trainer(ResumableLearner):
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         batches = evaluation_batches(
             self.corpus.held_out,
-            self.run.training.sequence,
+            self.run.training.seq_len,
             self.batch.micro_batch_size,
             self.mesh.dp_rank,
             self.batch.dp_size,
@@ -308,7 +308,7 @@ class Trainer(ResumableLearner):
 
     def _check_replicas(self) -> None:
         """Raise CorruptionError if ranks do not hold alike what they must."""
-        every = self.run.training.check_replicas_every
+        every = self.run.training.replica_check_interval
         error = check_replica_consistency(self.strategy, self.optimizers, self.mesh.dims, self.step, every)
         if error is not None:
             self.checkpointer.wait()

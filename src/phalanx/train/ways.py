@@ -18,12 +18,14 @@ from phalanx.spec.run import RunSpec
 def process_group_for(run: RunSpec, mesh: Mesh, way: CollectiveKind) -> dist.ProcessGroup | object:
     """The group of this rank by which training sends so. All ranks must ask for the same ways in the same order: some
     groups are made for it."""
-    hybrid = run.layout.data == "hsdp"
+    hybrid = run.layout.data_parallel == "hsdp"
     match way.among:
         case "data":
             shards = mesh.submesh("dp_shard")
             group = (
-                shards.get_group() if run.layout.data in SHARDED_STRATEGIES and shards is not None else mesh.dp_group
+                shards.get_group()
+                if run.layout.data_parallel in SHARDED_STRATEGIES and shards is not None
+                else mesh.dp_group
             )
         case "replicas":
             assert mesh.device_mesh is not None

@@ -20,25 +20,25 @@ def start_message(trainer: Trainer, resumed: int) -> str:
     run, cut, sizes = trainer.run, trainer.batch, trainer.mesh.dims
     ranks = f"{format_rank_count(sizes.world_size)} ({trainer.device.type})"
     schedule = run.layout.schedule_file or run.layout.schedule
-    names = {"pp": f"pipeline ({schedule})", "cp": run.layout.context, "tp": "tensor", "ep": "expert"}
+    names = {"pp": f"pipeline ({schedule})", "cp": run.layout.cp_method, "tp": "tensor", "ep": "expert"}
     layout = "".join(f", {name} x {getattr(sizes, axis)}" for axis, name in names.items() if getattr(sizes, axis) > 1)
-    layout += f", {run.layout.data}" if sizes.dp_size > 1 or sizes.servers else ""
+    layout += f", {run.layout.data_parallel}" if sizes.dp_size > 1 or sizes.servers else ""
     layout += f", state in {OFFLOAD_TARGET_NAMES[run.layout.offload]}" if run.layout.offload != "none" else ""
     total = count_parameters(run.model).total
     train = trainer.corpus.train
     text = f"; the text is {train.size:,} tokens" if train is not None else ""
     lines = [
         f"{total:,} parameters on {ranks}{layout}, {run.training.precision}",
-        f"{cut.global_batch_size * run.training.sequence:,} tokens per update = {cut.micro_batch_size} sequences of "
-        f"{run.training.sequence} x {format_rank_count(cut.dp_size)} x {cut.gradient_accumulation_steps} accumulated"
+        f"{cut.global_batch_size * run.training.seq_len:,} tokens per update = {cut.micro_batch_size} sequences of "
+        f"{run.training.seq_len} x {format_rank_count(cut.dp_size)} x {cut.gradient_accumulation_steps} accumulated"
         f"{', shared unevenly' if cut.global_batch_size % cut.dp_size else ''}{text}",
     ]
     if run.training.precision == "bf16" and not has_fast_bf16(trainer.device):
         lines.append('this CPU computes bf16 in software, far slower than fp32: set training.precision = "fp32"')
     if cut.learning_rate_scale != 1:
         lines.append(
-            f"learning rates x {cut.learning_rate_scale:.4g} ({run.training.scaling}): {format_rank_count(cut.dp_size)} instead of "
-            f"{run.training.base_ranks}"
+            f"learning rates x {cut.learning_rate_scale:.4g} ({run.training.batch_scaling}): {format_rank_count(cut.dp_size)} instead of "
+            f"{run.training.base_dp_size}"
         )
     if resumed:
         others = f" of {format_rank_count(resumed)}" if resumed != sizes.world_size else ""
@@ -84,7 +84,7 @@ def generate_sample(trainer: Trainer) -> str:
     with torch.no_grad(), autocast_context(trainer.strategy, run.training.precision, trainer.device):
         tokens = generate(
             trainer.strategy.model, prompt, SAMPLE_TOKENS, temperature=0.7, top_k=50, generator=generator,
-            end=tokenizer.end, context=run.training.sequence,
+            end=tokenizer.end, context=run.training.seq_len,
         )  # fmt: skip
     return _broadcast_from_last_rank(tokenizer.decode(tokens.tolist()))
 

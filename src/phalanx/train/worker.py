@@ -146,7 +146,7 @@ def _run(
     run = read_run_directory(source)[0] if prepared else load_run(source, overrides)
     if prepared:
         remove_dumps(source, env_rank())
-    timeout_seconds = run.training.timeout_seconds
+    timeout_seconds = run.training.collective_timeout_seconds
     device = init_distributed(device_type or select_device(run), timeout_seconds, fewer.ranks if fewer else None)
     if not prepared:
         life.directory = _set_up_on_rank0(run, resume)
@@ -185,7 +185,7 @@ def _train_with_rollbacks(
     begin: Callable[[], Trainer], run: RunSpec, directory: Path, train: Callable[[Trainer, bool], None], resume: bool
 ) -> None:
     """Train, and where a loss is beyond repair go back and begin anew, as often as the run may."""
-    allowed, usual = run.recovery.rollbacks, LossSpikeDetector(run.recovery.spike)
+    allowed, usual = run.recovery.max_rollbacks, LossSpikeDetector(run.recovery.loss_spike_ratio)
     left = allowed and allowed - broadcast_from_rank0(partial(count_rollbacks, directory))
     while True:
         trainer = begin()
@@ -259,7 +259,7 @@ def rank_peak_flops(run: RunSpec, device: torch.device) -> float | None:
     """Peak FLOP/s of one rank: as the run file says, of the GPU's preset, or measured on a CPU; None if unknown."""
     bf16 = run.training.precision == "bf16"
     on_cpu, cluster = device.type == "cpu", run.cluster
-    if cluster.peak_flops and cluster.measured and cluster.measured.precision == run.training.precision:
+    if cluster.peak_flops and cluster.calibration and cluster.calibration.precision == run.training.precision:
         return cluster.peak_flops / cluster.ranks_per_core  # of this machine, by `phalanx calibrate`
     if cluster.peak_flops and (not cluster.preset or (bf16 and not on_cpu)):
         return cluster.peak_flops
@@ -277,7 +277,7 @@ def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | Non
     resumed, damaged = trainer.resume() if resume else (0, {})
     config, alive_until = run.model_dump(mode="json"), mtime_or_none(directory / METRICS_FILE)
     logs = [] if quiet else open_loggers(directory, trainer.step, run.metrics.wandb, run.name, config)
-    notes = open_step_records(trainer) if run.metrics.record else None
+    notes = open_step_records(trainer) if run.metrics.per_rank_records else None
     looked_at = profiled_steps(trainer, measure, window)
     if trainer.is_main:
         launcher = int(os.environ.get(LAUNCHER_PID_ENV, "0"))
@@ -323,7 +323,7 @@ def profiled_steps(trainer: Trainer, measure: bool, window: range | None) -> ran
 def open_step_records(trainer: Trainer) -> Logger:
     """Where this rank notes what it does, with its opening written."""
     file = rank_record_file(trainer.directory, trainer.mesh.rank)
-    offset = measure_clock_offset(trainer.device, trainer.run.training.timeout_seconds)
+    offset = measure_clock_offset(trainer.device, trainer.run.training.collective_timeout_seconds)
     file.parent.mkdir(exist_ok=True)
     notes = JsonLinesLogger(file, trainer.step, FLUSH_SECONDS)
     opening: RunHeader = {

@@ -106,7 +106,7 @@ def communication_group(run: RunSpec, world_size: int, among: GroupKind, rank: i
 def _cause(run: RunSpec, operation: str) -> str:
     if operation == "all_to_all" and run.optimizer.name == "muon" and uses_model_parallelism(run.layout):
         return "Muon's matrices, of which ranks have shares, are sent to whoever computes them: not planned"
-    if run.layout.compress == "powersgd" and operation == "all_reduce":
+    if run.layout.gradient_compression == "powersgd" and operation == "all_reduce":
         return "PowerSGD sends thin matrices, bucket by bucket: its calls are not planned"
     return ""
 

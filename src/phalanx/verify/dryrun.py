@@ -46,11 +46,13 @@ Traced = dict[str, Any]
 def check_traceable(run: RunSpec, world_size: int) -> None:
     """Raise UserError for a run that cannot be traced, or cannot be run at all."""
     check_layout(run, world_size)
-    if run.layout.staleness is not None:
+    if run.layout.max_staleness is not None:
         raise UserError(
-            "layout.staleness", run.layout.staleness, "lets ranks send when they like, so no two steps are alike",
+            "layout.max_staleness",
+            run.layout.max_staleness,
+            "lets ranks send when they like, so no two steps are alike",
             "remove it: what a synchronous server sends is the same in every step",
-        )  # fmt: skip
+        )
 
 
 def dry_run(run: RunSpec, world_size: int, ranks: Sequence[int], at_once: int = 2) -> Iterator[Traced]:
@@ -149,7 +151,7 @@ def _step(learner: Learner, micro_batches: int = _ALL) -> None:
 def _micros(learner: Learner) -> list[MicroBatch]:
     """As many rows as this rank has of a step, each of one document, or of several where these are masked."""
     run, cut = learner.run, learner.batch
-    rows, sequence = len(rank_rows(cut.global_batch_size, learner.mesh.dp_rank, cut.dp_size)), run.training.sequence
+    rows, sequence = len(rank_rows(cut.global_batch_size, learner.mesh.dp_rank, cut.dp_size)), run.training.seq_len
     mine = len(np.arange(sequence)[learner.local_tokens(sequence)])
     counts = [end - begin for begin, end in pairwise([*range(0, rows, cut.micro_batch_size), rows])]
     masked = run.data.mask_documents

@@ -118,7 +118,7 @@ def test_a_directory_that_hangs_holds_only_its_check(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(examine, "CHECKS", (disk,))
     monkeypatch.setattr(examine, "CHECK_SECONDS", 5)
-    described = run_from_table({"model": {"preset": "tiny"}, "out": "/hung/runs"})
+    described = run_from_table({"model": {"preset": "tiny"}, "output_dir": "/hung/runs"})
     found = examine.run_all_checks(Machine(), expectations_from_run(described, 2))
     assert [(each.id, each.severity, each.device) for each in found] == [("doctor.stuck", "FAIL", "disk")]
 

@@ -16,10 +16,12 @@ def expectations_from_run(run: RunSpec, nproc: int | None = None) -> Expectation
     Raises UserError if its layout cannot run on so many ranks.
     """
     cluster = run.cluster
-    ranks = nproc or cluster.nproc or (1 if cluster.device == "cpu" else None)  # as `phalanx train` would start
+    ranks = (
+        nproc or cluster.nproc_per_node or (1 if cluster.device == "cpu" else None)
+    )  # as `phalanx train` would start
     gpus = {"cuda": ranks or 1, "cpu": 0, "auto": None}[cluster.device]
-    directory = Path(run.out).expanduser().absolute()
-    held = rank_memory(run, ranks * cluster.nodes) if ranks and not run.automatic else {}
+    directory = Path(run.output_dir).expanduser().absolute()
+    held = rank_memory(run, ranks * cluster.nodes) if ranks and not run.auto_layout else {}
     return Expectations(
         directory=str(directory),
         nodes=cluster.nodes,

@@ -29,10 +29,15 @@ VERY_FULL = CheckRule(
     "df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
 )  # fmt: skip
 ROOM = CheckRule(
-    "disk.room", "free space", "FAIL", "at least the checkpoints that the run keeps, and one more", "GB",
-    "the run (checkpoint.keep)", "make room on {device}, set out to a larger disk, or keep fewer (checkpoint.keep)",
+    "disk.room",
+    "free space",
+    "FAIL",
+    "at least the checkpoints that the run keeps, and one more",
+    "GB",
+    "the run (checkpoint.keep)",
+    "make room on {device}, set output_dir to a larger disk, or keep fewer (checkpoint.keep)",
     "df -h {device}",
-)  # fmt: skip
+)
 WRITE = CheckRule(
     "disk.write", "speed of a file that is written and synced", "WARN", f"at least {WRITE_MB_PER_SECOND}", "MB/s",
     "ours: a rank that saves 1 GB waits for 10 s",

@@ -52,19 +52,21 @@ class ExportJob:
     def least_learning_rate(self) -> float:
         """Where the learning rate ends."""
         spec = self.run.optimizer
-        return float(f"{self.learning_rate * (1.0 if spec.decay == 'none' else spec.min_ratio):.12g}")
+        return float(f"{self.learning_rate * (1.0 if spec.lr_schedule == 'none' else spec.min_lr_ratio):.12g}")
 
     @property
     def decay_steps(self) -> int:
         """Steps in which the learning rate falls, the last ones (wsd: `decay_fraction` of all)."""
         training, optimizer = self.run.training, self.run.optimizer
         left = training.steps - optimizer.warmup_steps
-        return min(round(optimizer.decay_fraction * training.steps), left) if optimizer.decay == "wsd" else left
+        return (
+            min(round(optimizer.lr_decay_fraction * training.steps), left) if optimizer.lr_schedule == "wsd" else left
+        )
 
     @property
     def init_std(self) -> float:
         """Standard deviation of initial matrices, as in `model.weights`."""
-        return sqrt(2 / (5 * self.run.model.width))
+        return sqrt(2 / (5 * self.run.model.hidden_size))
 
 
 @dataclass(frozen=True)
@@ -78,17 +80,23 @@ class UnsupportedOption:
 
 
 UNSUPPORTED_EVERYWHERE = (
-    UnsupportedOption("layout.data", ("parameter_server",), 'use "zero1" or another'),
-    UnsupportedOption("layout.heads", ("gathered",), "use a tensor-parallel degree that divides the heads"),
-    UnsupportedOption("layout.compress", ("powersgd",), "remove it"),
+    UnsupportedOption("layout.data_parallel", ("parameter_server",), 'use "zero1" or another'),
+    UnsupportedOption("layout.tp_attention", ("gathered",), "use a tensor-parallel degree that divides the heads"),
+    UnsupportedOption("layout.gradient_compression", ("powersgd",), "remove it"),
     UnsupportedOption("training.precision", ("fp64",), 'use "bf16" or "fp32"'),
     UnsupportedOption("optimizer.name", ("muon",), 'use "adamw": no other Muon has the same updates'),
 )
 """What none of the four can express."""
 TRAINER_SPECIFIC = (
-    "layout.bucket_mb", "layout.first_bucket_mb", "layout.static_graph", "layout.unused_parameters", "layout.wrap",
-    "layout.prefetch", "layout.reshard", "training.compile",
-)  # fmt: skip
+    "layout.bucket_mb",
+    "layout.first_bucket_mb",
+    "layout.ddp_static_graph",
+    "layout.ddp_find_unused_parameters",
+    "layout.fsdp_unit",
+    "layout.fsdp_prefetch",
+    "layout.reshard_after_forward",
+    "training.compile",
+)
 """Choices that change no result, and that each trainer has its own ways of making."""
 
 
@@ -121,8 +129,8 @@ def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]
         value, default = _value_and_default(job.run, field)
         if value != default and field not in expressed:
             notes.append(f"{field} = {value} is left out: {NAMES[trainer]} has its own ways.")
-    together = job.sizes.pp > 1 and job.sizes.dp_size > 1 and job.run.layout.outermost == "data"
-    if together and "layout.outermost" not in expressed:
+    together = job.sizes.pp > 1 and job.sizes.dp_size > 1 and job.run.layout.rank_order == "data"
+    if together and "layout.rank_order" not in expressed:
         notes.append("Ranks with different data are nearer to each other there than those of a pipeline.")
     return notes
 
@@ -141,10 +149,10 @@ def _unchosen(run: RunSpec) -> list[str]:
 
 def check_kv_heads(job: ExportJob, trainer: Trainer) -> None:
     """Raise UserError where tensor-parallel ranks would have copies of key/value heads."""
-    heads, tp = job.run.model.kv_heads, job.sizes.tp
+    heads, tp = job.run.model.num_kv_heads, job.sizes.tp
     if heads % tp:
         fix = "lower it to a divisor of the key/value heads"
-        raise unsupported_error(trainer, "layout.tp", tp, fix, f"it does not divide model.kv_heads ({heads})")
+        raise unsupported_error(trainer, "layout.tp", tp, fix, f"it does not divide model.num_kv_heads ({heads})")
 
 
 def with_comment_header(notes: Sequence[str], text: str) -> str:

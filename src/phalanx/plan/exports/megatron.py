@@ -26,7 +26,7 @@ GAPS = (
         "layout.schedule", ("naive", "gpipe", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "interleaved"'
     ),
     UnsupportedOption("layout.schedule_file", (), "remove it"),
-    UnsupportedOption("layout.offload", ("nvme",), 'use "cpu" with layout.data = "zero1"'),
+    UnsupportedOption("layout.offload", ("nvme",), 'use "cpu" with layout.data_parallel = "zero1"'),
     UnsupportedOption("model.qk_norm", ("full",)),
     UnsupportedOption("model.rope.scaling", ("yarn",)),
 )
@@ -40,15 +40,15 @@ def megatron(job: ExportJob) -> ExportedConfig:
     run, layout = job.run, job.run.layout
     check_export_supported(job, "megatron", GAPS)
     check_kv_heads(job, "megatron")
-    if job.sizes.cp > 1 and run.training.sequence % (2 * job.sizes.cp):
+    if job.sizes.cp > 1 and run.training.seq_len % (2 * job.sizes.cp):
         fix = f"use a multiple of {2 * job.sizes.cp}"
         raise unsupported_error(
-            "megatron", "training.sequence", run.training.sequence, fix, f"with layout.cp = {job.sizes.cp}"
+            "megatron", "training.seq_len", run.training.seq_len, fix, f"with layout.cp = {job.sizes.cp}"
         )
     moe = _experts(job, run.model.moe) if run.model.moe else {}
     flags = _model(job) | _rope(job) | moe | _parallel(job) | _data_parallel(job) | _batch(job) | _optimizer(job)
-    notes = common_notes(job, "megatron", *["layout.outermost"] * bool(flags["use-tp-pp-dp-mapping"]))
-    if run.model.vocab % layout.tp:
+    notes = common_notes(job, "megatron", *["layout.rank_order"] * bool(flags["use-tp-pp-dp-mapping"]))
+    if run.model.vocab_size % layout.tp:
         notes.append(f"The embedding is padded to a multiple of {layout.tp} rows.")
     if run.model.moe and run.model.moe.capacity_factor:
         notes.append("Experts' capacities are those of a micro-batch, not of each sequence.")
@@ -60,7 +60,7 @@ def megatron(job: ExportJob) -> ExportedConfig:
 def _script(job: ExportJob, flags: Flags) -> str:
     nodes = job.run.cluster.nodes
     start = f"torchrun --nnodes {nodes} --nproc-per-node {job.sizes.world_size // nodes} pretrain_gpt.py"
-    if max(job.sizes.tp, job.sizes.cp) > 1 and job.run.layout.data not in SHARDED_BY_FSDP:
+    if max(job.sizes.tp, job.sizes.cp) > 1 and job.run.layout.data_parallel not in SHARDED_BY_FSDP:
         start = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {start}"  # arguments.py asks for it, before Blackwell
     lines = [
         f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}"
@@ -71,7 +71,7 @@ def _script(job: ExportJob, flags: Flags) -> str:
 
 
 def _model(job: ExportJob) -> Flags:
-    spec, sequence = job.run.model, job.run.training.sequence
+    spec, sequence = job.run.model, job.run.training.seq_len
     if spec.activation == "gelu_tanh" and not spec.bias:
         why = "its GELU by tanh is fused with a bias"
         raise unsupported_error("megatron", "model.activation", spec.activation, 'set model.bias, or use "gelu"', why)
@@ -80,18 +80,18 @@ def _model(job: ExportJob) -> Flags:
             "megatron", "model.qk_norm", "head", 'use model.norm = "rmsnorm"', "its norms are all of one kind"
         )
     return {
-        "num-layers": spec.layers,
-        "hidden-size": spec.width,
-        "ffn-hidden-size": spec.ffn,
-        "num-attention-heads": spec.heads,
+        "num-layers": spec.num_layers,
+        "hidden-size": spec.hidden_size,
+        "ffn-hidden-size": spec.ffn_hidden_size,
+        "num-attention-heads": spec.num_heads,
         "kv-channels": spec.head_dim,
-        "group-query-attention": spec.kv_heads != spec.heads,
-        "num-query-groups": spec.kv_heads if spec.kv_heads != spec.heads else None,
+        "group-query-attention": spec.num_kv_heads != spec.num_heads,
+        "num-query-groups": spec.num_kv_heads if spec.num_kv_heads != spec.num_heads else None,
         "qk-layernorm": spec.qk_norm == "head",
-        "vocab-size": spec.vocab,
+        "vocab-size": spec.vocab_size,
         "make-vocab-size-divisible-by": 1,
-        "untie-embeddings-and-output-weights": not spec.tied,
-        "max-position-embeddings": max(spec.context, sequence),
+        "untie-embeddings-and-output-weights": not spec.tie_embeddings,
+        "max-position-embeddings": max(spec.max_seq_len, sequence),
         "seq-length": sequence,
         "normalization": "RMSNorm" if spec.norm == "rmsnorm" else "LayerNorm",
         "norm-epsilon": spec.norm_eps,
@@ -105,7 +105,7 @@ def _model(job: ExportJob) -> Flags:
 
 
 def _rope(job: ExportJob) -> Flags:
-    if job.run.model.positions == "learned":
+    if job.run.model.position_embedding == "learned":
         return {"position-embedding-type": "learned_absolute"}
     rope = job.run.model.rope
     whole = {"model.rope.theta": rope.theta} | ({"model.rope.factor": rope.factor} if rope.scaling == "linear" else {})
@@ -130,16 +130,18 @@ def _experts(job: ExportJob, moe: MoESpec) -> Flags:
     spec, layout = job.run.model, job.run.layout
     _check_experts(moe, layout)
     return {
-        "num-experts": moe.experts,
+        "num-experts": moe.num_experts,
         "moe-router-topk": moe.top_k,
-        "moe-ffn-hidden-size": moe.ffn,
-        "moe-shared-expert-intermediate-size": moe.ffn * moe.shared_experts or None,
-        "moe-layer-freq": f"([0]*{moe.first_dense}+[1]*{spec.layers - moe.first_dense})" if moe.first_dense else None,
-        "moe-router-score-function": moe.score,
-        "moe-router-pre-softmax": moe.score == "softmax" and not moe.normalize_top_k,
+        "moe-ffn-hidden-size": moe.expert_ffn_size,
+        "moe-shared-expert-intermediate-size": moe.expert_ffn_size * moe.num_shared_experts or None,
+        "moe-layer-freq": f"([0]*{moe.num_leading_dense_layers}+[1]*{spec.num_layers - moe.num_leading_dense_layers})"
+        if moe.num_leading_dense_layers
+        else None,
+        "moe-router-score-function": moe.router_score,
+        "moe-router-pre-softmax": moe.router_score == "softmax" and not moe.normalize_top_k,
         "moe-router-load-balancing-type": _balancing(moe),
-        "moe-aux-loss-coeff": moe.balance_loss or None,
-        "moe-z-loss-coeff": moe.z_loss or None,
+        "moe-aux-loss-coeff": moe.balance_loss_coef or None,
+        "moe-z-loss-coeff": moe.z_loss_coef or None,
         "moe-router-enable-expert-bias": moe.bias_update_rate > 0,
         "moe-router-bias-update-rate": moe.bias_update_rate or None,
         "moe-expert-capacity-factor": moe.capacity_factor,
@@ -152,21 +154,21 @@ def _experts(job: ExportJob, moe: MoESpec) -> Flags:
 
 
 def _balancing(moe: MoESpec) -> str:
-    if not moe.balance_loss:
+    if not moe.balance_loss_coef:
         return "none"
-    return "seq_aux_loss" if moe.balance_over == "sequence" else "aux_loss"
+    return "seq_aux_loss" if moe.balance_loss_scope == "sequence" else "aux_loss"
 
 
 def _check_experts(moe: MoESpec, layout: Layout) -> None:
     """Its routers' weights sum to one with softmax unless that comes before the choice, which a single expert needs,
     and with sigmoid for more than one expert (core/transformer/moe/moe_utils.py, topk_routing_with_score_function)."""
-    sums_to_one = moe.top_k > 1 and (moe.score == "sigmoid" or moe.normalize_top_k)
+    sums_to_one = moe.top_k > 1 and (moe.router_score == "sigmoid" or moe.normalize_top_k)
     if moe.normalize_top_k != sums_to_one:
-        why = f"with top_k = {moe.top_k} and {moe.score} it {'always' if sums_to_one else 'never'} normalizes"
+        why = f"with top_k = {moe.top_k} and {moe.router_score} it {'always' if sums_to_one else 'never'} normalizes"
         fix = f"set it to {str(sums_to_one).lower()}"
         raise unsupported_error("megatron", "model.moe.normalize_top_k", moe.normalize_top_k, fix, why)
-    if moe.bias_update_rate and moe.score == "softmax":
-        why, fix = "its bias needs sigmoid scores", 'set it to 0, or model.moe.score = "sigmoid"'
+    if moe.bias_update_rate and moe.router_score == "softmax":
+        why, fix = "its bias needs sigmoid scores", 'set it to 0, or model.moe.router_score = "sigmoid"'
         raise unsupported_error("megatron", "model.moe.bias_update_rate", moe.bias_update_rate, fix, why)
     if layout.tp > 1 and not layout.sequence_parallel:
         why = "with experts and tensor parallelism it needs it"
@@ -178,7 +180,7 @@ def _parallel(job: ExportJob) -> Flags:
     even = len({len(layers) for layers in job.stages}) == 1
     cut = "|".join("t" * len(layers) for layers in job.stages)
     # core/parallel_state.py: otherwise data-parallel ranks of experts and of the rest must be equally many.
-    inside = layout.outermost == "data" and (sizes.ep if sizes.ep > 1 else sizes.tp) == sizes.tp * sizes.cp
+    inside = layout.rank_order == "data" and (sizes.ep if sizes.ep > 1 else sizes.tp) == sizes.tp * sizes.cp
     recompute: dict[str, Flags] = {
         "none": {},
         "selective": {"recompute-granularity": "selective", "recompute-modules": "core_attn"},
@@ -191,32 +193,32 @@ def _parallel(job: ExportJob) -> Flags:
         "num-virtual-stages-per-pipeline-rank": layout.virtual_stages if even and layout.virtual_stages > 1 else None,
         "pipeline-model-parallel-layout": None if even else f"E{cut}L",
         "context-parallel-size": sizes.cp,
-        "cp-comm-type": {"ring": "p2p", "ulysses": "a2a"}[layout.context] if sizes.cp > 1 else None,
+        "cp-comm-type": {"ring": "p2p", "ulysses": "a2a"}[layout.cp_method] if sizes.cp > 1 else None,
         "use-tp-pp-dp-mapping": sizes.pp > 1 and sizes.dp_size > 1 and inside,
-        **recompute[layout.recompute],
+        **recompute[layout.activation_checkpointing],
     }
 
 
 def _data_parallel(job: ExportJob) -> Flags:
     layout, sizes = job.run.layout, job.sizes
-    if layout.offload == "cpu" and layout.data != "zero1":
+    if layout.offload == "cpu" and layout.data_parallel != "zero1":
         why = "it offloads optimizer state, and that of its distributed optimizer"
-        raise unsupported_error("megatron", "layout.offload", "cpu", 'use layout.data = "zero1"', why)
-    if layout.data not in SHARDED_BY_FSDP:
+        raise unsupported_error("megatron", "layout.offload", "cpu", 'use layout.data_parallel = "zero1"', why)
+    if layout.data_parallel not in SHARDED_BY_FSDP:
         return {
-            "use-distributed-optimizer": layout.data == "zero1",
+            "use-distributed-optimizer": layout.data_parallel == "zero1",
             "overlap-grad-reduce": sizes.pp == 1 and sizes.dp_size > 1,
             "optimizer-cpu-offload": layout.offload == "cpu",
             "use-precision-aware-optimizer": layout.offload == "cpu",
-            "grad-reduce-in-bf16": layout.compress == "bf16",
+            "grad-reduce-in-bf16": layout.gradient_compression == "bf16",
         }
     if sizes.pp > 1:
         why = "its FSDP is documented with tensor, context and expert parallelism, not with pipelines"
-        raise unsupported_error("megatron", "layout.data", layout.data, 'use "ddp" or "zero1"', why)
+        raise unsupported_error("megatron", "layout.data_parallel", layout.data_parallel, 'use "ddp" or "zero1"', why)
     return {
         "use-megatron-fsdp": True,
-        "data-parallel-sharding-strategy": SHARDED_BY_FSDP[layout.data],
-        "num-distributed-optimizer-instances": sizes.dp_replicate if layout.data == "hsdp" else None,
+        "data-parallel-sharding-strategy": SHARDED_BY_FSDP[layout.data_parallel],
+        "num-distributed-optimizer-instances": sizes.dp_replicate if layout.data_parallel == "hsdp" else None,
         "use-distributed-optimizer": True,
         "no-gradient-accumulation-fusion": True,
         "ckpt-format": "fsdp_dtensor",
@@ -244,10 +246,10 @@ def _optimizer(job: ExportJob) -> Flags:
         **(adam if spec.name == "adamw" else {"sgd-momentum": spec.momentum}),
         "lr": job.learning_rate,
         "min-lr": job.least_learning_rate,
-        "lr-decay-style": {"none": "constant", "wsd": "WSD"}.get(spec.decay, spec.decay),
-        **(wsd if spec.decay == "wsd" else {}),
+        "lr-decay-style": {"none": "constant", "wsd": "WSD"}.get(spec.lr_schedule, spec.lr_schedule),
+        **(wsd if spec.lr_schedule == "wsd" else {}),
         "lr-decay-iters": steps,
         "lr-warmup-iters": spec.warmup_steps,
         "weight-decay": spec.weight_decay,
-        "clip-grad": spec.clip_norm,
+        "clip-grad": spec.max_grad_norm,
     }

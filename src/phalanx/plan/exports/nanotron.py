@@ -20,20 +20,20 @@ from phalanx.plan.exports.exported import (
 Table = dict[str, object]
 
 GAPS = (
-    UnsupportedOption("layout.data", ("zero2", "zero3", "hsdp"), 'use "ddp" or "zero1"'),
+    UnsupportedOption("layout.data_parallel", ("zero2", "zero3", "hsdp"), 'use "ddp" or "zero1"'),
     UnsupportedOption("layout.cp", (), "use layout.cp = 1"),
     UnsupportedOption(
         "layout.schedule", ("naive", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "gpipe"'
     ),
     UnsupportedOption("layout.schedule_file", (), "remove it"),
     UnsupportedOption("layout.offload", (), "remove it"),
-    UnsupportedOption("layout.compress", ("bf16",), "remove it"),
-    UnsupportedOption("layout.recompute", ("selective",), 'use "none" or "full"'),
+    UnsupportedOption("layout.gradient_compression", ("bf16",), "remove it"),
+    UnsupportedOption("layout.activation_checkpointing", ("selective",), 'use "none" or "full"'),
     UnsupportedOption("training.precision", ("fp32",), 'use "bf16"'),
     UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
     UnsupportedOption("model.norm", ("layernorm",)),
     UnsupportedOption("model.activation", ("gelu", "gelu_tanh")),
-    UnsupportedOption("model.positions", ("learned",)),
+    UnsupportedOption("model.position_embedding", ("learned",)),
     UnsupportedOption("model.qk_norm", ("head", "full")),
     UnsupportedOption("model.rope.scaling", ("linear", "llama3", "yarn")),
 )
@@ -44,8 +44,8 @@ def nanotron(job: ExportJob) -> ExportedConfig:
     run = job.run
     if run.model.moe:
         raise unsupported_error("nanotron", "model.moe", None, "use another model", "its Llama has no experts")
-    if run.model.head_dim * run.model.heads != run.model.width:
-        fix = f"use {run.model.width // run.model.heads}"
+    if run.model.head_dim * run.model.num_heads != run.model.hidden_size:
+        fix = f"use {run.model.hidden_size // run.model.num_heads}"
         raise unsupported_error("nanotron", "model.head_dim", run.model.head_dim, fix, "its heads share the width")
     check_export_supported(job, "nanotron", GAPS)
     check_kv_heads(job, "nanotron")
@@ -55,7 +55,7 @@ def nanotron(job: ExportJob) -> ExportedConfig:
         "model": _model(job),
         "tokens": _tokens(job),
         "optimizer": _optimizer(job),
-        "checkpoints": {"checkpoints_path": f"{run.out}/{run.name}", "checkpoint_interval": _interval(job)},
+        "checkpoints": {"checkpoints_path": f"{run.output_dir}/{run.name}", "checkpoint_interval": _interval(job)},
         "tokenizer": {"tokenizer_name_or_path": None},
         "data_stages": [
             {"name": "all", "start_training_step": 1, "data": {"dataset": None, "seed": run.training.seed}}
@@ -81,7 +81,7 @@ def _parallelism(job: ExportJob) -> Table:
         "pp_engine": {"1f1b": "1f1b", "gpipe": "afab"}[layout.schedule],
         "tp_mode": "REDUCE_SCATTER" if shared else "ALL_REDUCE",
         "tp_linear_async_communication": shared,
-        "recompute_layer": layout.recompute == "full",
+        "recompute_layer": layout.activation_checkpointing == "full",
     }
 
 
@@ -90,16 +90,16 @@ def _model(job: ExportJob) -> Table:
     config = {
         "is_llama_config": True,
         "hidden_act": "silu",
-        "hidden_size": spec.width,
-        "intermediate_size": spec.ffn,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "vocab_size": spec.vocab,
-        "max_position_embeddings": max(spec.context, job.run.training.sequence),
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.ffn_hidden_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": max(spec.max_seq_len, job.run.training.seq_len),
         "rms_norm_eps": spec.norm_eps,
         "rope_theta": spec.rope.theta,
-        "tie_word_embeddings": spec.tied,
+        "tie_word_embeddings": spec.tie_embeddings,
     }
     return {
         "model_config": config,
@@ -111,7 +111,7 @@ def _model(job: ExportJob) -> Table:
 
 def _tokens(job: ExportJob) -> Table:
     return {
-        "sequence_length": job.run.training.sequence,
+        "sequence_length": job.run.training.seq_len,
         "train_steps": job.run.training.steps,
         "micro_batch_size": job.cut.micro_batch_size,
         "batch_accumulation_per_replica": job.cut.gradient_accumulation_steps,
@@ -128,16 +128,16 @@ def _optimizer(job: ExportJob) -> Table:
     beta1, beta2 = spec.betas
     adam = {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": spec.eps, "torch_adam_is_fused": True}
     return {
-        "zero_stage": 1 if job.run.layout.data == "zero1" else 0,
+        "zero_stage": 1 if job.run.layout.data_parallel == "zero1" else 0,
         "weight_decay": spec.weight_decay,
-        "clip_grad": spec.clip_norm or None,
+        "clip_grad": spec.max_grad_norm or None,
         "accumulate_grad_in_fp32": True,
         "optimizer_factory": {"name": "adamW", **adam},
         "learning_rate_scheduler": {
             "learning_rate": job.learning_rate,
             "lr_warmup_steps": spec.warmup_steps,
             "lr_warmup_style": "linear",
-            "lr_decay_style": "cosine" if spec.decay == "cosine" else "linear",
+            "lr_decay_style": "cosine" if spec.lr_schedule == "cosine" else "linear",
             "lr_decay_steps": job.decay_steps,
             "lr_decay_starting_step": steps - job.decay_steps,
             "min_decay_lr": job.least_learning_rate,

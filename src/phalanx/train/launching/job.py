@@ -94,7 +94,7 @@ def check_job(job: ClusterJob) -> None:
         run.swarm is None, "swarm", run.swarm and run.swarm.method, "is for several sites, not for the nodes of one",
         "lead it with phalanx swarm serve; to train it on one site alone: --set swarm=",
     )  # fmt: skip
-    if run.automatic:  # chosen where it starts, for the ranks that are there
+    if run.auto_layout:  # chosen where it starts, for the ranks that are there
         require(
             run.cluster.preset is not None, "layout", "auto", "needs to know the machine, and nobody names it",
             "set cluster.preset, or write a layout down with phalanx plan RUN.toml --out FILE",
@@ -129,11 +129,11 @@ def ranks_per_node(run: RunSpec, asked: int | None) -> int:
 
     Raises UserError where nobody knows: the nodes' GPUs cannot be counted from here.
     """
-    found = asked or run.cluster.nproc or (1 if run.cluster.device == "cpu" else None)
+    found = asked or run.cluster.nproc_per_node or (1 if run.cluster.device == "cpu" else None)
     if found is None:
         raise UserError(
             "--nproc", None, "is needed: the GPUs of a node cannot be counted from here",
-            'give --nproc, or set cluster.nproc (or cluster.device = "cpu")',
+            'give --nproc, or set cluster.nproc_per_node (or cluster.device = "cpu")',
         )  # fmt: skip
     return found
 

@@ -170,8 +170,11 @@ def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = N
 
 def _variables(job: ClusterJob) -> dict[str, tuple[str, str]]:
     found = job_environment(job)
-    if job.max_nodes > 1 and "join_seconds" not in job.run.recovery.model_fields_set:
-        found["PHALANX_RECOVERY__JOIN_SECONDS"] = (str(PATIENCE_SECONDS), "other pods start when there is room")
+    if job.max_nodes > 1 and "rendezvous_timeout_seconds" not in job.run.recovery.model_fields_set:
+        found["PHALANX_RECOVERY__RENDEZVOUS_TIMEOUT_SECONDS"] = (
+            str(PATIENCE_SECONDS),
+            "other pods start when there is room",
+        )
     return found
 
 

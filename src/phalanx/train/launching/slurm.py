@@ -105,7 +105,7 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
         "--requeue",
         "--no-kill",
     ]
-    directory = str(Path(job.run.out).expanduser() / job.run.name)
+    directory = str(Path(job.run.output_dir).expanduser() / job.run.name)
     exports = [
         f"export {name}=${{{name}-{shlex.quote(value)}}}  # {why}\n"
         for name, (value, why) in job.environment(directory).items()

@@ -33,12 +33,14 @@ def job_environment(job: ClusterJob) -> dict[str, tuple[str, str]]:
 
     Raises UserError for a run directory that is not on the volume.
     """
-    out = WORK / job.run.out
+    out = WORK / job.run.output_dir
     require(
-        out.is_relative_to(WORK) and ".." not in out.parts and not job.run.out.startswith("~"), "out", job.run.out,
+        out.is_relative_to(WORK) and ".." not in out.parts and not job.run.output_dir.startswith("~"),
+        "output_dir",
+        job.run.output_dir,
         f"is not on the volume, which is {WORK} there: checkpoints would be lost with their machines",
         'write it without / in front, as "runs"',
-    )  # fmt: skip
+    )
     found = job.environment(str(out / job.run.name))
     for name, text in sorted(os.environ.items()):
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
