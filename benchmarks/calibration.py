@@ -23,9 +23,8 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from phalanx.cost.footprint import GIB
-from phalanx.plan.beside import compare_with_prediction
-from phalanx.plan.calibrate import (
+from phalanx.cost.estimate.memory import GIB
+from phalanx.plan.calibrate.calibrate import (
     LEAST_WAIT,
     Calibration,
     MeasuredRun,
@@ -35,16 +34,17 @@ from phalanx.plan.calibrate import (
     read_measured_run,
     write_machine,
 )
-from phalanx.plan.candidates import candidate_from_run
-from phalanx.plan.describe import time_constants_for
-from phalanx.plan.explain import evaluate_layout
-from phalanx.plan.simulated import simulate_candidate
-from phalanx.plan.timings import BenchmarkFile, read_benchmark_file
-from phalanx.report.efficiency import step_times, with_measured_parts
+from phalanx.plan.calibrate.microbenchmarks import BenchmarkFile, read_benchmark_file
+from phalanx.plan.predicted_vs_measured import compare_with_prediction
+from phalanx.plan.search.candidates import candidate_from_run
+from phalanx.plan.search.explain import evaluate_layout
+from phalanx.plan.search.pipeline_simulation import simulate_candidate
+from phalanx.plan.tables.job_columns import time_constants_for
 from phalanx.report.facts import step_rows
-from phalanx.report.recorded import read_run
+from phalanx.report.run_data import read_run
+from phalanx.report.step_breakdown import step_times, with_measured_parts
 from phalanx.spec.cluster import ClusterSpec
-from phalanx.spec.load import load_machine
+from phalanx.spec.files.load import load_machine
 
 MIB = 2**20
 LOOP, ACCURACY = Path(__file__).with_name("loop.md"), Path(__file__).parents[1] / "docs" / "accuracy.md"

@@ -18,13 +18,13 @@ import time
 from pathlib import Path
 from statistics import mean, median
 
-from phalanx.measure.events import BEGAN, FAILED, read_events
-from phalanx.measure.record import rank_record_file
-from phalanx.report.recorded import read_run
-from phalanx.spec.load import run_from_table
-from phalanx.testing.runs import rank_pids, wait_until
-from phalanx.train.metrics import read_metrics
-from phalanx.train.setup import to_toml
+from phalanx.report.run_data import read_run
+from phalanx.runs.create import to_toml
+from phalanx.runs.events import BEGAN, FAILED, read_events
+from phalanx.runs.step_records import rank_record_file
+from phalanx.spec.files.load import run_from_table
+from phalanx.testing.processes import rank_pids, wait_until
+from phalanx.train.loggers import read_metrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "copies.md"
 MODEL = {

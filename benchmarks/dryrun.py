@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from phalanx.plan.explain import plan_or_raise
-from phalanx.spec.load import run_from_table
+from phalanx.plan.search.explain import plan_or_raise
+from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
-from phalanx.verify.compare import PlanCheck, compare_with_plan
-from phalanx.verify.dryrun import corner_ranks, dry_run
+from phalanx.verify.dry_run import corner_ranks, dry_run
+from phalanx.verify.plan_comparison import PlanCheck, compare_with_plan
 
 SEQUENCE = 8192
 NPROC = 8

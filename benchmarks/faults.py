@@ -32,17 +32,17 @@ from benchmarks.breaking import (
     running,
     same_bits,
 )
-from phalanx.measure.events import ROLLED_BACK, read_events
-from phalanx.spec.load import load_run
-from phalanx.testing.faults import fill_disk, flip_bit, memory_limited, small_disk, truncate_file
-from phalanx.testing.hosts import star_network
-from phalanx.testing.runs import rank_pids, wait_until
-from phalanx.train.agent import run_until_done, stop_signals_as_exit
-from phalanx.train.launch import exit_rank, set_worker_environment
-from phalanx.train.manifest import checkpoints
-from phalanx.train.meeting import SINGLE_NODE
-from phalanx.train.recovery import FailurePolicy
-from phalanx.train.setup import EXIT_STOPPED, create_run
+from phalanx.launch.elastic_agent import run_until_done, stop_signals_as_exit
+from phalanx.launch.process import exit_rank, set_worker_environment
+from phalanx.launch.rendezvous import SINGLE_NODE
+from phalanx.launch.supervisor import FailurePolicy
+from phalanx.runs.checkpoints import checkpoints
+from phalanx.runs.create import EXIT_STOPPED, create_run
+from phalanx.runs.events import ROLLED_BACK, read_events
+from phalanx.spec.files.load import load_run
+from phalanx.testing.fault_injection import fill_disk, flip_bit, memory_limited, small_disk, truncate_file
+from phalanx.testing.network_namespaces import star_network
+from phalanx.testing.processes import rank_pids, wait_until
 from phalanx.train.trainer import Trainer
 from phalanx.train.worker import run_rank
 from tests.train.faults import TOGETHER

@@ -1,4 +1,4 @@
-"""Fit the planner's constants to published runs, within their bounds, and write src/phalanx/cost/constants.toml.
+"""Fit the planner's constants to published runs, within their bounds, and write src/phalanx/cost/estimate/constants.toml.
 
     python -m benchmarks.fit_planner ../shared/published/runs.csv
 
@@ -19,13 +19,13 @@ from scipy.optimize import least_squares
 from scipy.stats import norm
 
 from benchmarks.published import Known, known_rows, step_time_rows
-from phalanx.cost import constants
-from phalanx.cost.constants import IntervalConstants, MemoryConstants, TimeConstants, bounds
-from phalanx.cost.footprint import GIB, estimate_memory, reserved_bytes
-from phalanx.cost.interval import KINDS, run_kind
-from phalanx.cost.jobs import JobTable, job_table
-from phalanx.cost.step import step_seconds
-from phalanx.plan.predict import best_choice_per_job
+from phalanx.cost.estimate import constants
+from phalanx.cost.estimate.constants import IntervalConstants, MemoryConstants, TimeConstants, bounds
+from phalanx.cost.estimate.job_table import JobTable, job_table
+from phalanx.cost.estimate.memory import GIB, estimate_memory, reserved_bytes
+from phalanx.cost.estimate.prediction_interval import KINDS, run_kind
+from phalanx.cost.estimate.step_time import step_seconds
+from phalanx.plan.tables.predict import best_choice_per_job
 
 FITTED = Path(__file__).parents[1] / "src" / "phalanx" / "cost" / "constants.toml"
 A_SOURCE_COUNTS = 12
@@ -110,7 +110,7 @@ def _bounded(kind: type[TimeConstants] | type[MemoryConstants]) -> tuple[list[st
 
 def write(time: TimeConstants, memory: MemoryConstants, interval: IntervalConstants) -> None:
     """The three tables, to four digits."""
-    lines = ["# Fitted by benchmarks/fit_planner.py; what each is, and its bounds: cost/constants.py."]
+    lines = ["# Fitted by benchmarks/fit_planner.py; what each is, and its bounds: cost/estimate/constants.py."]
     for name, table in (("time", time), ("memory", memory), ("interval", interval)):
         lines += ["", f"[{name}]"]
         lines += [f"{field.name} = {float(f'{getattr(table, field.name):.4g}')}" for field in fields(table)]

@@ -28,13 +28,13 @@ import torch.distributed as dist
 
 from benchmarks.recording import LARGER, SMALL, described
 from phalanx.data.loader import prefetch
-from phalanx.train.corpus import open_training_data
-from phalanx.train.flight import BUFFER, REMEMBERED, recorder_fingerprint
-from phalanx.train.launch import init_distributed
-from phalanx.train.replicas import check_replica_consistency
-from phalanx.train.setup import create_run, read_run_directory
+from phalanx.launch.process import init_distributed
+from phalanx.runs.create import create_run, read_run_directory
+from phalanx.train.guards.flight_recorder import BUFFER, REMEMBERED, recorder_fingerprint
+from phalanx.train.guards.replica_check import check_replica_consistency
+from phalanx.train.guards.watchdog import LOOK_SECONDS, Watchdog
 from phalanx.train.trainer import Trainer
-from phalanx.train.watchdog import LOOK_SECONDS, Watchdog
+from phalanx.train.training_data import open_training_data
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "guards.md"
 GOAL = 1.01

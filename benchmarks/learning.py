@@ -18,11 +18,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.ngram import witten_bell
-from phalanx.cost.parameters import count_parameters
-from phalanx.data.corpus import documents, is_held_out
-from phalanx.spec.load import load_run
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.data.sources import documents, is_held_out
+from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
-from phalanx.train.metrics import MetricsRecord, read_metrics
+from phalanx.train.loggers import MetricsRecord, read_metrics
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "demo.toml"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.data.indexed import IndexedDataset, IndexedWriter
+from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
 from phalanx.data.loader import TokenLoader
 from phalanx.data.prepare import prepare
 from phalanx.spec.run import DataSpec

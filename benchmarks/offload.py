@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.limit import Limit, memory_limit
-from phalanx.cost.parameters import count_parameters
-from phalanx.spec.load import run_from_table
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.runs.create import to_toml
+from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
-from phalanx.train.setup import to_toml
 
 LAYERS, WIDTH, FFN, SEQUENCE = 36, 1024, 2816, 256
 STATE_BYTES_PER_PARAMETER = 12

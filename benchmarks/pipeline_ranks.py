@@ -14,19 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.shapes import STEPS
-from phalanx.data.indexed import IndexedDataset
+from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import prefetch
 from phalanx.data.tokenizer import byte_tokenizer
 from phalanx.parallel.mesh import build_mesh
-from phalanx.parallel.pipeline import InferenceMicroBatch, PipelineStrategy, StageModule
+from phalanx.parallel.pipeline.runtime import InferenceMicroBatch, PipelineStrategy, StageModule
 from phalanx.parallel.strategy import Strategy
-from phalanx.schedule.named import layout_schedule, representative_schedule
+from phalanx.schedule.registry import layout_schedule, representative_schedule
 from phalanx.schedule.simulate import Span
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
-from phalanx.train.corpus import TrainingData
 from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import TrainingData
 
 SMALL = ModelSpec(
     num_layers=16, hidden_size=8, num_heads=1, num_kv_heads=1, ffn_hidden_size=8, vocab_size=8, max_seq_len=8

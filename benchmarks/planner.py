@@ -23,10 +23,10 @@ from benchmarks.calibration import LOOP, LOOP_HEADING
 from benchmarks.fit_planner import fit_time
 from benchmarks.planner_choice import best_of_sweeps, sweeps
 from benchmarks.published import Known, known_rows, met, step_time_rows
-from phalanx.cost.constants import time_constants
-from phalanx.plan.predict import Prediction, predict_jobs
-from phalanx.plan.search import search_layouts
-from phalanx.spec.load import run_from_table
+from phalanx.cost.estimate.constants import time_constants
+from phalanx.plan.search.search import search_layouts
+from phalanx.plan.tables.predict import Prediction, predict_jobs
+from phalanx.spec.files.load import run_from_table
 
 FOUND = Path(__file__).with_name("found.md")
 """What dry runs found wrong in the plan."""

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from benchmarks.published import Known, met
-from phalanx.cost.constants import memory_constants, time_constants
-from phalanx.cost.footprint import estimate_memory, oom_probability
-from phalanx.cost.jobs import ScheduleKind, job_table
-from phalanx.cost.step import step_seconds
-from phalanx.plan.describe import JobRow, stage_columns
-from phalanx.plan.fits import MAX_OOM_PROBABILITY
-from phalanx.plan.predict import predict_jobs
-from phalanx.plan.rows import read_rows
-from phalanx.plan.table import job_from_row
+from phalanx.cost.estimate.constants import memory_constants, time_constants
+from phalanx.cost.estimate.job_table import ScheduleKind, job_table
+from phalanx.cost.estimate.memory import estimate_memory, oom_probability
+from phalanx.cost.estimate.step_time import step_seconds
+from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
+from phalanx.plan.tables.csv_rows import read_rows
+from phalanx.plan.tables.job_columns import JobRow, stage_columns
+from phalanx.plan.tables.predict import predict_jobs
+from phalanx.plan.tables.row_to_job import job_from_row
 
 Sweeps = NDArray[np.float64]
 SWEPT = ("hage", "vtm", "tr11")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.plan.describe import is_low_precision
-from phalanx.plan.rows import Row, read_rows
-from phalanx.plan.table import TableJob, job_from_row
+from phalanx.plan.tables.csv_rows import Row, read_rows
+from phalanx.plan.tables.job_columns import is_low_precision
+from phalanx.plan.tables.row_to_job import TableJob, job_from_row
 from phalanx.spec.errors import UserError
 
 

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from phalanx.data.loader import prefetch
-from phalanx.spec.load import run_from_table
+from phalanx.runs.create import create_run, read_run_directory
+from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.closely import StepProfiler
-from phalanx.train.corpus import open_training_data
-from phalanx.train.phases import StepPhaseTimer
-from phalanx.train.setup import create_run, read_run_directory
+from phalanx.train.profiling.step_phases import StepPhaseTimer
+from phalanx.train.profiling.step_profiler import StepProfiler
 from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import open_training_data
 from phalanx.train.worker import open_step_records
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "recording.md"

@@ -29,17 +29,17 @@ from typing import Any
 
 import grpc
 
-from phalanx.cost.parameters import count_parameters
-from phalanx.cost.swarm import encoded_bytes
-from phalanx.spec.load import load_run, run_from_table
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.swarm import encoded_bytes
+from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SPLIT
-from phalanx.swarm.items import fragment_pieces, pieces_sent_by
-from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.update import Feedback, decode_piece, write_update
-from phalanx.swarm.wire.certs import create_certificate_authority, issue_certificate
-from phalanx.swarm.wire.client import SwarmClient
-from phalanx.swarm.wire.service import CHUNK, OPTIONS
+from phalanx.swarm.pieces import fragment_pieces, pieces_sent_by
+from phalanx.swarm.rpc.certificates import create_certificate_authority, issue_certificate
+from phalanx.swarm.rpc.client import SwarmClient
+from phalanx.swarm.rpc.protocol import CHUNK, OPTIONS
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.update_files import Feedback, decode_piece, write_update
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "swarm_round.md"
 NODES, ROUNDS = ("ann", "bob", "cid", "dee"), 8
@@ -84,7 +84,7 @@ def node(name: str, address: str, folder: str, results: Any) -> None:
     for number in range(ROUNDS):
         task = link.wait(round=number)
         if not number:
-            from phalanx.cost.shapes import parameter_shapes
+            from phalanx.cost.exact.parameter_shapes import parameter_shapes
 
             link.download_round(base_path, None, (), parameter_shapes(run.model).__getitem__)
         begun, took = time.perf_counter(), {}

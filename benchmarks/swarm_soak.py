@@ -26,13 +26,13 @@ from typing import Any
 
 from benchmarks.swarm import EVERY, NODES, PAGE, described, held_out_loss
 from phalanx.data.prepare import prepare
-from phalanx.spec.load import load_run
-from phalanx.swarm.guards import UpdateRejected
-from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.wire.certs import issue_certificate
-from phalanx.swarm.wire.client import SwarmClient
-from phalanx.testing.hosts import star_network
-from phalanx.testing.sites import LEAD, SwarmProcesses, swarm_processes
+from phalanx.spec.files.load import load_run
+from phalanx.swarm.coordinator.update_checks import UpdateRejected
+from phalanx.swarm.rpc.certificates import issue_certificate
+from phalanx.swarm.rpc.client import SwarmClient
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.testing.network_namespaces import star_network
+from phalanx.testing.swarm_processes import LEAD, SwarmProcesses, swarm_processes
 
 SOAK_PAGE = PAGE.with_name("swarm_soak.md")
 ROUNDS, FAULT_EVERY, MBIT, SECONDS, LIMIT = 200, 4, 100, 3600, 0.01

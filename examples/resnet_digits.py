@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from transformers import ResNetConfig, ResNetForImageClassification
 
+from phalanx.launch.process import exit_rank, init_distributed
 from phalanx.parallel.apply import distribute
 from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.layout import Layout
-from phalanx.train.launch import exit_rank, init_distributed
 
 BATCH = 64  # images per step, over all ranks
 EPOCH = 24 * BATCH  # images to learn from; the other 261 are the test

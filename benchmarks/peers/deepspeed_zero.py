@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from benchmarks.peers.plain import adamw, loader, transformer
 from benchmarks.peers.rank import Step
 from benchmarks.shapes import OPTIMIZER, STEPS, Shape
-from phalanx.data.indexed import IndexedDataset
+from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import prefetch
 
 STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import MORE_RANKS, RANKS
-from phalanx.train import launch
+from phalanx.launch import process as launch
 
 ROOT = Path(__file__).resolve().parents[2]
 # Everyone has what Phalanx's launcher gives its ranks.

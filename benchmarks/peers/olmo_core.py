@@ -18,8 +18,8 @@ from olmo_core.train.train_module.transformer.config import (
 from benchmarks.peers.plain import loader
 from benchmarks.peers.rank import Step
 from benchmarks.shapes import OPTIMIZER, RANKS, SEED, STEPS, Shape
-from phalanx.cost.parameters import count_parameters
-from phalanx.data.indexed import IndexedDataset
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import TokenLoader, prefetch
 
 

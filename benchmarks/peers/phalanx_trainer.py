@@ -9,12 +9,12 @@ import torch
 
 from benchmarks.peers.rank import Step
 from benchmarks.shapes import STEPS, Shape
-from phalanx.data.indexed import IndexedDataset
+from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import prefetch
 from phalanx.data.tokenizer import byte_tokenizer
-from phalanx.train.corpus import TrainingData
-from phalanx.train.metrics import open_loggers
+from phalanx.train.loggers import open_loggers
 from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import TrainingData
 
 
 def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:

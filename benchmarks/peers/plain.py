@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers.rank import Step
 from benchmarks.shapes import OPTIMIZER, RANKS, SEED, STEPS, Shape
-from phalanx.data.indexed import IndexedDataset
+from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import TokenLoader, prefetch
+from phalanx.model.init import initial_weight
 from phalanx.model.transformer import Transformer
-from phalanx.model.weights import initial_weight
 
 ADAMW = {"lr": OPTIMIZER.learning_rate, "betas": OPTIMIZER.betas, "fused": True}
 

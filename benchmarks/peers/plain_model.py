@@ -30,9 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.peers.plain import ADAMW
 from benchmarks.peers.rank import Step
 from benchmarks.shapes import OPTIMIZER, RANKS, SEED, STEPS, Shape
-from phalanx.data.indexed import IndexedDataset
+from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import TokenLoader, prefetch
-from phalanx.model.weights import initial_weight
+from phalanx.model.init import initial_weight
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

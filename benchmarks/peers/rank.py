@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from benchmarks.peers.launch import Block
 from benchmarks.shapes import SHAPES
-from phalanx.data.indexed import IndexedDataset
-from phalanx.measure.collectives import CollectiveRecorder
-from phalanx.measure.memory import peak_memory_bytes
+from phalanx.data.indexed_dataset import IndexedDataset
+from phalanx.train.profiling.collective_recorder import CollectiveRecorder
+from phalanx.train.profiling.memory_meter import peak_memory_bytes
 
 Step = Callable[[], float]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.calibration import Compared, constants_of, write_section
-from phalanx.cost.constants import time_constants
+from phalanx.cost.estimate.constants import time_constants
 from phalanx.spec.cluster import CalibrationSpec, ClusterSpec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.goodput import BEHIND, Failure, Measured, Watched, failures_of, page, slowed_seconds
-from phalanx.cost.reliability import goodput
+from phalanx.cost.formulas.reliability import goodput
 
 EVENTS = [
     {"time": 0.0, "what": "began", "step": 0},

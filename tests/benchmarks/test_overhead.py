@@ -7,7 +7,7 @@ import pytest
 from benchmarks.overhead import OURS, PLAIN, Comparison, Round, loss_difference, overhead_table, ratio, speed
 from benchmarks.peers.launch import Block
 from benchmarks.shapes import RANKS, SHAPES
-from phalanx.cost.parameters import count_parameters
+from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.run import plan_batch
 
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planner import head, held_rows, interval_lines, memory_lines, search_speed, step_time_table
 from benchmarks.planner_choice import sweeps
 from benchmarks.published import Known, known_rows, step_time_rows
-from phalanx.plan.predict import Prediction, predict_rows
+from phalanx.plan.tables.predict import Prediction, predict_rows
 from tests.plan.test_table import ROW
 
 ANSWERS = {"step_time_s": "", "tflops_per_gpu": "", "mfu": "", "memory_gib": "", "notes": "", "source": ""}

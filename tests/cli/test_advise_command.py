@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cost.memory import rank_memory
-from phalanx.plan.advise import advise
-from phalanx.plan.rules import RULES
+from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.plan.advice.compare_rules import advise
+from phalanx.plan.advice.rules_of_thumb import RULES
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_run
+from phalanx.spec.files.load import load_run
 from tests.cli import commands
 
 shown = partial(commands.shown, "advise", width=80)

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.cost.memory import checkpoint_bytes
-from phalanx.data.indexed import IndexedDataset, IndexedWriter
+from phalanx.cost.exact.rank_memory import checkpoint_bytes
+from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
+from phalanx.launch import supervisor
+from phalanx.runs import create
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_run
-from phalanx.train import recovery, setup
+from phalanx.spec.files.load import load_run
 
 GOOD = """
 name = "bad"
@@ -319,7 +320,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def spawned(*_: object) -> int:
         raise AssertionError("a process was spawned")
 
-    monkeypatch.setattr(recovery, "supervise_training", spawned)
+    monkeypatch.setattr(supervisor, "supervise_training", spawned)
     return tmp_path
 
 
@@ -397,8 +398,8 @@ def test_a_foreign_checkpoint(place: Path, monkeypatch: Any, capsys: Any) -> Non
 
 def test_an_unwritable_directory(place: Path, monkeypatch: Any, capsys: Any) -> None:
     """Not even root can make a directory in /proc."""
-    usage = setup.shutil.disk_usage(place)
-    monkeypatch.setattr(setup.shutil, "disk_usage", lambda _: usage)
+    usage = create.shutil.disk_usage(place)
+    monkeypatch.setattr(create.shutil, "disk_usage", lambda _: usage)
     said = message(["train", "run.toml", "--set", "output_dir=/proc/phalanx"], monkeypatch, capsys)
     assert "output_dir = '/proc/phalanx/bad'" in said
     assert "another directory" in said
@@ -406,8 +407,8 @@ def test_an_unwritable_directory(place: Path, monkeypatch: Any, capsys: Any) -> 
 
 def test_no_space(place: Path, monkeypatch: Any, capsys: Any) -> None:
     """The disk is nearly full: said before the run, with what it needs."""
-    usage = setup.shutil.disk_usage(place)
-    monkeypatch.setattr(setup.shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
+    usage = create.shutil.disk_usage(place)
+    monkeypatch.setattr(create.shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
     said = message(["train", "run.toml"], monkeypatch, capsys)
     assert "GB free" in said
     assert "checkpoint.keep" in said
@@ -416,23 +417,23 @@ def test_no_space(place: Path, monkeypatch: Any, capsys: Any) -> None:
 def test_a_run_that_is_resumed_has_room_for_the_checkpoints_that_it_has(place: Path, monkeypatch: Any) -> None:
     """Of a disk that was large enough when it began."""
     run = load_run(place / "run.toml")
-    usage, each = setup.shutil.disk_usage(place), checkpoint_bytes(run)
+    usage, each = create.shutil.disk_usage(place), checkpoint_bytes(run)
 
     def free(checkpoints: float) -> None:
-        monkeypatch.setattr(setup.shutil, "disk_usage", lambda _: usage._replace(free=round(checkpoints * each)))
+        monkeypatch.setattr(create.shutil, "disk_usage", lambda _: usage._replace(free=round(checkpoints * each)))
 
     free(run.checkpoint.keep + 1)
-    setup.preflight(run, 1, resume=True)
+    create.preflight(run, 1, resume=True)
     for step in range(run.checkpoint.keep):
-        directory = setup.run_directory(run) / "checkpoints" / f"step-{step:08d}"
+        directory = create.run_directory(run) / "checkpoints" / f"step-{step:08d}"
         directory.mkdir(parents=True)
         manifest = {"format": "phalanx-checkpoint", "step": step, "model": run.model.model_dump(mode="json")}
         (directory / "manifest.json").write_text(json.dumps({**manifest, "optimizer": run.optimizer.name}))
     free(1)
-    setup.preflight(run, 1, resume=True)
+    create.preflight(run, 1, resume=True)
     free(0.9)
     with pytest.raises(UserError, match="GB free"):
-        setup.preflight(run, 1, resume=True)
+        create.preflight(run, 1, resume=True)
 
 
 def test_environment_values_are_checked_too(place: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -471,5 +472,5 @@ def test_the_real_command_ends_with_2(place: Path) -> None:
 def test_the_good_run_is_good(place: Path) -> None:
     """The table starts from a run that works: only what a row changes is wrong."""
     run = load_run("run.toml", environment={})
-    setup.preflight(run, 2, resume=False)
+    create.preflight(run, 2, resume=False)
     assert json.loads(run.model_dump_json())["name"] == "bad"

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from parity.trajectory import described, trainer
 
+from phalanx.runs.create import create_run
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_machine
-from phalanx.train.metrics import open_loggers
+from phalanx.spec.files.load import load_machine
+from phalanx.train.loggers import open_loggers
 from phalanx.train.progress import ProgressDisplay
-from phalanx.train.setup import create_run
 from tests.cli import commands
 from tests.cli.commands import known
 
@@ -68,7 +68,7 @@ def test_what_phalanx_measure_found_counts_too(run_directory, tmp_path):
 def test_a_calibration_that_says_little_says_so(run_directory, tmp_path, monkeypatch, words):
     said = "predicts too widely to choose by: add runs"
     for least, wide in ((0.0, True), (100.0, False)):
-        monkeypatch.setattr("phalanx.cli.calibrate.WIDE", least)
+        monkeypatch.setattr("phalanx.cli.commands.calibrate.WIDE", least)
         assert (said in commands.noted("calibrate", run_directory, "--out", tmp_path / "here.toml", *words)) is wide
 
 

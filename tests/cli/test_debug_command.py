@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from measure.test_hang import Op, run
 
-from phalanx.measure.events import BEGAN, ENDED, FAILED, QUARANTINED, ROLLED_BACK, append_event
-from phalanx.measure.incident import write_dump, write_failure
-from phalanx.measure.lock import acquire_run_lock
+from phalanx.runs.events import BEGAN, ENDED, FAILED, QUARANTINED, ROLLED_BACK, append_event
+from phalanx.runs.hang_dumps import write_dump, write_failure
+from phalanx.runs.lock import acquire_run_lock
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import write_effective_layout
 from phalanx.spec.layout import Layout, ParallelDims
-from phalanx.spec.load import write_effective_layout
 from tests.cli.commands import known, shown
 
 RUN = 'name = "first"\n[model]\npreset = "tiny"\n[training]\nsteps = 50\n'

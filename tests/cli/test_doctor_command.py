@@ -12,10 +12,10 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typer.testing import CliRunner
 
 from phalanx.cli.main import app
-from phalanx.measure.doctor import rules
-from phalanx.measure.doctor.machine import Machine
+from phalanx.doctor import rule_table
+from phalanx.doctor.machine import Machine
 from phalanx.spec.errors import UserError
-from phalanx.spec.topology import read_topology
+from phalanx.spec.topology.read import read_topology
 from tests.cli import commands
 from tests.measure.doctor import h100_record
 
@@ -146,7 +146,7 @@ def test_a_rank_that_fails_is_a_finding(run: Path, tmp_path: Path, monkeypatch: 
     def killed(_: int, words: Sequence[str], report: Callable[[dict[int, ProcessFailure], int], int]) -> int:
         return report({1: ProcessFailure(local_rank=1, pid=4711, exitcode=-9, error_file="")}, 0)
 
-    monkeypatch.setattr("phalanx.train.checkup.launch_ranks", killed)
+    monkeypatch.setattr("phalanx.doctor.multi_node_benchmark.launch_ranks", killed)
     options = ("--set", "cluster.nodes=1", "--set", "cluster.device=cpu", "--out", tmp_path / "out")
     found = known(run, "--collectives", *options, exit_code=2)["findings"]
     (failed,) = found
@@ -188,7 +188,9 @@ def test_it_needs_no_torch_here() -> None:
 
 def test_the_page_has_the_rules_of_the_code() -> None:
     page = (ROOT / "docs/doctor.md").read_text()
-    assert page.endswith(rules.markdown_table().rstrip() + "\n"), "python -m phalanx.measure.doctor.rules"
-    listed = [rule.id for each in rules.rule_sections().values() for rule in each]
+    assert page.endswith(rule_table.markdown_table().rstrip() + "\n"), "python -m phalanx.doctor.rule_table"
+    listed = [rule.id for each in rule_table.rule_sections().values() for rule in each]
     assert len(listed) == len(set(listed))
-    assert all(rule.source and rule.remedy and rule.command for each in rules.rule_sections().values() for rule in each)
+    assert all(
+        rule.source and rule.remedy and rule.command for each in rule_table.rule_sections().values() for rule in each
+    )

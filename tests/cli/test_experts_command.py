@@ -11,14 +11,14 @@ import pytest
 import torch
 from parity.trajectory import MOE, described, steps, trainer
 
+from phalanx.runs.checkpoints import find_damage, latest_valid
+from phalanx.runs.create import create_run
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.checkpoint import load_full_tensors
-from phalanx.train.manifest import find_damage, latest_valid
-from phalanx.train.metrics import open_loggers, read_metrics
+from phalanx.train.checkpoint.checkpointer import load_full_tensors
+from phalanx.train.loggers import open_loggers, read_metrics
 from phalanx.train.progress import ProgressDisplay
-from phalanx.train.setup import create_run
 from tests.cli import commands
 
 shown = partial(commands.shown, "experts")

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from phalanx.cli.info import format_si
+from phalanx.cli.commands.info import format_si
 from phalanx.spec.errors import UserError
 from tests.cli import commands
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_run, run_from_table
-from phalanx.spec.starter import WIDTH, run_file_template
+from phalanx.spec.files.load import load_run, run_from_table
+from phalanx.spec.files.template import WIDTH, run_file_template
 from phalanx.spec.swarm import OuterOptimizerSpec, SwarmSpec
 from tests.cli import commands
 

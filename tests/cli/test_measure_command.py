@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.measure import parse_size_sweep
+from phalanx.cli.commands.measure import parse_size_sweep
 from phalanx.spec.errors import UserError
 from tests.cli import commands
 from tests.measure.test_nccl_tests import AVERAGE, ROW
@@ -121,7 +121,7 @@ def test_a_table_names_products(run: Path) -> None:
 
 def test_a_rank_that_fails_says_why(run: Path) -> None:
     program = (
-        "import sys; from phalanx.spec.load import load_run; from phalanx.train.measuring import launch_benchmarks\n"
+        "import sys; from phalanx.spec.files.load import load_run; from phalanx.bench.ranks import launch_benchmarks\n"
         "sys.exit(launch_benchmarks(load_run(sys.argv[1]), 2, ['--parts', 'attention', '--iterations', '0']))"
     )
     done = subprocess.run([sys.executable, "-c", program, str(run)], capture_output=True, text=True, timeout=120)

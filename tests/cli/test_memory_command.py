@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.cost.constants import memory_constants
-from phalanx.cost.memory import rank_memory
+from phalanx.cost.estimate.constants import memory_constants
+from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_run
+from phalanx.spec.files.load import load_run
 from tests.cli import commands
 
 shown = partial(commands.shown, "memory", width=80)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.schedule.action import Schedule, read_csv
-from phalanx.schedule.named import build_schedule
+from phalanx.schedule.registry import build_schedule
+from phalanx.schedule.schedule import Schedule, read_csv
 from phalanx.spec.errors import UserError
 from tests.cli import commands
 

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phalanx.cost.traffic import traffic_by_role
+from phalanx.cost.exact.traffic import traffic_by_role
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_run
+from phalanx.spec.files.load import load_run
 from tests.cli import commands
 
 shown = partial(commands.shown, "placement")

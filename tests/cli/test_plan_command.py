@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.plan import run_on_cluster
-from phalanx.cost.footprint import GIB
-from phalanx.cost.stages import check_layout
-from phalanx.plan.explain import PART_DESCRIPTIONS, parse_layout
+from phalanx.cli.commands.plan import run_on_cluster
+from phalanx.cost.estimate.memory import GIB
+from phalanx.cost.exact.pipeline_split import check_layout
+from phalanx.plan.search.explain import PART_DESCRIPTIONS, parse_layout
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_run, run_from_table
+from phalanx.spec.files.load import load_run, run_from_table
 from tests.cli import commands
 from tests.plan.test_table import ROW
 from tests.report.elements import written
@@ -110,7 +110,7 @@ def test_files_that_were_written_are_named(run, tmp_path):
 
 
 def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
-    monkeypatch.setattr("phalanx.plan.explain.plan_or_raise", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr("phalanx.plan.search.explain.plan_or_raise", lambda *_: pytest.fail("searched"))
     with pytest.raises(UserError, match=r"--picture = 'step.gif'(.|\n)*\.svg, \.html or \.png"):
         shown(run, *H100, "--picture", "step.gif")
     for other in (("--why-not", "tp=2"), ("--json",)):
@@ -134,7 +134,7 @@ def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
     ],
 )
 def test_what_cannot_be_is_said_before_any_search(run, monkeypatch, words, said):
-    monkeypatch.setattr("phalanx.plan.search.enumerate_layouts", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr("phalanx.plan.search.search.enumerate_layouts", lambda *_: pytest.fail("searched"))
     with pytest.raises(UserError, match=said):
         shown(run, *H100, *words)
 
@@ -180,7 +180,7 @@ def test_layouts_side_by_side_by_their_numbers(run):
 
 
 def test_what_is_no_layout_is_said_before_any_search(run, monkeypatch):
-    monkeypatch.setattr("phalanx.plan.explain.plan_or_raise", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr("phalanx.plan.search.explain.plan_or_raise", lambda *_: pytest.fail("searched"))
     mistakes = {
         ("--diff", 1, "tp=3"): r"layout\.tp = 3",
         ("--diff", 1, "third"): "is not KEY=VALUE",

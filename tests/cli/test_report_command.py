@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from phalanx.report import words
+from phalanx.report import formatting
 from phalanx.report.facts import report_facts
-from phalanx.report.recorded import read_run
+from phalanx.report.run_data import read_run
 from phalanx.spec.errors import UserError
 from tests.cli import commands
 from tests.cli.commands import known, shown
@@ -23,15 +23,15 @@ def found():
 def test_the_terminal_has_the_verdict_and_every_number(found):
     text = shown("report", hybrid(), width=160)
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert words.bottleneck_headline(found["verdict"]) in text
+    assert formatting.bottleneck_headline(found["verdict"]) in text
     assert f"change first: {found['verdict']['suggestion']}" in text
-    for _, rows in words.group_rows(found["beside"]):
+    for _, rows in formatting.group_rows(found["beside"]):
         for row in rows:
-            numbers = [words.format_number(row[which], row["unit"]) for which in ("predicted", "measured")]
-            assert f"{words.row_label(row)} {' '.join(numbers)} {words.format_ratio(row['ratio'])}" in lines
+            numbers = [formatting.format_number(row[which], row["unit"]) for which in ("predicted", "measured")]
+            assert f"{formatting.row_label(row)} {' '.join(numbers)} {formatting.format_ratio(row['ratio'])}" in lines
     for rank in found["ranks"]:
         assert any(
-            line.startswith(f"{rank['rank']} on {rank['host']} {words.format_seconds(rank['compute'])}")
+            line.startswith(f"{rank['rank']} on {rank['host']} {formatting.format_seconds(rank['compute'])}")
             for line in lines
         )
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from phalanx.cost.shapes import parameter_shapes
-from phalanx.model.hf import export_hf
-from phalanx.model.weights import initial_weight
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.model.huggingface.checkpoint import export_hf
+from phalanx.model.init import initial_weight
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_model
+from phalanx.spec.files.load import load_model
 from tests.cli.commands import known, shown
 
 SECONDS = 240

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from phalanx.data.tokenizer import byte_tokenizer
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
-from phalanx.swarm.coordinator import Coordinator
-from phalanx.swarm.leading import initial_pieces, swarm_directory
-from phalanx.train.trained import load_trained_model
+from phalanx.swarm.coordinator.coordinator import Coordinator
+from phalanx.swarm.serve import initial_pieces, swarm_directory
+from phalanx.train.checkpoint.load_model import load_trained_model
 from tests.cli.commands import shown
 from tests.swarm.local import run_of
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from phalanx.cli import train
+from phalanx.cli.commands import train
+from phalanx.cli.commands.train import replan_layout
 from phalanx.cli.main import app
-from phalanx.cli.train import replan_layout
+from phalanx.launch.process import select_nproc
+from phalanx.runs.create import to_toml
 from phalanx.spec.errors import LocalNodeError
-from phalanx.spec.load import load_run, run_from_table
-from phalanx.train.launch import select_nproc
-from phalanx.train.setup import to_toml
+from phalanx.spec.files.load import load_run, run_from_table
 
 RUN = """
 name = "first"

@@ -8,12 +8,12 @@ import pytest
 import torch
 from parity.trajectory import described, trainer
 
-from phalanx.cli.generate import pieces
+from phalanx.cli.commands.generate import pieces
 from phalanx.data.tokenizer import byte_tokenizer
-from phalanx.model.generate import generate
+from phalanx.model.sampling import generate
+from phalanx.runs.create import create_run
 from phalanx.spec.errors import UserError
 from phalanx.train.progress import ProgressDisplay
-from phalanx.train.setup import create_run
 from tests.cli.commands import shown
 
 SHORT = {"training.precision": "fp32", "training.steps": 12}

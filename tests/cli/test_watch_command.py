@@ -21,14 +21,14 @@ from threading import Thread
 import pytest
 import typer
 
-from phalanx.cli import serving
-from phalanx.cli.report_views import format_latest_step, render_live, sparkline
-from phalanx.cli.watch import watch
-from phalanx.measure.events import BEGAN, ENDED, FAILED, append_event
-from phalanx.report import words
-from phalanx.report.compare import report_data
+from phalanx.cli.commands.watch import watch
+from phalanx.cli.common import http_server
+from phalanx.cli.views.report import format_latest_step, render_live, sparkline
+from phalanx.report import formatting
+from phalanx.report.compare_runs import report_data
 from phalanx.report.facts import report_facts
-from phalanx.report.recorded import read_run
+from phalanx.report.run_data import read_run
+from phalanx.runs.events import BEGAN, ENDED, FAILED, append_event
 from phalanx.spec.errors import UserError
 from tests.cli.commands import shown
 from tests.report.runs import SECONDS, command, copied, environment, hybrid, run_file, two_ranks, wait
@@ -132,8 +132,8 @@ def test_the_live_view_has_the_essentials():
     text = console.file.getvalue()
     for said in (
         "step 8/8",
-        words.bottleneck_headline(found["verdict"]),
-        words.format_seconds(found["ranks"][3]["compute"]),
+        formatting.bottleneck_headline(found["verdict"]),
+        formatting.format_seconds(found["ranks"][3]["compute"]),
         "▁",
     ):
         assert said in text
@@ -143,7 +143,7 @@ def test_the_time_left_is_that_of_the_newest_steps():
     found = report_facts(read_run(two_ranks()))
     found["run"] |= {"step": 8, "steps": 108}
     found["curves"]["step_seconds"] = [100.0] * 5 + [2.0] * 20
-    assert words.seconds_left(found) == 200.0
+    assert formatting.seconds_left(found) == 200.0
     assert format_latest_step(found).endswith("3:20 left")
 
 
@@ -174,8 +174,8 @@ def test_a_port_that_is_taken_is_named():
 
 
 def test_who_connects_and_asks_nothing_holds_no_thread_for_long(monkeypatch):
-    monkeypatch.setattr(serving, "PATIENCE_SECONDS", 0.1)
-    with serving.make_http_server("--port", "127.0.0.1", 0, lambda path, host: (200, "text/plain", path)) as found:
+    monkeypatch.setattr(http_server, "PATIENCE_SECONDS", 0.1)
+    with http_server.make_http_server("--port", "127.0.0.1", 0, lambda path, host: (200, "text/plain", path)) as found:
         serves = Thread(target=found.serve_forever)
         serves.start()
         try:

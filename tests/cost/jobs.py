@@ -1,8 +1,8 @@
 """Jobs for tests: one row of columns with every value named."""
 
-from phalanx.cost.jobs import ActivationCheckpointing, AttentionKernel, JobTable, ScheduleKind, job_table
-from phalanx.plan.describe import machine_columns, model_columns, stage_columns, trainer_behaviour
-from phalanx.spec.load import load_machine, load_model
+from phalanx.cost.estimate.job_table import ActivationCheckpointing, AttentionKernel, JobTable, ScheduleKind, job_table
+from phalanx.plan.tables.job_columns import machine_columns, model_columns, stage_columns, trainer_behaviour
+from phalanx.spec.files.load import load_machine, load_model
 
 
 def job(model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, **choices: float) -> dict[str, float]:

@@ -2,8 +2,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from phalanx.cost.activations import activation_bytes
-from phalanx.cost.parameters import count_parameters
+from phalanx.cost.exact.activation_memory import activation_bytes
+from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
@@ -122,7 +122,7 @@ def kept_by_a_rank(cases):
     import torch.distributed as dist
 
     from phalanx.parallel.apply import apply_layout
-    from phalanx.parallel.context import local_token_indices
+    from phalanx.parallel.context_parallel import local_token_indices
     from phalanx.parallel.mesh import build_mesh
 
     found = []

@@ -1,6 +1,7 @@
 import pytest
 
-from phalanx.cost.compute import (
+from phalanx.cost.estimate.job_table import ActivationCheckpointing
+from phalanx.cost.exact.flops import (
     SELECTIVE_MATMUL_FRACTION,
     forward_flops,
     forward_flops_per_token,
@@ -8,9 +9,8 @@ from phalanx.cost.compute import (
     recomputed_flops_per_token,
     training_flops_per_token,
 )
-from phalanx.cost.jobs import ActivationCheckpointing
-from phalanx.cost.parameters import count_parameters
-from phalanx.spec.load import load_model
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.spec.files.load import load_model
 from phalanx.spec.model import ModelSpec
 
 # The shapes that the peers were measured with, and their FLOPs per token. Those

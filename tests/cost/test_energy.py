@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.energy import energy_cost, energy_kwh, rental_cost
+from phalanx.cost.formulas.energy import energy_cost, energy_kwh, rental_cost
 from phalanx.spec.errors import UserError
 
 

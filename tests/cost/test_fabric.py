@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.fabric import (
+from phalanx.cost.formulas.collectives import all_gather_sends, reduce_scatter_sends
+from phalanx.cost.formulas.rail_fabric import (
     FabricLoad,
     all_to_all,
     double_tree_all_reduce,
@@ -19,7 +20,6 @@ from phalanx.cost.fabric import (
     network_seconds,
     oversubscription_slowdown,
 )
-from phalanx.cost.network import all_gather_sends, reduce_scatter_sends
 from phalanx.spec.errors import UserError
 
 S = 5040.0

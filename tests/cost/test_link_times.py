@@ -3,9 +3,15 @@
 import numpy as np
 import pytest
 
-from phalanx.cost.constants import time_constants
-from phalanx.cost.links import all_to_all_seconds, fast_link_bandwidth, network_bandwidth, p2p_seconds, ring_seconds
-from phalanx.cost.network import bus_factor
+from phalanx.cost.estimate.collective_time import (
+    all_to_all_seconds,
+    fast_link_bandwidth,
+    network_bandwidth,
+    p2p_seconds,
+    ring_seconds,
+)
+from phalanx.cost.estimate.constants import time_constants
+from phalanx.cost.formulas.collectives import bus_factor
 from tests.cost.jobs import job, jobs
 
 C = time_constants()

@@ -1,6 +1,7 @@
 import pytest
 
-from phalanx.cost.memory import (
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.rank_memory import (
     PUBLISHED_MIXED_PRECISION_ADAM,
     StateBytes,
     checkpoint_bytes,
@@ -8,8 +9,7 @@ from phalanx.cost.memory import (
     model_state_bytes,
     state_bytes,
 )
-from phalanx.cost.parameters import count_parameters
-from phalanx.spec.load import load_model, run_from_table
+from phalanx.spec.files.load import load_model, run_from_table
 
 ALEXNET, GPT3 = 61_000_000, 175_000_000_000
 

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.nccl import (
+from phalanx.cost.formulas.collectives import bus_factor
+from phalanx.cost.formulas.nccl import (
     LINK_BYTES_PER_SECOND,
     all_reduce_bytes_per_second,
     all_reduce_latency_seconds,
     all_reduce_seconds,
 )
-from phalanx.cost.network import bus_factor
 from phalanx.spec.errors import UserError
 
 PROTOCOLS = ("LL", "LL128", "Simple")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.network import (
+from phalanx.cost.formulas.collectives import (
     RingMessage,
     all_gather_sends,
     bus_factor,

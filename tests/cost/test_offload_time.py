@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from phalanx.cost import offload
-from phalanx.cost.constants import time_constants
-from phalanx.cost.jobs import JobTable, OffloadTarget
-from phalanx.cost.step import step_seconds
+from phalanx.cost.estimate import offload
+from phalanx.cost.estimate.constants import time_constants
+from phalanx.cost.estimate.job_table import JobTable, OffloadTarget
+from phalanx.cost.estimate.step_time import step_seconds
 from tests.cost.jobs import job, jobs
 
 C = time_constants()

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.parameters import count_parameters
-from phalanx.spec.load import load_model, preset_names
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.spec.files.load import load_model, preset_names
 from phalanx.spec.model import ModelSpec, MoESpec
 
 PUBLISHED = {

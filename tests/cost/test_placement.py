@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.placement import balanced_expert_order, max_rank_load
+from phalanx.cost.formulas.expert_placement import balanced_expert_order, max_rank_load
 
 LOADS = st.tuples(st.integers(1, 4), st.integers(1, 3)).flatmap(
     lambda sizes: st.tuples(

@@ -10,9 +10,11 @@ from cost.test_parameters import specs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.activations import activation_bytes
-from phalanx.cost.buffers import bucket_sizes, fsdp_unit_sizes
-from phalanx.cost.memory import (
+from phalanx.cost.exact.activation_memory import activation_bytes
+from phalanx.cost.exact.comm_buffers import bucket_sizes, fsdp_unit_sizes
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.rank_memory import (
     RankMemory,
     disk_offload_bytes,
     rank_memory,
@@ -20,11 +22,9 @@ from phalanx.cost.memory import (
     sharded_state_bytes,
     state_bytes,
 )
-from phalanx.cost.parameters import count_parameters
-from phalanx.cost.shapes import parameter_shapes
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_model, run_from_table
 from phalanx.spec.layout import Layout
-from phalanx.spec.load import load_model, run_from_table
 from phalanx.spec.run import RunSpec
 
 STAGES = ("ddp", "zero1", "zero2", "zero3")
@@ -239,7 +239,7 @@ def test_state_of_shares_and_stages_is_what_ranks_hold_to_the_byte(world_size, c
 def test_buckets_are_those_of_zero():
     torch = pytest.importorskip("torch")
     from phalanx.model.transformer import Transformer
-    from phalanx.parallel.zero import _make_buckets
+    from phalanx.parallel.data.zero import _make_buckets
 
     with torch.device("meta"):
         parts = [
@@ -256,7 +256,8 @@ def test_buckets_are_those_of_zero():
 def test_units_are_those_of_fsdp(wrap, recompute):
     torch = pytest.importorskip("torch")
     from phalanx.model.transformer import Transformer
-    from phalanx.parallel import apply, fsdp
+    from phalanx.parallel import apply
+    from phalanx.parallel.data import fsdp
 
     spec = described(model=ODD_MOE).model
     with torch.device("meta"):

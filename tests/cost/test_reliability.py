@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.reliability import (
+from phalanx.cost.formulas.reliability import (
     LLAMA3,
     Reliability,
     availability_interval_seconds,

@@ -2,8 +2,8 @@ import pytest
 from cost.test_parameters import specs
 from hypothesis import given, settings
 
-from phalanx.cost.shapes import max_shard_elements, parameter_shapes
-from phalanx.spec.load import load_model, preset_names
+from phalanx.cost.exact.parameter_shapes import max_shard_elements, parameter_shapes
+from phalanx.spec.files.load import load_model, preset_names
 from phalanx.spec.model import ModelSpec
 
 GPT2 = ModelSpec(

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.compute import training_flops_per_token
-from phalanx.cost.stages import balance_stages, layer_flops
+from phalanx.cost.exact.flops import training_flops_per_token
+from phalanx.cost.exact.pipeline_split import balance_stages, layer_flops
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_model
+from phalanx.spec.files.load import load_model
 
 
 @pytest.mark.parametrize(("layers", "stages", "each"), [(48, 4, 12), (12, 4, 3)])

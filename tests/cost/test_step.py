@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost import step
-from phalanx.cost.constants import MemoryConstants, TimeConstants, bounds, memory_constants, time_constants
-from phalanx.cost.jobs import ScheduleKind
-from phalanx.cost.step import StageTime, step_seconds
-from phalanx.schedule.named import build_schedule
+from phalanx.cost.estimate import step_time
+from phalanx.cost.estimate.constants import MemoryConstants, TimeConstants, bounds, memory_constants, time_constants
+from phalanx.cost.estimate.job_table import ScheduleKind
+from phalanx.cost.estimate.step_time import StageTime, step_seconds
+from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.simulate import ActionTimes, simulate
 from tests.cost.jobs import job, jobs
 
@@ -62,7 +62,7 @@ def test_bubbles_are_those_of_the_simulated_schedules(name, order, v, p, m, F, B
     simulated = simulate(build_schedule(name, p, m, v), times).makespan - m * (F + B + W)
     one = jobs(job(pp=p, dp=1, virtual_stages=v, schedule=order, micro_batches=m))
     whole = StageTime(np.array([F]), np.array([B + W]), np.array([W]))
-    said = float(step._bubble(one, whole.scaled(p - 1))[0])
+    said = float(step_time._bubble(one, whole.scaled(p - 1))[0])
     assert said == pytest.approx(float(simulated), rel=0.02)
 
 

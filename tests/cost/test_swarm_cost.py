@@ -2,9 +2,9 @@
 
 import pytest
 
-from phalanx.cost.parameters import count_parameters
-from phalanx.cost.swarm import encoded_bytes, node_share, round_bytes, spes_traffic_saving, state_bytes
-from phalanx.spec.load import load_model
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.swarm import encoded_bytes, node_share, round_bytes, spes_traffic_saving, state_bytes
+from phalanx.spec.files.load import load_model
 from phalanx.spec.model import ModelSpec, MoESpec
 
 TINY = ModelSpec(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.data.indexed import IndexedDataset, IndexedWriter
+from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
 
 WriteTokens = Callable[[Sequence[Sequence[int]]], IndexedDataset]
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data.corpus import Document, documents, is_held_out, list_source_files, read_documents
+from phalanx.data.sources import Document, documents, is_held_out, list_source_files, read_documents
 from phalanx.spec.errors import UserError
 
 

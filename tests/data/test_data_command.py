@@ -8,10 +8,10 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from phalanx.cli import data as command
-from phalanx.data.corpus import documents
-from phalanx.data.encode import TokenizationCounts
-from phalanx.data.indexed import IndexedDataset
+from phalanx.cli.commands import data as command
+from phalanx.data.indexed_dataset import IndexedDataset
+from phalanx.data.sources import documents
+from phalanx.data.tokenize import TokenizationCounts
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.spec.errors import UserError
 
@@ -104,5 +104,5 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(monkeypatch):
 
 
 def test_the_command_starts_without_torch_or_numpy():
-    program = "import sys, phalanx.cli.data; print([m for m in ('torch', 'numpy', 'tokenizers') if m in sys.modules])"
+    program = "import sys, phalanx.cli.commands.data; print([m for m in ('torch', 'numpy', 'tokenizers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

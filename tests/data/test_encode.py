@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data.corpus import Document
-from phalanx.data.encode import TokenizationCounts, disk_error, split_text, tokenize_documents, write_indexed_pairs
-from phalanx.data.indexed import IndexedDataset
+from phalanx.data.indexed_dataset import IndexedDataset
+from phalanx.data.sources import Document
+from phalanx.data.tokenize import TokenizationCounts, disk_error, split_text, tokenize_documents, write_indexed_pairs
 from phalanx.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
 
 texts = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=20)

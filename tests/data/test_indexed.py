@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.indexed import IndexedDataset, IndexedWriter, prefix_of, split_tail, token_dtype
+from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter, prefix_of, split_tail, token_dtype
 from phalanx.spec.errors import UserError
 
 DOCUMENTS = [[5, 6, 7], [], [65_499], [1] * 1000, [2, 3]]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.indexed import IndexedDataset, IndexedWriter, split_tail
+from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter, split_tail
 from phalanx.data.loader import IGNORE_INDEX, Batch, TokenLoader, evaluation_batches, prefetch, rank_rows, shuffle_epoch
 from phalanx.spec.errors import UserError
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from phalanx.data import prepare as room
-from phalanx.data.corpus import documents, is_held_out
-from phalanx.data.encode import TokenizationCounts
-from phalanx.data.indexed import IndexedDataset, IndexedWriter
+from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
 from phalanx.data.prepare import check_sources, prepare
+from phalanx.data.sources import documents, is_held_out
+from phalanx.data.tokenize import TokenizationCounts
 from phalanx.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec

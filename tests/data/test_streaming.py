@@ -6,9 +6,9 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from phalanx.data.corpus import documents, is_held_out, list_source_files, read_documents
 from phalanx.data.loader import prefetch
-from phalanx.data.streaming import StreamingLoader
+from phalanx.data.sources import documents, is_held_out, list_source_files, read_documents
+from phalanx.data.streaming_loader import StreamingLoader
 from phalanx.data.tokenizer import byte_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec
@@ -95,7 +95,8 @@ def test_resuming_reads_no_earlier_file_of_the_epoch(corpus, monkeypatch):
     state = loader.state(4)
     opened = []
     monkeypatch.setattr(
-        "phalanx.data.streaming.read_documents", lambda part, key: opened.append(part) or read_documents(part, key)
+        "phalanx.data.streaming_loader.read_documents",
+        lambda part, key: opened.append(part) or read_documents(part, key),
     )
     again = loader_of(corpus)
     again.resume(state)

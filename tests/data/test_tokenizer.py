@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers
 
-from phalanx.data.corpus import documents, is_held_out
+from phalanx.data.sources import documents, is_held_out
 from phalanx.data.tokenizer import END_NAMES, SAMPLE_CHARACTERS, _sample, byte_tokenizer, load_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
 

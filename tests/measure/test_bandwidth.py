@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.measure.bandwidth import AT_LEAST_BYTES, array_bytes, bandwidth, cache_bytes
+from phalanx.bench.memory_bandwidth import AT_LEAST_BYTES, array_bytes, bandwidth, cache_bytes
 
 
 def test_ranks_have_together_four_times_their_caches() -> None:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from phalanx.measure.collectives import CollectiveCall, CollectiveRecorder
 from phalanx.testing import rank_pool
+from phalanx.train.profiling.collective_recorder import CollectiveCall, CollectiveRecorder
 
 
 def some_of_each() -> list[tuple[str, tuple[int, ...], int, bool]]:

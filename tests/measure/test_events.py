@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.measure.events import (
+from phalanx.runs.events import (
     BEGAN,
     ENDED,
     EVENTS_FILE,

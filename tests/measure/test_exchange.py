@@ -12,10 +12,8 @@ import torch.distributed as dist
 from parity.trajectory import described
 from torch import Tensor
 
-from phalanx.cost.network import Operation, Traffic
-from phalanx.cost.traffic import traffic_by_group
-from phalanx.measure.collectives import CollectiveRecorder
-from phalanx.measure.exchange import (
+from phalanx.bench.collective_calls import COLLECTIVE_CALLS
+from phalanx.bench.collectives import (
     BenchmarkCase,
     Call,
     CollectiveKind,
@@ -24,10 +22,12 @@ from phalanx.measure.exchange import (
     collective_kinds_of_run,
     time_case,
 )
-from phalanx.parallel.collectives import REQUESTED_OPERATION
+from phalanx.cost.exact.traffic import traffic_by_group
+from phalanx.cost.formulas.collectives import Operation, Traffic
+from phalanx.parallel.comm.collectives import REQUESTED_OPERATION
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.ways import COLLECTIVE_CALLS
+from phalanx.train.profiling.collective_recorder import CollectiveRecorder
 from tests.verify.test_dryrun import DENSE, LAYOUTS, row
 
 OPERATIONS: list[Operation] = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]

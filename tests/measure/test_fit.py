@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.measure.fit import LinearPiece, fit_latency_bandwidth
+from phalanx.bench.latency_bandwidth_fit import LinearPiece, fit_latency_bandwidth
 
 SIZES = [2.0**power for power in range(10, 31)]
 MIB = 2**20

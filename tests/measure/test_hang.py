@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from phalanx.measure.calls import is_peer_loss, minority_ranks
-from phalanx.measure.hang import diagnose_hang, format_coordinates
-from phalanx.measure.incident import (
+from phalanx.debug.collective_log import is_peer_loss, minority_ranks
+from phalanx.debug.hang_analysis import diagnose_hang, format_coordinates
+from phalanx.runs.hang_dumps import (
     ABORTED,
     FAILED,
     FORMAT,
@@ -191,25 +191,25 @@ def test_a_call_that_was_left_out_among_equal_ones_is_found_by_its_line() -> Non
 def test_messages_of_a_pipeline_are_in_no_recorder() -> None:
     """A rank that waits for one is not the cause; one that does something else is."""
     sizes = ParallelDims(1, 1, 3, 1, 1)
-    inside = ("/x/phalanx/parallel/links.py", 68, "receive")
+    inside = ("/x/phalanx/parallel/pipeline/p2p.py", 68, "receive")
     dumps = {rank: dump(rank, sizes, [], BUSY if rank == 1 else inside, waiting=rank != 1) for rank in range(3)}
     found = diagnose_hang(dumps, {}, sizes).verdict
     assert (found.kind, found.ranks) == ("absent", (1,))
     assert found.summary == (
         "rank 1 (pp=1) was in mine/model.py:7 (forward); "
-        "rank 0 (pp=0) and rank 2 (pp=2) waited in parallel/links.py:68 (receive)"
+        "rank 0 (pp=0) and rank 2 (pp=2) waited in pipeline/p2p.py:68 (receive)"
     )
 
 
 def test_stages_that_wait_for_each_others_messages_are_named() -> None:
     """A lost message: no collective is under way, nobody is busy elsewhere, and a finished one is not to blame."""
     sizes = ParallelDims(1, 1, 2, 1, 1)
-    inside = ("/x/phalanx/parallel/links.py", 68, "receive")
+    inside = ("/x/phalanx/parallel/pipeline/p2p.py", 68, "receive")
     dumps = {rank: dump(rank, sizes, [call(5, over=True)], inside, waiting=True) for rank in range(2)}
     found = diagnose_hang(dumps, {}, sizes)
     assert (found.verdict.kind, found.verdict.ranks) == ("lost", (0, 1))
     assert found.verdict.summary.startswith(
-        "rank 0 (pp=0) in parallel/links.py:68 (receive) and rank 1 (pp=1) in parallel/links.py:68 (receive): nothing"
+        "rank 0 (pp=0) in pipeline/p2p.py:68 (receive) and rank 1 (pp=1) in pipeline/p2p.py:68 (receive): nothing"
     )
     lost = {"why": FAILED, "error": "RuntimeError: Timed out"}
     dumps = {rank: dump(rank, sizes, [call(5, over=True)], inside, waiting=True, **lost) for rank in range(2)}

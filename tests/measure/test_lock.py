@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from parity.trajectory import described
 
-from phalanx.measure.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
+from phalanx.runs.create import preflight
+from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
 from phalanx.spec.errors import UserError
-from phalanx.train.setup import preflight
 
 
 def test_ranks_of_other_nodes_have_time_to_notice_that_one_was_lost(

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from phalanx.measure.matmul import measure_peak_flops
+from phalanx.train.profiling.peak_flops import measure_peak_flops
 
 
 @pytest.mark.parametrize("size", [8, 32])

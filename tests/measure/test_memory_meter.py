@@ -7,7 +7,7 @@ import gc
 import torch
 from torch import nn
 
-from phalanx.measure.memory import MemoryMeter
+from phalanx.train.profiling.memory_meter import MemoryMeter
 
 KIB = 1024
 

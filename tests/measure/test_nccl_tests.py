@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from phalanx.cost.network import Operation
-from phalanx.measure.exchange import BenchmarkCase, BufferMode, CaseTiming, CollectiveKind
-from phalanx.measure.nccl_tests import CaseResult, format_table, merge_ranks, to_json_document
+from phalanx.bench.collectives import BenchmarkCase, BufferMode, CaseTiming, CollectiveKind
+from phalanx.bench.nccl_tests_format import CaseResult, format_table, merge_ranks, to_json_document
+from phalanx.cost.formulas.collectives import Operation
 
 # A row, as dashboards and health checks look for it.
 ROW = re.compile(

@@ -10,9 +10,7 @@ import pytest
 import torch
 from parity.trajectory import described
 
-from phalanx.cost.compute import rank_flops
-from phalanx.measure.flops import FlopCounter
-from phalanx.measure.products import (
+from phalanx.bench.layer_shapes import (
     AttentionShape,
     MatmulShape,
     attention_shapes,
@@ -20,9 +18,11 @@ from phalanx.measure.products import (
     benchmark_matmul,
     matmul_shapes,
 )
-from phalanx.measure.products import _core_calls as core_calls
-from phalanx.measure.products import _product_calls as product_calls
+from phalanx.bench.layer_shapes import _core_calls as core_calls
+from phalanx.bench.layer_shapes import _product_calls as product_calls
+from phalanx.cost.exact.flops import rank_flops
 from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.train.profiling.flop_counter import FlopCounter
 from tests.verify.test_dryrun import LAYOUTS, MOE, row
 
 CPU = torch.device("cpu")

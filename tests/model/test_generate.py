@@ -1,8 +1,8 @@
 import torch
 from torch.testing import assert_close
 
-from phalanx.model.generate import generate, sample_token
-from phalanx.model.weights import initial_weight
+from phalanx.model.init import initial_weight
+from phalanx.model.sampling import generate, sample_token
 from phalanx.parallel.apply import apply_layout
 from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.layout import Layout

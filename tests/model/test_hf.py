@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from phalanx.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
-from phalanx.model.hf import export_hf, open_hf_weights, shard_names
+from phalanx.model.huggingface.checkpoint import export_hf, open_hf_weights, shard_names
 from phalanx.parallel.apply import init_parameters
 from phalanx.parallel.strategy import Strategy, materialize
 from phalanx.spec.errors import UserError
-from phalanx.spec.hf_config import hf_config, model_table
-from phalanx.spec.load import load_model, preset_names
+from phalanx.spec.files.hf_config import hf_config, model_table
+from phalanx.spec.files.load import load_model, preset_names
 from phalanx.spec.model import ModelSpec
 
 SHAPE = {

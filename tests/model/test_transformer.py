@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from phalanx.cost.parameters import count_parameters
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.model.init import initial_weight
 from phalanx.model.transformer import Transformer
-from phalanx.model.weights import initial_weight
-from phalanx.spec.load import load_model, preset_names
+from phalanx.spec.files.load import load_model, preset_names
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))

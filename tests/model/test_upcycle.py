@@ -11,19 +11,19 @@ import torch
 from parity.trajectory import DENSE, described, trainer
 from torch import Tensor
 
-from phalanx.model.hf import export_hf
+from phalanx.model.huggingface.checkpoint import export_hf
+from phalanx.model.init import initial_weight
 from phalanx.model.upcycle import replicate_mlp
-from phalanx.model.weights import initial_weight
-from phalanx.parallel.frozen import TrainedExperts
+from phalanx.parallel.expert.partial_experts import TrainedExperts
+from phalanx.runs.create import create_run
 from phalanx.spec.errors import UserError
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
-from phalanx.swarm.items import model_pieces
-from phalanx.swarm.leading import initial_pieces
+from phalanx.swarm.pieces import model_pieces
+from phalanx.swarm.serve import initial_pieces
 from phalanx.testing import rank_pool
-from phalanx.train.corpus import initial_weights
-from phalanx.train.setup import create_run
 from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import initial_weights
 
 EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 48}
 TOKENS = torch.randint(0, 257, (2, 32), generator=torch.Generator().manual_seed(1))

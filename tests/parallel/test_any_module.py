@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from phalanx.parallel.apply import distribute
-from phalanx.parallel.data import DDP
+from phalanx.parallel.data.ddp import DDP
 from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.errors import UserError

@@ -10,10 +10,10 @@ import pytest
 from parity.trajectory import DENSE, MOE, described, steps, trainer
 
 from phalanx.data.loader import prefetch
-from phalanx.measure.collectives import CollectiveRecorder
-from phalanx.parallel.collectives import REQUESTED_OPERATION
+from phalanx.parallel.comm.collectives import REQUESTED_OPERATION
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
+from phalanx.train.profiling.collective_recorder import CollectiveRecorder
 
 
 def operations(run: RunSpec) -> Counter[str]:

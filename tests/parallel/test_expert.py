@@ -11,7 +11,7 @@ from parity.trajectory import MOE, described, trainer
 from phalanx.data.loader import prefetch
 from phalanx.model.moe import MoE
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.expert import ExpertParallelGroup, InFlightDispatch
+from phalanx.parallel.expert.expert_parallel import ExpertParallelGroup, InFlightDispatch
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from phalanx.parallel.exposed import TimedWork, WaitTimer
+from phalanx.parallel.comm.wait_timer import TimedWork, WaitTimer
 
 
 class Clock:

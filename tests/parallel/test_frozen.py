@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.data.loader import prefetch
 from phalanx.data.prepare import prepare
-from phalanx.parallel.frozen import TrainedExperts, partially_trained_layers, set_local_choice_weight
+from phalanx.parallel.expert.partial_experts import TrainedExperts, partially_trained_layers, set_local_choice_weight
 from phalanx.parallel.strategy import optimizer_state_tensors
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import Codec
 from phalanx.testing import rank_pool
-from phalanx.train.corpus import open_training_data
 from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import open_training_data
 
 OWN = (1, 2)
 STEPS = 4

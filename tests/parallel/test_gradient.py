@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.parallel.gradient import clip_coefficient, global_grad_norm, scale_gradients
+from phalanx.parallel.grad_norm import clip_coefficient, global_grad_norm, scale_gradients
 
 
 def test_norm_and_clip() -> None:

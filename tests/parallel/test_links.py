@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.parallel.links import delivered_before
-from phalanx.schedule.action import Action, actions
-from phalanx.schedule.named import PUBLISHED, build_schedule
+from phalanx.parallel.pipeline.p2p import delivered_before
+from phalanx.schedule.registry import PUBLISHED, build_schedule
+from phalanx.schedule.schedule import Action, actions
 from phalanx.schedule.simulate import ActionTimes, simulate
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from parity.trajectory import MOE, described, steps, trainer, trajectory
 
-from phalanx.parallel import offload
-from phalanx.parallel.offload import SMALL_BYTES, DiskOffload, MappedFile
+from phalanx.parallel.data import offload
+from phalanx.parallel.data.offload import SMALL_BYTES, DiskOffload, MappedFile
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool

@@ -10,11 +10,11 @@ import pytest
 import torch
 from parity.trajectory import DENSE, MOE, described, trainer
 
-from phalanx.cost.stages import contiguous_ranges
+from phalanx.cost.exact.pipeline_split import contiguous_ranges
 from phalanx.data.loader import prefetch
-from phalanx.parallel.pipeline import PipelineStrategy, StageModule
-from phalanx.schedule.action import Action, Schedule
-from phalanx.schedule.named import build_schedule
+from phalanx.parallel.pipeline.runtime import PipelineStrategy, StageModule
+from phalanx.schedule.registry import build_schedule
+from phalanx.schedule.schedule import Action, Schedule
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 

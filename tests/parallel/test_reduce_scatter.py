@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.exposed import WaitTimer
-from phalanx.parallel.fsdp import DeferredReduceScatter
+from phalanx.parallel.comm.wait_timer import WaitTimer
+from phalanx.parallel.data.fsdp import DeferredReduceScatter
 from phalanx.testing import rank_pool
 
 SIZES = (3, 1, 5)

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 from parity.trajectory import MOE, described, steps, trainer, trajectory
 
-from phalanx.parallel import zero
+from phalanx.parallel.data import zero
+from phalanx.parallel.data.zero import ZeRO
 from phalanx.parallel.strategy import chunk_by_bytes
-from phalanx.parallel.zero import ZeRO
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 

@@ -17,9 +17,9 @@ import pytest
 
 from parity.fuzz import difference, layouts
 from parity.trajectory import DENSE, GPT2, MOE, described, proof
-from phalanx.cost.stages import check_pipeline
-from phalanx.schedule.action import to_csv
-from phalanx.schedule.named import load_schedule_csv
+from phalanx.cost.exact.pipeline_split import check_pipeline
+from phalanx.schedule.registry import load_schedule_csv
+from phalanx.schedule.schedule import to_csv
 from phalanx.schedule.search import search_schedule
 from phalanx.schedule.simulate import ActionTimes
 from phalanx.spec.errors import UserError

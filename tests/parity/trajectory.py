@@ -14,10 +14,10 @@ import torch
 
 from phalanx.data.loader import prefetch
 from phalanx.data.prepare import prepare
-from phalanx.spec.load import run_from_table
+from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
-from phalanx.train.corpus import open_training_data
 from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import open_training_data
 
 Table = dict[str, Any]
 DENSE: Table = {

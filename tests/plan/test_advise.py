@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.cost.checkpointing import optimal_num_checkpoints, peak_layers_held, recompute_overhead
-from phalanx.plan.advise import ALIKE, Advice, AdviceReport, advise
-from phalanx.plan.candidates import enumerate_layouts
-from phalanx.plan.fits import MAX_OOM_PROBABILITY
-from phalanx.plan.rules import BY_SIZE, RULES, DegreeRange, RuleOfThumb, RunSituation
-from phalanx.plan.search import evaluate, rank_fitting, runnable_layouts, search_layouts
+from phalanx.cost.formulas.activation_checkpointing import optimal_num_checkpoints, peak_layers_held, recompute_overhead
+from phalanx.plan.advice.compare_rules import ALIKE, Advice, AdviceReport, advise
+from phalanx.plan.advice.rules_of_thumb import BY_SIZE, RULES, DegreeRange, RuleOfThumb, RunSituation
+from phalanx.plan.search.candidates import enumerate_layouts
+from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
+from phalanx.plan.search.search import evaluate, rank_fitting, runnable_layouts, search_layouts
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import run_from_table
+from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
 
 GIB = 2**30

@@ -2,8 +2,8 @@
 
 import pytest
 
-from phalanx.plan.beyond import configured_goodput, estimate_training_cost
-from phalanx.plan.search import search_layouts
+from phalanx.plan.search.search import search_layouts
+from phalanx.plan.training_cost import configured_goodput, estimate_training_cost
 from tests.plan.test_plan_search import run
 
 

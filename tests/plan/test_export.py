@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import yaml
 
-from phalanx.cost.stages import layers_per_stage
-from phalanx.plan.export import export
-from phalanx.plan.exports.exported import NAMES, ExportedConfig, Trainer
-from phalanx.schedule.action import to_csv
-from phalanx.schedule.named import build_schedule
+from phalanx.cost.exact.pipeline_split import layers_per_stage
+from phalanx.plan.export.common import NAMES, ExportedConfig, Trainer
+from phalanx.plan.export.export import export
+from phalanx.schedule.registry import build_schedule
+from phalanx.schedule.schedule import to_csv
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import run_from_table
 from phalanx.spec.layout import parallel_dims
-from phalanx.spec.load import run_from_table
 from phalanx.spec.run import RunSpec, plan_batch
 
 Table = dict[str, Any]
@@ -447,7 +447,7 @@ def test_the_script_is_shell(tmp_path: Path) -> None:
 def test_schedules_are_those_of_pytorch() -> None:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    from phalanx.plan.exports.torchtitan import SCHEDULES
+    from phalanx.plan.export.torchtitan import SCHEDULES
 
     for name in (*SCHEDULES.values(), "PipelineScheduleMulti"):
         assert get_schedule_class(name)
@@ -476,5 +476,5 @@ def test_small_numbers_are_numbers_in_yaml() -> None:
 
 
 def test_planning_needs_no_torch() -> None:
-    code = "import sys; import phalanx.plan.export; sys.exit('torch' in sys.modules)"
+    code = "import sys; import phalanx.plan.export.export; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from parity.trajectory import DENSE, MOE, described, trainer
 
-from phalanx.cost.traffic import traffic_by_group
+from phalanx.cost.exact.traffic import traffic_by_group
 from phalanx.data.loader import prefetch
-from phalanx.plan.matrix import communicating_groups
+from phalanx.plan.placement.traffic_matrix import communicating_groups
 from phalanx.spec.layout import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.closely import MEASURED_STEP, metered_step
+from phalanx.train.profiling.step_profiler import MEASURED_STEP, metered_step
 
 Groups = dict[tuple[str, tuple[int, ...]], float]
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [

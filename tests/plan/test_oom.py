@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import tomli_w
 
-from phalanx.cost.constants import memory_constants
-from phalanx.cost.memory import model_state_bytes, rank_memory
-from phalanx.cost.parameters import count_parameters
-from phalanx.plan.explain import evaluate_layout
-from phalanx.plan.fits import SAFE_OOM_PROBABILITY as RISK
-from phalanx.plan.oom import (
+from phalanx.cost.estimate.constants import memory_constants
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.rank_memory import model_state_bytes, rank_memory
+from phalanx.plan.advice.oom import (
     RemedyEffect,
     apply_until_fits,
     changed_settings,
@@ -26,10 +24,12 @@ from phalanx.plan.oom import (
     relative_slowdown,
     run_footprint,
 )
-from phalanx.plan.remedies import REMEDIES
+from phalanx.plan.advice.oom_remedies import REMEDIES
+from phalanx.plan.search.explain import evaluate_layout
+from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY as RISK
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.layout import Layout
-from phalanx.spec.load import load_run, run_from_table
 from phalanx.spec.run import RunSpec, plan_batch
 
 GIB = 2**30

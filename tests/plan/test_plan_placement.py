@@ -10,11 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.fabric import all_to_all, flat_ring_all_reduce
-from phalanx.cost.network import Traffic, sent_bytes
-from phalanx.cost.parameters import count_parameters
-from phalanx.cost.traffic import traffic_by_group, traffic_by_role
-from phalanx.plan.matrix import (
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.traffic import traffic_by_group, traffic_by_role
+from phalanx.cost.formulas.collectives import Traffic, sent_bytes
+from phalanx.cost.formulas.rail_fabric import all_to_all, flat_ring_all_reduce
+from phalanx.plan.placement.findings import (
+    NodeLayout,
+    bytes_by_link,
+    nic_loads,
+    node_layout,
+    placement_findings,
+    with_pxn,
+)
+from phalanx.plan.placement.traffic_matrix import (
     TrafficMatrix,
     _around_rings,
     _to_all,
@@ -22,14 +30,13 @@ from phalanx.plan.matrix import (
     merge_matrices,
     traffic_matrices,
 )
-from phalanx.plan.placement import NodeLayout, bytes_by_link, nic_loads, node_layout, placement_findings, with_pxn
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import run_from_table
 from phalanx.spec.layout import parallel_dims
-from phalanx.spec.load import run_from_table
-from phalanx.spec.node import NodeTopology
 from phalanx.spec.run import RunSpec
-from phalanx.spec.topology import parse_topology, read_topology
+from phalanx.spec.topology.node import NodeTopology
+from phalanx.spec.topology.read import parse_topology, read_topology
 
 TOPOLOGIES = Path(__file__).parents[1] / "spec" / "topologies"
 DENSE = {

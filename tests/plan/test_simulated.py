@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from phalanx.plan.candidates import enumerate_layouts
-from phalanx.plan.search import evaluate
-from phalanx.plan.simulated import show_command, simulate_candidate
+from phalanx.plan.search.candidates import enumerate_layouts
+from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
+from phalanx.plan.search.search import evaluate
 from tests.cli.commands import known
 from tests.plan.test_plan_search import run
 

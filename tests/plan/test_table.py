@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.jobs import ActivationCheckpointing, AttentionKernel, ScheduleKind
-from phalanx.cost.parameters import count_parameters
-from phalanx.plan.describe import trainer_behaviour
-from phalanx.plan.predict import Prediction, PredictionFailure, predict_rows
-from phalanx.plan.rows import NEEDED, OPTIONAL, read_rows
-from phalanx.plan.table import job_from_row
+from phalanx.cost.estimate.job_table import ActivationCheckpointing, AttentionKernel, ScheduleKind
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.plan.tables.csv_rows import NEEDED, OPTIONAL, read_rows
+from phalanx.plan.tables.job_columns import trainer_behaviour
+from phalanx.plan.tables.predict import Prediction, PredictionFailure, predict_rows
+from phalanx.plan.tables.row_to_job import job_from_row
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import load_machine, load_model, preset_names
+from phalanx.spec.files.load import load_machine, load_model, preset_names
 
 ROW = {
     "id": "row-1", "model": "gpt-22b", "params_b": "22", "layers": "48", "hidden": "6144", "heads": "64",

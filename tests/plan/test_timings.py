@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.cost.constants import time_constants
-from phalanx.cost.jobs import job_table
-from phalanx.plan.calibrate import calibrate, job_row, predict_run
-from phalanx.plan.describe import time_constants_for
-from phalanx.plan.timings import (
+from phalanx.cost.estimate.constants import time_constants
+from phalanx.cost.estimate.job_table import job_table
+from phalanx.plan.calibrate.calibrate import calibrate, job_row, predict_run
+from phalanx.plan.calibrate.microbenchmarks import (
     BenchmarkFile,
     CollectiveTiming,
     OperationTimings,
@@ -19,8 +18,9 @@ from phalanx.plan.timings import (
     collective_timings,
     read_benchmark_file,
 )
+from phalanx.plan.tables.job_columns import time_constants_for
+from phalanx.runs.create import to_toml
 from phalanx.spec.errors import UserError
-from phalanx.train.setup import to_toml
 from tests.plan.test_calibrate import IMAGINED, MACHINE, described, imagined
 
 SHAPES = [(1, 1024, 768, 256), (1, 256, 768, 1024), (1, 1024, 2048, 256)]

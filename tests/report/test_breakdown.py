@@ -10,10 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.explain import PART_DESCRIPTIONS
-from phalanx.report import picture
-from phalanx.report.breakdown import BARS, COLOURS, GIB, LEFT, Bar, Breakdown, axis_ticks, layout_shapes, save_picture
-from phalanx.report.picture import Label, Region, check_picture_file
+from phalanx.plan.search.explain import PART_DESCRIPTIONS
+from phalanx.report.drawing import canvas
+from phalanx.report.drawing.canvas import Label, Region, check_picture_file
+from phalanx.report.drawing.step_breakdown import (
+    BARS,
+    COLOURS,
+    GIB,
+    LEFT,
+    Bar,
+    Breakdown,
+    axis_ticks,
+    layout_shapes,
+    save_picture,
+)
 from phalanx.spec.errors import UserError
 from tests.report.elements import SVG, marked, written
 
@@ -134,7 +144,7 @@ def test_a_file_of_each_kind(ending, tmp_path):
 def test_a_wrong_ending_and_a_missing_matplotlib_are_said_at_once(monkeypatch):
     with pytest.raises(UserError, match=r"--picture(.|\n)*use \.svg, \.html or \.png"):
         check_picture_file(Path("step.gif"), "--picture")
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(canvas, "find_spec", lambda name: None)
     check_picture_file(Path("step.svg"), "--picture")
     with pytest.raises(UserError, match=r"pip install -e '\.\[draw\]'"):
         check_picture_file(Path("step.png"), "--picture")

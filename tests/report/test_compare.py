@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.report.compare import compare_runs, report_data, run_labels
+from phalanx.report.compare_runs import compare_runs, report_data, run_labels
 from phalanx.report.facts import report_facts
-from phalanx.report.recorded import read_run
+from phalanx.report.run_data import read_run
 from tests.cli.commands import known, shown
 from tests.report.runs import copied, hybrid, two_ranks
 

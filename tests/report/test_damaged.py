@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from phalanx.measure.events import FAILED, ROLLED_BACK, append_event
-from phalanx.measure.lock import acquire_run_lock
 from phalanx.report.facts import report_facts
-from phalanx.report.recorded import read_run
+from phalanx.report.run_data import read_run
+from phalanx.runs.events import FAILED, ROLLED_BACK, append_event
+from phalanx.runs.lock import acquire_run_lock
 from phalanx.spec.errors import UserError
 from tests.cli.commands import known, shown
 from tests.report.runs import copied, hybrid, two_ranks
@@ -231,7 +231,7 @@ def test_a_run_that_was_ended_is_watched_no_longer(tmp_path):
 def test_a_run_that_is_under_way_is_known_to_be(tmp_path, monkeypatch):
     directory = copied(two_ranks(), tmp_path)
     _cut(directory / "metrics.jsonl")
-    monkeypatch.setattr("phalanx.measure.lock.SHUTDOWN_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("phalanx.runs.lock.SHUTDOWN_GRACE_SECONDS", 0.2)
     held = acquire_run_lock(directory)
     assert read_run(directory).problems == ["step 4 of 8: it is still under way"]
     with pytest.raises(UserError, match=f"is in use: process {os.getpid()} on"):

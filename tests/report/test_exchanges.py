@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.plan.calibrate import read_measured_run
-from phalanx.plan.timings import CollectiveTiming
-from phalanx.report.efficiency import with_measured_parts
-from phalanx.report.exchanges import collective_times
-from phalanx.report.recorded import RankRecord, RunData, read_run
+from phalanx.plan.calibrate.calibrate import read_measured_run
+from phalanx.plan.calibrate.microbenchmarks import CollectiveTiming
+from phalanx.report.collective_times import collective_times
+from phalanx.report.run_data import RankRecord, RunData, read_run
+from phalanx.report.step_breakdown import with_measured_parts
 from tests.report import runs
 
 

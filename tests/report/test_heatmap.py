@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.report import picture
-from phalanx.report.heatmap import COLOURS, Heatmap, axis_ticks, colour, format_bytes, save_picture, svg
+from phalanx.report.drawing import canvas
+from phalanx.report.drawing.heatmap import COLOURS, Heatmap, axis_ticks, colour, format_bytes, save_picture, svg
 from phalanx.spec.errors import UserError
 from tests.report.elements import SVG, marked
 
@@ -69,7 +69,7 @@ def test_lines_are_between_nodes_and_around() -> None:
 
 def test_titles_are_text_and_not_markup() -> None:
     assert "dp 2 &lt; tp 2 &amp; more" in svg(HEAT)
-    page = picture.page(HEAT.title, svg(HEAT))
+    page = canvas.page(HEAT.title, svg(HEAT))
     assert page.startswith("<!doctype html>")
     assert page.count('class="cell"') == 6
     assert "<title>dp 2 &lt; tp 2 &amp; more</title>" in page
@@ -114,6 +114,6 @@ def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.Monk
         save_picture(HEAT, tmp_path / "heat.gif")
     with pytest.raises(UserError, match="cannot be written"):
         save_picture(HEAT, tmp_path / "nowhere" / "heat.svg")
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(canvas, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[draw\]'"):
         save_picture(HEAT, tmp_path / "heat.png")

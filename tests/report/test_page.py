@@ -9,11 +9,11 @@ from itertools import pairwise
 
 import pytest
 
-from phalanx.report import words
-from phalanx.report.compare import report_data
+from phalanx.report import formatting
+from phalanx.report.compare_runs import report_data
 from phalanx.report.facts import report_facts
-from phalanx.report.page import main, page
-from phalanx.report.recorded import read_run
+from phalanx.report.html.page import main, page
+from phalanx.report.run_data import read_run
 from tests.report.runs import hybrid, two_ranks
 
 
@@ -27,7 +27,7 @@ def embedded(text: str, name: str):
 
 
 def test_speed_and_mfu_are_of_the_same_peak_on_shared_cores(whole):
-    speed, mfu = (words.measured_row(whole["runs"][0], what) for what in ("tokens_per_second", "mfu"))
+    speed, mfu = (formatting.measured_row(whole["runs"][0], what) for what in ("tokens_per_second", "mfu"))
     assert mfu["ratio"] == pytest.approx(speed["ratio"], rel=0.02)
 
 
@@ -89,11 +89,11 @@ def test_a_section_without_facts_says_why(whole):
     ],
 )  # fmt: skip
 def test_numbers_for_people(value, unit, said):
-    assert words.format_number(value, unit) == said
+    assert formatting.format_number(value, unit) == said
 
 
 def test_groups_leave_out_what_is_nothing(whole):
-    groups = dict(words.group_rows(whole["runs"][0]["beside"]))
+    groups = dict(formatting.group_rows(whole["runs"][0]["beside"]))
     assert list(groups) == [
         "of a step", "memory of pp0", "sent by pp0 in a step", "memory of pp1", "sent by pp1 in a step",
     ]  # fmt: skip

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from phalanx.report import words
+from phalanx.report import formatting
 from tests.cli.commands import known
 from tests.cli.test_watch_command import served
 from tests.report.browser import CHROMIUM, Browser
@@ -76,11 +76,13 @@ def test_the_figures_are_those_of_the_json(opened):
     for at, facts in enumerate(whole["runs"]):
         bars = traces(browser, f"ranks-{at}")
         parts = [
-            part for part in facts["ranks"][0] if any(trace["name"] == words.NAMES.get(part, part) for trace in bars)
+            part
+            for part in facts["ranks"][0]
+            if any(trace["name"] == formatting.NAMES.get(part, part) for trace in bars)
         ]
         assert {"compute", "communication"} <= set(parts)
         for part in parts:
-            (trace,) = [trace for trace in bars if trace["name"] == words.NAMES.get(part, part)]
+            (trace,) = [trace for trace in bars if trace["name"] == formatting.NAMES.get(part, part)]
             assert trace["x"] == [rank[part] for rank in facts["ranks"]]
         if facts["timeline"]:
             spans = [
@@ -114,10 +116,15 @@ def test_the_tables_have_the_numbers_of_the_json(opened):
     rows = browser.value("[...document.querySelectorAll('.beside tbody tr')].map(row => "
                          "[...row.cells].map(cell => cell.firstChild.textContent))")  # fmt: skip
     assert rows == [
-        [words.row_label(row), *(words.format_number(row[side], row["unit"]) for side in ("predicted", "measured")),
-         words.format_ratio(row["ratio"])]
-        for facts in whole["runs"] for _, group in words.group_rows(facts["beside"]) for row in group
-    ]  # fmt: skip
+        [
+            formatting.row_label(row),
+            *(formatting.format_number(row[side], row["unit"]) for side in ("predicted", "measured")),
+            formatting.format_ratio(row["ratio"]),
+        ]
+        for facts in whole["runs"]
+        for _, group in formatting.group_rows(facts["beside"])
+        for row in group
+    ]
 
 
 def test_nothing_is_fetched(opened):

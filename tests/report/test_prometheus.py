@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from phalanx.measure.events import BEGAN, append_event, read_events
-from phalanx.measure.lock import acquire_run_lock
-from phalanx.measure.rounds import JOURNAL_FILE
-from phalanx.report.prometheus import FAMILIES, JsonLinesTail, RunMetrics, exposition
-from phalanx.report.recorded import read_run
-from phalanx.train.manifest import checkpoints
-from phalanx.train.metrics import JsonLinesLogger
+from phalanx.report.export.prometheus import FAMILIES, JsonLinesTail, RunMetrics, exposition
+from phalanx.report.run_data import read_run
+from phalanx.runs.checkpoints import checkpoints
+from phalanx.runs.events import BEGAN, append_event, read_events
+from phalanx.runs.lock import acquire_run_lock
+from phalanx.runs.swarm_records import JOURNAL_FILE
+from phalanx.train.loggers import JsonLinesLogger
 from tests.report.runs import copied, hybrid, two_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.report.efficiency import step_times
-from phalanx.report.recorded import read_run
-from phalanx.report.verdict import Bottleneck, find_bottlenecks
-from phalanx.spec.load import run_from_table
+from phalanx.report.bottlenecks import Bottleneck, find_bottlenecks
+from phalanx.report.run_data import read_run
+from phalanx.report.step_breakdown import step_times
+from phalanx.runs.create import create_run, read_run_directory
+from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.testing.hosts import NamespacesUnavailable, star_network
-from phalanx.train.corpus import open_training_data
-from phalanx.train.metrics import open_loggers
+from phalanx.testing.network_namespaces import NamespacesUnavailable, star_network
+from phalanx.train.loggers import open_loggers
 from phalanx.train.progress import ProgressDisplay
-from phalanx.train.setup import create_run, read_run_directory
 from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import open_training_data
 from phalanx.train.worker import open_step_records
 
 pytestmark = pytest.mark.alone

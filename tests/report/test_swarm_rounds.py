@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-from phalanx.cli.report_views import render_live
-from phalanx.cost.parameters import count_parameters
-from phalanx.cost.swarm import node_share, round_bytes, state_bytes
-from phalanx.measure.lock import acquire_run_lock
-from phalanx.measure.rounds import RoundRecord
-from phalanx.report import words
-from phalanx.report.compare import report_data
+from phalanx.cli.views.report import render_live
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.swarm import node_share, round_bytes, state_bytes
+from phalanx.report import formatting
+from phalanx.report.compare_runs import report_data
 from phalanx.report.facts import report_facts
-from phalanx.report.page import main
-from phalanx.report.recorded import read_run
-from phalanx.report.rounds import round_rows
+from phalanx.report.html.page import main
+from phalanx.report.run_data import read_run
+from phalanx.report.swarm_rounds import round_rows
+from phalanx.runs.create import to_toml
+from phalanx.runs.lock import acquire_run_lock
+from phalanx.runs.swarm_records import RoundRecord
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import Method
-from phalanx.train.setup import to_toml
 from tests.cli.commands import known, shown
 from tests.report.runs import copied, two_ranks
 from tests.report.test_page import embedded
@@ -209,7 +209,7 @@ def test_the_page_draws_what_the_facts_say(swarm, name):
         assert drawn == own["seconds"] | own["bytes"]
     else:
         assert drawn == {who: [each["bytes"][who] for each in told] for who in ("ann", "bob")}
-    for title, value, _ in words.round_totals(found):
+    for title, value, _ in formatting.round_totals(found):
         assert f"<dt>{title}</dt><dd>{value}<" in text
     assert "No step was looked at closely" not in text
 
@@ -221,7 +221,7 @@ def test_the_live_view_and_its_lines_have_the_rounds(swarm):
     console = Console(width=160, file=io.StringIO())
     console.print(render_live(found))
     text = console.file.getvalue()
-    used = words.format_number(found["swarm"]["rounds"]["utilisation"], "")
+    used = formatting.format_number(found["swarm"]["rounds"]["utilisation"], "")
     assert "rounds 4 of 4" in text
     assert f"training {used} of the time" in text
     lines = shown("watch", swarm[1] / "ann").splitlines()

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from phalanx.report.recorded import read_run
-from phalanx.report.trace import chrome_trace
+from phalanx.report.export.chrome_trace import chrome_trace
+from phalanx.report.run_data import read_run
 from phalanx.spec.errors import UserError
 from tests.cli.commands import shown
 from tests.report.runs import copied, hybrid, two_ranks

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.report.efficiency import StepTimes, step_times
-from phalanx.report.recorded import RankRecord, RunData
-from phalanx.report.verdict import MIN_SHARE, Bottleneck, change_point, find_bottlenecks
-from phalanx.schedule.action import actions
-from phalanx.schedule.named import layout_schedule
+from phalanx.report.bottlenecks import MIN_SHARE, Bottleneck, change_point, find_bottlenecks
+from phalanx.report.run_data import RankRecord, RunData
+from phalanx.report.step_breakdown import StepTimes, step_times
+from phalanx.schedule.registry import layout_schedule
+from phalanx.schedule.schedule import actions
 from phalanx.schedule.simulate import ActionTimes, simulate
+from phalanx.spec.files.load import run_from_table
 from phalanx.spec.layout import parallel_dims
-from phalanx.spec.load import run_from_table
 from phalanx.spec.run import RunSpec, plan_batch
 
 STEPS, WHOLE = 40, 1.0

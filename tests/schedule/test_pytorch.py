@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from phalanx.schedule.action import Schedule, read_csv, to_csv
 from phalanx.schedule.generate import dualpipe_v, interleaved, zb_h1, zb_v
+from phalanx.schedule.schedule import Schedule, read_csv, to_csv
 from phalanx.schedule.validate import violations
 
 

@@ -2,8 +2,8 @@ import pytest
 
 from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError
-from phalanx.spec.hf_config import hf_config, model_table
-from phalanx.spec.load import load_model
+from phalanx.spec.files.hf_config import hf_config, model_table
+from phalanx.spec.files.load import load_model
 from phalanx.spec.model import ModelSpec
 
 BASE = {"vocab_size": 100, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "ffn_hidden_size": 48, "max_seq_len": 64}

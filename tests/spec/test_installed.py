@@ -2,17 +2,17 @@ from typing import Any
 
 import pytest
 
-from phalanx.spec import installed
+from phalanx.spec import torch_compat
 from phalanx.spec.errors import UserError
-from phalanx.spec.installed import check_torch_supports
 from phalanx.spec.layout import Layout
+from phalanx.spec.torch_compat import check_torch_supports
 
 
 @pytest.mark.parametrize("version", ["2.11.0+cu128", "2.12.1"])
 def test_the_first_bucket_needs_a_torch_that_sizes_it(version: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(installed, "version", lambda _: version)
+    monkeypatch.setattr(torch_compat, "version", lambda _: version)
     check_torch_supports(Layout())
     with pytest.raises(UserError, match=f"torch {version[:4]}.* cannot size it\n  fix: use torch 2.13"):
         check_torch_supports(Layout(first_bucket_mb=1.0))
-    monkeypatch.setattr(installed, "version", lambda _: "2.13.0+cpu")
+    monkeypatch.setattr(torch_compat, "version", lambda _: "2.13.0+cpu")
     check_torch_supports(Layout(first_bucket_mb=1.0))

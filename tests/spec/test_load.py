@@ -1,10 +1,10 @@
 import pytest
 
+from phalanx.runs.create import to_toml
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_machine, load_model, load_run, preset_names, run_from_table
 from phalanx.spec.layout import check_inapplicable_options
-from phalanx.spec.load import load_machine, load_model, load_run, preset_names, run_from_table
 from phalanx.spec.run import plan_batch
-from phalanx.train.setup import to_toml
 
 
 def run_file(tmp_path, text):

@@ -2,13 +2,13 @@ import tomllib
 
 import pytest
 
-from phalanx.spec.load import preset_names
-from phalanx.spec.schema import PUBLISHED, run_schema, schema_text
-from phalanx.spec.starter import run_file_template
+from phalanx.spec.files.json_schema import PUBLISHED, run_schema, schema_text
+from phalanx.spec.files.load import preset_names
+from phalanx.spec.files.template import run_file_template
 
 
 def test_the_published_schema_is_current():
-    assert PUBLISHED.read_text() == schema_text(), "write it anew: python -m phalanx.spec.schema"
+    assert PUBLISHED.read_text() == schema_text(), "write it anew: python -m phalanx.spec.files.json_schema"
 
 
 def test_it_knows_every_table_and_the_presets():

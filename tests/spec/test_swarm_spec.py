@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.load import run_from_table
+from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
 
 MODEL = {

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.topology import infer_cluster, parse_topology, read_topology
+from phalanx.spec.topology.read import infer_cluster, parse_topology, read_topology
 
 # What real machines printed, from public reports. Rows of NICs, which are not read, are left out where it says so.
 # a100-nv12: Lightning-AI/litgpt tests/test_utils.py. h100-nv18: NVIDIA/nccl#1453 (without rows of NICs).

@@ -18,17 +18,17 @@ from parity.trajectory import MOE, described
 from torch import Tensor
 
 from phalanx.data.prepare import prepare
+from phalanx.runs.create import to_toml
 from phalanx.spec.run import RunSpec
-from phalanx.swarm.coordinator import Coordinator
-from phalanx.swarm.items import model_pieces
-from phalanx.swarm.leading import initial_pieces
-from phalanx.swarm.node import SwarmWorker
-from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.wire.certs import create_certificate_authority, issue_certificate
-from phalanx.swarm.wire.client import SwarmClient
-from phalanx.swarm.wire.server import serve
-from phalanx.train.corpus import open_training_data
-from phalanx.train.setup import to_toml
+from phalanx.swarm.coordinator.coordinator import Coordinator
+from phalanx.swarm.pieces import model_pieces
+from phalanx.swarm.rpc.certificates import create_certificate_authority, issue_certificate
+from phalanx.swarm.rpc.client import SwarmClient
+from phalanx.swarm.rpc.server import serve
+from phalanx.swarm.serve import initial_pieces
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.worker.worker import SwarmWorker
+from phalanx.train.training_data import open_training_data
 
 SECONDS = 120
 NODES = ("ann", "bob", "cid", "dee")

@@ -7,16 +7,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.cost.shapes import parameter_shapes
-from phalanx.cost.swarm import encoded_bytes, node_share, round_bytes
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.cost.exact.swarm import encoded_bytes, node_share, round_bytes
 from phalanx.spec.swarm import Codec
-from phalanx.swarm.aggregate import AggregationConfig, ModelState, NodeUpdate, aggregate, encode_broadcast, robust_mean
-from phalanx.swarm.items import ModelPiece, model_pieces, pieces_sent_by
-from phalanx.swarm.merge import merge_experts
-from phalanx.swarm.outer import OuterSGD
-from phalanx.swarm.ownership import Owners, assign_experts, experts_of
-from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.update import Feedback, decode_piece, write_update
+from phalanx.swarm.aggregation.aggregate import (
+    AggregationConfig,
+    ModelState,
+    NodeUpdate,
+    aggregate,
+    encode_broadcast,
+    robust_mean,
+)
+from phalanx.swarm.aggregation.expert_merging import merge_experts
+from phalanx.swarm.aggregation.outer_optimizer import OuterSGD
+from phalanx.swarm.expert_ownership import Owners, assign_experts, experts_of
+from phalanx.swarm.pieces import ModelPiece, model_pieces, pieces_sent_by
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.update_files import Feedback, decode_piece, write_update
 from tests.cost.test_swarm_cost import TINY
 from tests.swarm.test_feedback import left_out
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from parity.trajectory import steps, trainer
 
-from phalanx.cost.shapes import parameter_shapes
-from phalanx.cost.swarm import node_share, round_bytes
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.cost.exact.swarm import node_share, round_bytes
 from phalanx.spec.run import RunSpec
-from phalanx.swarm.items import model_pieces
-from phalanx.swarm.replica import write_weights
-from phalanx.swarm.tensors import TensorFile
+from phalanx.swarm.pieces import model_pieces
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.worker.replica import write_weights
 from tests.swarm.local import NODES, learned, pieces, run_of
 
 Weights = dict[str, torch.Tensor]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.swarm.node import SwarmWorker
+from phalanx.swarm.worker.worker import SwarmWorker
 from tests.swarm.local import NODES, Members, run_of, served
 
 

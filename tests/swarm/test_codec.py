@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.swarm import encoded_bytes
+from phalanx.cost.exact.swarm import encoded_bytes
 from phalanx.spec.swarm import BLOCK, Codec
 from phalanx.swarm.codec import TOP, CodecError, decode, encode
 

@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.cost.swarm import node_share, round_bytes, state_bytes
+from phalanx.cost.exact.swarm import node_share, round_bytes, state_bytes
 from phalanx.data.prepare import prepare
 from phalanx.parallel.strategy import optimizer_state_tensors
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.codec import encode
-from phalanx.swarm.items import model_pieces
-from phalanx.swarm.node import SwarmWorker
-from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.wire.client import SwarmClient
+from phalanx.swarm.pieces import model_pieces
+from phalanx.swarm.rpc.client import SwarmClient
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.worker.worker import SwarmWorker
 from phalanx.testing import rank_pool
-from phalanx.train.corpus import open_training_data
-from phalanx.train.optimizer import learning_rate_factor
+from phalanx.train.optim.optimizers import learning_rate_factor
+from phalanx.train.training_data import open_training_data
 from tests.swarm.local import NODES, Members, Swarm, certificates, learned, pieces, run_of, served
 from tests.swarm.test_algebra import alone
 from tests.swarm.test_faults import until

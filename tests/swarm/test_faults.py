@@ -14,18 +14,18 @@ import pytest
 import torch
 import xxhash
 
-from phalanx.cost.shapes import parameter_shapes
-from phalanx.cost.swarm import encoded_bytes
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.cost.exact.swarm import encoded_bytes
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
-from phalanx.swarm.guards import UpdateRejected
-from phalanx.swarm.items import model_pieces, pieces_sent_by
-from phalanx.swarm.ownership import experts_of
-from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.update import write_update
-from phalanx.swarm.wire.certs import certificate_member, create_certificate_authority, issue_certificate
-from phalanx.swarm.wire.client import SwarmClient, update_id
-from phalanx.swarm.wire.service import SERVICE, pack
+from phalanx.swarm.coordinator.update_checks import UpdateRejected
+from phalanx.swarm.expert_ownership import experts_of
+from phalanx.swarm.pieces import model_pieces, pieces_sent_by
+from phalanx.swarm.rpc.certificates import certificate_member, create_certificate_authority, issue_certificate
+from phalanx.swarm.rpc.client import SwarmClient, update_id
+from phalanx.swarm.rpc.protocol import SERVICE, pack
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.update_files import write_update
 from tests.swarm.local import NODES, SECONDS, Members, Swarm, certificates, pieces, run_of, served
 
 Owned = tuple[int, ...]
@@ -390,7 +390,7 @@ def test_a_coordinator_that_dies_while_it_closes_a_round(tmp_path, monkeypatch, 
         if dies:
             point = "apply_round" if where == "after the journal" else "aggregate_round"
             with monkeypatch.context() as patched:
-                patched.setattr(f"phalanx.swarm.store.SwarmStore.{point}", _die)
+                patched.setattr(f"phalanx.swarm.coordinator.store.SwarmStore.{point}", _die)
                 with pytest.raises(KeyboardInterrupt):
                     swarm.coordinator.tick()
             swarm.stop()
@@ -460,7 +460,7 @@ class BrokenLink(grpc.RpcError):
 
 
 def test_who_has_no_certificate_of_the_group_is_not_heard(tmp_path, monkeypatch):
-    monkeypatch.setattr("phalanx.swarm.wire.client.FIRST_SECONDS", 0.5)
+    monkeypatch.setattr("phalanx.swarm.rpc.client.FIRST_SECONDS", 0.5)
     create_certificate_authority(tmp_path / "others")
     issue_certificate(tmp_path / "others", "ann", [])
     run = run_of(tmp_path)
@@ -487,7 +487,7 @@ def test_a_certificate_that_ran_out(tmp_path, monkeypatch):
 
 
 def test_nobody_listens(monkeypatch):
-    monkeypatch.setattr("phalanx.swarm.wire.client.FIRST_SECONDS", 0.5)
+    monkeypatch.setattr("phalanx.swarm.rpc.client.FIRST_SECONDS", 0.5)
     with pytest.raises(UserError, match="cannot be reached: nobody listens there"):
         SwarmClient("127.0.0.1:9", certificates() / "ann").status()
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.cost.swarm import encoded_bytes
-from phalanx.parallel.blocks import dequantize_blocks, quantize_blocks
+from phalanx.cost.exact.swarm import encoded_bytes
+from phalanx.parallel.int8_blocks import dequantize_blocks, quantize_blocks
 from phalanx.spec.swarm import Codec
-from phalanx.swarm.aggregate import ModelState, encode_broadcast
+from phalanx.swarm.aggregation.aggregate import ModelState, encode_broadcast
 from phalanx.swarm.codec import TOP, decode, encode
-from phalanx.swarm.items import ModelPiece
-from phalanx.swarm.tensors import TensorFile
-from phalanx.swarm.update import Feedback, decode_piece, encode_piece
+from phalanx.swarm.pieces import ModelPiece
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.update_files import Feedback, decode_piece, encode_piece
 
 ROUNDS = 12
 PIECE = ModelPiece("some.weight", (4, 300))

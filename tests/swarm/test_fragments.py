@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.swarm.items import fragment_index, fragment_pieces, model_pieces
-from phalanx.swarm.tensors import TensorFile
+from phalanx.swarm.pieces import fragment_index, fragment_pieces, model_pieces
+from phalanx.swarm.tensor_files import TensorFile
 from tests.swarm.local import NODES, Members, learned, pieces, run_of, served
 from tests.swarm.test_faults import in_a_round, written
 

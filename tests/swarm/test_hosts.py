@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.data.prepare import prepare
-from phalanx.spec.load import load_run
-from phalanx.swarm.ledger import Ledger
-from phalanx.testing.hosts import NamespacesUnavailable, star_network
-from phalanx.testing.sites import LEAD, SwarmProcesses, swarm_processes
-from phalanx.train.setup import to_toml
+from phalanx.runs.create import to_toml
+from phalanx.spec.files.load import load_run
+from phalanx.swarm.coordinator.ledger import Ledger
+from phalanx.testing.network_namespaces import NamespacesUnavailable, star_network
+from phalanx.testing.swarm_processes import LEAD, SwarmProcesses, swarm_processes
 from tests.swarm.local import NODES, run_of
 
 SECONDS, MBIT = 120, 20

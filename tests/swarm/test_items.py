@@ -5,14 +5,14 @@ from math import prod
 import pytest
 import torch
 
-from phalanx.cost.parameters import count_parameters
-from phalanx.cost.shapes import parameter_shapes
-from phalanx.cost.swarm import node_share
-from phalanx.spec.load import load_model, run_from_table
-from phalanx.swarm.items import PIECE, fragment_pieces, model_pieces, pieces_sent_by
-from phalanx.swarm.leading import initial_pieces
-from phalanx.swarm.ownership import assign_experts
-from phalanx.swarm.tensors import TensorFile
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.swarm import node_share
+from phalanx.spec.files.load import load_model, run_from_table
+from phalanx.swarm.expert_ownership import assign_experts
+from phalanx.swarm.pieces import PIECE, fragment_pieces, model_pieces, pieces_sent_by
+from phalanx.swarm.serve import initial_pieces
+from phalanx.swarm.tensor_files import TensorFile
 from tests.cost.test_swarm_cost import TINY
 
 MODELS = [TINY, TINY.replace(moe=None), load_model("spes-1b"), load_model("spes-9b")]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.swarm import RoundSpec
-from phalanx.swarm.journal import Journal
-from phalanx.swarm.ledger import Event, Ledger, deadline_offset, replay, summary
+from phalanx.swarm.coordinator.journal import Journal
+from phalanx.swarm.coordinator.ledger import Event, Ledger, deadline_offset, replay, summary
 from tests.swarm.local import NODES, run_of
 
 NOWHERE = Path("/nowhere")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.swarm.coordinator import aggregation_config
-from phalanx.swarm.merge import merge_experts, merge_ratio, nearest_experts
+from phalanx.swarm.aggregation.expert_merging import merge_experts, merge_ratio, nearest_experts
+from phalanx.swarm.coordinator.coordinator import aggregation_config
 from tests.swarm.local import run_of
 
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.cost.shapes import parameter_shapes
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.data.prepare import prepare
-from phalanx.parallel.frozen import TrainedExperts, partially_trained_layers
+from phalanx.parallel.expert.partial_experts import TrainedExperts, partially_trained_layers
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.codec import decode
-from phalanx.swarm.items import model_pieces, round_pieces
-from phalanx.swarm.node import SwarmWorker
-from phalanx.swarm.replica import read_weights
-from phalanx.swarm.tensors import TensorFile
-from phalanx.train.corpus import open_training_data
-from phalanx.train.metrics import MetricsRecord
+from phalanx.swarm.pieces import model_pieces, round_pieces
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.worker.replica import read_weights
+from phalanx.swarm.worker.worker import SwarmWorker
+from phalanx.train.loggers import MetricsRecord
 from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import open_training_data
 from tests.swarm.local import NODES, Members, Swarm, pieces, run_of, served
 from tests.swarm.test_feedback import left_out
 

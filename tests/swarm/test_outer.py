@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phalanx.swarm.outer import OuterSGD
+from phalanx.swarm.aggregation.outer_optimizer import OuterSGD
 
 
 @pytest.mark.parametrize(("learning_rate", "momentum"), [(0.7, 0.9), (1.0, 0.5), (0.3, 0.0)])

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.measure.rounds import RoundRecord
-from phalanx.swarm.exchange import RoundExchange
-from phalanx.swarm.node import SwarmWorker
+from phalanx.runs.swarm_records import RoundRecord
+from phalanx.swarm.worker.exchange import RoundExchange
+from phalanx.swarm.worker.worker import SwarmWorker
 from tests.swarm.local import NODES, Members, learned, run_of, served
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.swarm import node_share, state_bytes
+from phalanx.cost.exact.swarm import node_share, state_bytes
 from phalanx.spec.errors import UserError
 from phalanx.spec.swarm import SwarmSpec
-from phalanx.swarm.joining import max_trained_experts
-from phalanx.swarm.ownership import Owners, assign_experts, experts_of, proportional_shares, rotate_owners
+from phalanx.swarm.expert_ownership import Owners, assign_experts, experts_of, proportional_shares, rotate_owners
+from phalanx.swarm.join import max_trained_experts
 from tests.cost.test_swarm_cost import TINY
 
 capacities = st.dictionaries(

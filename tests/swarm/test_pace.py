@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from phalanx.swarm.guards import UpdateRejected
-from phalanx.swarm.wire.pace import A_SECOND, AT_ONCE, UNDER_WAY, RateLimiter
+from phalanx.swarm.coordinator.update_checks import UpdateRejected
+from phalanx.swarm.rpc.rate_limit import A_SECOND, AT_ONCE, UNDER_WAY, RateLimiter
 
 
 def test_calls_at_the_same_time():

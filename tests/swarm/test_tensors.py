@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from phalanx.swarm.items import ModelPiece
-from phalanx.swarm.tensors import TensorFile, TensorFileError
+from phalanx.swarm.pieces import ModelPiece
+from phalanx.swarm.tensor_files import TensorFile, TensorFileError
 
 STACK = "blocks.0.mlp.experts.up"
 

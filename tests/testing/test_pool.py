@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from phalanx.spec.errors import UserError
 from phalanx.testing import RankError, rank_pool
-from phalanx.testing.pool import GROWN_BYTES
+from phalanx.testing.rank_pool import GROWN_BYTES
 
 KEPT = []
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.train import checkpoint
-from phalanx.train.launch import exit_rank
+from phalanx.launch.process import exit_rank
+from phalanx.train.checkpoint import checkpointer
 from phalanx.train.trainer import Trainer
 from phalanx.train.worker import run_rank
 
@@ -76,7 +76,7 @@ def aborting_library() -> None:
 
 def slow_disk() -> None:
     """On all ranks: what is saved takes longer to be written than the watchdog's patience."""
-    checkpoint.sync = lambda file: time.sleep(9.0)
+    checkpointer.sync = lambda file: time.sleep(9.0)
 
 
 def bit(trainer: Trainer) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from phalanx.launch import rendezvous as places
+from phalanx.launch.elastic_agent import ElasticAgent, FailureAction, run_until_done
+from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous, RendezvousError, interface_of, local_address
 from phalanx.spec.errors import UserError
-from phalanx.testing.runs import SECONDS
-from phalanx.train import meeting as places
-from phalanx.train.agent import ElasticAgent, FailureAction, run_until_done
-from phalanx.train.meeting import SINGLE_NODE, Rendezvous, RendezvousError, interface_of, local_address
+from phalanx.testing.processes import SECONDS
 
 SAYS = ("platform",)
 """A module that ends well as a rank."""
@@ -109,6 +109,6 @@ def test_ranks_that_wait_for_one_that_a_signal_ended_are_not_waited_for() -> Non
 
 def test_a_launcher_starts_ranks_without_what_only_they_need() -> None:
     """Which takes seconds on a slow machine."""
-    program = "import sys, phalanx.train.recovery; print(*sys.modules)"
+    program = "import sys, phalanx.launch.supervisor; print(*sys.modules)"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert not {"torch.distributed.tensor", "torch._dynamo", "sympy", "tokenizers"} & set(said.stdout.split())

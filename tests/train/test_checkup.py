@@ -15,16 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.measure import incident
-from phalanx.measure.doctor.finding import DoctorFinding
-from phalanx.measure.doctor.gather import COLLECTIVES
-from phalanx.measure.doctor.machine import Machine
+from phalanx.doctor import multi_node_benchmark
+from phalanx.doctor.compare_nodes import COLLECTIVES
+from phalanx.doctor.finding import DoctorFinding
+from phalanx.doctor.machine import Machine
+from phalanx.runs import hang_dumps
+from phalanx.runs.create import to_toml
 from phalanx.spec.cluster import ClusterSpec
-from phalanx.spec.load import run_from_table
+from phalanx.spec.files.load import run_from_table
 from phalanx.testing import rank_pool
-from phalanx.testing.hosts import NamespacesUnavailable, star_network
-from phalanx.train import checkup
-from phalanx.train.setup import to_toml
+from phalanx.testing.network_namespaces import NamespacesUnavailable, star_network
 
 RUN = {
     "model": {
@@ -58,12 +58,12 @@ def test_what_links_allow() -> None:
         (way("all_to_all", tuple(range(8))), 50e9 * 7 / 4),
         (way("send", tuple(range(8))), 50e9),
     ):
-        assert checkup.expected_bus_bandwidth(asked, hosts, cluster) == pytest.approx(expected)
-    assert checkup.expected_bus_bandwidth(way("all_reduce", (0, 4)), hosts, ClusterSpec()) is None
+        assert multi_node_benchmark.expected_bus_bandwidth(asked, hosts, cluster) == pytest.approx(expected)
+    assert multi_node_benchmark.expected_bus_bandwidth(way("all_reduce", (0, 4)), hosts, ClusterSpec()) is None
 
 
 def _pairs() -> dict[tuple[str, str], float]:
-    return checkup.measure_node_pairs(
+    return multi_node_benchmark.measure_node_pairs(
         ["a", "a", "b", "b"] if dist.get_world_size() == 4 else ["a", "b", "c"], torch.device("cpu")
     )
 
@@ -76,7 +76,7 @@ def test_every_pair_of_hosts_is_measured(world_size: int, expected: set[tuple[st
 
 def _checked() -> list[dict[str, Any]]:
     run = run_from_table(json.loads(json.dumps(RUN)))
-    return [asdict(each) for each in checkup.check_nodes(run, torch.device("cpu"))]
+    return [asdict(each) for each in multi_node_benchmark.check_nodes(run, torch.device("cpu"))]
 
 
 def test_ranks_of_one_node_check_what_the_run_sends() -> None:
@@ -94,12 +94,14 @@ def test_what_an_earlier_start_left_is_removed(tmp_path: Path) -> None:
     """One that fails now must not be taken for one that went well."""
     (tmp_path / COLLECTIVES).write_text("[]")
     for rank in (0, 7):
-        incident.write_failure(tmp_path, {"rank": rank, "time": 1.0, "reason": "of yesterday"})
+        hang_dumps.write_failure(tmp_path, {"rank": rank, "time": 1.0, "reason": "of yesterday"})
     run = tmp_path / "run.toml"
     run.write_text(to_toml(run_from_table(json.loads(json.dumps(RUN)))))
-    assert checkup.rank_main(argparse.Namespace(run=run, out=tmp_path)) == 2  # one rank, which sends nothing
+    assert (
+        multi_node_benchmark.rank_main(argparse.Namespace(run=run, out=tmp_path)) == 2
+    )  # one rank, which sends nothing
     assert not (tmp_path / COLLECTIVES).exists()
-    ((rank, word),) = incident.read_failures(tmp_path).items()
+    ((rank, word),) = hang_dumps.read_failures(tmp_path).items()
     assert (rank, word["host"]) == (0, Machine().host)
     assert "sends nothing" in word["reason"]
 
@@ -119,7 +121,14 @@ def test_a_host_with_a_slow_link_is_found(tmp_path: Path) -> None:
                     "MASTER_ADDR": master, "MASTER_PORT": "29611", "GLOO_SOCKET_IFNAME": host.interface,
                     "OMP_NUM_THREADS": "1",
                 }  # fmt: skip
-                program = [sys.executable, "-m", "phalanx.train.checkup", str(run), "--out", str(tmp_path / "out")]
+                program = [
+                    sys.executable,
+                    "-m",
+                    "phalanx.doctor.multi_node_benchmark",
+                    str(run),
+                    "--out",
+                    str(tmp_path / "out"),
+                ]
                 named = ["unshare", "--uts", "sh", "-c", f'hostname {host.name}; exec "$@"', "sh", *program]
                 started.append(subprocess.Popen([*host.prefix, *named], env=environment))
             try:

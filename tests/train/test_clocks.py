@@ -13,7 +13,7 @@ AHEAD = 1000
 RANK = """
 import sys, time, torch, torch.distributed as dist
 from datetime import timedelta
-from phalanx.train.clocks import clock_offset
+from phalanx.train.profiling.clock_sync import clock_offset
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2], 3)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))

@@ -12,7 +12,7 @@ from parity.trajectory import MOE, described, trainer
 from phalanx.data.loader import prefetch
 from phalanx.spec.errors import UserError
 from phalanx.testing import rank_pool
-from phalanx.train.closely import StepProfiler
+from phalanx.train.profiling.step_profiler import StepProfiler
 from phalanx.train.worker import profiled_steps
 
 
@@ -78,7 +78,7 @@ WINDOW, EMPTY = "is not a window of steps", "is an empty window"
     [("3", WINDOW), ("3:2", EMPTY), ("0:4", EMPTY), ("a:b", WINDOW), ("-1:2", WINDOW), ("3:4:5", WINDOW)],
 )
 def test_what_is_no_window_is_refused(steps: str, said: str) -> None:
-    from phalanx.measure.record import parse_step_range
+    from phalanx.runs.step_records import parse_step_range
 
     with pytest.raises(UserError, match=said):
         parse_step_range(steps)

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from parity.trajectory import MOE, described, prepared_text, steps, trainer
 
 from phalanx.data.prepare import prepare
+from phalanx.launch.shared_memory import SLOTS_ENV, allocate_slots
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.copies import latest_common_step
-from phalanx.train.divergence import record_rollback
-from phalanx.train.places import SLOTS_ENV, allocate_slots
+from phalanx.train.checkpoint.in_memory import latest_common_step
+from phalanx.train.guards.divergence import record_rollback
 from tests.train.test_nodes import nodes, of_one_process
 from tests.train.test_recovery import SECONDS, SHORT, events, rank_pids, reaches, trained, training, wait_until
 

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from parity.trajectory import described, steps, trainer
 
-from phalanx.spec.load import run_from_table
-from phalanx.testing.faults import NotAllowed, fill_disk, flip_bit, small_disk, truncate_file
-from phalanx.testing.runs import SECONDS, rank_pids, wait_until
-from phalanx.train.launch import LAUNCHER_PID_ENV
-from phalanx.train.manifest import checkpoints, find_damage, step_of
-from phalanx.train.setup import EXIT_STOPPED, to_toml
+from phalanx.launch.process import LAUNCHER_PID_ENV
+from phalanx.runs.checkpoints import checkpoints, find_damage, step_of
+from phalanx.runs.create import EXIT_STOPPED, to_toml
+from phalanx.spec.files.load import run_from_table
+from phalanx.testing.fault_injection import NotAllowed, fill_disk, flip_bit, small_disk, truncate_file
+from phalanx.testing.processes import SECONDS, rank_pids, wait_until
 from tests.train.test_recovery import LONG, events, reaches, trained, training
 
 TEXT = Path(json.__file__).parent

@@ -13,7 +13,7 @@ from parity.trajectory import MOE, described, trainer
 from phalanx.data.loader import prefetch
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.closely import metered_step
+from phalanx.train.profiling.step_profiler import metered_step
 
 PIPELINE = {"layout.pp": 2, "layout.schedule": "zb-h1", "model": {**MOE, "num_layers": 4}}
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -17,16 +17,16 @@ import pytest
 from parity.trajectory import described
 from train.test_trainer import wait_for_steps
 
-from phalanx.measure.explained import explain_run
-from phalanx.measure.hang import Explanation
-from phalanx.measure.incident import read_failures
-from phalanx.testing.faults import NotAllowed, memory_limited
-from phalanx.testing.runs import SECONDS, rank_pids
-from phalanx.train.agent import launch_ranks
-from phalanx.train.launch import report_and_exit_code, set_worker_environment
-from phalanx.train.manifest import checkpoints
-from phalanx.train.metrics import read_metrics
-from phalanx.train.setup import EXIT_STOPPED, create_run
+from phalanx.debug.explain_run import explain_run
+from phalanx.debug.hang_analysis import Explanation
+from phalanx.launch.elastic_agent import launch_ranks
+from phalanx.launch.process import report_and_exit_code, set_worker_environment
+from phalanx.runs.checkpoints import checkpoints
+from phalanx.runs.create import EXIT_STOPPED, create_run
+from phalanx.runs.hang_dumps import read_failures
+from phalanx.testing.fault_injection import NotAllowed, memory_limited
+from phalanx.testing.processes import SECONDS, rank_pids
+from phalanx.train.loggers import read_metrics
 
 TIMEOUT = 6.0
 
@@ -103,7 +103,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(text: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("layout", "where", "waited"),
-    [({}, "dp", "all_reduce"), ({"layout.pp": 2, "layout.micro_batch_size": 1}, "pp", "parallel/links.py")],
+    [({}, "dp", "all_reduce"), ({"layout.pp": 2, "layout.micro_batch_size": 1}, "pp", "pipeline/p2p.py")],
     ids=["ddp", "pp"],
 )
 def test_a_late_rank_is_told_from_a_dead_one(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.train.held import is_out_of_memory, requested_bytes
+from phalanx.train.guards.oom_report import is_out_of_memory, requested_bytes
 
 
 def test_pytorchs_own_words_are_understood() -> None:

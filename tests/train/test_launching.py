@@ -17,9 +17,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.launch.jobs.job import parse_nodes
+from phalanx.launch.jobs.slurm import seconds
 from phalanx.spec.errors import UserError
-from phalanx.train.launching.job import parse_nodes
-from phalanx.train.launching.slurm import seconds
 from tests.cli.commands import shown
 from tests.measure.doctor import h100_record
 

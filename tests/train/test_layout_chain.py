@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from phalanx.data.prepare import prepare
-from phalanx.model.hf import export_hf, open_hf_weights
+from phalanx.model.huggingface.checkpoint import export_hf, open_hf_weights
+from phalanx.runs.checkpoints import checkpoints
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.manifest import checkpoints
 
 MODEL = {**MOE, "num_layers": 4, "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}}
 LEGS: list[tuple[str, int, dict[str, Any]]] = [

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from parity.trajectory import DENSE, MOE, described, trainer
 
-from phalanx.cost.parameters import count_parameters
-from phalanx.cost.traffic import traffic_by_role
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.traffic import traffic_by_role
 from phalanx.data.loader import prefetch
-from phalanx.plan.beside import (
+from phalanx.plan.predicted_vs_measured import (
     PARTS,
     STATE,
     TOTAL,
@@ -23,10 +23,10 @@ from phalanx.plan.beside import (
     compare_with_prediction,
     ranks_in_role,
 )
+from phalanx.runs.create import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.closely import first_steady_step, metered_step
-from phalanx.train.setup import to_toml
+from phalanx.train.profiling.step_profiler import first_steady_step, metered_step
 
 # Large enough for a few sums of losses and norms to be below a hundredth of the traffic.
 MODELS = {

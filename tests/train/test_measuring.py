@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from parity.trajectory import described
 
-from phalanx.cost.traffic import traffic_by_group
-from phalanx.measure.exchange import collective_kinds_of_run
+from phalanx.bench.collective_calls import process_group_for
+from phalanx.bench.collectives import collective_kinds_of_run
+from phalanx.bench.ranks import run_benchmarks
+from phalanx.cost.exact.traffic import traffic_by_group
 from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.measuring import run_benchmarks
-from phalanx.train.ways import process_group_for
-from phalanx.verify.compare import communication_group as planned_group
+from phalanx.verify.plan_comparison import communication_group as planned_group
 from tests.verify.test_dryrun import DENSE, FEW_HEADS, MOE, row
 
 Groups = dict[tuple[str, str], tuple[int, ...]]

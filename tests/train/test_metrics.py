@@ -12,8 +12,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from phalanx.spec.errors import UserError
-from phalanx.train import metrics
-from phalanx.train.metrics import METRICS_FILE, JsonLinesLogger, open_loggers, read_metrics, wandb_id
+from phalanx.train import loggers
+from phalanx.train.loggers import METRICS_FILE, JsonLinesLogger, open_loggers, read_metrics, wandb_id
 
 
 def written(directory: Path, steps: range, after_step: int = 0) -> None:
@@ -85,7 +85,7 @@ def test_logs_close_after_a_write_that_failed_and_twice(tmp_path: Path) -> None:
 def test_wandb_that_is_not_installed_is_named(
     a_directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "find_spec", lambda name: ModuleSpec(name, None) if a_directory else None)
+    monkeypatch.setattr(loggers, "find_spec", lambda name: ModuleSpec(name, None) if a_directory else None)
     with pytest.raises(UserError) as caught:
         open_loggers(tmp_path, 0, "project", "run", {})
     assert (caught.value.field, caught.value.value) == ("metrics.wandb", "project")

@@ -16,10 +16,10 @@ import pytest
 from parity.trajectory import DENSE, described, steps, trainer
 
 from phalanx.data.prepare import prepare
-from phalanx.testing.hosts import NamespacesUnavailable, StarNetwork, star_network
-from phalanx.testing.runs import SECONDS, rank_pids, wait_until
-from phalanx.train.manifest import checkpoints
-from phalanx.train.setup import EXIT_STOPPED, to_toml
+from phalanx.runs.checkpoints import checkpoints
+from phalanx.runs.create import EXIT_STOPPED, to_toml
+from phalanx.testing.network_namespaces import NamespacesUnavailable, StarNetwork, star_network
+from phalanx.testing.processes import SECONDS, rank_pids, wait_until
 from tests.train.test_recovery import events, reaches, trained
 
 NAMES = ("first", "second")

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.model.transformer import Transformer
-from phalanx.spec.load import load_model
+from phalanx.spec.files.load import load_model
 from phalanx.spec.run import OptimizerSpec
-from phalanx.train.muon import Muon, orthogonalise
-from phalanx.train.optimizer import build_optimizers, learning_rate_factor, set_learning_rate
+from phalanx.train.optim.muon import Muon, orthogonalise
+from phalanx.train.optim.optimizers import build_optimizers, learning_rate_factor, set_learning_rate
 
 
 def ratios(steps: int, **fields: object) -> list[float]:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from parity.trajectory import described, prepared_text, trainer
 
-from phalanx.cost.reliability import optimal_interval_seconds
+from phalanx.cost.formulas.reliability import optimal_interval_seconds
 from phalanx.data.prepare import prepare
-from phalanx.measure.events import EVENTS_FILE, REQUIRED_FIELDS
+from phalanx.runs.checkpoints import checkpoints
+from phalanx.runs.events import EVENTS_FILE, REQUIRED_FIELDS
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.manifest import checkpoints
-from phalanx.train.pacing import FIRST_STEPS, CheckpointScheduler
+from phalanx.train.checkpoint.auto_interval import FIRST_STEPS, CheckpointScheduler
 from phalanx.train.progress import ProgressDisplay
 
 TEXT = Path(json.__file__).parent

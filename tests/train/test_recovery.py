@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from parity.trajectory import described, steps, trainer
 
-from phalanx.measure.events import read_events
-from phalanx.spec.load import LAYOUT_FILE
-from phalanx.testing.runs import SECONDS, rank_pids, wait_until
-from phalanx.train.manifest import checkpoints
-from phalanx.train.metrics import read_metrics
-from phalanx.train.setup import EXIT_STOPPED, to_toml
+from phalanx.runs.checkpoints import checkpoints
+from phalanx.runs.create import EXIT_STOPPED, to_toml
+from phalanx.runs.events import read_events
+from phalanx.spec.files.load import LAYOUT_FILE
+from phalanx.testing.processes import SECONDS, rank_pids, wait_until
+from phalanx.train.loggers import read_metrics
 
 STEPS = 24
 SHORT = {"training.steps": STEPS, "checkpoint.every": 5}

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from parity.trajectory import DENSE, MOE, described, steps, trainer
 from train.test_hangs import directory_of, ended, started
 
-from phalanx.parallel.parts import local_tensor
+from phalanx.parallel.dtensor_utils import local_tensor
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import ParallelDims
 from phalanx.testing import rank_pool
-from phalanx.train.checkpoint import checkpoint_tensors
-from phalanx.train.replicas import (
+from phalanx.train.checkpoint.checkpointer import checkpoint_tensors
+from phalanx.train.guards.replica_check import (
     CHUNK,
     _gathered,
     _held,

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.measure.events import read_events
-from phalanx.spec.load import run_from_table
-from phalanx.testing.slurm import LocalSlurm, SlurmUnavailable, local_slurm
-from phalanx.train.manifest import checkpoints, find_damage, step_of
-from phalanx.train.setup import to_toml
+from phalanx.runs.checkpoints import checkpoints, find_damage, step_of
+from phalanx.runs.create import to_toml
+from phalanx.runs.events import read_events
+from phalanx.spec.files.load import run_from_table
+from phalanx.testing.local_slurm import LocalSlurm, SlurmUnavailable, local_slurm
 from tests.cli.commands import shown
 
 SECONDS = 150.0

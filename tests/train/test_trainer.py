@@ -20,15 +20,15 @@ from parity.trajectory import MOE, described, steps, trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed import TCPStore
 
-from phalanx.cost.compute import forward_flops, training_flops_per_token
+from phalanx.cost.exact.flops import forward_flops, training_flops_per_token
 from phalanx.data.loader import prefetch
-from phalanx.measure.calls import is_peer_loss
+from phalanx.debug.collective_log import is_peer_loss
+from phalanx.launch.process import read_failures
+from phalanx.runs.create import EXIT_INTERRUPTED, EXIT_STOPPED, create_run, to_toml
 from phalanx.testing import rank_pool
-from phalanx.testing.runs import rank_pids, wait_until
-from phalanx.train.launch import read_failures
-from phalanx.train.metrics import open_loggers, read_metrics
+from phalanx.testing.processes import rank_pids, wait_until
+from phalanx.train.loggers import open_loggers, read_metrics
 from phalanx.train.progress import ProgressDisplay
-from phalanx.train.setup import EXIT_INTERRUPTED, EXIT_STOPPED, create_run, to_toml
 from phalanx.train.trainer import DivergenceError, Trainer
 
 

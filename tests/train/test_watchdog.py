@@ -12,12 +12,12 @@ import pytest
 import torch._C._distributed_c10d as c10d
 from measure.test_hang import BUSY, WAITING, dump
 
-from phalanx.measure.hang import diagnose_hang
-from phalanx.measure.incident import dump_file, read_dumps
+from phalanx.debug.hang_analysis import diagnose_hang
+from phalanx.runs.hang_dumps import dump_file, read_dumps
 from phalanx.spec.layout import ParallelDims
-from phalanx.testing.runs import SECONDS, wait_until
-from phalanx.train import flight, watchdog
-from phalanx.train.watchdog import Watchdog
+from phalanx.testing.processes import SECONDS, wait_until
+from phalanx.train.guards import flight_recorder, watchdog
+from phalanx.train.guards.watchdog import Watchdog
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def remembered(monkeypatch: pytest.MonkeyPatch, gloo: list[Any], nccl: list[Any]
     for name, entries in (("_dump_fr_trace", gloo), ("_dump_nccl_trace", nccl)):
         told = pickle.dumps({"entries": entries})
         monkeypatch.setattr(c10d, name, lambda *_, told=told: told, raising=False)
-    return list(flight.recent_collectives(with_lines=False))
+    return list(flight_recorder.recent_collectives(with_lines=False))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def remembered(monkeypatch: pytest.MonkeyPatch, gloo: list[Any], nccl: list[Any]
     [
         ("/x/torch/distributed/distributed_c10d.py", "work.wait()", True),
         ("/x/torch/distributed/distributed_c10d.py", "return pg.broadcast(tensors, opts)", True),
-        ("/x/phalanx/parallel/links.py", "work.wait()", True),
+        ("/x/phalanx/parallel/pipeline/p2p.py", "work.wait()", True),
         ("/x/torch/distributed/checkpoint/hf_storage.py", "tensor = file.get_slice(name)", False),
         ("/x/phalanx/data/loader.py", "item = ready.get()", False),
     ],

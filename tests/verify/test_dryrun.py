@@ -14,9 +14,9 @@ from phalanx.data.loader import prefetch
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.closely import first_steady_step, metered_step
-from phalanx.verify.compare import RELATIVE_TOLERANCE, PlanCheck, compare_with_plan
-from phalanx.verify.dryrun import Traced, TraceError, corner_ranks, dry_run
+from phalanx.train.profiling.step_profiler import first_steady_step, metered_step
+from phalanx.verify.dry_run import Traced, TraceError, corner_ranks, dry_run
+from phalanx.verify.plan_comparison import RELATIVE_TOLERANCE, PlanCheck, compare_with_plan
 from tests.cli import commands
 
 Table = dict[str, Any]

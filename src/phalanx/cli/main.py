@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from phalanx import __version__
-from phalanx.cli.usage import translate_usage_errors
+from phalanx.cli.common.usage_errors import translate_usage_errors
 from phalanx.spec.errors import UserError
 
 COMMANDS = (
@@ -60,7 +60,7 @@ class LazyCommandGroup(TyperGroup):
             raise UserError("command", cmd_name, "is not known", did_you_mean(cmd_name, list(COMMANDS)))
         if self.listing:
             return TyperCommand(cmd_name, help=command_help(cmd_name))
-        file = import_module(f"phalanx.cli.{cmd_name}")
+        file = import_module(f"phalanx.cli.commands.{cmd_name}")
         own = getattr(file, "app", None)
         if own is None:
             own = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
@@ -73,7 +73,7 @@ class LazyCommandGroup(TyperGroup):
 def command_help(name: str) -> str:
     """A command's help, read from its file: that of its function, or of its `app`. To import all of these files takes
     several times as long as all else that lists them."""
-    tree = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
+    tree = ast.parse((Path(__file__).parent / "commands" / f"{name}.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return ast.get_docstring(node) or ""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from phalanx.data.encode import Progress, TokenizationCounts
+from phalanx.data.tokenize import Progress, TokenizationCounts
 
 
 @contextmanager

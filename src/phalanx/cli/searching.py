@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phalanx.plan.search import ProgressCallback
+    from phalanx.plan.search.search import ProgressCallback
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from phalanx.data.indexed import IndexedDataset
+from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.spec.errors import UserError
 
 IGNORE_INDEX = -100

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.data.corpus import Document, documents, is_held_out, list_source_files, read_documents
-from phalanx.data.encode import Progress, disk_error, write_indexed_pairs
-from phalanx.data.indexed import IndexedDataset, prefix_of, split_tail
+from phalanx.data.indexed_dataset import IndexedDataset, prefix_of, split_tail
+from phalanx.data.sources import Document, documents, is_held_out, list_source_files, read_documents
+from phalanx.data.tokenize import Progress, disk_error, write_indexed_pairs
 from phalanx.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from phalanx.model.weights import initial_weight, named_generator
+from phalanx.model.init import initial_weight, named_generator
 from phalanx.spec.base import require
 from phalanx.spec.model import ModelSpec
 

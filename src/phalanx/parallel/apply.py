@@ -26,10 +26,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.context import ContextParallelGroup, apply_context_parallel
-from phalanx.parallel.data import DDP, OverlappingReplica
-from phalanx.parallel.expert import ExpertParallelGroup, apply_expert_parallel, expert_parameter_names
-from phalanx.parallel.frozen import (
+from phalanx.parallel.context_parallel import ContextParallelGroup, apply_context_parallel
+from phalanx.parallel.data.ddp import DDP, OverlappingReplica
+from phalanx.parallel.data.fsdp import FSDP
+from phalanx.parallel.data.offload import CpuOffload, DiskOffload
+from phalanx.parallel.data.parameter_server import build_parameter_server
+from phalanx.parallel.data.sharding_checks import check_shardable_module
+from phalanx.parallel.data.zero import ZeRO
+from phalanx.parallel.dtensor_utils import local_tensor
+from phalanx.parallel.expert.expert_parallel import ExpertParallelGroup, apply_expert_parallel, expert_parameter_names
+from phalanx.parallel.expert.partial_experts import (
     TrainedExperts,
     assign_experts_to_ranks,
     expert_permutation,
@@ -37,23 +43,17 @@ from phalanx.parallel.frozen import (
     init_frozen_experts,
     select_trained_experts,
 )
-from phalanx.parallel.fsdp import FSDP
-from phalanx.parallel.gathered_heads import apply_gathered_heads
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.offload import CpuOffload, DiskOffload
-from phalanx.parallel.parameter_server import build_parameter_server
-from phalanx.parallel.parts import local_tensor
-from phalanx.parallel.pipeline import PipelineStrategy, StageModule
-from phalanx.parallel.shares import ModelSharding
-from phalanx.parallel.split_backward import DeferredWeightGrads
-from phalanx.parallel.splittable import check_shardable_module
+from phalanx.parallel.pipeline.runtime import PipelineStrategy, StageModule
+from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
 from phalanx.parallel.strategy import Strategy, materialize
-from phalanx.parallel.tensor import TensorParallelGroup, apply_tensor_parallel
-from phalanx.parallel.zero import ZeRO
-from phalanx.schedule.named import layout_schedule, representative_schedule
-from phalanx.spec.installed import check_torch_supports
+from phalanx.parallel.tensor.gathered_heads import apply_gathered_heads
+from phalanx.parallel.tensor.parameter_sharding import ModelSharding
+from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup, apply_tensor_parallel
+from phalanx.schedule.registry import layout_schedule, representative_schedule
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.torch_compat import check_torch_supports
 
 PARAMETER_DTYPES = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 WeightInitializer = Callable[[str, torch.Size], Tensor]

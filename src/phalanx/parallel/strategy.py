@@ -13,12 +13,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.parallel.clock import HOST_CLOCK, DeviceClock, Timestamp
-from phalanx.parallel.collectives import start_all_reduce
-from phalanx.parallel.exposed import WaitTimer
-from phalanx.parallel.gradient import clip_coefficient, global_grad_norm, scale_gradients
-from phalanx.parallel.parts import local_tensor
-from phalanx.schedule.action import Action, ScheduleStep
+from phalanx.parallel.comm.collectives import start_all_reduce
+from phalanx.parallel.comm.device_clock import HOST_CLOCK, DeviceClock, Timestamp
+from phalanx.parallel.comm.wait_timer import WaitTimer
+from phalanx.parallel.dtensor_utils import local_tensor
+from phalanx.parallel.grad_norm import clip_coefficient, global_grad_norm, scale_gradients
+from phalanx.schedule.schedule import Action, ScheduleStep
 
 CHECKPOINT_WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 

@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.cost.parameters import count_parameters
-from phalanx.measure.events import BEGAN, active_seconds_until
-from phalanx.plan.beside import compare_with_prediction
-from phalanx.plan.beyond import configured_goodput
-from phalanx.plan.candidates import candidate_from_run
-from phalanx.plan.explain import evaluate_layout
-from phalanx.plan.search import EvaluatedLayout
-from phalanx.plan.simulated import simulate_candidate
-from phalanx.report import moments, rounds
-from phalanx.report.efficiency import StepTimes, step_times
-from phalanx.report.moments import Facts
-from phalanx.report.recorded import Line, RunData, measured_peak
-from phalanx.report.verdict import find_bottlenecks
-from phalanx.schedule.named import representative_schedule
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.plan.predicted_vs_measured import compare_with_prediction
+from phalanx.plan.search.candidates import candidate_from_run
+from phalanx.plan.search.explain import evaluate_layout
+from phalanx.plan.search.pipeline_simulation import simulate_candidate
+from phalanx.plan.search.search import EvaluatedLayout
+from phalanx.plan.training_cost import configured_goodput
+from phalanx.report import profiled_steps, swarm_rounds
+from phalanx.report.bottlenecks import find_bottlenecks
+from phalanx.report.profiled_steps import Facts
+from phalanx.report.run_data import Line, RunData, measured_peak
+from phalanx.report.step_breakdown import StepTimes, step_times
+from phalanx.runs.events import BEGAN, active_seconds_until
+from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
@@ -65,10 +65,10 @@ def report_facts(recorded: RunData) -> Facts:
         "measures": _measures(recorded, found),
         "ranks": _ranks(recorded, found),
         "curves": _curves(recorded),
-        "timeline": moments.pass_timeline(recorded, planned, lacking is None),
-        "memory": moments.memory_timeline(recorded),
-        "traffic": moments.traffic_matrix(recorded),
-        "experts": moments.expert_loads(recorded),
+        "timeline": profiled_steps.pass_timeline(recorded, planned, lacking is None),
+        "memory": profiled_steps.memory_timeline(recorded),
+        "traffic": profiled_steps.traffic_matrix(recorded),
+        "experts": profiled_steps.expert_loads(recorded),
         "problems": problems,
     } | ({"swarm": _in_swarm(recorded)} if in_swarm else {}))  # fmt: skip
     return said
@@ -81,8 +81,8 @@ def _in_swarm(recorded: RunData) -> Facts:
         "planned": run.training.steps // run.swarm.steps_per_round
         if run is not None and run.swarm is not None
         else None,
-        "rounds": None if leads else rounds.node_rounds(recorded.rounds),
-        "told": rounds.updates_per_round(recorded.swarm_journal) if recorded.swarm_journal is not None else None,
+        "rounds": None if leads else swarm_rounds.node_rounds(recorded.rounds),
+        "told": swarm_rounds.updates_per_round(recorded.swarm_journal) if recorded.swarm_journal is not None else None,
     }
 
 
@@ -187,7 +187,9 @@ def _rank_rows(recorded: RunData) -> Iterator[Facts]:
 
 def _round_rows(recorded: RunData) -> Iterator[Facts]:
     """Of a swarm's node."""
-    for role, what, unit, predicted, measured in rounds.round_rows(recorded.run, recorded.world_size, recorded.rounds):
+    for role, what, unit, predicted, measured in swarm_rounds.round_rows(
+        recorded.run, recorded.world_size, recorded.rounds
+    ):
         yield _row(what, unit, predicted, measured, role=role)
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 
-from phalanx.schedule.action import Action, ActionKind, OverlappedPair, Schedule, ScheduleStep, actions
-from phalanx.schedule.greedy import list_schedule
+from phalanx.schedule.list_scheduling import list_schedule
+from phalanx.schedule.schedule import Action, ActionKind, OverlappedPair, Schedule, ScheduleStep, actions
 from phalanx.schedule.simulate import ActionTimes
 from phalanx.spec.errors import UserError
 

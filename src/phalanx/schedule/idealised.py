@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.schedule.action import Action, OverlappedPair, ScheduleStep
+from phalanx.schedule.schedule import Action, OverlappedPair, ScheduleStep
 from phalanx.schedule.simulate import Span, Timeline
 
 

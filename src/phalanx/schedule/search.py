@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
-from phalanx.schedule.action import Action, ActionKind, Schedule
 from phalanx.schedule.generate import dualpipe_v, one_f_one_b, zb_h1, zb_h2, zb_v
-from phalanx.schedule.greedy import PriorityFunction, list_schedule
+from phalanx.schedule.list_scheduling import PriorityFunction, list_schedule
+from phalanx.schedule.schedule import Action, ActionKind, Schedule
 from phalanx.schedule.simulate import ActionTimes, peak_activations, simulate
 from phalanx.spec.errors import UserError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from phalanx.schedule.action import Action, OverlappedPair, Schedule, ScheduleStep, actions, dependencies
+from phalanx.schedule.schedule import Action, OverlappedPair, Schedule, ScheduleStep, actions, dependencies
 from phalanx.schedule.validate import check_schedule
 
 Time = float | Fraction

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.schedule.action import Action, Grid, Schedule, actions
+from phalanx.schedule.schedule import Action, Grid, Schedule, actions
 from phalanx.spec.errors import UserError
 
 

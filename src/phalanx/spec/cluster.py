@@ -17,7 +17,7 @@ class CalibrationSpec(Spec):
     precision: Literal["bf16", "fp32", "fp64"]
     """In which they computed: of others it says nothing."""
     time_constants: dict[str, float]
-    """Constants of step times (`phalanx.cost.constants`) that differ from those of published runs."""
+    """Constants of step times (`phalanx.cost.estimate.constants`) that differ from those of published runs."""
     identified_constants: list[str]
     """Of these, the ones that the runs decide; the others stand where published runs, or guesses, put them."""
     log_half_width: float = Field(gt=0)

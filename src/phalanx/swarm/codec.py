@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.cost.swarm import SCALED, encoded_bytes
-from phalanx.parallel.blocks import dequantize_blocks, quantize_blocks
+from phalanx.cost.exact.swarm import SCALED, encoded_bytes
+from phalanx.parallel.int8_blocks import dequantize_blocks, quantize_blocks
 from phalanx.spec.swarm import BLOCK, Codec
 
 TOP = {"int8": 127, "int4": 7}

@@ -12,7 +12,7 @@
 The four processes start once and every later `run` reuses them: it costs a tenth of a second, not five.
 """
 
-from phalanx.testing.failure import RankError, RankFailure
-from phalanx.testing.pool import RankPool, rank_pool
+from phalanx.testing.rank_failure import RankError, RankFailure
+from phalanx.testing.rank_pool import RankPool, rank_pool
 
 __all__ = ["RankError", "RankFailure", "RankPool", "rank_pool"]

@@ -6,10 +6,10 @@ import argparse
 import os
 from pathlib import Path
 
-from phalanx.measure.record import parse_step_range
+from phalanx.launch.process import exit_rank
+from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
-from phalanx.train.launch import exit_rank
 from phalanx.train.worker import ReducedRanks, run_rank, run_standby_rank
 
 

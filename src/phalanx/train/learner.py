@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.cost.stages import layers_per_stage
-from phalanx.cost.totals import NUM_SCALARS
+from phalanx.cost.exact.pipeline_split import layers_per_stage
+from phalanx.cost.exact.scalar_reductions import NUM_SCALARS
 from phalanx.data.loader import IGNORE_INDEX
+from phalanx.model.init import initial_weight
 from phalanx.model.moe import Router
-from phalanx.model.weights import initial_weight
 from phalanx.parallel.apply import apply_layout, autocast_context
-from phalanx.parallel.clock import DeviceClock
-from phalanx.parallel.context import local_token_indices
-from phalanx.parallel.frozen import TrainedExperts
+from phalanx.parallel.comm.device_clock import DeviceClock
+from phalanx.parallel.context_parallel import local_token_indices
+from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.strategy import StepReduction
 from phalanx.spec.run import RunSpec, plan_batch
-from phalanx.train.optimizer import build_optimizers, set_learning_rate
+from phalanx.train.optim.optimizers import build_optimizers, set_learning_rate
 
 
 @dataclass(frozen=True)

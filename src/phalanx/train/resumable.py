@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phalanx.parallel.frozen import TrainedExperts
+from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import build_mesh
+from phalanx.runs.checkpoints import check_manifest, check_not_all_damaged, read_manifest, step_of
 from phalanx.spec.run import RunSpec
-from phalanx.train.checkpoint import (
+from phalanx.train.checkpoint.checkpointer import (
     Checkpointer,
     broadcast_from_rank0,
     checkpoint_tensors,
@@ -24,13 +25,12 @@ from phalanx.train.checkpoint import (
     rng_state,
     set_rng_state,
 )
-from phalanx.train.copies import InMemoryCheckpointer
-from phalanx.train.corpus import TrainingData
-from phalanx.train.divergence import count_rollbacks, steps_to_skip
+from phalanx.train.checkpoint.in_memory import InMemoryCheckpointer
+from phalanx.train.guards.divergence import count_rollbacks, steps_to_skip
 from phalanx.train.learner import Learner
-from phalanx.train.manifest import check_manifest, check_not_all_damaged, read_manifest, step_of
-from phalanx.train.metrics import MetricsRecord
-from phalanx.train.optimizer import LearningRateRescaling
+from phalanx.train.loggers import MetricsRecord
+from phalanx.train.optim.optimizers import LearningRateRescaling
+from phalanx.train.training_data import TrainingData
 
 
 class ResumableLearner(Learner):

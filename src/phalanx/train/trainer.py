@@ -14,25 +14,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.cost.compute import mfu, recomputed_flops_per_token, training_flops_per_token
-from phalanx.cost.jobs import PHALANX_CHECKPOINTING
-from phalanx.cost.totals import NUM_SCALARS
+from phalanx.cost.estimate.job_table import PHALANX_CHECKPOINTING
+from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
+from phalanx.cost.exact.scalar_reductions import NUM_SCALARS
 from phalanx.data.loader import IGNORE_INDEX, Batch, evaluation_batches, prefetch
-from phalanx.measure.memory import peak_memory_bytes
-from phalanx.measure.record import PauseRecord, StepRecord
-from phalanx.parallel.frozen import TrainedExperts
+from phalanx.parallel.expert.partial_experts import TrainedExperts
+from phalanx.runs.step_records import PauseRecord, StepRecord
 from phalanx.spec.run import RunSpec
-from phalanx.train.checkpoint import broadcast_from_rank0
-from phalanx.train.corpus import TrainingData
-from phalanx.train.divergence import DivergenceError, LossSpikeDetector
+from phalanx.train.checkpoint.auto_interval import CheckpointScheduler
+from phalanx.train.checkpoint.checkpointer import broadcast_from_rank0
+from phalanx.train.guards.divergence import DivergenceError, LossSpikeDetector
+from phalanx.train.guards.replica_check import check_replica_consistency
 from phalanx.train.learner import MicroBatch
-from phalanx.train.metrics import Logger, MetricsRecord
-from phalanx.train.optimizer import learning_rate_factor
-from phalanx.train.pacing import CheckpointScheduler
-from phalanx.train.phases import StepPhaseTimer
+from phalanx.train.loggers import Logger, MetricsRecord
+from phalanx.train.optim.optimizers import learning_rate_factor
+from phalanx.train.profiling.memory_meter import peak_memory_bytes
+from phalanx.train.profiling.step_phases import StepPhaseTimer
 from phalanx.train.progress import ProgressDisplay
-from phalanx.train.replicas import check_replica_consistency
 from phalanx.train.resumable import ResumableLearner
+from phalanx.train.training_data import TrainingData
 
 
 class Trainer(ResumableLearner):

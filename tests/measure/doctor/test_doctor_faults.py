@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.measure.doctor import nccl_log
-from phalanx.measure.doctor.examine import CHECKS, run_all_checks
-from phalanx.measure.doctor.expected import Expectations
-from phalanx.measure.doctor.finding import DoctorFinding
-from phalanx.measure.doctor.machine import Machine
+from phalanx.doctor.checks import nccl_log
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import DoctorFinding
+from phalanx.doctor.machine import Machine
+from phalanx.doctor.run_checks import CHECKS, run_all_checks
 from tests.measure.doctor import h100_record
 from tests.measure.doctor.plants import (
     Plant,
@@ -240,7 +240,7 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
     "no room for checkpoints": (edit("commands/df_runs.txt", "6000898765", "600089876"), "disk.room", "FAIL", "."),
     "a slow disk": (put("commands/write.txt", "268435456 bytes in 9.9000 s"), "disk.write", "WARN", "."),
     "a disk that hangs": (put("commands/write.txt", "[no answer]"), "doctor.stuck", "FAIL",
-        "phalanx.measure.doctor.write"),
+        "phalanx.doctor.disk_write_probe"),
     "a read-only disk": (put("commands/write.txt", "OSError: [Errno 30] Read-only file system: '/data'\n[exit 1]"),
                          "disk.writable", "FAIL", "."),
     "little memory": (edit("proc/meminfo", "MemAvailable:   2040109465", "MemAvailable:   104010946"),
@@ -429,7 +429,7 @@ def test_infiniband_needs_nothing_of_roce(h100: Path) -> None:
         path.write_text("InfiniBand\n")
     assert wrong(h100) == []
     found = {each.id: each.severity for each in run_all_checks(Machine(h100), EXPECTED)}
-    assert (found["roce"], found["gid"], found["mtu"], found["rdma.rate"]) == ("SKIP", "SKIP", "SKIP", "OK")
+    assert (found["roce"], found["roce_gid"], found["mtu"], found["rdma.rate"]) == ("SKIP", "SKIP", "SKIP", "OK")
     (h100 / "sys/class/infiniband/mlx5_3/ports/1/phys_state").write_text("2: Polling\n")
     (found_one,) = wrong(h100)
     assert (found_one.id, found_one.device) == ("rdma.state", "mlx5_3")

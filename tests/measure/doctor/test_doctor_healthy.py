@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.measure.doctor.children import CommandOutput
-from phalanx.measure.doctor.examine import run_all_checks
-from phalanx.measure.doctor.expected import Expectations
-from phalanx.measure.doctor.finding import DoctorFinding
-from phalanx.measure.doctor.machine import COMMAND_SECONDS, Machine
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import DoctorFinding
+from phalanx.doctor.machine import COMMAND_SECONDS, Machine
+from phalanx.doctor.run_checks import run_all_checks
+from phalanx.doctor.subprocesses import CommandOutput
 from tests.measure.doctor import h100_record
 from tests.measure.doctor.plants import (
     Plant,

@@ -16,16 +16,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.measure.doctor import disk, examine, software, write
-from phalanx.measure.doctor.asked import expectations_from_run
-from phalanx.measure.doctor.children import CommandOutput, run_command
-from phalanx.measure.doctor.counters import read_counters
-from phalanx.measure.doctor.disk import WRITE_SECONDS
-from phalanx.measure.doctor.expected import Expectations
-from phalanx.measure.doctor.facts import node_facts
-from phalanx.measure.doctor.finding import CheckSkipped, DoctorFinding
-from phalanx.measure.doctor.machine import CANNOT_RUN, COMMAND_SECONDS, CommandTimeout, Machine
-from phalanx.spec.load import run_from_table
+from phalanx.doctor import disk_write_probe, run_checks
+from phalanx.doctor.checks import disk, software
+from phalanx.doctor.checks.disk import WRITE_SECONDS
+from phalanx.doctor.error_counters import read_counters
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.expectations_from_run import expectations_from_run
+from phalanx.doctor.finding import CheckSkipped, DoctorFinding
+from phalanx.doctor.machine import CANNOT_RUN, COMMAND_SECONDS, CommandTimeout, Machine
+from phalanx.doctor.node_facts import node_facts
+from phalanx.doctor.subprocesses import CommandOutput, run_command
+from phalanx.spec.files.load import run_from_table
 from tests.measure.doctor import h100_record
 
 CPU = Path(__file__).parent / "cpu_record"
@@ -66,9 +67,9 @@ def test_what_hangs_is_a_finding_and_holds_nobody_up(tmp_path: Path, monkeypatch
     monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "log"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    monkeypatch.setattr(examine, "CHECK_SECONDS", 20)
+    monkeypatch.setattr(run_checks, "CHECK_SECONDS", 20)
     begun = time.monotonic()
-    found = examine.run_all_checks(Machine(), Expectations(gpus=8, quick=True))
+    found = run_checks.run_all_checks(Machine(), Expectations(gpus=8, quick=True))
     assert time.monotonic() - begun < 60  # what --quick promises
     wrong = {each.id: each for each in found if each.severity in ("FAIL", "WARN")}
     by_others = {"kernel.out_of_memory", "disk.write"}  # tests that are killed for memory, or fill the disk, meanwhile
@@ -103,10 +104,10 @@ def test_a_check_that_cannot_be_started_is_a_finding(monkeypatch: pytest.MonkeyP
     def refused(_: list[str]) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(examine, "TimedProcess", refused)
-    found = examine.run_all_checks(Machine(), Expectations())
+    monkeypatch.setattr(run_checks, "TimedProcess", refused)
+    found = run_checks.run_all_checks(Machine(), Expectations())
     assert [(each.id, each.device) for each in found] == [
-        ("doctor.unreadable", examine.check_name(check)) for check in examine.CHECKS
+        ("doctor.unreadable", run_checks.check_name(check)) for check in run_checks.CHECKS
     ]
 
 
@@ -116,10 +117,10 @@ def test_a_directory_that_hangs_holds_only_its_check(tmp_path: Path, monkeypatch
     program += "os.path.isdir = lambda path: time.sleep(1000) if 'hung' in str(path) else isdir(path)\n"
     (tmp_path / "sitecustomize.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(examine, "CHECKS", (disk,))
-    monkeypatch.setattr(examine, "CHECK_SECONDS", 5)
+    monkeypatch.setattr(run_checks, "CHECKS", (disk,))
+    monkeypatch.setattr(run_checks, "CHECK_SECONDS", 5)
     described = run_from_table({"model": {"preset": "tiny"}, "output_dir": "/hung/runs"})
-    found = examine.run_all_checks(Machine(), expectations_from_run(described, 2))
+    found = run_checks.run_all_checks(Machine(), expectations_from_run(described, 2))
     assert [(each.id, each.severity, each.device) for each in found] == [("doctor.stuck", "FAIL", "disk")]
 
 
@@ -152,8 +153,10 @@ def test_a_recorded_answer_that_failed(tmp_path: Path) -> None:
 
 def test_a_machine_is_recorded_and_played_back(tmp_path: Path) -> None:
     """This one: its record says of it what it itself says."""
-    here = examine.examine_node(Machine(record=tmp_path / "record"), Expectations(quick=True, directory=str(tmp_path)))
-    again = examine.examine_node(Machine(tmp_path / "record"), Expectations(quick=True, directory=str(tmp_path)))
+    here = run_checks.examine_node(
+        Machine(record=tmp_path / "record"), Expectations(quick=True, directory=str(tmp_path))
+    )
+    again = run_checks.examine_node(Machine(tmp_path / "record"), Expectations(quick=True, directory=str(tmp_path)))
     assert again == here
     assert here.facts["kernel"] == os.uname().release
     assert {each.id for each in here.findings} >= {"software.torch", "host.shm", "disk.write"}
@@ -191,16 +194,16 @@ def test_a_recorded_failure_plays_back(tmp_path: Path) -> None:
 
 def test_the_captured_machine_is_well() -> None:
     """Two cores, no GPU, no RDMA: what has no meaning there is skipped with a reason, and nothing is found."""
-    found = examine.run_all_checks(
+    found = run_checks.run_all_checks(
         Machine(CPU), Expectations(gpus=0, ranks=2, rank_bytes=2**30, checkpoints_bytes=10**9)
     )
     assert {each.severity for each in found} == {"OK", "SKIP"}
     skipped = {each.id: each.measured for each in found if each.severity == "SKIP"}
     assert skipped["gpus"] == skipped["software.cuda"] == "no NVIDIA GPU"
-    assert skipped["ports"] == skipped["host.memlock"] == "no RDMA device"
+    assert skipped["rdma_ports"] == skipped["host.memlock"] == "no RDMA device"
     assert all(skipped.values())
     assert "memory.headroom" in {each.id for each in found if each.severity == "OK"}
-    anywhere = examine.run_all_checks(
+    anywhere = run_checks.run_all_checks(
         Machine(CPU), Expectations(ranks=2, rank_bytes=2**50)
     )  # where there are no GPUs, on CPUs
     assert "memory.headroom" in {each.id for each in anywhere if each.severity == "FAIL"}
@@ -229,13 +232,13 @@ def test_a_fault_planted_in_the_captured_machine_is_found(
     (root / path).write_text(re.sub(old, new, text, count=1))
     assert (root / path).read_text() != text
     (found,) = [
-        each for each in examine.run_all_checks(Machine(root), Expectations()) if each.severity in ("WARN", "FAIL")
+        each for each in run_checks.run_all_checks(Machine(root), Expectations()) if each.severity in ("WARN", "FAIL")
     ]
     assert (found.id, found.severity, found.device) == (rule, severity, device)
 
 
 def test_a_run_for_gpus_fails_where_there_are_none() -> None:
-    found = [each for each in examine.run_all_checks(Machine(CPU), Expectations(gpus=8)) if each.severity == "FAIL"]
+    found = [each for each in run_checks.run_all_checks(Machine(CPU), Expectations(gpus=8)) if each.severity == "FAIL"]
     assert [(each.id, each.measured) for each in found] == [("gpu.answers", "not installed")]
 
 
@@ -251,7 +254,7 @@ def test_nothing_that_a_machine_says_is_an_error(mutilated: str, tmp_path: Path)
         text = path.read_text()
         path.write_text(text[: len(text) // 2] if mutilated == "half" else mutilated)
         machine = Machine(tmp_path)
-        found = [each for check in examine.CHECKS for each in _raising(check, machine, expected)]
+        found = [each for check in run_checks.CHECKS for each in _raising(check, machine, expected)]
         assert found
         node_facts(machine)
         read_counters(machine)
@@ -267,13 +270,13 @@ def _raising(check: object, machine: Machine, expected: Expectations) -> list[Do
 
 def test_what_no_parser_has_seen_yet_is_a_finding(tmp_path: Path) -> None:
     class Broken:
-        __name__ = "phalanx.measure.doctor.broken"
+        __name__ = "phalanx.doctor.broken"
 
         @staticmethod
         def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
             raise ZeroDivisionError("a bug")
 
-    (found,) = examine.run_check(Broken(), Machine(tmp_path), Expectations())
+    (found,) = run_checks.run_check(Broken(), Machine(tmp_path), Expectations())
     assert (found.id, found.device, found.severity) == ("doctor.unreadable", "broken", "WARN")
     assert found.measured == "ZeroDivisionError: a bug"
 
@@ -283,10 +286,10 @@ def test_a_slow_disk_is_told_from_one_that_hangs(
 ) -> None:
     """10 MB/s, by a clock that moves when the file is synced: 256 MiB would take longer than the probe may."""
     passed = [0.0]
-    monkeypatch.setattr(os, "fsync", lambda _: passed.append(passed[-1] + write.SYNCED * 2**20 / 10e6))
+    monkeypatch.setattr(os, "fsync", lambda _: passed.append(passed[-1] + disk_write_probe.SYNCED * 2**20 / 10e6))
     monkeypatch.setattr(time, "perf_counter", lambda: passed[-1])
     monkeypatch.setattr(sys, "argv", ["write", str(tmp_path), "256"])
-    write.main()
+    disk_write_probe.main()
     assert passed[-1] < WRITE_SECONDS
     size, seconds = re.match(r"(\d+) bytes in ([\d.]+) s", capsys.readouterr().out).groups()  # type: ignore[union-attr]
     assert float(size) / float(seconds) == pytest.approx(10e6, rel=1e-3)

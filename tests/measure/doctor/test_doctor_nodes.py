@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from phalanx.measure import incident
-from phalanx.measure.doctor import between, counters, examine, gather, report
-from phalanx.measure.doctor.between import LARGE_BYTES, CollectiveResult
-from phalanx.measure.doctor.expected import Expectations
-from phalanx.measure.doctor.finding import DoctorFinding
-from phalanx.measure.doctor.gather import NodeReport
-from phalanx.measure.doctor.machine import Machine
+from phalanx.doctor import compare_nodes, cross_node_bandwidth, error_counters, report, run_checks
+from phalanx.doctor.compare_nodes import NodeReport
+from phalanx.doctor.cross_node_bandwidth import LARGE_BYTES, CollectiveResult
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import DoctorFinding
+from phalanx.doctor.machine import Machine
+from phalanx.runs import hang_dumps
 from phalanx.spec.errors import UserError
 from tests.measure.doctor import h100_record
 from tests.measure.doctor.plants import new, put, variable
@@ -39,7 +39,7 @@ def h100(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def nodes(h100: Path) -> list[NodeReport]:
-    one = examine.examine_node(Machine(h100), Expectations())
+    one = run_checks.examine_node(Machine(h100), Expectations())
     return [replace(one, host=host, clock_offset_seconds=0.01 * number) for number, host in enumerate(HOSTS)]
 
 
@@ -59,12 +59,12 @@ def test_facts_are_those_of_the_record(nodes: list[NodeReport]) -> None:
 def test_variables_of_nccls_files_are_facts(tmp_path: Path) -> None:
     h100_record.write(tmp_path)
     new("etc/nccl.conf", "NCCL_IB_QPS_PER_CONNECTION=4\nNCCL_IB_TC=0")(tmp_path)
-    known = examine.examine_node(Machine(tmp_path), Expectations()).facts
+    known = run_checks.examine_node(Machine(tmp_path), Expectations()).facts
     assert (known["NCCL_IB_QPS_PER_CONNECTION"], known["NCCL_IB_TC"]) == ("4", "106")  # the environment goes before
 
 
 def test_nodes_that_agree_have_no_finding(nodes: list[NodeReport]) -> None:
-    assert wrong(gather.compare_nodes(nodes, 4)) == []
+    assert wrong(compare_nodes.compare_nodes(nodes, 4)) == []
 
 
 DRIFT = {
@@ -78,7 +78,7 @@ DRIFT = {
 @pytest.mark.parametrize("name", DRIFT)
 def test_a_node_that_differs_is_found(name: str, nodes: list[NodeReport]) -> None:
     value, severity = DRIFT[name]
-    (found,) = wrong(gather.compare_nodes(changed(nodes, 2, **{name: value}), 4))
+    (found,) = wrong(compare_nodes.compare_nodes(changed(nodes, 2, **{name: value}), 4))
     assert (found.severity, found.host, found.device, found.measured) == (severity, "node3", name, value)
     assert found.threshold == nodes[0].facts[name]
     assert found.remedy
@@ -86,24 +86,24 @@ def test_a_node_that_differs_is_found(name: str, nodes: list[NodeReport]) -> Non
 
 def test_a_fact_that_one_node_lacks(nodes: list[NodeReport]) -> None:
     less = replace(nodes[1], facts={name: value for name, value in nodes[1].facts.items() if name != "NCCL_IB_TC"})
-    (found,) = wrong(gather.compare_nodes([nodes[0], less, nodes[2]]))
+    (found,) = wrong(compare_nodes.compare_nodes([nodes[0], less, nodes[2]]))
     assert (found.host, found.device, found.measured) == ("node2", "NCCL_IB_TC", "none")
 
 
 def test_of_two_that_differ_neither_is_blamed(nodes: list[NodeReport]) -> None:
-    (found,) = wrong(gather.compare_nodes(changed(nodes[:2], 1, NCCL="2.21.5")))
+    (found,) = wrong(compare_nodes.compare_nodes(changed(nodes[:2], 1, NCCL="2.21.5")))
     assert (found.host, found.severity) == ("", "FAIL")
     assert found.measured == "node1: 2.26.2; node2: 2.21.5"
 
 
 def test_a_clock_that_is_off(nodes: list[NodeReport]) -> None:
     late = [*nodes[:3], replace(nodes[3], clock_offset_seconds=-41.0)]
-    (found,) = wrong(gather.compare_nodes(late))
+    (found,) = wrong(compare_nodes.compare_nodes(late))
     assert (found.id, found.host, found.measured) == ("nodes.clock", "node4", -41)
 
 
 def test_a_node_that_left_no_word(nodes: list[NodeReport]) -> None:
-    (found,) = wrong(gather.compare_nodes(nodes[:3], 4))
+    (found,) = wrong(compare_nodes.compare_nodes(nodes[:3], 4))
     assert (found.id, found.measured, found.threshold) == ("nodes.missing", 3, "4")
 
 
@@ -112,46 +112,46 @@ def test_nodes_of_a_job_that_left_no_word_are_named(tmp_path: Path) -> None:
     h100_record.write(tmp_path)
     variable("SLURM_JOB_NODELIST", "node[1-3]")(tmp_path)
     new("commands/job_nodes.txt", "\n".join(HOSTS[:3]))(tmp_path)
-    node = examine.examine_node(Machine(tmp_path), Expectations())
-    gather.write_node_report(tmp_path, node)
-    assert gather.read_node_reports(tmp_path) == [node]
-    found = wrong(gather.compare_nodes([node], 3))
+    node = run_checks.examine_node(Machine(tmp_path), Expectations())
+    compare_nodes.write_node_report(tmp_path, node)
+    assert compare_nodes.read_node_reports(tmp_path) == [node]
+    found = wrong(compare_nodes.compare_nodes([node], 3))
     assert [(each.id, each.host) for each in found] == [("nodes.missing", "node2"), ("nodes.missing", "node3")]
     assert report.failing_hosts(found) == ["node2", "node3"]
-    assert wrong(gather.compare_nodes([replace(node, host=host) for host in HOSTS[:3]], 3)) == []
+    assert wrong(compare_nodes.compare_nodes([replace(node, host=host) for host in HOSTS[:3]], 3)) == []
     put("commands/job_nodes.txt", "[no answer]")(tmp_path)
-    assert examine.examine_node(Machine(tmp_path), Expectations()).job_nodes == ()
+    assert run_checks.examine_node(Machine(tmp_path), Expectations()).job_nodes == ()
 
 
 def test_nodes_leave_word_and_are_collected(nodes: list[NodeReport], tmp_path: Path) -> None:
     for node in nodes:
-        gather.write_node_report(tmp_path, node)
-    assert gather.read_node_reports(tmp_path) == nodes
+        compare_nodes.write_node_report(tmp_path, node)
+    assert compare_nodes.read_node_reports(tmp_path) == nodes
     (tmp_path / "bad.node.json").write_text("[]")
     with pytest.raises(UserError, match=r"bad\.node\.json"):
-        gather.read_node_reports(tmp_path)
+        compare_nodes.read_node_reports(tmp_path)
     with pytest.raises(UserError, match="has no"):
-        gather.read_node_reports(tmp_path / "nowhere")
+        compare_nodes.read_node_reports(tmp_path / "nowhere")
 
 
 def test_an_old_word_stands_for_no_node(nodes: list[NodeReport], tmp_path: Path) -> None:
-    files = [gather.write_node_report(tmp_path, node) for node in nodes]
-    assert wrong(gather.stale_report_findings(tmp_path)) == []
+    files = [compare_nodes.write_node_report(tmp_path, node) for node in nodes]
+    assert wrong(compare_nodes.stale_report_findings(tmp_path)) == []
     os.utime(files[1], (time.time() - 7200, time.time() - 7200))
-    (found,) = wrong(gather.stale_report_findings(tmp_path))
+    (found,) = wrong(compare_nodes.stale_report_findings(tmp_path))
     assert (found.id, found.severity, found.host, found.measured) == ("nodes.old", "FAIL", "node2", 120)
 
 
 def test_the_clock_of_storage_is_that_of_this_machine(tmp_path: Path) -> None:
     """Files here are stamped by this kernel, which may round to its ticks."""
-    assert abs(gather.storage_clock(tmp_path)) < 1
+    assert abs(compare_nodes.storage_clock(tmp_path)) < 1
     assert not list(tmp_path.iterdir())
 
 
 def test_a_clock_beside_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 100)
-    assert gather.storage_clock(tmp_path) == pytest.approx(100, abs=1)
+    assert compare_nodes.storage_clock(tmp_path) == pytest.approx(100, abs=1)
 
 
 # -- counters ----------------------------------------------------------------------------------------------------------
@@ -203,46 +203,49 @@ GROWN: dict[str, tuple[str, Callable[[str], str], str, str, str]] = {
 def test_a_counter_that_grew_is_found(name: str, tmp_path: Path) -> None:
     path, edit, rule, severity, device = GROWN[name]
     h100_record.write(tmp_path)
-    before = counters.read_counters(Machine(tmp_path))
+    before = error_counters.read_counters(Machine(tmp_path))
     text = (tmp_path / path).read_text()
     (tmp_path / path).write_text(edit(text))
     assert (tmp_path / path).read_text() != text
-    after = counters.read_counters(Machine(tmp_path))
-    (found,) = wrong(counters.counter_findings(before, after))
+    after = error_counters.read_counters(Machine(tmp_path))
+    (found,) = wrong(error_counters.counter_findings(before, after))
     assert (found.id, found.severity, found.device) == (rule, severity, device)
     assert found.remedy
-    assert wrong(counters.counter_findings(after, after)) == []  # what is old is nobody's fault
+    assert wrong(error_counters.counter_findings(after, after)) == []  # what is old is nobody's fault
 
 
 def test_marked_packets_count_by_their_share(tmp_path: Path) -> None:
     h100_record.write(tmp_path)
-    before = counters.read_counters(Machine(tmp_path))
+    before = error_counters.read_counters(Machine(tmp_path))
     (tmp_path / f"{PORT}/counters/port_rcv_packets").write_text("2000000")
     for marked, expected in ((900, []), (1100, ["mlx5_2"])):
         (tmp_path / f"{PORT}/hw_counters/np_ecn_marked_roce_packets").write_text(f"{marked}\n")
-        found = wrong(counters.counter_findings(before, counters.read_counters(Machine(tmp_path))))
+        found = wrong(error_counters.counter_findings(before, error_counters.read_counters(Machine(tmp_path))))
         assert [each.device for each in found] == expected
 
 
 def test_every_counter_has_a_rule_that_a_fault_breaks(h100: Path) -> None:
     broken = {fault[2] for fault in GROWN.values()} | {"counters.ecn"}
-    assert {rule.id for rule in counters.RULES} == broken
-    assert set(counters.read_counters(Machine(h100))) == broken | {counters.PACKETS, counters.SEGMENTS}
+    assert {rule.id for rule in error_counters.RULES} == broken
+    assert set(error_counters.read_counters(Machine(h100))) == broken | {
+        error_counters.PACKETS,
+        error_counters.SEGMENTS,
+    }
 
 
 def test_a_counter_that_began_anew(h100: Path) -> None:
-    before = counters.read_counters(Machine(h100))
+    before = error_counters.read_counters(Machine(h100))
     reset = {**before, "counters.link": {"mlx5_0 symbol_error": 2}}
     high = {**before, "counters.link": {"mlx5_0 symbol_error": 50}}
-    assert [each.measured for each in wrong(counters.counter_findings(high, reset))] == [2]
+    assert [each.measured for each in wrong(error_counters.counter_findings(high, reset))] == [2]
 
 
 def test_a_counter_that_nobody_read_before_has_not_grown(h100: Path) -> None:
-    after = counters.read_counters(Machine(h100))
+    after = error_counters.read_counters(Machine(h100))
     before = {**after, "counters.link": {}}
     found = {
         each.id: each
-        for each in counters.counter_findings(before, {**after, "counters.link": {"mlx5_0 symbol_error": 50}})
+        for each in error_counters.counter_findings(before, {**after, "counters.link": {"mlx5_0 symbol_error": 50}})
     }
     assert (found["counters.link"].severity, found["counters.link"].measured) == ("SKIP", "no such counters here")
 
@@ -253,7 +256,7 @@ def test_counters_that_hang_or_are_not_there_leave_the_others(tmp_path: Path) ->
     (tmp_path / "commands/smi_nvlink_errors.txt").write_text("NVML: Not Supported\n[exit 3]\n")
     for path in tmp_path.glob("sys/bus/pci/devices/*/aer_*"):
         path.unlink()
-    known = counters.read_counters(Machine(tmp_path))
+    known = error_counters.read_counters(Machine(tmp_path))
     assert not {"counters.nvlink", "counters.pcie"} & known.keys()
     assert known["counters.ecc"] == {f"GPU{i}": 0 for i in range(8)}
     assert {name.partition(" ")[0] for name in known["counters.pause"]} == {f"ens{i}np0" for i in (0, 1, 3, 4, 5, 6, 7)}
@@ -270,27 +273,27 @@ def speeds(slow_hosts: dict[str, float] | None = None, slow_pairs: dict[tuple[st
 
 
 def test_the_slow_node_is_found() -> None:
-    assert wrong(between.check_node_pairs(speeds())) == []
-    (found,) = wrong(between.check_node_pairs(speeds({"node3": 0.5})))
+    assert wrong(cross_node_bandwidth.check_node_pairs(speeds())) == []
+    (found,) = wrong(cross_node_bandwidth.check_node_pairs(speeds({"node3": 0.5})))
     assert (found.id, found.severity, found.host, found.measured) == ("between.slow_node", "FAIL", "node3", 50)
 
 
 def test_a_slow_pair_blames_neither_node() -> None:
-    (found,) = wrong(between.check_node_pairs(speeds(slow_pairs={("node1", "node4"): 0.4})))
+    (found,) = wrong(cross_node_bandwidth.check_node_pairs(speeds(slow_pairs={("node1", "node4"): 0.4})))
     assert (found.id, found.device, found.measured) == ("between.slow_pair", "node1 - node4", 40)
-    assert [each.severity for each in between.check_node_pairs({})] == ["SKIP"]
-    assert wrong(between.check_node_pairs({("a", "b"): 1.0})) == []
+    assert [each.severity for each in cross_node_bandwidth.check_node_pairs({})] == ["SKIP"]
+    assert wrong(cross_node_bandwidth.check_node_pairs({("a", "b"): 1.0})) == []
 
 
 def test_collectives_are_held_against_links() -> None:
     good = CollectiveResult("all_reduce among data", 16, LARGE_BYTES, 330e9, 400e9, 0)
-    assert wrong(between.check_collectives([good])) == []
-    (slow,) = wrong(between.check_collectives([replace(good, bus_bytes_per_second=215e9)]))
+    assert wrong(cross_node_bandwidth.check_collectives([good])) == []
+    (slow,) = wrong(cross_node_bandwidth.check_collectives([replace(good, bus_bytes_per_second=215e9)]))
     assert (slow.id, slow.measured, slow.threshold) == ("between.busbw", 215, "at least 220")
-    (damaged,) = wrong(between.check_collectives([replace(good, wrong=3)]))
+    (damaged,) = wrong(cross_node_bandwidth.check_collectives([replace(good, wrong=3)]))
     assert (damaged.id, damaged.severity, damaged.measured) == ("between.wrong", "FAIL", 3)
     small = replace(good, size_bytes=1024, bus_bytes_per_second=1.0)  # that is latency
-    assert wrong(between.check_collectives([small])) == []
+    assert wrong(cross_node_bandwidth.check_collectives([small])) == []
 
 
 HEALTHY = {
@@ -307,13 +310,15 @@ def test_published_nodes_are_fast_enough(name: str) -> None:
     links, *reached = HEALTHY[name]
     for size, speed in zip((LARGE_BYTES, 2**30, 2**33), reached, strict=True):
         each = CollectiveResult(name, 8, size, speed, links, 0)
-        assert wrong(between.check_collectives([each])) == []
-        assert wrong(between.check_collectives([replace(each, bus_bytes_per_second=speed / 2)]))  # by half its links
+        assert wrong(cross_node_bandwidth.check_collectives([each])) == []
+        assert wrong(
+            cross_node_bandwidth.check_collectives([replace(each, bus_bytes_per_second=speed / 2)])
+        )  # by half its links
 
 
 @pytest.mark.parametrize("nodes", range(2, 10))
 def test_rounds_have_every_pair_once(nodes: int) -> None:
-    rounds = between.round_robin_pairs(nodes)
+    rounds = cross_node_bandwidth.round_robin_pairs(nodes)
     pairs = [pair for matched in rounds for pair in matched]
     assert sorted(pairs) == [(a, b) for a in range(nodes) for b in range(a + 1, nodes)]
     assert all(len({host for pair in matched for host in pair}) == 2 * len(matched) for matched in rounds)
@@ -321,22 +326,22 @@ def test_rounds_have_every_pair_once(nodes: int) -> None:
 
 
 def test_what_ranks_found_is_gathered(tmp_path: Path) -> None:
-    assert [each.severity for each in gather.collective_findings(tmp_path)] == ["SKIP"]
-    finding = between.PAIR.violation("network", 50, host="node3")
-    (tmp_path / gather.COLLECTIVES).write_text(json.dumps([finding.__dict__]))
-    assert wrong(gather.collective_findings(tmp_path)) == [finding]
-    (tmp_path / gather.COLLECTIVES).write_text("{")
+    assert [each.severity for each in compare_nodes.collective_findings(tmp_path)] == ["SKIP"]
+    finding = cross_node_bandwidth.PAIR.violation("network", 50, host="node3")
+    (tmp_path / compare_nodes.COLLECTIVES).write_text(json.dumps([finding.__dict__]))
+    assert wrong(compare_nodes.collective_findings(tmp_path)) == [finding]
+    (tmp_path / compare_nodes.COLLECTIVES).write_text("{")
     with pytest.raises(UserError, match="is not what"):
-        gather.collective_findings(tmp_path)
+        compare_nodes.collective_findings(tmp_path)
 
 
 def test_what_ranks_found_long_ago_is_not_taken_for_new(nodes: list[NodeReport], tmp_path: Path) -> None:
-    gather.write_node_report(tmp_path, nodes[0])
-    file = tmp_path / gather.COLLECTIVES
-    file.write_text(json.dumps([between.WRONG.ok(0).__dict__]))
-    assert wrong(gather.collective_findings(tmp_path)) == []
+    compare_nodes.write_node_report(tmp_path, nodes[0])
+    file = tmp_path / compare_nodes.COLLECTIVES
+    file.write_text(json.dumps([cross_node_bandwidth.WRONG.ok(0).__dict__]))
+    assert wrong(compare_nodes.collective_findings(tmp_path)) == []
     os.utime(file, (time.time() - 7200, time.time() - 7200))
-    (found,) = gather.collective_findings(tmp_path)
+    (found,) = compare_nodes.collective_findings(tmp_path)
     assert (found.id, found.severity, found.device, found.measured) == ("nodes.old", "FAIL", file.name, 120)
 
 
@@ -363,10 +368,10 @@ FAILED: dict[str, tuple[dict[int, tuple[str, str, int]], list[tuple[str, str, st
 @pytest.mark.parametrize("name", FAILED)
 def test_ranks_that_failed_together_are_a_failure(name: str, nodes: list[NodeReport], tmp_path: Path) -> None:
     words, expected = FAILED[name]
-    gather.write_node_report(tmp_path, nodes[0])
+    compare_nodes.write_node_report(tmp_path, nodes[0])
     for rank, (host, reason, code) in words.items():
         told = {"rank": rank, "time": float(rank), "reason": reason, "code": code, "host": host}
-        incident.write_failure(tmp_path, told)
-    found = gather.collective_findings(tmp_path)
+        hang_dumps.write_failure(tmp_path, told)
+    found = compare_nodes.collective_findings(tmp_path)
     assert {(each.id, each.severity) for each in found} == {("between.failed", "FAIL")}
     assert [(each.host, each.device, each.measured) for each in found] == expected

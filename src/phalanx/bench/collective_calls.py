@@ -1,0 +1,84 @@
+"""How training sends what a run's layout makes it send: over which groups of its mesh, and by which calls."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.bench.collectives import Call, CollectiveKind
+from phalanx.cost.formulas.collectives import Operation
+from phalanx.parallel.comm.collectives import ReduceScatter, all_gather
+from phalanx.parallel.comm.wait_timer import WaitTimer
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.tensor.parameter_sharding import ModelSharding
+from phalanx.spec.layout import SHARDED_STRATEGIES
+from phalanx.spec.run import RunSpec
+
+
+def process_group_for(run: RunSpec, mesh: Mesh, way: CollectiveKind) -> dist.ProcessGroup | object:
+    """The group of this rank by which training sends so. All ranks must ask for the same ways in the same order: some
+    groups are made for it."""
+    hybrid = run.layout.data_parallel == "hsdp"
+    match way.among:
+        case "data":
+            shards = mesh.submesh("dp_shard")
+            group = (
+                shards.get_group()
+                if run.layout.data_parallel in SHARDED_STRATEGIES and shards is not None
+                else mesh.dp_group
+            )
+        case "replicas":
+            assert mesh.device_mesh is not None
+            group = mesh.device_mesh["dp_replicate"].get_group()
+        case "same_experts" if not hybrid:
+            group = mesh.expert_dp_group
+        case "same_experts" | "expert_replicas":
+            assert mesh.ep_mesh is not None
+            group = mesh.ep_mesh["dp_shard" if way.among == "same_experts" else "dp_replicate"].get_group()
+        case "tp":
+            group = mesh.tp_group
+        case "copies":
+            group = ModelSharding(run.model, run.layout, mesh).gradient_reduce_group("blocks.0.attention.wk.weight")
+        case "cp":
+            group = None if mesh.cp_mesh is None else mesh.cp_mesh.get_group()
+        case "ep":
+            group = None if mesh.ep_mesh is None else mesh.ep_mesh["ep"].get_group()
+        case "servers" if way.operation == "broadcast":  # of the first server; others do the same at other times
+            return dist.new_group([0, *range(mesh.dims.servers, mesh.dims.world_size)])
+        case "servers":
+            group = dist.group.WORLD
+        case _:
+            group = mesh.pipeline_groups[0]
+    assert group is not None, f"nobody sends {way.name}"
+    return group
+
+
+def _all_reduce(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+    if out is not sent:  # PyTorch's is in place
+        out.copy_(sent)
+    dist.all_reduce(out, group=group)
+
+
+def _broadcast(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+    if out is not sent and group.rank() == 0:
+        out.copy_(sent)
+    dist.broadcast(out, group=group, group_src=0)
+
+
+def _ring_send(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+    rank, size = group.rank(), group.size()
+    to = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size)
+    source = dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % size)
+    for work in dist.batch_isend_irecv([to, source]):
+        work.wait()
+
+
+COLLECTIVE_CALLS: dict[Operation, Call] = {
+    "all_reduce": _all_reduce,
+    "all_gather": lambda out, sent, group: all_gather(out, sent, group=group),
+    "reduce_scatter": lambda out, sent, group: ReduceScatter(sent, out, group, WaitTimer()).wait(),
+    "all_to_all": lambda out, sent, group: dist.all_to_all_single(out, sent, group=group),
+    "broadcast": _broadcast,
+    "send": _ring_send,
+}
+"""As training calls them: on a CPU a reduce-scatter is an all-to-all and a sum."""

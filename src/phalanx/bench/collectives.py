@@ -1,0 +1,224 @@
+"""A benchmark of collectives, by the conventions of nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md): sizes that a
+run sends or a sweep of them, how long each takes over a real process group, and whether what arrives is right.
+
+A size S is of the whole tensor of an all-gather or a reduce-scatter, of what one rank holds for the others. Ranks send
+and receive around a ring. n is the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.bench.layer_shapes import TORCH_DTYPES
+from phalanx.bench.timing import time_calls
+from phalanx.cost.formulas.collectives import GroupKind, Operation, Traffic, bus_factor
+from phalanx.cost.precision import Precision
+from phalanx.spec.run import RunSpec
+
+Call = Callable[[Tensor, Tensor, dist.ProcessGroup], object]
+"""An operation: out, sent, among whom. `out` may be `sent`, or a part of it, or it of `out`, where that is in place."""
+BufferMode = Literal["out_of_place", "in_place"]
+PLACES: tuple[BufferMode, BufferMode] = ("out_of_place", "in_place")
+SCATTERED = ("reduce_scatter", "all_to_all")
+SUMMED = ("all_reduce", "reduce_scatter")
+UNCHECKED_IN_PLACE = ("all_to_all", "send")
+"""Whose results nobody can predict where they overwrite what is yet to be sent."""
+OF_MODELS = ("data", "replicas", "same_experts", "expert_replicas", "servers")
+"""Who exchange parameters and gradients, and not activations."""
+MARKS = 61
+"""Different numbers in what is sent to be checked: bf16 has all of them exactly."""
+AT_ONCE = 2**20
+"""Numbers that are checked at a time: whole tensors of what they should be would take more memory than they."""
+
+
+@dataclass(frozen=True)
+class CollectiveKind:
+    """An operation of torch.distributed among some of a run's ranks, in numbers of some kind."""
+
+    operation: Operation
+    among: GroupKind
+    precision: Precision
+
+    @property
+    def name(self) -> str:
+        """For people and files."""
+        return f"{self.operation} among {self.among}"
+
+
+@dataclass(frozen=True)
+class BenchmarkCase:
+    """A way, and a size for it."""
+
+    way: CollectiveKind
+    ranks: int
+    """n, of each group."""
+    size_bytes: int
+    calls: int
+    """In one update of the run, of the rank that calls it most; 0 of sizes that are only swept."""
+
+
+@dataclass(frozen=True)
+class CaseTiming:
+    """What one rank saw of a case."""
+
+    group: tuple[int, ...]
+    seconds: Mapping[BufferMode, list[float]]
+    """Of each iteration."""
+    wrong: Mapping[BufferMode, int | None]
+    """Numbers that did not arrive as they should; None where that cannot be said."""
+
+
+# -- which -------------------------------------------------------------------------------------------------------------
+
+
+def collective_kinds_of_run(
+    run: RunSpec, traffic: Mapping[str, list[Traffic]]
+) -> dict[CollectiveKind, list[list[Traffic]]]:
+    """What a run sends (`cost.traffic.grouped_traffic`) by way, for each role that sends so. What one rank receives
+    another sends."""
+    found: dict[CollectiveKind, list[list[Traffic]]] = {}
+    for rows in traffic.values():
+        here: dict[CollectiveKind, list[Traffic]] = {}
+        for row in rows:
+            if row.operation != "recv":
+                here.setdefault(
+                    CollectiveKind(row.operation, _actual_group(row.group_kind), _wire_precision(run, row)), []
+                ).append(row)
+        for way, mine in here.items():
+            found.setdefault(way, []).append(mine)
+    return found
+
+
+def _actual_group(among: GroupKind) -> GroupKind:
+    """The ends of a pipeline talk over its group."""
+    return "pp" if among == "ends" else among
+
+
+def _wire_precision(run: RunSpec, row: Traffic) -> Precision:
+    """What it is sent in. Gradients are summed in what an optimizer trains, but where a layout says otherwise."""
+    precision, layout = run.training.precision, run.layout
+    narrow = layout.data_parallel in ("zero1", "zero2") or layout.gradient_compression == "bf16"
+    wide = row.group_kind in OF_MODELS and row.operation in (*SUMMED, "broadcast", "send") and not narrow
+    return "fp32" if precision == "bf16" and wide else precision
+
+
+def benchmark_cases(
+    way: CollectiveKind, roles: list[list[Traffic]], ranks: int, sweep: Iterable[int] = ()
+) -> list[BenchmarkCase]:
+    """The sizes of its calls, of a row their mean, and those of a sweep, in order. What a rank sends for a call of
+    size S is S x `bus_factor`; sizes are rounded to whole numbers, equally many for each rank."""
+    calls: dict[int, int] = dict.fromkeys((_round_size(way, size, ranks) for size in sweep), 0)
+    for rows in roles:
+        here: dict[int, int] = {}
+        for row in rows:
+            size = _round_size(way, row.bytes / row.calls / _bus_factor(way.operation, ranks), ranks)
+            here[size] = here.get(size, 0) + row.calls
+        calls |= {size: max(calls.get(size, 0), count) for size, count in here.items()}
+    return [BenchmarkCase(way, ranks, size, count) for size, count in sorted(calls.items())]
+
+
+def _round_size(way: CollectiveKind, size_bytes: float, ranks: int) -> int:
+    step = TORCH_DTYPES[way.precision].itemsize * (1 if way.operation in ("all_reduce", "broadcast", "send") else ranks)
+    return max(1, round(size_bytes / step)) * step
+
+
+def _bus_factor(operation: Operation, ranks: int) -> float:
+    return 1.0 if operation == "send" or operation == "recv" else bus_factor(operation, ranks)
+
+
+def bandwidths(case: BenchmarkCase, seconds: float) -> tuple[float, float]:
+    """algbw = S / t and busbw = algbw x f(n), in bytes per second."""
+    algorithm = case.size_bytes / seconds
+    return algorithm, algorithm * _bus_factor(case.way.operation, case.ranks)
+
+
+def element_count(case: BenchmarkCase) -> int:
+    """nccl-tests' count: numbers of the whole, or of one rank's part of it where each has one."""
+    numbers = case.size_bytes // TORCH_DTYPES[case.way.precision].itemsize
+    return numbers // case.ranks if case.way.operation in (*SCATTERED, "all_gather") else numbers
+
+
+# -- how long, and whether it is right ---------------------------------------------------------------------------------
+
+
+def time_case(
+    case: BenchmarkCase, call: Call, group: dist.ProcessGroup, device: torch.device, iterations: int
+) -> CaseTiming:
+    """Run a case on this rank; all of the group's ranks do at once."""
+    seconds: dict[BufferMode, list[float]] = {}
+    wrong: dict[BufferMode, int | None] = {}
+    for place in PLACES:
+        out, sent = _buffers(case, place, group.rank(), device)
+        _fill(case, group.rank(), sent)
+        dist.barrier(group)
+        seconds[place] = time_calls(partial(call, out, sent, group), device, iterations)
+        wrong[place] = _wrong(case, call, out, sent, group)
+        if place == "in_place" and case.way.operation in UNCHECKED_IN_PLACE:
+            wrong[place] = None
+    return CaseTiming(tuple(dist.get_process_group_ranks(group)), seconds, wrong)
+
+
+def _buffers(case: BenchmarkCase, place: BufferMode, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Out and sent. In place one is the other, or this rank's part of it."""
+    make = partial(torch.zeros, dtype=TORCH_DTYPES[case.way.precision], device=device)
+    count, operation = element_count(case), case.way.operation
+    whole = make(count * (case.ranks if operation in (*SCATTERED, "all_gather") else 1))
+    part = whole[rank * count : (rank + 1) * count]
+    if operation == "all_gather":
+        return whole, part if place == "in_place" else make(count)
+    if operation == "reduce_scatter":
+        return part if place == "in_place" else make(count), whole
+    return whole, whole if place == "in_place" else torch.zeros_like(whole)
+
+
+def _fill(case: BenchmarkCase, rank: int, sent: Tensor) -> None:
+    """What a rank sends to be checked: marks at every n-th place, from its own on, and zeros between, so that sums are
+    exact in any arithmetic and order."""
+    for begin in range(0, len(sent), AT_ONCE):
+        part = sent[begin : begin + AT_ONCE]
+        part.copy_(_marks(_places(part, begin), rank, case.ranks))
+
+
+def _wrong(case: BenchmarkCase, call: Call, out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> int:
+    """Numbers of one call's result that are not as they should be."""
+    rank = group.rank()
+    out.fill_(-1)
+    _fill(case, rank, sent)
+    call(out, sent, group)
+    wrong = 0
+    for begin in range(0, len(out), AT_ONCE):
+        part = out[begin : begin + AT_ONCE]
+        wrong += int((part != _expected(case, rank, _places(part, begin)).to(part.dtype)).sum())
+    return wrong
+
+
+def _places(part: Tensor, begin: int) -> Tensor:
+    return torch.arange(begin, begin + len(part), device=part.device)
+
+
+def _marks(places: Tensor, rank: Tensor | int, ranks: int) -> Tensor:
+    return torch.where(places % ranks == rank, 1 + places % MARKS, 0)
+
+
+def _expected(case: BenchmarkCase, rank: int, places: Tensor) -> Tensor:
+    """What this rank should have at some places of its result."""
+    n, count = case.ranks, element_count(case)
+    match case.way.operation:
+        case "all_reduce":
+            return 1 + places % MARKS
+        case "reduce_scatter":
+            return 1 + (places + rank * count) % MARKS
+        case "all_gather":
+            return _marks(places % count, places // count, n)
+        case "all_to_all":
+            return _marks(places % count + rank * count, places // count, n)
+        case "broadcast":
+            return _marks(places, 0, n)
+        case _:
+            return _marks(places, (rank - 1) % n, n)

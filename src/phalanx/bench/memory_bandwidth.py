@@ -1,0 +1,43 @@
+"""Bandwidth of a device's memory: a copy and a triad over arrays larger than its caches (STREAM; McCalpin 1995)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from phalanx.bench.timing import time_calls
+
+CACHES = Path("/sys/devices/system/cpu")
+AT_LEAST_BYTES = 16 * 2**20
+"""Of an array, where no cache is known, or it is small."""
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The last-level caches of a GPU, or of all CPUs of this machine; 0 where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    found = {
+        (place / "shared_cpu_list").read_text(): int((place / "size").read_text().strip().removesuffix("K")) * 2**10
+        for place in CACHES.glob("cpu[0-9]*/cache/index3")
+    }
+    return sum(found.values())
+
+
+def array_bytes(cache: int, ranks: int) -> int:
+    """Of each array on one of `ranks` that share caches: together four times as large as these (STREAM's own rule)."""
+    return max(AT_LEAST_BYTES, 4 * cache // ranks)
+
+
+def bandwidth(device: torch.device, size_bytes: int, iterations: int) -> list[dict[str, Any]]:
+    """A copy (a = b) and a triad (a = b + 3 c) of arrays of so many bytes: median seconds, and bytes per second that
+    are read and written, as STREAM counts them: 2 and 3 arrays, not what a cache reads before it writes."""
+    a, b, c = (torch.ones(size_bytes // 4, device=device) for _ in range(3))
+    calls = {"copy": (2, lambda: a.copy_(b)), "triad": (3, lambda: torch.add(b, c, alpha=3.0, out=a))}
+    rows = []
+    for what, (arrays, call) in calls.items():
+        seconds, moved = median(time_calls(call, device, iterations)), arrays * a.nbytes
+        rows.append({"what": what, "moved_bytes": moved, "seconds": seconds, "bytes_per_second": moved / seconds})
+    return rows

@@ -1,0 +1,172 @@
+"""Results of collectives as nccl-tests writes them, in text and in JSON, for the tools that read either
+(NVIDIA/nccl-tests, src/util.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from phalanx.bench.collectives import PLACES, SUMMED, BenchmarkCase, BufferMode, CaseTiming, bandwidths, element_count
+
+VERSION = 3
+TYPES = {"bf16": "bfloat16", "fp32": "float", "fp64": "double"}
+US = 1e6
+"""Microseconds in a second."""
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """A case over all ranks."""
+
+    case: BenchmarkCase
+    each: dict[BufferMode, list[float]]
+    """Seconds of each iteration on the rank that took longest."""
+    seconds: dict[BufferMode, float]
+    """Of one call: the mean over iterations and ranks, as nccl-tests has it by default."""
+    wrong: dict[BufferMode, int | None]
+    """Numbers over all ranks."""
+
+
+def merge_ranks(case: BenchmarkCase, ranks: Sequence[CaseTiming]) -> CaseResult:
+    """What all ranks saw of a case as one result."""
+    each = {place: np.max([rank.seconds[place] for rank in ranks], axis=0).tolist() for place in PLACES}
+    seconds = {place: mean(mean(rank.seconds[place]) for rank in ranks) for place in PLACES}
+    wrong = {place: _added([rank.wrong[place] for rank in ranks]) for place in PLACES}
+    return CaseResult(case, each, seconds, wrong)
+
+
+def _added(wrong: list[int | None]) -> int | None:
+    known = [count for count in wrong if count is not None]
+    return sum(known) if known else None
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def format_table(document: dict[str, Any]) -> str:
+    """A `document` as nccl-tests prints it, header to average."""
+    return "\n".join([*_header(document["config"]), *map(_row, document["results"]), *_footer(document), "#"])
+
+
+def _header(config: dict[str, Any]) -> list[str]:
+    step = f"{config['step_factor']}(factor)" if "step_factor" in config else f"{config['step_bytes']}(bytes)"
+    devices = [
+        f"#  Rank {at['rank']:2d} Group {at['group']:2d} Pid {at['pid']:6d} on {at['hostname']:>10} "
+        f"device {at['device']:2d} [{at['device_hex']}] {at['device_info']}"
+        for at in config["devices"]
+    ]
+    first = f"{'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
+    units = f"{'(B)':>10}  {'(elements)':>12}  {'':8}  {'':6}  {'':6}"
+    columns = f"  {'time':>7}  {'algbw':>6}  {'busbw':>6}  {'#wrong':>6}"
+    of_columns = f"  {'(us)':>7}  {'(GB/s)':>6}  {'(GB/s)':>6}  {'':6}"
+    return [
+        f"# nThread {config['nthreads']} nGpus {config['ngpus']} minBytes {config['minimum_bytes']} maxBytes "
+        f"{config['maximum_bytes']} step: {step} warmup iters: {config['warmup_iters']} iters: {config['iterations']} "
+        f"agg iters: {config['aggregated_iterations']} validation: {config['validation']} graph: {config['graph']}",
+        "#",
+        "# Using devices",
+        *devices,
+        "#",
+        f"# {'':10}  {'':12}  {'':8}  {'':6}  {'':6}           out-of-place                       in-place          ",
+        f"# {first}{columns * 2} ",
+        f"# {units}{of_columns * 2} ",
+    ]
+
+
+def _row(result: dict[str, Any]) -> str:
+    size = f"{result['size']:12d}  {result['count']:12d}"
+    kind = f"  {result['type']:>8}  {result['redop']:>6}  {result['root']:>6}"
+    return size + kind + "".join(_body(result[place]) for place in PLACES)
+
+
+def _body(timing: dict[str, Any]) -> str:
+    wrong = "   N/A" if timing["nwrong"] is None else f"{timing['nwrong']:6g}"
+    numbers = ((timing["time"], 7), (timing["alg_bw"], 6), (timing["bus_bw"], 6))
+    return "".join(f"  {_number(value, width)}" for value, width in numbers) + f"  {wrong}"
+
+
+def _number(value: float, width: int) -> str:
+    """As many decimals as there is room for, two at most."""
+    digits = len(str(int(value))) if value >= 1 else 0
+    decimals = 2 if digits < width - 2 else 1 if digits < width - 1 else 0
+    if digits < width + 1:
+        return f"{value:{width}.{decimals}f}"
+    return f"{value:{width}.{1 if width >= 7 else 0}e}"
+
+
+def _footer(document: dict[str, Any]) -> list[str]:
+    wrong = document["out_of_bounds"]["count"]
+    return [
+        f"# {'Out of bounds values':20} : {wrong} {'FAILED' if wrong else 'OK'}",
+        f"# {'Avg bus bandwidth':20} : {document['average_bus_bandwidth']['bandwidth']:g} ",
+    ]
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def to_json_document(
+    measured: Sequence[CaseResult],
+    iterations: int,
+    swept: bool,
+    surroundings: dict[str, Any],
+    devices: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """The results of one way, as one run of a program of nccl-tests would write them. `surroundings` are start_time,
+    end_time, args, env and nccl_version; `devices` rank, group, pid, hostname, device, device_hex and device_info of
+    every rank."""
+    sizes = [each.case.size_bytes for each in measured]
+    wrong = sum(sum(filter(None, each.wrong.values())) for each in measured)
+    bus = [bandwidths(each.case, each.seconds[place])[1] / GB for each in measured for place in PLACES]
+    config = {
+        "nthreads": 1, "ngpus": 1, "minimum_bytes": min(sizes), "maximum_bytes": max(sizes),
+        **({"step_factor": 2} if swept else {"step_bytes": 0}),
+        "warmup_iters": 1, "iterations": iterations, "aggregated_iterations": 1, "validation": 1, "graph": 0,
+        "blocking_collectives": "false", "per_iter_timing": "true", "parallel_init": "false", "devices": devices,
+    }  # fmt: skip
+    return {
+        "version": VERSION,
+        **{key: surroundings[key] for key in ("start_time", "args", "env", "nccl_version")},
+        "config": config,
+        "results": [_result(each, iterations) for each in measured],
+        "out_of_bounds": {"count": wrong, "okay": "false" if wrong else "true"},
+        "average_bus_bandwidth": {"bandwidth": mean(bus), "okay": "unchecked"},
+        "errors": [],
+        "end_time": surroundings["end_time"],
+    }
+
+
+def _result(measured: CaseResult, iterations: int) -> dict[str, Any]:
+    case, operation = measured.case, measured.case.way.operation
+    result: dict[str, Any] = {
+        "size": case.size_bytes,
+        "count": element_count(case),
+        "type": TYPES[case.way.precision],
+        "redop": "sum" if operation in (*SUMMED, "send") else "none",  # as sendrecv_perf has it
+        "root": f"{0 if operation == 'broadcast' else -1:6d}",
+    }
+    for place in PLACES:
+        algorithm, bus = bandwidths(case, measured.seconds[place])
+        wrong = measured.wrong[place]
+        result[place] = {
+            "time": measured.seconds[place] * US, "alg_bw": algorithm / GB, "bus_bw": bus / GB,
+            "nwrong": None if wrong is None else float(wrong),
+        }  # fmt: skip
+        result[f"{place}_per_iter"] = _statistics(np.array(measured.each[place]) * US)
+    return result | {"actual_iterations": iterations, "experiment_name": case.way.name}
+
+
+def _statistics(us: Any) -> dict[str, Any]:
+    """Of the times of single iterations, in microseconds."""
+    ordered, count = np.sort(us), len(us)
+    p95, p99 = (float(ordered[-(-count * part // 100) - 1]) for part in (95, 99))
+    return {
+        "min_us": float(ordered[0]), "max_us": float(ordered[-1]), "avg_us": float(us.mean()),
+        "p50_us": float(ordered[count // 2]), "p95_us": p95, "p99_us": p99, "stdev_us": float(us.std()),
+        "cv_pct": float(100 * us.std() / us.mean()), "times_us": us.tolist(),
+    }  # fmt: skip

@@ -1,0 +1,103 @@
+"""`phalanx advise`: rules of thumb beside the planner; `phalanx advise oom`: what to change when memory runs out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from phalanx.cli.common.options import Json, Machine, Overrides
+
+OOM = "oom"
+
+
+class OptionalSubcommand(TyperCommand):
+    """A command whose first word may be `oom`, which its usage line shows as people write it."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """What follows the command's name."""
+        return ["[oom]", "RUN.toml", "[OPTIONS]"]
+
+
+def advise(
+    first: Annotated[str, typer.Argument(help="A run file; after `oom`, one that runs out of memory.",
+                                         metavar="[oom] RUN.toml")],
+    second: Annotated[str | None, typer.Argument(hidden=True, metavar="RUN.toml")] = None,
+    machine: Machine = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes; by default cluster.nodes.", min=1)] = None,
+    nproc: Annotated[int | None, typer.Option(help="Devices in each node; by default 8.", min=1)] = None,
+    set_: Overrides = None,
+    json_: Json = False,
+) -> None:  # fmt: skip
+    """Show which published rules of thumb apply to a run, and whether the planner agrees: no GPU, no torch, seconds.
+
+    With `oom`, show what frees memory in the run's own layout, cheapest first, what each change costs, and which make
+    the run fit.
+
+    Examples:
+
+        phalanx advise run.toml --machine h100 --nodes 4
+
+        phalanx advise run.toml --machine a100 --nodes 16 --set model.preset=llama3-70b --json
+
+        phalanx advise oom run.toml --machine h100 --nproc 8
+
+        phalanx advise oom run.toml --machine h100 --nodes 2 --set layout.data_parallel=zero1 --set layout.micro_batch_size=4
+    """
+    wants_oom, path = _words(first, second)
+    if wants_oom:
+        _out_of_memory(path, machine, nodes, nproc, set_ or [], json_)
+    else:
+        _rules(path, machine, nodes, nproc, set_ or [], json_)
+
+
+def _rules(
+    path: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str], as_json: bool
+) -> None:
+    from phalanx.cli.commands.plan import run_on_cluster
+    from phalanx.cli.views import advise as views
+    from phalanx.plan.advice.compare_rules import advise as advised_for
+
+    run, world_size = run_on_cluster(path, machine, nodes, nproc, overrides)
+    advised = advised_for(run, world_size)
+    if as_json:
+        print(json.dumps(views.advice_to_json(run, advised), indent=2))
+    else:
+        views.print_advice(run, advised)
+
+
+def _out_of_memory(
+    path: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str], as_json: bool
+) -> None:
+    from phalanx.cli.commands.plan import run_on_cluster
+    from phalanx.cli.views import oom as views
+    from phalanx.cost.exact.pipeline_split import require_resolved_layout
+    from phalanx.plan.advice.oom import diagnose
+    from phalanx.spec.files.load import load_run
+
+    require_resolved_layout(load_run(path, overrides))
+    run, _ = run_on_cluster(path, machine, nodes, nproc, overrides)
+    diagnosis = diagnose(run)
+    if as_json:
+        print(json.dumps(views.oom_to_json(run, diagnosis), indent=2))
+    else:
+        views.print_oom_advice(run, diagnosis)
+
+
+def _words(first: str, second: str | None) -> tuple[bool, Path]:
+    """Whether `oom` is asked for, and the run file. A lone word is a file, whatever its name, if there is one."""
+    from phalanx.spec.errors import UserError
+
+    fix = "write: phalanx advise run.toml, or phalanx advise oom run.toml"
+    if second is not None and first != OOM:
+        raise UserError("advise", f"{first} {second}", "is not [oom] RUN.toml", fix)
+    if second is None and first == OOM and not Path(first).exists():
+        raise UserError("advise", OOM, "needs a run file", fix)
+    return second is not None, Path(second or first)
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+app.command("advise", cls=OptionalSubcommand)(advise)

@@ -1,0 +1,174 @@
+"""`phalanx calibrate`: fold measured runs back into the machine's table."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phalanx.cli.common.options import Json
+
+WIDE = 0.4
+"""Half of an interval, as a logarithm, beyond which a calibration says little."""
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from phalanx.plan.calibrate.calibrate import Calibration, MeasuredRun
+
+
+def calibrate(
+    found_by: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Directories of runs on this machine, and files of phalanx measure.",
+            metavar="RUN_DIR... [MEASURED.json]...",
+        ),
+    ],
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="What is known of the machine: a preset or a file. By default this one's CPU.", metavar="NAME"
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The machine's file to write.", metavar="FILE")] = Path("machine.toml"),
+    json_: Json = False,
+) -> None:
+    """Fit the planner to runs on your machine: the next plan is about it, not about published ones.
+
+    Any runs of `phalanx train` do, of at least five steps; short ones in different layouts tell most: data, tensor,
+    context, pipeline and expert parallelism, small and large micro-batches. Of a step its whole time counts, and how
+    long its ranks computed and waited for collectives; of steps that were looked at closely (--trace-steps) also each
+    collective by size and group. Files of `phalanx measure --out` add what it found: matrix products, attention,
+    memory, collectives. What nothing decides stays as published.
+
+    Examples:
+
+        phalanx calibrate runs/a runs/b runs/c --out here.toml
+
+        phalanx measure run.toml --nproc 2 --sweep 4KiB:16MiB --out measured.json
+
+        phalanx calibrate runs/a runs/b measured.json --out here.toml
+
+        phalanx plan run.toml --machine here.toml --nproc 4
+
+        phalanx calibrate runs/* --machine h100 --out our-h100.toml
+    """
+    from rich.console import Console
+
+    from phalanx.spec.errors import UserError
+
+    if out.suffix != ".toml":
+        raise UserError("--out", str(out), "does not end in .toml, as --machine wants it", "name a .toml file")
+
+    from phalanx.plan.calibrate.calibrate import calibrate as fit
+    from phalanx.plan.calibrate.calibrate import detect_cpu, read_measured_run, write_machine
+    from phalanx.plan.calibrate.microbenchmarks import read_benchmark_file
+    from phalanx.report.step_breakdown import with_measured_parts
+    from phalanx.spec.files.load import load_machine
+
+    runs, files = ([path for path in found_by if (path.suffix == ".json") is kind] for kind in (False, True))
+    if not runs:
+        fix = "name the directory of a run of phalanx train, too: a short one does"
+        raise UserError("RUN_DIR", None, "is needed: only runs tell how all that adds up to a step", fix)
+    for directory in runs:
+        if sum(other.resolve() == directory.resolve() for other in runs) > 1:
+            raise UserError("RUN_DIR", str(directory), "is given twice, and would count for two", "name each run once")
+    measured = [with_measured_parts(read_measured_run(directory), directory) for directory in runs]
+    sweeps = [read_benchmark_file(file) for file in files]
+    if machine is None and any(run.run.cluster.device == "cuda" for run in measured):
+        raise UserError("--machine", None, "is needed for runs on GPUs", "name theirs, such as --machine h100")
+    with Console(stderr=True).status(f"constants of {len(runs)} runs, with each left out in turn"):
+        found = fit(measured, load_machine(machine) if machine else detect_cpu(), sweeps)
+    write_machine(out, found.machine, [*(run.name for run in measured), *(sweep.name for sweep in sweeps)])
+    if json_:
+        import json
+
+        print(json.dumps(calibration_to_json(measured, found), indent=2))
+    else:
+        print_calibration(measured, found, out)
+    if found.machine.calibration is not None and found.machine.calibration.log_half_width > WIDE:
+        fix = "add runs, longer ones, while nothing else uses the machine"
+        print(f"{out} predicts too widely to choose by: {fix}", file=sys.stderr)
+
+
+def calibration_to_json(runs: list[MeasuredRun], found: Calibration) -> dict[str, Any]:
+    """What `--json` prints: predicted beside measured of each run, and the machine."""
+    rows = zip(runs, found.before, found.after, found.leave_one_out, found.memory, strict=True)
+    return {
+        "runs": [
+            {
+                "name": run.name,
+                "step_seconds": run.step_seconds,
+                "before_seconds": float(before),
+                "after_seconds": float(after),
+                "left_out_seconds": float(left_out),
+                "memory_bytes": run.memory_bytes,
+                "predicted_memory_bytes": float(memory),
+            }
+            for run, before, after, left_out, memory in rows
+        ],
+        "operations": [asdict(operations) for operations in found.operations],
+        "machine": found.machine.model_dump(mode="json", exclude_none=True, exclude_defaults=True),
+    }
+
+
+def print_calibration(runs: list[MeasuredRun], found: Calibration, out: Path) -> None:
+    """Predicted beside measured, and what the runs decide."""
+    from math import exp
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from phalanx.cost.estimate.constants import time_constants
+    from phalanx.cost.estimate.memory import GIB
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("run", no_wrap=True)
+    for header in ("step s", "before", "now", "by the others", "GiB", "now"):
+        table.add_column(header, justify="right")
+    for run, before, after, left_out, memory in zip(
+        runs, found.before, found.after, found.leave_one_out, found.memory, strict=True
+    ):
+        errors = [f"{100 * (seconds / run.step_seconds - 1):+.1f} %" for seconds in (before, after, left_out)]
+        held = f"{run.memory_bytes / GIB:.2f}", f"{100 * (memory / run.memory_bytes - 1):+.1f} %"
+        table.add_row(run.name, f"{run.step_seconds:.3f}", *errors, *held)
+    console = Console()
+    console.print(table)
+    if found.operations:
+        console.print()
+        console.print(_operations(found))
+    measured, published = found.machine.calibration, time_constants()
+    assert measured is not None
+    console.print()
+    decided = [
+        f"{name} {measured.time_constants.get(name, getattr(published, name)):.4g}"
+        for name in measured.identified_constants
+    ]
+    lines = [
+        "before, now: the plan's error with the constants before, and now; by the others: fitted without that run",
+        f"measured now: {', '.join(decided) or 'nothing, the runs are too few or too much alike'}",
+        "all others are as on published machines, or between these and the runs",
+        f"80 % of steps are expected within {100 * (exp(measured.log_half_width) - 1):.0f} % of a prediction",
+        f"wrote {out}: phalanx plan RUN.toml --machine {out}",
+    ]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _operations(found: Calibration) -> Table:
+    """What was timed apart from steps, and how far off the plan is on it."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for header in ("timed apart", "in"):
+        table.add_column(header, no_wrap=True)
+    for header in ("how many", "off by, before", "now"):
+        table.add_column(header, justify="right")
+    for each in found.operations:
+        off = [f"{100 * factor:.0f} %" for factor in (each.before, each.after)]
+        table.add_row(each.kind, each.of, f"{each.count}", *off)
+    return table

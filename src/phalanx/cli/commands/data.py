@@ -1,0 +1,218 @@
+"""`phalanx data`: text into token files, a tokenizer from text, and a look into token files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.tokenizer import BYTES_VOCAB
+from phalanx.train.progress import SECONDS_BETWEEN_LINES
+
+if TYPE_CHECKING:
+    from phalanx.data.tokenize import Progress, TokenizationCounts
+    from phalanx.data.tokenizer import Tokenizer
+
+app = typer.Typer(help="Turn text into tokens, and look at tokens.", no_args_is_help=True)
+
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        help='Files, directories or globs of text, .jsonl or .parquet; hf:NAME_OR_DIR; or "stdlib".', metavar="SOURCE"
+    ),
+]
+TextKey = Annotated[str, typer.Option(help="Field of a JSONL line or Parquet row that holds the text.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
+
+
+@app.command()
+def prepare(
+    sources: Sources,
+    out: Annotated[Path, typer.Option(help="Prefix of the .bin and .idx file to write.")],
+    tokenizer: Annotated[str, typer.Option(help='A Hugging Face tokenizer.json, or "bytes".')],
+    text_key: TextKey = "text",
+    workers: Annotated[int, typer.Option(help="Threads that tokenize; 0 is one per core.", min=0)] = 0,
+    end: Annotated[bool, typer.Option("--end/--no-end", help="Append the end token to documents.")] = True,
+    force: Force = False,
+    json_: Json = False,
+) -> None:
+    """Tokenize text into a .bin/.idx pair, which Megatron reads too.
+
+    Examples:
+
+        phalanx data prepare corpus/ --out tokens/corpus --tokenizer tokenizer.json
+
+        phalanx data prepare 'shards/*.jsonl' --text-key content --out tokens/web --tokenizer bytes
+
+        phalanx data prepare stdlib --out tokens/stdlib --tokenizer bytes --json
+    """
+    from phalanx.data.sources import documents
+    from phalanx.data.tokenize import disk_error, limit_threads, write_indexed_pairs
+
+    _refuse([Path(f"{out}.bin"), Path(f"{out}.idx")], force)
+    model = _tokenizer(tokenizer)
+    limit_threads(workers)
+    begun = time.monotonic()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with _progress(_total_bytes(sources)) as progress:
+            text = documents(sources, text_key, "SOURCE")
+            (counts,) = write_indexed_pairs(text, model, [out], end=end, progress=progress)
+    except OSError as error:
+        raise disk_error("--out", out, error) from None
+    _print(_prepared(out, counts, time.monotonic() - begun), json_)
+
+
+@app.command()
+def tokenizer(
+    sources: Sources,
+    out: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],
+    vocab: Annotated[int, typer.Option(help="Ids in the vocabulary, at most.", min=BYTES_VOCAB)] = 2048,
+    text_key: TextKey = "text",
+    force: Force = False,
+    json_: Json = False,
+) -> None:
+    """Train a byte-level BPE on text and write it as a Hugging Face tokenizer.json.
+
+    Examples:
+
+        phalanx data tokenizer stdlib --out tokenizer.json
+
+        phalanx data tokenizer corpus/ --out tokenizer.json --vocab 32000
+    """
+    from phalanx.data.sources import documents
+    from phalanx.data.tokenize import disk_error
+    from phalanx.data.tokenizer import train_bpe
+
+    _refuse([out], force)
+    begun = time.monotonic()
+    model = train_bpe((document.text for document in documents(sources, text_key, "SOURCE")), vocab)
+    seconds = time.monotonic() - begun
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        model.save(out)
+    except OSError as error:
+        raise disk_error("--out", out, error) from None
+    _print({"tokenizer": str(out), "vocab": model.vocab, "end": model.end, "seconds": round(seconds, 3)}, json_)
+
+
+@app.command()
+def inspect(
+    prefix: Annotated[str, typer.Argument(help="Prefix of a .bin/.idx pair.")],
+    tokenizer: Annotated[str | None, typer.Option(help='Decodes the first tokens: a path or "bytes".')] = None,
+    tokens: Annotated[int, typer.Option(help="How many of the first tokens to show.", min=0)] = 32,
+    json_: Json = False,
+) -> None:
+    """Show what a .bin/.idx pair holds.
+
+    Examples:
+
+        phalanx data inspect tokens/corpus --tokenizer tokenizer.json
+    """
+    import numpy as np
+
+    from phalanx.data.indexed_dataset import IndexedDataset, prefix_of
+    from phalanx.data.prepare import check_vocabulary
+
+    dataset = IndexedDataset(prefix_of(prefix) or prefix, "PREFIX")
+    lengths = np.diff(dataset.offsets)
+    first = dataset.tokens[dataset.offsets[0] :][:tokens]
+    facts: dict[str, Any] = {
+        "prefix": dataset.prefix,
+        "documents": len(dataset),
+        "tokens": dataset.size,
+        "dtype": str(dataset.tokens.dtype),
+        "bytes": dataset.size * dataset.tokens.dtype.itemsize,
+        "tokens_per_document": round(dataset.size / max(1, len(dataset)), 1),
+        "longest_document": int(lengths.max(initial=0)),
+        "fingerprint": dataset.fingerprint(),
+        "first_tokens": first.tolist(),
+    }
+    if tokenizer is not None:
+        model = _tokenizer(tokenizer)
+        check_vocabulary(dataset, model, "PREFIX")
+        facts["first_text"] = model.decode(first)
+    _print(facts, json_)
+
+
+def _refuse(paths: list[Path], force: bool) -> None:
+    for path in paths:
+        if path.exists() and not force:
+            raise UserError("--out", str(path), "is there already", "name another, or overwrite it with --force")
+
+
+def _tokenizer(name: str) -> Tokenizer:
+    from phalanx.data.tokenizer import byte_tokenizer, load_tokenizer
+
+    return byte_tokenizer() if name == "bytes" else load_tokenizer(name)
+
+
+def _total_bytes(sources: list[str]) -> int | None:
+    """Bytes of text to read, where the files tell."""
+    from phalanx.data.sources import list_source_files
+
+    found = list_source_files(sources, "SOURCE")
+    return sum(part.size for part in found) if all(part.kind == "text" for part in found) else None
+
+
+@contextmanager
+def _progress(total_bytes: int | None) -> Iterator[Progress]:
+    """A bar on a terminal, elsewhere a line now and then; on stderr, so that stdout is only the result."""
+    from rich import progress as bar
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines(console.print)
+        return
+    columns = (
+        bar.BarColumn(), bar.TextColumn("{task.description}"), bar.FileSizeColumn(), bar.TimeElapsedColumn(),
+    )  # fmt: skip
+    with bar.Progress(*columns, console=console, transient=True) as shown:
+        task = shown.add_task("", total=total_bytes)
+        yield lambda counts: shown.update(task, completed=counts.text_bytes, description=_describe(counts))
+
+
+class _Lines:
+    """Prints the counts every SECONDS_BETWEEN_LINES."""
+
+    def __init__(self, show: Any) -> None:
+        self.show, self.next = show, time.monotonic() + SECONDS_BETWEEN_LINES
+
+    def __call__(self, counts: TokenizationCounts) -> None:
+        if time.monotonic() >= self.next:
+            self.show(_describe(counts))
+            self.next = time.monotonic() + SECONDS_BETWEEN_LINES
+
+
+def _describe(counts: TokenizationCounts) -> str:
+    return f"{counts.documents:,} documents, {counts.tokens:,} tokens"
+
+
+def _prepared(out: Path, counts: TokenizationCounts, seconds: float) -> dict[str, Any]:
+    return {
+        "prefix": str(out),
+        "documents": counts.documents,
+        "tokens": counts.tokens,
+        "text_bytes": counts.text_bytes,
+        "bytes_per_token": round(counts.text_bytes / max(1, counts.tokens), 3),
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(counts.tokens / seconds),
+    }
+
+
+def _print(facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(facts))
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        shown = f"{value:,}" if isinstance(value, int | float) else str(value)
+        print(f"{name.replace('_', ' '):<{width}}  {shown}")

@@ -1,0 +1,61 @@
+"""`phalanx debug`: why a run stood still or broke off, from what its ranks left behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phalanx.cli.common.options import Json
+from phalanx.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from phalanx.debug.hang_analysis import Explanation
+
+
+def debug(
+    run: Annotated[Path, typer.Argument(help="Directory of a run.", metavar="RUN_DIR")], json_: Json = False
+) -> None:
+    """Say why a run stood still or broke off: which rank to look at, what every rank did, and what to do next.
+
+    It compares what the ranks left in hangs/ and failures/: the last collectives of each, and where it stood. Ranks
+    that are started again take these away; of failures before, events.jsonl keeps what was found.
+
+    Examples:
+
+        phalanx debug runs/first
+
+        phalanx debug runs/first --json
+    """
+    from phalanx.debug.explain_run import explain_run
+
+    if not (run / "run.toml").is_file():
+        raise UserError("run directory", str(run), "has no run.toml", "give the directory of a run")
+    found = explain_run(run)
+    print(json.dumps(asdict(found), indent=2)) if json_ else _show(found)
+
+
+def _show(found: Explanation) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+
+    def say(text: Text | str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    verdict = found.verdict
+    say(Text(verdict.summary, "bold"))
+    say(f"what to do: {verdict.fix}")
+    if found.step is not None:
+        say(f"the last step that all ranks which told finished: {found.step}")
+    for line in found.earlier_failures:
+        say(f"before: {line}")
+    if found.ranks:
+        say("")
+    for rank, line in found.ranks.items():
+        marked = rank in verdict.ranks
+        say(Text(f"{'>' if marked else ' '} {line}", "bold" if marked else ""))

@@ -1,0 +1,201 @@
+"""`phalanx doctor`: whether a machine, or several together, are fit for a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli.common.options import Json, Overrides
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckSkipped, DoctorFinding
+from phalanx.doctor.machine import COMMAND_SECONDS, Machine
+from phalanx.doctor.subprocesses import run_command as run_child
+from phalanx.spec.errors import UserError
+
+
+def doctor(
+    run: Annotated[Path | None, typer.Argument(help="A run file: what it is for.", metavar="RUN.toml")] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Ranks of the run on a node; by default cluster.nproc_per_node.", min=1, metavar="N"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="In less than a minute: write less to the disk.")] = False,
+    nccl_log: Annotated[
+        Path | None, typer.Option(help="A log of NCCL (NCCL_DEBUG=INFO): did it fall back to sockets?", metavar="FILE")
+    ] = None,
+    topology: Annotated[
+        Path | None, typer.Option(help="Write there what joins GPUs, for phalanx plan, placement.", metavar="FILE")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Write there all that was looked at, to be sent or kept.", metavar="DIR")
+    ] = None,
+    sysroot: Annotated[
+        Path | None, typer.Option(help="Look at a machine that was so recorded, not at this one.", metavar="DIR")
+    ] = None,
+    leave: Annotated[
+        Path | None, typer.Option(help="Leave word of this node there, on storage that all share.", metavar="DIR")
+    ] = None,
+    gather: Annotated[
+        Path | None, typer.Option(help="Hold against each other what nodes left there.", metavar="DIR")
+    ] = None,
+    collectives: Annotated[
+        bool, typer.Option("--collectives", help="Benchmark instead, by ranks on this node, what the run sends.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write findings.json, findings.md and failing_nodes.txt there.", metavar="DIR"),
+    ] = None,
+    set_: Overrides = None,
+    json_: Json = False,
+) -> None:
+    """Check that this machine is fit to train: GPUs, NVLink, PCIe, network cards, RoCE's settings, limits, memory,
+    disk, clock, the kernel's log; with a run file against what the run needs. Every probe is a process with a time
+    limit. No rank is started, but with --collectives.
+
+    Exit code: 0 all well, 1 warnings, 2 failures (or a mistake in the command), 3 nothing could be checked. What has no
+    meaning here is skipped, with the reason. docs/doctor.md lists every check, its threshold and its source.
+
+    Examples:
+
+        phalanx doctor run.toml
+
+        srun --ntasks-per-node 1 phalanx doctor run.toml --quick --leave shared/health
+
+        phalanx doctor run.toml --gather shared/health    # then: srun --exclude=$(cat shared/health/failing_nodes.txt)
+
+        phalanx doctor run.toml --collectives --nproc 2
+
+        torchrun --nnodes 2 --nproc-per-node 8 ... -m phalanx.doctor.multi_node_benchmark run.toml --out shared/health
+
+        phalanx doctor --record mine; phalanx doctor --sysroot mine
+    """
+    _check_options(run, {"--sysroot": sysroot, "--record": record, "--leave": leave, "--topology": topology},
+                   {"--gather": gather, "--collectives": collectives or None})  # fmt: skip
+    if nccl_log is not None and sysroot is None and _is_missing(nccl_log):
+        raise UserError("--nccl-log", str(nccl_log), "is no file", "name what NCCL_DEBUG_FILE named")
+    if record is not None and record.exists() and (not record.is_dir() or any(record.iterdir())):
+        raise UserError("--record", str(record), "is there already", "name a new directory: a record is of one moment")
+    expected = replace(_expected(run, nproc, set_ or []), quick=quick, nccl_log=str(nccl_log) if nccl_log else None)
+    if gather is not None:
+        found, out = _gathered(gather, expected.nodes or 0), out or gather
+    elif collectives:
+        found = _collectives(run, nproc, set_ or [])
+    else:
+        found = _examined(expected, sysroot, record, leave, topology)
+    _tell(found, out, json_)
+
+
+def _check_options(run: Path | None, of_machines: dict[str, object], alone: dict[str, object]) -> None:
+    given = [option for option, value in {**alone, **of_machines}.items() if value is not None]
+    if (len(given) > 1 and given[0] in alone) or {"--sysroot", "--record"} <= set(given):
+        raise UserError(" ".join(given), None, "do not go together", "give one of them")
+    if given == ["--collectives"] and run is None:
+        raise UserError("--collectives", None, "needs a run file, whose layout says what is sent", "name it")
+
+
+def _is_missing(file: Path) -> bool:
+    """Of one whose disk does not answer that is not known: its check will say so."""
+    return run_child(("test", "-e", str(file)), COMMAND_SECONDS).code == 1
+
+
+def _expected(run: Path | None, nproc: int | None, overrides: list[str]) -> Expectations:
+    if run is None:
+        return Expectations(ranks=nproc)
+    from phalanx.doctor.expectations_from_run import expectations_from_run
+    from phalanx.spec.files.load import load_run
+
+    return expectations_from_run(load_run(run, overrides), nproc)
+
+
+def _examined(
+    expected: Expectations, sysroot: Path | None, record: Path | None, leave: Path | None, topology: Path | None
+) -> list[DoctorFinding]:
+    """Findings of one machine, and what else was asked for of it."""
+    from phalanx.doctor import run_checks
+    from phalanx.doctor.compare_nodes import storage_clock
+    from phalanx.doctor.compare_nodes import write_node_report as left
+
+    if sysroot is not None and not sysroot.is_dir():
+        raise UserError("--sysroot", str(sysroot), "is no directory", "give one that phalanx doctor --record wrote")
+    machine = Machine(sysroot, record)
+    if topology is not None:
+        _write_topology(machine, topology)
+    if leave is None:
+        return list(run_checks.examine_node(machine, expected, with_facts=record is not None).findings)
+    leave.mkdir(parents=True, exist_ok=True)
+    node = run_checks.examine_node(machine, expected, ahead_seconds=storage_clock(leave))
+    print(f"left {left(leave, node)}", file=sys.stderr)
+    return list(node.findings)
+
+
+def _write_topology(machine: Machine, file: Path) -> None:
+    from phalanx.doctor.checks.topology import matrix
+
+    try:
+        file.write_text(matrix(machine))
+    except CheckSkipped as skipped:
+        raise UserError("--topology", str(file), f"there is nothing to write: {skipped}", "leave it out") from None
+    print(f"wrote {file}, for phalanx placement RUN.toml --topology {file}", file=sys.stderr)
+
+
+def _gathered(directory: Path, wanted: int) -> list[DoctorFinding]:
+    from phalanx.doctor.compare_nodes import (
+        collective_findings,
+        compare_nodes,
+        read_node_reports,
+        stale_report_findings,
+    )
+
+    nodes = read_node_reports(directory)
+    of_nodes = (each for node in nodes for each in node.findings)
+    return [
+        *compare_nodes(nodes, wanted),
+        *stale_report_findings(directory),
+        *collective_findings(directory),
+        *of_nodes,
+    ]
+
+
+def _collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> list[DoctorFinding]:
+    from phalanx.cli.commands.auto_layout import choose_layout_for
+    from phalanx.cost.exact.pipeline_split import check_layout
+    from phalanx.spec.files.load import load_run
+
+    assert run is not None
+    described = load_run(run, overrides)
+    if described.cluster.nodes > 1:
+        raise UserError(
+            "cluster.nodes", described.cluster.nodes, "--collectives starts the ranks of one node",
+            "start each node with torchrun -m phalanx.doctor.multi_node_benchmark, or set cluster.nodes = 1",
+        )  # fmt: skip
+    if described.auto_layout:
+        described, _ = choose_layout_for(described, nproc or described.cluster.nproc_per_node)
+    from phalanx.doctor.multi_node_benchmark import launch_check
+    from phalanx.launch.process import select_nproc
+
+    ranks = select_nproc(described, nproc)
+    if ranks == 1:
+        raise UserError("--nproc", 1, "leaves nobody to send to", "start 2 ranks or more")
+    check_layout(described, ranks)
+    return launch_check(described, ranks)
+
+
+def _tell(found: list[DoctorFinding], out: Path | None, as_json: bool) -> None:
+    from phalanx.doctor.report import by_severity, exit_code, write_reports
+
+    if out is not None:
+        write_reports(out, found, "phalanx doctor")
+        print(f"wrote {out}/findings.json, findings.md and failing_nodes.txt", file=sys.stderr)
+    if as_json:
+        listed = [asdict(each) for each in by_severity(found)]
+        print(json.dumps({"exit_code": exit_code(found), "findings": listed}, indent=2))
+    else:
+        from phalanx.cli.views.doctor import print_findings
+
+        print_findings(found)
+    raise typer.Exit(exit_code(found))

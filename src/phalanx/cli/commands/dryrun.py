@@ -1,0 +1,125 @@
+"""`phalanx dryrun`: the program of a run traced at full size, with no hardware, and held against the plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phalanx.cli.common.options import Json, Machine, Overrides, RunFile
+from phalanx.cost.exact.pipeline_split import check_layout
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+from phalanx.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def dryrun(
+    run: RunFile,
+    world: Annotated[
+        int | None,
+        typer.Option(help="Ranks of the run; by default cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N"),
+    ] = None,
+    ranks: Annotated[
+        str,
+        typer.Option(
+            help="Which are traced: corners (the first and the last of every axis), all, or numbers.",
+            metavar="all|corners|0,5,...",
+        ),
+    ] = "corners",
+    jobs: Annotated[int, typer.Option(help="Ranks traced at a time, on a core each.", min=1, metavar="N")] = 2,
+    machine: Machine = None,
+    set_: Overrides = None,
+    json_: Json = False,
+) -> None:
+    """Trace a training step of some ranks of a run of any size, with no hardware, and hold it against the plan.
+
+    The very program that `phalanx train` runs is built and run on tensors without numbers, rank by rank: forward and
+    backward passes, clipping, the optimizer. Its collectives (operation, ranks, calls, bytes), its memory and its FLOPs
+    are compared with what the plan says: collectives and state must be equal, the peak of memory and FLOPs within 5 %.
+    Experts are balanced. Exit code 1 where plan and program disagree.
+
+    Examples:
+
+        phalanx dryrun run.toml --world 1024
+
+        phalanx dryrun run.toml --world 8 --ranks all --set layout.tp=2
+
+        phalanx dryrun automatic.toml --ranks 0,5 --json
+    """
+    described = load_run(run, set_ or [], machine=machine)
+    described, world_size = _sized(described, world)
+    check_layout(described, world_size)  # before torch is imported, which takes a second
+    from phalanx.verify.dry_run import check_traceable, corner_ranks, dry_run
+    from phalanx.verify.plan_comparison import compare_with_plan
+
+    check_traceable(described, world_size)
+    traced_ranks = _which(ranks, world_size, lambda: corner_ranks(described, world_size))
+    found = []
+    with _tracing(len(traced_ranks), jobs) as done:
+        for traced in dry_run(described, world_size, traced_ranks, jobs):
+            found.append((traced, compare_with_plan(described, world_size, traced)))
+            done()
+    if json_:
+        from phalanx.cli.views.dryrun import dry_run_to_json
+
+        print(json.dumps(dry_run_to_json(described, world_size, found), indent=2))
+    else:
+        from phalanx.cli.views.dryrun import print_dry_run
+
+        print_dry_run(described, world_size, found)
+    raise typer.Exit(not all(line.agrees for _, lines in found for line in lines))
+
+
+def _sized(run: RunSpec, world: int | None) -> tuple[RunSpec, int]:
+    """The run and how many ranks it has; a layout that is the planner's to choose is chosen for so many."""
+    nodes, nproc = run.cluster.nodes, run.cluster.nproc_per_node
+    world_size = world or nodes * (nproc or 1)
+    if not run.auto_layout:
+        return run, world_size
+    from phalanx.cli.commands.auto_layout import choose_layout
+
+    per_node = min(nproc or world_size, world_size)
+    if world_size % per_node:
+        fix = f"use a multiple of cluster.nproc_per_node ({per_node})"
+        raise UserError("--world", world_size, "does not fill nodes, for which the planner chooses", fix)
+    cluster = run.cluster.model_copy(update={"nodes": world_size // per_node, "nproc_per_node": per_node})
+    return choose_layout(run.model_copy(update={"cluster": cluster}))[0], world_size
+
+
+def _which(text: str, world_size: int, corners: Callable[[], list[int]]) -> list[int]:
+    """The ranks that `--ranks` names."""
+    if text == "all":
+        return list(range(world_size))
+    if text == "corners":
+        return corners()
+    words = [word.strip() for word in text.split(",")]
+    allowed = f"write all, corners, or numbers from 0 to {world_size - 1} with commas between"
+    if not all(word.isdecimal() for word in words):
+        raise UserError("--ranks", text, "is no list of ranks", allowed)
+    found = sorted({int(word) for word in words})
+    if found[-1] >= world_size:
+        raise UserError("--ranks", text, f"names rank {found[-1]} of {world_size}", allowed)
+    return found
+
+
+@contextmanager
+def _tracing(ranks: int, jobs: int) -> Iterator[Any]:
+    """A bar on a terminal: ranks traced so far."""
+    import sys
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("tracing ranks, {task.fields[jobs]} at a time"), BarColumn(), MofNCompleteColumn()
+    hidden = not sys.stderr.isatty()
+    with Progress(
+        *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True, disable=hidden
+    ) as progress:
+        task = progress.add_task("", total=ranks, jobs=min(jobs, ranks))
+        yield lambda: progress.advance(task)

@@ -1,0 +1,138 @@
+"""`phalanx experts`: how evenly tokens choose the experts of a run, and which of these should stand on one rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from phalanx.cli.common.options import Json
+from phalanx.cost.formulas.expert_placement import balanced_expert_order, max_rank_load
+from phalanx.runs.checkpoints import read_manifest, require_valid_checkpoint
+from phalanx.spec.base import divisors, require
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+from phalanx.spec.model import ModelSpec
+
+Loads = dict[int, list[int]]
+
+
+def experts(
+    run: Annotated[Path, typer.Argument(help="The directory of a run of a mixture of experts.", metavar="RUN_DIR")],
+    ep: Annotated[
+        int | None, typer.Option(help="Ranks that have different experts; by default the run's layout.ep.", min=1)
+    ] = None,
+    balance: Annotated[
+        bool, typer.Option("--balance", help="Renumber experts so that ranks have about as much to do.")
+    ] = False,
+    order: Annotated[
+        Path | None, typer.Option(help="Renumber them as a JSON file says: of each layer, by number, the order.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Show how many tokens chose the experts of a run, by layer and by rank, and change which of them share a rank.
+
+    Rank r has the r-th run of a layer's experts, by number. Experts that change their numbers together with their rows
+    of the router leave the model what it was: the newest checkpoint is written anew so (as it was it is kept beside
+    it, as step-N.before), and --resume goes on with it. Not while the run is under way. Tokens are those counted
+    between the run's last two evaluations. All of the checkpoint is held in memory.
+
+    Examples:
+
+        phalanx experts runs/moe --ep 4                   # the busiest rank of every layer, as it is and balanced
+
+        phalanx experts runs/moe --ep 4 --balance && phalanx train runs/moe --resume --set layout.ep=4
+
+        phalanx experts runs/moe --ep 4 --json > loads.json
+
+        echo '{"0": [3, 1, 0, 2]}' > order.json; phalanx experts runs/moe --ep 2 --order order.json
+    """
+    require(not (balance and order), "--order", str(order), "does not go with --balance", "remove one of them")
+    described = load_run(run / "run.toml", environment={})
+    ranks = ep or described.layout.ep
+    layers = _layers(run, described.model, ranks)
+    checkpoint = require_valid_checkpoint(run)
+    loads = _loads(checkpoint, layers)
+    if order is None:
+        orders = {layer: balanced_expert_order(tokens, ranks) for layer, tokens in loads.items()}
+    else:
+        orders = {layer: list(range(len(tokens))) for layer, tokens in loads.items()} | _read_order(order, loads)
+    rows = [
+        {
+            "layer": layer,
+            "tokens": tokens,
+            "busiest_rank": max_rank_load(tokens, range(len(tokens)), ranks),
+            "then": max_rank_load(tokens, orders[layer], ranks),
+            "order": orders[layer],
+        }
+        for layer, tokens in loads.items()
+    ]
+    before = None
+    if balance or order:
+        from phalanx.train.checkpoint.reorder_experts import reorder_experts  # torch takes seconds to import
+
+        before = reorder_experts(checkpoint, orders)
+    if json_:
+        print(json.dumps({"ep": ranks, "layers": rows, "before": before and str(before)}, indent=2))
+    else:
+        _show(rows, ranks, before, "in that order" if order else "balanced")
+
+
+def _layers(run: Path, spec: ModelSpec, ranks: int) -> list[int]:
+    """Those with experts, which so many ranks can share."""
+    if spec.moe is None:
+        raise UserError("run directory", str(run), "is of a model without experts", "give one with model.moe")
+    fix = f"use one of {', '.join(map(str, divisors(spec.moe.num_experts)))}"
+    problem = f"does not divide model.moe.num_experts ({spec.moe.num_experts})"
+    require(spec.moe.num_experts % ranks == 0, "--ep", ranks, problem, fix)
+    return [layer for layer in range(spec.num_layers) if spec.is_moe_layer(layer)]
+
+
+def _loads(checkpoint: Path, layers: list[int]) -> Loads:
+    """Tokens that chose each expert between the last two evaluations, or where there were none yet, until now."""
+    if "expert_tokens" not in (manifest := read_manifest(checkpoint)):
+        raise UserError("checkpoint", str(checkpoint), "counts no tokens of experts", "resume the run, and save again")
+    until_now, before = manifest["expert_tokens"]
+    return dict(zip(layers, before if any(map(sum, before)) else until_now, strict=True))
+
+
+def _read_order(file: Path, loads: Loads) -> Loads:
+    """Orders of experts by layer; raises UserError for what is none."""
+    fix = 'write {"0": [3, 1, 0, 2], "1": [0, 2, 1, 3]}'
+    try:
+        table = json.loads(file.read_text())
+    except OSError as error:
+        raise UserError("--order", str(file), f"cannot be read: {error.strerror}", "name a JSON file") from None
+    except ValueError:
+        raise UserError("--order", str(file), "is not JSON", fix) from None
+    require(isinstance(table, dict), "--order", str(file), "is not a JSON object of lists of experts", fix)
+    names = {str(layer): layer for layer in loads}
+    for layer, order in table.items():
+        require(layer in names, "--order", str(file), f"{layer} is no layer with experts", f"use {', '.join(names)}")
+        numbers = isinstance(order, list) and all(type(expert) is int for expert in order)
+        whole = numbers and sorted(order) == list(range(len(loads[names[layer]])))
+        last = len(loads[names[layer]]) - 1
+        problem = f"the order of layer {layer}, {order}, does not name each expert once"
+        require(whole, "--order", str(file), problem, f"name 0 to {last}")
+    return {names[layer]: order for layer, order in table.items()}
+
+
+def _show(rows: list[dict[str, Any]], ep: int, before: Path | None, how: str) -> None:
+    console = Console()
+    table = Table(title=f"tokens of experts on {ep} ranks (1.00: as many for each)", title_justify="left")
+    for column in ("layer", "busiest expert", "busiest rank", how, "order"):
+        table.add_column(column, justify="left" if column == "order" else "right", no_wrap=column != "order")
+    for row in rows:
+        tokens, size = row["tokens"], len(row["order"]) // ep
+        runs = [row["order"][first : first + size] for first in range(0, len(row["order"]), size)]
+        table.add_row(
+            str(row["layer"]), f"{max(tokens) * len(tokens) / max(1, sum(tokens)):.2f}", f"{row['busiest_rank']:.2f}",
+            f"{row['then']:.2f}", " | ".join(" ".join(map(str, mine)) for mine in runs),
+        )  # fmt: skip
+    console.print(table)
+    if before is not None:
+        console.print(f"renumbered; the checkpoint before is {before}", soft_wrap=True, highlight=False)

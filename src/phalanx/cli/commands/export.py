@@ -1,0 +1,41 @@
+"""`phalanx export`: a trained model for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.spec.base import require
+
+
+def export(
+    run: Annotated[
+        Path, typer.Argument(help="The directory of a run with a checkpoint, or of a swarm.", metavar="RUN_DIR")
+    ],
+    directory: Annotated[Path, typer.Argument(help="Where to write; must not exist.", metavar="DIR")],
+    to: Annotated[str, typer.Option(help="Format: hf, which transformers and vLLM load.")] = "hf",
+    dtype: Annotated[str, typer.Option(help="Of the weights: fp32 or bf16.")] = "fp32",
+) -> None:
+    """Write a run's newest checkpoint, or what a swarm has learned by now, with its tokenizer, as a Hugging Face
+    directory.
+
+    Examples:
+
+        phalanx export runs/demo --to hf demo-hf
+
+        phalanx export runs/demo --to hf demo-hf --dtype bf16
+
+        python -c "from transformers import pipeline; print(pipeline('text-generation', 'demo-hf')('def '))"
+    """
+    require(to == "hf", "--to", to, "is not a known format", "use --to hf")
+    from phalanx.data.tokenizer import load_tokenizer
+    from phalanx.model.huggingface.checkpoint import export_hf
+    from phalanx.train.checkpoint.load_model import load_trained_model
+
+    spec, model, tokenizer = load_trained_model(run)
+    parameters = dict(model.named_parameters())
+    export_hf(spec.model, parameters, directory, tokenizer, load_tokenizer(tokenizer).end, dtype)
+    total = sum(parameter.numel() for parameter in parameters.values())
+    print(f"wrote {directory}: {total:,} parameters in {dtype}, config.json and the tokenizer")

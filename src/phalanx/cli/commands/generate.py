@@ -1,0 +1,63 @@
+"""`phalanx generate`: let a trained model continue a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from phalanx.data.tokenizer import Tokenizer
+
+
+def generate(
+    run: Annotated[
+        Path, typer.Argument(help="The directory of a run with a checkpoint, or of a swarm.", metavar="RUN_DIR")
+    ],
+    prompt: Annotated[str, typer.Option(help="Text to continue; empty begins a document.")] = "",
+    tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0)] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0 from all.", min=0)] = 50,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.", min=0)] = 0,
+) -> None:
+    """Print a prompt and what a run's newest checkpoint continues it with, until it ends the text; of a swarm, what it
+    has learned by now.
+
+    Examples:
+
+        phalanx generate runs/demo --prompt "def "
+
+        phalanx generate runs/demo --prompt "import " --tokens 50 --temperature 0
+
+        phalanx generate runs/demo --seed 7 --top-k 0
+    """
+    from itertools import islice, takewhile
+
+    import torch
+
+    from phalanx.data.tokenizer import load_tokenizer
+    from phalanx.model.sampling import stream_tokens
+    from phalanx.train.checkpoint.load_model import load_trained_model
+
+    spec, model, path = load_trained_model(run)
+    tokenizer = load_tokenizer(path)
+    start = torch.tensor(tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end])
+    generator = torch.Generator().manual_seed(seed)
+    new = islice(stream_tokens(model, start, temperature, top_k, generator, spec.training.seq_len), tokens)
+    print(prompt, end="", flush=True)
+    for text in pieces(tokenizer, start.tolist(), takewhile(lambda token: token != tokenizer.end, new)):
+        print(text, end="", flush=True)
+    print()
+
+
+def pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -> Iterator[str]:
+    """What each `new` token adds to the text of those `before`; a character waits for its last byte."""
+    shown = tokenizer.decode(before)
+    for token in new:
+        before = [*before, token]
+        text = tokenizer.decode(before)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(shown) :]
+            shown = text

@@ -1,0 +1,209 @@
+"""`phalanx info`: what a model has, what a token of it costs, and what its training state takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any, get_args
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from phalanx.cost.exact.flops import forward_flops_per_token, training_flops_per_token
+from phalanx.cost.exact.parameters import ParameterCount, count_parameters
+from phalanx.cost.exact.rank_memory import Optimizer, model_state_bytes
+from phalanx.spec.base import require
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_machine, load_model, preset_names
+from phalanx.spec.model import ModelSpec
+
+PARTS = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head")
+DEVICE = (
+    "peak_flops", "memory_bytes", "hbm_bytes_per_second", "link_bytes_per_second", "fast_link_domain",
+    "network_bytes_per_second", "watts_per_device",
+)  # fmt: skip
+SI, COUNT = ("", "k", "M", "G", "T", "P"), ("", "k", "M", "B", "T")
+FLOPS_NOTE = "training: 6 x parameters in matrix products + 12 L H head_dim T (causal: half)"
+STATE_NOTE = "for bf16 and fp32 alike, before sharding; twice that for fp64; without activations"
+
+
+def info(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A preset, a Hugging Face config.json (or its directory), or a TOML file."),
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence; by default the model's context.", min=1)
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the presets of models and machines.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show a model's parameters, FLOPs per token, and bytes of training state.
+
+    Examples:
+
+        phalanx info llama3-8b
+
+        phalanx info mixtral-8x7b --sequence 4096
+
+        phalanx info path/to/config.json --json
+
+        phalanx info --list
+    """
+    if list_:
+        models = {name: count_parameters(load_model(name)) for name in preset_names("models")}
+        machines = {name: load_machine(name) for name in preset_names("machines")}
+        if json_:
+            _print_json({"models": _model_facts(models), "machines": _machine_facts(machines)})
+        else:
+            Console().print(_model_list(models), _machine_list(machines), sep="\n\n")
+        return
+    if model is None:
+        raise UserError("MODEL", None, "is missing", "name a model, such as phalanx info llama3-8b, or use --list")
+    spec = load_model(model)
+    tokens = _sequence(spec, sequence)
+    if json_:
+        _print_json(model_info(spec, tokens))
+    else:
+        _show(model, spec, tokens)
+
+
+def model_info(spec: ModelSpec, sequence: int) -> dict[str, Any]:
+    """What `phalanx info --json` prints: counts of parameters, FLOPs per token, bytes of state."""
+    count = count_parameters(spec)
+    state = {name: model_state_bytes(count, name, "bf16") for name in get_args(Optimizer)}
+    return {
+        "parameters": {
+            **{part: getattr(count, part) for part in PARTS},
+            "total": count.total,
+            "active": count.active,
+            "matmul": count.matmul,
+        },
+        "sequence": sequence,
+        "flops_per_token": {
+            "forward_causal": forward_flops_per_token(spec, sequence),
+            "forward_full": forward_flops_per_token(spec, sequence, causal=False),
+            "training_causal": training_flops_per_token(spec, sequence),
+            "training_full": training_flops_per_token(spec, sequence, causal=False),
+        },
+        "state_bytes": {name: {**asdict(part), "total": part.total} for name, part in state.items()},
+    }
+
+
+def _sequence(spec: ModelSpec, sequence: int | None) -> int:
+    if spec.position_embedding == "learned" and sequence is not None:
+        require(
+            sequence <= spec.max_seq_len, "--sequence", sequence,
+            f"is longer than the model's learned positions ({spec.max_seq_len})", f"use at most {spec.max_seq_len}",
+        )  # fmt: skip
+    return sequence or spec.max_seq_len
+
+
+def _show(name: str, spec: ModelSpec, sequence: int) -> None:
+    console, known = Console(), model_info(spec, sequence)
+    console.print(name, style="bold", end="  ", highlight=False, markup=False)
+    console.print(describe(spec), highlight=False, soft_wrap=True)
+    tables = (
+        (_parameter_table(known["parameters"]), ""),
+        (_flops_table(known["flops_per_token"], sequence), FLOPS_NOTE),
+        (_state_table(known["state_bytes"]), STATE_NOTE),
+    )
+    for table, note in tables:
+        console.print()
+        console.print(table)
+        if note:
+            console.print(note, style="dim", highlight=False)
+
+
+def describe(spec: ModelSpec) -> str:
+    """The shape in one line."""
+    heads = f"{spec.num_heads} heads of {spec.head_dim}"
+    heads += f" ({spec.num_kv_heads} key/value)" if spec.num_kv_heads != spec.num_heads else ""
+    text = f"{spec.num_layers} layers, width {spec.hidden_size}, {heads}, vocabulary {spec.vocab_size:,}"
+    return f"{text}, {spec.moe.top_k} of {spec.moe.num_experts} experts" if spec.moe else text
+
+
+def _parameter_table(known: dict[str, int]) -> Table:
+    table = _table("", "parameters", "share")
+    for part in PARTS:
+        if known[part]:
+            table.add_row(part.replace("_", " "), f"{known[part]:,}", f"{known[part] / known['total']:.1%}")
+    table.add_row()
+    table.add_row("total", f"{known['total']:,}", "100.0%", style="bold")
+    table.add_row("active per token", f"{known['active']:,}", f"{known['active'] / known['total']:.1%}")
+    table.add_row("in matrix products", f"{known['matmul']:,}", f"{known['matmul'] / known['total']:.1%}")
+    return table
+
+
+def _flops_table(known: dict[str, float], sequence: int) -> Table:
+    table = _table(f"FLOPs per token at {sequence:,} tokens", "forward", "training")
+    for row, kind in (("causal attention", "causal"), ("full attention, as PaLM counts", "full")):
+        table.add_row(row, format_si(known[f"forward_{kind}"]), format_si(known[f"training_{kind}"]))
+    return table
+
+
+def _state_table(known: dict[str, dict[str, int]]) -> Table:
+    table = _table("bytes of training state", "parameters", "gradients", "optimizer", "total")
+    for optimizer, state in known.items():
+        table.add_row(optimizer, *(f"{format_si(size)}B" for size in state.values()))
+    return table
+
+
+def _model_list(presets: dict[str, ParameterCount]) -> Table:
+    table = _table("model", "parameters", "active per token")
+    for name, count in presets.items():
+        table.add_row(name, format_si(count.total, COUNT), format_si(count.active, COUNT))
+    return table
+
+
+def _machine_list(presets: dict[str, ClusterSpec]) -> Table:
+    table = _table("machine", "TFLOP/s", "GiB", "memory GB/s", "link GB/s", "domain", "NIC GB/s", "W")
+    for name, machine in presets.items():
+        table.add_row(
+            name,
+            _scaled(machine.peak_flops, 1e12),
+            _scaled(machine.memory_bytes, 2**30),
+            _scaled(machine.hbm_bytes_per_second, 1e9),
+            _scaled(machine.link_bytes_per_second, 1e9),
+            _scaled(machine.fast_link_domain, 1),
+            _scaled(machine.network_bytes_per_second, 1e9),
+            _scaled(machine.watts_per_device, 1),
+        )
+    return table
+
+
+def _model_facts(presets: dict[str, ParameterCount]) -> dict[str, Any]:
+    return {name: {"total": count.total, "active": count.active} for name, count in presets.items()}
+
+
+def _machine_facts(presets: dict[str, ClusterSpec]) -> dict[str, Any]:
+    return {
+        name: {key: value for key in DEVICE if (value := getattr(machine, key)) is not None}
+        for name, machine in presets.items()
+    }
+
+
+def _scaled(number: float | None, unit: float) -> str:
+    return "" if number is None else f"{number / unit:.4g}"
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(first, box=None, pad_edge=False, header_style="bold", padding=(0, 3, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def format_si(number: float, prefixes: tuple[str, ...] = SI) -> str:
+    """A number to three digits with its power of a thousand: 8030261248 is "8.03 G", as a count "8.03 B"."""
+    power = 0
+    while number >= 999.5 and power < len(prefixes) - 1:
+        number, power = number / 1000, power + 1
+    digits = 0 if power == 0 or number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:.{digits}f} {prefixes[power]}"
+
+
+def _print_json(known: dict[str, Any]) -> None:
+    print(json.dumps(known, indent=2))

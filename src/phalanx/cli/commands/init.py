@@ -1,0 +1,41 @@
+"""`phalanx init`: a commented run file to start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.json_schema import PUBLISHED, schema_text
+from phalanx.spec.files.template import run_file_template
+
+
+def init(
+    path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("run.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it is there.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Write run.schema.json, for editors, beside the file.")
+    ] = False,
+) -> None:
+    """Write a commented run file: the demo's model and data, and every other key with its default.
+
+    Editors with Taplo (such as VS Code with Even Better TOML) complete and check its keys by the schema that its
+    first line names: the installed one, or with --schema a copy that travels with the file.
+
+    Examples:
+
+        phalanx init
+
+        phalanx init experiments/wide.toml --schema
+    """
+    if path.exists() and not force:
+        raise UserError("PATH", str(path), "exists already", "choose another name, or overwrite it with --force")
+    try:
+        if schema:
+            path.with_name(PUBLISHED.name).write_text(schema_text())
+        path.write_text(run_file_template(str(path), f"./{PUBLISHED.name}" if schema else PUBLISHED.as_uri()))
+    except OSError as error:
+        raise UserError("PATH", str(path), f"cannot be written: {error.strerror}", "choose another place") from None
+    print(f"wrote {path}; train it with: phalanx train {path}")

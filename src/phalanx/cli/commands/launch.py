@@ -1,0 +1,113 @@
+"""`phalanx launch`: the file by which Slurm, Kubernetes or SkyPilot starts a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli.common.options import Overrides, RunFile
+from phalanx.launch.jobs.job import ClusterJob, check_job, parse_nodes, ranks_per_node, shell_join
+from phalanx.launch.jobs.kubernetes import kubernetes
+from phalanx.launch.jobs.skypilot import skypilot
+from phalanx.launch.jobs.slurm import slurm
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+
+WRITERS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
+    "slurm": (slurm, ("time", "partition", "account")),
+    "kubernetes": (kubernetes, ("image", "volume")),
+    "skypilot": (skypilot, ("image", "volume", "accelerator")),
+}
+"""What writes for each system, and the options that it alone takes."""
+
+
+def launch(
+    run: RunFile,
+    to: Annotated[str, typer.Option(help="What starts it.", metavar="slurm|kubernetes|skypilot")],
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            help="Nodes, or the fewest and the most: 4, or 2:4. By default cluster.nodes.", metavar="N|MIN:MAX"
+        ),
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Ranks, and GPUs, of a node; by default cluster.nproc_per_node.", min=1, metavar="N"),
+    ] = None,
+    set_: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Write it to a file.", metavar="FILE")] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Look at each node with phalanx doctor before it trains.")
+    ] = True,
+    cpus: Annotated[
+        int | None, typer.Option(help="Cores of a node; by default Slurm gives whole nodes.", min=1, metavar="N")
+    ] = None,
+    memory: Annotated[int | None, typer.Option(help="Memory of a node in GiB.", min=1, metavar="GIB")] = None,
+    time: Annotated[str | None, typer.Option(help="Slurm: the time limit, HH:MM:SS or D-HH:MM:SS.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm: the partition.", metavar="NAME")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm: the account.", metavar="NAME")] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(
+            help="Kubernetes, SkyPilot, which need it: the container image that has phalanx.", metavar="IMAGE"
+        ),
+    ] = None,
+    volume: Annotated[
+        str | None,
+        typer.Option(help="Kubernetes, SkyPilot, which need it: the volume for text and checkpoints.", metavar="NAME"),
+    ] = None,
+    accelerator: Annotated[
+        str | None, typer.Option(help="SkyPilot: the GPU, as it calls it: H100.", metavar="NAME")
+    ] = None,
+) -> None:
+    """Write the file by which Slurm, Kubernetes or SkyPilot starts a run on its nodes, after a look at each.
+
+    Slurm leaves out a node that is not well, Kubernetes starts another pod for it, six times a node, and SkyPilot ends
+    the run. One that was stopped and has saved is started again by all three, and goes on from its checkpoint.
+
+    Examples:
+
+        phalanx launch run.toml --to slurm --nodes 4 --nproc 8 --time 24:00:00 --out run.sbatch
+
+        phalanx launch run.toml --to slurm --nodes 3:4 --nproc 8 --partition gpu --account lab
+
+        phalanx launch run.toml --to kubernetes --nodes 2 --nproc 8 --image REGISTRY/phalanx:1 --volume shared
+
+        phalanx launch run.toml --to skypilot --nproc 8 --accelerator H100 --image REGISTRY/phalanx:1 --volume shared
+    """
+    if to not in WRITERS:
+        raise UserError("--to", to, "is not known", f"use one of {', '.join(WRITERS)}")
+    write, taken = WRITERS[to]
+    special = {
+        "time": time, "partition": partition, "account": account, "image": image, "volume": volume,
+        "accelerator": accelerator,
+    }  # fmt: skip
+    own = {name: value for name, value in special.items() if value is not None}
+    for name, value in own.items():
+        if name not in taken:
+            having = " and ".join(other for other, (_, names) in WRITERS.items() if name in names)
+            raise UserError(f"--{name}", value, f"means nothing to {to}", f"leave it out: it is for {having}")
+    described = load_run(run, set_ or [])
+    least, most = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
+    given = {"to": to, "nodes": nodes, "nproc": nproc, "cpus": cpus, "memory": memory, **own}
+    options = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    sets = [word for override in set_ or () for word in ("--set", override)]
+    words = shell_join(["phalanx", "launch", str(run), *options, *sets, *(() if check else ("--no-check",))])
+    ranks = ranks_per_node(described, nproc)
+    job = ClusterJob(described, run, " ".join(words.splitlines()), least, most, ranks, sets, check, cpus, memory)
+    check_job(job)
+    _write(write(job, **own), out)
+
+
+def _write(text: str, out: Path | None) -> None:
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise UserError("--out", str(out), f"cannot be written: {error.strerror}", "name another file") from None
+    print(f"written to {out}")

@@ -1,0 +1,163 @@
+"""`phalanx measure`: what the machine does for a run: its products, its memory, its collectives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from phalanx.cli.commands.auto_layout import choose_layout_for
+from phalanx.cli.common.options import Json, Overrides
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+
+PARTS = ("matmul", "attention", "bandwidth", "collectives")
+UNITS = {"": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, "GiB": 2**30}
+"""As nccl-tests has them, and as they are written."""
+
+
+class OptionalSubcommand(TyperCommand):
+    """A command whose first word may name a part, which its usage line shows as people write it."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """What follows the command's name."""
+        return [f"[{'|'.join(PARTS)}]", "RUN.toml", "[OPTIONS]"]
+
+
+def measure(
+    first: Annotated[str, typer.Argument(help="A run file; after the name of a part, only that is measured.",
+                                         metavar="[PART] RUN.toml")],
+    second: Annotated[str | None, typer.Argument(hidden=True, metavar="RUN.toml")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Ranks on this machine; by default one per GPU, or one.", min=1, metavar="N")
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(help="Sizes of collectives beside those that the run sends, each twice the last.",
+                     metavar="4KiB:16MiB"),
+    ] = None,
+    iterations: Annotated[int, typer.Option(help="Calls that are timed, after one that is not.", min=1)] = 20,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON there, too.", metavar="FILE")] = None,
+    set_: Overrides = None,
+    json_: Json = False,
+) -> None:  # fmt: skip
+    """Measure what this machine does for a run: the matrix products and the attention that one rank of its layout
+    computes, its memory, and each collective that the layout uses. Needs no data.
+
+    Collectives are those that an update sends, by group and size, on the run's own groups of ranks; with --sweep other
+    sizes too, to which latency and bandwidth are fitted. Text and JSON are nccl-tests'. Exit code 1 where numbers did
+    not arrive as they should.
+
+    Examples:
+
+        phalanx measure run.toml --nproc 2
+
+        phalanx measure collectives run.toml --nproc 2 --sweep 4KiB:16MiB --out measured.json
+
+        phalanx measure attention run.toml --nproc 2 --set layout.cp=2
+    """
+    from phalanx.spec.files.load import load_run
+
+    parts, path = _words(first, second)
+    sizes = parse_size_sweep(sweep) if sweep is not None else []
+    if sizes and "collectives" not in parts:
+        raise UserError("--sweep", sweep, f"has no meaning for {parts[0]}", "remove it, or measure collectives")
+    run = load_run(path, set_ or [])
+    if nproc == 1 and parts == ["collectives"]:
+        raise UserError("--nproc", 1, "leaves nobody to send to", "start 2 ranks or more")
+    options = ["--parts", *parts, "--iterations", str(iterations), "--sweep", *map(str, sizes)]
+    found = _measured(run, nproc, max(sizes, default=0), options)
+    if out is not None:
+        _write(out, found)
+    if json_:
+        print(json.dumps(found, indent=2))
+    else:
+        from phalanx.cli.views.measure import print_benchmarks
+
+        print_benchmarks(found)
+    wrong = [way["nccl_tests"]["out_of_bounds"]["count"] for way in found.get("collectives", [])]
+    raise typer.Exit(any(wrong))
+
+
+def _words(first: str, second: str | None) -> tuple[list[str], Path]:
+    """What is measured, and the run file. A lone word is a file, whatever its name, if there is one."""
+    fix = f"write: phalanx measure run.toml, or one of {', '.join(PARTS)} before it"
+    if second is not None and first not in PARTS:
+        raise UserError("measure", f"{first} {second}", "is not [PART] RUN.toml", fix)
+    if second is None and first in PARTS and not Path(first).exists():
+        raise UserError("measure", first, "needs a run file", fix)
+    return (list(PARTS), Path(first)) if second is None else ([first], Path(second))
+
+
+def parse_size_sweep(text: str) -> list[int]:
+    """Sizes in bytes from one to another, each twice the last: "4KiB:16MiB".
+
+    Raises UserError if it is no such range.
+    """
+    begin, colon, end = text.partition(":")
+    smallest, largest = _size(begin), _size(end)
+    if not colon or not smallest or not largest or smallest > largest:
+        raise UserError("--sweep", text, "is no range of sizes", "write, for example, 4KiB:16MiB")
+    return [smallest << doublings for doublings in range((largest // smallest).bit_length())]
+
+
+def _size(text: str) -> int:
+    """Bytes; 0 of what is no size."""
+    digits = text.rstrip("KMGiB")
+    unit = text[len(digits) :]
+    return int(digits) * UNITS[unit] if digits.isdecimal() and unit in UNITS else 0
+
+
+def _measured(run: RunSpec, nproc: int | None, largest: int, options: list[str]) -> dict[str, Any]:
+    """What its ranks find, of sizes up to `largest` bytes; their errors are printed, and end this process."""
+    from phalanx.cost.exact.pipeline_split import check_layout
+    from phalanx.spec.torch_compat import check_torch_supports
+
+    if run.cluster.nodes > 1:
+        raise UserError(
+            "cluster.nodes", run.cluster.nodes, "phalanx measure starts the ranks of one node",
+            "start each node with torchrun -m phalanx.bench.ranks, or set cluster.nodes = 1",
+        )  # fmt: skip
+    known = nproc or run.cluster.nproc_per_node
+    if run.auto_layout:
+        run, _ = choose_layout_for(run, known)
+    if known is not None:
+        check_layout(run, known)  # before torch is imported, which takes a second
+    check_torch_supports(run.layout)
+    from phalanx.bench.ranks import launch_benchmarks
+    from phalanx.launch.process import select_device, select_nproc
+
+    ranks = select_nproc(run, nproc)
+    check_layout(run, ranks)
+    _refuse_too_large(largest, ranks, select_device(run))
+    found = launch_benchmarks(run, ranks, options)
+    if isinstance(found, int):
+        raise typer.Exit(found)
+    return found
+
+
+def _refuse_too_large(size_bytes: int, ranks: int, device_type: str) -> None:
+    """Each rank has what it sends and what it receives: on a GPU in its memory, else all in that of the machine."""
+    import torch
+
+    from phalanx.train.profiling.memory_meter import device_memory_bytes
+
+    memory = device_memory_bytes(torch.device(device_type))
+    needed = 2 * size_bytes * (1 if device_type == "cuda" else ranks)
+    if needed > memory / 2:
+        problem = f"takes {needed / 1e9:.3g} GB of memory, more than half of {memory / 1e9:.3g} GB"
+        raise UserError("--sweep", f"...:{size_bytes}", problem, "end at a smaller size")
+
+
+def _write(file: Path, found: dict[str, Any]) -> None:
+    try:
+        file.write_text(json.dumps(found, indent=1))
+    except OSError as error:
+        raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+app.command("measure", cls=OptionalSubcommand)(measure)

@@ -1,0 +1,188 @@
+"""`phalanx memory`: what each rank of a run would hold, under its layout and under the others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from phalanx.cli.commands.info import describe, format_si
+from phalanx.cli.common.options import Json, Machine, Overrides, Ranks, RunFile
+from phalanx.cost.exact.pipeline_split import require_resolved_layout
+from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
+from phalanx.cost.formulas.collectives import Strategy
+from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, fits_safely
+from phalanx.spec.base import divisors
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+from phalanx.spec.layout import MODEL_PARALLEL_AXES, VALID_DATA_STRATEGIES, Layout
+from phalanx.spec.run import RunSpec, plan_batch
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "total")
+WIDTH = 120
+"""Of the table, so that a narrow terminal breaks its lines rather than its numbers."""
+NOTES = (
+    "*: the run's own layout",
+    "exact: parameters, gradients, optimizer state (of the fullest rank)",
+    "estimated: activations of one micro-batch (in a pipeline of those in flight) at their peak, and an upper bound of "
+    "communication buffers; not counted: allocator, libraries",
+    "total: the most at one time, less than the parts together, whose peaks come at different times",
+    f"does not fit: P(OOM) {SAFE_OOM_PROBABILITY:.0%} or more, with what driver and libraries take, as in `phalanx advise oom`",
+)
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """A role under a layout, or why the layout cannot run."""
+
+    data: Strategy
+    own: bool
+    role: str = "rank"
+    micro_batch: int | None = None
+    memory: RankMemory | None = None
+    fits: bool | None = None
+    """None where the memory is not known; a server is in the CPU's."""
+    problem: str = ""
+    dp_shard: int | None = None
+    """Of hsdp, where the run file does not say."""
+
+
+def memory(
+    run: RunFile, ranks: Ranks = None, machine: Machine = None, set_: Overrides = None, json_: Json = False
+) -> None:
+    """Show the bytes that each rank holds under each strategy: before anything runs, and without torch.
+
+    Examples:
+
+        phalanx memory run.toml --ranks 8
+
+        phalanx memory run.toml --ranks 64 --machine h100 --set model.preset=llama3-8b
+
+        phalanx memory run.toml --ranks 8 --set layout.activation_checkpointing=full --json
+    """
+    described = load_run(run, set_ or [], machine=machine)
+    require_resolved_layout(described)
+    world_size, why = (
+        (ranks, "--ranks") if ranks else (described.cluster.ranks, "cluster.nproc_per_node x cluster.nodes")
+    )
+    if ranks is None and described.cluster.nproc_per_node is None:
+        why = "one per node, since cluster.nproc_per_node is not set; see --ranks"
+    each = -(-world_size // described.cluster.nodes)  # where CPUs compute, these share a node's memory
+    described = described.model_copy(update={"cluster": described.cluster.model_copy(update={"nproc_per_node": each})})
+    found = memory_rows(described, world_size)
+    if json_:
+        print(json.dumps(memory_to_json(described, world_size, found), indent=2))
+    else:
+        _show(described, world_size, why, found)
+
+
+def memory_rows(run: RunSpec, world_size: int) -> list[MemoryRow]:
+    """The run under every strategy that such ranks may have."""
+    found = []
+    for data in get_args(Strategy):
+        own = data == run.layout.data_parallel
+        layout = run.layout if own else _layout(run.layout, data, world_size)
+        if layout is not None:
+            made = _rows(run.model_copy(update={"layout": layout}), world_size, own)
+            found += made if own else [replace(row, dp_shard=layout.dp_shard) for row in made]
+    return found
+
+
+def _layout(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
+    """The layout with another strategy, without the choices that mean nothing there; None if there is none."""
+    unset = {
+        field: Layout.model_fields[field].default for field, meant in VALID_DATA_STRATEGIES.items() if data not in meant
+    }
+    if unset.get("offload"):
+        unset["offload_directory"] = None
+    shards = [
+        size for size in divisors(world_size // (layout.pp * layout.cp * layout.tp))[1:-1]
+        if size * layout.cp * layout.tp % layout.ep == 0
+    ]  # fmt: skip
+    if data == "hsdp":
+        return layout.model_copy(update={**unset, "data_parallel": data, "dp_shard": shards[-1]}) if shards else None
+    return layout.model_copy(update={**unset, "data_parallel": data})
+
+
+def _rows(run: RunSpec, world_size: int, own: bool) -> list[MemoryRow]:
+    data, cluster = run.layout.data_parallel, run.cluster
+    try:
+        held, micro_batch = rank_memory(run, world_size), plan_batch(run, world_size).micro_batch_size
+    except UserError as error:
+        return [MemoryRow(data, own, problem=str(error).partition("\n")[0])]
+    known = {role: cluster.rank_memory_bytes is not None and role != "server" for role in held}
+    return [
+        MemoryRow(data, own, role, micro_batch, found, fits_safely(cluster, [found]) if known[role] else None)
+        for role, found in held.items()
+    ]
+
+
+def memory_to_json(run: RunSpec, world_size: int, found: list[MemoryRow]) -> dict[str, Any]:
+    """What `phalanx memory --json` prints."""
+    return {
+        "model": run.model.preset or run.model.from_hf,
+        "ranks": world_size,
+        "precision": run.training.precision,
+        "optimizer": run.optimizer.name,
+        "sequence": run.training.seq_len,
+        "memory_bytes": run.cluster.rank_memory_bytes,
+        "layouts": [
+            {**asdict(row), "memory": row.memory and {**asdict(row.memory), "total": row.memory.total}} for row in found
+        ],
+    }
+
+
+def _show(run: RunSpec, world_size: int, why: str, found: list[MemoryRow]) -> None:
+    console = Console(width=max(Console().width, WIDTH))
+    console.print(run.model.preset or run.model.from_hf or "model", style="bold", end="  ", highlight=False)
+    console.print(describe(run.model), highlight=False, soft_wrap=True)
+    console.print(_line(run, world_size, why, found), highlight=False, soft_wrap=True)
+    console.print()
+    console.print(_table(world_size, found), soft_wrap=True)
+    for row in found:
+        if row.problem:
+            console.print(f"{_name(row, world_size)}: {row.problem}", style="yellow", highlight=False, soft_wrap=True)
+    console.print()
+    for note in NOTES:
+        console.print(note, style="dim", highlight=False, soft_wrap=True)
+
+
+def _line(run: RunSpec, world_size: int, why: str, found: list[MemoryRow]) -> str:
+    """Ranks, arithmetic, micro-batch."""
+    sizes = {row.micro_batch for row in found if row.micro_batch}
+    tokens = f"{run.training.seq_len} tokens"
+    batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
+    shared = [f"{axis} {getattr(run.layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(run.layout, axis) > 1]
+    ranks = ", ".join([f"{world_size} rank{'s' if world_size > 1 else ''} ({why})", *shared])
+    return f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, recompute {run.layout.activation_checkpointing}"
+
+
+def _table(world_size: int, found: list[MemoryRow]) -> Table:
+    offloads = any(row.memory and row.memory.offloaded for row in found)
+    differ = len({row.micro_batch for row in found if row.micro_batch}) > 1
+    table = Table(
+        Column("bytes per rank", no_wrap=True), box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0)
+    )
+    for column in (*PARTS, *(["offloaded"] if offloads else []), *(["micro-batch"] if differ else []), ""):
+        table.add_column(column, justify="right")
+    for row in found:
+        if row.memory is None:
+            table.add_row(_name(row, world_size), *["-"] * len(PARTS))
+            continue
+        held = [f"{format_si(getattr(row.memory, part))}B" for part in PARTS]
+        held += [f"{format_si(row.memory.offloaded)}B"] if offloads else []
+        held += [str(row.micro_batch)] if differ else []
+        style = "red" if row.fits is False else "bold" if row.own else ""
+        table.add_row(_name(row, world_size), *held, "does not fit" if row.fits is False else "", style=style)
+    return table
+
+
+def _name(row: MemoryRow, world_size: int) -> str:
+    """The strategy, and the role where there are two; the run's own is marked."""
+    data = "one process" if world_size == 1 and row.data == "ddp" else row.data
+    role = "" if row.role == "rank" else f" {row.role}"
+    shard = f" of {row.dp_shard}" if row.dp_shard else ""
+    return f"{'*' if row.own else ' '} {data}{shard}{role}"

@@ -1,0 +1,80 @@
+"""`phalanx mesh`: which ranks work together on what, and whether they are on one machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from phalanx.cli.common.options import Json, Overrides, Ranks, RunFile
+from phalanx.cost.exact.pipeline_split import check_layout
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+from phalanx.spec.layout import expert_parallel_groups, parallel_dims, process_groups
+
+MEANING = {
+    "dp_replicate": "copies of the model",
+    "dp_shard": "shards of one copy",
+    "pp": "stages that follow each other",
+    "cp": "parts of one sequence",
+    "tp": "parts of one matrix product",
+    "ep": "different experts, among the ranks of a stage",
+}
+
+
+def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json = False) -> None:
+    """Show every group of every axis, the ranks in it, whether it stays inside a node, and whether the run's model and
+    batches can be divided so.
+
+    Examples:
+
+        phalanx mesh run.toml --ranks 16 --set layout.pp=4 --set layout.tp=2 --set cluster.nproc_per_node=8
+
+        phalanx mesh run.toml --ranks 8 --set layout.data_parallel=hsdp --set layout.dp_shard=4 --json
+    """
+    described = load_run(run, set_ or [])
+    world_size = ranks or described.cluster.ranks
+    per_node = described.cluster.nproc_per_node or world_size
+    sizes = parallel_dims(described.layout, world_size)
+    found = {axis: process_groups(sizes, axis) for axis in sizes.axes} | {"ep": expert_parallel_groups(sizes)}
+    axes = [
+        {
+            "axis": axis,
+            "ranks": getattr(sizes, axis),
+            "groups": [
+                {"ranks": list(group), "inside_a_node": len({rank // per_node for rank in group}) == 1}
+                for group in of_axis
+            ],
+        }
+        for axis, of_axis in found.items()
+        if getattr(sizes, axis) > 1
+    ]
+    facts = {"ranks": world_size, "ranks_per_node": per_node, "servers": sizes.servers, "axes": axes, "problem": None}
+    try:
+        check_layout(described, world_size)
+    except UserError as error:
+        facts["problem"] = str(error)
+    if json_:
+        print(json.dumps(facts, indent=2))
+    else:
+        _show(facts)
+
+
+def _show(facts: dict[str, Any]) -> None:
+    console = Console()
+    nodes = -(-facts["ranks"] // facts["ranks_per_node"])
+    where = f"{facts['ranks']} ranks on {nodes} node{'s' if nodes > 1 else ''}"
+    servers = f", of which the first {facts['servers']} are servers" if facts["servers"] else ""
+    console.print(f"{where}{servers}; axes outermost first", highlight=False, soft_wrap=True)
+    for axis in facts["axes"]:
+        console.print()
+        console.print(Text(axis["axis"], "bold") + f" {axis['ranks']}: {MEANING[axis['axis']]}", soft_wrap=True)
+        for group in axis["groups"]:
+            members = " ".join(map(str, group["ranks"]))
+            console.print(f"  {members}" + ("" if group["inside_a_node"] else "   crosses nodes"), highlight=False)
+    if facts["problem"]:
+        console.print(
+            f"\nthis run cannot be divided so: {facts['problem']}", style="yellow", highlight=False, soft_wrap=True
+        )

@@ -1,0 +1,347 @@
+"""`phalanx pipeline`: schedules shown, checked and exchanged."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.cli.common.options import Json, Overrides, RunFile
+from phalanx.cost.exact.pipeline_split import balance_stages, contiguous_ranges, layer_flops, stage_costs
+from phalanx.report.drawing.schedule import COLOURS, LEGEND, chrome_trace, draw, kinds, lines
+from phalanx.schedule.idealised import active_fraction_per_tick, book_overlap
+from phalanx.schedule.registry import PUBLISHED, build_schedule, representative_schedule
+from phalanx.schedule.schedule import Schedule, read_csv, to_csv
+from phalanx.schedule.search import search_schedule
+from phalanx.schedule.simulate import ActionTimes, Timeline, peak_activations, simulate
+from phalanx.schedule.validate import lockstep_violations, violations
+from phalanx.spec.base import require
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+
+app = typer.Typer(help="Show and check pipeline schedules.", no_args_is_help=True, rich_markup_mode="markdown")
+IDEALISED = "book-overlap"
+ENDINGS = (".svg", ".png", ".json", ".csv")
+
+
+@app.command()
+def show(
+    schedule: Annotated[
+        str,
+        typer.Argument(
+            help="naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, dualpipe-v, searched, book-overlap (idealised), "
+            "or a .csv file."
+        ),
+    ],
+    stages: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1, metavar="P")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches of a step.", min=1, metavar="M")] = None,
+    times: Annotated[
+        str,
+        typer.Option(
+            help="What a micro-batch takes on a rank, in any unit: forward, backward to the input, backward to the "
+            "weights; and a transfer to the next rank.",
+            metavar="F,B,W,COMM",
+        ),
+    ] = "1,1,1,0",
+    virtual_stages: Annotated[
+        int | None, typer.Option(help="Stages of each rank (interleaved); by default 2.", min=1, metavar="V")
+    ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(help="Micro-batches that a rank may hold (searched); by default P.", metavar="N"),
+    ] = None,
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(help="Write .svg or .png, .json (a trace for ui.perfetto.dev), or PyTorch's .csv; repeatable."),
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Draw a schedule: who does what when, its bubble, and the activations that each rank holds.
+
+    Examples:
+
+        phalanx pipeline show 1f1b --stages 4 --microbatches 8
+
+        phalanx pipeline show zb-v --stages 4 --microbatches 8 --times 2,2,1,0.5 --out zb-v.svg --out zb-v.csv
+
+        phalanx pipeline show searched --stages 4 --microbatches 8 --times 2,3,1,0.5 --memory 3
+
+        phalanx pipeline show mine.csv --times 1,1,1,0.1 --json
+    """
+    for file in out or []:
+        if file.suffix not in ENDINGS:
+            raise UserError("--out", str(file), "has an unknown ending", f"use one of {', '.join(ENDINGS)}")
+    durations = _times(times)
+    _check_meaning(schedule, stages, microbatches, virtual_stages, memory)
+    made: Schedule | None = None
+    if schedule == IDEALISED:
+        timeline = book_overlap(*_sizes(stages, microbatches))
+    else:
+        made = _schedule(schedule, stages, microbatches, virtual_stages, memory, durations)
+        timeline = simulate(made, _per_stage(durations, made))
+    facts = _facts(schedule, timeline, made)
+    for file in out or []:
+        _write(file, facts["schedule"], timeline, made)
+    if json_:
+        print(json.dumps(facts, indent=2))
+    else:
+        _show(facts, timeline, out or [])
+
+
+def _check_meaning(
+    name: str, stages: int | None, microbatches: int | None, virtual_stages: int | None, memory: float | None
+) -> None:
+    """Raise UserError for an option that this schedule has no use for."""
+    has_none = f"has no meaning with {name}"
+    if name.endswith(".csv"):
+        for option, value in (("--stages", stages), ("--microbatches", microbatches)):
+            require(value is None, option, value, f"{has_none}, which says it itself", "leave it out")
+    require(
+        virtual_stages is None or name == "interleaved", "--virtual-stages", virtual_stages, has_none, "leave it out"
+    )
+    require(memory is None or name == "searched", "--memory", memory, has_none, "leave it out")
+
+
+def _sizes(stages: int | None, microbatches: int | None) -> tuple[int, int]:
+    for option, value in (("--stages", stages), ("--microbatches", microbatches)):
+        if value is None:
+            raise UserError(option, None, "is missing", f"add {option}, such as {option} 4")
+    return stages or 0, microbatches or 0
+
+
+def _times(text: str) -> list[Fraction]:
+    try:
+        values = [Fraction(part.strip()) for part in text.split(",")]
+    except (ValueError, ZeroDivisionError):
+        values = []
+    if not 3 <= len(values) <= 4 or min(values) < 0 or not any(values[:3]):
+        raise UserError("--times", text, "is not three or four times", "give F,B,W or F,B,W,COMM, such as 1,1,1,0.2")
+    return [*values, Fraction(0)][:4]
+
+
+def _per_stage(times: list[Fraction], schedule: Schedule) -> ActionTimes:
+    """A rank's times shared among its stages."""
+    stages = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
+    forward, input, weight = (time / stages for time in times[:3])
+    return ActionTimes(forward, input, weight, times[3])
+
+
+def _schedule(
+    name: str, stages: int | None, microbatches: int | None, v: int | None, memory: float | None, times: list[Fraction]
+) -> Schedule:
+    if name.endswith(".csv"):
+        return Schedule.from_rows(_read(Path(name)))
+    if name not in (known := [*PUBLISHED, "searched", IDEALISED]):
+        raise UserError("SCHEDULE", name, "is not known", f"use one of {', '.join(known)}, or a .csv file")
+    p, m = _sizes(stages, microbatches)
+    if name == "searched":
+        forward, input, weight, transfer = map(float, times)
+        half = ActionTimes(forward / 2, input / 2, weight / 2, transfer)
+        return search_schedule(p, m, half, Fraction(p if memory is None else memory))
+    return build_schedule(name, p, m, v or 2)
+
+
+def _read(file: Path) -> list[list[Any]]:
+    try:
+        return read_csv(file.read_text(encoding="utf-8"), file.name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError("FILE", str(file), f"cannot be read: {error}", "give a CSV file, a row per rank") from None
+
+
+def _facts(name: str, timeline: Timeline, schedule: Schedule | None) -> dict[str, Any]:
+    ranks = range(len(timeline.spans))
+    facts: dict[str, Any] = {
+        "schedule": name,
+        "ranks": len(ranks),
+        "makespan": float(timeline.makespan),
+        "bubble": float(timeline.bubble),
+        "bubble_over_ideal": float(timeline.bubble_overhead),
+        "window_bubble": float(timeline.rank_span_bubble),
+        "windows": [float(timeline.rank_span(rank)) for rank in ranks],
+    }
+    if schedule is None:
+        return facts | {"active": active_fraction_per_tick(timeline)}
+    peaks = [float(peak_activations(schedule, rank)) for rank in ranks]
+    return facts | {"stages": schedule.stages, "micro_batches": schedule.micro_batches, "peak_activations": peaks}
+
+
+def _write(file: Path, name: str, timeline: Timeline, schedule: Schedule | None) -> None:
+    try:
+        if file.suffix == ".json":
+            file.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
+        elif file.suffix != ".csv":
+            draw(timeline, name, file)
+        elif schedule is None:
+            raise UserError("--out", str(file), "cannot hold an idealised timeline", "write .svg, .png or .json")
+        else:
+            file.write_text(to_csv(schedule), encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            "--out", str(file), f"cannot be written: {error}", "name a file in an existing directory"
+        ) from None
+
+
+def _show(facts: dict[str, Any], timeline: Timeline, written: list[Path]) -> None:
+    console = Console()
+    idealised = " (idealised: no real schedule; see 1f1b)" if "active" in facts else ""
+    console.print(Text(facts["schedule"] + idealised, "bold"))
+    margin = len(f"rank {facts['ranks'] - 1} ")
+    for rank, line in enumerate(lines(timeline, console.width - margin)):
+        console.print(Text(f"rank {rank}".ljust(margin)) + line, soft_wrap=True)
+    legend = [
+        Text(f" {kind} ", f"black on {COLOURS[kind][0]}") + Text(f" {LEGEND[kind]}   ") for kind in kinds(timeline)
+    ]
+    console.print(Text(" " * margin) + Text().join(legend))
+    console.print()
+    console.print(_table(facts))
+    for file in written:
+        console.print(f"wrote {file}", highlight=False)
+
+
+def _table(facts: dict[str, Any]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_row("makespan", f"{facts['makespan']:g}")
+    table.add_row("bubble", f"{facts['bubble']:.2%} of the makespan, {facts['bubble_over_ideal']:.2%} over the ideal")
+    table.add_row("", f"{facts['window_bubble']:.2%} between the first and the last action of a rank")
+    if "active" in facts:
+        table.add_row("active", " ".join(f"{share:.0%}" for share in facts["active"]))
+    else:
+        peaks = facts["peak_activations"]
+        table.add_row(
+            "peak", f"{max(peaks):g} micro-batches of activations; by rank {' '.join(f'{p:g}' for p in peaks)}"
+        )
+    return table
+
+
+@app.command()
+def cut(
+    run: RunFile,
+    stages: Annotated[
+        int | None, typer.Option(help="Stages in all; by default those of the run's layout.", min=1, metavar="N")
+    ] = None,
+    set_: Overrides = None,
+    json_: Json = False,
+) -> None:
+    """Show where the model is cut into stages, and why: by estimated FLOPs, embedding and head counted.
+
+    Examples:
+
+        phalanx pipeline cut run.toml --stages 4
+
+        phalanx pipeline cut run.toml --stages 16 --set model.preset=llama3-8b --set training.seq_len=8192
+    """
+    described = load_run(run, set_ or [])
+    number = stages or representative_schedule(described.layout).stages
+    costs = layer_flops(described.model, described.training.seq_len)
+    layers = balance_stages(costs, number)
+    rows = stage_costs(costs, layers)
+    even = _evenly(described.model.num_layers, number)
+    facts = {
+        "stages": number,
+        "layers": layers,
+        "flops_per_token": rows,
+        "slowest_over_mean": _imbalance(rows),
+        "by_layers_alone": {"layers": even, "slowest_over_mean": _imbalance(stage_costs(costs, even))},
+    }
+    if json_:
+        print(json.dumps(facts, indent=2))
+    else:
+        _explain(facts, costs)
+
+
+def _evenly(layers: int, stages: int) -> list[int]:
+    """Layers shared by number alone, more to the first."""
+    ends = [-(-layers * stage // stages) for stage in range(stages + 1)]
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+def _imbalance(costs: Sequence[float]) -> float:
+    return max(costs) * len(costs) / sum(costs)
+
+
+def _explain(facts: dict[str, Any], costs: Sequence[float]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("stage", "layers", "GFLOP per token", "beside the mean"):
+        table.add_column(column, justify="left" if column == "layers" else "right")
+    mean = sum(facts["flops_per_token"]) / facts["stages"]
+    for stage, (layers, cost) in enumerate(
+        zip(contiguous_ranges(facts["layers"]), facts["flops_per_token"], strict=True)
+    ):
+        names = [f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])]
+        names = ["embedding", *names] if stage == 0 else names
+        names += ["head"] if stage == facts["stages"] - 1 else []
+        table.add_row(str(stage), ", ".join(names), f"{cost / 1e9:.4g}", f"{cost / mean:.3f}")
+    console = Console()
+    console.print(table)
+    alone, block = facts["by_layers_alone"], costs[1]
+    lines = [
+        f"a pipeline is as fast as its slowest stage: {1 / facts['slowest_over_mean']:.1%} of an even cut",
+        f"the head costs {costs[-1] / block:.2g} of a block",
+        f"by layers alone ({' '.join(map(str, alone['layers']))}) it would be {1 / alone['slowest_over_mean']:.1%}",
+    ]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="A schedule in PyTorch's CSV: a row per rank.", metavar="FILE.csv")],
+    order: Annotated[
+        bool, typer.Option("--order", help="Let ranks wait for each other: idle cells do not count.")
+    ] = False,
+    json_: Json = False,
+) -> None:
+    """Accept or reject a schedule, naming what is wrong; exits with 1 if it is rejected.
+
+    A file with idle (empty) cells is a picture: every cell is a tick, and an action must come in a later one than what
+    it needs. Without idle cells, or with --order, each rank goes on as soon as it can.
+
+    Examples:
+
+        phalanx pipeline check mine.csv
+
+        phalanx pipeline check mine.csv --order --json
+    """
+    grid = _read(file)
+    schedule = Schedule.from_rows(grid)
+    as_drawn = not order and any(step is None for row in grid for step in row)
+    found = lockstep_violations(grid) if as_drawn else violations(schedule)
+    facts = {
+        "valid": not found,
+        "as_drawn": as_drawn,
+        "ranks": schedule.ranks,
+        "stages": schedule.stages,
+        "micro_batches": schedule.micro_batches,
+        "violations": [str(violation) for violation in found],
+    }
+    if json_:
+        print(json.dumps(facts, indent=2))
+    else:
+        _report(facts, runs=as_drawn and not violations(schedule))
+    if found:
+        sys.exit(1)
+
+
+def _report(facts: dict[str, Any], runs: bool) -> None:
+    console = Console()
+    sizes = f"{facts['ranks']} ranks, {facts['stages']} stages, {facts['micro_batches']} micro-batches"
+    reading = "as drawn, a tick per cell" if facts["as_drawn"] else "as orders"
+    if facts["valid"]:
+        console.print(Text("valid", "bold green") + Text(f" {reading}: {sizes}"))
+        return
+    count = len(facts["violations"])
+    title = f" {reading}: {count} violation{'s' if count > 1 else ''} ({sizes})"
+    console.print(Text("rejected", "bold red") + Text(title), soft_wrap=True)
+    for violation in facts["violations"]:
+        console.print(Text(f"  {violation}"), soft_wrap=True)
+    if runs:
+        console.print("its orders can run if ranks wait for each other: see --order", style="dim")

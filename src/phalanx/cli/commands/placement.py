@@ -1,0 +1,225 @@
+"""`phalanx placement`: which rank sits where, over which links its traffic goes, and what is badly placed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from phalanx.cli.commands.plan import DEFAULT_DEVICES_PER_NODE
+from phalanx.cli.common.options import Json, Overrides, Ranks, RunFile
+from phalanx.plan.placement.findings import (
+    LINKS,
+    NodeLayout,
+    bytes_by_link,
+    nic_loads,
+    node_layout,
+    placement_findings,
+    with_pxn,
+)
+from phalanx.plan.placement.traffic_matrix import TrafficMatrix, merge_matrices, traffic_matrices
+from phalanx.report.drawing.heatmap import Heatmap, format_bytes, save_picture
+from phalanx.spec.files.load import load_run
+from phalanx.spec.layout import MODEL_PARALLEL_AXES, parallel_dims
+from phalanx.spec.run import RunSpec
+from phalanx.spec.topology.node import NodeTopology
+from phalanx.spec.topology.read import infer_cluster, read_topology
+
+MOST_CELLS = 128
+"""Rows of a picture: of more ranks it shows nodes, of more nodes several at once."""
+NODES_SHOWN = 4
+STYLES = {"good": "green", "note": "yellow", "bad": "red"}
+
+
+def placement(
+    run: RunFile,
+    ranks: Ranks = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            help="Ranks on a node; by default cluster.nproc_per_node, else the topology's GPUs, else 8.",
+            min=1,
+            metavar="N",
+        ),
+    ] = None,
+    topology: Annotated[
+        Path | None,
+        typer.Option(help="What `nvidia-smi topo -m` prints, or a topology file of NCCL.", metavar="FILE"),
+    ] = None,
+    pxn: Annotated[
+        bool, typer.Option("--pxn", help="Count as NCCL relays: to another rail by a neighbour on that rail.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Draw who sends how much to whom: .svg, .html or .png.", metavar="FILE")
+    ] = None,
+    set_: Overrides = None,
+    json_: Json = False,
+) -> None:
+    """Show where ranks sit, the bytes of a step by kind of link, the share of cross-rail and spine traffic, the load
+    of network cards, and whether products stay inside the fast domain and stages on their rail.
+
+    Examples:
+
+        phalanx placement run.toml --ranks 64 --nproc 8 --set layout.tp=4 --set layout.pp=4
+
+        phalanx placement run.toml --ranks 64 --set cluster.preset=h100 --out heat.html
+
+        nvidia-smi topo -m > topo.txt && phalanx placement run.toml --ranks 16 --topology topo.txt --json
+    """
+    described = load_run(run, set_ or [])
+    node = read_topology(topology) if topology else None
+    world_size, per_node = _counts(described, ranks, nproc, node)
+    site = node_layout(described.cluster, per_node, node)
+    parts = traffic_matrices(described, world_size, site.ranks_per_island)
+    if pxn:
+        parts = {axis: with_pxn(part, site) for axis, part in parts.items()}
+    heat = traffic_heatmap(described, world_size, parts, site)
+    facts = placement_to_json(described, world_size, parts, site, node) | {"pxn": pxn, "sent": _sent(heat)}
+    if out is not None:
+        save_picture(heat, out)
+        print(f"wrote {out}", file=sys.stderr)
+    if json_:
+        print(json.dumps(facts, indent=2))
+    else:
+        _show(facts)
+
+
+def _counts(run: RunSpec, ranks: int | None, nproc: int | None, node: NodeTopology | None) -> tuple[int, int]:
+    """Ranks of the run, and of a node."""
+    usual = len(node.gpus) if node else DEFAULT_DEVICES_PER_NODE
+    per_node = nproc or run.cluster.nproc_per_node or min(usual, ranks or usual)
+    return ranks or per_node * run.cluster.nodes, per_node
+
+
+def placement_to_json(
+    run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout, node: NodeTopology | None
+) -> dict[str, Any]:
+    """What `phalanx placement --json` prints, but for the matrix; bytes are those of one optimizer update."""
+    sizes, whole = parallel_dims(run.layout, world_size), merge_matrices(world_size, list(parts.values()))
+    links = bytes_by_link(whole, site)
+    network = links["rail"] + links["spine"]
+    loads = nic_loads(whole, site)
+    return {
+        "run": _name(run, world_size),
+        "ranks": world_size,
+        "nproc": site.nproc,
+        "nodes": -(-world_size // site.nproc),
+        "site": asdict(site),
+        "seats": seating_by_node(run, world_size, site.nproc),
+        "bytes": {axis: bytes_by_link(part, site) for axis, part in parts.items()} | {"total": links},
+        "share_of_all": {link: links[link] / whole.total if whole.total else 0.0 for link in LINKS},
+        "cross_rail_share_of_network": links["spine"] / network if network else 0.0,
+        "nics": [asdict(load) for load in loads],
+        "busiest_nic_seconds": _seconds(run, site, node, max(max(n.sent_bytes, n.received_bytes) for n in loads)),
+        "findings": [asdict(finding) for finding in placement_findings(sizes, parts, site, run.cluster)],
+    }
+
+
+def seating_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
+    """Of every node, which places of each axis its ranks have: "dp_shard 0, pp 0-1, tp 0-3"."""
+    sizes = parallel_dims(run.layout, world_size)
+    shape = [getattr(sizes, axis) for axis in sizes.axes]
+    found = []
+    for first in range(0, world_size, nproc):
+        mine = np.arange(max(first, sizes.servers), min(first + nproc, world_size)) - sizes.servers
+        serving = max(0, min(first + nproc, sizes.servers) - first)
+        said = [f"{serving} server{'s' if serving > 1 else ''}"] if serving else []
+        for axis, places in zip(sizes.axes, np.unravel_index(mine, shape), strict=True):
+            if getattr(sizes, axis) > 1 and len(mine):
+                low, high = places.min(), places.max()
+                said.append(f"{axis} {low}" + (f"-{high}" if high > low else ""))
+        found.append(", ".join(said))
+    return found
+
+
+def traffic_heatmap(run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Heatmap:
+    """The matrix of all traffic, of ranks, nodes or groups of nodes."""
+    whole, nodes = merge_matrices(world_size, list(parts.values())), -(-world_size // site.nproc)
+    name = f"{_name(run, world_size)}, on {nodes} x {site.nproc}"
+    if world_size <= MOST_CELLS:
+        return Heatmap(name, whole.to_dense(), node=site.nproc if nodes > 1 else 0)
+    several = -(-nodes // MOST_CELLS)
+    unit = "node" if several == 1 else f"block of {several} nodes"
+    return Heatmap(name, whole.aggregated(site.nproc * several).to_dense(), unit)
+
+
+def _sent(heat: Heatmap) -> dict[str, Any]:
+    """The picture's cells, as [from, to, bytes]."""
+    pairs = np.argwhere(heat.bytes > 0).tolist()
+    return {"unit": heat.unit, "cells": [[a, b, float(heat.bytes[a, b])] for a, b in pairs]}
+
+
+def _name(run: RunSpec, world_size: int) -> str:
+    layout = run.layout
+    axes = [f"{axis} {getattr(layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(layout, axis) > 1]
+    axes = [f"{axis} outermost" if axis.startswith("pp") and layout.rank_order == "pipeline" else axis for axis in axes]
+    kind = f"{layout.data_parallel} dp {parallel_dims(layout, world_size).dp_size}"
+    return f"{run.model.preset or run.model.from_hf or 'model'}, {', '.join([kind, *axes])}"
+
+
+def _seconds(run: RunSpec, site: NodeLayout, node: NodeTopology | None, busiest_bytes: float) -> float | None:
+    """What the busiest network device needs at least; None where speeds are not known."""
+    measured = infer_cluster(node, run.cluster.preset).fields.get("network_bytes_per_second") if node else None
+    of_device = measured or run.cluster.network_bytes_per_second
+    devices = len({name for mine in site.nics for name in mine})
+    return busiest_bytes * devices / (of_device * site.nproc) if of_device else None
+
+
+def _show(facts: dict[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    nodes = f"{facts['nodes']} node{'s' if facts['nodes'] > 1 else ''} of {facts['nproc']}"
+    console.print(f"{facts['run']}: {facts['ranks']} ranks on {nodes}", style="bold")
+    for assumed in facts["site"]["assumed"]:
+        console.print(f"assumed: {assumed}", style="dim")
+    console.print(f"\nrank r is on node r // {facts['nproc']}, device r mod {facts['nproc']}")
+    for node, seat in enumerate(facts["seats"][:NODES_SHOWN]):
+        console.print(f"  node {node}: {seat}")
+    if facts["nodes"] > NODES_SHOWN:
+        console.print(f"  ... and {facts['nodes'] - NODES_SHOWN} more nodes")
+    if not sum(facts["bytes"]["total"].values()):
+        console.print("\nno rank sends anything")
+    else:
+        console.print()
+        console.print(_table(facts))
+        console.print(_network(facts))
+    console.print()
+    for finding in facts["findings"]:
+        verdict = Text(f"{finding['verdict']:4} ", STYLES[finding["verdict"]])
+        console.print(verdict + finding["said"] + (f"; {finding['fix']}" if finding["fix"] else ""))
+
+
+def _table(facts: dict[str, Any]) -> Table:
+    """Bytes by axis and kind of link."""
+    numbers = [Column(header, justify="right") for header in (*LINKS.values(), "all")]
+    table = Table("bytes per step", *numbers, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for axis, links in facts["bytes"].items():
+        cells = [format_bytes(links[link]) if links[link] else "-" for link in LINKS]
+        table.add_row(axis, *cells, format_bytes(sum(links.values())), style="bold" if axis == "total" else "")
+    table.add_row("share", *(f"{facts['share_of_all'][link]:.1%}" for link in LINKS), "")
+    return table
+
+
+def _network(facts: dict[str, Any]) -> str:
+    """The share of the spine, and the busiest network device."""
+    total = facts["bytes"]["total"]
+    if not total["rail"] + total["spine"]:
+        return "\nnothing goes over the network"
+    busiest = max(facts["nics"], key=lambda nic: max(nic["sent_bytes"], nic["received_bytes"]))
+    mean = sum(nic["sent_bytes"] for nic in facts["nics"]) / len(facts["nics"])
+    seconds = facts["busiest_nic_seconds"]
+    needs = f": {seconds:.3g} s at least" if seconds else ""
+    relay = " (with --pxn, as NCCL relays it, less)" if total["spine"] and not facts["pxn"] else ""
+    return (
+        f"\nof the network's {format_bytes(total['rail'] + total['spine'])}, {facts['cross_rail_share_of_network']:.1%} go "
+        f"from rail to rail, by the spine{relay}\n"
+        f"busiest network device: {busiest['nic']} of node {busiest['node']}, sends {format_bytes(busiest['sent_bytes'])}, "
+        f"receives {format_bytes(busiest['received_bytes'])}{needs}; the mean sends {format_bytes(mean)}"
+    )

@@ -1,0 +1,267 @@
+"""`phalanx plan`: which layout, how fast, how much memory, and why."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phalanx.cli.commands.plan_checks import (
+    check_export,
+    check_number,
+    check_options,
+    check_picture,
+    check_writable,
+    given_options,
+)
+from phalanx.cli.common.options import Json, Machine, Overrides
+from phalanx.cli.searching import search_progress
+
+if TYPE_CHECKING:
+    from phalanx.plan.search.search import EvaluatedLayout, Plan
+    from phalanx.spec.cluster import ClusterSpec
+    from phalanx.spec.run import RunSpec
+
+DEFAULT_DEVICES_PER_NODE = 8
+"""Of a node, where nothing is said."""
+MIN_SEARCHED = 10
+"""Layouts that are looked for at least: among them may be a surer one than the first."""
+
+
+def plan(
+    context: typer.Context,
+    run: Annotated[Path | None, typer.Argument(help="A run file.", metavar="[RUN.toml]")] = None,
+    machine: Machine = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes; by default cluster.nodes.", min=1)] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Devices in each node; by default 8, or a CPU's cores.", min=1)
+    ] = None,
+    topology: Annotated[
+        Path | None,
+        typer.Option(help="What joins a node's devices, as `phalanx doctor --topology` writes it.", metavar="FILE"),
+    ] = None,
+    top: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
+    explain: Annotated[int | None, typer.Option(help="Explain the K-th layout.", min=1, metavar="K")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw what --explain says: .svg, .html or .png.", metavar="FILE")
+    ] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(help="To train on, for days, energy and cost; by default the run's.", min=1),
+    ] = None,
+    why_not: Annotated[str | None, typer.Option(help="A layout to hold against the best.", metavar="LAYOUT")] = None,
+    diff: Annotated[
+        tuple[str, str] | None, typer.Option(help="Two side by side: layouts, or numbers of the table.", metavar="A B")
+    ] = None,
+    export: Annotated[
+        str | None, typer.Option(help="The layout for megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the run with the best layout.", metavar="FILE")] = None,
+    batch: Annotated[Path | None, typer.Option(help="Predict each row of a table.", metavar="FILE.csv")] = None,
+    set_: Overrides = None,
+    json_: Json = False,
+) -> None:
+    """Rank the layouts that a run may have on a cluster: no GPU, no torch, seconds.
+
+    Examples:
+
+        phalanx plan run.toml --machine h100 --nodes 16
+
+        phalanx plan run.toml --machine h100 --nodes 16 --explain 1 --picture step.svg
+
+        phalanx plan run.toml --machine h100 --nodes 16 --why-not "tp=16,pp=2,data_parallel=zero1"
+
+        phalanx plan run.toml --machine h100 --nodes 16 --diff 1 "tp=8,data_parallel=zero3"
+
+        phalanx plan run.toml --machine h100 --nodes 2048 --tokens 15e12 --set cluster.storage_bytes_per_second=1e12
+
+        phalanx plan run.toml --machine a100 --nodes 8 --export megatron
+
+        phalanx plan --batch runs.csv --json
+    """
+    check_options(run, batch, out, given_options(context))
+    if picture is not None:
+        explain = explain or 1
+        check_picture(picture, {"--diff": diff, "--why-not": why_not, "--export": export, "--json": json_ or None})
+    if explain is not None:
+        check_number("--explain", explain)
+    for option, file in {"--out": out, "--picture": picture}.items():
+        if file is not None:
+            check_writable(option, file)
+    if batch is not None:
+        _predict(batch, json_)
+        return
+    assert run is not None
+    described, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
+    if export is not None:
+        check_export(described, export)
+    if diff is not None:
+        _show_diff(described, world_size, diff)
+        return
+    yours = _evaluate_user_layout(described, world_size, why_not) if why_not is not None else None
+    found = _search(described, world_size, max(top, explain or 1, MIN_SEARCHED), export)
+    best = found.options[0]
+    if export is not None:
+        _export(described, world_size, found.chosen, export)
+    elif yours is not None:
+        _why_not(described, yours, best)
+    elif explain is not None:
+        _explain(described, world_size, found, explain, picture)
+    elif json_:
+        _print_json(described, world_size, found, top, tokens)
+    else:
+        _show(described, world_size, found, top, tokens)
+    if out is not None:
+        _write(described, found.chosen, out)
+
+
+def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
+    """The run with a layout, to train."""
+    from phalanx.runs.create import to_toml
+    from phalanx.spec.errors import UserError
+
+    try:
+        file.write_text(to_toml(run.model_copy(update={"layout": option.candidate.layout()})))
+    except OSError as error:
+        raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
+    nodes, each = run.cluster.nodes, run.cluster.nproc_per_node
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {each} ... -m phalanx.train" if nodes > 1 else "phalanx train"
+    print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}): {start} {file}", file=sys.stderr)
+
+
+def run_on_cluster(
+    run: Path,
+    machine: str | None,
+    nodes: int | None,
+    nproc: int | None,
+    overrides: list[str],
+    topology: Path | None = None,
+) -> tuple[RunSpec, int]:
+    """The run on the machines that the options name, and its ranks. What a topology says goes before the run file and
+    the machine, but for nproc, and after --set."""
+    from phalanx.spec.files.load import load_run
+
+    described = load_run(run, overrides, machine=machine)
+    if topology is not None:
+        of_node = _fields(topology, described.cluster)
+        described = load_run(run, [*of_node, *overrides], machine=machine)
+    cluster = described.cluster
+    changes = {
+        "nodes": nodes or cluster.nodes,
+        "nproc_per_node": nproc or cluster.nproc_per_node or cluster.cores or DEFAULT_DEVICES_PER_NODE,
+    }
+    cluster = cluster.model_copy(update=changes)
+    return described.model_copy(update={"cluster": cluster, "auto_layout": False}), cluster.ranks
+
+
+def _fields(topology: Path, cluster: ClusterSpec) -> list[str]:
+    """What the topology of a node determines of a cluster, as --set takes it."""
+    from phalanx.spec.topology.read import infer_cluster, read_topology
+
+    known = infer_cluster(read_topology(topology), cluster.preset).fields
+    return [
+        f"cluster.{name}={value}"
+        for name, value in known.items()
+        if name != "nproc_per_node" or cluster.nproc_per_node is None
+    ]
+
+
+def _search(run: RunSpec, world_size: int, keep: int, trainer: str | None = None) -> Plan:
+    """The fastest layouts; for another trainer, of those that it can express if it can any."""
+    from phalanx.plan.export.export import search_exportable
+    from phalanx.plan.search.explain import plan_or_raise
+
+    with search_progress(world_size) as report:
+        if trainer is not None:
+            return search_exportable(run, world_size, trainer, keep, report)  # type: ignore[arg-type]
+        return plan_or_raise(run, world_size, keep, report)
+
+
+def _predict(file: Path, as_json: bool) -> None:
+    import json
+    from dataclasses import asdict
+
+    from phalanx.plan.tables.csv_rows import read_rows
+    from phalanx.plan.tables.predict import predict_rows
+
+    found = predict_rows(read_rows(file))
+    if as_json:
+        for row in found:
+            print(json.dumps(asdict(row)))
+    else:
+        from phalanx.cli.views.plan import print_predictions
+
+        print_predictions(found)
+
+
+def _print_json(run: RunSpec, world_size: int, found: Plan, top: int, tokens: float | None) -> None:
+    import json
+
+    from phalanx.cli.views.plan import plan_to_json
+
+    print(json.dumps(plan_to_json(run, world_size, found, top, tokens), indent=2))
+
+
+def _show(run: RunSpec, world_size: int, found: Plan, top: int, tokens: float | None) -> None:
+    from phalanx.cli.views.plan import print_layout_table
+
+    print_layout_table(run, world_size, found, top, tokens)
+
+
+def _explain(run: RunSpec, world_size: int, found: Plan, at: int, picture: Path | None) -> None:
+    from phalanx.cli.views.plan import breakdown, print_explanation
+
+    check_number("--explain", at, found.options)
+    if picture is not None:
+        from phalanx.report.drawing.step_breakdown import save_picture
+
+        save_picture(breakdown(run, world_size, found, at - 1), picture)
+        print(f"wrote {picture}", file=sys.stderr)
+    print_explanation(run, world_size, found, at - 1)
+
+
+def _evaluate_user_layout(run: RunSpec, world_size: int, text: str) -> EvaluatedLayout:
+    """What a layout takes that the user wrote: one that cannot be is said before any search."""
+    from phalanx.plan.search.explain import evaluate_layout, parse_layout
+
+    return evaluate_layout(run, world_size, parse_layout(text))
+
+
+def _why_not(run: RunSpec, yours: EvaluatedLayout, best: EvaluatedLayout) -> None:
+    from phalanx.cli.views.plan import print_comparison
+
+    print_comparison(run, yours, best, ("yours", "best"))
+
+
+def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
+    """Each by its number in the table, if it is one, else as it is written."""
+    from phalanx.cli.views.plan import print_comparison
+
+    numbers = [int(text) for text in texts if text.isdecimal()]
+    for number in numbers:
+        check_number("--diff", number)
+    written = {text: _evaluate_user_layout(run, world_size, text) for text in texts if not text.isdecimal()}
+    ranked = _search(run, world_size, max(numbers)).options if numbers else []
+    for number in numbers:
+        check_number("--diff", number, ranked)
+    first, second = (written[text] if text in written else ranked[int(text) - 1] for text in texts)
+    names = [f"layout {text}" if text.isdecimal() else name for text, name in zip(texts, "AB", strict=True)]
+    print_comparison(run, first, second, (names[0], names[1]))
+
+
+def _export(run: RunSpec, world_size: int, option: EvaluatedLayout, trainer: str) -> None:
+    from phalanx.plan.export.export import export
+    from phalanx.spec.errors import UserError
+
+    own = run.model_copy(update={"layout": option.candidate.layout()})
+    try:
+        made = export(own, world_size, trainer)  # type: ignore[arg-type]
+    except UserError as error:
+        problem = f"takes no layout of this run that fits; of the fastest, {error.field} {error.problem}"
+        raise UserError("--export", trainer, problem, error.fix) from None
+    print(made.text)
+    print(f"{option.candidate}: {option.step_seconds:.3f} s a step, P(OOM) {option.p_oom:.1%}", file=sys.stderr)
+    for note in made.notes:
+        print(f"note: {note}", file=sys.stderr)

@@ -1,0 +1,88 @@
+"""What `phalanx plan` refuses before it searches."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from phalanx.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from phalanx.plan.search.search import EvaluatedLayout
+    from phalanx.spec.run import RunSpec
+
+VIEWS = ("--explain", "--why-not", "--diff", "--export")
+"""Options that ask for something but the table."""
+
+
+def given_options(context: typer.Context) -> list[str]:
+    """The options of a command line, as help has them."""
+    options = [parameter for parameter in context.command.params if parameter.param_type_name == "option"]
+    sources = [context.get_parameter_source(option.name or "") for option in options]
+    return [
+        max(option.opts, key=len)
+        for option, source in zip(options, sources, strict=True)
+        if source and source.name == "COMMANDLINE"
+    ]
+
+
+def check_options(run: Path | None, batch: Path | None, out: Path | None, given: list[str]) -> None:
+    """Raise UserError for options that do not go together."""
+    views = [option for option in given if option in VIEWS]
+    others = ", ".join(option for option in given if option not in ("--batch", "--json"))
+    if (run is None) == (batch is None):
+        raise UserError("plan", None, "needs a run file or --batch FILE.csv, and not both", "give one of them")
+    if len(views) > 1:
+        raise UserError(" ".join(views), None, "cannot be shown at once", "give one of them")
+    if batch is not None and others:
+        fix = "leave them out: each row of the table names its own machine, ranks, layout and batch"
+        raise UserError("--batch", str(batch), f"does not go with {others}", fix)
+    if "--json" in given and views:
+        raise UserError("--json", None, f"is not what {views[0]} prints", f"leave {views[0]} out: JSON has every part")
+    if out is not None and run is not None and out.resolve() == run.resolve():
+        raise UserError("--out", str(out), "is the run file itself", "name another file")
+    if out is not None and "--diff" in views:
+        raise UserError("--out", str(out), "has no layout to write", "leave --diff out")
+
+
+def check_export(run: RunSpec, trainer: str) -> None:
+    """Raise UserError for a trainer that is not known, or that has no words for the run in any layout."""
+    from phalanx.plan.export.export import check_run, require_known_trainer
+
+    require_known_trainer(trainer, "--export")
+    check_run(run, trainer)  # type: ignore[arg-type]
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Raise UserError for a file that will not be written, before the search that it is to hold."""
+    problem = ""
+    if file.is_dir():
+        problem = "it is a directory"
+    elif not file.parent.is_dir():
+        problem = f"there is no directory {file.parent}"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        problem = "permission denied"
+    if problem:
+        raise UserError(option, str(file), f"cannot be written: {problem}", "name another file")
+
+
+def check_picture(file: Path, others: dict[str, object]) -> None:
+    """Raise UserError for a file that is no picture, or where another option asks for what is not drawn."""
+    from phalanx.report.drawing.canvas import check_picture_file
+
+    check_picture_file(file, "--picture")
+    for option, value in others.items():
+        if value is not None:
+            raise UserError("--picture", str(file), f"draws what --explain says, and not {option}", f"omit {option}")
+
+
+def check_number(option: str, number: int, found: list[EvaluatedLayout] | None = None) -> None:
+    """Raise UserError for a number that the table does not have; before a search, that no table has."""
+    from phalanx.plan.search.search import MAX_EXACT_EVALUATIONS
+
+    last = MAX_EXACT_EVALUATIONS if found is None else len(found)
+    if not 1 <= number <= last:
+        raise UserError(option, number, "is no layout of the table", f"use a number from 1 to {last:,}")

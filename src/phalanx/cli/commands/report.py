@@ -1,0 +1,90 @@
+"""`phalanx report`: what a run did, beside what was predicted, in the terminal and on a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phalanx.cli.common.options import Json, Machine
+from phalanx.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from phalanx.report.run_data import RunData
+
+PAGE = "report.html"
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs.", metavar="RUN_DIR...")],
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"Where the page goes; by default RUN_DIR/{PAGE}, of several runs {PAGE} here.", metavar="FILE"
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write what all ranks did on one clock, for ui.perfetto.dev.", metavar="FILE.json"),
+    ] = None,
+    machine: Machine = None,
+    json_: Json = False,
+) -> None:
+    """Say where the time of a run went, what keeps it from being faster, and how far the prediction was off.
+
+    Prints it, and writes a page that needs no network (with --json only where --html says). Several runs are compared.
+    For the passes of a step, and memory over it, train with --trace-steps. Times are predicted for the machine of the
+    run file; with --machine for another description of it, such as what `phalanx calibrate` wrote.
+
+    Examples:
+
+        phalanx report runs/first
+
+        phalanx report runs/first runs/second --html both.html
+
+        phalanx report runs/first --machine here.toml
+
+        phalanx report runs/first --json
+
+        phalanx report runs/first --trace trace.json
+    """
+    from phalanx.report.compare_runs import report_data
+    from phalanx.report.facts import report_facts
+    from phalanx.report.html.page import page
+    from phalanx.report.run_data import read_run
+    from phalanx.spec.files.load import load_machine
+
+    known = load_machine(machine) if machine else None
+    recorded = [read_run(directory, known) for directory in runs]
+    if trace is not None:
+        _write_trace(recorded, trace)
+    whole = report_data([report_facts(run) for run in recorded])
+    file = html or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
+    if json_:
+        print(json.dumps(whole, indent=2, allow_nan=False))
+    else:
+        from phalanx.cli.views.report import print_report
+
+        print_report(whole, file)
+    if html or not json_:
+        _write(file, page(whole), "--html")
+
+
+def _write_trace(recorded: list[RunData], file: Path) -> None:
+    from phalanx.report.export.chrome_trace import chrome_trace
+
+    if len(recorded) > 1:
+        raise UserError("--trace", str(file), f"is of one run, not of {len(recorded)}", "give one RUN_DIR")
+    if not recorded[0].ranks:
+        fix = "train with metrics.per_rank_records = true, and with --trace-steps for passes and collectives"
+        raise UserError("--trace", str(file), "needs what ranks noted, and none of them did", fix)
+    _write(file, json.dumps(chrome_trace(recorded[0])), "--trace")
+
+
+def _write(file: Path, text: str, option: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(option, str(file), f"cannot be written: {error.strerror}", "name another file") from None

@@ -1,0 +1,285 @@
+"""`phalanx swarm`: one model learned by several sites over slow links."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phalanx.cli.common.options import Json, Overrides
+from phalanx.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from phalanx.spec.run import RunSpec
+    from phalanx.spec.swarm import Codec, Method, SwarmSpec
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False,
+    help="Learn one model at several sites, joined by slow links.",
+)  # fmt: skip
+Certificates = Annotated[
+    Path, typer.Option("--certs", help="This member's folder, made by phalanx swarm certs.", metavar="DIR")
+]
+Address = Annotated[str, typer.Argument(help="Where the coordinator listens.", metavar="HOST:PORT")]
+
+
+@app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Of the authority; made if it is not there.", metavar="FOLDER")],
+    members: Annotated[list[str] | None, typer.Argument(help="Who gets a certificate.", metavar="NAME...")] = None,
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name or address by which nodes reach this member, a coordinator.", metavar="HOST"),
+    ] = None,
+    days: Annotated[int, typer.Option(help="How long certificates hold.", min=1)] = 365,
+) -> None:
+    """Make a small certificate authority for a group, and certificates for its members.
+
+    The folder's ca.key can let anybody in: it stays with whoever leads. Each member is given the folder of its name,
+    over a way that you trust: its certificate says who it is, and a node can only tell what that node trains.
+
+    Examples:
+
+        phalanx swarm certs certs lead --host 203.0.113.7
+
+        phalanx swarm certs certs ann bob eve
+    """
+    _check_installed()
+    from phalanx.swarm.rpc.certificates import create_certificate_authority, issue_certificate
+
+    if not (folder / "ca.key").exists():
+        create_certificate_authority(folder)
+        print(f"{folder}/ca.key: keep it to yourself")
+    elif not members:
+        raise UserError("NAME", None, "is missing", f"say for whom: phalanx swarm certs {folder} ann bob")
+    for member in members or []:
+        print(f"{issue_certificate(folder, member, host or [], days)}: for {member}")
+
+
+@app.command()
+def serve(
+    run: Annotated[Path, typer.Argument(help="A run file with a table [swarm].", metavar="SWARM.toml")],
+    certificates: Certificates,
+    listen: Annotated[str, typer.Option(help="Address and port to listen at.", metavar="HOST:PORT")] = "0.0.0.0:7077",
+    set_: Overrides = None,
+) -> None:
+    """Lead a swarm: wait for nodes, give them experts and text, and put together what they learn, round by round.
+
+    It keeps the model and a journal in the run directory; killed and started again, it goes on with the same round. It
+    ends when the last round is done and the nodes have gone. It computes nothing but means (and updates of ddp), and
+    needs no GPU; its memory is that of a few tensors, not of models.
+
+    Examples:
+
+        phalanx swarm serve swarm.toml --certs certs/lead --listen 0.0.0.0:7077
+
+        phalanx swarm serve swarm.toml --certs certs/lead --set swarm.every=50 --set swarm.codec=int4
+    """
+    from phalanx.spec.files.load import load_run
+
+    described = load_run(run, set_ or [])
+    _swarm_of(described)
+    _port(listen, "--listen")
+    _check_installed()
+    from phalanx.swarm.rpc.certificates import certificate_member
+    from phalanx.swarm.serve import serve_swarm
+
+    certificate_member(certificates)
+    raise typer.Exit(serve_swarm(described, listen, certificates, lambda said: print(said, flush=True)))
+
+
+@app.command()
+def join(
+    address: Address,
+    certificates: Certificates,
+    nproc: Annotated[
+        int | None, typer.Option(help="Ranks of this node; by default one per GPU, or one.", min=1, metavar="N")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where the node's directory is made.", metavar="DIR")] = Path("nodes"),
+    set_: Overrides = None,
+) -> None:
+    """Take part in a swarm with this machine, from its next round on, until the last or Ctrl-C.
+
+    The coordinator tells what is learned; where this machine's text lies, and how its ranks share the work, can be said
+    with --set. All nodes read the same text, each another part of it. The node dials out and listens nowhere; it goes
+    on when the link breaks and comes back.
+
+    Examples:
+
+        phalanx swarm join 203.0.113.7:7077 --certs ann
+
+        phalanx swarm join 203.0.113.7:7077 --certs ann --nproc 2 --set layout.data_parallel=zero1 --set 'data.train=["text"]'
+    """
+    _port(address, "ADDRESS")
+    _check_installed()
+    from phalanx.swarm.join import join_swarm as take_part
+
+    raise typer.Exit(take_part(address, certificates, nproc, out, set_ or [], lambda said: print(said, flush=True)))
+
+
+@app.command()
+def status(address: Address, certificates: Certificates, json_: Json = False) -> None:
+    """Say how far a swarm is, and who is in it.
+
+    Examples:
+
+        phalanx swarm status 203.0.113.7:7077 --certs ann
+    """
+    _port(address, "ADDRESS")
+    _check_installed()
+    from phalanx.swarm.rpc.certificates import certificate_member
+    from phalanx.swarm.rpc.client import SwarmClient
+
+    certificate_member(certificates)
+    found = SwarmClient(address, certificates).status()
+    print(json.dumps(found, indent=2) if json_ else _table(found))
+
+
+WAYS: tuple[tuple[Method, Codec], ...] = (
+    ("ddp", "fp32"), ("diloco", "fp32"), ("diloco", "int8"), ("spes", "fp32"), ("spes+", "bf16"), ("spes+", "int8"),
+    ("spes+", "int4"),
+)  # fmt: skip
+MBIT = 1e6 / 8
+"""Bytes in a second of one Mbit/s."""
+
+
+@app.command()
+def plan(
+    run: Annotated[Path, typer.Argument(help="A run file with a table [swarm].", metavar="SWARM.toml")],
+    link: Annotated[
+        str, typer.Option(help="Mbit/s that a node can send, and receive if that differs.", metavar="UP[:DOWN]")
+    ] = "20:100",
+    nodes: Annotated[int | None, typer.Option(help="By default swarm.nodes.", min=1)] = None,
+    step_seconds: Annotated[
+        float | None, typer.Option(help="Of one step on a node, as its records say.", min=1e-9, metavar="S")
+    ] = None,
+    set_: Overrides = None,
+    json_: Json = False,
+) -> None:
+    """Say what a round costs a node by each method: bytes, memory, time on the wire, and how much of its time is left
+    to learn; so that a group can choose `every` and `codec` before it begins. DiLoCo's bytes are fedavg's, too; ddp
+    exchanges after each of the round's steps.
+
+    Examples:
+
+        phalanx swarm plan swarm.toml --link 20:100 --nodes 4
+
+        phalanx swarm plan swarm.toml --link 1000 --step-seconds 2.5 --set swarm.every=50 --set swarm.delay=10
+    """
+    from phalanx.spec.files.load import load_run
+
+    described = load_run(run, set_ or [])
+    swarm = _swarm_of(described)
+    rows = list(_ways(described, swarm, nodes or swarm.nodes, _link(link), step_seconds))
+    if json_:
+        print(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+
+    Console(width=max(Console().width, 100), highlight=False).print(_plan_table(rows, swarm, link))
+
+
+def _swarm_of(run: RunSpec) -> SwarmSpec:
+    if run.swarm is None:
+        raise UserError("swarm", None, "is missing", "add a table [swarm] to the run file (phalanx init shows it)")
+    return run.swarm
+
+
+def _link(text: str) -> tuple[float, float]:
+    """Bytes per second up and down."""
+    up, _, down = text.partition(":")
+    try:
+        found = float(up) * MBIT, float(down or up) * MBIT
+    except ValueError:
+        found = 0.0, 0.0
+    if not 0 < min(found) <= max(found) < inf:
+        raise UserError("--link", text, "is no speed", "write Mbit/s up, and down if that differs: 20:100")
+    return found
+
+
+def _ways(
+    run: RunSpec, swarm: SwarmSpec, nodes: int, link: tuple[float, float], step_seconds: float | None
+) -> Iterator[dict[str, Any]]:
+    """A row for each method and codec; of the run file's own too."""
+    from phalanx.cost.exact.swarm import RoundBytes, node_share, round_bytes, round_time, state_bytes
+    from phalanx.spec.swarm import SPLIT
+
+    experts = run.model.moe.num_experts if run.model.moe else 0
+    own = swarm.method, swarm.effective_codec
+    for method, codec in [*(way for way in WAYS if way != own), own]:
+        if method in SPLIT and not experts:
+            continue
+        owned = min(experts, -(-experts * swarm.replication // nodes))
+        node = node_share(run.model, method, owned)
+        whole = round_bytes(node, method, codec, swarm.replication)
+        exchanges, delay = (swarm.steps_per_round, 0) if method == "ddp" else (1 / swarm.fragments, swarm.delay)
+        sent = RoundBytes(whole.up * exchanges, whole.down * exchanges)
+        time = round_time(sent, *link, swarm.steps_per_round, step_seconds or 0.0, delay)
+        yield {
+            "method": method,
+            "codec": codec,
+            "chosen": (method, codec) == own,
+            "up_bytes": sent.up,
+            "down_bytes": sent.down,
+            "state_bytes": state_bytes(node, swarm.frozen_expert_codec if method in SPLIT else "fp32"),
+            "wire_seconds": time.wire,
+            "round_seconds": time.total if step_seconds else None,
+            "utilisation": time.utilisation if step_seconds else None,
+        }
+
+
+def _plan_table(rows: list[dict[str, Any]], swarm: SwarmSpec, link: str) -> Table:
+    from rich.table import Table
+
+    from phalanx.cli.commands.info import format_si
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column(f"{swarm.steps_per_round} steps, {link} Mbit/s", no_wrap=True)
+    for header in ("up", "down", "state held", "on the wire", "of a round", "learning"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
+        held = (f"{format_si(row[name])}B" for name in ("up_bytes", "down_bytes", "state_bytes"))
+        known = row["round_seconds"] is not None
+        time = (f"{row['round_seconds']:,.3g} s", f"{row['utilisation']:.0%}") if known else ("", "")
+        name = f"{row['method']}, {row['codec']}{' (chosen)' if row['chosen'] else ''}"
+        table.add_row(name, *held, f"{row['wire_seconds']:,.3g} s", *time)
+    return table
+
+
+def _table(found: dict[str, Any]) -> str:
+    """A swarm in lines."""
+    lines = [f"round {found['round']} of {found['rounds']}, {found['method']} in {found['codec']}"]
+    if found["waits_for"]:
+        lines.append(f"it waits for {found['waits_for']}")
+    if found["open_seconds"] is not None:
+        closes = found["closes_in_seconds"]
+        lines[0] += f", open for {found['open_seconds']:.0f} s"
+        lines[0] += f", closes within {max(0.0, closes):.0f} s" if closes is not None else ""
+    for node in found["nodes"]:
+        heard = node["heard_seconds_ago"]
+        parts = [f"  {node['node']:16} {'told' if node['told'] else 'learns':6}"]
+        parts.append(f"experts {', '.join(map(str, node['experts']))}" if node["experts"] else "")
+        parts.append(f"heard of {heard:.0f} s ago" if heard is not None else "")
+        parts += [f"refused {count} x: {why}" for why, count in node["refused"].items()]
+        lines.append("  ".join(part for part in parts if part))
+    return "\n".join(lines)
+
+
+def _check_installed() -> None:
+    missing = [name for name in ("grpc", "cryptography", "xxhash") if find_spec(name) is None]
+    if missing:
+        fix = "install them: pip install -e '.[swarm]'"
+        raise UserError("phalanx swarm", ", ".join(missing), "is not installed", fix)
+
+
+def _port(address: str, field: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(field, address, "is no address", "write host and port: 203.0.113.7:7077")

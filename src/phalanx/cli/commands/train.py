@@ -1,0 +1,292 @@
+"""`phalanx train`: check everything, prepare the data, start the ranks."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from functools import partial
+from ipaddress import IPv4Address
+from pathlib import Path
+from socket import gethostbyname
+from typing import IO, Annotated
+
+import typer
+
+from phalanx.cli.commands.auto_layout import choose_layout, choose_layout_for
+from phalanx.launch.jobs.job import parse_nodes
+from phalanx.runs.step_records import parse_step_range
+from phalanx.spec.errors import LocalNodeError, UserError
+from phalanx.spec.files.load import load_run
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import RunSpec
+
+PLAN_FILE = "plan.json"
+"""In the run directory: what the planner offered where `layout = "auto"`."""
+RETRY_SECONDS = 1.0
+"""Until a name that is not known is looked up again."""
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"{text!r} is not a number of ranks: write a whole number above 0")
+    return int(text)
+
+
+def train(
+    run: Annotated[Path, typer.Argument(help="A run file, or the directory of a run to continue.", metavar="RUN.toml")],
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            help="Ranks on this machine; by default cluster.nproc_per_node, one per GPU, or one.",
+            parser=_ranks,
+            metavar="N",
+        ),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help='For layout = "auto": a known machine, or a file by `phalanx calibrate`.', metavar="NAME"),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            help="Nodes of the run, or at least and at most so many: it goes on with fewer when one is lost, and with "
+            "more when one comes. By default cluster.nodes.",
+            metavar="N|LEAST:MOST",
+        ),
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(help="Where nodes meet: the address of one of them, and a free port there.", metavar="HOST:PORT"),
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a field, e.g. training.steps=200.", metavar="KEY=VALUE")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")
+    ] = False,
+    measure_memory: Annotated[
+        bool,
+        typer.Option(
+            "--measure-memory", help="Measure what one early step holds and sends on each rank, beside the prediction."
+        ),
+    ] = False,
+    trace_steps: Annotated[
+        str | None,
+        typer.Option(
+            help="Look closely at these steps, both ends among them: when every pass and collective was, and of the "
+            "first what memory held.",
+            metavar="FIRST:LAST",
+        ),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print what would run, as TOML, and exit.")
+    ] = False,
+) -> None:
+    """Train a model as a run file describes it.
+
+    Defaults < the file < environment (PHALANX_TRAINING__STEPS=200) < --set.
+
+    Examples:
+
+        phalanx train run.toml
+
+        phalanx train run.toml --nproc 2 --set training.steps=200 --set name=short
+
+        phalanx train run.toml --resume
+
+        phalanx train run.toml --nproc 2 --measure-memory
+
+        phalanx train run.toml --nproc 2 --trace-steps 10:13
+
+        phalanx train automatic.toml --nproc 2 --machine here.toml
+
+        phalanx train run.toml --nodes 3:4 --rendezvous node0:29500 --resume    (on every node)
+
+        torchrun --nproc-per-node 8 -m phalanx.train run.toml
+
+    Ranks that fail are started again from the newest checkpoint ([recovery]). Exit codes: 0 the run is at its end; 1 it
+    failed, or this node did, as one of several; 2 something is to be mended first; 75 a signal stopped it, with a
+    checkpoint; 130 Ctrl-C did.
+    """
+    described = _load(run, set_ or [], machine)
+    if described.swarm is not None:
+        fix = "lead it with phalanx swarm serve; to train it here alone: --set swarm="
+        raise UserError("swarm", described.swarm.method, "is for several sites, and not for phalanx train", fix)
+    if trace_steps is not None:
+        check_profiled_steps(described, trace_steps)
+    if print_config:
+        print(_config(described, nproc))
+        return
+    if nproc is not None:  # the run directory says so, too, for whoever goes on with it
+        cluster = described.cluster.model_copy(update={"nproc_per_node": nproc})
+        described = described.model_copy(update={"cluster": cluster})
+    from phalanx.runs.create import EXIT_STOPPED
+
+    def stop(*_: object) -> None:  # until there are ranks, which save before they end
+        print("phalanx: stopped by a signal before a step was done: nothing new is saved", file=sys.stderr)
+        sys.exit(EXIT_STOPPED)
+
+    signal.signal(signal.SIGTERM, stop)
+    options = [
+        *(["--measure-memory"] if measure_memory else []),
+        *(["--trace-steps", trace_steps] if trace_steps else []),
+    ]
+    if nodes is not None or rendezvous is not None or described.cluster.nodes > 1:
+        least, most = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
+        cluster = described.cluster.model_copy(update={"nodes": most})
+        described = described.model_copy(update={"cluster": cluster})
+        try:
+            place = resolve_rendezvous(rendezvous, described.recovery.rendezvous_timeout_seconds)
+            raise typer.Exit(_run_on_nodes(described, resume, options, least, *place))
+        except LocalNodeError as error:
+            print(f"phalanx: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+    raise typer.Exit(_run(described, resume, options))
+
+
+def check_profiled_steps(run: RunSpec, steps: str) -> None:
+    """Raise UserError for no window of steps, or one in which nothing would be noted."""
+    window = parse_step_range(steps)
+    if window[0] > run.training.steps:
+        raise UserError("--trace-steps", steps, f"begins after the last step, {run.training.steps}", "begin earlier")
+    if not run.metrics.per_rank_records:
+        raise UserError("--trace-steps", steps, "has no effect with metrics.per_rank_records = false", "set it to true")
+
+
+def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
+    if not path.is_dir():
+        return load_run(path, overrides, machine=machine)
+    if not (path / "run.toml").is_file():
+        raise UserError("run directory", str(path), "has no run.toml", "give a run file")
+    place = path.resolve()  # it may have been moved since it was made
+    return load_run(
+        path / "run.toml", [*overrides, f"output_dir='{place.parent}'", f"name={place.name}"], machine=machine
+    )
+
+
+def _config(run: RunSpec, nproc: int | None) -> str:
+    from phalanx.cost.exact.pipeline_split import check_layout
+    from phalanx.runs.create import to_toml
+    from phalanx.spec.run import plan_batch
+
+    ranks = nproc or run.cluster.nproc_per_node
+    if run.auto_layout:
+        run, _ = choose_layout_for(run, ranks)
+    if ranks is None:  # the GPUs of this machine decide, and only torch could count them
+        return to_toml(run).rstrip()
+    world_size = ranks * run.cluster.nodes
+    check_layout(run, world_size)
+    cut = plan_batch(run, world_size)
+    note = f"# per update: {cut.micro_batch_size} sequences x {cut.dp_size} ranks x {cut.gradient_accumulation_steps} accumulated"
+    return f"{note}\n{to_toml(run)}".rstrip()
+
+
+def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple[str, int]:
+    """The host and port where nodes meet, once that name is known here: a machine's that is being started may not be.
+
+    Raises UserError for none, and for a name that is not known in so many seconds.
+    """
+    host, _, port = (rendezvous or "").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        fix = "give one of the nodes and a free port there, the same on all: node0:29500 (docs/launching.md)"
+        raise UserError("--rendezvous", rendezvous, "says no place where nodes could meet", fix)
+    waiting, deadline = False, time.monotonic() + patience_seconds
+    while isinstance(place := _resolve_host(host), OSError):
+        if time.monotonic() > deadline:
+            fix = "give a name that all nodes know, or an address"
+            raise LocalNodeError("--rendezvous", rendezvous, f"{host} is not known here: {place.strerror}", fix)
+        if not waiting:
+            print(f"phalanx: {host} is not known here, waiting for it: {place.strerror}", file=sys.stderr)
+        waiting = True
+        time.sleep(RETRY_SECONDS)
+    if place.is_unspecified:
+        raise UserError("--rendezvous", rendezvous, "is any address", "give that of one of the nodes")
+    return host, int(port)
+
+
+def _resolve_host(host: str) -> IPv4Address | OSError:
+    try:
+        return IPv4Address(gethostbyname(host))
+    except OSError as error:
+        return error
+
+
+def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
+    from phalanx.runs.create import preflight
+
+    known = run.cluster.nproc_per_node
+    plan = None
+    if run.auto_layout:
+        run, plan = choose_layout_for(run, known)
+    if known is not None:
+        preflight(run, known, resume)  # before torch is imported, which takes a second
+    from phalanx.launch.process import select_nproc
+    from phalanx.launch.supervisor import supervise_training
+
+    ranks = select_nproc(run)
+    directory, lock = _set_up(run, ranks, resume, plan)
+    with lock or nullcontext():
+        return supervise_training(directory, run, ranks, partial(replan_layout, run, None), options)
+
+
+def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], least: int, host: str, port: int) -> int:
+    """The same on one of several nodes, each of which runs this command."""
+    from phalanx.cost.exact.pipeline_split import check_layout
+    from phalanx.launch.process import select_nproc
+    from phalanx.launch.rendezvous import Rendezvous
+    from phalanx.launch.supervisor import supervise_training
+    from phalanx.runs.create import run_directory
+
+    ranks, most = select_nproc(run), run.cluster.nodes
+    plan = None
+    if run.auto_layout:
+        run, plan = choose_layout_for(run, ranks)
+    recovery = run.recovery
+    meeting = Rendezvous(
+        run.name, host, port, least, most, recovery.rendezvous_timeout_seconds, recovery.last_call_timeout_seconds
+    )
+    if meeting.is_host:  # the others find no place to meet before the run directory is there
+        directory, lock = _set_up(run, ranks * most, resume, plan)
+    else:
+        check_layout(run, ranks * most)
+        directory, lock = run_directory(run), None
+    with lock or nullcontext():
+        return supervise_training(directory, run, ranks, partial(replan_layout, run, ranks), options, meeting)
+
+
+def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:
+    """The run's directory, and what keeps others out of it."""
+    from phalanx.cli.preparing import tokenization_progress
+    from phalanx.runs.create import check_and_prepare, lock_run_directory, write_run_directory
+
+    with tokenization_progress() as progress:
+        prepared = check_and_prepare(run, ranks, resume, progress)
+    lock = lock_run_directory(run, resume)
+    directory = write_run_directory(run, prepared)
+    if plan is not None:
+        (directory / PLAN_FILE).write_text(plan)
+    return directory, lock
+
+
+def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
+    """The planner's for other ranks than a run was meant for, `nproc` of them a node (None: all on this one). Of a
+    machine that nobody described it goes by what the run has measured; before that, the run's own layout must do.
+
+    Raises UserError where no layout fits.
+    """
+    from phalanx.cost.exact.pipeline_split import check_layout
+    from phalanx.report.run_data import read_run
+    from phalanx.runs.create import run_directory
+
+    per_node = nproc or ranks
+    found = read_run(run_directory(run)).run
+    cluster = (found or run).cluster.model_copy(update={"nproc_per_node": per_node, "nodes": ranks // per_node})
+    if None in (cluster.peak_flops, cluster.memory_bytes, cluster.hbm_bytes_per_second):
+        check_layout(run, ranks)
+        return run.layout
+    measured, training = run.cluster.calibration, run.training
+    if measured is None or measured.precision != training.precision:  # what the planner knows of any machine
+        training = training.model_copy(update={"precision": "bf16"})
+    return choose_layout(run.model_copy(update={"cluster": cluster, "training": training}))[0].layout

@@ -1,0 +1,139 @@
+"""`phalanx watch`: a run while it trains, in the terminal, on a local page, or for Prometheus."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from phalanx.runs.events import ENDED, read_events
+from phalanx.spec.errors import UserError
+
+RESTART_SECONDS = 60.0
+"""From the last sign of a run's life until it is taken for dead: ranks that are started again take some seconds, of
+which PyTorch's import is the most, and nodes that meet `recovery.last_call_timeout_seconds` more."""
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(help="The directory of a run.", metavar="RUN_DIR")],
+    every: Annotated[float, typer.Option(help="How often to look.", min=0.1, metavar="SECONDS")] = 2.0,
+    web: Annotated[
+        bool, typer.Option("--web", help="Serve a page that keeps itself new, to this machine only.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="Of the page; 0 takes a free one.", min=0, max=65535, metavar="N")] = 8642,
+    prometheus: Annotated[
+        int | None,
+        typer.Option(
+            help="Serve the newest numbers at /metrics of this port, to all who reach this machine; 0 takes any.",
+            min=0,
+            max=65535,
+            metavar="PORT",
+        ),
+    ] = None,
+) -> None:
+    """Watch a run while it trains: its loss, its speed, where the time goes, and what keeps it from being faster.
+
+    Ends with the run's last step, or on Ctrl-C; with exit code 1 where the run ended before, which takes a minute to
+    know: after a failure it may go on. Where the output is no terminal it prints a line for each step. Pages
+    and numbers are served until Ctrl-C, also of a run that has ended.
+
+    Examples:
+
+        phalanx watch runs/first
+
+        phalanx watch runs/first --every 10 > log
+
+        phalanx watch runs/first --web --port 0
+
+        phalanx watch runs/first --prometheus 9400
+    """
+    from phalanx.report.run_data import read_run
+
+    if web and prometheus is not None:
+        raise UserError("--prometheus", prometheus, "goes without --web", "start one command for each")
+    read_run(run)  # what is no run directory is refused before anything is shown
+    with suppress(KeyboardInterrupt):
+        if prometheus is not None:
+            from phalanx.cli.commands.watch_prometheus import serve as serve_numbers
+
+            serve_numbers(run, prometheus)
+        elif web:
+            from phalanx.cli.commands.watch_web import serve
+
+            serve(run, port, every)
+        elif sys.stdout.isatty():
+            _live(run, every)
+        else:
+            _lines(run, every)
+
+
+def _poll_facts(directory: Path, every_seconds: float) -> Iterator[dict[str, Any]]:
+    """The facts of a run again and again, until its last step is done. One that ended before ends this command too,
+    with exit code 1; one that may be started again is waited for."""
+    from phalanx.report.facts import report_facts
+    from phalanx.report.run_data import read_run
+
+    said = None
+    while True:
+        found = report_facts(read_run(directory))
+        yield found
+        run = found["run"]
+        if run["step"] >= run.get("steps", float("inf")) and not _in_last_round(found):
+            return
+        broken = "; ".join(found["problems"]) if run["failed"] or run["under_way"] is False else None
+        if broken and not run["under_way"] and _has_ended(directory):
+            print(f"phalanx: {broken}", file=sys.stderr)
+            raise typer.Exit(1)
+        if broken and broken != said:
+            print(f"phalanx: {broken}; waiting whether it goes on", file=sys.stderr)
+        said = broken
+        time.sleep(every_seconds)
+
+
+def _has_ended(directory: Path) -> bool:
+    """Whether a run that has broken off is not started again: it says so itself, or nothing is heard of it."""
+    happened = read_events(directory)
+    if happened and happened[-1]["what"] == ENDED:
+        return True
+    heard = 0.0
+    for file in (*directory.iterdir(), *directory.glob("failures/*")):
+        with suppress(OSError):  # it may be gone by now
+            heard = max(heard, file.stat().st_mtime)
+    return time.time() - heard > RESTART_SECONDS
+
+
+def _in_last_round(found: dict[str, Any]) -> bool:
+    """Whether a swarm's node has done its steps and now tells and hears of them."""
+    swarm = found.get("swarm", {"rounds": None})
+    return bool(swarm["rounds"] and found["run"]["under_way"] and swarm["rounds"]["round"][-1] + 1 < swarm["planned"])
+
+
+def _live(directory: Path, every_seconds: float) -> None:
+    from rich.live import Live
+
+    from phalanx.cli.views.report import render_live
+
+    with Live(auto_refresh=False) as screen:
+        for found in _poll_facts(directory, every_seconds):
+            screen.update(render_live(found), refresh=True)
+
+
+def _lines(directory: Path, every_seconds: float) -> None:
+    from phalanx.cli.views.report import format_latest_step
+    from phalanx.report.formatting import round_lines
+
+    shown = told = 0
+    for found in _poll_facts(directory, every_seconds):
+        steps = found["curves"]["step"]
+        for at in range(-sum(step > shown for step in steps), 0):
+            print(format_latest_step(found, at), flush=True)
+        shown = steps[-1] if steps else 0
+        said = round_lines(found)
+        for line in said[told:]:
+            print(line, flush=True)
+        told = len(said)

@@ -1,0 +1,1 @@
+"""Printing of results as tables and text."""

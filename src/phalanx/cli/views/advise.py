@@ -1,0 +1,105 @@
+"""What `phalanx advise` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from phalanx.cost.estimate.memory import GIB
+from phalanx.plan.advice.compare_rules import ALIKE, Advice, AdviceReport
+from phalanx.plan.advice.rules_of_thumb import Kind, RuleOfThumb
+from phalanx.plan.search.search import EvaluatedLayout
+from phalanx.spec.run import RunSpec
+
+TITLES: dict[Kind, str] = {
+    "size": "by size",
+    "bottleneck": "by bottleneck",
+    "schedule": "by schedule",
+    "placement": "by placement",
+}
+STYLES = {"agrees": "green", "costs": "yellow", "does not fit": "red", "does not run": "red"}
+WIDTH = 120
+"""Of the text, so that a narrow terminal breaks its lines rather than our words."""
+
+
+def print_advice(run: RunSpec, advised: AdviceReport) -> None:
+    """The planner's best layout, then every rule that applies, beside it."""
+    console = Console(width=max(Console().width, WIDTH))
+    here, best = advised.situation, advised.best
+    name, machine = run.model.preset or run.model.from_hf or "model", run.cluster.preset or "device"
+    console.print(
+        f"{name}, {here.parameters / 1e9:.3g}B parameters, on {here.ranks:,} x {machine}: "
+        f"{advised.agreeing} of {len(advised.advice)} rules that apply agree with the planner",
+        style="bold", highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    console.print(f"the planner's best: {_option(best)}", highlight=False, soft_wrap=True)
+    for kind, title in TITLES.items():
+        mine = [advice for advice in advised.advice if advice.rule.kind == kind]
+        if mine:
+            console.print(f"\n{title}", style="bold")
+        for advice in mine:
+            _show(console, advice, best)
+    console.print()
+    for note in (
+        f"agrees: the fastest layout that obeys the rule takes less than {ALIKE:.0%} more time than the planner's best",
+        f"{len(advised.inapplicable_rules)} rules do not apply; --json names them",
+    ):
+        console.print(note, style="dim", highlight=False, soft_wrap=True)
+
+
+def _show(console: Console, advice: Advice, best: EvaluatedLayout) -> None:
+    rule, verdict = advice.rule, advice.verdict
+    said = f"{verdict} {advice.slower:.1%}" if verdict == "costs" else verdict
+    console.print(f"  {said:13}", style=STYLES[verdict], end="", highlight=False)
+    asks = f" [{rule.partial}]" if rule.partial else ""
+    console.print(f"{rule.name} -> {rule.says}{asks}", highlight=False, soft_wrap=True, markup=False)
+    lines = [f"because {advice.why_rule_applies} ({rule.source})"]
+    if advice.option is not None and advice.option is not best:
+        lines.append(f"with {_option(advice.option)} ({advice.more_bytes / GIB:+.1f})")
+    lines += [advice.reason, *([rule.beyond] if rule.beyond else [])]
+    for line in lines:
+        console.print(f"{'':15}{line}", style="dim" if line == lines[0] else "", highlight=False, soft_wrap=True)
+
+
+def _option(option: EvaluatedLayout) -> str:
+    return f"{option.candidate}: {option.step_seconds:.3f} s, {option.memory_bytes / GIB:.1f} GiB"
+
+
+def advice_to_json(run: RunSpec, advised: AdviceReport) -> dict[str, Any]:
+    """What `phalanx advise --json` prints."""
+    here = advised.situation
+    return {
+        "model": run.model.preset or run.model.from_hf,
+        "parameters": here.parameters,
+        "devices": here.ranks,
+        "best": _facts(advised.best),
+        "advice": [
+            {
+                **_rule(advice.rule),
+                "because": advice.why_rule_applies,
+                "verdict": advice.verdict,
+                "layout": advice.option and _facts(advice.option),
+                "slower": advice.slower,
+                "more_bytes": advice.more_bytes,
+                "reason": advice.reason,
+            }
+            for advice in advised.advice
+        ],
+        "silent": [_rule(rule) for rule in advised.inapplicable_rules],
+    }
+
+
+def _rule(rule: RuleOfThumb) -> dict[str, str]:
+    texts = {"kind": rule.kind, "rule": rule.name, "says": rule.says, "asks": rule.partial, "source": rule.source}
+    return {**texts, "beyond": rule.beyond}
+
+
+def _facts(option: EvaluatedLayout) -> dict[str, Any]:
+    return {
+        "candidate": str(option.candidate),
+        "layout": option.candidate.layout().model_dump(exclude_defaults=True),
+        "step_seconds": option.step_seconds,
+        "memory_bytes": option.memory_bytes,
+        "p_oom": option.p_oom,
+    }

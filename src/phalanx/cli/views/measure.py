@@ -1,0 +1,113 @@
+"""What `phalanx measure` shows: tables of products and memory, and collectives in nccl-tests' text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from phalanx.bench.latency_bandwidth_fit import WARN_ABOVE
+from phalanx.bench.nccl_tests_format import format_table
+from phalanx.cli.commands.info import format_si
+
+Facts = dict[str, Any]
+
+
+def print_benchmarks(found: Facts) -> None:
+    """All that was measured. Every line that is not nccl-tests' begins with # among collectives."""
+    console = Console(width=max(Console().width, 110), highlight=False)
+    several = f"{found['world_size']} ranks at once, each {found['device']}; the slowest counts"
+    ranks = several if found["world_size"] > 1 else f"1 rank, {found['device']}"
+    parts = {"matmul": _products, "attention": _attention, "bandwidth": _bandwidth}
+    print(f"# {found['run']} on {ranks}")
+    for part, view in parts.items():
+        if part in found:
+            console.print()
+            console.print(view(found), soft_wrap=True)
+    if "collectives" in found:
+        print("\n" + collectives(found))
+
+
+def _products(found: Facts) -> Table:
+    passes = [column for name in ("forward", "inputs", "weights") for column in (name, "FLOP/s")]
+    grid = _grid(f"product, {found['precision']}", "times", "m", "n", "k", *passes)
+    for row in found["matmul"]:
+        batch = f"{row['batch']} x " if row["batch"] > 1 else ""
+        sizes = f"{batch}{row['m']:,}", f"{row['n']:,}", f"{row['k']:,}"
+        timed = [row[f"{what}_seconds"] for what in ("forward", "inputs", "weights")]
+        shown = [cell for each in timed for cell in _timed(row["flops"], each)]
+        grid.add_row(", ".join(row["layers"]), f"{row['count']}", *sizes, *shown)
+    return grid
+
+
+def _attention(found: Facts) -> Table:
+    passes = "forward", "FLOP/s", "backward", "FLOP/s"
+    grid = _grid(f"attention, {found['precision']}", "times", "heads", "tokens", *passes)
+    for row in found["attention"]:
+        kind = "masked" if row["masked"] else "causal"
+        kind = kind if row["causal"] else "of others' tokens"
+        heads = f"{row['heads']}" + (f" ({row['kv_heads']} kv)" if row["kv_heads"] < row["heads"] else "")
+        tokens = f"{row['batch']} x {row['queries']:,} x {row['keys']:,}"
+        shown = *_timed(row["flops"], row["forward_seconds"]), *_timed(2 * row["flops"], row["backward_seconds"])
+        grid.add_row(kind, f"{row['count']}", heads, tokens, *shown)
+    return grid
+
+
+def _bandwidth(found: Facts) -> Table:
+    grid = _grid("memory", "read and written", "in", "a rank", "all ranks")
+    for row in found["bandwidth"]:
+        speeds = row["bytes_per_second"], found["world_size"] * row["bytes_per_second"]
+        moved = f"{format_si(row['moved_bytes'])}B"
+        grid.add_row(row["what"], moved, _milliseconds(row["seconds"]), *(f"{format_si(each)}B/s" for each in speeds))
+    return grid
+
+
+def _grid(title: str, *columns: str) -> Table:
+    grid = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    grid.add_column(title, no_wrap=True)
+    for column in columns:
+        grid.add_column(column, justify="right")
+    return grid
+
+
+def _timed(flops: float, seconds: float) -> tuple[str, str]:
+    return _milliseconds(seconds), format_si(flops / seconds)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def collectives(found: Facts) -> str:
+    """A table as of nccl-tests for each operation and group, what an update sends of it, and the fit."""
+    if not found["collectives"]:
+        return "# this run sends nothing"
+    return "\n".join(_way(way) for way in found["collectives"])
+
+
+def _way(way: Facts) -> str:
+    ranks, groups = way["ranks"], way["groups"]
+    where = ", ".join("-".join(map(str, group)) for group in groups[:4]) + (", ..." if len(groups) > 4 else "")
+    sent = ", ".join(f"{each['calls']} x {each['size_bytes']:,} B" for each in way["sizes"] if each["calls"])
+    lines = [f"# {way['operation']} among {way['among']}: {ranks} ranks ({where}); an update calls {sent}"]
+    return "\n".join([*lines, format_table(way["nccl_tests"]), *_fit(way["fit"], ranks), "#"])
+
+
+def _fit(fit: Facts | None, ranks: int) -> list[str]:
+    if fit is None:
+        return ["# one size says nothing of latency and bandwidth: see --sweep"]
+    pieces = [_piece(piece) for piece in fit["pieces"]]
+    time = pieces[0] if len(pieces) == 1 else f"{fit['joined']}({', '.join(pieces)})"
+    sizes, times = f"{fit['from_bytes']:,.0f} to {fit['to_bytes']:,.0f} B", fit["times"].replace("_", "-")
+    lines = [
+        f"# t = {time}: medians of {times} times, {fit['mean_error']:.0%} off, {fit['max_error']:.0%} at most",
+        f"# for {sizes} among {ranks} ranks; nothing is said of other sizes, or of other numbers of ranks",
+    ]
+    return [*lines, f"# warning: some size is more than {WARN_ABOVE:.0%} off"] if fit["doubtful"] else lines
+
+
+def _piece(piece: Facts) -> str:
+    latency = f"{1e6 * piece['latency_seconds']:.1f} us"
+    speed = piece["bytes_per_second"]
+    return latency if speed is None else f"{latency} + S / {speed / 1e9:.4g} GB/s"

@@ -1,0 +1,165 @@
+"""What `phalanx advise oom` prints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from phalanx.cost.estimate.memory import GIB
+from phalanx.plan.advice.oom import Diagnosis, RemedyEffect, RunFootprint, fits_after
+from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY
+from phalanx.spec.run import RunSpec
+
+WIDTH = 170
+NOTES = (
+    "GiB: what the fullest rank holds, as in `phalanx memory`; what driver and libraries take is set aside, and what "
+    "predictions of memory are usually off by",
+    "step: the planner's time; - where it does not know (machines without speeds or not calibrated in this precision, "
+    "some choices)",
+    "alone: as little of the change as makes the run fit, or what frees most",
+    "parts are at the most of each, which comes at different times: all at one time are less; fits: P(OOM) below "
+    f"{SAFE_OOM_PROBABILITY:.0%}",
+)
+
+
+def print_oom_advice(run: RunSpec, found: Diagnosis) -> None:
+    """What the run holds, what each remedy frees alone, the steps until it fits, and which of them it needs."""
+    console = Console(width=max(Console().width, WIDTH))
+    _head(console, run, found)
+    order = "" if found.now.fits else ": those that make it fit, then those that help but do not suffice"
+    console.print(f"\neach change alone, cheapest first{order}", style="bold")
+    table = _table("change", "frees GiB", "most in", "GiB then", "step s", "", "--set", "costs")
+    for effect in found.single_remedies:
+        if effect.held is not None:
+            _row(table, effect, found.now, " ".join(effect.settings), effect.remedy.costs)
+    console.print(table)
+    for problem in dict.fromkeys(effect.problem for effect in found.single_remedies if effect.held is None):
+        names = ", ".join(effect.remedy.name for effect in found.single_remedies if effect.problem == problem)
+        console.print(f"not {names}: {problem}", style="dim", highlight=False, soft_wrap=True)
+    if found.now.fits:
+        console.print("\nThe run fits already: nothing has to change.", style="green")
+    else:
+        _steps(console, found)
+    _best(console, found)
+    console.print()
+    for note in NOTES:
+        console.print(note, style="dim", highlight=False, soft_wrap=True)
+
+
+def _head(console: Console, run: RunSpec, found: Diagnosis) -> None:
+    memory, cluster = found.now.memory, run.cluster
+    name, machine = run.model.preset or run.model.from_hf or "model", cluster.preset or "device"
+    verdict = "fits" if found.now.fits else "does not fit"
+    console.print(
+        f"{name} on {cluster.ranks:,} x {machine}: the fullest rank holds {memory.total / GIB:.1f} GiB of "
+        f"{found.limit_bytes / GIB:.1f} that it may: {verdict}",
+        style="bold green" if found.now.fits else "bold red", highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    parts = ("parameters", "gradients", "optimizer", "activations", "communication")
+    console.print(
+        ", ".join(f"{part} {getattr(memory, part) / GIB:.1f}" for part in parts)
+        + f"; micro-batch {found.micro_batch}, step {_seconds(found.now.step_seconds)} s",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _steps(console: Console, found: Diagnosis) -> None:
+    console.print("\none after the other, until it fits", style="bold")
+    if found.steps:
+        table, before = _table("change", "frees GiB", "most in", "GiB then", "step s", ""), found.now
+        for effect in found.steps:
+            before = _step(table, effect, before)
+        console.print(table)
+    if not fits_after(found.steps):
+        console.print("No order of these changes makes it fit.", style="red")
+        return
+    last = found.needed[-1]
+    if len(found.needed) < len(found.steps):
+        names = "; ".join(effect.remedy.name for effect in found.needed)
+        console.print(f"\nOf these enough: {names}", highlight=False, soft_wrap=True)
+    settings = " ".join(f"--set {setting}" for setting in last.settings)
+    console.print(f"\nIt fits with  {settings}", style="green", highlight=False, soft_wrap=True)
+    if last.held:
+        then = f"{last.held.memory.total / GIB:.1f} GiB, step {_seconds(last.held.step_seconds)} s"
+        console.print(then, highlight=False)
+
+
+def _best(console: Console, found: Diagnosis) -> None:
+    best = found.best
+    if best is None:
+        return
+    console.print(
+        f"\nThe planner's best of all layouts on these devices: {best.candidate}: {best.step_seconds:.3g} s, "
+        f"{best.memory_bytes / GIB:.1f} GiB",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _step(table: Table, effect: RemedyEffect, before: RunFootprint) -> RunFootprint:
+    _row(table, effect, before)
+    return effect.held or before
+
+
+def _row(table: Table, effect: RemedyEffect, before: RunFootprint, *more: str) -> None:
+    after = effect.held
+    if after is None:
+        return
+    part, size = max(effect.freed.items(), key=lambda freed: freed[1])
+    step = _seconds(after.step_seconds)
+    if after.step_seconds and before.step_seconds:
+        step += f" ({after.step_seconds / before.step_seconds - 1:+.0%})"
+    table.add_row(
+        effect.remedy.name, f"{effect.freed_bytes / GIB:.1f}", f"{part} {size / GIB:.1f}" if size > 0 else "",
+        f"{after.memory.total / GIB:.1f}", step, "fits" if after.fits else "", *more,
+        style="green" if after.fits else "",
+    )  # fmt: skip
+
+
+def _table(*headers: str) -> Table:
+    left = ("change", "--set", "most in", "", "costs")
+    columns = [
+        Column(header, justify="left" if header in left else "right", no_wrap=header not in ("--set", "costs"))
+        for header in headers
+    ]
+    return Table(*columns, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def oom_to_json(run: RunSpec, found: Diagnosis) -> dict[str, Any]:
+    """What `phalanx advise oom --json` prints."""
+    return {
+        "model": run.model.preset or run.model.from_hf,
+        "devices": run.cluster.ranks,
+        "limit_bytes": found.limit_bytes,
+        "micro_batch": found.micro_batch,
+        "now": _held(found.now),
+        "alone": [_effect(effect) for effect in found.single_remedies],
+        "steps": [_effect(effect) for effect in found.steps],
+        "needed": [_effect(effect) for effect in found.needed],
+        "fits": found.now.fits or fits_after(found.steps),
+        "planner": found.best and str(found.best.candidate),
+    }
+
+
+def _held(found: RunFootprint) -> dict[str, Any]:
+    memory = {**asdict(found.memory), "total": found.memory.total}
+    return {"memory": memory, "fits": found.fits, "step_seconds": found.step_seconds}
+
+
+def _effect(effect: RemedyEffect) -> dict[str, Any]:
+    return {
+        "remedy": effect.remedy.name,
+        "source": effect.remedy.source,
+        "costs": effect.remedy.costs,
+        "settings": list(effect.settings),
+        "freed": dict(effect.freed),
+        "freed_bytes": effect.freed_bytes,
+        "then": effect.held and _held(effect.held),
+        "problem": effect.problem,
+    }

@@ -1,0 +1,296 @@
+"""What `phalanx plan` prints: tables, breakdowns, comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from phalanx.cost.estimate.memory import GIB
+from phalanx.cost.formulas.energy import energy_kwh, rental_cost
+from phalanx.plan.search.explain import (
+    PART_DESCRIPTIONS,
+    equally_fast,
+    evaluate_what_ifs,
+    explain_slowdown,
+    slow_link_warnings,
+    time_breakdown,
+)
+from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
+from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
+from phalanx.plan.search.search import EvaluatedLayout, Plan
+from phalanx.plan.tables.predict import Prediction, PredictionFailure
+from phalanx.plan.training_cost import TrainingCost, estimate_training_cost
+from phalanx.report.drawing.step_breakdown import Bar, Breakdown
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.run import RunSpec
+
+WIDTH = 150
+BILLION = 1e9
+OTHERS = 4
+"""Layouts in a picture beside the one that it explains."""
+
+
+def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> None:
+    """The table of the fastest layouts, the front of time and memory, and what a whole training takes with the best."""
+    console = _console()
+    _head(console, run, world_size, plan)
+    table = _table(
+        "", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble", *_costs(run)
+    )
+    front = plan.pareto_front
+    for number, option in enumerate(plan.options[:top], 1):
+        mark = "*" if option in front else " "
+        table.add_row(f"{number}{mark}", str(option.candidate), *_figures(option), *_cost(run, world_size, option))
+    console.print(table)
+    console.print()
+    limit = f"P(OOM) below {MAX_OOM_PROBABILITY:.0%}"
+    if (first := plan.options[0]).p_oom >= SAFE_OOM_PROBABILITY:
+        console.print(_safer_alternative(plan, first), style="yellow", highlight=False, soft_wrap=True)
+    console.print(f"*: no layout above it in this table takes less memory. All shown have {limit}.", style="dim")
+    console.print("Steps within 0.1 % of each other count as alike: the simpler layout comes first.", style="dim")
+    console.print("exposed: communication that nothing hides. --explain K says where time and memory go.", style="dim")
+    console.print()
+    for line in _training(run, estimate_training_cost(run, world_size, plan.options[0], tokens)):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _safer_alternative(plan: Plan, first: EvaluatedLayout) -> str:
+    """That the fastest layout may not fit, and what to take instead."""
+    said, sure = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%}).", plan.fastest_safe
+    if sure is None:
+        return f"{said} None shown is below {SAFE_OOM_PROBABILITY:.0%}."
+    number, slower = plan.options.index(sure) + 1, sure.step_seconds / first.step_seconds - 1
+    longer = "equally fast" if equally_fast(sure, first) else f"with steps {slower:.1%} longer"
+    return f"{said} The fastest below {SAFE_OOM_PROBABILITY:.0%} is {number}, {longer}: {sure.candidate}"
+
+
+def _training(run: RunSpec, whole: TrainingCost) -> list[str]:
+    """A whole training in words."""
+    days = f"{whole.days:,.1f} days" if whole.days >= 2 else f"{24 * whole.days:,.1f} hours"
+    kept = f"at a goodput of {whole.goodput:.1%}" if whole.goodput else "without failures"
+    lines = [f"{whole.tokens:.3g} tokens with layout 1: {days} {kept}"]
+    lines.append(f"a failure every {whole.mtbf_seconds / 3600:,.1f} hours")
+    if whole.interval_seconds:
+        written = f"{whole.checkpoint_bytes / 1e9:,.0f} GB in {whole.write_seconds:,.1f} s"
+        lines[-1] += f"; a checkpoint ({written}) is best written every {whole.interval_seconds / 60:,.1f} minutes"
+    else:
+        lines[-1] += "; set cluster.storage_bytes_per_second to see the best checkpoint interval and the goodput"
+    if whole.kwh:
+        lines.append(
+            f"{whole.kwh:,.0f} kWh" + (f", {whole.electricity:,.0f} for electricity" if whole.electricity else "")
+        )
+    if whole.rent:
+        lines.append(f"{whole.rent:,.0f} for the devices")
+    return lines
+
+
+def print_explanation(run: RunSpec, world_size: int, plan: Plan, at: int) -> None:
+    """Where a layout's time and memory go, why others lose, and what would help."""
+    console, option = _console(), plan.options[at]
+    _head(console, run, world_size, plan)
+    console.print(f"{at + 1}. {option.candidate}", style="bold", highlight=False)
+    console.print(
+        f"step {option.step_seconds:.3f} s, 80 % between {option.low_seconds:.3f} and {option.high_seconds:.3f}; "
+        f"MFU {option.mfu:.1%}, HFU {option.hfu:.1%} (with what is computed again)",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for note in slow_link_warnings(run, option.candidate):
+        console.print(note, style="yellow", highlight=False)
+    console.print()
+    table = _table("time", "seconds", "share", "")
+    for part, seconds in time_breakdown(option).items():
+        share = seconds / option.step_seconds
+        table.add_row(PART_DESCRIPTIONS[part], f"{seconds:.3f}", f"{share:.1%}", "█" * round(40 * share))
+    console.print(table)
+    if option.candidate.pp > 1 and run.cluster.ranks_per_core <= 1:  # the simulation gives each rank a core
+        _simulated(console, run, world_size, option)
+    console.print()
+    table = _table("memory, GiB", *option.stages, "")
+    for part in ("state", "activations", "logits", "buffers"):
+        held = [stage[part] / GIB for stage in option.stages.values()]
+        table.add_row(part, *(f"{size:.2f}" for size in held), "█" * round(40 * max(held) * GIB / option.memory_bytes))
+    console.print(table)
+    if option.host_bytes:
+        console.print(f"in CPU memory {option.host_bytes / GIB:.2f} GiB of a rank", highlight=False)
+    console.print(f"P(OOM) {option.p_oom:.1%}", highlight=False)
+    others = [other for other in plan.options[: at + 6] if other is not option]
+    if others:
+        console.print("\nwhy others lose", style="bold")
+        for other in others:
+            console.print(
+                f"  {other.candidate}\n    {explain_slowdown(run, other, option)}", highlight=False, soft_wrap=True
+            )
+    console.print("\nwhat if, beside layout 1", style="bold")
+    for idea in evaluate_what_ifs(run, world_size, plan.options[0]):
+        then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "nothing fits"
+        console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)
+
+
+def breakdown(run: RunSpec, world_size: int, plan: Plan, at: int) -> Breakdown:
+    """The same as a picture."""
+    option = plan.options[at]
+    others = [place for place in range(len(plan.options)) if place != at][:OTHERS]
+    stages = {f"{name} stage": parts for name, parts in option.stages.items()}
+    if option.candidate.pp == 1:
+        stages = {"every rank": option.stages["last"]}
+    return Breakdown(
+        f"{_where(run, world_size)}, layout {at + 1}",
+        str(option.candidate),
+        PART_DESCRIPTIONS,
+        time_breakdown(option),
+        {place + 1: Bar(str(plan.options[place].candidate), time_breakdown(plan.options[place])) for place in others},
+        [Bar(name, parts) for name, parts in stages.items()],
+        option.memory_bytes,
+        float(run.cluster.rank_memory_bytes or 0),
+    )
+
+
+def _simulated(console: Console, run: RunSpec, world_size: int, option: EvaluatedLayout) -> None:
+    """The pipeline as it would run, beside what the search took for it."""
+    candidate, said = option.candidate, option.parts["compute"] + option.parts["bubble"]
+    seconds = float(simulate_candidate(run, world_size, candidate).makespan)
+    line = f"its schedule, simulated action by action: {seconds:.3f} s of compute and bubble, {said:.3f} s above"
+    console.print(line, style="dim", highlight=False, soft_wrap=True)
+    drawn = show_command(run, world_size, candidate)
+    console.print(
+        f"to see it, with all ranks as slow as the slowest: {drawn}", style="dim", highlight=False, soft_wrap=True
+    )
+
+
+def print_comparison(run: RunSpec, first: EvaluatedLayout, second: EvaluatedLayout, names: tuple[str, str]) -> None:
+    """Two layouts side by side, and why one is slower."""
+    console = _console()
+    for name, option in zip(names, (first, second), strict=True):
+        console.print(f"{name}: {option.candidate}", style="bold", highlight=False)
+    console.print()
+    (slow, slower), (fast, faster) = sorted(
+        zip(names, (first, second), strict=True), key=lambda named: -named[1].step_seconds
+    )
+    sign = 1 if slower is first else -1
+    table = _table("", *names, f"{slow} - {fast}")
+    mine, its = (time_breakdown(option) | {"step": option.step_seconds} for option in (first, second))
+    for part, meaning in (PART_DESCRIPTIONS | {"step": "step"}).items():
+        apart = sign * (mine[part] - its[part])
+        table.add_row(meaning, f"{mine[part]:.3f} s", f"{its[part]:.3f} s", f"{apart:+.3f} s")
+    held = first.memory_bytes / GIB, second.memory_bytes / GIB
+    table.add_row("memory", f"{held[0]:.1f} GiB", f"{held[1]:.1f} GiB", f"{sign * (held[0] - held[1]):+.1f} GiB")
+    table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
+    console.print(table)
+    console.print()
+    for name, option in zip(names, (first, second), strict=True):
+        if option.p_oom >= MAX_OOM_PROBABILITY:
+            console.print(f"{name} is not likely to fit", style="yellow", highlight=False)
+    said = f"{slow} and {fast} are equally fast"
+    if not equally_fast(slower, faster):
+        longer = slower.step_seconds / faster.step_seconds - 1
+        said = f"{slow} takes {longer:.1%} longer than {fast}, {explain_slowdown(run, slower, faster)}"
+    console.print(said, highlight=False, soft_wrap=True)
+
+
+def print_predictions(found: Sequence[Prediction | PredictionFailure]) -> None:
+    """A table of predicted rows."""
+    table = _table("row", "step s", "80 %", "TFLOP/s", "MFU", "GiB", "P(OOM)", "assumed")
+    for row in found:
+        if isinstance(row, PredictionFailure):
+            table.add_row(row.id, "-", "", "", "", "", "", row.reason)
+            continue
+        span = f"{row.step_time_low_s:.4g} to {row.step_time_high_s:.4g}"
+        table.add_row(
+            row.id, f"{row.step_time_s:.4g}", span, f"{row.tflops_per_gpu:.0f}", f"{row.mfu:.1f} %",
+            f"{row.memory_gib:.1f}", f"{row.p_oom:.2f}", ", ".join(row.assumed),
+        )  # fmt: skip
+    _console().print(table)
+
+
+def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> dict[str, Any]:
+    """What `phalanx plan --json` prints."""
+    return {
+        "model": run.model.preset or run.model.from_hf,
+        "devices": world_size,
+        "measured": run.cluster.calibration.identified_constants if run.cluster.calibration else [],
+        "considered": plan.considered,
+        "fitting": plan.fitting,
+        "layouts": [
+            {
+                **asdict(option),
+                "parts": time_breakdown(option),
+                "layout": option.candidate.layout().model_dump(exclude_defaults=True),
+                "candidate": str(option.candidate),
+                "on_front": option in plan.pareto_front,
+            }
+            for option in plan.options[:top]
+        ],
+        "taken": str(plan.chosen.candidate),
+        "training": asdict(estimate_training_cost(run, world_size, plan.options[0], tokens)),
+    }
+
+
+def _head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:
+    training = run.training
+    console.print(
+        f"{_where(run, world_size)}, {training.tokens_per_step:,} tokens a step in sequences of "
+        f"{training.seq_len:,}; {plan.considered:,} layouts, {plan.fitting:,} likely to fit",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    console.print(calibration_note(run.cluster), style="dim", highlight=False, soft_wrap=True)
+    console.print()
+
+
+def calibration_note(cluster: ClusterSpec) -> str:
+    """Which of a machine's numbers were measured, and which are assumed."""
+    measured = cluster.calibration
+    if measured is None:
+        return "no run on this machine was measured (`phalanx calibrate`): its constants are those of published runs"
+    decided = ", ".join(measured.identified_constants) or "none alone"
+    return f"measured by {measured.runs} runs on this machine: {decided}; assumed: every other constant"
+
+
+def _where(run: RunSpec, world_size: int) -> str:
+    """The model and the machine."""
+    name, machine = run.model.preset or run.model.from_hf or "model", run.cluster.preset or "the cluster"
+    return f"{name} on {world_size:,} x {machine}"
+
+
+def _figures(option: EvaluatedLayout) -> list[str]:
+    step = option.step_seconds
+    return [
+        f"{step:.3f}", f"{option.low_seconds:.3g} to {option.high_seconds:.3g}", f"{option.tokens_per_second:,.0f}",
+        f"{option.mfu:.1%}", f"{option.memory_bytes / GIB:.1f}", f"{option.p_oom:.1%}",
+        f"{option.exposed / step:.1%}", f"{max(0.0, option.parts['bubble']) / step:.1%}",
+    ]  # fmt: skip
+
+
+def _costs(run: RunSpec) -> list[str]:
+    money = ["price/1e9 tokens"] if run.cluster.price_per_device_hour else []
+    return [*money, *(["kWh/1e9 tokens"] if run.cluster.watts_per_device else [])]
+
+
+def _cost(run: RunSpec, world_size: int, option: EvaluatedLayout) -> list[str]:
+    """Of a billion tokens: money, energy."""
+    hours, cluster = BILLION / option.tokens_per_second / 3600, run.cluster
+    money = (
+        [f"{rental_cost(world_size, hours, cluster.price_per_device_hour):,.0f}"]
+        if cluster.price_per_device_hour
+        else []
+    )
+    return [
+        *money,
+        *([f"{energy_kwh(cluster.watts_per_device, world_size, hours):,.0f}"] if cluster.watts_per_device else []),
+    ]
+
+
+def _table(*headers: str) -> Table:
+    columns = [
+        Column(header, justify="left" if at < 2 else "right", no_wrap=at != 1) for at, header in enumerate(headers)
+    ]
+    return Table(*columns, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.width >= WIDTH else Console(width=WIDTH)

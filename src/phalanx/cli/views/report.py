@@ -1,0 +1,186 @@
+"""What `phalanx report` prints of facts, and `phalanx watch` of a run that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.report import formatting
+
+Facts = dict[str, Any]
+PARTS = ("compute", "communication", "pipeline", "data", "optimizer", "unattributed")
+"""Of a rank's step, in the order in which they are shown."""
+SHORT = {
+    "loss": ("loss {}", "loss"), "tokens_per_second": ("{} tokens/s", "tokens/s"), "mfu": ("MFU {}", ""),
+    "step_seconds": ("{} a step", "s"),
+}  # fmt: skip
+"""What a line says of a step, and the unit of each."""
+BARS = "▁▂▃▄▅▆▇█"
+WIDE = 60
+"""Characters of a bar and of a curve."""
+NEWEST = 8
+"""Rounds of a swarm that are listed."""
+MOST = 16
+"""Ranks that are listed: of more, those that compute longest."""
+
+
+def print_report(whole: Facts, file: Path) -> None:
+    """All of it: each run, then how several differ, then where the page is."""
+    console = Console(width=max(Console().width, 80), highlight=False)
+    for facts in whole["runs"]:
+        for part in _report(facts):
+            console.print(part, soft_wrap=isinstance(part, Text))
+            console.print()
+    if whole["comparison"]:
+        for part in _comparison(whole["comparison"]):
+            console.print(part, soft_wrap=isinstance(part, Text))
+        console.print()
+    console.print(f"page: {file}", soft_wrap=True, markup=False)
+
+
+def render_live(facts: Facts) -> Group:
+    """The essentials of a run that goes on."""
+    run, curves = facts["run"], facts["curves"]
+    parts: list[RenderableType] = [
+        Text.assemble((run["name"], "bold"), f"  {'  '.join(formatting.run_summary(run)[:2])}"),
+        _bar(run["step"] / run.get("steps", run["step"] or 1)),
+        Text(format_latest_step(facts)),
+    ]
+    if not run.get("leads"):
+        parts.append(Text(f"{sparkline(curves.get('loss', []), WIDE)}  loss"))
+    if "swarm" in facts:
+        parts += [Text(), format_round_totals(facts), *map(Text, formatting.round_lines(facts)[-NEWEST:])]
+    if facts["ranks"]:
+        parts += [Text(), rank_time_table(facts["ranks"])]
+    if facts["verdict"]:
+        parts += [Text(), format_bottleneck(facts["verdict"])]
+    return Group(*parts, *(Text(f"! {problem}", "dim") for problem in facts["problems"]))
+
+
+def _bar(share: float) -> Text:
+    done = round(share * WIDE)
+    return Text.assemble(("━" * done, "green"), ("━" * (WIDE - done), "dim"))
+
+
+def format_latest_step(facts: Facts, at: int = -1) -> str:
+    """A step in a line, by default the newest: its loss, speed and time, and the time that is left."""
+    curves, run = facts["curves"], facts["run"]
+    if not curves["step"]:
+        return formatting.format_progress(run) if "swarm" in facts else "no step is done yet"
+    steps = f"/{run['steps']}" if "steps" in run else ""
+    parts = [f"step {curves['step'][at]}{steps}"]
+    parts += [
+        said.format(formatting.format_number(curves[what][at], unit))
+        for what, (said, unit) in SHORT.items()
+        if what in curves
+    ]
+    left = formatting.seconds_left(facts)
+    return "  ".join(parts) + (f"  {formatting.format_seconds(left)} left" if left and at == -1 else "")
+
+
+def _report(facts: Facts) -> Iterator[RenderableType]:
+    yield format_header(facts)
+    if facts["verdict"]:
+        yield format_bottleneck(facts["verdict"])
+        yield Text("\n").join(
+            Text.assemble(
+                (formatting.bottleneck_headline(finding), "bold"),
+                f". {formatting.as_sentence(finding['evidence'])}",
+                style="dim",
+            )
+            for finding in facts["findings"][1:]
+        )
+    if facts["beside"]:
+        yield _beside(facts["beside"])
+    if facts["ranks"]:
+        yield rank_time_table(facts["ranks"])
+        yield Text(formatting.TABLE_NOTE, "dim")
+    if "swarm" in facts:
+        yield Group(format_round_totals(facts), *map(Text, formatting.round_lines(facts)[-NEWEST:]))
+        if facts["swarm"]["rounds"]:
+            yield Text(formatting.ROUND_TABLE_NOTE, "dim")
+
+
+def format_round_totals(facts: Facts) -> Text:
+    """What a swarm's rounds come to, in a line."""
+    return Text("  ".join(" ".join(filter(None, said)) for said in formatting.round_totals(facts)), "bold")
+
+
+def format_header(facts: Facts) -> Text:
+    """The run in two lines, and below them what is missing of it."""
+    about, run = formatting.run_summary(facts["run"]), facts["run"]
+    problems = "".join(f"\n! {problem}" for problem in facts["problems"])
+    return Text.assemble((run["name"], "bold"), f"  {about[0]}\n", "  ".join(about[1:]), (problems, "yellow"))
+
+
+def format_bottleneck(finding: Facts) -> Text:
+    """What costs most, why, and what to change first."""
+    return Text.assemble(
+        (f"{formatting.bottleneck_headline(finding)}. ", "bold"),
+        formatting.as_sentence(finding["evidence"]),
+        ("\nchange first: ", "bold"),
+        finding["suggestion"],
+    )
+
+
+def _beside(rows: Sequence[Facts]) -> Table:
+    table = _table("", "predicted", "measured", "ratio")
+    for title, own in formatting.group_rows(rows):
+        if table.rows:
+            table.add_section()
+        table.add_row(Text(title, "bold"))
+        for row in own:
+            values = [formatting.format_number(row[name], row["unit"]) for name in ("predicted", "measured")]
+            off = "yellow" if formatting.is_off(row["ratio"]) else ""
+            table.add_row(f"  {formatting.row_label(row)}", *values, Text(formatting.format_ratio(row["ratio"]), off))
+    return table
+
+
+def rank_time_table(ranks: Sequence[Facts]) -> Group:
+    """Where each rank's step went, as times; parts that no rank has are left out."""
+    shown = sorted(sorted(ranks, key=lambda rank: -rank["compute"])[:MOST], key=lambda rank: rank["rank"])
+    parts = [part for part in PARTS if any(rank[part] > 0 for rank in ranks)]
+    table = _table("rank", *(formatting.NAMES.get(part, part) for part in parts))
+    for rank in shown:
+        table.add_row(
+            f"{rank['rank']} on {rank['host']}", *(formatting.format_seconds(max(0.0, rank[part])) for part in parts)
+        )
+    more = f", the {MOST} of {len(ranks)} that compute longest" if len(ranks) > MOST else ""
+    return Group(Text(f"where each rank's step went{more}", "bold"), table)
+
+
+def _comparison(comparison: Facts) -> Iterator[RenderableType]:
+    for sentence in formatting.format_comparison(comparison):
+        yield Text(sentence)
+    table = _table("", *comparison["names"])
+    for row in comparison["rows"]:
+        values = [formatting.format_number(value, row["unit"]) for value in row["measured"]]
+        ratios = ["", *(f"  {formatting.format_ratio(ratio):>8}" for ratio in row["ratio"][1:])]
+        cells = [value + ratio for value, ratio in zip(values, ratios, strict=True)]
+        table.add_row(formatting.NAMES.get(row["what"], row["what"]), *cells)
+    yield table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for at, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if at else "left")
+    return table
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """A curve as a line of characters: means of stretches, from the least to the most."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    count = min(width, len(known))
+    cuts = [len(known) * at // count for at in range(count + 1)]
+    means = [sum(known[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    least, span = min(means), (max(means) - min(means)) or 1.0
+    return "".join(BARS[round((value - least) / span * (len(BARS) - 1))] for value in means)

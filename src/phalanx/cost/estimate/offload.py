@@ -1,0 +1,105 @@
+"""What offload saves a device and costs a step: bytes that rest elsewhere, bytes that move, and the update on a CPU.
+
+As Phalanx's strategies do it. ZeRO-1 and 2 (`parallel.zero`) copy gradients down, step their rows in pieces and copy
+them up, one after the other: nothing else goes on meanwhile, but for the gather of the piece before. ZeRO-3 (FSDP2's
+CPUOffloadPolicy) copies a block's parameters up before each gather, ahead of their use, and the first micro-batch's
+gradients down beside the backward pass; those of later ones wait to be added. Muon's products, which a CPU makes
+slowly, are not in it. The shares and the speed that stand here as constants are usual ones, not measured."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from phalanx.cost.estimate.constants import TimeConstants
+from phalanx.cost.estimate.job_table import Column, JobTable, OffloadTarget
+from phalanx.cost.estimate.kernel_time import memory_pass_seconds
+from phalanx.cost.precision import master_weight_bytes
+
+LINK = 0.8
+"""Of PCIe's bandwidth, what copies from and to pinned memory reach: 25 of Gen4's 31.5 GB/s."""
+STAGED_BYTES_PER_SECOND = 10e9
+"""The most that others reach: the driver copies them by way of pinned memory of its own, with one core. Rows of other
+precision than the model's are such: what casts them for a copy makes a tensor that is not pinned."""
+HOST = 0.8
+"""Of CPU memory's bandwidth, what passes over long tensors reach."""
+
+
+def device_state_bytes(jobs: JobTable) -> tuple[Column, Column, Column]:
+    """Bytes per parameter of parameters, gradients and optimizer state that stay on the device."""
+    away = jobs.offload > 0
+    kept: tuple[Column, Column, Column] = (
+        np.where(away & (jobs.zero_stage >= 3), 0.0, jobs.parameter_bytes),
+        np.where(away & (jobs.zero_stage >= 2), 0.0, jobs.gradient_bytes),
+        np.where(away, 0.0, jobs.state_bytes),
+    )
+    return kept
+
+
+def host_bytes(jobs: JobTable) -> Column:
+    """Bytes of CPU memory for each parameter of which a rank trains its share. Of ZeRO-3 only optimizer state is in
+    files, of the others all."""
+    gradients = np.where(jobs.zero_stage >= 2, jobs.gradient_bytes, 0.0)
+    beside_files = np.where(jobs.zero_stage >= 3, gradients + master_weight_bytes(jobs.compute_dtype_bytes), 0.0)
+    kinds = [jobs.offload == OffloadTarget.CPU, jobs.offload == OffloadTarget.FILES]
+    held: Column = np.select(kinds, [gradients + _trained_state_bytes(jobs), beside_files], 0.0)
+    return held
+
+
+def upload_seconds(jobs: JobTable, parameters: Column) -> Column:
+    """Seconds to bring these parameters, this rank's share, to the device before a gather: ZeRO-3's rest elsewhere."""
+    return np.where((jobs.offload > 0) & (jobs.zero_stage >= 3), parameters * jobs.parameter_bytes / _pinned(jobs), 0.0)
+
+
+def offload_seconds(c: TimeConstants, jobs: JobTable, owned: Column) -> Column:
+    """Seconds of a step in which a rank only moves or steps the `owned` parameters that rest elsewhere.
+
+    Files are read ahead and written behind (`parallel.offload`): of disk and CPU, the slower one counts. No CPU is
+    taken to be faster than the device: to offload what would fit never pays.
+    """
+    host = HOST * jobs.host_bytes_per_second
+    step = np.maximum(_host_passes(jobs) / host, memory_pass_seconds(c, jobs, _host_passes(jobs)))
+    disk = np.where(jobs.offload == OffloadTarget.FILES, _disk_bytes(jobs) / jobs.disk_bytes_per_second, 0.0)
+    return np.where(jobs.offload > 0, owned * (_copies_seconds(jobs) + np.maximum(step, disk)), 0.0)
+
+
+def _copies_seconds(jobs: JobTable) -> Column:
+    """Per parameter: gradients down, of ZeRO-2 and 3 at every micro-batch (the first into pinned memory, which ZeRO-3
+    does not wait for), and what the rows have become up."""
+    pinned, staged = _pinned(jobs), np.minimum(_pinned(jobs), STAGED_BYTES_PER_SECOND)
+    later = (jobs.micro_batches - 1) / staged
+    down = np.select([jobs.zero_stage >= 3, jobs.zero_stage >= 2], [later, later + 1 / pinned], 1 / staged)
+    copies: Column = jobs.gradient_bytes * down + np.where(jobs.zero_stage >= 3, 0.0, jobs.parameter_bytes / staged)
+    return copies
+
+
+def _host_passes(jobs: JobTable) -> Column:
+    """Bytes of CPU memory read and written per parameter in a step: gradients added to those before, their norm, their
+    scaling and casting; the step itself, which reads and writes rows and state and reads the gradients (PyTorch's
+    fused); and rows cast for the model."""
+    g, row, sharded = jobs.gradient_bytes, master_weight_bytes(jobs.compute_dtype_bytes), jobs.zero_stage >= 3
+    added = np.where(jobs.zero_stage >= 2, 3 * g * (jobs.micro_batches - 1), 0.0)
+    prepared = np.select([sharded, jobs.zero_stage >= 2], [3 * g, 4 * g + row], g + row)
+    cast = np.where(sharded, 0.0, row + jobs.parameter_bytes)
+    passes: Column = added + prepared + 2 * _trained_state_bytes(jobs) + row + cast
+    return passes
+
+
+def _disk_bytes(jobs: JobTable) -> Column:
+    """Bytes read from and written to files per parameter in a step. Of ZeRO-1 and 2 rows and state, and the rows once
+    more to be gathered; of ZeRO-2 also gradients, read and written at every micro-batch (as measured:
+    docs/benchmarks/offload.md). Of ZeRO-3 the optimizer's state."""
+    gradients = np.where(jobs.zero_stage >= 2, 2 * jobs.gradient_bytes * jobs.micro_batches, 0.0)
+    rows = 2 * _trained_state_bytes(jobs) + master_weight_bytes(jobs.compute_dtype_bytes) + gradients
+    return np.where(jobs.zero_stage >= 3, 2 * jobs.state_bytes, rows)
+
+
+def _trained_state_bytes(jobs: JobTable) -> Column:
+    """Bytes of rows and optimizer state per parameter. Without offload the rows are the model's own, unless that
+    computes in fewer bytes."""
+    row = master_weight_bytes(jobs.compute_dtype_bytes)
+    apart = (jobs.zero_stage < 3) & (jobs.parameter_bytes < row)
+    return jobs.state_bytes + np.where(apart, 0.0, row)
+
+
+def _pinned(jobs: JobTable) -> Column:
+    return LINK * jobs.host_link_bytes_per_second

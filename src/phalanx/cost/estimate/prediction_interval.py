@@ -1,0 +1,23 @@
+"""How far off a prediction may be, by the kind of run: as far as it was off on published runs of that kind."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from phalanx.cost.estimate.constants import IntervalConstants
+from phalanx.cost.estimate.job_table import Column, JobTable
+
+KINDS = ("low_precision", "experts", "sharded", "small", "stated")
+
+
+def run_kind(jobs: JobTable) -> Column:
+    """The kind of each job, as an index into KINDS: the first that it is of."""
+    small = jobs.width <= 2048
+    is_kind = [jobs.low_precision > 0, jobs.experts > 0, jobs.zero_stage >= 3, small]
+    return np.select(is_kind, [0.0, 1.0, 2.0, 3.0], 4.0) + np.zeros(jobs.count)
+
+
+def log_half_width(c: IntervalConstants, jobs: JobTable) -> Column:
+    """Half of the 80 % interval's width, as a logarithm."""
+    widths = np.array([getattr(c, name) for name in KINDS])
+    return widths[run_kind(jobs).astype(np.int64)]

@@ -1,0 +1,1 @@
+"""Exact memory, traffic and FLOPs of Phalanx, counted per tensor."""

@@ -1,0 +1,254 @@
+"""What the forward pass of one micro-batch leaves in memory for its backward pass. Exact, and without torch.
+
+The method is that of Korthikanti et al. (arXiv 2205.05198, section 4): go through the operations, and count what each
+keeps to compute its gradient. Their sum for a layer, T B D (34 + 5 H T / D) bytes, is of GPT in 16 bits with dropout.
+Ours differs: flash attention (arXiv 2205.14135) keeps a row's logsumexp instead of T x T scores and their softmax,
+there is no dropout, SwiGLU keeps four inner tensors where GELU keeps two, and autocast keeps a bf16 copy of a linear
+layer's input for each layer that reads it.
+
+The counts are those of PyTorch's CPU kernels, uncompiled, and tested against them to the byte. GPU kernels keep
+slightly different things; and there, under a document mask, the model repeats key/value heads (`model/attention.py`).
+Of what exists for a moment only, the loss's is counted (N V numbers each, usually the largest), and what is computed
+again; gradients on their way between layers are not.
+
+Symbols: B sequences, T tokens in each, N = B T, D width, H heads, K head width, F inner width, V vocabulary, E experts,
+k of them per token; q and kv are the widths of all query and of all key/value heads together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.cost.exact.saved_tensors import (
+    ForwardShape,
+    deferred_head_grad_bytes,
+    deferred_weight_grad_bytes,
+    mlp_backward_bytes,
+    saved_by_attention,
+    saved_by_experts,
+    saved_by_head,
+    saved_by_inputs,
+    saved_by_mlp,
+    saved_by_norm,
+)
+from phalanx.cost.precision import Precision
+from phalanx.schedule.schedule import Schedule
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Bytes alive after forward pass and loss, before backward, by part; and at the moments when more are."""
+
+    inputs: int = 0
+    """What blocks share: indices of tokens and positions, rotary tables; for recomputation also the mask."""
+    checkpoints: int = 0
+    """Inputs of the blocks (full) or attentions (selective) that are computed again."""
+    norms: int = 0
+    """Of the residual stream. The stream itself is kept here, as their input, and nowhere else."""
+    attention: int = 0
+    """Projections, norms of queries and keys, and attention itself."""
+    mlp: int = 0
+    """Dense MLPs."""
+    experts: int = 0
+    """Routers, routed and shared experts."""
+    tp_boundaries: int = 0
+    """Of a stage of a pipeline what it was given and what it gives, where nothing else keeps that."""
+    head_and_loss: int = 0
+    """Input of the head, log-probabilities (at least fp32) and targets."""
+    weight_copies: int = 0
+    """Under autocast, bf16 copies of fp32 weights. They do not grow with the batch."""
+    loss_gradients: int = 0
+    """Not kept: gradients of log-probabilities and of the logits they are of, with which the backward pass begins
+    beside everything else. (The forward pass ends with less: the logits, and of bf16 ones the fp32 copy.)"""
+    mlp_gradients: int = 0
+    """Not kept: the most on its way through the last MLP or experts in the backward pass, and the stream's gradient."""
+    recomputed: int = 0
+    """The most kept while a block or attention is computed again in the backward pass; 0 where none is."""
+    recomputed_first: int = 0
+    """The same of the first block, which is the last to be computed again."""
+    residual_gradient: int = 0
+    """Not kept: of the residual stream, between blocks."""
+    deferred_weight_grads: int = 0
+    """What a stage keeps of a micro-batch between the halves of its backward pass."""
+
+    @property
+    def total(self) -> int:
+        """Bytes kept when the forward pass and the loss are done."""
+        blocks = self.checkpoints + self.norms + self.attention + self.mlp + self.experts + self.tp_boundaries
+        return self.inputs + blocks + self.head_and_loss + self.weight_copies
+
+    @property
+    def peak(self) -> int:
+        """The most at one time: when the backward pass begins, or while something is computed again."""
+        return max(self.at_backward_start, self.within_blocks())
+
+    @property
+    def at_backward_start(self) -> int:
+        """When the backward pass begins, with the loss."""
+        return self.total + self.loss_gradients
+
+    def within_blocks(self, done: float = 0.0) -> int:
+        """Inside a block of the backward pass of which a share is done: what those after it kept is free."""
+        again = self.recomputed + done * (self.recomputed_first - self.recomputed)
+        return round(max((1 - done) * self._in_blocks, again)) + self.mlp_gradients
+
+    def between_blocks(self, done: float) -> int:
+        """Between two blocks of the backward pass, when the one is done with and the next not begun."""
+        return round((1 - done) * self._in_blocks) + self.residual_gradient
+
+    @property
+    def _in_blocks(self) -> int:
+        """Of the total what is still there when the backward pass is through the head."""
+        return self.total - self.head_and_loss
+
+
+@dataclass(frozen=True)
+class StageBlocks:
+    """A stage of a pipeline."""
+
+    layers: range
+    first: bool = False
+    """It has the embedding."""
+    last: bool = False
+    """It has the head."""
+    splits_backward: bool = False
+    """Its backward passes are in two halves."""
+
+
+def pipeline_stages(layers: Sequence[range], schedule: Schedule) -> list[StageBlocks]:
+    """Of a pipeline with these layers in each."""
+    last = len(layers) - 1
+    return [StageBlocks(mine, index == 0, index == last, schedule.splits_backward) for index, mine in enumerate(layers)]
+
+
+def activation_bytes(
+    spec: ModelSpec,
+    batch: int,
+    sequence: int,
+    precision: Precision,
+    layout: Layout | None = None,
+    autocast: bool = False,
+    masked: bool = False,
+    stage: StageBlocks | None = None,
+) -> ActivationBytes:
+    """Activations of one rank for a micro-batch of `batch` sequences of `sequence` tokens; in a pipeline those of one
+    `stage`.
+
+    Of tensor-parallel ranks one has a share of heads, inner widths and logits, and with sequence parallelism of the
+    residual stream's tokens too, which norms and products keep (arXiv 2205.05198, section 4.2); of context-parallel
+    ranks a share of every sequence; of expert-parallel ranks some experts, whose tokens are as many as its own where
+    these are balanced.
+
+    bf16 is either `autocast` over fp32 parameters (one process, DDP; no effect on fp32 and fp64), or parameters that
+    are bf16 themselves (ZeRO). `masked`: documents in a sequence are hidden from each other.
+
+    The backward pass frees what it is done with, so that while layer l is computed again there is what the layers
+    before it keep, what it drops itself, and nothing of those after it or of the loss.
+    """
+    layout, stage = layout or Layout(), stage or StageBlocks(range(spec.num_layers), first=True, last=True)
+    run = ForwardShape(batch, sequence, precision, layout, autocast and precision == "bf16", masked)
+    stream = run.residual_tokens * spec.hidden_size * run.residual_bytes
+    normed = Counter(norms=saved_by_norm(spec, run))
+    again = Counter(checkpoints=stream)
+    kept = Counter(inputs=saved_by_inputs(spec, run, stage.first))
+    norm_has_stream = (
+        spec.norm == "layernorm" or run.residual_bytes == run.high_precision_bytes
+    )  # else it keeps an fp32 copy
+    if not stage.first and not norm_has_stream and layout.activation_checkpointing != "full":
+        kept += Counter(tp_boundaries=stream)
+    if not stage.last:
+        kept += Counter(tp_boundaries=stream)
+    alive: list[int] = []
+    attended = saved_by_attention(spec, run)
+    for layer in stage.layers:
+        mixed = (
+            saved_by_experts(spec, spec.moe, run) if spec.moe and spec.is_moe_layer(layer) else saved_by_mlp(spec, run)
+        )
+        if layout.activation_checkpointing == "full":
+            kept += again
+            # The first norm keeps the block's input, which is there already, unless it needs it in fp32.
+            there = stream if norm_has_stream else 0
+            alive.append((kept + normed + attended + normed + mixed).total() - there)
+        elif layout.activation_checkpointing == "selective":
+            kept += normed + again
+            # Likewise the projections their input, unless autocast makes copies of it.
+            alive.append((kept + attended).total() - (0 if run.autocast else stream))
+            kept += normed + mixed
+        else:
+            kept += normed + attended + normed + mixed
+    halves: list[int] = []
+    if stage.splits_backward:
+        halves = [deferred_weight_grad_bytes(spec, layer, run) for layer in stage.layers]
+        halves += [deferred_head_grad_bytes(spec, run)] if stage.last else []
+        # What later layers, and the head, have put off.
+        alive = [size + sum(halves[index + 1 :]) for index, size in enumerate(alive)]
+    flowing, loss_gradients = mlp_backward_bytes(spec, stage.layers[-1], run, stage.splits_backward), 0
+    if stage.last:
+        kept += normed + saved_by_head(spec, run)
+        flowing += stream  # elsewhere the stream's gradient is a message
+        # Of shared logits only the gradient in what the loss computes in, and where that is not theirs the other.
+        each = (
+            2 * run.high_precision_bytes
+            if run.tp == 1
+            else run.high_precision_bytes + (run.compute_bytes if run.compute_bytes < run.high_precision_bytes else 0)
+        )
+        loss_gradients = run.tokens * run.largest_share(spec.vocab_size) * each
+    return ActivationBytes(
+        **kept,
+        loss_gradients=loss_gradients,
+        mlp_gradients=flowing,
+        residual_gradient=stream,
+        recomputed=max(alive, default=0),
+        recomputed_first=alive[0] if alive else 0,
+        deferred_weight_grads=sum(halves),
+    )
+
+
+@dataclass(frozen=True)
+class PeakInFlightBytes:
+    """The most that a rank of a pipeline has of activations, in bytes."""
+
+    forward_only: int
+    """Until it has gradients of its parameters."""
+    with_gradients: int
+    """From then on."""
+
+
+def peak_in_flight_bytes(
+    schedule: Schedule, rank: int, kept: Sequence[ActivationBytes], inside: int
+) -> PeakInFlightBytes:
+    """Of activations that every stage keeps of a micro-batch from the forward to the backward pass, and between that
+    pass's halves; and what is on its way `inside` blocks."""
+    mine = {stage: kept[stage] for stage in schedule.stages_of(rank)}
+    sizes = {
+        stage: (
+            of.total,
+            max(of.at_backward_start, of.within_blocks() + inside),
+            of.deferred_weight_grads,
+            of.within_blocks(1.0) + inside,
+        )
+        for stage, of in mine.items()
+    }
+    held, trained, most = 0, False, [0, 0]
+    for stage, kind, _ in schedule.actions(rank):
+        total, peak, put_off, at_end = sizes[stage]
+        there = held + (total if kind == "F" else 0 if kind == "W" else peak - total)
+        if kind == "W":
+            trained = True
+        if there > most[trained]:
+            most[trained] = there
+        if kind == "F":
+            held += total
+        elif kind == "I":
+            held += put_off - total
+        elif kind == "W":
+            held -= put_off
+        else:
+            held, trained = held - total, True
+            if held + at_end > most[True]:
+                most[True] = held + at_end
+    return PeakInFlightBytes(*most)

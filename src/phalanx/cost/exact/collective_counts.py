@@ -1,0 +1,69 @@
+"""In how many collectives data-parallel ranks send a model's parameters and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from phalanx.cost.exact.comm_buffers import MIB, bucket_names, fsdp_unit_of
+from phalanx.cost.exact.parameter_shapes import num_elements
+from phalanx.cost.exact.rank_memory import effective_strategy
+from phalanx.cost.exact.rank_tensors import RankTensors
+from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.spec.run import RunSpec
+
+
+class CollectiveCounts(NamedTuple):
+    """Each sums, gathers or scatters a part of the model once."""
+
+    blocks: int
+    """Of ddp, ZeRO-1 and 2 of all buckets; of ZeRO-3 of what is wrapped."""
+    root: int = 0
+    """Of ZeRO-3's root, which has what nobody wrapped."""
+
+
+def count_collectives(run: RunSpec, rank: RankTensors, shards: int, apart: bool = False) -> CollectiveCounts:
+    """For what is dense on a rank, or for the experts that are apart; `shards` ranks share the former."""
+    layout, names = run.layout, rank.expert if apart else rank.dense
+    if not names:
+        return CollectiveCounts(0)
+    match effective_strategy(layout, shards):
+        case "ddp" if apart:
+            return CollectiveCounts(1)
+        case "ddp" if layout.pp > 1:
+            sizes = (STATE_BYTES[run.training.precision] * num_elements(shape) for shape in rank.dense.values())
+            return CollectiveCounts(_chunks(sizes, int(layout.bucket_mb * MIB)))
+        case "ddp":
+            return CollectiveCounts(_ddp_buckets(run, rank))
+        case "zero1" | "zero2":
+            limit = layout.bucket_mb * MIB / COMPUTE_BYTES[run.training.precision]
+            cut = bucket_names(rank.all, limit, rank.expert)
+            return CollectiveCounts(sum((bucket[0] in rank.expert) == apart for bucket in cut))
+        case "zero3" | "hsdp" if apart:
+            return CollectiveCounts(len({name.rpartition(".")[0] for name in names}))
+        case _:
+            units = {fsdp_unit_of(name, layout) for name in names}
+            return CollectiveCounts(len(units - {""}), int("" in units))
+
+
+def _chunks(sizes: Iterable[int], limit: int) -> int:
+    """Neighbours of together up to `limit` bytes; what is larger stands alone (`parallel.strategy.pieces_of`)."""
+    count, filled = 0, limit + 1
+    for size in sizes:
+        if filled + size > limit:
+            count, filled = count + 1, 0
+        filled += size
+    return count
+
+
+def _ddp_buckets(run: RunSpec, rank: RankTensors) -> int:
+    """DDP's buckets: full when they have reached a limit, in the order in which gradients come, the reverse of the
+    model's (torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size)."""
+    layout, number = run.layout, STATE_BYTES[run.training.precision]
+    others = int(layout.bucket_mb * MIB)
+    count, filled, limit = 0, 0, others if layout.first_bucket_mb is None else int(layout.first_bucket_mb * MIB)
+    for shape in reversed(rank.dense.values()):
+        filled += number * num_elements(shape)
+        if filled >= limit:
+            count, filled, limit = count + 1, 0, others
+    return count + (filled > 0)

@@ -1,0 +1,241 @@
+"""What ranks need for a moment to send and receive: for each strategy an upper bound of what it holds, and when.
+
+Symbols: N ranks that share one copy. A reduce-scatter sends a whole buffer of N parts, and an N-th comes of it; on a
+CPU, where gloo has none, a second whole buffer receives what all ranks send (`parallel.collectives`)."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from math import ceil
+
+from phalanx.cost.exact.parameter_shapes import Shape, Shapes, max_shard_elements, num_elements
+from phalanx.cost.exact.rank_tensors import RankTensors
+from phalanx.cost.formulas.collectives import Strategy
+from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
+from phalanx.schedule.registry import representative_schedule
+from phalanx.schedule.schedule import MAX_POSTED_RECEIVES
+from phalanx.spec.layout import Layout, ParallelDims
+from phalanx.spec.run import RunSpec
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class CommBufferPeak:
+    """Buffers at a moment of a step's last micro-batch."""
+
+    backward_fraction: float
+    """Share of its backward pass, from 0 when that begins to 1 at its end and at the update."""
+    bytes: int
+    between: bool = False
+    """Whether it is between blocks, whose inner gradients are gone."""
+
+
+def comm_buffer_peaks(
+    rank: RankTensors, run: RunSpec, strategy: Strategy, sizes: ParallelDims, accumulation: int
+) -> list[CommBufferPeak]:
+    """The moments at which a rank that computes may hold most, under the strategy that its layout comes to; of its
+    tensors, experts may have ranks of their own. A parameter server's worker has none: what it sends and receives are
+    its gradients and parameters, or on a GPU in CPU memory."""
+    layout, precision, on_gpu = run.layout, run.training.precision, run.cluster.device == "cuda"
+    wholes = 1 if on_gpu else 2
+    match strategy:
+        case "ddp":
+            others = rank.expert if layout.pp == 1 else rank.all  # at the step's end all of these are on their way
+            found = (
+                ddp_buffers(rank.dense, layout, STATE_BYTES[precision]) if layout.pp == 1 and sizes.dp_size > 1 else []
+            )
+            ended = CommBufferPeak(1.0, STATE_BYTES[precision] * _bucket_bytes(list(others.values())))
+            return [*found, ended] if others and (sizes.dp_size > 1 or rank.expert) else found
+        case "zero1" | "zero2":
+            found = zero_buffers(rank, layout, COMPUTE_BYTES[precision], strategy == "zero1", wholes)
+            return [replace(each, backward_fraction=1.0) for each in found] if layout.pp > 1 else found
+        case "zero3" | "hsdp":
+            deferred = not on_gpu and sizes.dp_replicate == 1
+            summed_twice = deferred and accumulation > 1 and layout.offload == "none"
+            if layout.pp > 1:  # parameters stay gathered for the step
+                layout = layout.model_copy(update={"reshard_after_forward": False})
+            of = partial(fsdp_buffers, layout=layout, precision=precision, wholes=wholes, summed_twice=summed_twice)
+            found = of(rank.dense, ranks=rank.shards)
+            if rank.expert:  # one gradient is on its way at a time
+                found = _combine_peaks(
+                    of(rank.dense, ranks=rank.shards, wholes=0), of(rank.expert, ranks=rank.expert_shards)
+                )
+            return (
+                [replace(each, backward_fraction=ceil(each.backward_fraction)) for each in found]
+                if layout.pp > 1
+                else found
+            )
+        case "parameter_server":
+            return []
+
+
+def _combine_peaks(sent: list[CommBufferPeak], others: list[CommBufferPeak]) -> list[CommBufferPeak]:
+    """Each moment of two with the most of the other."""
+    most, more = (max((each.bytes for each in of), default=0) for of in (sent, others))
+    mine = [replace(each, bytes=each.bytes + more) for each in sent]
+    return mine + [replace(each, bytes=each.bytes + most) for each in others]
+
+
+def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
+    """Of what ranks that share a model send each other of activations and gradients inside blocks, an upper estimate of
+    what is on its way at one time, for micro-batches of `batch` sequences.
+
+    Tensor-parallel ranks have two gathered inputs and a term of the sum before and after it, or without sequence
+    parallelism a sum and the copy that it is made in; around a ring go keys and values and their gradients, two of each
+    (one that comes); an all-to-all has what goes and what comes, one of experts also the rows before their sorting.
+    """
+    spec, layout = run.model, run.layout
+    tokens, here = _tokens(run, batch)
+    numbers = 0
+    if layout.tp > 1:
+        numbers += (4 if layout.sequence_parallel else 2) * tokens * (spec.hidden_size + 1)
+        # Queries and keys as they come, side by side, and with their gradients on the way.
+        numbers += 4 * tokens * spec.num_heads * spec.head_dim if layout.tp_attention == "gathered" else 0
+    if layout.cp > 1:
+        kv = -(-spec.num_kv_heads // layout.tp)
+        q = -(-spec.num_heads // layout.tp)
+        around = 8 * kv if layout.cp_method == "ring" else 2 * (q + 2 * max(kv, layout.cp))
+        numbers += around * tokens * spec.head_dim
+    if layout.ep > 1 and spec.moe:
+        numbers += 3 * spec.moe.top_k * here * spec.hidden_size
+    return max(4, COMPUTE_BYTES[run.training.precision]) * numbers
+
+
+def pipeline_buffer_bytes(run: RunSpec, batch: int, place: int) -> int:
+    """Of what the stages of a pipeline send each other: on every link some are received ahead, and one is sent."""
+    links = [link for link in representative_schedule(run.layout).links if place in link]
+    messages = sum(MAX_POSTED_RECEIVES if to == place else 1 for _, to in links)
+    return max(4, COMPUTE_BYTES[run.training.precision]) * messages * _tokens(run, batch)[1] * run.model.hidden_size
+
+
+def _tokens(run: RunSpec, batch: int) -> tuple[int, int]:
+    """Of a micro-batch: those that products are given, and those of the residual stream on a rank."""
+    tokens = batch * run.training.seq_len // run.layout.cp
+    return tokens, tokens // run.layout.tp if run.layout.sequence_parallel else tokens
+
+
+def ddp_buffers(shapes: Shapes, layout: Layout, number: int) -> list[CommBufferPeak]:
+    """Gradients are views of what is sent. Compressed to bf16, a bucket (of fp32) has a copy of half its size on the
+    way when its gradients are there; one is counted. PowerSGD keeps what it did not send (its thin matrices are small),
+    and a copy of a bucket."""
+    if layout.gradient_compression == "none":
+        return []
+    sizes = [_bucket_bytes(bucket) for bucket in bucket_sizes(shapes, layout.bucket_mb * MIB / number)]
+    copied, unsent = (2, 0) if layout.gradient_compression == "bf16" else (number, number * sum(sizes))
+    done = [so_far / sum(sizes) for so_far in accumulate(sizes)]
+    return [
+        CommBufferPeak(0.0, unsent),
+        *(CommBufferPeak(at, unsent + copied * size) for at, size in zip(done, sizes, strict=True)),
+    ]
+
+
+def zero_buffers(
+    rank: RankTensors, layout: Layout, number: int, whole_gradients: bool, wholes: int
+) -> list[CommBufferPeak]:
+    """Of ZeRO-1 (`whole_gradients`) or ZeRO-2, each bucket's reduce-scatter when its gradients are there, beside which
+    ZeRO-2 keeps those of the next bucket until they are all there; and after the update the gathers of a bucket and of
+    the one before it, each of an N-th and the whole. Buckets are as `parallel.zero` cuts them, with padded rows; those
+    of offload may be smaller."""
+    shapes, ranks, owned = rank.all, list[int](), list[int]()
+    cut = bucket_names(shapes, layout.bucket_mb * MIB / number, rank.expert)
+    for bucket in cut:
+        ranks.append(rank.expert_shards if bucket[0] in rank.expert else rank.shards)
+        owned.append(sum(max_shard_elements(shapes[name], ranks[-1]) for name in bucket))
+    filling = [0 if whole_gradients else _bucket_bytes([shapes[name] for name in bucket]) for bucket in [*cut[1:], []]]
+    done = [size / sum(owned) for size in accumulate(owned)]
+    # Alone a rank sends nothing, and copies nothing.
+    reduced = [
+        (part * (wholes * n + 1) if n > 1 else 0) + more for part, n, more in zip(owned, ranks, filling, strict=True)
+    ]
+    wholes_and_parts = [part * (n + 1) if n > 1 else 0 for part, n in zip(owned, ranks, strict=True)]
+    gathered = max(sum(pair) for pair in pairwise([0, *wholes_and_parts]))
+    at = [*zip(done, reduced, strict=True), (1.0, gathered)]
+    return [CommBufferPeak(share, number * size) for share, size in at if size]
+
+
+def fsdp_buffers(
+    shapes: Shapes, *, layout: Layout, ranks: int, precision: Precision, wholes: int, summed_twice: bool
+) -> list[CommBufferPeak]:
+    """Of ZeRO-3: what is gathered when the backward pass begins; when the first block's gradients are there, and the
+    last one's; and at the backward pass's end those of the root unit, which is all that is in no block and stays
+    gathered until then.
+
+    Beside the root, `prefetch` blocks ahead and the block that computes are gathered (without `reshard` all), and when
+    its gradients are copied to be sent, as much as is sent takes its place; those of the block before are then under
+    way. Gradients wait in the dtype that computes, the head's all the time; they are sent and summed in the
+    parameters' own (with no `wholes` something else is on its way then). What FSDP2 holds twice while it copies a block
+    out of what was gathered is less (torch/distributed/fsdp/_fully_shard). `summed_twice`: on a CPU a micro-batch's
+    sums come beside those of the micro-batches before it (`parallel.fsdp`).
+    """
+    computed, kept = COMPUTE_BYTES[precision] * ranks, STATE_BYTES[precision] * ranks
+    root, *blocks = fsdp_unit_sizes(shapes, layout, ranks)
+    block = max(blocks, default=0)
+    ahead = min(max(1, layout.fsdp_prefetch), len(blocks))
+    last = [] if "head.weight" not in shapes else [n for n in shapes if n.startswith(("embedding", "positions"))]
+    early = root - sum(max_shard_elements(shapes[name], ranks) for name in last)
+
+    def reducing(unit: int) -> int:
+        return kept * unit * wholes + (STATE_BYTES[precision] * unit if wholes else 0)
+
+    gathered = root + (ahead * block if layout.reshard_after_forward else sum(blocks))
+    in_blocks = computed * (gathered + early + block) + reducing(block)
+    copying = in_blocks + kept * block
+    at_the_end = max((computed + kept) * root + reducing(block), reducing(root))
+    sums = STATE_BYTES[precision] * (root + sum(blocks)) if summed_twice else 0
+    first = 1 / max(1, len(blocks))
+    inside = (0.0, computed * gathered), (first, in_blocks), (1.0, in_blocks)
+    # Of the first block nothing is under way yet when its gradients are copied.
+    between = (first, in_blocks), (min(1.0, 2 * first), copying), (1.0, max(copying, at_the_end))
+    at = [*((*each, False) for each in inside), *((*each, True) for each in between)]
+    return [CommBufferPeak(done, round(size + sums * done), apart) for done, size, apart in at]
+
+
+def parameter_server_buffers(owned_bytes: int, workers: int, staleness: int | None) -> int:
+    """Room for one worker's gradients; asynchronously for s + 1 of every worker's, and s + 1 copies of the weights on
+    their way (s = `staleness`)."""
+    return owned_bytes if staleness is None else (workers + 1) * (staleness + 1) * owned_bytes
+
+
+def bucket_sizes(shapes: Shapes, limit: float) -> list[list[Shape]]:
+    """Parameters sent at once (see `bucket_names`)."""
+    return [[shapes[name] for name in bucket] for bucket in bucket_names(shapes, limit)]
+
+
+def bucket_names(shapes: Shapes, limit: float, apart: Container[str] = ()) -> list[list[str]]:
+    """Parameters sent at once, the last of the model first: a bucket is full when it has `limit` numbers or more, or
+    when the next parameter goes to other ranks, as those `apart` do."""
+    cut: list[list[str]] = []
+    size = 0
+    for name in reversed(shapes):
+        if not cut or size >= limit or (name in apart) != (cut[-1][0] in apart):
+            cut.append([])
+            size = 0
+        cut[-1].append(name)
+        size += num_elements(shapes[name])
+    return cut
+
+
+def fsdp_unit_sizes(shapes: Shapes, layout: Layout, ranks: int) -> list[int]:
+    """Numbers that a rank owns, with padding, of what FSDP gathers at once: the root, then every wrapped part."""
+    owned = {"": 0}
+    for name, shape in shapes.items():
+        unit = fsdp_unit_of(name, layout)
+        owned[unit] = owned.get(unit, 0) + max_shard_elements(shape, ranks)
+    return list(owned.values())
+
+
+def fsdp_unit_of(name: str, layout: Layout) -> str:
+    """The wrapped part that a parameter is gathered with; "" for the root."""
+    # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks are whole.
+    depth = {"model": 0, "block": 2, "sublayer": 2 if layout.activation_checkpointing == "full" else 3}[
+        layout.fsdp_unit
+    ]
+    return ".".join(name.split(".")[:depth]) if name.startswith("blocks.") else ""
+
+
+def _bucket_bytes(bucket: list[Shape]) -> int:
+    return sum(map(num_elements, bucket))

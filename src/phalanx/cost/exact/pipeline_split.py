@@ -1,0 +1,183 @@
+"""Where a pipeline cuts the model: what each part costs, and the cut in which the slowest stage is fastest."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import inf
+
+from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
+from phalanx.schedule.registry import layout_schedule, representative_schedule
+from phalanx.spec.base import require
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import check_supported
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.tensor_sharding import check_divisibility
+
+ANY_NUMBER = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
+"""Schedules that take micro-batches of which ranks have different numbers."""
+
+
+def require_resolved_layout(run: RunSpec) -> None:
+    """Raise UserError for a run whose layout nobody has chosen yet."""
+    require(
+        not run.auto_layout, "layout", "auto", "is the planner's to choose, which is not asked here",
+        "use phalanx train, or write it down with phalanx plan RUN.toml --out FILE",
+    )  # fmt: skip
+
+
+def check_layout(run: RunSpec, world_size: int) -> None:
+    """Raise UserError for a layout that so many ranks, this model and these batches cannot have."""
+    require_resolved_layout(run)
+    check_supported(run.layout)
+    plan_batch(run, world_size)
+    check_divisibility(run, world_size)
+    check_pipeline(run, world_size)
+
+
+def check_pipeline(run: RunSpec, world_size: int) -> None:
+    """Raise UserError if a pipeline cannot run this model, or its schedule these micro-batches."""
+    layout = run.layout
+    if layout.pp == 1:
+        return
+    cut = plan_batch(run, world_size)
+    layers_per_stage(run)
+    try:
+        schedule = layout_schedule(layout, cut.gradient_accumulation_steps)
+    except UserError as error:
+        if layout.schedule_file is not None:
+            raise
+        problem = f"cannot run a step of {cut.gradient_accumulation_steps} micro-batches: that {error.problem}"
+        fix = "change layout.micro_batch_size or training.tokens_per_step"
+        raise UserError("layout.schedule", layout.schedule, problem, fix) from None
+    name = layout.schedule_file or layout.schedule
+    if name not in ANY_NUMBER and cut.global_batch_size % (cut.dp_size * cut.micro_batch_size):
+        raise UserError(
+            "training.tokens_per_step", run.training.tokens_per_step,
+            f'gives ranks different numbers of micro-batches, which "{name}" does not take',
+            "make it a multiple of micro-batch x data-parallel ranks x training.seq_len",
+        )  # fmt: skip
+    first, last = schedule.end_ranks
+    if run.model.tie_embeddings and first != last and layout.data_parallel in ("zero3", "hsdp"):
+        raise UserError(
+            "model.tie_embeddings",
+            True,
+            f'with layout.data_parallel = "{layout.data_parallel}" embedding and head must be on one rank',
+            'use layout.schedule = "zb-v" or "dualpipe-v", which have both there, or layout.data_parallel = "zero1"',
+        )
+    if run.training.compile and schedule.splits_backward:
+        raise UserError(
+            "training.compile", True, f'cannot split backward passes as "{name}" does',
+            'set it to false, or use layout.schedule = "1f1b" (and no schedule_file)',
+        )  # fmt: skip
+
+
+def layers_per_stage(run: RunSpec) -> list[range]:
+    """The layers of every stage of a run's pipeline.
+
+    Raises UserError if there are more stages than layers.
+    """
+    stages = representative_schedule(run.layout).stages
+    try:
+        return contiguous_ranges(_counts(run.model, run.training.seq_len, stages))
+    except UserError as error:
+        problem = f"makes {stages} stages, which {error.problem}"
+        raise UserError("layout.pp", run.layout.pp, problem, error.fix) from None
+
+
+def layers_per_rank(run: RunSpec) -> list[list[int]]:
+    """The layers of each rank of a run's pipeline, on all of its stages.
+
+    Raises UserError if there are more stages than layers.
+    """
+    found: list[list[int]] = [[] for _ in range(run.layout.pp)]
+    rank_of = representative_schedule(run.layout).rank_of
+    for stage, layers in enumerate(layers_per_stage(run)):
+        found[rank_of[stage]] += layers
+    return found
+
+
+@lru_cache  # the planner asks for the same cuts many times
+def _counts(spec: ModelSpec, sequence: int, stages: int) -> tuple[int, ...]:
+    return tuple(balance_stages(layer_flops(spec, sequence), stages))
+
+
+def contiguous_ranges(counts: Sequence[int]) -> list[range]:
+    """The layers of every stage, from how many each has."""
+    return [range(begin, end) for begin, end in pairwise([0, *accumulate(counts)])]
+
+
+@lru_cache  # likewise
+def layer_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> tuple[float, ...]:
+    """FLOPs to train on one token, of the embedding, of each block, and of the last norm with the head: their sum is
+    `training_flops_per_token` and, for the rows of the embedding that are read and whose gradients are added, 2 D."""
+    attention = 12 * spec.num_heads * spec.head_dim * sequence * (0.5 if causal else 1.0)
+    blocks = [attention] * spec.num_layers
+    for name, shape in parameter_shapes(spec).items():
+        owner, _, rest = name.partition(".")
+        if owner == "blocks" and len(shape) >= 2:
+            layer, _, tensor = rest.partition(".")
+            used = spec.moe.top_k / spec.moe.num_experts if spec.moe and ".experts." in f".{tensor}" else 1.0
+            blocks[int(layer)] += 6 * num_elements(shape) * used
+    return 2.0 * spec.hidden_size, *blocks, 6.0 * spec.vocab_size * spec.hidden_size
+
+
+def stage_costs(costs: Sequence[float], layers: Sequence[int]) -> list[float]:
+    """What each stage costs, of so many blocks: the first has the embedding, the last the head."""
+    found = [sum(costs[1 + layer] for layer in mine) for mine in contiguous_ranges(layers)]
+    found[0] += costs[0]
+    found[-1] += costs[-1]
+    return found
+
+
+def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
+    """How many blocks each stage has, where `costs` are those of the embedding, of each block and of the head: each has
+    one at least, the costliest stage costs as little as can be, and the rest are as even as this leaves them.
+
+    Raises UserError if there are more stages than blocks.
+    """
+    layers = len(costs) - 2
+    if stages > layers:
+        raise UserError(
+            "stages", stages, f"are too many for a model of {layers} layers; each needs one at least",
+            f"use at most {layers} in all (ranks x stages of each: two with zb-v, dualpipe-v and searched schedules), "
+            "or a deeper model",
+        )  # fmt: skip
+    first, *blocks, last = costs
+    blocks[0] += first
+    blocks[-1] += last
+    before = [0.0, *accumulate(blocks)]
+    limit = _least_limit(before, stages)
+    # reach[end]: the cut of the first `end` blocks into the stages so far whose squares add up to least, and its ends.
+    reach: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for later in reversed(range(stages)):
+        following: dict[int, tuple[float, list[int]]] = {}
+        for begin, (so_far, ends) in reach.items():
+            for end in range(begin + 1, layers - later + 1):
+                cost = before[end] - before[begin]
+                if cost > limit:
+                    break
+                if so_far + cost**2 < following.get(end, (inf, []))[0]:
+                    following[end] = so_far + cost**2, [*ends, end]
+        reach = following
+    return [end - begin for begin, end in pairwise([0, *reach[layers][1]])]
+
+
+def _least_limit(before: Sequence[float], stages: int) -> float:
+    """The least that the costliest of so many stages can cost, of blocks whose costs add up to `before` each; a little
+    more, for sums that are rounded."""
+    last = len(before) - 1
+
+    def enough(limit: float) -> bool:
+        """Whether no stage costs more, each having as many blocks as it can."""
+        end = 0
+        for _ in range(stages):
+            end = bisect_right(before, before[end] + limit) - 1
+        return end == last
+
+    sums = {before[end] - before[begin] for begin in range(last) for end in range(begin + 1, last + 1)}
+    limits = sorted(size * (1 + 1e-12) for size in sums)
+    return limits[bisect_left(limits, True, key=enough)]

@@ -1,0 +1,367 @@
+"""What a run takes in memory: state of a whole model, and all that each rank holds under its layout.
+
+Exact, tested against the strategies to the byte: parameters, gradients and optimizer state of the fullest rank, split
+by rows with the remainder (not counted: buffers, and AdamW's step, 4 bytes a tensor). Estimates: activations, as
+`cost.activations` says of them, in a pipeline of all micro-batches in flight, and communication buffers
+(`cost.buffers`). Each part is the most of it at any time, and these times differ: the total is the most at one time.
+Not in it: a gradient that is added to another, the allocator's gaps, libraries, the process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from phalanx.cost.exact.activation_memory import (
+    ActivationBytes,
+    PeakInFlightBytes,
+    StageBlocks,
+    activation_bytes,
+    peak_in_flight_bytes,
+    pipeline_stages,
+)
+from phalanx.cost.exact.comm_buffers import (
+    CommBufferPeak,
+    activation_exchange_bytes,
+    comm_buffer_peaks,
+    parameter_server_buffers,
+    pipeline_buffer_bytes,
+)
+from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, optimizer_step_bytes, pipeline_memory_peaks
+from phalanx.cost.exact.parameter_shapes import (
+    Shape,
+    Shapes,
+    is_muon_parameter,
+    max_shard_elements,
+    num_elements,
+    parameter_shapes,
+)
+from phalanx.cost.exact.parameters import ParameterCount, count_parameters
+from phalanx.cost.exact.pipeline_split import check_layout, layers_per_stage
+from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
+from phalanx.cost.formulas.collectives import Strategy
+from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
+from phalanx.schedule.registry import layout_schedule
+from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, assign_parameters_to_servers, parallel_dims
+from phalanx.spec.run import BatchPlan, OptimizerSpec, RunSpec, plan_batch
+
+Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
+
+STATES: dict[Optimizer, int] = {"sgd": 0, "sgd-momentum": 1, "adamw": 2, "muon": 1}
+"""Numbers that an optimizer keeps per parameter: none, a momentum, Adam's two moments, Muon's momentum."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of model state by part: of one parameter, or times a count, of a whole model."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Bytes that training holds from step to step."""
+        return self.parameters + self.gradients + self.optimizer
+
+    def __mul__(self, count: int) -> StateBytes:
+        return StateBytes(self.parameters * count, self.gradients * count, self.optimizer * count)
+
+    def __add__(self, more: StateBytes) -> StateBytes:
+        optimizer = self.optimizer + more.optimizer
+        return StateBytes(self.parameters + more.parameters, self.gradients + more.gradients, optimizer)
+
+
+PUBLISHED_MIXED_PRECISION_ADAM = StateBytes(parameters=2, gradients=2, optimizer=12)
+"""The 16 bytes of the literature (ZeRO, arXiv 1910.02054, section 3.1): half-precision parameters and
+gradients, and an fp32 master copy among the optimizer's state. Phalanx's bf16 has 16 too, cut otherwise."""
+
+
+def state_bytes(optimizer: Optimizer, precision: Precision) -> StateBytes:
+    """Bytes per parameter that Phalanx keeps; multiply by a count of parameters.
+
+    Parameters, gradients and state are fp32 for bf16 and fp32 alike: the bf16 copies that the products read
+    are made when needed and dropped. fp64 doubles everything. "muon" is a parameter that Muon itself trains.
+    """
+    number = STATE_BYTES[precision]
+    return StateBytes(number, number, STATES[optimizer] * number)
+
+
+def model_state_bytes(count: ParameterCount, optimizer: Optimizer, precision: Precision) -> StateBytes:
+    """Bytes of a model's whole state. With muon, AdamW trains what is not a matrix inside a block."""
+    if optimizer != "muon":
+        return state_bytes(optimizer, precision) * count.total
+    rest = count.total - count.block_matrices
+    return state_bytes("muon", precision) * count.block_matrices + state_bytes("adamw", precision) * rest
+
+
+def checkpoint_bytes(run: RunSpec) -> int:
+    """Bytes of one checkpoint: parameters and optimizer state."""
+    state = model_state_bytes(count_parameters(run.model), optimizer_kind(run.optimizer), run.training.precision)
+    return state.parameters + state.optimizer
+
+
+def checkpoint_space_needed_bytes(run: RunSpec, there: int) -> int:
+    """Bytes that the checkpoints of a run still need beside those that are there: the oldest goes when a new one has
+    come."""
+    return max(1, run.checkpoint.keep + 1 - there) * checkpoint_bytes(run)
+
+
+def optimizer_kind(spec: OptimizerSpec) -> Optimizer:
+    """What a run's optimizer is called here."""
+    if spec.name == "sgd":
+        return "sgd-momentum" if spec.momentum else "sgd"
+    return spec.name
+
+
+def sharded_state_bytes(strategy: Strategy, precision: Precision, whole: int, owned: int, states: int) -> StateBytes:
+    """State that one rank keeps of a model of `whole` parameters, of which it owns `owned`, and keeps `states` numbers
+    of optimizer state.
+
+    Bytes per parameter with Adam on N ranks (`whole` 1, `owned` 1/N, `states` 2/N; of ddp 2):
+
+        |              | bf16      | fp32      |
+        |--------------|-----------|-----------|
+        | ddp          | 16        | 16        |
+        | zero1        | 4 + 12/N  | 8 + 8/N   |
+        | zero2        | 2 + 14/N  | 4 + 12/N  |
+        | zero3, hsdp  | 16/N      | 16/N      |
+
+    In bf16, zero1 and zero2 keep model and gradients in bf16, and fp32 rows, which they train, among the optimizer's
+    state: the published figures (ZeRO, arXiv 1910.02054, section 3.1 and figure 1). In fp32 and fp64 those rows are
+    the model's own.
+    """
+    computed, kept = COMPUTE_BYTES[precision], STATE_BYTES[precision]
+    trained_apart = kept * owned if precision == "bf16" else 0
+    match strategy:
+        case "zero1":
+            return StateBytes(computed * whole, computed * whole, trained_apart + kept * states)
+        case "zero2":
+            return StateBytes(computed * whole, computed * owned, trained_apart + kept * states)
+        case "zero3" | "hsdp":
+            return StateBytes(kept * owned, kept * owned, kept * states)
+        case "ddp" | "parameter_server":
+            return StateBytes(kept * whole, kept * whole, kept * states)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that a rank holds, by what for; each the most at any time."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    """State, and with bf16 under zero1 and zero2 the fp32 rows that are trained."""
+    activations: int = 0
+    communication: int = 0
+    """Buffers, and what was gathered and is given back."""
+    offloaded: int = 0
+    """Resting in CPU memory or files; not in `total`."""
+    on_disk: int = 0
+    """Of what is offloaded."""
+    non_concurrent_bytes: int = 0
+    """What the most of all parts add up to beyond the most of all of them at one time; below 0 where that is at the
+    update, whose own needs are in no part."""
+
+    @property
+    def state(self) -> int:
+        """Bytes that stay from step to step."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def working(self) -> int:
+        """Bytes that come and go within a step."""
+        return self.activations + self.communication
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device, the most at one time."""
+        return self.state + self.working - self.non_concurrent_bytes
+
+    @property
+    def host(self) -> int:
+        """Bytes in CPU memory, of what is offloaded."""
+        return self.offloaded - self.on_disk
+
+
+def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
+    """What the fullest rank of each role holds: of "rank", with a parameter server of "server" and "worker", in a
+    pipeline of "pp0", "pp1", ...: its first place, its second.
+
+    Raises UserError if the layout cannot run on so many ranks.
+    """
+    check_layout(run, world_size)
+    places = _stage_memories(run, world_size)
+    if run.layout.data_parallel == "parameter_server":
+        return {"server": _largest_server(run, world_size), "worker": places[0]}
+    if run.layout.pp == 1:
+        return {"rank": places[0]}
+    return {f"pp{place}": held for place, held in enumerate(places)}
+
+
+def rank_model_states(run: RunSpec, world_size: int) -> list[StateBytes]:
+    """What the fullest rank that computes, at each place of the pipeline (one, without a pipeline), holds from step to
+    step, before anything is offloaded. Exact."""
+    return [_state(run, rank) for rank in rank_tensors(run, world_size)]
+
+
+def _state(run: RunSpec, rank: RankTensors) -> StateBytes:
+    precision, strategy = run.training.precision, effective_strategy(run.layout, rank.shards)
+    total = StateBytes(0, 0, 0)
+    for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
+        # With nobody to share the rest with, ZeRO-3 splits nothing; a parameter server keeps its workers' states.
+        whole, _ = _owned_counts(shapes, run, 1)
+        owned, states = _owned_counts(shapes, run, 1 if strategy == "ddp" else shards)
+        total += sharded_state_bytes(strategy, precision, whole, owned, 0 if strategy == "parameter_server" else states)
+    number = (STATE_BYTES if strategy == "ddp" else COMPUTE_BYTES)[precision]  # ddp computes by autocast
+    copied = 0 if rank.tied_embedding_copy is None else number * num_elements(rank.tied_embedding_copy)
+    return StateBytes(total.parameters + copied, total.gradients, total.optimizer)
+
+
+def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
+    """Ranks that compute, one of each place of the pipeline."""
+    layout, sizes = run.layout, parallel_dims(run.layout, world_size)
+    data, cut = (
+        sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES),
+        plan_batch(run, world_size),
+    )
+    strategy = effective_strategy(layout, data.dp_shard)
+    passes = _in_flight(run, cut, strategy) if layout.pp > 1 else []
+    exchange = activation_exchange_bytes(run, cut.micro_batch_size)
+    alike: dict[object, tuple[tuple[StateBytes, int, int], list[CommBufferPeak]]] = {}
+    found = []
+    for place, rank in enumerate(rank_tensors(run, world_size)):
+        kinds = rank.signature
+        if kinds not in alike:
+            alike[kinds] = (
+                _resident_and_offloaded(run, rank, strategy),
+                comm_buffer_peaks(rank, run, strategy, data, cut.gradient_accumulation_steps),
+            )
+        (state, offloaded, in_files), sent = alike[kinds]
+        kept = _persistent_memory(run, rank, strategy, state, cut.gradient_accumulation_steps, alone=data.dp_size == 1)
+        if layout.pp == 1:
+            activations = _activations(run, cut, strategy)
+            beside, most, at = exchange, activations.peak, memory_peaks(kept, activations, exchange, sent)
+        else:  # what is exchanged inside blocks is among what is in flight
+            beside, most = (
+                pipeline_buffer_bytes(run, cut.micro_batch_size, place),
+                max(passes[place].forward_only, passes[place].with_gradients),
+            )
+            at = pipeline_memory_peaks(kept, passes[place], beside, sent)
+        parts = RankMemory(
+            state.parameters, state.gradients, state.optimizer, most,
+            beside + max((each.bytes for each in sent), default=0), offloaded, in_files,
+        )  # fmt: skip
+        found.append(replace(parts, non_concurrent_bytes=parts.total - max(at)))
+    return found
+
+
+def _persistent_memory(
+    run: RunSpec, rank: RankTensors, strategy: Strategy, state: StateBytes, accumulation: int, alone: bool
+) -> PersistentMemory:
+    """What of a rank's state is there when. DDP's buckets are there all the time, and a parameter server's worker adds
+    up in place; others drop gradients when they were used. What DDP drops for parts that a step leaves unused, the
+    micro-batches before the last make anew outside its buckets. In a pipeline ZeRO-3 adds up whole gradients."""
+    layout, gradients = run.layout, state.gradients
+    buckets = strategy == "ddp" and not alone and layout.pp == 1
+    sets = max(buckets, accumulation > 1) + (buckets and layout.ddp_find_unused_parameters and accumulation > 1)
+    summed = gradients
+    if strategy in ("zero3", "hsdp") and layout.pp > 1:
+        summed = STATE_BYTES[run.training.precision] * sum(
+            map(num_elements, [*rank.dense.values(), *rank.expert.values()])
+        )
+    if rank.tied_embedding_copy is not None:  # its gradient, until that is sent to who trains it
+        summed += COMPUTE_BYTES[run.training.precision] * num_elements(rank.tied_embedding_copy)
+    before = gradients if strategy == "parameter_server" else sets * gradients
+    return PersistentMemory(
+        state.parameters + state.optimizer, gradients, before, summed, optimizer_step_bytes(run, rank, strategy)
+    )
+
+
+def disk_offload_bytes(run: RunSpec, world_size: int) -> int:
+    """What the fullest rank puts in files (`layout.offload = "nvme"`)."""
+    layout, sizes = run.layout, parallel_dims(run.layout, world_size)
+    strategy = effective_strategy(
+        layout, sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES).dp_shard
+    )
+    return max(_resident_and_offloaded(run, rank, strategy)[2] for rank in rank_tensors(run, world_size))
+
+
+def _resident_and_offloaded(run: RunSpec, rank: RankTensors, strategy: Strategy) -> tuple[StateBytes, int, int]:
+    """What a rank has on its device from step to step, what rests elsewhere, and what of that in files."""
+    layout, state = run.layout, _state(run, rank)
+    if layout.offload == "none":
+        return state, 0, 0
+    owned = _owned_counts(rank.dense, run, rank.shards)[0] + _owned_counts(rank.expert, run, rank.expert_shards)[0]
+    copied = 0 if run.training.precision == "bf16" else STATE_BYTES[run.training.precision] * owned
+    kept, offloaded = _offload(strategy, state, copied)
+    # FSDP2 keeps parameters and gradients in CPU memory; only the state is ours to put in files.
+    in_files = state.optimizer if strategy in ("zero3", "hsdp") else offloaded
+    return kept, offloaded, in_files if layout.offload == "nvme" else 0
+
+
+def _activations(run: RunSpec, cut: BatchPlan, strategy: Strategy, stage: StageBlocks | None = None) -> ActivationBytes:
+    """Of a micro-batch, in a pipeline on one of its stages."""
+    autocast = strategy in ("ddp", "parameter_server")
+    sizes = run.model, cut.micro_batch_size, run.training.seq_len, run.training.precision, run.layout, autocast
+    return activation_bytes(*sizes, run.data.mask_documents, stage)
+
+
+def _in_flight(run: RunSpec, cut: BatchPlan, strategy: Strategy) -> list[PeakInFlightBytes]:
+    """What a rank at each place of the pipeline has of activations."""
+    schedule, kept = layout_schedule(run.layout, cut.gradient_accumulation_steps), dict[object, ActivationBytes]()
+    of_stages = []
+    for stage in pipeline_stages(layers_per_stage(run), schedule):
+        alike = tuple(map(run.model.is_moe_layer, stage.layers)), stage.first, stage.last
+        if alike not in kept:
+            kept[alike] = _activations(run, cut, strategy, stage)
+        of_stages.append(kept[alike])
+    inside = activation_exchange_bytes(run, cut.micro_batch_size)
+    return [peak_in_flight_bytes(schedule, place, of_stages, inside) for place in range(run.layout.pp)]
+
+
+def _largest_server(run: RunSpec, world_size: int) -> RankMemory:
+    """The server that holds most. A server is in CPU memory, whatever computes."""
+    layout, shapes = run.layout, parameter_shapes(run.model)
+    workers = plan_batch(run, world_size).dp_size
+    owner = assign_parameters_to_servers(
+        {name: num_elements(shape) for name, shape in shapes.items()}, layout.num_servers
+    )
+    servers = []
+    for server in range(layout.num_servers):
+        owned, states = _owned_counts({name: shape for name, shape in shapes.items() if owner[name] == server}, run, 1)
+        state = sharded_state_bytes("parameter_server", run.training.precision, owned, owned, states)
+        buffers = parameter_server_buffers(state.parameters, workers, layout.max_staleness)
+        servers.append(RankMemory(state.parameters, state.gradients, state.optimizer, communication=buffers))
+    return max(servers, key=lambda server: server.total)
+
+
+def effective_strategy(layout: Layout, shards: int) -> Strategy:
+    """The strategy that a layout comes to: FSDP with nobody to share with is a replica, or ZeRO-2 if it offloads; in a
+    pipeline ZeRO-2 keeps whole gradients."""
+    data = layout.data_parallel
+    if data in ("zero3", "hsdp") and shards == 1:
+        data = "ddp" if layout.offload == "none" else "zero2"
+    return "zero1" if layout.pp > 1 and data == "zero2" else data
+
+
+def _owned_counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:
+    """Parameters of the first of `ranks` that share all rows, and numbers of optimizer state that it keeps for them."""
+    optimizer = optimizer_kind(run.optimizer)
+    owned = {name: max_shard_elements(shape, ranks) for name, shape in shapes.items()}
+    return sum(owned.values()), sum(
+        count * _optimizer_states_per_parameter(name, shapes[name], optimizer) for name, count in owned.items()
+    )
+
+
+def _optimizer_states_per_parameter(name: str, shape: Shape, optimizer: Optimizer) -> int:
+    """Numbers of optimizer state per number of a parameter: Muon leaves what is no matrix in a block to AdamW."""
+    return STATES["adamw" if optimizer == "muon" and not is_muon_parameter(name, shape) else optimizer]
+
+
+def _offload(strategy: Strategy, state: StateBytes, copied: int) -> tuple[StateBytes, int]:
+    """What offload leaves on the device, and the bytes that rest elsewhere: of ZeRO-1 all that is trained (`copied`
+    where it would be the model's own rows) and its state, of ZeRO-2 also the gradients, of ZeRO-3 everything."""
+    if strategy in ("zero3", "hsdp"):
+        return StateBytes(0, 0, 0), state.total
+    kept = StateBytes(state.parameters, state.gradients if strategy == "zero1" else 0, 0)
+    return kept, state.total - kept.total + copied

@@ -1,0 +1,103 @@
+"""What each rank of a pipeline has of a model in stages and shares: shapes by name, and among how many ranks data
+parallelism may split them further."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+
+from phalanx.cost.exact.parameter_shapes import Shape, Shapes, parameter_shapes, strip_block_index
+from phalanx.cost.exact.pipeline_split import layers_per_stage
+from phalanx.schedule.registry import representative_schedule
+from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, parallel_dims
+from phalanx.spec.run import RunSpec
+from phalanx.spec.tensor_sharding import TensorSharding, rows_on_rank, tensor_sharding
+
+
+@dataclass(frozen=True)
+class RankTensors:
+    """The tensors of a rank."""
+
+    dense: Shapes
+    """All but experts that are apart, of which each data-parallel rank has a copy, or some rows."""
+    shards: int
+    """Ranks that have rows of these."""
+    expert: Shapes
+    """Experts, where ranks have different ones."""
+    expert_shards: int
+    """Ranks that have rows of these."""
+    names: tuple[str, ...]
+    """Of all of them, in the model's order."""
+    tied_embedding_copy: Shape | None = None
+    """Of a tied embedding, which another rank trains."""
+
+    @property
+    def all(self) -> Shapes:
+        """Dense ones and those apart, in a model's order."""
+        shapes = self.dense | self.expert
+        return {name: shapes[name] for name in self.names}
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """The same for ranks of one model and layout that differ in nothing but the blocks' numbers."""
+        return (
+            tuple(map(strip_block_index, self.dense)),
+            tuple(map(strip_block_index, self.expert)),
+            self.tied_embedding_copy,
+        )
+
+
+def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTensors]:
+    """Of a rank at each place of the pipeline (one, without a pipeline): by default of the one with the largest shares,
+    else of the one that has this place among those that share products.
+
+    Raises UserError if the ranks cannot be divided so.
+    """
+    spec, layout = run.model, run.layout
+    sizes = parallel_dims(layout, world_size)
+    data = sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
+    copies = sizes.dp_replicate if layout.data_parallel == "hsdp" else 1
+    same = sizes.dp_size * sizes.cp * sizes.tp // sizes.ep // copies
+    whole = parameter_shapes(spec)
+    share_of = cache(partial(tensor_sharding, spec, layout))
+    shares = {name: share_of(strip_block_index(name)) for name in whole}
+    shapes = {name: _share(layout, share, whole[name], tp_rank) for name, share in shares.items()}
+    apart = {name for name, share in shares.items() if share.mesh_axis == "ep"}
+    apart_shards = same if layout.data_parallel in SHARDED_STRATEGIES else 1
+    return [
+        RankTensors(
+            {name: shapes[name] for name in names if name not in apart}, data.dp_shard,
+            {name: shapes[name] for name in names if name in apart}, apart_shards,
+            tuple(names), shapes["embedding.weight"] if copied else None,
+        )
+        for names, copied in _names(run, list(shapes))
+    ]  # fmt: skip
+
+
+def _share(layout: Layout, share: TensorSharding, shape: Shape, tp_rank: int) -> Shape:
+    """Of one of the ranks that share a tensor; of those that share experts all have as many."""
+    if share.dim is None:
+        return shape
+    parts, place = (
+        (layout.tp // share.replication, tp_rank // share.replication) if share.mesh_axis == "tp" else (layout.ep, 0)
+    )
+    return tuple(rows_on_rank(place, size, parts) if axis == share.dim else size for axis, size in enumerate(shape))
+
+
+def _names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:
+    """The tensors of each place of the pipeline, and whether it has a copy of a tied embedding beside."""
+    if run.layout.pp == 1:
+        return [(names, False)]
+    schedule, layers = representative_schedule(run.layout), layers_per_stage(run)
+    first, last = schedule.end_ranks
+    ends = {"embedding": first, "positions": first, "norm": last, "head": last}
+    rank_of = {str(layer): schedule.rank_of[stage] for stage, mine in enumerate(layers) for layer in mine}
+
+    def owner(name: str) -> int:
+        part, layer, *_ = name.split(".")
+        return rank_of[layer] if part == "blocks" else ends[part]
+
+    of_rank: list[list[str]] = [[] for _ in range(run.layout.pp)]
+    for name in names:
+        of_rank[owner(name)].append(name)
+    return [(mine, run.model.tie_embeddings and rank == last != first) for rank, mine in enumerate(of_rank)]

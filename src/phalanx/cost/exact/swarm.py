@@ -1,0 +1,128 @@
+"""What training over slow links costs a node: bytes that it sends and receives in a round, how long that takes, and
+memory. Formulas: DiLoCo, arXiv 2311.08105; SPES, arXiv 2602.11543.
+
+M parameters of a model, M_s of them shared by all nodes, M_e of experts; N nodes, r that train each expert; a node owns
+m experts of E, a share of M_e."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.swarm import BLOCK, SPLIT, Codec, Method
+
+BITS: dict[Codec, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
+"""Of a number, without its block's scale."""
+SCALED = ("int8", "int4")
+SCALE_BYTES = 4
+WEIGHT_BYTES = GRADIENT_BYTES = 4
+MOMENTS_BYTES = 8
+"""Of each parameter that a node steps: two moments of AdamW in fp32."""
+
+
+def encoded_bytes(numbers: int, codec: Codec) -> int:
+    """Of one tensor: its numbers, and a scale for each block of them, the last of which may be shorter."""
+    blocks = -(-numbers // BLOCK) if codec in SCALED else 0
+    return -(-BITS[codec] * numbers // 8) + SCALE_BYTES * blocks
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What a node has of a model: parameters that all nodes train, those of its experts, and those of the others'."""
+
+    shared: int
+    trained_experts: int
+    frozen_experts: int
+    steps: bool = True
+    """Whether it steps what it trains, and has moments of that; of ddp the coordinator does."""
+
+    @property
+    def total(self) -> int:
+        """M."""
+        return self.shared + self.trained_experts + self.frozen_experts
+
+    @property
+    def trained(self) -> int:
+        """What it has gradients of."""
+        return self.shared + self.trained_experts
+
+
+def node_share(model: ModelSpec, method: Method, owned: int = 0) -> NodeShare:
+    """A node that owns so many experts of each layer; where nodes do not split them all are everybody's."""
+    count = count_parameters(model)
+    if method not in SPLIT or model.moe is None:
+        return NodeShare(count.total, 0, 0, steps=method != "ddp")
+    own = count.experts * owned // model.moe.num_experts
+    return NodeShare(count.total - count.experts, own, count.experts - own)
+
+
+@dataclass(frozen=True)
+class RoundBytes:
+    """What a node sends and receives in a round, names and checksums apart."""
+
+    up: float
+    down: float
+
+    @property
+    def total(self) -> float:
+        """Both ways."""
+        return self.up + self.down
+
+    def seconds(self, up_bytes_per_second: float, down_bytes_per_second: float) -> float:
+        """On the wire, where everybody sends before anybody receives: an update is made of all."""
+        return self.up / up_bytes_per_second + self.down / down_bytes_per_second
+
+
+def round_bytes(node: NodeShare, method: Method, codec: Codec = "fp32", replication: int = 1) -> RoundBytes:
+    """Of SPES up b (M_s + m M_e / E) and down b M; of the others b M both ways. SPES+ does not send a node what it
+    alone trains."""
+    each = BITS[codec] / 8 + (SCALE_BYTES / BLOCK if codec in SCALED else 0)
+    kept = node.trained_experts if method == "spes+" and replication == 1 else 0
+    return RoundBytes(each * node.trained, each * (node.total - kept))
+
+
+def spes_traffic_saving(model: ModelSpec, nodes: int) -> tuple[float, float]:
+    """Of what DiLoCo sends, the part that SPES does not: of both ways M_e (1 - 1/N) / 2M, and of the way up twice
+    that."""
+    count = count_parameters(model)
+    up = count.experts * (1 - 1 / nodes) / count.total
+    return up / 2, up
+
+
+def state_bytes(node: NodeShare, frozen: Codec = "fp32") -> int:
+    """Of weights, gradients and moments of AdamW on a node, in fp32; experts that it does not train may rest in fewer
+    bits."""
+    each = WEIGHT_BYTES + GRADIENT_BYTES + (MOMENTS_BYTES if node.steps else 0)
+    return each * node.trained + encoded_bytes(node.frozen_experts, frozen)
+
+
+@dataclass(frozen=True)
+class RoundTime:
+    """Seconds of a round on a node, if all nodes are alike."""
+
+    training: float
+    wire: float
+    """Sending, and then receiving."""
+    hidden: float
+    """Of that, what runs while the node learns on."""
+
+    @property
+    def total(self) -> float:
+        """From one exchange to the next."""
+        return self.training + self.wire - self.hidden
+
+    @property
+    def utilisation(self) -> float:
+        """The part of the time in which the node learns."""
+        return self.training / self.total
+
+
+def round_time(
+    sent: RoundBytes, up_bytes_per_second: float, down_bytes_per_second: float, steps: int, step_seconds: float,
+    delay: int = 0,
+) -> RoundTime:  # fmt: skip
+    """Of `steps`, of which a node does `delay` while its update is under way (Streaming DiLoCo, arXiv 2501.18512,
+    section 2.3)."""
+    wire = sent.seconds(up_bytes_per_second, down_bytes_per_second)
+    return RoundTime(steps * step_seconds, wire, min(wire, delay * step_seconds))

@@ -1,0 +1,1 @@
+"""Closed formulas: collectives, fabrics, reliability, energy."""

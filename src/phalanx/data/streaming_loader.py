@@ -1,0 +1,222 @@
+"""Tokenizing while training: the same interface as Loader, forward only, and exact to resume.
+
+Every rank reads and tokenizes all text and keeps its own rows, so that global batches are the same at any
+number of ranks. Files (or datasets) come in a shuffled order, the documents of one in its own; sequences are
+not shuffled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from phalanx.data.loader import Batch, check_resumable, pack_rows, rank_rows
+from phalanx.data.sources import Document, SourceFile, is_held_out, list_source_files, read_documents
+from phalanx.data.tokenize import tokenize_documents
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import DataSpec
+
+CHUNK_CHARACTERS = 250_000
+KEPT_STATES = 64
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """A place in the stream."""
+
+    epoch: int = 0
+    part: int = 0
+    """Number in the epoch's order of files."""
+    document: int = 0
+    """Number in that file."""
+    offset: int = 0
+    """Token in that document."""
+    position: int = 0
+    """Sequences already cut from this epoch."""
+
+
+class StreamingLoader:
+    """This rank's share of every global step, in order. What `data.held_out_fraction` holds out is left out.
+
+    An epoch's end that does not fill a sequence is dropped. Raises UserError for bad text when it gets there,
+    and if all text together does not fill a sequence.
+    """
+
+    def __init__(
+        self,
+        data: DataSpec,
+        tokenizer: Tokenizer,
+        sequence: int,
+        sequences_per_step: int,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.data, self.tokenizer, self.sequence, self.seed = data, tokenizer, sequence, seed
+        self.sequences_per_step = sequences_per_step
+        self.rows = rank_rows(sequences_per_step, rank, ranks)
+        self._parts = list_source_files(data.train)
+        self._states: dict[int, dict[str, Any]] = {}
+        self._origin = (0, 0)
+        self._go_to(0, StreamPosition())
+
+    def step(self, number: int) -> Batch:
+        """This rank's rows of global step `number`: [sequences_per_step / ranks, T].
+
+        Raises ValueError if it is not the next step.
+        """
+        if number != self._next:
+            raise ValueError(f"step {number} was asked for, and a stream can only give the next, {self._next}")
+        mine = set(self.rows.tolist())
+        rows = [row for i in range(self.sequences_per_step) if (row := self._sequence(i in mine)) is not None]
+        self._next += 1
+        self._remember()
+        return _batch(rows, self.sequence, self.data.mask_documents)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Where the run is before step `step`, for a checkpoint (JSON-able).
+
+        Raises ValueError if the stream is not there yet, or left it long ago.
+        """
+        if step not in self._states:
+            raise ValueError(f"step {step} is not among those that the stream remembers: {sorted(self._states)}")
+        return self._states[step]
+
+    def resume(self, state: dict[str, Any], resized: bool = False) -> None:
+        """Go on from a checkpoint's state, reading no earlier file again.
+
+        Raises UserError if it was made with other data, or data cut or shuffled otherwise; steps may be `resized`.
+        """
+        check_resumable(self._identity, state, resized)
+        cursor = StreamPosition(**{name: int(state[name]) for name in StreamPosition.__dataclass_fields__})
+        self._go_to(int(state["step"]), cursor, int(state["tokens"]))
+
+    def skip_steps(self, steps: int) -> None:
+        """Leave out the sequences of so many steps, from where the run goes on."""
+        sequences = steps * self.sequences_per_step
+        for _ in range(sequences):
+            self._sequence(False)
+        from_step, tokens = self._origin
+        self._origin = (from_step, tokens + sequences * self.sequence)
+        self._remember()
+
+    def _go_to(self, step: int, cursor: StreamPosition, tokens: int = 0) -> None:
+        self._origin = (step, tokens)
+        self._next, self._skip, self._position = step, cursor.offset, cursor.position
+        self._buffer: deque[DocumentPiece] = deque()
+        self._buffered = -cursor.offset
+        self._start = cursor
+        self._pieces = self._read(cursor)
+        self._states.clear()
+        self._remember()
+
+    def _remember(self) -> None:
+        place = self._start
+        if self._buffer:
+            head = self._buffer[0]
+            place = StreamPosition(self._start.epoch, head.part, head.document, self._skip, self._position)
+        from_step, tokens = self._origin
+        tokens += (self._next - from_step) * self.sequences_per_step * self.sequence
+        self._states[self._next] = {"step": self._next, **vars(place), "tokens": tokens, **self._identity}
+        self._states.pop(self._next - KEPT_STATES, None)
+
+    def _sequence(self, wanted: bool) -> list[np.ndarray] | None:
+        """The next T + 1 tokens of the stream, one array per document; None if not `wanted`."""
+        need = self.sequence + 1
+        while self._buffered < need:
+            piece = next(self._pieces, None)
+            if piece is None:
+                self._next_epoch()
+            else:
+                self._buffer.append(piece)
+                self._buffered += len(piece.ids)
+        row = self._cut(need) if wanted else None
+        self._position += 1
+        self._buffered -= self.sequence
+        self._skip += self.sequence
+        # The last target is the next sequence's first input, so its document stays.
+        while self._skip >= len(self._buffer[0].ids):
+            self._skip -= len(self._buffer.popleft().ids)
+        return row
+
+    def _cut(self, need: int) -> list[np.ndarray]:
+        row = []
+        begin = self._skip
+        for piece in self._buffer:
+            row.append(piece.ids[begin : begin + need])
+            need -= len(row[-1])
+            begin = 0
+            if not need:
+                break
+        return row
+
+    def _next_epoch(self) -> None:
+        if not self._position:
+            raise UserError(
+                "data.train", self.data.train,
+                f"has {self._buffered:,} tokens, and one sequence and its target need {self.sequence + 1:,}",
+                "give more text, or lower training.seq_len",
+            )  # fmt: skip
+        self._start = StreamPosition(self._start.epoch + 1)
+        self._buffer.clear()
+        self._buffered = self._skip = self._position = 0
+        self._pieces = self._read(self._start)
+
+    def _read(self, cursor: StreamPosition) -> Iterator[DocumentPiece]:
+        """The documents from the cursor's on, tokenized and ended, to the end of its epoch."""
+        order = np.random.Generator(np.random.PCG64([self.seed, cursor.epoch])).permutation(len(self._parts))
+        places: deque[tuple[int, int]] = deque()
+
+        def texts() -> Iterator[Document]:
+            for part in range(cursor.part, len(order)):
+                first = cursor.document if part == cursor.part else 0
+                for number, document in enumerate(read_documents(self._parts[order[part]], self.data.text_key)):
+                    if number >= first and document.text and not self._held_out(document):
+                        places.append((part, number))
+                        yield document
+
+        end = np.array([self.tokenizer.end], np.int32)
+        for _, ids in tokenize_documents(texts(), self.tokenizer, CHUNK_CHARACTERS):
+            yield DocumentPiece(*places.popleft(), np.concatenate([ids, end]))
+
+    def _held_out(self, document: Document) -> bool:
+        return not self.data.held_out and is_held_out(document.name, self.data.held_out_fraction)
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "sequence": self.sequence,
+            "sequences_per_step": self.sequences_per_step,
+            "fingerprint": _fingerprint(self._parts, self.tokenizer, self.data),
+        }
+
+
+@dataclass(frozen=True)
+class DocumentPiece:
+    part: int
+    document: int
+    ids: np.ndarray
+    """The document's ids and the end token, int32 [tokens]."""
+
+
+def _batch(rows: list[list[np.ndarray]], sequence: int, mask: bool) -> Batch:
+    pieces = [piece for row in rows for piece in row]
+    begins = np.cumsum([0, *map(len, pieces)])
+    first = np.arange(len(rows)) * (sequence + 1)
+    return pack_rows(np.concatenate(pieces), begins, np.zeros(len(pieces), np.int64), first, sequence, mask)
+
+
+def _fingerprint(found: list[SourceFile], tokenizer: Tokenizer, data: DataSpec) -> str:
+    files = [(part.name, part.size) for part in found]
+    split_by = None if data.held_out else data.held_out_fraction
+    key = json.dumps([files, tokenizer.to_json(), data.text_key, split_by])
+    return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()[:32]

@@ -1,0 +1,1 @@
+"""Post-mortem analysis of failed and hung runs: `phalanx debug`."""

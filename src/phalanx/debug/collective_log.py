@@ -1,0 +1,109 @@
+"""The collectives that ranks remember, held against each other, and words for them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from math import prod
+
+from phalanx.runs.hang_dumps import Frame, HangDump, RecordedCollective, format_frame
+
+Key = tuple[str, tuple[int, ...]]
+"""A process group: its name, which ranks may use for other groups too, and its ranks."""
+Calls = dict[int, dict[int, RecordedCollective]]
+"""Of a group: by rank, and by number."""
+
+SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+"""Collectives to which every rank gives as many numbers (of the others each rank may have its own share)."""
+AUTOGRAD_FILE = "torch/autograd/graph.py"
+"""In which it computes, or waits in a hook that is not Python's (DDP's)."""
+PIPELINE_P2P_FILE = "/parallel/pipeline/p2p.py"
+"""In which stages of a pipeline wait for each other's messages."""
+PEER_LOSS_PATTERN = re.compile(
+    "by peer|Broken pipe|Socket closed|Timed out|timing out|Read error|remote process exited|communicator was aborted|"
+    "pair closure|connectFullMesh|likely closed|wait timeout|client socket has (timed out|failed)"
+)
+"""What gloo, NCCL, and the store by which ranks find each other say where a peer is gone or late."""
+
+
+def collectives_by_group(dumps: Mapping[int, HangDump]) -> dict[Key, Calls]:
+    """The collectives that ranks remember, by group; in the order in which groups were used."""
+    found: dict[Key, Calls] = defaultdict(dict)
+    for rank, dump in sorted(dumps.items()):
+        for call in dump["calls"]:
+            key = call["group"], tuple(dump["groups"].get(call["group"], ()))
+            found[key].setdefault(rank, {})[call["number"]] = call
+        for name, ranks in dump["groups"].items():
+            if rank in ranks:
+                found[name, tuple(ranks)].setdefault(rank, {})
+    return dict(found)
+
+
+def call_signature(call: RecordedCollective) -> tuple[Hashable, ...]:
+    """What must be the same on all ranks."""
+    operation = call["operation"]
+    if operation.lstrip("_").removesuffix("_base") not in SAME_SIZE:  # NCCL: _all_gather_base, _reduce_scatter_base
+        return (operation,)
+    return operation, tuple(prod(shape) for shape in call["inputs"]), tuple(call["dtypes"])
+
+
+def minority_ranks(said: Mapping[int, Hashable]) -> list[int]:
+    """Who says something else than most; all, where no answer has more than the others."""
+    counts = Counter(said.values()).most_common()
+    if len(counts) > 1 and counts[0][1] == counts[1][1]:
+        return list(said)
+    return [rank for rank, what in said.items() if what != counts[0][0]]
+
+
+def was_waiting(dump: HangDump) -> bool:
+    """Whether this rank waited for others, or failed because they were gone or late."""
+    passing = bool(dump["stack"]) and AUTOGRAD_FILE in dump["stack"][0][0]
+    inside = passing and any(not call["over"] for call in dump["calls"])
+    return dump["waiting"] or inside or is_peer_loss(dump.get("error", ""))
+
+
+def was_in_pipeline_p2p(dump: HangDump) -> bool:
+    """Whether it stood where it waits for a message of another stage."""
+    own = next((place for place in dump["stack"] if is_user_code(place[0])), None)
+    return own is not None and own[0].endswith(PIPELINE_P2P_FILE)
+
+
+def is_peer_loss(error: str) -> bool:
+    """Whether a rank failed because others were gone or late."""
+    return PEER_LOSS_PATTERN.search(error) is not None
+
+
+def first_difference(calls: Calls, of: Callable[[RecordedCollective], Hashable]) -> int | None:
+    """The first number under which ranks have different calls."""
+    seen: dict[int, Hashable] = {}
+    different = []
+    for mine in calls.values():
+        for number, call in mine.items():
+            if seen.setdefault(number, of(call)) != of(call):
+                different.append(number)
+    return min(different, default=None)
+
+
+def describe_call(call: RecordedCollective) -> str:
+    """ "all_reduce of [4] Float"."""
+    shapes = join_words([str(shape) for shape in call["inputs"][:3]]) + (", ..." if len(call["inputs"]) > 3 else "")
+    if call["operation"] == "barrier" or not call["inputs"]:
+        return call["operation"]
+    return f"{call['operation']} of {shapes} {call['dtypes'][0] if call['dtypes'] else ''}".rstrip()
+
+
+def innermost_user_frame(stack: Sequence[Frame]) -> str:
+    """Where a stack stood: its innermost place outside of PyTorch and the standard library."""
+    own = next((place for place in stack if is_user_code(place[0])), None)
+    return format_frame(own or (stack[0] if stack else None))
+
+
+def is_user_code(file: str) -> bool:
+    """Whether a file is neither PyTorch's nor Python's."""
+    return not ("/torch/" in file or ("/lib/python3" in file and "site-packages" not in file) or file.startswith("<"))
+
+
+def join_words(words: Sequence[str]) -> str:
+    """ "a, b and c"."""
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)

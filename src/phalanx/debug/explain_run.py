@@ -1,0 +1,105 @@
+"""What is known of a run's failures: what its ranks left, held against each other, and what happened before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.debug.hang_analysis import Explanation, Verdict, diagnose_hang
+from phalanx.runs.events import (
+    BEGAN,
+    ENDED,
+    LIFECYCLE_EVENTS,
+    describe_damaged_checkpoints,
+    describe_failures,
+    describe_rollbacks,
+    read_events,
+)
+from phalanx.runs.hang_dumps import describe_fault, failure_file, fault_file, read_dumps, read_failures
+from phalanx.runs.lock import is_running
+from phalanx.runs.step_records import TRACE_DIR
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run, with_last_used_layout
+from phalanx.spec.layout import ParallelDims, parallel_dims
+from phalanx.spec.run import RunSpec
+
+
+def explain_run(directory: Path) -> Explanation:
+    """Why a run stood still or broke off, the last time and before.
+
+    Raises UserError if it is none.
+    """
+    run = with_last_used_layout(load_run(directory / "run.toml", environment={}), directory)
+    dumps, failures, events = read_dumps(directory), read_failures(directory), read_events(directory)
+    told = [dump["ranks"] for dump in dumps.values()]
+    began = [event["ranks"] for event in events if event["what"] == BEGAN]
+    ranks = told[0] if told else max([max(failures, default=0) + 1, *began[-1:]])
+    try:
+        sizes = parallel_dims(run.layout, ranks)
+    except UserError:  # of failures before a first step nobody knows how many ranks there were
+        sizes = ParallelDims(ranks, 1, 1, 1, 1)
+    found = diagnose_hang(dumps, failures, sizes)
+    if found.verdict.kind == "nothing":
+        found = replace(found, verdict=_verdict_without_dumps(directory, run, failures, events))
+    lines = [
+        *describe_failures(events, but_last=bool(dumps or failures)),
+        *describe_rollbacks(events),
+        *describe_damaged_checkpoints(events),
+    ]
+    return replace(found, earlier_failures=tuple(sorted(lines)))
+
+
+def failure_headline(directory: Path) -> list[str]:
+    """Of a run that broke off: what its ranks did, where their words say more than the first failure does."""
+    with suppress(UserError):
+        found = explain_run(directory)
+        if found.verdict.kind not in ("killed", "error", "nothing"):
+            return [f"why: {found.verdict.summary}", f"details: phalanx debug {directory}"]
+    return []
+
+
+def suspect_ranks(directory: Path) -> set[int]:
+    """The ranks that a run broke off by, as far as what its ranks left tells more than that they lost others."""
+    with suppress(UserError):
+        verdict = explain_run(directory).verdict
+        return set(verdict.ranks) if verdict.kind != "nothing" else set()
+    return set()
+
+
+def _verdict_without_dumps(
+    directory: Path,
+    run: RunSpec,
+    failures: Mapping[int, Mapping[str, Any]],
+    events: Sequence[Mapping[str, Any]],
+) -> Verdict:
+    """Where no rank left word of a collective that it waited for."""
+    if failures:
+        rank, first = min(failures.items(), key=lambda item: float(item[1]["time"]))
+        fix = f"read {failure_file(directory, rank)}"
+        return Verdict("nothing", (rank,), f"rank {rank} failed: {first['reason']}", fix)
+    see, go_on = f"phalanx report {directory} says how it went", f"phalanx train {directory} --resume goes on with it"
+    noted = [event for event in events if event["what"] in LIFECYCLE_EVENTS]
+    last: Mapping[str, Any] = noted[-1] if noted else {"what": None}
+    steps = run.training.steps or 0
+    if is_running(directory):
+        said = "the run is under way, and no rank has stood still for long since it began"
+        if written := [time.time() - file.stat().st_mtime for file in (directory / TRACE_DIR).glob("rank-*.jsonl")]:
+            said += f"; ranks last noted a step {min(written):.0f} s ago"
+        see = f"wait: a rank that stands still says where, within {run.training.collective_timeout_seconds:g} s"
+    elif last["what"] == ENDED and last["step"] < steps:
+        said, see = f"the run was stopped in order, after step {last['step']} of {steps}", go_on
+    elif last["what"] == ENDED:
+        said = f"the run ended in order, after step {last['step']}"
+    elif last["what"] == BEGAN:
+        if faults := {rank: told for rank in range(last["ranks"]) if (told := describe_fault(directory, rank))}:
+            said = "; ".join(f"rank {rank} ended by a signal: {told}" for rank, told in faults.items())
+            return Verdict("killed", tuple(faults), said, f"read {fault_file(directory, min(faults))}; {go_on}")
+        said = "the run broke off without a word: its launcher was killed, or the machine stopped"
+        see = go_on
+    else:
+        said = "the run is not known to be under way, and no rank left word of a collective that it waited for"
+    return Verdict("nothing", (), said, see)

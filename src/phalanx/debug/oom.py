@@ -1,0 +1,94 @@
+"""Want of memory: the limit under which this process runs (its cgroup), whether the kernel killed for it, and words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from phalanx.runs.hang_dumps import describe_fault, read_dumps
+from phalanx.runs.step_records import rank_record_file
+
+CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def cgroup_oom_kills() -> int | None:
+    """Processes of this one's group that the kernel has killed for want of memory; None where it does not say.
+
+    cgroup v2 counts in memory.events, v1 in memory.oom_control (Documentation/admin-guide/cgroup-v2.rst, and
+    cgroup-v1/memory.rst).
+    """
+    for file in _files("memory.events", "memory.oom_control"):
+        for line in file.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return None
+
+
+def cgroup_memory_limit() -> int | None:
+    """The most that the group may hold; None where there is no limit, or nobody says so."""
+    for file in _files("memory.max", "memory.limit_in_bytes"):
+        text = file.read_text().strip()
+        if text.isdecimal() and int(text) < 2**62:  # v1 writes the largest number of pages where there is none
+            return int(text)
+    return None
+
+
+def format_oom_report(found: Mapping[str, Any]) -> str:
+    """An account for people; "" where there is none."""
+    if not found:
+        return ""
+    held, wanted, limit = found["held_bytes"], found["wanted_bytes"], found["limit_bytes"]
+    parts = ", ".join(
+        f"{name} {format_bytes(held[name])}" for name in held if name not in ("total", "peak", "reserved")
+    )
+    asked = f"{format_bytes(wanted)} were wanted beside the" if wanted else "it held"
+    reserved = f", {format_bytes(held['reserved'])} reserved" if "reserved" in held else ""
+    most = f" (limit {format_bytes(limit)})" if limit else ""
+    return f"out of memory: {asked} {format_bytes(held['total'])}{' held' if wanted else ''}{most}: {parts}{reserved}"
+
+
+def describe_kill(directory: Path, rank: int, how: str, kills: int = 0) -> str:
+    """Of a rank that left no word: where it was, whether the kernel killed it for want of memory, what it last held.
+    `kills` are those that its launcher has seen since it started; other ranks may have seen them too."""
+    if "SIGKILL" not in how:
+        told = describe_fault(directory, rank)
+        return f"{how}: {told}" if told else f"{how} without a word"
+    if kills or any(dump.get("oom_kills") for dump in read_dumps(directory).values()):
+        limit = cgroup_memory_limit()
+        most = f" (limit of its group: {format_bytes(limit)})" if limit else ""
+        return f"{how}, by the kernel, for want of memory{most}{_last_peak(directory, rank)}"
+    return f"{how} without a word; out of memory?"
+
+
+def _last_peak(directory: Path, rank: int) -> str:
+    """The last that the rank itself noted: it writes them down about once in a second."""
+    with suppress(OSError, ValueError):
+        lines = [
+            json.loads(line) for line in rank_record_file(directory, rank).read_text().splitlines() if line[-1:] == "}"
+        ]
+        for line in reversed(lines):
+            if "peak_memory_bytes" in line:
+                return f"; it had noted a peak of {format_bytes(line['peak_memory_bytes'])} by step {line['step']}"
+    return ""
+
+
+def format_bytes(value: int) -> str:
+    """1.23 GB; less than that in MB."""
+    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
+
+
+def _files(version_2: str, version_1: str) -> Iterator[Path]:
+    """The file of this process's group, under its path or, in a container that sees its own as the root, there."""
+    with suppress(OSError):
+        for line in OWN.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            named = "memory" in controllers.split(",")
+            root, name = (CGROUPS / "memory", version_1) if named else (CGROUPS, version_2)
+            for file in (root / path.lstrip("/") / name, root / name):
+                if (named or not controllers) and file.is_file():
+                    yield file
+                    break

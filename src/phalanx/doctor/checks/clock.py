@@ -1,0 +1,38 @@
+"""The host's clock. How far hosts are apart is judged where several are gathered."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
+from phalanx.doctor.machine import Machine
+
+OFFSET_SECONDS = 30
+SYNCHRONISED = CheckRule(
+    "clock.synchronised", "whether the clock follows a server's", "WARN", "yes", "", "Primus (clock skew 30 s)",
+    "start chronyd or systemd-timesyncd, and let it reach its server",
+    "systemctl enable --now chronyd; chronyc sources",
+)  # fmt: skip
+OFFSET = CheckRule(
+    "clock.offset", "how far the clock is from the server's", "FAIL", f"at most {OFFSET_SECONDS}", "s",
+    "Primus (clock skew 30 s)", "set the clock", "chronyc makestep",
+)  # fmt: skip
+RULES = (SYNCHRONISED, OFFSET)
+UNKNOWN = [OFFSET.skip("only chronyc says: gather several nodes (--leave, --gather)")]
+
+
+def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
+    """By chrony where it runs, else by systemd."""
+    said = machine.run("chrony", "chronyc", "-n", "tracking")
+    if said is not None and said.code == 0:
+        status = re.search(r"^Leap status\s*: (.+)$", said.text, re.MULTILINE)
+        off = re.search(r"^System time\s*: ([\d.]+) seconds", said.text, re.MULTILINE)
+        known = check_values(SYNCHRONISED, {"": status[1]}, "Not synchronised".__eq__) if status else []
+        far = check_values(OFFSET, {"": float(off[1])}, lambda seconds: seconds > OFFSET_SECONDS) if off else UNKNOWN
+        return [*known, *far]
+    said = machine.run("timedatectl", "timedatectl", "show")
+    synchronised = re.search(r"^NTPSynchronized=(yes|no)$", said.text if said else "", re.MULTILINE)
+    if synchronised is None:
+        raise CheckSkipped("neither chronyc nor timedatectl answers")
+    return [*check_values(SYNCHRONISED, {"": synchronised[1]}, lambda word: word == "no"), *UNKNOWN]

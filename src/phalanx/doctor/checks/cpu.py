@@ -1,0 +1,92 @@
+"""The host's CPUs."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, DoctorFinding, check_values
+from phalanx.doctor.machine import Machine
+from phalanx.doctor.probes import pci
+
+CPUS = "/sys/devices/system/cpu"
+GOVERNOR = CheckRule(
+    "cpu.governor", "what sets the clock of the cores", "WARN", "performance", "", "GCM (governor performance)",
+    "let cores run at full clock: ranks wait for the host else", "cpupower frequency-set -g performance",
+)  # fmt: skip
+OFFLINE = CheckRule(
+    "cpu.offline", "cores that are switched off", "WARN", "none", "", "ours: the node is weaker than its fellows",
+    "switch them on, or say why they are off", "cat /sys/devices/system/cpu/offline; lscpu",
+)  # fmt: skip
+BALANCING = CheckRule(
+    "cpu.numa_balancing", "automatic NUMA balancing, on nodes with GPUs", "WARN", "0", "",
+    "AMD, ROCm system optimization (pages that move stall GPUs); NVIDIA says the same of GH200", "switch it off",
+    "sysctl -w kernel.numa_balancing=0",
+)  # fmt: skip
+AVX512 = ("avx512bw", "avx512dq", "avx512vl")
+BF16 = CheckRule(
+    "cpu.bf16", "what CPUs can, where they compute in bf16", "WARN", f"{', '.join(AVX512)}; or bf16 of ARM", "",
+    "PyTorch (mkldnn_bf16_device_check): without it bf16 is computed number by number, some 30 times slower",
+    'set training.precision = "fp32"', "phalanx doctor RUN.toml --set training.precision=fp32; lscpu",
+)  # fmt: skip
+RULES = (GOVERNOR, OFFLINE, BALANCING, BF16)
+
+
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """What the kernel shows: of most virtual machines little."""
+    balancing = machine.read("/proc/sys/kernel/numa_balancing")
+    several = len(machine.glob("/sys/devices/system/node/node[0-9]*")) > 1
+    with_gpus = several and bool(pci.pci_devices(machine, pci.GPU, pci.NVIDIA))
+    return [
+        *_governors(machine),
+        _offline(machine),
+        *(
+            check_values(BALANCING, {"": balancing}, lambda flag: flag != "0")
+            if with_gpus and balancing is not None
+            else [BALANCING.skip("no GPUs on several NUMA nodes")]
+        ),
+        _bf16(machine, expected),
+    ]
+
+
+def _bf16(machine: Machine, expected: Expectations) -> DoctorFinding:
+    if expected.precision != "bf16" or not pci.runs_on_cpu(machine, expected):
+        return BF16.skip("no run for CPUs in bf16")
+    listed = re.search(r"^(?:flags|Features)\s*: (.*)$", machine.read("/proc/cpuinfo") or "", re.MULTILINE)
+    if listed is None:
+        return BF16.skip("/proc/cpuinfo lists no flags")
+    flags = set(listed[1].split())
+    missing = [name for name in AVX512 if name not in flags]
+    return BF16.violation("", f"no {', '.join(missing)}") if missing and "bf16" not in flags else BF16.ok("yes")
+
+
+def _offline(machine: Machine) -> DoctorFinding:
+    """Of the cores that are there: a virtual machine lists those that it might have. Without SMT half are meant off."""
+    offline, present, smt = (machine.read(f"{CPUS}/{name}") for name in ("offline", "present", "smt/control"))
+    if offline is None:
+        return OFFLINE.skip("the kernel does not show it")
+    if smt in ("off", "forceoff"):
+        return OFFLINE.skip("SMT is switched off")
+    off = _cores(offline) & _cores(present) if present else _cores(offline)
+    return OFFLINE.violation(offline, offline) if off else OFFLINE.ok("none")
+
+
+def _cores(listed: str) -> set[int]:
+    """Of a list as the kernel writes it: 0-3,8."""
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", listed)
+    return {core for first, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
+def _governors(machine: Machine) -> list[DoctorFinding]:
+    paths = machine.glob(f"{CPUS}/cpu[0-9]*/cpufreq/scaling_governor")
+    governors = {path.split("/")[5]: machine.read(path) or "" for path in paths}
+    if not governors:
+        return [GOVERNOR.skip("the kernel does not show it")]
+    others = sorted({word for word in governors.values() if word != "performance"})
+    return [GOVERNOR.violation(_named(governors, word), word) for word in others] or [GOVERNOR.ok("performance")]
+
+
+def _named(governors: dict[str, str], word: str) -> str:
+    """Those with a governor, as one device: cpu0, or the first of several and how many."""
+    mine = [core for core, governor in governors.items() if governor == word]
+    return mine[0] if len(mine) == 1 else f"{mine[0]} and {len(mine) - 1} more"

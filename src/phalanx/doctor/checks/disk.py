@@ -1,0 +1,119 @@
+"""The disk on which runs are written: room for checkpoints, and how fast it takes them."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass
+from glob import escape
+from pathlib import Path
+
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, DoctorFinding, check_values
+from phalanx.doctor.machine import Machine
+from phalanx.doctor.probes.nvidia_smi import first_line
+
+FULL_WARN, FULL_FAIL = 80, 95
+WRITE_MB_PER_SECOND = 100
+MIB, MB, GB = 2**20, 1e6, 1e9
+WRITTEN_MIB, QUICKLY_MIB = 256, 64
+WRITE_SECONDS = 20
+FULL = CheckRule(
+    "disk.full", "share of the disk that is in use", "WARN", f"less than {FULL_WARN}", "%", "GCM (80 %)",
+    "make room on {device}", "df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
+)  # fmt: skip
+VERY_FULL = CheckRule(
+    "disk.very_full", "share of the disk that is in use", "FAIL", f"less than {FULL_FAIL}", "%",
+    "Imbue (disk >= 95 %)", "make room on {device} before the run: it will die of it",
+    "df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
+)  # fmt: skip
+ROOM = CheckRule(
+    "disk.room",
+    "free space",
+    "FAIL",
+    "at least the checkpoints that the run keeps, and one more",
+    "GB",
+    "the run (checkpoint.keep)",
+    "make room on {device}, set output_dir to a larger disk, or keep fewer (checkpoint.keep)",
+    "df -h {device}",
+)
+WRITE = CheckRule(
+    "disk.write", "speed of a file that is written and synced", "WARN", f"at least {WRITE_MB_PER_SECOND}", "MB/s",
+    "ours: a rank that saves 1 GB waits for 10 s",
+    "write to a faster disk (`out` in the run file); look who else writes there",
+    "python -m phalanx.doctor.disk_write_probe {device} 256; iostat -x 1",
+)  # fmt: skip
+WRITABLE = CheckRule(
+    "disk.writable", "whether files can be written", "FAIL", "yes", "", "ours",
+    "mount it for writing, or set `out` to another", "findmnt -T {device}; ls -ld {device}",
+)  # fmt: skip
+RULES = (FULL, VERY_FULL, ROOM, WRITABLE, WRITE)
+
+
+@dataclass(frozen=True)
+class Space:
+    """Of a file system."""
+
+    size_bytes: int
+    free_bytes: int
+    """That this user may fill."""
+    percent: int
+    """In use, of what this user may fill."""
+
+
+def space(machine: Machine, name: str, path: str) -> Space | None:
+    """Of the file system of a path, by POSIX's df; None where it does not say."""
+    said = machine.run(name, "df", "-Pk", path)
+    row = re.search(r"\s(\d+)\s+(\d+)\s+(\d+)\s+(\d+)%", said.text if said else "")
+    return Space(int(row[1]) * 1024, int(row[3]) * 1024, int(row[4])) if row else None
+
+
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """Where the run would write."""
+    where = _where(machine, expected)
+    found = space(machine, "df_runs", where)
+    unknown = [rule.skip(f"df says nothing of {where}") for rule in (FULL, VERY_FULL, ROOM)]
+    return [
+        *(_space(found, where, _needed_bytes(machine, expected)) if found else unknown),
+        *_write(machine, where, expected.quick),
+    ]
+
+
+def _where(machine: Machine, expected: Expectations) -> str:
+    """The directory, or the nearest above it that is there."""
+    written = Path(expected.directory)
+    if machine.root:
+        return expected.directory
+    return str(next((path for path in (written, *written.parents) if os.path.isdir(path)), written))
+
+
+def _needed_bytes(machine: Machine, expected: Expectations) -> int:
+    """For checkpoints, beside those that are there: the oldest goes when a new one has come."""
+    pattern = f"{escape(expected.checkpoints)}/step-*[0-9]" if expected.checkpoints else ""
+    there = len(machine.glob(pattern)) if pattern else 0
+    return max(expected.checkpoint_bytes, (expected.checkpoints_bytes or 0) - there * expected.checkpoint_bytes)
+
+
+def _space(found: Space, where: str, need: int) -> list[DoctorFinding]:
+    full = check_values(VERY_FULL, {where: found.percent}, lambda percent: percent >= FULL_FAIL)
+    if full[0].severity == "OK":
+        full += check_values(FULL, {where: found.percent}, lambda percent: percent >= FULL_WARN)
+    free, needed = {where: round(found.free_bytes / GB, 3)}, f"at least {need / GB:.3g}"
+    return [
+        *full,
+        *(check_values(ROOM, free, lambda gb: gb < need / GB, needed) if need else [ROOM.skip("no run was given")]),
+    ]
+
+
+def _write(machine: Machine, where: str, quick: bool) -> list[DoctorFinding]:
+    size = str(QUICKLY_MIB if quick else WRITTEN_MIB)
+    words = sys.executable, "-m", "phalanx.doctor.disk_write_probe", where, size
+    said = machine.run("write", *words, seconds=WRITE_SECONDS)
+    found = re.search(r"(\d+) bytes in ([\d.]+) s", said.text) if said and said.code == 0 else None
+    if said is None:
+        return [WRITE.skip("not recorded")]
+    if found is None:
+        return [WRITABLE.violation(where, first_line(said.text.strip().rpartition("\n")[2]))]
+    speed = round(int(found[1]) / max(float(found[2]), 1e-6) / MB)
+    return [WRITABLE.ok("yes"), *check_values(WRITE, {where: speed}, lambda mb: mb < WRITE_MB_PER_SECOND)]

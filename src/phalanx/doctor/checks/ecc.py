@@ -1,0 +1,64 @@
+"""Errors in the memory of GPUs."""
+
+from __future__ import annotations
+
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
+from phalanx.doctor.machine import Machine
+from phalanx.doctor.probes import nvidia_smi
+
+CORRECTED = 50_000_000
+"""GCM (Meta): corrected errors > 50 million."""
+UNCORRECTED_RULE = CheckRule(
+    "ecc.uncorrected", "uncorrectable ECC errors since the driver was loaded", "FAIL", "0", "errors",
+    "Imbue, GCM (volatile uncorrected > 0)", "drain the node and reset {device}; replace it if they come back",
+    "nvidia-smi -q -d ECC,ROW_REMAPPER",
+)  # fmt: skip
+CORRECTED_RULE = CheckRule(
+    "ecc.corrected", "corrected ECC errors since the driver was loaded", "WARN", f"at most {CORRECTED:,}", "errors",
+    "GCM (corrected > 50 M)", "have {device} tested at the next maintenance", "dcgmi diag -r 3",
+)  # fmt: skip
+PENDING = CheckRule(
+    "ecc.remap_pending", "rows that wait to be remapped", "FAIL", "none", "",
+    "NVIDIA, GPU Memory Error Management; OCI (row remap)",
+    "reset the GPU when no process uses it: rows are remapped then", "nvidia-smi --gpu-reset -i {device}",
+)  # fmt: skip
+FAILED = CheckRule(
+    "ecc.remap_failed", "rows that could not be remapped", "FAIL", "none", "",
+    "NVIDIA, GPU Memory Error Management (RMA criterion)", "replace the GPU: it has no spare rows left",
+    "nvidia-smi -q -d ROW_REMAPPER -i {device}",
+)  # fmt: skip
+RULES = (UNCORRECTED_RULE, CORRECTED_RULE, PENDING, FAILED)
+
+
+def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
+    """ECC's counters and the row remapper's state."""
+    volatile = "ecc.errors.{}.volatile.total".format
+    rows = nvidia_smi.query_gpus(machine, "smi_ecc", "gpu", "index", volatile("corrected"), volatile("uncorrected"))
+    return [
+        *check_values(
+            UNCORRECTED_RULE, nvidia_smi.numeric_field(rows, volatile("uncorrected")), lambda count: count > 0
+        ),
+        *check_values(
+            CORRECTED_RULE, nvidia_smi.numeric_field(rows, volatile("corrected")), lambda count: count > CORRECTED
+        ),
+        *_rows(machine),
+    ]
+
+
+def _rows(machine: Machine) -> list[DoctorFinding]:
+    """Of drivers and GPUs that remap rows (since Ampere)."""
+    pending, failure = "remapped_rows.pending", "remapped_rows.failure"
+    try:
+        rows = nvidia_smi.query_gpus(machine, "smi_remapped", "remapped-rows", "gpu_bus_id", pending, failure)
+    except CheckSkipped as skipped:
+        return [rule.skip(str(skipped)) for rule in (PENDING, FAILED)]
+    return [
+        *check_values(PENDING, nvidia_smi.text_field(rows, pending), _said),
+        *check_values(FAILED, nvidia_smi.text_field(rows, failure), _said),
+    ]
+
+
+def _said(word: str) -> bool:
+    """Of some drivers Yes and No, of others numbers."""
+    return word not in ("No", "0")

@@ -1,0 +1,175 @@
+"""GPUs: that all are there, answer, are free, and run as they are built to."""
+
+from __future__ import annotations
+
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values, most_common
+from phalanx.doctor.machine import COMMAND_SECONDS, CommandTimeout, Machine
+from phalanx.doctor.probes import nvidia_smi, pci
+
+BUSY_MIB = 2048
+"""Primus: HBM in use of 2 GiB and more before a run."""
+MIB = 2**20
+IDENTITY = ("index", "name", "pci.bus_id", "memory.total", "memory.used", "driver_version", "vbios_version")
+STATE = (
+    "index", "persistence_mode", "mig.mode.current", "compute_mode", "power.limit", "power.default_limit",
+    "clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown",
+)  # fmt: skip
+ANSWERS = CheckRule(
+    "gpu.answers", "nvidia-smi", "FAIL", f"answers within {COMMAND_SECONDS} s", "", "Primus (smi latency > 5 s fails)",
+    "drain the node and reboot it; if nvidia-smi still hangs or fails, reinstall the driver or replace the GPU",
+    "nvidia-smi; dmesg | grep -i -e nvrm -e xid",
+)  # fmt: skip
+COUNT = CheckRule(
+    "gpu.count", "GPUs that nvidia-smi lists", "FAIL",
+    "as many as the run asks for, and as this process has of the bus", "GPUs", "AZNHC, GCM (manifest)",
+    "drain the node: a GPU is lost; reboot, then have it reseated or replaced",
+    "nvidia-smi -L; lspci -d 10de:; dmesg | grep -i 'fallen off the bus'",
+)  # fmt: skip
+MODEL = CheckRule(
+    "gpu.model", "name of each GPU", "WARN", "the same as the others'", "", "Primus (drift against the majority)",
+    "use nodes with GPUs of one kind: the slowest decides", "nvidia-smi -L",
+)  # fmt: skip
+BUSY = CheckRule(
+    "gpu.busy", "memory in use", "WARN", f"less than {BUSY_MIB}", "MiB", "Primus (HBM busy >= 2 GiB)",
+    "end the processes that an earlier job left on {device}",
+    "nvidia-smi --query-compute-apps=gpu_bus_id,pid,name,used_memory --format=csv",
+)  # fmt: skip
+HEADROOM = CheckRule(
+    "gpu.headroom", "free memory", "FAIL", "at least what the run's fullest rank needs", "MiB",
+    "the run (`phalanx memory`)", "free {device}, or take a layout that needs less: phalanx advise oom RUN.toml",
+    "phalanx memory RUN.toml; nvidia-smi",
+)  # fmt: skip
+PERSISTENCE = CheckRule(
+    "gpu.persistence", "persistence mode", "WARN", "Enabled", "", "NVIDIA, Driver Persistence",
+    "keep the driver loaded: each first use takes seconds without it", "systemctl enable --now nvidia-persistenced",
+)  # fmt: skip
+MIG = CheckRule(
+    "gpu.mig", "MIG mode", "FAIL", "Disabled", "", "NVIDIA, MIG User Guide (no P2P between instances)",
+    "switch MIG off on {device}, once nobody uses its instances", "nvidia-smi -i {gpu} -mig 0",
+)  # fmt: skip
+COMPUTE = CheckRule(
+    "gpu.compute_mode", "compute mode", "FAIL", "not Prohibited", "", "nvidia-smi manual (no process may use it)",
+    "allow processes on {device}", "nvidia-smi -i {gpu} -c DEFAULT",
+)  # fmt: skip
+POWER = CheckRule(
+    "gpu.power_limit", "power limit", "WARN", "at least the default", "W", "DCGM diag (target_power, H100 700 W)",
+    "lift the power limit of {device}", "nvidia-smi -i {gpu} -pl DEFAULT_WATTS",
+)  # fmt: skip
+SLOWDOWN = CheckRule(
+    "gpu.slowdown", "slowed down by heat or by the power supply", "FAIL", "Not Active", "",
+    "NVML, clocks event reasons (HW thermal slowdown, HW power brake)",
+    "mend cooling or power of {device}, and drain the node until then",
+    "nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
+)  # fmt: skip
+INFOROM = CheckRule(
+    "gpu.inforom", "infoROM of each GPU", "WARN", "not corrupted", "",
+    "nvidia-smi manual (return code 14); DCGM (health watch of the infoROM)",
+    "have {device} looked at at the next maintenance: its ECC history is lost, and settings do not last",
+    "nvidia-smi -q -i {gpu}; nvidia-bug-report.sh",
+)  # fmt: skip
+RULES = (ANSWERS, COUNT, MODEL, BUSY, HEADROOM, INFOROM, PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)
+SLOW = ("clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown")
+
+
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """GPUs of NVIDIA; of none Skip is raised, but where the run needs some."""
+    there = pci.pci_devices(machine, pci.GPU, pci.NVIDIA)
+    if not there and not expected.gpus and not _listed(machine):
+        raise CheckSkipped("no NVIDIA GPU")
+    said = _identity(machine)
+    if isinstance(said, DoctorFinding):
+        if expected.gpus == 0:
+            raise CheckSkipped(f"nvidia-smi: {said.measured}; the run is for CPUs")
+        return [said]
+    listed = nvidia_smi.parse_csv(said, IDENTITY)
+    rows = {gpu: row for gpu, row in listed.items() if _is_visible(machine, gpu)}
+    wanted = max(expected.gpus or 0, _given(machine, there))
+    need = 0 if expected.gpus == 0 else (expected.rank_bytes or 0) / MIB
+    total, used = nvidia_smi.numeric_field(rows, "memory.total"), nvidia_smi.numeric_field(rows, "memory.used")
+    free = {gpu: total[gpu] - used[gpu] for gpu in total if gpu in used}
+    models = nvidia_smi.text_field(rows, "name")
+    return [
+        *(
+            [ANSWERS.violation(gpu, said) for gpu, said in nvidia_smi.unresponsive_gpus(rows).items()]
+            or [ANSWERS.ok("it answers")]
+        ),
+        *check_values(COUNT, {"": len(listed)}, lambda count: count < wanted, f"{wanted}"),
+        *check_values(
+            MODEL, models, lambda name: name != most_common(models.values()), most_common(models.values()) or ""
+        ),
+        *check_values(BUSY, used, lambda mib: mib >= BUSY_MIB),
+        *(check_values(HEADROOM, free, lambda mib: mib < need, f"at least {need:.0f}") if need else ()),
+        *_inforom(said, listed),
+        *_state(machine),
+    ]
+
+
+def _listed(machine: Machine) -> bool:
+    """Whether nvidia-smi lists some: under WSL they are on no bus, and machines without any may have the driver."""
+    said = machine.run("smi_list", "nvidia-smi", "-L")
+    return said is not None and said.code in nvidia_smi.WELL and "GPU " in said.text
+
+
+def _is_visible(machine: Machine, gpu: str) -> bool:
+    """To CUDA, by its number; where CUDA_VISIBLE_DEVICES names GPUs otherwise all are taken for visible."""
+    names = [name.strip() for name in machine.environment.get("CUDA_VISIBLE_DEVICES", gpu).split(",")]
+    by_number = all(name.lstrip("-").isdecimal() for name in names)
+    return gpu.removeprefix("GPU") in names if by_number else True
+
+
+def _given(machine: Machine, there: list[str]) -> int:
+    """GPUs of the bus that this process should see. A container has the device files of its own, but all of the bus; to
+    a job Slurm says how many it has. One that no driver took has no file, and is missed all the same."""
+    files = len(machine.glob("/dev/nvidia[0-9]*")) or len(there)
+    share = machine.environment.get("SLURM_GPUS_ON_NODE", "")
+    untaken = sum(not machine.glob(f"{pci.DEVICES}/{at}/driver") for at in there)
+    return min(len(there), untaken + (min(files, int(share)) if share.isdecimal() else files))
+
+
+def _identity(machine: Machine) -> str | DoctorFinding:
+    fields = ",".join(IDENTITY)
+    try:
+        said = machine.run("smi_identity", "nvidia-smi", f"--query-gpu={fields}", "--format=csv,nounits")
+    except CommandTimeout:
+        return ANSWERS.violation("", f"no answer in {COMMAND_SECONDS} s")
+    if said is None:
+        return ANSWERS.violation("", "not installed")
+    if said.code not in nvidia_smi.WELL or "," not in said.text:
+        return ANSWERS.violation("", nvidia_smi.first_line(said.text))
+    return said.text
+
+
+def _inforom(said: str, rows: dict[str, nvidia_smi.Row]) -> list[DoctorFinding]:
+    names = {pci.normalize_pci_address(row.get("pci.bus_id", "")): gpu for gpu, row in rows.items()}
+    corrupted = map(pci.normalize_pci_address, nvidia_smi.CORRUPTED.findall(said))
+    return [INFOROM.violation(names.get(at, at), "corrupted") for at in corrupted] or [INFOROM.ok("not corrupted")]
+
+
+def _state(machine: Machine) -> list[DoctorFinding]:
+    try:
+        known = nvidia_smi.query_gpus(machine, "smi_state", "gpu", *STATE)
+    except CheckSkipped as skipped:
+        return [rule.skip(str(skipped)) for rule in (PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)]
+    rows = {gpu: row for gpu, row in known.items() if _is_visible(machine, gpu)}
+    limits, defaults = (
+        nvidia_smi.numeric_field(rows, "power.limit"),
+        nvidia_smi.numeric_field(rows, "power.default_limit"),
+    )
+    capped = [
+        POWER.violation(gpu, limit, f"at least {defaults[gpu]:g}")
+        for gpu, limit in limits.items()
+        if limit < defaults.get(gpu, 0)
+    ]
+    slow = {
+        gpu: " ".join(nvidia_smi.text_field({gpu: row}, field).get(gpu, "") for field in SLOW)
+        for gpu, row in rows.items()
+    }
+    slow = {gpu: said for gpu, said in slow.items() if said.strip()}
+    return [
+        *check_values(PERSISTENCE, nvidia_smi.text_field(rows, "persistence_mode"), lambda mode: mode == "Disabled"),
+        *check_values(MIG, nvidia_smi.text_field(rows, "mig.mode.current"), lambda mode: mode == "Enabled"),
+        *check_values(COMPUTE, nvidia_smi.text_field(rows, "compute_mode"), lambda mode: mode == "Prohibited"),
+        *(capped or check_values(POWER, limits, lambda _: False)),
+        *check_values(SLOWDOWN, slow, lambda said: "Active" in said.replace("Not Active", "")),
+    ]

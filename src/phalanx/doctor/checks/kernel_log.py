@@ -1,0 +1,154 @@
+"""The kernel's log: what drivers and hardware told it since boot."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.doctor.checks import pcie
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding
+from phalanx.doctor.machine import CommandTimeout, Machine
+from phalanx.doctor.probes import pci
+from phalanx.doctor.probes.nvidia_smi import first_line
+
+OF_HARDWARE = frozenset((
+    48, *range(56, 59), *range(62, 65), *range(68, 78), *range(79, 87), 88, 89, 92, *range(94, 106), *range(110, 121),
+    *range(122, 126), 140, *range(144, 151),
+))  # fmt: skip
+"""Xids that OCI takes for the hardware's, and NVIDIA's of later GPUs: an unrecovered ECC error (140), and NVLink's of
+Blackwell (144 to 150). Others mostly follow from a program's mistake."""
+RECOVERY, HARMLESS = 154, ("None", "Drain P2P")
+"""The Xid that says what the GPU needs now, and what of that is no reset and no reboot."""
+XID = CheckRule(
+    "kernel.xid", "Xids of hardware in the kernel's log", "FAIL", "none", "Xid",
+    "OCI (its set of Xids); NVIDIA, XID Errors",
+    "drain the node, reset {device} or reboot; replace the GPU if it comes back",
+    "dmesg | grep -i xid; nvidia-bug-report.sh",
+)  # fmt: skip
+OTHER_XID = CheckRule(
+    "kernel.xid_software", "other Xids in the kernel's log", "WARN", "none", "Xid", "NVIDIA, XID Errors",
+    "most follow from a program's mistake; if other programs on {device} have them too, have it tested",
+    "dmesg | grep -i xid",
+)  # fmt: skip
+SWITCH = CheckRule(
+    "kernel.sxid", "fatal errors of NVSwitches in the kernel's log", "FAIL", "none", "SXid",
+    "NVIDIA, Fabric Manager User Guide (SXid)", "drain the node; reset all GPUs and switches",
+    "dmesg | grep -i sxid; nvidia-smi --gpu-reset",
+)  # fmt: skip
+LOST = CheckRule(
+    "kernel.gpu_lost", "GPUs that fell off the bus", "FAIL", "none", "", "NVIDIA, XID Errors (79)",
+    "drain the node, power it off and on; have {device} reseated", "dmesg | grep 'fallen off the bus'",
+)  # fmt: skip
+LIMITED = CheckRule(
+    "kernel.pcie_limited", "GPUs and RDMA cards that the kernel says are limited", "WARN", "none", "",
+    "Imbue (available PCIe bandwidth, limited by)", "have {device} reseated, or put it into another slot",
+    "dmesg | grep 'limited by'",
+)  # fmt: skip
+AER = CheckRule(
+    "kernel.aer", "uncorrected PCIe errors in the kernel's log", "FAIL", "none", "", "Linux, PCIe AER; DCGM",
+    "have {device} reseated", "dmesg | grep -i aer; lspci -s {device} -vv",
+)  # fmt: skip
+MACHINE_CHECK = CheckRule(
+    "kernel.machine_check", "errors of CPU or memory", "WARN", "none", "", "Linux, machine check",
+    "have memory and CPU tested", "dmesg | grep -i 'hardware error'; ras-mc-ctl --summary",
+)  # fmt: skip
+OUT_OF_MEMORY = CheckRule(
+    "kernel.out_of_memory", "programs that the kernel killed for memory", "WARN", "none", "", "Linux (oom-killer)",
+    "see whose memory it was, and whether that job is gone", "dmesg | grep -i 'killed process'",
+)  # fmt: skip
+DISK = CheckRule(
+    "kernel.disk", "errors of disks, or file systems made read-only", "FAIL", "none", "", "Linux (blk, ext4, xfs)",
+    "replace {device}; check its file system",
+    "dmesg | grep -i -e 'I/O error' -e read-only; smartctl -a /dev/{device}",
+)  # fmt: skip
+RULES = (XID, OTHER_XID, SWITCH, LOST, LIMITED, AER, MACHINE_CHECK, OUT_OF_MEMORY, DISK)
+AN_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)(.*)")
+AN_ACTION = re.compile(r"recovery action changed from .* to \S+ \((.*?)\)")
+"""Of a MIG instance it has that, too: (PCI:0000:52:00 GPU-I:05)."""
+AT = r"(?P<device>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.\d)"
+PATTERNS = (
+    (SWITCH, r"(?P<device>nvidia-nvswitch\d+): SXid \([^)]*\): (?P<what>\d+), Fatal"),
+    (LIMITED, AT + r": (?P<what>[\d.]+ Gb/s available PCIe bandwidth, limited by.*)"),
+    (AER, AT + r": (?:AER: )?PCIe Bus Error: severity=(?P<what>Uncorrect\w+ \([\w-]+\))"),
+    (MACHINE_CHECK, r"mce: (?P<what>\[Hardware Error\]: .*)"),
+    (MACHINE_CHECK, r"EDAC (?P<device>MC\d+): (?P<what>\d+ [CU]E)"),
+    (OUT_OF_MEMORY, r"[Oo]ut of memory: Kill(?:ed)? process \d+ \((?P<device>[^)]*)\)"),
+    (DISK, r"I/O error, dev (?P<device>(?!fd\d|sr\d|loop\d)[\w-]+)"),  # not of floppies and CDs that are not there
+    (DISK, r"EXT4-fs \((?P<device>[\w-]+)\): (?P<what>Remounting filesystem read-only)"),
+    (DISK, r"XFS \((?P<device>[\w-]+)\): (?P<what>.*(?:Shutting down filesystem|has been shut down))"),
+)
+"""As drivers write them (Linux: drivers/pci, drivers/edac, mm/oom_kill.c, block, fs/ext4, fs/xfs; SXid: NVIDIA)."""
+A_LOSS = re.compile(r"NVRM: (?:.*PCI:|GPU )([0-9a-fA-F:.]+)\b.*fallen off the bus")
+SOURCES = (
+    ("kernel_log", "dmesg", "--notime"),
+    ("kernel_journal", "journalctl", "--quiet", "-k", "-b", "-o", "cat", "--lines=20000"),
+)
+"""Of the log; the journal may be read by some for whom dmesg may not, and keeps more."""
+
+
+def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
+    """One finding for each kind of trouble of each device, with what was said last."""
+    text = _log(machine)
+    gpus, cards = pci.pci_devices(machine, pci.GPU, pci.NVIDIA), pcie.rdma_cards(machine)
+    told = [
+        each
+        for each in _of_patterns(text)
+        if each.id != LIMITED.id or each.device in cards or (each.device in gpus and _lacks_lanes(each))
+    ]
+    broken = [*_of_gpus(text), *told]
+    ids = {finding.id for finding in broken}
+    return [*broken, *(rule.ok("none") for rule in RULES if rule.id not in ids)]
+
+
+def _lacks_lanes(limited: DoctorFinding) -> bool:
+    """A GPU that is idle at boot rests at a low speed, on all its lanes."""
+    return len(set(re.findall(r"x(\d+) link", str(limited.measured)))) > 1
+
+
+def _log(machine: Machine) -> str:
+    """Of all who keep one, the newest last: the kernel's own forgets what came first."""
+    texts: list[str] = []
+    said_by: list[str] = []
+    stuck: CommandTimeout | None = None
+    for name, *words in SOURCES:
+        try:
+            said = machine.run(name, *words)
+        except CommandTimeout as error:
+            stuck = error
+            continue
+        if said is not None and not said.code and said.text.strip():
+            texts.insert(0, said.text)
+        elif said is not None:
+            said_by.append(f"{words[0]}: {first_line(said.text).removeprefix(f'{words[0]}: ')}")
+    if texts:
+        return "\n".join(texts)
+    if stuck:
+        raise stuck
+    if not said_by:
+        raise CheckSkipped("neither dmesg nor journalctl is there")
+    raise CheckSkipped(f"the kernel's log may not be read ({'; '.join(said_by)}): ask as root")
+
+
+def _of_gpus(text: str) -> list[DoctorFinding]:
+    """Xids, the last of each kind, of each GPU; of one that is lost, that."""
+    lost = sorted({pci.normalize_pci_address(at.rstrip(":")) for at in A_LOSS.findall(text)})
+    last: dict[tuple[str, str], DoctorFinding] = {}
+    for place, number, said in AN_XID.findall(text):
+        at, xid, action = pci.normalize_pci_address(place), int(number), AN_ACTION.search(said)
+        if xid != RECOVERY or action is None:
+            rule = XID if xid in OF_HARDWARE else OTHER_XID
+            last[at, rule.id] = rule.violation(at, xid)
+        elif action[1] not in HARMLESS:  # an Xid before it says why
+            last.setdefault((at, XID.id), XID.violation(at, f"{xid}: {action[1]}"))
+    xids = [finding for (at, _), finding in last.items() if at not in lost]
+    return [*(LOST.violation(at, "fallen off the bus") for at in lost), *xids]
+
+
+def _of_patterns(text: str) -> list[DoctorFinding]:
+    last: dict[tuple[str, str], DoctorFinding] = {}
+    for rule, pattern in PATTERNS:
+        for match in re.finditer(pattern, text):
+            groups = match.groupdict()
+            device = groups.get("device") or ""
+            last[rule.id, device] = rule.violation(device, groups.get("what") or match[0])
+    return list(last.values())

@@ -1,0 +1,65 @@
+"""Limits of the system that stop NCCL: memory that may be locked, and shared memory."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.doctor.checks import memory, rdma_ports
+from phalanx.doctor.checks.disk import space
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, DoctorFinding, check_values
+from phalanx.doctor.machine import Machine
+
+GIB = 2**30
+MEMLOCK_GIB = 32
+SHM_GIB, SHM_SHARE = 8, 0.4
+MEMLOCK = CheckRule(
+    "host.memlock", "memory that a process may lock, for RDMA", "FAIL", f"at least {MEMLOCK_GIB}, or unlimited", "GiB",
+    "Primus (memlock >= 32 GiB)", "lift the limit, and start the job anew",
+    "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in slurmd.service",
+)  # fmt: skip
+SHM = CheckRule(
+    "host.shm", "size of /dev/shm", "FAIL", f"at least {SHM_GIB}, or {SHM_SHARE:g} of a smaller memory", "GiB",
+    "Primus (/dev/shm >= 8 GiB)",
+    "make it larger: ranks of a node, and loaders, share memory there",
+    "mount -o remount,size=16G /dev/shm; docker run --shm-size=16g",
+)  # fmt: skip
+SHM_FREE = CheckRule(
+    "host.shm_free", "free space of /dev/shm", "WARN", "as much", "GiB", "Primus (/dev/shm >= 8 GiB)",
+    "remove what earlier jobs left there", "ls -la /dev/shm",
+)  # fmt: skip
+RULES = (MEMLOCK, SHM, SHM_FREE)
+
+
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """Of this process, as ranks started beside it would have them."""
+    limits = machine.read("/proc/self/limits") or ""
+    locked = re.search(r"^Max locked memory\s+(\d+|unlimited)", limits, re.MULTILINE)
+    shared, least = space(machine, "df_shm", "/dev/shm"), _least_shm_gib(machine)
+    if not rdma_ports.rdma_devices(machine):
+        memlock = [MEMLOCK.skip(rdma_ports.NONE)]
+    elif expected.gpus == 0:
+        memlock = [MEMLOCK.skip(rdma_ports.NOT_USED)]
+    elif locked is None:
+        memlock = [MEMLOCK.skip("/proc/self/limits does not say")]
+    elif locked[1] == "unlimited":
+        memlock = [MEMLOCK.ok("unlimited")]
+    else:
+        memlock = check_values(MEMLOCK, {"memlock": round(int(locked[1]) / GIB, 3)}, lambda gib: gib < MEMLOCK_GIB)
+    if shared is None:
+        return [*memlock, SHM.skip("df says nothing of /dev/shm"), SHM_FREE.skip("df says nothing of /dev/shm")]
+    wanted = f"at least {least:.3g}"
+    size = check_values(SHM, {"/dev/shm": round(shared.size_bytes / GIB, 3)}, lambda gib: gib < least, wanted)
+    if size[0].severity != "OK":
+        return [*memlock, *size]
+    return [
+        *memlock,
+        *size,
+        *check_values(SHM_FREE, {"/dev/shm": round(shared.free_bytes / GIB, 3)}, lambda gib: gib < least, wanted),
+    ]
+
+
+def _least_shm_gib(machine: Machine) -> float:
+    """What Primus asks of GPU nodes; of a small memory less than the half that /dev/shm has by itself (Linux)."""
+    total = memory.sizes(machine).get("MemTotal", 0) / GIB
+    return min(SHM_GIB, SHM_SHARE * total) if total else SHM_GIB

@@ -1,0 +1,73 @@
+"""Memory of the host."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
+from phalanx.doctor.machine import Machine
+from phalanx.doctor.probes import pci
+
+GIB = 2**30
+LEAST_FREE = 0.1
+AVAILABLE = CheckRule(
+    "memory.available", "share of memory that is available", "WARN", f"at least {100 * LEAST_FREE:g}", "%",
+    "ours: below that the kernel reclaims while it works", "end what earlier jobs left behind",
+    "ps aux --sort=-rss | head",
+)  # fmt: skip
+HEADROOM = CheckRule(
+    "memory.headroom", "memory that is available, where CPUs compute", "FAIL", "at least what the run's ranks need",
+    "GiB", "the run (`phalanx memory`)", "free memory, start fewer ranks, or take a layout that needs less",
+    "phalanx memory RUN.toml; free -h",
+)  # fmt: skip
+RULES = (AVAILABLE, HEADROOM)
+VERSION_2 = "/sys/fs/cgroup", ("memory.max", "memory.current", "memory.stat"), "(?:in)?active_file"
+VERSION_1 = (
+    "/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+    "total_(?:in)?active_file",
+)  # fmt: skip
+"""Of cgroups: where they are, limit, use and statistics, and of these the pages of files (Linux, cgroup-v2.rst and
+cgroup-v1/memory.rst)."""
+
+
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """By /proc/meminfo, or by the limits of cgroups where they leave less."""
+    known = sizes(machine)
+    if not known.get("MemTotal") or "MemAvailable" not in known:
+        raise CheckSkipped("/proc/meminfo does not say")
+    total, available = known["MemTotal"], known["MemAvailable"]
+    for limit, used in _groups(machine):
+        total, available = min(total, limit), max(0, min(available, limit - used))
+    on_cpus = pci.runs_on_cpu(machine, expected)
+    need = (expected.rank_bytes or 0) * (expected.ranks or 1) if on_cpus else 0
+    is_run = on_cpus and expected.precision is not None
+    why = "the layout, or how many ranks, is not said: --nproc" if is_run else "no run for CPUs"
+    free, needed = {"": round(available / GIB, 2)}, f"at least {need / GIB:.2f}"
+    return [
+        *check_values(AVAILABLE, {"": round(100 * available / total)}, lambda percent: percent < 100 * LEAST_FREE),
+        *(check_values(HEADROOM, free, lambda gib: gib < need / GIB, needed) if need else [HEADROOM.skip(why)]),
+    ]
+
+
+def sizes(machine: Machine) -> dict[str, int]:
+    """Of /proc/meminfo, in bytes, by name."""
+    text = machine.read("/proc/meminfo") or ""
+    return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+
+
+def _groups(machine: Machine) -> Iterator[tuple[int, int]]:
+    """Limit and use of this process's cgroup and of those above it: a job of Slurm has one, a container sees its own as
+    the root. Pages of files are not counted: the kernel takes them back before it kills, as MemAvailable reckons."""
+    lines = (machine.read("/proc/self/cgroup") or "0::/").splitlines()
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, names, cached = VERSION_1 if controllers else VERSION_2
+        for place in (PurePosixPath(path), *PurePosixPath(path).parents):
+            limit, used, stat = (machine.read(f"{root}{str(place).rstrip('/')}/{name}") or "" for name in names)
+            if limit.isdecimal() and used.isdecimal() and int(limit):
+                files = sum(map(int, re.findall(rf"^{cached} (\d+)", stat, re.MULTILINE)))
+                yield int(limit), int(used) - files

@@ -1,0 +1,33 @@
+"""Sizes of packets: those of RDMA fit into Ethernet's."""
+
+from __future__ import annotations
+
+from phalanx.doctor.checks import rdma_ports
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, DoctorFinding, check_values, most_common
+from phalanx.doctor.machine import Machine
+from phalanx.doctor.probes.nvidia_smi import leading_number
+
+LEAST = 4200
+"""RDMA's 4096 bytes and its headers; Ethernet's usual 1500 leave packets of 1024."""
+LARGE = CheckRule(
+    "mtu.large", "MTU of the interfaces of RoCE ports", "WARN", f"at least {LEAST}", "bytes",
+    "NVIDIA, RoCE (RDMA MTU 4096 needs 4200)", "set the MTU of {device} to 9000, on its switch port too",
+    "ip link set {device} mtu 9000",
+)  # fmt: skip
+SAME = CheckRule(
+    "mtu.same", "MTU of the interfaces of RoCE ports", "FAIL", "the same as the others'", "bytes",
+    "Primus (MTU drift against the majority)", "set the MTU of {device} to that of the others",
+    "ip link set {device} mtu 9000",
+)  # fmt: skip
+RULES = (LARGE, SAME)
+
+
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """The interfaces of RoCE ports that NCCL would use."""
+    over = rdma_ports.roce_interfaces(machine, expected)
+    sizes = {name: leading_number(machine.read(f"/sys/class/net/{name}/mtu") or "") or 0.0 for name in sorted(over)}
+    most = most_common(sizes.values()) or 0.0
+    other = check_values(SAME, sizes, lambda size: size != most, f"{most:g}")
+    common = {name: size for name, size in sizes.items() if size == most}
+    return [*check_values(LARGE, common, lambda size: size < LEAST), *other]

@@ -1,0 +1,90 @@
+"""A log of NCCL (NCCL_DEBUG=INFO): which network it took in the end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.doctor.checks import rdma_ports
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values, most_common
+from phalanx.doctor.machine import Machine
+
+SOCKETS = CheckRule(
+    "nccl.fallback", "network that NCCL took", "FAIL", "not sockets, where there are RDMA devices", "",
+    "NCCL (NET/IB to NET/Socket)",
+    "find out why RDMA failed: NCCL_IB_HCA, memlock, /dev/infiniband in the container, the lines before it "
+    "in the log", "grep -e NET/ -e WARN LOG; NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET",
+)  # fmt: skip
+DIRECT = CheckRule(
+    "nccl.gdr", "channels over the network without GPUDirect RDMA", "WARN", "0", "channels",
+    "NCCL (via NET/IB/0/GDRDMA)",
+    "load nvidia_peermem, or use a kernel and driver with dma-buf; see the way from GPU to card",
+    "modprobe nvidia_peermem; grep 'via NET' LOG",
+)  # fmt: skip
+WARNINGS = CheckRule(
+    "nccl.warnings", "warnings", "WARN", "none", "", "NCCL (NCCL WARN)", "read what NCCL says", "grep 'NCCL WARN' LOG",
+)  # fmt: skip
+VERSION = CheckRule(
+    "nccl.version", "NCCL of each host", "FAIL", "the same", "", "NCCL (ranks of one communicator need one version)",
+    "install the same PyTorch on {device}", "python -c 'import torch; print(torch.cuda.nccl.version())'",
+)  # fmt: skip
+RULES = (SOCKETS, DIRECT, WARNINGS, VERSION)
+LINE = re.compile(r"^(?:.*?[\s:])??([\w.-]+):\d+:\d+ \[\d+\] (?:\S+:\d+ )?NCCL (INFO|WARN) (.*)$")
+"""host:pid:tid [device] NCCL INFO ..., and of a warning its place in the source, as NCCL's src/debug.cc writes them;
+before it what launchers write: "0: " (srun), "[default0]:" (torchrun), "[1,0]<stdout>:" (mpirun)."""
+A_VERSION = re.compile(r"(?:^|[\s:\]>])NCCL version (\S+)")
+BEFORE_TIME = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?\]\s*")
+
+
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """The log that was given, else the one that NCCL_DEBUG_FILE names without a pattern."""
+    path = expected.nccl_log or machine.environment.get("NCCL_DEBUG_FILE", "")
+    if not path:
+        raise CheckSkipped("no log: give --nccl-log FILE, of a run with NCCL_DEBUG=INFO")
+    text = machine.read(path if machine.root else str(Path(path).absolute()))
+    if text is None:
+        raise CheckSkipped(f"{path} cannot be read")
+    return judged(text, bool(rdma_ports.rdma_devices(machine)))
+
+
+def judged(text: str, rdma: bool) -> list[DoctorFinding]:
+    """What a log says, on machines with RDMA devices or without."""
+    said = [BEFORE_TIME.sub("", line) for line in text.splitlines()]
+    lines = [(match[1], match[2], match[3]) for match in map(LINE.match, said) if match]
+    if not lines:
+        raise CheckSkipped("no line of NCCL in the log")
+    over = [said for _, _, said in lines if "via NET/" in said and "/Socket" not in said]
+    warnings = {host: said for host, level, said in lines if level == "WARN"}
+    indirect = sum("GDRDMA" not in said for said in over)
+    return [
+        *_fallback(lines, rdma),
+        *(
+            check_values(DIRECT, {"": indirect}, lambda count: count > 0)
+            if over
+            else [DIRECT.skip("no channel over RDMA")]
+        ),
+        *([WARNINGS.violation(host, said, host=host) for host, said in warnings.items()] or [WARNINGS.ok("none")]),
+        *_versions(said),
+    ]
+
+
+def _fallback(lines: Sequence[tuple[str, str, str]], rdma: bool) -> list[DoctorFinding]:
+    """Hosts of which some rank took sockets, where cards are there or others took another network."""
+    took = [(host, said.rpartition(" ")[2]) for host, _, said in lines if said.startswith("Using network ")]
+    networks = {network for _, network in took}
+    slow = dict.fromkeys(host for host, network in took if network == "Socket")
+    no_card = any("NET/IB : No device found" in said for _, _, said in lines)
+    seen = "Socket" + (" (NET/IB : No device found)" if no_card else "")
+    fallback = [SOCKETS.violation(host, seen, host=host) for host in slow] if rdma or len(networks) > 1 else []
+    return fallback or [SOCKETS.ok(", ".join(sorted(networks)) or "not said")]
+
+
+def _versions(lines: Sequence[str]) -> list[DoctorFinding]:
+    """Every version but that of most lines; up to NCCL 2.2x they name no host."""
+    said = [(LINE.match(line), match[1]) for line in lines if (match := A_VERSION.search(line))]
+    hosts = {(line[1] if line else "", version) for line, version in said}
+    most = most_common(version for _, version in said) or ""
+    other = [VERSION.violation(host, version, most, host) for host, version in sorted(hosts) if version != most]
+    return other or check_values(VERSION, dict(hosts), lambda _: False)

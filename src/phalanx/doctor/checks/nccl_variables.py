@@ -1,0 +1,183 @@
+"""Variables of NCCL and gloo, held against the interfaces and cards that are there."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from ipaddress import ip_address
+
+from phalanx.doctor.checks import rdma_ports
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
+from phalanx.doctor.machine import Machine
+
+INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+LOCAL = ("lo", "docker", "veth", "virbr")
+"""Beginnings of interfaces that no other node reaches."""
+GLOO = INTERFACES[1]
+LEFT_OVER = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO")
+EXISTS = CheckRule(
+    "nccl.interface", "interfaces that NCCL_SOCKET_IFNAME takes", "FAIL",
+    "at least one that is there", "", "NCCL (NCCL_SOCKET_IFNAME); Primus",
+    "name an interface of this node in {device}, or unset it", "ip -br link; env | grep SOCKET_IFNAME",
+)  # fmt: skip
+GLOOS = CheckRule(
+    "nccl.gloo_interface", "interfaces that GLOO_SOCKET_IFNAME names", "FAIL", "all are there", "",
+    "gloo (transport/tcp/device.cc): whole names; it knows no ^ and no =, and fails if one is missing",
+    "name whole interfaces of this node in {device}, separated by commas, or unset it", "ip -br link",
+)  # fmt: skip
+REACHED = CheckRule(
+    "nccl.interface_local", "those of them that no other node reaches", "FAIL", "none (lo, docker, veth, virbr)", "",
+    "NCCL (its own default leaves lo and docker to the last)",
+    "name the interface in {device} by which other nodes are reached", "ip -br addr",
+)  # fmt: skip
+UP = CheckRule(
+    "nccl.interface_up", "their state", "FAIL", "one is up", "", "Linux (operstate)",
+    "bring the interface up, or name another in {device}", "ip -br link",
+)  # fmt: skip
+ROUTE = CheckRule(
+    "nccl.route", "interface of the route to MASTER_ADDR", "WARN", "one of NCCL_SOCKET_IFNAME's", "",
+    "PyTorch and NCCL meet at MASTER_ADDR first",
+    "let both use one network: NCCL_SOCKET_IFNAME, or another MASTER_ADDR", "ip route get $MASTER_ADDR",
+)  # fmt: skip
+CARDS = CheckRule(
+    "nccl.hca", "RDMA devices that NCCL_IB_HCA names", "FAIL", "are there", "", "NCCL (NCCL_IB_HCA)",
+    "name devices of this node in NCCL_IB_HCA, or unset it: NCCL falls back to sockets",
+    "ls /sys/class/infiniband; echo $NCCL_IB_HCA",
+)  # fmt: skip
+FORCED = CheckRule(
+    "nccl.left_over", "variables that switch transports or algorithms off", "WARN", "not set", "",
+    "NCCL, environment variables (meant for debugging)", "unset {device}: it costs bandwidth", "unset {device}",
+)  # fmt: skip
+RULES = (EXISTS, GLOOS, REACHED, UP, ROUTE, CARDS, FORCED)
+
+
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """What is set."""
+    if not any(name.startswith(("NCCL_", "GLOO_")) for name in machine.environment):
+        raise CheckSkipped("no variable of NCCL or gloo is set")
+    there = _there(machine)
+    named = {name: machine.environment[name] for name in INTERFACES if machine.environment.get(name)}
+    taken = {name: [each for each in there if _taken(name, value, each)] for name, value in named.items()}
+    forced = {name: machine.environment[name] for name in LEFT_OVER if _forced(machine, name)}
+    return [
+        *_interfaces(machine, named, taken, there, expected.nodes == 1),
+        _route(machine, [name for name in taken.get(INTERFACES[0], []) if not name.startswith(LOCAL)]),
+        *_cards(machine),
+        *([FORCED.violation(name, value) for name, value in forced.items()] or [FORCED.ok("none")]),
+    ]
+
+
+def named_interfaces(machine: Machine) -> list[str]:
+    """Those that the variables take and other nodes may reach."""
+    values = {name: machine.environment[name] for name in INTERFACES if machine.environment.get(name)}
+    far = [each for each in _there(machine) if not each.startswith(LOCAL)]
+    return [each for each in far if any(_taken(name, value, each) for name, value in values.items())]
+
+
+def _taken(variable: str, value: str, interface: str) -> bool:
+    return interface in _names(value) if variable == GLOO else takes(value, interface)
+
+
+def _names(value: str) -> list[str]:
+    return [name for name in value.split(",") if name]
+
+
+def _there(machine: Machine) -> list[str]:
+    """Interfaces; bonding_masters, which is beside them, is none."""
+    return [path.split("/")[4] for path in machine.glob("/sys/class/net/*/operstate")]
+
+
+def _interfaces(
+    machine: Machine, named: dict[str, str], taken: dict[str, list[str]], there: list[str], alone: bool
+) -> list[DoctorFinding]:
+    """Of the interfaces that each variable takes: some are there, other nodes are reached by them, and one is up."""
+    if not named:
+        return [rule.skip("no variable names an interface") for rule in (EXISTS, GLOOS, REACHED, UP)]
+    states = {name: _state(machine, name) for name in there}
+    known = f"of {', '.join(there)}"
+    of_nccl = {name: value for name, value in named.items() if name != GLOO}
+    missing = [EXISTS.violation(name, value, f"one {known}") for name, value in of_nccl.items() if not taken[name]]
+    unknown = [
+        GLOOS.violation(GLOO, name, f"some {known}") for name in _names(named.get(GLOO, "")) if name not in there
+    ]
+    local = {name: _local(mine, states) for name, mine in taken.items() if mine}
+    far = {name: " ".join(states[each] for each in taken[name]) for name, mine in local.items() if not mine}
+    return [
+        *(missing or [_first(EXISTS, INTERFACES[0], taken)]),
+        *(unknown or [_first(GLOOS, GLOO, taken)]),
+        *([REACHED.skip("the run has one node")] if alone else check_values(REACHED, local, bool)),
+        *check_values(UP, far, lambda said: "up" not in said.split()),
+    ]
+
+
+def _first(rule: CheckRule, variable: str, taken: dict[str, list[str]]) -> DoctorFinding:
+    mine = taken.get(variable)
+    return rule.ok(mine[0]) if mine else rule.skip(f"{variable} is not set")
+
+
+def _local(mine: list[str], states: dict[str, str]) -> str:
+    """The interfaces among these that no other node reaches, if they would be used: they are up, or all are such."""
+    local = [name for name in mine if name.startswith(LOCAL)]
+    used = local if len(local) == len(mine) else [name for name in local if states[name] == "up"]
+    return ", ".join(used)
+
+
+def takes(value: str, interface: str) -> bool:
+    """Whether a list in the form of NCCL_SOCKET_IFNAME takes an interface: beginnings of names; with = the very names;
+    with ^ all others."""
+    names = [name for name in value.lstrip("^=").split(",") if name]
+    exact = "=" in value[:2]
+    taken = any(interface == name if exact else interface.startswith(name) for name in names)
+    return taken != value.startswith("^")
+
+
+def _state(machine: Machine, interface: str) -> str:
+    """Of a virtual interface the kernel does not know; that is taken for up."""
+    state = machine.read(f"/sys/class/net/{interface}/operstate") or "unknown"
+    return "up" if state == "unknown" else state
+
+
+def _forced(machine: Machine, name: str) -> bool:
+    value = machine.environment.get(name, "")
+    return value == "0" if name.endswith("ENABLE") else value not in ("", "0")
+
+
+def _route(machine: Machine, allowed: list[str]) -> DoctorFinding:
+    master = machine.environment.get("MASTER_ADDR")
+    if not master or not allowed:
+        return ROUTE.skip("MASTER_ADDR and NCCL_SOCKET_IFNAME are not both set, and well")
+    address = _address(machine, master)
+    said = machine.run("route", "ip", "route", "get", address) if address else None
+    if said is None:
+        return ROUTE.skip(f"{master} is no known address, or `ip` is not installed")
+    words = said.text.split()
+    device = words[words.index("dev") + 1] if "dev" in words[:-1] else None
+    if device is None or device == "lo":
+        return ROUTE.skip(f"no route to {master} over a network")
+    return ROUTE.ok(device) if device in allowed else ROUTE.violation(device, device, f"one of {', '.join(allowed)}")
+
+
+def _address(machine: Machine, name: str) -> str | None:
+    """Of a name, which `ip` does not take, the address that the system finds first."""
+    with suppress(ValueError):
+        return str(ip_address(name))
+    said = machine.run("master", "getent", "ahosts", name)
+    return next(iter(said.text.split()), None) if said and not said.code else None
+
+
+def _cards(machine: Machine) -> list[DoctorFinding]:
+    chosen, there = machine.environment.get("NCCL_IB_HCA", ""), rdma_ports.rdma_ports(machine)
+    if not chosen:
+        return [CARDS.skip("NCCL_IB_HCA is not set")]
+    if chosen.startswith("^"):  # to leave out what is not there does no harm
+        return [CARDS.ok(chosen)]
+    mark = "=" if "=" in chosen[:2] else ""
+    names = [name for name in chosen.lstrip("=").split(",") if name]
+    missing = [
+        name for name in names if not any(rdma_ports.matches_hca_filter(mark + name, port) for port in there.values())
+    ]
+    if not there:
+        missing = names
+    return [CARDS.violation(name, "not there", f"some of {', '.join(there) or 'none'}") for name in missing] or [
+        CARDS.ok(chosen)
+    ]

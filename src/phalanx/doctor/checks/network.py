@@ -1,0 +1,54 @@
+"""The interface by which sockets reach other nodes: how fast its link is."""
+
+from __future__ import annotations
+
+from phalanx.doctor.checks import rdma_ports
+from phalanx.doctor.checks.nccl_variables import named_interfaces
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
+from phalanx.doctor.machine import Machine
+from phalanx.doctor.probes.nvidia_smi import leading_number
+
+LEAST_MBPS = 1000
+SPEED = CheckRule(
+    "network.speed", "link of the interface that sockets use", "WARN",
+    f"at least {LEAST_MBPS}, and without RDMA what the run counts on", "Mb/s",
+    "ours: cables of today carry that (1000BASE-T); the run (cluster.network_bytes_per_second)",
+    "look at cable and switch port of {device}: with a broken pair of wires a link falls to 100 Mb/s",
+    "ethtool {device}",
+)  # fmt: skip
+DUPLEX = CheckRule(
+    "network.duplex", "duplex of that link", "WARN", "full", "", "Linux (duplex of interfaces)",
+    "let both ends of {device} negotiate: one whose other end does not falls to half", "ethtool {device}",
+)  # fmt: skip
+RULES = (SPEED, DUPLEX)
+
+
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """Those that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME take, else that of the default route. Virtual machines and
+    radio links do not say how fast they are."""
+    if expected.nodes == 1:
+        raise CheckSkipped("the run has one node")
+    names = named_interfaces(machine) or _of_default_route(machine)
+    if not names:
+        raise CheckSkipped("no interface is named, and there is no default route")
+    known = {name: leading_number(machine.read(f"/sys/class/net/{name}/speed") or "") or 0.0 for name in names}
+    speeds = {name: speed for name, speed in known.items() if speed > 0}
+    duplex = {name: machine.read(f"/sys/class/net/{name}/duplex") or "" for name in speeds}
+    least = max(LEAST_MBPS, _wanted_mbps(machine, expected))
+    return [
+        *check_values(SPEED, speeds, lambda speed: speed < least, f"at least {least:g}"),
+        *check_values(DUPLEX, duplex, "half".__eq__),
+    ]
+
+
+def _of_default_route(machine: Machine) -> list[str]:
+    """By /proc/net/route: its interface, and all zeros as destination."""
+    rows = [line.split() for line in (machine.read("/proc/net/route") or "").splitlines()]
+    return [row[0] for row in rows if row[1:2] == ["00000000"]][:1]
+
+
+def _wanted_mbps(machine: Machine, expected: Expectations) -> float:
+    speed, ranks = expected.network_bytes_per_second, expected.ranks
+    over_rdma = rdma_ports.rdma_devices(machine) and expected.gpus != 0
+    return 8e-6 * speed * ranks if speed and ranks and not over_rdma else 0.0

@@ -1,0 +1,115 @@
+"""NVLinks: all up, as fast as each other, without errors, and what routes them at work."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values, most_common
+from phalanx.doctor.machine import Machine
+from phalanx.doctor.probes import nvidia_smi, pci
+
+ERRORS = 5
+"""Imbue warns of 5 errors of a link; a few since boot are usual."""
+SLOWER = 0.99
+"""Of the usual speed of a link: its figures are rounded."""
+ACTIVE = CheckRule(
+    "nvlink.active", "inactive links", "FAIL", "none where the GPU has active ones, or there are NVSwitches", "links",
+    "Imbue (inactive is an error)",
+    "drain the node; reset the GPUs, restart the fabric manager, then have {device} reseated",
+    "nvidia-smi nvlink --status",
+)  # fmt: skip
+COUNT = CheckRule(
+    "nvlink.count", "links of each GPU", "FAIL", "as many as the others'", "links", "OCI (count and speed)",
+    "drain the node and have {device} and its baseboard tested", "nvidia-smi nvlink --status; nvidia-smi topo -m",
+)  # fmt: skip
+SPEED = CheckRule(
+    "nvlink.speed", "slowest link of each GPU", "FAIL", "as fast as the others", "GB/s", "OCI (count and speed)",
+    "reset {device}; if the link stays slow, have it replaced", "nvidia-smi nvlink --status",
+)  # fmt: skip
+ERRORS_RULE = CheckRule(
+    "nvlink.errors", "replay, recovery and CRC errors of its worst link since the driver was loaded", "WARN",
+    f"less than {ERRORS}", "errors", "Imbue (>= 5 errors warn)",
+    "watch whether they grow in a benchmark; if so, have {device} reseated", "nvidia-smi nvlink -e",
+)  # fmt: skip
+FABRIC = CheckRule(
+    "nvlink.fabric_manager", "nvidia-fabricmanager, where there are NVSwitches", "FAIL", "active", "",
+    "NVIDIA, Fabric Manager User Guide",
+    "start it, of the driver's very version: without it CUDA fails on this machine",
+    "systemctl restart nvidia-fabricmanager; journalctl -u nvidia-fabricmanager",
+)  # fmt: skip
+RULES = (ACTIVE, COUNT, SPEED, ERRORS_RULE, FABRIC)
+LINK = re.compile(r"Link (\d+): (?:(<?inactive>?)|([\d.]+) GB/s)", re.IGNORECASE)
+ERROR = re.compile(r"Link (\d+): .*(?:Errors?|Total link recovery events|Tx discards): (\d+)")
+"""The events are Blackwell's: failed and successful ones are among all."""
+
+
+def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
+    """NVLinks of GPUs that have some, and what routes them: without it all are inactive."""
+    fabric = _fabric_manager(machine)
+    try:
+        return [*_links(machine), *fabric]
+    except CheckSkipped as skipped:
+        if fabric[0].severity == "SKIP":
+            raise
+        return [*(rule.skip(str(skipped)) for rule in RULES if rule is not FABRIC), *fabric]
+
+
+def _links(machine: Machine) -> list[DoctorFinding]:
+    status = {gpu: LINK.findall("\n".join(lines)) for gpu, lines in _lines(machine, "smi_nvlink", "--status").items()}
+    speeds = {gpu: [float(speed) for _, down, speed in links if not down] for gpu, links in status.items()}
+    if not any(speeds.values()):
+        if len(status) < 2 or not pci.pci_devices(machine, pci.BRIDGE, pci.NVIDIA):
+            raise CheckSkipped("no NVLink is active, and none need be")
+        rest = (rule.skip("no NVLink is active") for rule in (COUNT, SPEED, ERRORS_RULE))
+        return [*(ACTIVE.violation(gpu, "all") for gpu in status), *rest]
+    down = {gpu: sum(bool(off) for _, off, _ in links) for gpu, links in status.items() if speeds[gpu]}
+    counts = {gpu: len(links) for gpu, links in status.items()}
+    slowest = {gpu: min(mine) for gpu, mine in speeds.items() if mine}
+    usually, fast = most_common(counts.values()), most_common(slowest.values()) or 0.0
+    return [
+        *check_values(ACTIVE, down, lambda count: count > 0),
+        *check_values(COUNT, counts, lambda count: count != usually, f"{usually}"),
+        *check_values(SPEED, slowest, lambda speed: speed < SLOWER * fast, f"{fast:g}"),
+        *_errors(machine),
+    ]
+
+
+def _errors(machine: Machine) -> list[DoctorFinding]:
+    try:
+        return check_values(ERRORS_RULE, worst_errors(machine), lambda count: count >= ERRORS)
+    except CheckSkipped as skipped:
+        return [ERRORS_RULE.skip(str(skipped))]
+
+
+def errors(machine: Machine) -> dict[str, int]:
+    """Errors of every kind of each link, as "GPU0 link 3"; raises Skip where nvidia-smi does not say."""
+    found: dict[str, int] = {}
+    for gpu, lines in _lines(machine, "smi_nvlink_errors", "-e").items():
+        for link, count in ERROR.findall("\n".join(lines)):
+            found[f"{gpu} link {link}"] = found.get(f"{gpu} link {link}", 0) + int(count)
+    return found
+
+
+def worst_errors(machine: Machine) -> dict[str, int]:
+    """Of each GPU those of its worst link."""
+    found: dict[str, int] = {}
+    for link, count in errors(machine).items():
+        gpu = link.partition(" ")[0]
+        found[gpu] = max(found.get(gpu, 0), count)
+    return found
+
+
+def _lines(machine: Machine, name: str, flag: str) -> dict[str, list[str]]:
+    return nvidia_smi.split_by_gpu(nvidia_smi.run_nvidia_smi(machine, name, "nvlink", flag))
+
+
+def _fabric_manager(machine: Machine) -> list[DoctorFinding]:
+    if not pci.pci_devices(machine, pci.BRIDGE, pci.NVIDIA):
+        return [FABRIC.skip("no NVSwitch")]
+    said = machine.run("fabric_manager", "systemctl", "is-active", "nvidia-fabricmanager")
+    if said is None or "systemd" in said.text or "bus" in said.text:
+        return [FABRIC.skip("systemd does not answer here (in a container?)")]
+    return check_values(
+        FABRIC, {"nvidia-fabricmanager": nvidia_smi.first_line(said.text)}, lambda state: state != "active"
+    )

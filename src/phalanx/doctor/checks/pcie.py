@@ -1,0 +1,91 @@
+"""PCIe links of GPUs and network cards, from sysfs."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
+from phalanx.doctor.machine import Machine
+from phalanx.doctor.probes import pci
+from phalanx.doctor.probes.nvidia_smi import leading_number
+
+WIDTH = CheckRule(
+    "pcie.width", "lanes in use", "FAIL", "as many as the device and its slot have", "lanes", "OCI (width 16)",
+    "drain the node; have {device} reseated, or put it into a slot with all lanes",
+    "lspci -s {device} -vv | grep -e LnkCap -e LnkSta",
+)  # fmt: skip
+SPEED = CheckRule(
+    "pcie.speed", "speed of a network card's link (those of idle GPUs rest lower)", "FAIL",
+    "as fast as the device and its slot can", "GT/s", "Imbue (available PCIe bandwidth, limited by ...)",
+    "have {device} reseated; check the slot's speed in the BIOS", "lspci -s {device} -vv | grep -e LnkCap -e LnkSta",
+)  # fmt: skip
+ERRORS = CheckRule(
+    "pcie.errors", "fatal and non-fatal errors since boot", "WARN", "0", "errors",
+    "Linux, PCIe AER statistics; DCGM counts replays",
+    "watch whether they grow in a benchmark; have {device} reseated",
+    "cat /sys/bus/pci/devices/{device}/aer_dev_*fatal; dmesg | grep -i aer",
+)  # fmt: skip
+NUMA = CheckRule(
+    "pcie.numa", "NUMA node of each device", "WARN", "known, where there are several", "",
+    "Linux (numa_node is -1 if the BIOS is silent)",
+    "update the BIOS, or set the node: processes are bound to the wrong CPUs else",
+    "cat /sys/bus/pci/devices/{device}/numa_node",
+)  # fmt: skip
+RULES = (WIDTH, SPEED, ERRORS, NUMA)
+TOTAL = re.compile(r"^TOTAL_ERR_\w+ (\d+)", re.MULTILINE)
+
+
+def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
+    """GPUs of NVIDIA, and network cards with RDMA."""
+    cards = rdma_cards(machine)
+    looked_at = [*pci.pci_devices(machine, pci.GPU, pci.NVIDIA), *cards]
+    if not looked_at:
+        raise CheckSkipped("no GPU and no RDMA card on the PCI bus")
+    several = len(machine.glob("/sys/devices/system/node/node[0-9]*")) > 1
+    full = {at: _most(machine, at, "max_link_width") for at in looked_at}
+    used = {at: _numbers(machine, at, "current_link_width") for at in looked_at}
+    fast = {at: _most(machine, at, "max_link_speed") for at in cards}
+    runs = {at: _numbers(machine, at, "current_link_speed") for at in cards}
+    nodes = {at: machine.read(f"{pci.DEVICES}/{at}/numa_node") or "" for at in looked_at}
+    severe = {at: count for at in looked_at if (count := errors(machine, at)) is not None}
+    return [
+        *_below(WIDTH, used, full),
+        *_below(SPEED, runs, fast),
+        *check_values(ERRORS, severe, lambda count: count > 0),
+        *(check_values(NUMA, nodes, "-1".__eq__) if several else [NUMA.skip("one NUMA node")]),
+    ]
+
+
+def rdma_cards(machine: Machine) -> list[str]:
+    """Addresses of cards that have an RDMA device."""
+    found = set()
+    for path in machine.glob("/sys/class/infiniband/*"):
+        match = re.search(r"^PCI_SLOT_NAME=(\S+)", machine.read(f"{path}/device/uevent") or "", re.MULTILINE)
+        found |= {match[1]} if match else set()
+    return sorted(found)
+
+
+def errors(machine: Machine, at: str) -> int | None:
+    """Fatal and non-fatal ones since boot; None where the kernel does not count them (virtual machines)."""
+    files = (machine.read(f"{pci.DEVICES}/{at}/aer_dev_{kind}") or "" for kind in ("nonfatal", "fatal"))
+    totals = [int(total[1]) for total in map(TOTAL.search, files) if total]
+    return sum(totals) if totals else None
+
+
+def _numbers(machine: Machine, at: str, name: str) -> float:
+    return leading_number(machine.read(f"{pci.DEVICES}/{at}/{name}") or "") or 0
+
+
+def _most(machine: Machine, at: str, name: str) -> float:
+    """What a device and the slot that it sits in can, both."""
+    above = pci.upstream_bridge(machine, at)
+    ends = [_numbers(machine, each, name) for each in (at, above) if each]
+    return min((value for value in ends if value > 0), default=0)
+
+
+def _below(rule: CheckRule, used: dict[str, float], most: dict[str, float]) -> list[DoctorFinding]:
+    """Devices that use less than they have; of virtual ones, which know 0 or nothing, nothing is said."""
+    known = {at: value for at, value in used.items() if value > 0 and most[at] > 0}
+    below = [rule.violation(at, value, f"{most[at]:g}") for at, value in known.items() if value < most[at]]
+    return below or check_values(rule, known, lambda _: False)

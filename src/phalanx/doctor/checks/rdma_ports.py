@@ -1,0 +1,174 @@
+"""RDMA devices and their ports, from sysfs: no tool is needed, in containers either."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values, most_common
+from phalanx.doctor.machine import Machine
+from phalanx.doctor.probes.nvidia_smi import leading_number
+
+NONE, NOT_USED = "no RDMA device", "a run for CPUs uses no RDMA"
+ROOT = "/sys/class/infiniband"
+FLAPS = 5
+"""AZNHC: more than 5 link flaps in 24 h."""
+DAY = 86400
+ROUNDED = 0.99
+STATE = CheckRule(
+    "rdma.state", "state of each port", "FAIL", "4: ACTIVE, 5: LinkUp", "", "GCM, OCI",
+    "check cable and transceiver of {device}, and its switch port; leave it out with NCCL_IB_HCA until then",
+    "cat /sys/class/infiniband/*/ports/*/{state,phys_state}; mlxlink -d {device}",
+)  # fmt: skip
+RATE = CheckRule(
+    "rdma.rate", "rate of each port", "FAIL", "as fast as the others, and as the run counts on", "Gb/s",
+    "AZNHC (rate 400), OCI",
+    "check cable, transceiver and switch port of {device}; a card for storage is left out by NCCL_IB_HCA",
+    "cat /sys/class/infiniband/*/ports/*/rate; mlxlink -d {device}",
+)  # fmt: skip
+FLAPPING = CheckRule(
+    "rdma.flaps", "times that a link went down, in 24 h since boot", "WARN", f"at most {FLAPS}", "flaps",
+    "AZNHC (> 5 flaps in 24 h)", "clean or replace cable and transceiver of {device}",
+    "cat /sys/class/infiniband/*/ports/*/counters/link_downed",
+)  # fmt: skip
+FIRMWARE = CheckRule(
+    "rdma.firmware", "firmware of cards of one kind", "WARN", "the same", "", "Primus, GCM (manifest)",
+    "update {device} to the firmware of the others", "mlxfwmanager --query",
+)  # fmt: skip
+RULES = (STATE, RATE, FLAPPING, FIRMWARE)
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port of an RDMA device."""
+
+    device: str
+    number: str
+    roce: bool
+    """Over Ethernet."""
+    interface: str | None
+    """Its Ethernet interface, or that of IP over InfiniBand."""
+
+    @property
+    def path(self) -> str:
+        """Its directory."""
+        return f"{ROOT}/{self.device}/ports/{self.number}"
+
+
+def rdma_devices(machine: Machine) -> list[str]:
+    """mlx5_0, ..."""
+    return [path.rpartition("/")[2] for path in machine.glob(f"{ROOT}/*")]
+
+
+def rdma_ports(machine: Machine) -> dict[str, Port]:
+    """Every port by its name: mlx5_0, or of a device with several mlx5_0:2."""
+    found = {}
+    for device in rdma_devices(machine):
+        interfaces = [path.rpartition("/")[2] for path in machine.glob(f"{ROOT}/{device}/device/net/*")]
+        for path in machine.glob(f"{ROOT}/{device}/ports/*"):
+            number = path.rpartition("/")[2]
+            roce = machine.read(f"{path}/link_layer") == "Ethernet"
+            name = device if number == "1" else f"{device}:{number}"
+            found[name] = Port(device, number, roce, interfaces[0] if interfaces else None)
+    return found
+
+
+def selected_ports(machine: Machine, expected: Expectations) -> dict[str, Port]:
+    """The ports that the run would use: those that NCCL_IB_HCA names, else those of the fastest kinds of card, since
+    slower ones are for storage and logins. Raises Skip where there are none, and for runs on CPUs, which use none."""
+    found = rdma_ports(machine)
+    if not found:
+        raise CheckSkipped(NONE)
+    if expected.gpus == 0:
+        raise CheckSkipped(NOT_USED)
+    chosen = machine.environment.get("NCCL_IB_HCA", "")
+    if chosen:
+        return {name: port for name, port in found.items() if matches_hca_filter(chosen, port)}
+    kinds = {name: _kind(machine, port) for name, port in found.items()}
+    rates = {name: _rate(machine, port) for name, port in found.items()}
+    fastest = {kinds[name] for name, rate in rates.items() if rate == max(rates.values())}
+    return {name: port for name, port in found.items() if kinds[name] in fastest}
+
+
+def roce_interfaces(machine: Machine, expected: Expectations) -> dict[str, Port]:
+    """The interfaces of those that are RoCE's. Raises Skip where there are none, or none is seen."""
+    roce = [port for port in selected_ports(machine, expected).values() if port.roce]
+    found = {port.interface: port for port in roce if port.interface}
+    if not found:
+        raise CheckSkipped("RoCE ports have no interface here (in a container?)" if roce else "no RoCE port")
+    return found
+
+
+def _rate(machine: Machine, port: Port) -> float:
+    """In Gb/s; 0 where it is not known."""
+    return leading_number(machine.read(f"{port.path}/rate") or "") or 0.0
+
+
+def _kind(machine: Machine, port: Port) -> str:
+    """Of card, as its maker calls it."""
+    return machine.read(f"{ROOT}/{port.device}/board_id") or ""
+
+
+def matches_hca_filter(chosen: str, port: Port) -> bool:
+    """Whether a list in the form of NCCL_IB_HCA takes a port: names, or beginnings of names; with = the very names;
+    with ^ all others (NCCL's documentation)."""
+    listed = [name.partition(":") for name in chosen.lstrip("^=").split(",") if name]
+    exact = "=" in chosen[:2]
+    taken = any(
+        (port.device == name if exact else port.device.startswith(name)) and number in ("", port.number)
+        for name, _, number in listed
+    )
+    return taken != chosen.startswith("^")
+
+
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """State and speed of the ports that the run would use; others are said to be left out."""
+    mine = selected_ports(machine, expected)
+    states = {name: _joined(machine, port, "state", "phys_state") for name, port in mine.items()}
+    up = {name: port for name, port in mine.items() if states[name].startswith("4:")}
+    rates = {name: _rate(machine, port) for name, port in up.items()}
+    wanted = max(_wanted_gbps(expected, len(mine)), most_common(rates.values()) or 0.0)
+    days = max(1.0, (leading_number(machine.read("/proc/uptime") or "") or 0) / DAY)
+    read = {
+        name: leading_number(machine.read(f"{port.path}/counters/link_downed") or "") for name, port in mine.items()
+    }
+    downs = {name: round(count / days, 1) for name, count in read.items() if count is not None}
+    return [
+        *_left_out(machine, mine),
+        *check_values(STATE, states, lambda state: not re.match(r"4:.*5:", state)),
+        *check_values(RATE, rates, lambda rate: rate < ROUNDED * wanted, f"at least {wanted:g}"),
+        *check_values(FLAPPING, downs, lambda count: count > FLAPS),
+        *_firmware(machine, mine),
+    ]
+
+
+def _left_out(machine: Machine, mine: dict[str, Port]) -> list[DoctorFinding]:
+    others = [name for name in rdma_ports(machine) if name not in mine]
+    why = "not named by NCCL_IB_HCA" if machine.environment.get("NCCL_IB_HCA") else "of a slower kind than others"
+    return [STATE.skip(f"{', '.join(others)}: {why}")] if others else []
+
+
+def _joined(machine: Machine, port: Port, *names: str) -> str:
+    return ", ".join(machine.read(f"{port.path}/{name}") or "unknown" for name in names)
+
+
+def _wanted_gbps(expected: Expectations, cards: int) -> float:
+    """What each card must carry for the network that the run's cluster is said to have."""
+    speed, ranks = expected.network_bytes_per_second, expected.ranks
+    return 8e-9 * speed * ranks / cards if speed and ranks and cards else 0.0
+
+
+def _firmware(machine: Machine, mine: dict[str, Port]) -> list[DoctorFinding]:
+    read = {port.device: machine.read(f"{ROOT}/{port.device}/fw_ver") for port in mine.values()}
+    versions = {device: version for device, version in read.items() if version}
+    kinds = {port.device: _kind(machine, port) for port in mine.values()}
+    common = {
+        kind: most_common(versions[device] for device in versions if kinds[device] == kind) for kind in kinds.values()
+    }
+    other = [
+        FIRMWARE.violation(device, version, common[kinds[device]] or "")
+        for device, version in versions.items()
+        if version != common[kinds[device]]
+    ]
+    return other or check_values(FIRMWARE, versions, lambda _: False)

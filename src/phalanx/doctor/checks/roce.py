@@ -1,0 +1,132 @@
+"""RoCE without loss: a packet's DSCP decides its priority, PFC must not drop that priority, ECN must mark it, and
+NCCL_IB_TC must be 4 x that DSCP. Each is set in another place; here they are held against each other."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from phalanx.doctor.checks import rdma_ports
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
+from phalanx.doctor.machine import Machine
+
+TC = "NCCL_IB_TC"
+READABLE = CheckRule(
+    "roce.readable", "what mlnx_qos says of each interface", "WARN", "trust, mapping and PFC", "",
+    "mlnx_qos (MLNX_OFED)", "run it as root; whether {device} is lossless is not known", "mlnx_qos -i {device}",
+)  # fmt: skip
+TRUST = CheckRule(
+    "roce.trust", "what decides a packet's priority", "FAIL", "dscp", "", "NVIDIA, RoCE configuration (trust state)",
+    "trust DSCP: RoCE v2 carries no VLAN priority over routers", "mlnx_qos -i {device} --trust dscp",
+)  # fmt: skip
+PFC = CheckRule(
+    "roce.pfc", "priorities that PFC keeps from loss", "FAIL", "one", "",
+    "NVIDIA, RoCE configuration (priority 3 by default)",
+    "switch PFC on for one priority, on the switches too; each more takes buffers of that",
+    "mlnx_qos -i {device} --pfc 0,0,0,1,0,0,0,0",
+)  # fmt: skip
+CLASS = CheckRule(
+    "roce.traffic_class", f"priority of NCCL's packets ({TC} = 4 x DSCP, and the DSCP's priority)", "FAIL",
+    "one that PFC keeps from loss", "", "NVIDIA, RoCE configuration; Primus sets the variable so",
+    f"set {TC} to 4 x a DSCP of the lossless priority (106 is DSCP 26, priority 3, and ECN-capable)",
+    "mlnx_qos -i {device}; export NCCL_IB_TC=106",
+)  # fmt: skip
+ECN = CheckRule(
+    "roce.ecn", "ECN for that priority, where packets are notified and where senders slow down", "FAIL", "1, 1", "",
+    "NVIDIA, DCQCN (roce_np and roce_rp)", "switch ECN on for the lossless priority, on the switches too",
+    "echo 1 > /sys/class/net/{device}/ecn/roce_np/enable/3; echo 1 > /sys/class/net/{device}/ecn/roce_rp/enable/3",
+)  # fmt: skip
+CNP = CheckRule(
+    "roce.cnp", "priority of congestion notifications", "WARN", "another than the lossless one", "",
+    "NVIDIA, DCQCN (CNP priority 6 by default)", "give CNPs a priority of their own: paused, they come too late",
+    "echo 6 > /sys/class/net/{device}/ecn/roce_np/cnp_802p_prio",
+)  # fmt: skip
+RULES = (READABLE, TRUST, PFC, CLASS, ECN, CNP)
+PRIORITY = re.compile(r"prio:\s*(\d+) dscp:([\d,]+)")
+ENABLED = re.compile(r"PFC configuration:\s+priority[\s\d]*?\n\s*enabled((?:\s+[01]){8})")
+GLOBAL = re.compile(r"tclass=(\d+)")
+
+
+@dataclass(frozen=True)
+class QosConfig:
+    """What mlnx_qos says."""
+
+    trust: str
+    priority: dict[int, int]
+    """Of each DSCP."""
+    lossless: tuple[int, ...]
+
+
+def parse_mlnx_qos(text: str) -> QosConfig | None:
+    """The answer of mlnx_qos -i; None where it does not have all."""
+    trust, enabled = re.search(r"Priority trust state: (\w+)", text), ENABLED.search(text)
+    if not trust or not enabled:
+        return None
+    priority = {int(dscp): int(prio) for prio, row in PRIORITY.findall(text) for dscp in row.split(",") if dscp}
+    return QosConfig(trust[1], priority, tuple(i for i, flag in enumerate(enabled[1].split()) if flag == "1"))
+
+
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """The interfaces of RoCE ports that NCCL would use."""
+    over = rdma_ports.roce_interfaces(machine, expected)
+    found = {name: _quality(machine, name) for name in over}
+    if not any(said is not None for said in found.values()):
+        raise CheckSkipped("no mlnx_qos: PFC, trust and DSCP are not known")
+    unclear = [READABLE.violation(name, "no answer of the usual form") for name, said in found.items() if said is None]
+    clear = {name: said for name, said in found.items() if said is not None}
+    usable = {name: said for name, said in clear.items() if said.trust == "dscp" and len(said.lossless) == 1}
+    classes = {name: _class(machine, over[name], said) for name, said in usable.items()}
+    lossless = {name: said.lossless[0] for name, said in usable.items()}
+    return [
+        *(unclear or [READABLE.ok("trust, mapping and PFC")]),
+        *check_values(TRUST, {name: said.trust for name, said in clear.items()}, lambda trust: trust != "dscp"),
+        *check_values(
+            PFC, {name: ", ".join(map(str, said.lossless)) or "none" for name, said in clear.items()}, _not_one
+        ),
+        *_classes(classes, lossless),
+        *check_values(ECN, _ecn(machine, lossless), lambda flags: flags != "1, 1"),
+        *_cnp(machine, lossless),
+    ]
+
+
+def _quality(machine: Machine, interface: str) -> QosConfig | None:
+    said = machine.run(f"mlnx_qos_{interface}", "mlnx_qos", "-i", interface)
+    return parse_mlnx_qos(said.text) if said else None
+
+
+def _not_one(listed: str) -> bool:
+    return not listed.isdecimal()
+
+
+def _class(machine: Machine, port: rdma_ports.Port, said: QosConfig) -> tuple[int, int]:
+    """DSCP and priority of NCCL's packets on a port: by a traffic class that the card puts in place of all others, else
+    by NCCL_IB_TC, whose default is 0."""
+    forced = GLOBAL.search(machine.read(f"{rdma_ports.ROOT}/{port.device}/tc/{port.number}/traffic_class") or "")
+    given = machine.environment.get(TC, "0")
+    dscp = int(forced[1] if forced else given if given.isdecimal() else 0) // 4
+    return dscp, said.priority.get(dscp, 0)
+
+
+def _classes(classes: dict[str, tuple[int, int]], lossless: dict[str, int]) -> list[DoctorFinding]:
+    said = {name: f"DSCP {dscp}, priority {priority}" for name, (dscp, priority) in classes.items()}
+    wrong = [name for name, (_, priority) in classes.items() if priority != lossless[name]]
+    broken = [CLASS.violation(name, said[name], f"priority {lossless[name]}") for name in wrong]
+    return broken or check_values(CLASS, said, lambda _: False)
+
+
+def _ecn(machine: Machine, lossless: dict[str, int]) -> dict[str, str]:
+    """The flags of the lossless priority where the driver shows them (MLNX_OFED's does)."""
+    found = {}
+    for name, priority in lossless.items():
+        flags = [machine.read(f"/sys/class/net/{name}/ecn/{role}/enable/{priority}") for role in ("roce_np", "roce_rp")]
+        if all(flags):
+            found[name] = ", ".join(str(flag) for flag in flags)
+    return found
+
+
+def _cnp(machine: Machine, lossless: dict[str, int]) -> list[DoctorFinding]:
+    of = {name: machine.read(f"/sys/class/net/{name}/ecn/roce_np/cnp_802p_prio") for name in lossless}
+    known = {name: int(priority) for name, priority in of.items() if priority and priority.isdecimal()}
+    wrong = [CNP.violation(name, priority) for name, priority in known.items() if priority == lossless[name]]
+    return wrong or check_values(CNP, known, lambda _: False)

@@ -1,0 +1,58 @@
+"""GIDs of RoCE ports: the addresses that RDMA uses over Ethernet."""
+
+from __future__ import annotations
+
+from phalanx.doctor.checks import rdma_ports
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
+from phalanx.doctor.machine import Machine
+
+V2, NEAR = "RoCE v2", "link-local RoCE v2"
+LINK_LOCAL = "fe80:0000:0000:0000:"
+"""Every port that is up has such a GID; no router forwards it, and NCCL never takes one by itself (validGid in its
+transport/net_ib.cc)."""
+INDEX = "NCCL_IB_GID_INDEX"
+ROUTABLE = CheckRule(
+    "roce.gid", "RoCE v2 GIDs of each port, but link-local ones", "FAIL", "at least 1", "GIDs",
+    "Primus (0 RoCE-v2 GIDs fail)",
+    "give the interface of {device} an IP address, and the card RoCE v2 as its mode",
+    "show_gids {device}; cma_roce_mode -d {device}",
+)  # fmt: skip
+CHOSEN = CheckRule(
+    "roce.gid_index", f"the GID that {INDEX} names", "FAIL", V2, "", "NCCL (NCCL_IB_GID_INDEX); RoCE v1 is not routed",
+    f"set {INDEX} to the index of a RoCE v2 GID with an IPv4 address, or unset it: NCCL 2.21 and newer find it",
+    "show_gids {device}",
+)  # fmt: skip
+RULES = (ROUTABLE, CHOSEN)
+
+
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """Of the ports that NCCL would use and that are up."""
+    over_ethernet = {
+        name: port
+        for name, port in rdma_ports.selected_ports(machine, expected).items()
+        if port.roce and (machine.read(f"{port.path}/state") or "").startswith("4:")
+    }
+    if not over_ethernet:
+        raise CheckSkipped("no RoCE port is up")
+    index = machine.environment.get(INDEX, "-1")
+    kinds = {name: _kinds(machine, port) for name, port in over_ethernet.items()}
+    named = {name: mine.get(index, "none") for name, mine in kinds.items()}
+    well = (V2,) if index == "-1" else (V2, NEAR)  # on a flat network the near one may be meant
+    routed = {name: sum(kind in well for kind in mine.values()) for name, mine in kinds.items()}
+    chosen = check_values(CHOSEN, named, lambda kind: kind not in well)
+    return [
+        *check_values(ROUTABLE, routed, lambda count: count < 1),
+        *([CHOSEN.skip(f"{INDEX} is not set")] if index == "-1" else chosen),
+    ]
+
+
+def _kinds(machine: Machine, port: rdma_ports.Port) -> dict[str, str]:
+    """The kind of each GID that is not zero, by index."""
+    found = {}
+    for path in machine.glob(f"{port.path}/gids/*"):
+        index, gid = path.rpartition("/")[2], machine.read(path) or ""
+        if gid.replace(":", "").strip("0"):
+            kind = machine.read(f"{port.path}/gid_attrs/types/{index}") or "unknown"
+            found[index] = NEAR if kind == V2 and gid.startswith(LINK_LOCAL) else kind
+    return found

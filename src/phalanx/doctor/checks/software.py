@@ -1,0 +1,122 @@
+"""Drivers and libraries of one node: that they fit each other. Whether nodes have the same is judged where several are
+gathered."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from itertools import takewhile
+from typing import Any
+
+from phalanx.doctor.checks import rdma_ports
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
+from phalanx.doctor.machine import CommandTimeout, Machine
+from phalanx.doctor.probes import nvidia_smi, pci
+
+TORCH_SECONDS = 40
+"""From a cold network disk its libraries take long."""
+IMPORTS = CheckRule(
+    "software.torch", "PyTorch", "FAIL", f"is imported within {TORCH_SECONDS} s", "", "ours",
+    "install it, or move the environment to a faster disk", "python -X importtime -c 'import torch'",
+)  # fmt: skip
+CUDA = CheckRule(
+    "software.cuda", "GPUs that PyTorch can use", "FAIL", "all that nvidia-smi lists, or CUDA_VISIBLE_DEVICES names",
+    "GPUs", "Primus (torch count = smi count)",
+    "install a PyTorch for this driver's CUDA, or a newer driver",
+    "python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'",
+)  # fmt: skip
+STARTS = CheckRule(
+    "software.cuda_starts", "a number on a GPU, by PyTorch", "FAIL", "is there", "",
+    "CUDA (errors of its initialization: driver too old, system not yet initialized)",
+    "install a PyTorch for this driver's CUDA, or a newer driver; at error 802 start the fabric manager",
+    "python -c 'import torch; torch.zeros(1).cuda()'; nvidia-smi; systemctl status nvidia-fabricmanager",
+)  # fmt: skip
+PEER = CheckRule(
+    "software.peer_memory", "nvidia_peermem, or dma-buf by the open kernel module", "WARN", "one of them is there", "",
+    "NVIDIA, GPUDirect RDMA", "load it: RDMA goes through the host's memory else", "modprobe nvidia_peermem",
+)  # fmt: skip
+RULES = (IMPORTS, CUDA, STARTS, PEER)
+A_GPU = re.compile(r"\d+|(GPU|MIG)-\S+")
+PROGRAM = """
+import json, torch
+gpus, error = torch.cuda.device_count(), None  # by the driver: CUDA itself need not work
+try:
+    torch.zeros(1).cuda() if gpus else None
+except Exception as raised:
+    error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
+known = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus, "error": error}
+print(json.dumps(known | {"nccl": ".".join(map(str, nccl)) or None}))
+"""
+
+
+class NotImportedError(Exception):
+    """PyTorch cannot be imported: the message is its last word."""
+
+
+def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """PyTorch, and on nodes with GPUs the driver."""
+    try:
+        known = torch_facts(machine)
+    except CommandTimeout:
+        return [IMPORTS.violation("torch", f"no answer in {TORCH_SECONDS} s")]
+    except NotImportedError as error:
+        return [IMPORTS.violation("torch", str(error))]
+    imported = IMPORTS.ok(str(known["torch"]))
+    if not pci.pci_devices(machine, pci.GPU, pci.NVIDIA) and not known["gpus"]:
+        return [imported, *(rule.skip("no NVIDIA GPU") for rule in (CUDA, STARTS, PEER))]
+    if expected.gpus == 0:
+        used = [rule.skip("the run is for CPUs") for rule in (CUDA, STARTS)]
+    else:
+        used = [*_cuda(machine, known), _starts(known)]
+    return [imported, *used, *_peer_memory(machine)]
+
+
+def torch_facts(machine: Machine) -> dict[str, Any]:
+    """Versions of PyTorch, its CUDA and NCCL, the GPUs that it sees and why it cannot use them, told by a
+    process of its own. Raises NotImportedError with its last word where it does not tell, Skip where that was not
+    recorded, and Stuck."""
+    said = machine.run("torch", sys.executable, "-c", PROGRAM, seconds=TORCH_SECONDS)
+    if said is None:
+        raise CheckSkipped("not recorded")
+    line = said.text.strip().rpartition("\n")[2]
+    try:
+        known = json.loads(line)
+        return {name: known[name] for name in ("torch", "cuda", "nccl", "gpus")} | {"error": known.get("error")}
+    except (ValueError, KeyError, TypeError):
+        raise NotImportedError(line or "nothing") from None
+
+
+def _cuda(machine: Machine, known: dict[str, Any]) -> list[DoctorFinding]:
+    visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
+    try:
+        there = len(nvidia_smi.query_gpus(machine, "smi_names", "gpu", "index", "name"))
+    except CheckSkipped as skipped:
+        return [CUDA.skip(str(skipped))]
+    wanted = there if visible is None else min(there, _visible(visible))
+    return check_values(CUDA, {"torch": int(known["gpus"])}, lambda count: count < wanted, f"{wanted}")
+
+
+def _starts(known: dict[str, Any]) -> DoctorFinding:
+    if not known["gpus"]:
+        return STARTS.skip("PyTorch sees no GPU")
+    return STARTS.violation("torch", str(known["error"])) if known["error"] else STARTS.ok("yes")
+
+
+def _visible(listed: str) -> int:
+    """GPUs that CUDA_VISIBLE_DEVICES names: those before the first that is none (-1; NoDevFiles of Slurm)."""
+    return len(list(takewhile(A_GPU.fullmatch, (name.strip() for name in listed.split(",")))))
+
+
+def _peer_memory(machine: Machine) -> list[DoctorFinding]:
+    if not rdma_ports.rdma_devices(machine):
+        return [PEER.skip(rdma_ports.NONE)]
+    opened = "Open Kernel Module" in (machine.read("/proc/driver/nvidia/version") or "")
+    loaded = "nvidia_peermem" in (machine.read("/proc/modules") or "")
+    return (
+        [PEER.ok("nvidia_peermem" if loaded else "dma-buf")]
+        if loaded or opened
+        else [PEER.violation("nvidia_peermem", "not loaded")]
+    )

@@ -1,0 +1,69 @@
+"""What joins GPUs and network cards, by `nvidia-smi topo -m`: the matrix that `phalanx placement --topology` takes."""
+
+from __future__ import annotations
+
+from phalanx.doctor.checks import rdma_ports
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, DoctorFinding, check_values
+from phalanx.doctor.machine import Machine
+from phalanx.doctor.probes import nvidia_smi
+from phalanx.spec.errors import UserError
+from phalanx.spec.topology.node import PATHS
+from phalanx.spec.topology.nvidia_smi import parse_matrix
+
+NEAR = "PXB"
+"""NCCL takes GPUDirect RDMA up to here by default: over PCIe bridges, not over the CPU (NCCL_NET_GDR_LEVEL)."""
+READABLE = CheckRule(
+    "topology.readable",
+    "the matrix of nvidia-smi topo -m",
+    "WARN",
+    "can be read",
+    "",
+    "phalanx.spec.topology.nvidia_smi",
+    "look at it: `phalanx placement` cannot use it",
+    "nvidia-smi topo -m",
+)
+ISLANDS = CheckRule(
+    "topology.nvlink", "GPUs that NVLinks join", "FAIL", "groups of one size, each GPU with as many links", "",
+    "NVIDIA, NVSwitch (every pair joined)", "drain the node: some GPUs talk over PCIe; reset GPUs and fabric manager",
+    "nvidia-smi topo -m",
+)  # fmt: skip
+LOCALITY = CheckRule(
+    "topology.nic", "way from each GPU to its nearest network card", "WARN", f"PIX or {NEAR}", "",
+    "NCCL (NCCL_NET_GDR_LEVEL, default PXB)",
+    "give each GPU a card below its own PCIe switch, or have it moved there: data of {device} goes through the CPU",
+    "nvidia-smi topo -m; phalanx placement RUN.toml --topology FILE",
+)  # fmt: skip
+RULES = (READABLE, ISLANDS, LOCALITY)
+
+
+def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
+    """The matrix, if there are GPUs."""
+    text = matrix(machine)
+    try:
+        node = parse_matrix(text)
+    except UserError as error:
+        return [READABLE.violation("", error.problem)]
+    domains = node.nvlink_domains()
+    linked = [count for count in node.nvlinks if count is not None]
+    sizes = sorted(len(domain) for domain in domains)
+    uneven = len(set(sizes)) > 1 or len(set(linked)) > 1
+    few = min(range(len(linked)), key=linked.__getitem__, default=0)
+    groups = ", ".join(map(str, sizes))
+    islands = f"groups of {groups}; {min(linked, default=0)} to {max(linked, default=0)} links"
+    nearest = {gpu: min(paths, key=PATHS.index) for gpu, paths in zip(node.gpus, node.nic_paths, strict=True) if paths}
+    far = PATHS[PATHS.index(NEAR) + 1 :]
+    return [
+        READABLE.ok(f"{len(node.gpus)} GPUs, {len(node.nics)} network cards"),
+        ISLANDS.violation(node.gpus[few], islands) if uneven else ISLANDS.ok(islands),
+        *(
+            check_values(LOCALITY, nearest, far.__contains__)
+            if rdma_ports.rdma_devices(machine)
+            else [LOCALITY.skip(rdma_ports.NONE)]
+        ),
+    ]
+
+
+def matrix(machine: Machine) -> str:
+    """What nvidia-smi topo -m prints; raises Skip where there is no GPU."""
+    return nvidia_smi.run_nvidia_smi(machine, "smi_topology", "topo", "-m")

@@ -1,0 +1,207 @@
+"""Several nodes: each leaves word of itself on storage that they share; together they show who differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from phalanx.debug.collective_log import is_peer_loss
+from phalanx.doctor.checks.clock import OFFSET_SECONDS
+from phalanx.doctor.cross_node_bandwidth import FAILED
+from phalanx.doctor.finding import CheckRule, DoctorFinding, most_common
+from phalanx.doctor.node_facts import Facts
+from phalanx.runs.hang_dumps import FAILURES, read_failures
+from phalanx.spec.errors import UserError
+
+MUST_AGREE = (
+    "NVIDIA driver",
+    "NCCL",
+    "PyTorch",
+    "CUDA of PyTorch",
+    "phalanx",
+    "GPUs on the bus",
+    "RDMA MTU",
+    "RDMA rate",
+)
+"""Runs fail, or slow down, where nodes differ in these."""
+ENDING = ".node.json"
+OLD_MINUTES = 60
+COLLECTIVES = "collectives.json"
+"""What the ranks of a run found together (`phalanx.doctor.multi_node_benchmark`)."""
+USERS_MISTAKE = 2
+"""The code of a failure that is the user's to mend, and no host's."""
+NODES = CheckRule(
+    "nodes.missing", "nodes that left word", "FAIL", "all of the run", "nodes", "the run (cluster.nodes)",
+    "see why the others did not: unreachable, stuck, or not started",
+    "sinfo -N; srun --nodes=N phalanx doctor RUN.toml --leave DIR",
+)  # fmt: skip
+BREAKS = CheckRule(
+    "nodes.drift_breaks", f"{', '.join(MUST_AGREE)}", "FAIL", "that of most nodes", "",
+    "Primus, GCM (drift against the majority)", "bring the node to what most have, or leave it out",
+    "phalanx doctor --gather DIR --json",
+)  # fmt: skip
+DRIFT = CheckRule(
+    "nodes.drift", "kernel, firmware, VBIOS, hardware, NCCL_* and other facts", "WARN", "those of most nodes", "",
+    "Primus, GCM (drift against the majority)", "bring the node to what most have",
+    "phalanx doctor --gather DIR --json",
+)  # fmt: skip
+CLOCK = CheckRule(
+    "nodes.clock", "clock beside that of the shared storage, against the median node's", "FAIL",
+    f"at most {OFFSET_SECONDS}", "s", "Primus (clock skew 30 s)", "set the clock of the node", "chronyc makestep",
+)  # fmt: skip
+OLD = CheckRule(
+    "nodes.old", "age of a node's word beside the newest", "FAIL", f"at most {OLD_MINUTES}", "min",
+    "ours: of a node that hangs now an old word would stand for it",
+    "see whether the node answers now; give each check a directory of its own",
+    "phalanx doctor RUN.toml --leave DIR",
+)  # fmt: skip
+RULES = (NODES, OLD, BREAKS, DRIFT, CLOCK)
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What a node leaves."""
+
+    host: str
+    clock_offset_seconds: float
+    """Of its clock, beside that of whoever stamps files of the shared storage."""
+    facts: Facts
+    findings: tuple[DoctorFinding, ...]
+    job_nodes: tuple[str, ...] = ()
+    """Those that were to leave word with it, where that is known."""
+
+
+def storage_clock(directory: Path) -> float:
+    """How far this host's clock is ahead of the one that stamps files in a directory; a file server does on its own
+    clock, so that nodes can be compared without talking to each other. To about as exactly as a file is made. By
+    Lustre and Spectrum Scale the writer's own clock stamps files: there nothing is seen."""
+    with tempfile.NamedTemporaryFile(dir=directory) as file:
+        before = time.time()
+        os.write(file.fileno(), b"now")
+        os.fsync(file.fileno())
+        return (before + time.time()) / 2 - os.stat(file.name).st_mtime
+
+
+def write_node_report(directory: Path, node: NodeReport) -> Path:
+    """Write what a node found; returns the file."""
+    file = directory / f"{re.sub(r'[^A-Za-z0-9._-]', '_', node.host)}{ENDING}"
+    draft = file.with_suffix(".part")
+    draft.write_text(json.dumps(asdict(node), indent=1))
+    draft.replace(file)
+    return file
+
+
+def read_node_reports(directory: Path) -> list[NodeReport]:
+    """What nodes left. Raises UserError where there is nothing, or where a file is none of theirs."""
+    files = sorted(directory.glob(f"*{ENDING}"))
+    if not files:
+        raise UserError(
+            "--gather", str(directory), f"has no *{ENDING}", "run `phalanx doctor --leave` there on every node"
+        )
+    return [_node(file) for file in files]
+
+
+def stale_report_findings(directory: Path) -> list[DoctorFinding]:
+    """Nodes that left word long before the last one did."""
+    left = {_node(file).host: file.stat().st_mtime for file in directory.glob(f"*{ENDING}")}
+    minutes = {host: round((max(left.values()) - seconds) / 60) for host, seconds in left.items()}
+    late = [OLD.violation("", age, host=host) for host, age in minutes.items() if age > OLD_MINUTES]
+    return late or [OLD.ok(max(minutes.values()))]
+
+
+def collective_findings(directory: Path) -> list[DoctorFinding]:
+    """What ranks found together and left there, or that they failed; of an old word only that it is old."""
+    files = [*directory.glob(COLLECTIVES), *(directory / FAILURES).glob("rank-*.json")]
+    if not files:
+        return [FAILED.skip("no collectives were measured (phalanx.doctor.multi_node_benchmark)")]
+    nodes = [file.stat().st_mtime for file in directory.glob(f"*{ENDING}")]
+    minutes = round((max(nodes, default=0) - max(file.stat().st_mtime for file in files)) / 60)
+    if minutes > OLD_MINUTES:
+        return [OLD.violation(files[-1].name, minutes)]
+    return [*(failed_rank_findings(directory) or [FAILED.ok("all")]), *_found_together(directory)]
+
+
+def failed_rank_findings(directory: Path) -> list[DoctorFinding]:
+    """Why ranks failed that left word there, each reason of a host once. Who only lost another is named where nobody
+    says more, and blames no host; nor does a mistake in the run file."""
+    words = list(read_failures(directory).values())
+    own = [word for word in words if not is_peer_loss(str(word.get("reason")))]
+    last_first = reversed(own or words[:1])
+    told = {(_blamed(word) if own else "", str(word.get("reason"))): word["rank"] for word in last_first}
+    return [FAILED.violation(f"rank {rank}", reason, host=host) for (host, reason), rank in reversed(told.items())]
+
+
+def _blamed(word: Mapping[str, Any]) -> str:
+    return "" if word.get("code") == USERS_MISTAKE else str(word.get("host", ""))
+
+
+def _found_together(directory: Path) -> list[DoctorFinding]:
+    """Raises UserError for another file of that name."""
+    file = directory / COLLECTIVES
+    try:
+        return [DoctorFinding(**finding) for finding in json.loads(file.read_text())] if file.exists() else []
+    except (OSError, ValueError, TypeError) as error:
+        problem = f"is not what phalanx.doctor.multi_node_benchmark writes ({type(error).__name__})"
+        raise UserError("--gather", str(file), problem, "remove it, and measure again") from None
+
+
+def _node(file: Path) -> NodeReport:
+    try:
+        known = json.loads(file.read_text())
+        found = tuple(DoctorFinding(**finding) for finding in known["findings"])
+        job = tuple(map(str, known.get("job_nodes", ())))
+        return NodeReport(str(known["host"]), float(known["clock_offset_seconds"]), dict(known["facts"]), found, job)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"is not what a node leaves ({type(error).__name__})"
+        raise UserError("--gather", str(file), problem, "run `phalanx doctor --leave` on that node again") from None
+
+
+def compare_nodes(nodes: Sequence[NodeReport], wanted: int = 0) -> list[DoctorFinding]:
+    """In which nodes differ from most, by facts and clocks. `wanted` nodes should have left word."""
+    missing = _missing(nodes, wanted)
+    names = sorted({name for node in nodes for name in node.facts})
+    drift = [each for name in names for each in _drift(name, nodes)]
+    return [
+        *(missing or [NODES.ok(len(nodes))]),
+        *(drift or [DRIFT.ok(f"{len(nodes)} nodes agree in {len(names)} facts")]),
+        *clock_skew_findings({node.host: node.clock_offset_seconds for node in nodes}),
+    ]
+
+
+def _missing(nodes: Sequence[NodeReport], wanted: int) -> list[DoctorFinding]:
+    """Each node of the job that left no word; where their names are not known, how many did."""
+    silent = {name for node in nodes for name in node.job_nodes} - {node.host for node in nodes}
+    if silent:
+        return [NODES.violation("", "no word", "one of each node", host) for host in sorted(silent)]
+    return [NODES.violation("", len(nodes), f"{wanted}")] if len(nodes) < wanted else []
+
+
+def clock_skew_findings(ahead_seconds: Mapping[str, float]) -> list[DoctorFinding]:
+    """Of hosts whose clocks are so far ahead of something, those that are far from the median."""
+    middle = median(ahead_seconds.values())
+    off = {host: round(seconds - middle, 1) for host, seconds in ahead_seconds.items()}
+    far = [
+        CLOCK.violation("clock", seconds, host=host) for host, seconds in off.items() if abs(seconds) > OFFSET_SECONDS
+    ]
+    return far or [CLOCK.ok(max(map(abs, off.values())))]
+
+
+def _drift(name: str, nodes: Sequence[NodeReport]) -> list[DoctorFinding]:
+    """The nodes with another value than more than half of them; if no value has so many, one finding of no host."""
+    values = {node.host: node.facts.get(name, "none") for node in nodes}
+    rule, most = BREAKS if name in MUST_AGREE else DRIFT, most_common(values.values())
+    if len(set(values.values())) == 1 or most is None:
+        return []
+    if 2 * list(values.values()).count(most) <= len(nodes):
+        return [
+            rule.violation(name, "; ".join(f"{host}: {value}" for host, value in values.items()), "the same on all")
+        ]
+    return [rule.violation(name, value, most, host) for host, value in values.items() if value != most]

@@ -1,0 +1,116 @@
+"""Between nodes: what a run's collectives reach, and each pair of nodes. What is measured elsewhere is judged here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_high
+
+from phalanx.doctor.finding import CheckRule, DoctorFinding
+
+GB = 1e9
+LARGE_BYTES = 64 * 2**20
+"""From which size on a collective is judged by bandwidth (Primus: 64 MB and 1 GB): smaller ones by latency."""
+HUGE_BYTES, SHARE, HUGE_SHARE = 2**30, 0.55, 0.7
+"""Of what links carry that collectives reach, and from which size on it is more. Healthy nodes of 8 A100 and 8 H200
+reach 0.60 (all-to-all) to 0.77 of it at 64 MiB, and 0.73 and more from 1 GiB on (stas00/ml-engineering's and SimuMax's
+sweeps of nccl-tests)."""
+SLOW = 0.75
+"""NVRx takes a rank for a straggler below 0.75 of the median."""
+WRONG = CheckRule(
+    "between.wrong", "numbers of a collective that did not arrive as they should", "FAIL", "0", "numbers",
+    "nccl-tests (#wrong)", "drain these nodes: some memory, link or GPU changes data silently",
+    "phalanx measure collectives RUN.toml; dcgmi diag -r 3",
+)  # fmt: skip
+BANDWIDTH = CheckRule(
+    "between.busbw", f"bus bandwidth of a collective of {LARGE_BYTES // 2**20} MiB and more", "WARN",
+    f"at least {SHARE:.0%} of what the links carry, from {HUGE_BYTES // 2**30} GiB on {HUGE_SHARE:.0%}", "GB/s",
+    "stas00/ml-engineering, SimuMax (published sweeps of nccl-tests)",
+    "see which links it goes over, whether NCCL fell back to sockets, and the pairs below",
+    "phalanx placement RUN.toml; phalanx doctor --nccl-log LOG",
+)  # fmt: skip
+PAIR = CheckRule(
+    "between.slow_node", "bandwidth of a node with its best partner, of the median node's", "FAIL",
+    f"at least {SLOW:.0%}", "%", "NVRx (straggler below 0.75 of the median)",
+    "leave the node out, and look at its cards, cables and counters", "srun --exclude=$(cat failing_nodes.txt) ...",
+)  # fmt: skip
+LINK = CheckRule(
+    "between.slow_pair", "bandwidth between two nodes, of the same", "WARN", f"at least {SLOW:.0%}", "%",
+    "NVRx (straggler below 0.75 of the median)", "look at what lies between these two: cables, leaf switches, routing",
+    "torchrun --nnodes 2 ... -m phalanx.doctor.multi_node_benchmark RUN.toml --out DIR",
+)  # fmt: skip
+FAILED = CheckRule(
+    "between.failed", "ranks that measured this together", "FAIL", "all came to its end", "", "ours",
+    "see what failed on that host first; ranks that only lost another blame no host",
+    "cat DIR/failures/rank-*.json",
+)  # fmt: skip
+RULES = (FAILED, WRONG, BANDWIDTH, PAIR, LINK)
+
+
+@dataclass(frozen=True)
+class CollectiveResult:
+    """What one collective reached, at one size."""
+
+    name: str
+    """all_reduce among data."""
+    ranks: int
+    size_bytes: int
+    bus_bytes_per_second: float
+    link_bytes_per_second: float | None
+    """What a rank's links carry of it; None where that is not known."""
+    wrong: int
+
+
+def check_collectives(reached: Sequence[CollectiveResult]) -> list[DoctorFinding]:
+    """Each collective at its largest size."""
+    wrong = [WRONG.violation(each.name, each.wrong) for each in reached if each.wrong]
+    largest = {each.name: each for each in sorted(reached, key=lambda each: each.size_bytes)}
+    known = [each for each in largest.values() if each.size_bytes >= LARGE_BYTES and each.link_bytes_per_second]
+    slow = [_slow(each) for each in known if each.bus_bytes_per_second < _wanted_bytes_per_second(each)]
+    if not known:
+        slow = [BANDWIDTH.skip("nothing so large is sent over links whose speed is known")]
+    elif not slow:
+        slow = [BANDWIDTH.ok(f"{len(known)} collectives")]
+    return [*(wrong or [WRONG.ok(0)]), *slow]
+
+
+def _slow(each: CollectiveResult) -> DoctorFinding:
+    wanted = _wanted_bytes_per_second(each) / GB
+    shown = f"{each.name}, {each.ranks} ranks, {each.size_bytes:,} B"
+    return BANDWIDTH.violation(shown, round(each.bus_bytes_per_second / GB, 2), f"at least {wanted:.3g}")
+
+
+def _wanted_bytes_per_second(each: CollectiveResult) -> float:
+    share = HUGE_SHARE if each.size_bytes >= HUGE_BYTES else SHARE
+    return share * (each.link_bytes_per_second or 0)
+
+
+def check_node_pairs(bytes_per_second: Mapping[tuple[str, str], float]) -> list[DoctorFinding]:
+    """Which node is slow: one that no other reaches at a usual speed. One that some do is not to blame: then a pair is.
+    Usual is the median of what nodes reach with their best partner, which is healthy where more than half of them
+    are; of all pairs of three nodes two are slow with one."""
+    if not bytes_per_second:
+        return [PAIR.skip("one node")]
+    hosts = sorted({host for pair in bytes_per_second for host in pair})
+    best = {host: max(speed for pair, speed in bytes_per_second.items() if host in pair) for host in hosts}
+    usual = median_high(best.values())
+    of_hosts = {host: round(100 * speed / usual, 1) for host, speed in best.items()}
+    of_pairs = {pair: round(100 * speed / usual, 1) for pair, speed in bytes_per_second.items()}
+    bad = [host for host, share in of_hosts.items() if share < 100 * SLOW]
+    slow = [pair for pair, share in of_pairs.items() if share < 100 * SLOW and not set(pair) & set(bad)]
+    return [
+        *([PAIR.violation("network", of_hosts[host], host=host) for host in bad] or [PAIR.ok(min(of_hosts.values()))]),
+        *([LINK.violation(" - ".join(pair), of_pairs[pair]) for pair in slow] or [LINK.ok(min(of_pairs.values()))]),
+    ]
+
+
+def round_robin_pairs(nodes: int) -> list[list[tuple[int, int]]]:
+    """All pairs of nodes in rounds in which each has one partner at most: a tournament, by the circle method."""
+    seats: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
+    found = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        matched = zip(seats[:half], reversed(seats[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in matched if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found

@@ -1,0 +1,31 @@
+"""`python -m phalanx.doctor.disk_write_probe DIRECTORY MIB`: writes and syncs a file that has no name, so that nothing is
+left behind however this ends, and says how long it took. A slow disk gets less of it."""
+
+import os
+import sys
+import tempfile
+import time
+
+PIECE = os.urandom(1 << 20)
+"""Zeros are not written at all by some file systems."""
+SYNCED, ENOUGH_SECONDS = 16, 5
+"""After so many pieces it is synced, and after so long it ends: a slow disk is told from one that hangs."""
+
+
+def main() -> None:
+    directory, pieces = sys.argv[1], int(sys.argv[2])
+    with tempfile.TemporaryFile(dir=directory) as file:
+        begun = time.perf_counter()
+        written, seconds = 0, 0.0
+        while written < pieces and seconds < ENOUGH_SECONDS:
+            more = min(SYNCED, pieces - written)
+            for _ in range(more):
+                file.write(PIECE)
+            file.flush()
+            os.fsync(file.fileno())
+            written, seconds = written + more, time.perf_counter() - begun
+        print(f"{written * len(PIECE)} bytes in {seconds:.4f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Counters of errors, read before and after a benchmark: what is old is nobody's fault, what grows under load is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+
+from phalanx.doctor.checks import nvlink, pcie, rdma_ports
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding
+from phalanx.doctor.machine import CommandTimeout, Machine
+from phalanx.doctor.probes import nvidia_smi, pci
+
+CounterSnapshot = dict[str, dict[str, int]]
+"""Of each rule, by device and counter: "mlx5_0 symbol_error"."""
+MARKED_SHARE = 1e-3
+RESENT_SHARE = 1e-2
+LINK = CheckRule(
+    "counters.link", "errors of RDMA links in the benchmark", "FAIL", "0", "errors",
+    "NVRx (link_downed), OCI (raw BER)", "clean or replace cable and transceiver of {device}",
+    "mlxlink -d DEVICE -c; cat /sys/class/infiniband/*/ports/*/counters/*",
+)  # fmt: skip
+RESENT = CheckRule(
+    "counters.resent", "packets lost and sent again over RDMA in the benchmark", "WARN", "0", "packets",
+    "NVIDIA, hw_counters (out_of_sequence and its like)",
+    "the fabric drops packets: check PFC, ECN and the priority on every switch",
+    "cat /sys/class/infiniband/*/ports/*/hw_counters/*",
+)  # fmt: skip
+MARKED = CheckRule(
+    "counters.ecn", "share of packets that came marked by ECN in the benchmark", "WARN", f"at most {MARKED_SHARE:g}",
+    "of packets", "ours: senders slow down by each (DCQCN)",
+    "look for a congested link: many to one, or rails that cross the spine",
+    "phalanx placement RUN.toml; cat /sys/class/infiniband/*/ports/*/hw_counters/np_*",
+)  # fmt: skip
+PAUSED = CheckRule(
+    "counters.pause", "pause frames that came (rx) or were sent (tx) in the benchmark", "WARN", "0", "frames",
+    "NVIDIA, DCQCN (ECN should act before PFC)",
+    "by rx the switch held {device} back: look for a slow receiver, and for ECN on the way; by tx this host is one: "
+    "look at the PCIe link and NUMA node of its card",
+    "ethtool -S INTERFACE | grep pause",
+)  # fmt: skip
+DROPPED = CheckRule(
+    "counters.dropped", "packets dropped or broken at an interface in the benchmark", "WARN", "0", "packets",
+    "Linux (statistics of interfaces)", "check cable and buffers of {device}",
+    "ethtool -S INTERFACE | grep -e discard -e err -e drop",
+)  # fmt: skip
+PCIE = CheckRule(
+    "counters.pcie", "uncorrected PCIe errors in the benchmark", "FAIL", "0", "errors", "Linux, PCIe AER; DCGM",
+    "drain the node and have {device} reseated", "cat /sys/bus/pci/devices/*/aer_dev_*",
+)  # fmt: skip
+NVLINK = CheckRule(
+    "counters.nvlink", "errors of NVLinks in the benchmark", "FAIL", "0", "errors", "GCM (any error > 0)",
+    "drain the node; reset {device}, then have it reseated", "nvidia-smi nvlink -e",
+)  # fmt: skip
+ECC = CheckRule(
+    "counters.ecc", "uncorrectable ECC errors in the benchmark", "FAIL", "0", "errors", "Imbue, GCM",
+    "drain the node and replace {device}", "nvidia-smi -q -d ECC",
+)  # fmt: skip
+TCP = CheckRule(
+    "counters.tcp", "share of TCP's segments that were sent again in the benchmark", "WARN",
+    f"at most {RESENT_SHARE:g}", "of segments", "ours: TCP halves its speed at each loss",
+    "the network drops packets: check cables, MTU and the switch", "nstat -az TcpRetransSegs",
+)  # fmt: skip
+RULES = (LINK, RESENT, MARKED, PAUSED, DROPPED, PCIE, NVLINK, ECC, TCP)
+OF_LINKS = (
+    "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+)  # fmt: skip
+OF_LOSS = (
+    "out_of_sequence", "packet_seq_err", "local_ack_timeout_err", "rnr_nak_retry_err", "implied_nak_seq_err",
+    "roce_adp_retrans",
+)  # fmt: skip
+OF_INTERFACES = ("rx_errors", "tx_errors", "rx_crc_errors")
+OF_CARD = re.compile(r"^\s*(?:([rt]x_prio\d_pause)|(\w+_discards_phy|rx_out_of_buffer)): (\d+)$", re.MULTILINE)
+PACKETS, SEGMENTS = "packets", "segments"
+"""Not errors: what shares are of."""
+UNCORRECTED = "ecc.errors.uncorrected.volatile.total"
+
+
+def read_counters(machine: Machine) -> CounterSnapshot:
+    """All counters that a machine shows."""
+    found: CounterSnapshot = {}
+    for rule, device, count in _all(machine):
+        found.setdefault(rule, {})[device] = count
+    return found
+
+
+def counter_findings(before: CounterSnapshot, after: CounterSnapshot) -> list[DoctorFinding]:
+    """What became of them meanwhile. One that is less than before began anew; of one that nobody read before nothing is
+    said."""
+    differences = {
+        rule: {
+            name: count - was if count >= (was := before[rule][name]) else count
+            for name, count in mine.items()
+            if name in before.get(rule, {})
+        }
+        for rule, mine in after.items()
+    }
+    found = []
+    for rule in RULES:
+        mine = differences.get(rule.id)
+        if not mine:
+            found.append(rule.skip("no such counters here"))
+        elif rule in (MARKED, TCP):
+            found += _shares(rule, mine, differences)
+        else:
+            found += [rule.violation(name, count) for name, count in mine.items() if count > 0] or [rule.ok(0)]
+    return found
+
+
+def _shares(
+    rule: CheckRule, mine: Mapping[str, int], all_of: Mapping[str, Mapping[str, int]]
+) -> Iterable[DoctorFinding]:
+    of, most = (PACKETS, MARKED_SHARE) if rule is MARKED else (SEGMENTS, RESENT_SHARE)
+    shares = {name: count / max(1, all_of.get(of, {}).get(name, 0)) for name, count in mine.items()}
+    wrong = [rule.violation(name, float(f"{share:.2g}")) for name, share in shares.items() if share > most]
+    return wrong or [rule.ok(float(f"{max(shares.values()):.2g}"))]
+
+
+def _all(machine: Machine) -> Iterator[tuple[str, str, int]]:
+    for name, port in rdma_ports.rdma_ports(machine).items():
+        for rule, place, counters in ((LINK, "counters", OF_LINKS), (RESENT, "hw_counters", OF_LOSS)):
+            for counter in counters:
+                yield from _one(machine, rule.id, f"{name} {counter}", f"{port.path}/{place}/{counter}")
+        yield from _one(machine, MARKED.id, name, f"{port.path}/hw_counters/np_ecn_marked_roce_packets")
+        yield from _one(machine, PACKETS, name, f"{port.path}/counters/port_rcv_packets")
+        if port.roce and port.interface:
+            yield from _of_card(machine, port.interface)
+    for path in machine.glob("/sys/class/net/*/device"):  # of hardware, or a virtual machine's
+        name = path.split("/")[4]
+        for counter in OF_INTERFACES:
+            yield from _one(machine, DROPPED.id, f"{name} {counter}", f"/sys/class/net/{name}/statistics/{counter}")
+    for at in [*pci.pci_devices(machine, pci.GPU, pci.NVIDIA), *pcie.rdma_cards(machine)]:
+        errors = pcie.errors(machine, at)
+        if errors is not None:
+            yield PCIE.id, at, errors
+    yield from _of_gpus(machine)
+    yield from _of_tcp(machine)
+
+
+def _one(machine: Machine, rule: str, name: str, path: str) -> Iterator[tuple[str, str, int]]:
+    text = machine.read(path)
+    if text is not None and text.isdecimal():
+        yield rule, name, int(text)
+
+
+def _of_card(machine: Machine, interface: str) -> Iterator[tuple[str, str, int]]:
+    try:
+        said = machine.run(f"ethtool_{interface}", "ethtool", "-S", interface)
+    except CommandTimeout:  # before or after: then it has grown by nothing that is known
+        return
+    for pause, dropped, count in OF_CARD.findall(said.text if said else ""):
+        yield (PAUSED if pause else DROPPED).id, f"{interface} {pause or dropped}", int(count)
+
+
+def _of_gpus(machine: Machine) -> Iterator[tuple[str, str, int]]:
+    with suppress(CheckSkipped):
+        for link, count in nvlink.errors(machine).items():
+            yield NVLINK.id, link, count
+    with suppress(CheckSkipped):
+        rows = nvidia_smi.query_gpus(machine, "smi_uncorrected", "gpu", "index", UNCORRECTED)
+        for gpu, errors in nvidia_smi.numeric_field(rows, UNCORRECTED).items():
+            yield ECC.id, gpu, int(errors)
+
+
+def _of_tcp(machine: Machine) -> Iterator[tuple[str, str, int]]:
+    """Of this host's, or its network namespace's, as a whole."""
+    lines = [line.split() for line in (machine.read("/proc/net/snmp") or "").splitlines() if line.startswith("Tcp:")]
+    if len(lines) == 2:
+        known = dict(zip(*lines, strict=False))
+        for rule, counter in ((TCP.id, "RetransSegs"), (SEGMENTS, "OutSegs")):
+            if known.get(counter, "").isdecimal():
+                yield rule, "tcp", int(known[counter])

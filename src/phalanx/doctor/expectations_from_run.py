@@ -1,0 +1,36 @@
+"""What a run asks of each of its nodes, from its run file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from phalanx.cost.exact.rank_memory import checkpoint_bytes, checkpoint_space_needed_bytes, rank_memory
+from phalanx.doctor.expectations import Expectations
+from phalanx.spec.run import RunSpec
+
+
+def expectations_from_run(run: RunSpec, nproc: int | None = None) -> Expectations:
+    """What is known of it: memory where its layout and its ranks are said, GPUs where its device is. No file is looked
+    at.
+
+    Raises UserError if its layout cannot run on so many ranks.
+    """
+    cluster = run.cluster
+    ranks = (
+        nproc or cluster.nproc_per_node or (1 if cluster.device == "cpu" else None)
+    )  # as `phalanx train` would start
+    gpus = {"cuda": ranks or 1, "cpu": 0, "auto": None}[cluster.device]
+    directory = Path(run.output_dir).expanduser().absolute()
+    held = rank_memory(run, ranks * cluster.nodes) if ranks and not run.auto_layout else {}
+    return Expectations(
+        directory=str(directory),
+        nodes=cluster.nodes,
+        gpus=gpus,
+        ranks=ranks,
+        rank_bytes=max((memory.total for memory in held.values()), default=None),
+        checkpoints=str(directory / run.name / "checkpoints"),
+        checkpoints_bytes=checkpoint_space_needed_bytes(run, there=0),
+        checkpoint_bytes=checkpoint_bytes(run),
+        precision=run.training.precision,
+        network_bytes_per_second=cluster.network_bytes_per_second,
+    )

@@ -1,0 +1,154 @@
+"""All that a check may ask of a machine: files, names of files, answers of programs, variables of the environment. Of
+this machine, or of one that was recorded: a directory with its files under their paths, and answers under commands/."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cached_property
+from glob import glob
+from pathlib import Path
+from typing import IO
+
+from phalanx.doctor.subprocesses import CommandOutput, run_command
+
+COMMANDS, ENVIRONMENT = "commands", "environment"
+VARIABLES = re.compile(
+    r"(NCCL|GLOO|TORCH_NCCL|CUDA|UCX)_\w+|MASTER_ADDR|OMP_NUM_THREADS|LD_LIBRARY_PATH|"
+    r"SLURM(D_NODENAME|_GPUS_ON_NODE|_(JOB|STEP)_NODELIST)"
+)
+"""Of the environment, what checks may know and a record may hold."""
+SYSTEMS_FILE, USERS_FILE = "/etc/nccl.conf", "~/.nccl.conf"
+"""In which NCCL looks for variables; NCCL_CONF_FILE names another for the user's."""
+HOSTNAME = "/proc/sys/kernel/hostname"
+COMMAND_SECONDS = 10
+"""Twice what nvidia-smi may take to answer before Primus calls that a failure (smi latency > 5 s)."""
+PIECE_BYTES, MOST_PIECES = 1 << 16, 1024
+"""Of a file that are read, in all 64 MiB (a log of NCCL): under /proc/sys the kernel refuses to be asked for megabytes
+at once."""
+CANNOT_RUN = 126
+"""A shell's exit code for a program that is there, and cannot be run."""
+ENDED = re.compile(r"\n?\[(exit (-?\d+)|no answer)\]\s*$")
+"""The last line of a recorded answer that was not well."""
+
+
+class CommandTimeout(Exception):  # noqa: N818
+    """A program gave no answer in time."""
+
+    def __init__(self, command: str, seconds: float) -> None:
+        self.command, self.seconds = command, seconds
+        super().__init__(f"{command}: no answer in {seconds:g} s")
+
+
+class Machine:
+    """This machine, or with `root` a recorded one; what is asked of it is recorded to `record`."""
+
+    def __init__(self, root: Path | None = None, record: Path | None = None) -> None:
+        self.root, self.record = root, record
+        here = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
+        self.started_with: Mapping[str, str] = here if root is None else _variables(self.read(f"/{ENVIRONMENT}"))
+        """Variables of the environment, without those of NCCL's files."""
+        if record is not None:
+            lines = [f"{name}={value}\n" for name, value in sorted(here.items())]
+            self._keep(ENVIRONMENT, "".join(lines))
+
+    @property
+    def host(self) -> str:
+        """Its name: Slurm's where that started us, since srun --exclude takes no other."""
+        slurm = self.started_with.get("SLURMD_NODENAME")
+        return slurm or self.read(HOSTNAME) or (socket.gethostname() if self.root is None else "unknown")
+
+    @cached_property
+    def environment(self) -> Mapping[str, str]:
+        """Variables, with those of NCCL's files that the environment does not set: NCCL lets the user's file go before
+        the system's (its src/misc/param.cc)."""
+        files = SYSTEMS_FILE, self.started_with.get("NCCL_CONF_FILE") or USERS_FILE
+        of_files = {name: value for file in files for name, value in _variables(self.read(file)).items()}
+        return {**{name: value for name, value in of_files.items() if VARIABLES.fullmatch(name)}, **self.started_with}
+
+    def read(self, path: str) -> str | None:
+        """The text of a file, without white space around it; None where it is not there or cannot be read. `~` is the
+        user's home, in a record too. While it is recorded it is as when it was read first, for all checks."""
+        if (recorded := self._read_before(path)) is not None:
+            return recorded
+        try:
+            with self._place(path).open("rb") as file:
+                text = b"".join(_pieces(file)).decode(errors="replace").replace("\0", "").strip()
+        except OSError:
+            return None
+        self._keep(path, text + "\n")
+        return text
+
+    def glob(self, pattern: str) -> list[str]:
+        """Paths by a pattern of the shell, in order."""
+        found = sorted(f"/{path}" for path in glob(pattern.lstrip("/"), root_dir=self.root or "/"))
+        for path in found if self.record else []:
+            self._keep(path, None if self._place(path).is_dir() else "")
+        return found
+
+    def run(self, name: str, *words: str, seconds: float = COMMAND_SECONDS) -> CommandOutput | None:
+        """What a program answers; None where it is not installed. `name` is that of its record. Raises Stuck if it
+        gives no answer in time."""
+        answer = self._recorded(name) if self.root else _asked(words, seconds)
+        if answer is None:
+            return None
+        end = "" if answer.code == 0 else "[no answer]\n" if answer.code is None else f"[exit {answer.code}]\n"
+        self._keep(f"{COMMANDS}/{name}.txt", f"{answer.text.rstrip()}\n{end}")
+        if answer.code is None:
+            raise CommandTimeout(" ".join(words), seconds)
+        return answer
+
+    def _recorded(self, name: str) -> CommandOutput | None:
+        text = self.read(f"/{COMMANDS}/{name}.txt")
+        if text is None:
+            return None
+        end = ENDED.search(text)
+        if end is None:
+            return CommandOutput(text)
+        return CommandOutput(text[: end.start()], int(end[2]) if end[2] else None)
+
+    def _read_before(self, path: str) -> str | None:
+        with suppress(OSError):
+            return (self.record / path.lstrip("/")).read_text().strip() or None if self.record else None
+        return None
+
+    def _place(self, path: str) -> Path:
+        return Path(os.path.expanduser(path)) if self.root is None else self.root / path.lstrip("/")
+
+    def _keep(self, path: str, text: str | None) -> None:
+        """Record a file, or a directory. What was read is not replaced by what was only listed."""
+        if self.record is None:
+            return
+        place = self.record / path.lstrip("/")
+        if text is None:
+            place.mkdir(parents=True, exist_ok=True)
+        elif text or not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            aside = place.with_name(f"{place.name}.{os.getpid()}")  # another check may read it meanwhile
+            aside.write_text(text)
+            aside.replace(place)
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    for _ in range(MOST_PIECES):
+        piece = file.read(PIECE_BYTES)
+        if not piece:
+            return
+        yield piece
+
+
+def _asked(words: tuple[str, ...], seconds: float) -> CommandOutput | None:
+    try:
+        return run_command(words, seconds)
+    except OSError as error:
+        there = shutil.which(words[0])
+        return CommandOutput(f"{words[0]}: {error.strerror or error}", CANNOT_RUN) if there else None
+
+
+def _variables(text: str | None) -> dict[str, str]:
+    lines = [line for line in (text or "").splitlines() if not line.startswith("#")]
+    return {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}

@@ -1,0 +1,235 @@
+"""`torchrun -m phalanx.doctor.multi_node_benchmark RUN.toml --out DIR`: whether the nodes of a run are fit together, by the run's
+ranks: the collectives that its layout sends, each pair of nodes, their clocks, and what error counters grew by."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.bench.ranks import benchmark_collectives
+from phalanx.bench.timing import time_calls
+from phalanx.cost.exact.pipeline_split import check_layout
+from phalanx.doctor import cross_node_bandwidth, error_counters
+from phalanx.doctor.compare_nodes import COLLECTIVES, clock_skew_findings, failed_rank_findings
+from phalanx.doctor.cross_node_bandwidth import LARGE_BYTES, CollectiveResult, round_robin_pairs
+from phalanx.doctor.finding import DoctorFinding
+from phalanx.doctor.machine import Machine
+from phalanx.launch.elastic_agent import launch_ranks
+from phalanx.launch.process import (
+    LAUNCHER_PID_ENV,
+    env_rank,
+    exit_rank,
+    init_distributed,
+    report_with_traceback,
+    select_device,
+    set_worker_environment,
+    write_failure,
+)
+from phalanx.parallel.mesh import build_mesh
+from phalanx.runs import hang_dumps
+from phalanx.runs.create import to_toml, with_absolute_paths
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+from phalanx.spec.run import RunSpec
+
+PAIR_BYTES, WARMUP_BYTES = 64 * 2**20, 2**20
+"""Sent each way between two ranks of a pair of nodes (Primus: 64 MB), and to learn how long that would take."""
+PAIR_SECONDS = 0.5
+"""Of the slowest pair for one message: over slow networks these are smaller."""
+TIMEOUT_SECONDS = 120
+"""Primus: then a report, not a hang."""
+ITERATIONS = 5
+
+
+def check_nodes(run: RunSpec, device: torch.device) -> list[DoctorFinding]:
+    """What all ranks find together, on each of them. torch.distributed must be initialised."""
+    world_size, machine = dist.get_world_size(), Machine()
+    hosts: list[str] = all_gather_objects(machine.host)
+    told = dist.get_rank() == hosts.index(machine.host)  # one rank of a host speaks for it
+    times: list[float] = _gathered_at_once()
+    before = error_counters.read_counters(machine) if told else {}
+    ways = benchmark_collectives(
+        run, build_mesh(run.layout, world_size, device.type), device, ITERATIONS, _sizes(run.cluster)
+    )
+    speeds = measure_node_pairs(hosts, device)
+    dist.barrier()
+    mine = error_counters.counter_findings(before, error_counters.read_counters(machine)) if told else []
+    grown = [
+        DoctorFinding(**each)
+        for found in all_gather_objects([asdict(replace(each, host=machine.host)) for each in mine])
+        for each in found
+    ]
+    clocks = {host: times[hosts.index(host)] for host in dict.fromkeys(hosts)}
+    reached = [each for way in ways for each in achieved_bandwidth(way, hosts, run.cluster)]
+    return [
+        *cross_node_bandwidth.check_collectives(reached),
+        *cross_node_bandwidth.check_node_pairs(speeds),
+        *clock_skew_findings(clocks),
+        *grown,
+    ]
+
+
+def _sizes(cluster: ClusterSpec) -> list[int]:
+    """Beside those that the run sends one that is judged by bandwidth, where that of the links is known."""
+    known = cluster.link_bytes_per_second or cluster.network_bytes_per_second
+    return [LARGE_BYTES] if known else []
+
+
+def achieved_bandwidth(way: dict[str, Any], hosts: Sequence[str], cluster: ClusterSpec) -> list[CollectiveResult]:
+    """What a way of `measuring.benchmark_collectives` reached, by size: the better of in place and not."""
+    document, links = way["nccl_tests"], expected_bus_bandwidth(way, hosts, cluster)
+    return [
+        CollectiveResult(
+            name=f"{way['operation']} among {way['among']}",
+            ranks=way["ranks"],
+            size_bytes=result["size"],
+            bus_bytes_per_second=1e9 * max(result[place]["bus_bw"] for place in ("in_place", "out_of_place")),
+            link_bytes_per_second=links,
+            wrong=sum(result[place]["nwrong"] or 0 for place in ("in_place", "out_of_place")),
+        )
+        for result in document["results"]
+    ]
+
+
+def expected_bus_bandwidth(way: dict[str, Any], hosts: Sequence[str], cluster: ClusterSpec) -> float | None:
+    """The bus bandwidth that links allow the slowest of a way's groups; None where theirs is not known.
+
+    Inside a node it is that of the links. Over nodes a ring enters and leaves each once, by the cards of all of the
+    group's k ranks there; in an all-to-all each rank's card carries what goes to the n - k ranks elsewhere, of n - 1.
+    """
+    found = []
+    for group in way["groups"]:
+        here = [len(list(same)) for _, same in groupby(sorted(hosts[rank] for rank in group))]
+        k, n, inside, network = min(here), len(group), cluster.link_bytes_per_second, cluster.network_bytes_per_second
+        if len(here) == 1:
+            limits = [inside]
+        elif way["operation"] == "all_to_all":
+            limits = [network and network * (n - 1) / (n - k)]
+        else:
+            limits = [network and network * (1 if way["operation"] == "send" else k), *([inside] if k > 1 else [])]
+        if None in limits:
+            return None
+        found.append(min(limit for limit in limits if limit))
+    return min(found, default=None)
+
+
+def measure_node_pairs(hosts: Sequence[str], device: torch.device) -> dict[tuple[str, str], float]:
+    """Bytes per second that each two hosts exchange each way, all of their ranks at once."""
+    tried = _exchanges(hosts, device, WARMUP_BYTES)
+    if not tried:
+        return {}
+    slowest = WARMUP_BYTES / min(speed / ranks for speed, ranks in tried.values())
+    size = int(min(PAIR_BYTES, WARMUP_BYTES * max(1.0, PAIR_SECONDS / slowest)))
+    return {pair: speed for pair, (speed, _) in _exchanges(hosts, device, size).items()}
+
+
+def _exchanges(hosts: Sequence[str], device: torch.device, size_bytes: int) -> dict[tuple[str, str], tuple[float, int]]:
+    """The same for messages of a size, and how many ranks of a host took part; pairs that share no host at once."""
+    names = list(dict.fromkeys(hosts))
+    ranks = {name: [rank for rank, host in enumerate(hosts) if host == name] for name in names}
+    sent, received = (torch.zeros(size_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    found: dict[tuple[str, str], tuple[float, int]] = {}
+    for matched in round_robin_pairs(len(names)) if len(names) > 1 else []:
+        dist.barrier()
+        mine = None
+        for a, b in matched:
+            partners = dict(zip(ranks[names[a]], ranks[names[b]], strict=False))
+            partners |= {other: one for one, other in partners.items()}
+            if dist.get_rank() in partners:
+                call = partial(_exchange, sent, received, partners[dist.get_rank()])
+                mine = (names[a], names[b]), median(time_calls(call, device, ITERATIONS))
+        told = [each for each in all_gather_objects(mine) if each is not None]
+        for pair in {each[0] for each in told}:
+            seconds = [each[1] for each in told if each[0] == pair]
+            found[pair] = len(seconds) / 2 * size_bytes / max(seconds), len(seconds) // 2
+    return found
+
+
+def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int) -> None:
+    there, back = dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)
+    for work in dist.batch_isend_irecv([there, back]):
+        work.wait()
+
+
+def all_gather_objects(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _gathered_at_once() -> list[float]:
+    """What every rank's clock says after a barrier, which takes less than clocks may differ."""
+    dist.barrier()
+    return all_gather_objects(time.time())
+
+
+def launch_check(run: RunSpec, nproc: int) -> list[DoctorFinding]:
+    """What local ranks find for a run, or why one failed."""
+    set_worker_environment(nproc)
+    with TemporaryDirectory(prefix="phalanx-checkup-") as folder:
+        directory = Path(folder)
+        file = directory / "run.toml"
+        file.write_text(to_toml(with_absolute_paths(run)))
+        code = launch_ranks(nproc, (__name__, str(file), "--out", folder), partial(report_with_traceback, directory))
+        if code:
+            return failed_rank_findings(directory) or [
+                cross_node_bandwidth.FAILED.violation("ranks", f"exit code {code}")
+            ]
+        return [DoctorFinding(**each) for each in json.loads((directory / COLLECTIVES).read_text())]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        "phalanx.doctor.multi_node_benchmark", description="Check the nodes of a run, on this rank."
+    )
+    parser.add_argument("run", type=Path, help="a run file")
+    parser.add_argument("--out", type=Path, required=True, help=f"the directory in which rank 0 writes {COLLECTIVES}")
+    exit_rank(rank_main(parser.parse_args()))
+
+
+def rank_main(asked: argparse.Namespace) -> int:
+    """Check on this rank; returns the exit code."""
+    rank, ranks = env_rank(), int(os.environ.get("WORLD_SIZE", "1"))
+    asked.out.mkdir(parents=True, exist_ok=True)
+    hang_dumps.remove_dumps(asked.out, rank)
+    if rank == 0:  # what an earlier start left would be taken for this one's
+        hang_dumps.remove_dumps_from_rank(asked.out, ranks)
+        (asked.out / COLLECTIVES).unlink(missing_ok=True)
+    try:
+        run = load_run(asked.run, environment={})
+        if ranks == 1:
+            raise UserError(
+                "phalanx.doctor.multi_node_benchmark", ranks, "rank sends nothing", "start several by torchrun"
+            )
+        check_layout(run, ranks)  # before they wait for each other
+        found = check_nodes(
+            run, init_distributed(select_device(run), min(TIMEOUT_SECONDS, run.training.collective_timeout_seconds))
+        )
+        if rank == 0:
+            (asked.out / COLLECTIVES).write_text(json.dumps([asdict(each) for each in found], indent=1))
+    except Exception as error:
+        write_failure(asked.out, rank, 0, error)
+        if LAUNCHER_PID_ENV not in os.environ:
+            print(f"phalanx: {error}" if isinstance(error, UserError) else traceback.format_exc(), file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What nodes of one run should have in common: versions, settings, hardware."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx import __version__
+from phalanx.doctor.checks import rdma_ports, software
+from phalanx.doctor.finding import CheckSkipped
+from phalanx.doctor.machine import CommandTimeout, Machine
+from phalanx.doctor.probes import nvidia_smi, pci
+
+Facts = dict[str, str]
+
+
+def node_facts(machine: Machine) -> Facts:
+    """By name; what a machine does not have is left out."""
+    of_ports = rdma_ports.rdma_ports(machine)
+    interfaces = sorted({port.interface for port in of_ports.values() if port.interface})
+    found = {
+        "phalanx": __version__,
+        "kernel": machine.read("/proc/sys/kernel/osrelease"),
+        "system": _match(r'^PRETTY_NAME="?([^"\n]*)', machine.read("/etc/os-release")),
+        "CPU": _match(r"^model name\s*: (.*)$", machine.read("/proc/cpuinfo")),
+        "memory GiB": _gib(machine),
+        "GPUs on the bus": str(len(pci.pci_devices(machine, pci.GPU, pci.NVIDIA))),
+        "RDMA devices": str(len(rdma_ports.rdma_devices(machine))),
+        "RDMA firmware": _each(machine.read(f"{rdma_ports.ROOT}/{port.device}/fw_ver") for port in of_ports.values()),
+        "RDMA rate": _each(machine.read(f"{port.path}/rate") for port in of_ports.values()),
+        "RDMA MTU": _each(machine.read(f"/sys/class/net/{name}/mtu") for name in interfaces),
+        "RDMA driver": machine.read("/sys/module/mlx5_core/version"),
+        "clock source": machine.read("/sys/devices/system/clocksource/clocksource0/current_clocksource"),
+        **_of_gpus(machine),
+        **_of_torch(machine),
+        **{name: value for name, value in machine.environment.items() if name.startswith(("NCCL_", "TORCH_NCCL_"))},
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def job_nodes(machine: Machine) -> tuple[str, ...]:
+    """The nodes that Slurm started this step on; none where it did not start us."""
+    listed = (machine.started_with.get(f"SLURM_{of}_NODELIST") for of in ("STEP", "JOB"))
+    nodes = next(filter(None, listed), None)
+    try:
+        said = machine.run("job_nodes", "scontrol", "show", "hostnames", nodes) if nodes else None
+    except CommandTimeout:
+        return ()
+    return tuple(said.text.split()) if said and not said.code else ()
+
+
+def _of_gpus(machine: Machine) -> dict[str, str | None]:
+    fields = {
+        "driver_version": "NVIDIA driver",
+        "vbios_version": "VBIOS",
+        "name": "GPU",
+        "memory.total": "GPU memory MiB",
+    }
+    try:
+        rows = nvidia_smi.query_gpus(machine, "smi_facts", "gpu", "index", *fields)
+    except CheckSkipped:
+        return {}
+    return {name: _each(row.get(field) for row in rows.values()) for field, name in fields.items()}
+
+
+def _of_torch(machine: Machine) -> dict[str, str | None]:
+    try:
+        known = software.torch_facts(machine)
+    except (CheckSkipped, CommandTimeout, software.NotImportedError):
+        return {}
+    return {"PyTorch": known["torch"], "CUDA of PyTorch": known["cuda"], "NCCL": known["nccl"]}
+
+
+def _match(pattern: str, text: str | None) -> str | None:
+    found = re.search(pattern, text or "", re.MULTILINE)
+    return found[1] if found else None
+
+
+def _gib(machine: Machine) -> str | None:
+    """Rounded: nodes differ in what the kernel keeps for itself."""
+    size = _match(r"^MemTotal:\s+(\d+) kB", machine.read("/proc/meminfo"))
+    return str(round(int(size) / 2**20)) if size else None
+
+
+def _each(values: object) -> str | None:
+    """Different ones, in order."""
+    return ", ".join(sorted({str(value) for value in values if value})) or None  # type: ignore[attr-defined]

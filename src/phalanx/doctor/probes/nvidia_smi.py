@@ -1,0 +1,87 @@
+"""nvidia-smi's answers."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.doctor.finding import CheckSkipped
+from phalanx.doctor.machine import CommandTimeout, Machine
+from phalanx.doctor.probes import pci
+
+Row = dict[str, str]
+GPU_LINE = re.compile(r"GPU (\d+):")
+NO_VALUE = re.compile(r"^\[|N/A")
+WELL = (0, 14)
+"""Exit codes with an answer: 14 where some infoROM is corrupted (nvidia-smi's manual)."""
+CORRUPTED = re.compile(r"infoROM is corrupted at gpu ([0-9a-fA-F:.]+)")
+BAD = re.compile(r"requires reset|is lost|Unknown Error")
+"""In place of a value, of a GPU that does not answer."""
+
+
+def run_nvidia_smi(machine: Machine, name: str, *words: str) -> str:
+    """What nvidia-smi says; raises Skip where it says nothing, which is for the check of GPUs to judge."""
+    try:
+        said = machine.run(name, "nvidia-smi", *words)
+    except CommandTimeout as error:
+        raise CheckSkipped(str(error)) from None
+    if said is None:
+        raise CheckSkipped("no NVIDIA GPU" if not pci.pci_devices(machine, pci.GPU, pci.NVIDIA) else "no nvidia-smi")
+    if said.code not in WELL:
+        raise CheckSkipped(f"nvidia-smi {' '.join(words)}: {first_line(said.text)}")
+    return said.text
+
+
+def query_gpus(machine: Machine, name: str, what: str, *fields: str) -> dict[str, Row]:
+    """Some fields of each GPU."""
+    return parse_csv(
+        run_nvidia_smi(machine, name, f"--query-{what}={','.join(fields)}", "--format=csv,nounits"), fields
+    )
+
+
+def parse_csv(text: str, fields: tuple[str, ...]) -> dict[str, Row]:
+    """Rows of --format=csv,nounits by GPU: GPU0 by `index`, else by the first field. By order: what heads a column is
+    not always what was asked for (clocks_throttle_reasons of new drivers). A row that is cut off has what it has."""
+    lines = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if "," in line][1:]
+    if not lines:
+        raise CheckSkipped(f"nvidia-smi has no table: {first_line(text)}")
+    rows = [dict(zip(fields, line, strict=False)) for line in lines]
+    return {f"GPU{row['index']}" if "index" in row else row[fields[0]]: row for row in rows}
+
+
+def numeric_field(rows: dict[str, Row], field: str) -> dict[str, float]:
+    """A field of each GPU that has a number there (not "[N/A]")."""
+    found = {gpu: leading_number(row.get(field, "")) for gpu, row in rows.items()}
+    return {gpu: value for gpu, value in found.items() if value is not None}
+
+
+def text_field(rows: dict[str, Row], field: str) -> dict[str, str]:
+    """A field of each GPU that has one (not "[N/A]" or "[Not Supported]")."""
+    return {gpu: row[field] for gpu, row in rows.items() if row.get(field) and not NO_VALUE.search(row[field])}
+
+
+def unresponsive_gpus(rows: dict[str, Row]) -> dict[str, str]:
+    """GPUs that the driver lists and that do not answer, with what stands in place of a value."""
+    return {gpu: cell.strip("[]") for gpu, row in rows.items() for cell in row.values() if BAD.search(cell)}
+
+
+def split_by_gpu(text: str) -> dict[str, list[str]]:
+    """The lines below each "GPU 0: ..." of nvidia-smi nvlink."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        match = GPU_LINE.match(line.strip())
+        if match:
+            found[f"GPU{match[1]}"] = mine = []
+        elif found:
+            mine.append(line.strip())
+    return found
+
+
+def leading_number(text: str) -> float | None:
+    """The number that a text begins with."""
+    match = re.match(r"\s*(-?\d+(\.\d+)?)", text)
+    return float(match[1]) if match else None
+
+
+def first_line(text: str) -> str:
+    """The first line that says something."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "nothing")

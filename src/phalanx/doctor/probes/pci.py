@@ -1,0 +1,38 @@
+"""What is on the PCI bus, from sysfs."""
+
+from __future__ import annotations
+
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.machine import Machine
+
+DEVICES = "/sys/bus/pci/devices"
+NVIDIA = "0x10de"
+GPU, BRIDGE = ("0x0300", "0x0302"), ("0x0680",)
+"""Beginnings of class codes (PCI Code and ID Assignment Specification); an NVSwitch is a bridge."""
+
+
+def pci_devices(machine: Machine, kinds: tuple[str, ...], vendor: str | None = None) -> list[str]:
+    """Addresses of the devices of some classes: 0000:1b:00.0."""
+    found = []
+    for path in machine.glob(f"{DEVICES}/*"):
+        kind = machine.read(f"{path}/class") or ""
+        if kind.startswith(kinds) and vendor in (None, machine.read(f"{path}/vendor")):
+            found.append(path.rpartition("/")[2])
+    return found
+
+
+def runs_on_cpu(machine: Machine, expected: Expectations) -> bool:
+    """Whether a run computes on CPUs here: it says so, or takes GPUs where some are, and none is."""
+    return expected.gpus == 0 or (expected.gpus is None and not pci_devices(machine, GPU, NVIDIA))
+
+
+def upstream_bridge(machine: Machine, at: str) -> str | None:
+    """The address of the bridge in whose slot a device sits: its directory holds the device's."""
+    above = machine.glob(f"{DEVICES}/*/{at}")
+    return above[0].split("/")[-2] if above else None
+
+
+def normalize_pci_address(text: str) -> str:
+    """An address of nvidia-smi (00000000:1B:00.0) or of the driver's log (0000:1b:00) as sysfs has it."""
+    domain, _, rest = text.strip().lower().partition(":")
+    return f"{domain[-4:]}:{rest}" + ("" if "." in rest else ".0")

@@ -1,0 +1,80 @@
+"""What was found, for programs and for people: JSON, Markdown, the nodes that a job should leave out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from phalanx.doctor.finding import DoctorFinding
+
+ORDER = ("FAIL", "WARN", "SKIP", "OK")
+FAILING = "failing_nodes.txt"
+"""For `srun --exclude=$(cat failing_nodes.txt)`."""
+
+
+def exit_code(findings: Iterable[DoctorFinding]) -> int:
+    """0 all well, 1 warnings, 2 failures, 3 nothing could be checked."""
+    found = {finding.severity for finding in findings}
+    return 2 if "FAIL" in found else 1 if "WARN" in found else 0 if "OK" in found else 3
+
+
+def by_severity(findings: Iterable[DoctorFinding]) -> list[DoctorFinding]:
+    """The worst first."""
+    return sorted(findings, key=lambda finding: ORDER.index(finding.severity))
+
+
+def failing_hosts(findings: Iterable[DoctorFinding]) -> list[str]:
+    """Hosts with failures."""
+    return sorted({finding.host for finding in findings if finding.severity == "FAIL" and finding.host})
+
+
+def to_markdown(findings: Sequence[DoctorFinding], title: str) -> str:
+    """A page: what is wrong first, with what to do; then what was skipped; what is well is counted."""
+    wrong = [finding for finding in by_severity(findings) if finding.severity in ("FAIL", "WARN")]
+    skipped = [finding for finding in findings if finding.severity == "SKIP"]
+    lines = [f"# {title}", "", _counts(findings), ""]
+    if wrong:
+        lines += [
+            "| | finding | host | device | measured | should be | remedy | command |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        lines += [_row(finding) for finding in wrong] + [""]
+    if skipped:
+        lines += ["Not checked:", ""]
+        lines += [f"- {_cell(f'{finding.host} {finding.id}: {finding.measured}')}" for finding in skipped] + [""]
+    return "\n".join(lines)
+
+
+def _counts(findings: Sequence[DoctorFinding]) -> str:
+    counted = [(severity, sum(finding.severity == severity for finding in findings)) for severity in ORDER]
+    return ", ".join(f"{count} {severity}" for severity, count in counted)
+
+
+def _row(finding: DoctorFinding) -> str:
+    shown = f"{finding.measured} {finding.unit}".strip()
+    cells = (
+        finding.severity,
+        finding.id,
+        finding.host,
+        finding.device,
+        shown,
+        finding.threshold,
+        finding.remedy,
+        f"`{finding.command}`",
+    )
+    return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def write_reports(directory: Path, findings: Sequence[DoctorFinding], title: str) -> None:
+    """findings.json, findings.md and failing_nodes.txt."""
+    directory.mkdir(parents=True, exist_ok=True)
+    listed = [asdict(finding) for finding in by_severity(findings)]
+    (directory / "findings.json").write_text(json.dumps(listed, indent=1) + "\n")
+    (directory / "findings.md").write_text(to_markdown(findings, title))
+    (directory / FAILING).write_text(",".join(failing_hosts(findings)) + "\n")

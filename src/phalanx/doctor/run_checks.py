@@ -1,0 +1,173 @@
+"""All checks of one machine, each in a child process of its own where the machine is this one: a file of a driver that
+hangs holds its reader for good, and must hold nobody else."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.doctor import error_counters
+from phalanx.doctor.checks import (
+    clock,
+    cpu,
+    disk,
+    ecc,
+    gpus,
+    kernel_log,
+    limits,
+    memory,
+    mtu,
+    nccl_log,
+    nccl_variables,
+    network,
+    nvlink,
+    pcie,
+    rdma_ports,
+    roce,
+    roce_gid,
+    software,
+    topology,
+)
+from phalanx.doctor.compare_nodes import NodeReport
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding
+from phalanx.doctor.machine import CommandTimeout, Machine
+from phalanx.doctor.node_facts import Facts, job_nodes, node_facts
+from phalanx.doctor.subprocesses import TimedProcess
+
+CHECKS = (
+    gpus,
+    ecc,
+    nvlink,
+    topology,
+    pcie,
+    software,
+    rdma_ports,
+    roce_gid,
+    mtu,
+    roce,
+    network,
+    nccl_variables,
+    nccl_log,
+    limits,
+    memory,
+    disk,
+    clock,
+    cpu,
+    kernel_log,
+)
+"""Each a file with RULES and `check(machine, expected)`."""
+CHECK_SECONDS = 50
+"""For all of them, which run at once: more than any one program may take, and less than --quick's minute."""
+STUCK = CheckRule(
+    "doctor.stuck", "whether a check ends", "FAIL", "in time", "s", "ours: what hangs here hangs a run",
+    "find out why {device} hangs; a driver that does needs a reboot", "cat /proc/PID/stack; dmesg | tail",
+)  # fmt: skip
+UNREADABLE = CheckRule(
+    "doctor.unreadable", "whether an answer can be understood", "WARN", "yes", "", "ours",
+    "send a record of this machine (phalanx doctor --record DIR) with a bug report", "phalanx doctor --record DIR",
+)  # fmt: skip
+RULES = (STUCK, UNREADABLE)
+FACTS, MODULE = "facts", "phalanx.doctor.run_checks"
+Check = Callable[[Machine, Expectations], list[DoctorFinding]]
+
+
+def run_all_checks(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """What all checks find, in their order, with the host's name."""
+    return list(examine_node(machine, expected, with_facts=False).findings)
+
+
+def examine_node(
+    machine: Machine, expected: Expectations, with_facts: bool = True, ahead_seconds: float = 0.0
+) -> NodeReport:
+    """The same with what nodes should have in common, to be held against other nodes."""
+    if machine.root is None:
+        found, known = _run_in_subprocesses(machine, expected, with_facts)
+    else:
+        found = [each for file in CHECKS for each in run_check(file, machine, expected)]
+        known = node_facts(machine) if with_facts else {}
+    named = tuple(replace(finding, host=finding.host or machine.host) for finding in found)
+    return NodeReport(machine.host, ahead_seconds, known, named, job_nodes(machine) if with_facts else ())
+
+
+def check_name(check: object) -> str:
+    """A check's: that of its file."""
+    return str(getattr(check, "__name__", "")).rpartition(".")[2]
+
+
+def run_check(file: object, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """What one check finds, whatever becomes of it."""
+    name = check_name(file)
+    check: Check = file.check  # type: ignore[attr-defined]
+    try:
+        return check(machine, expected)
+    except CheckSkipped as skipped:
+        return [DoctorFinding(name, "SKIP", "", "", str(skipped), "", "", "", "", "")]
+    except CommandTimeout as stuck:
+        return [STUCK.violation(stuck.command, str(stuck))]
+    except Exception as error:  # of what no parser has seen yet
+        return [UNREADABLE.violation(name, f"{type(error).__name__}: {error}")]
+
+
+def _run_in_subprocesses(
+    machine: Machine, expected: Expectations, with_facts: bool
+) -> tuple[list[DoctorFinding], Facts]:
+    asked = json.dumps({**asdict(expected), "record": str(machine.record or "")})
+    names = [*map(check_name, CHECKS), *([FACTS] if with_facts else [])]
+    children = {name: _start_child(name, asked) for name in names}
+    deadline = time.monotonic() + CHECK_SECONDS
+    found: list[DoctorFinding] = []
+    known: Facts = {}
+    for name, child in children.items():
+        told = _child_result(name, child, deadline)
+        if isinstance(told, DoctorFinding):
+            found.append(told)
+        elif name == FACTS:
+            known = told
+        else:
+            found += [DoctorFinding(**each) for each in told]
+    return found, known
+
+
+def _start_child(name: str, asked: str) -> TimedProcess | DoctorFinding:
+    try:
+        return TimedProcess([sys.executable, "-m", MODULE, name, asked])
+    except OSError as error:  # no memory, or too many processes
+        return UNREADABLE.violation(name, f"cannot be started: {error}")
+
+
+def _child_result(name: str, child: TimedProcess | DoctorFinding, deadline: float) -> Any:
+    """What a child says, or a finding that it says nothing."""
+    if isinstance(child, DoctorFinding):
+        return child
+    answer = child.wait_output(max(0.0, deadline - time.monotonic()))
+    last = answer.text.strip().rpartition("\n")[2]
+    if answer.code is None:
+        return STUCK.violation(name, f"no answer in {CHECK_SECONDS} s")
+    try:
+        return json.loads(last)
+    except ValueError:
+        return UNREADABLE.violation(name, last or f"exit code {answer.code}")
+
+
+def main() -> None:
+    """One check, or the facts, in a process of its own: its name, and what is expected."""
+    name, asked = sys.argv[1], json.loads(sys.argv[2])
+    record = asked.pop("record")
+    machine = Machine(record=Path(record) if record else None)
+    if name == FACTS:
+        if machine.record:
+            error_counters.read_counters(machine)
+        print(json.dumps(node_facts(machine)))
+        return
+    file = next(file for file in CHECKS if check_name(file) == name)
+    print(json.dumps([asdict(finding) for finding in run_check(file, machine, Expectations(**asked))]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Processes and nodes: start, failure detection, restart."""

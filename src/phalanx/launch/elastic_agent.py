@@ -1,0 +1,287 @@
+"""The ranks of one node under torchrun's agent: told which ranks failed, somebody decides whether they start again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from phalanx.debug.oom import cgroup_oom_kills
+from phalanx.launch.process import LAUNCHER_PID_ENV, stop_signals
+from phalanx.launch.rendezvous import (
+    SINGLE_NODE,
+    Rendezvous,
+    RendezvousError,
+    format_node_count,
+    interface_of,
+    local_address,
+    make_rendezvous_handler,
+    wait_for_host,
+)
+from phalanx.runs.create import EXIT_INTERRUPTED, EXIT_STOPPED
+from phalanx.spec.errors import UserError
+
+STOP_SECONDS = 600
+"""Between SIGTERM and SIGKILL to ranks that are to end in order: a step and a checkpoint."""
+FAILURE_GRACE_SECONDS = 3.0
+"""For ranks to say why they failed too, once one has."""
+MONITOR_SECONDS = 0.1
+MET_SECONDS = 30.0
+"""Who was so long in touch with the place where nodes meet had met others there."""
+COMMAND_KEY, CHOOSING_SECONDS = "phalanx/words", 300
+"""Where the first node says what all start, and how long that may take."""
+
+WorkerCommand = Callable[[int], Sequence[str]]
+"""The module to run as so many ranks, and its arguments."""
+ProcessFailures = Mapping[int, ProcessFailure]
+"""Those of this node's ranks that did not end well, by rank."""
+
+
+class FailureAction(Enum):
+    """What follows a failure on this node."""
+
+    AGAIN = "ranks are started again"
+    LEAVE = "this node goes, and the others may go on without it"
+    END = "the run is ended, on all nodes"
+
+
+FailureHandler = Callable[[ProcessFailures, int], FailureAction]
+"""Given what failed, and how many processes of our group the kernel killed for want of memory since ranks started."""
+
+
+class InheritedOutput(LogsSpecs):
+    """Ranks print where we do: torchrun's own makes a folder for files, which who is killed leaves behind."""
+
+    root_log_dir = os.devnull
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        none = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=none, stderrs=none, error_files=none)
+
+
+class RunEndedByOtherNode(Exception):  # noqa: N818 - no error of this node's
+    """Another node has ended the run."""
+
+
+class ElasticAgent(LocalElasticAgent):
+    """torchrun's, which asks what follows a failure, and leaves no rank hanging in wait of one that failed."""
+
+    def __init__(self, spec: WorkerSpec, words: WorkerCommand, judge: FailureHandler, nodes: int) -> None:
+        super().__init__(spec, InheritedOutput())
+        self._words, self._judge, self._nodes = words, judge, nodes
+        self.then = FailureAction.END
+        self._kills_before = 0
+        self._killed: set[int] = set()
+        """Processes that did not end by themselves, which is not their failure."""
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        """Meet, and start ranks. Where a node is lost before it has said what it must, the others meet once more."""
+        while True:
+            try:
+                return super()._initialize_workers(worker_group)
+            except DistError as error:
+                print(f"phalanx: a node did not come to start its ranks, meeting again: {error}", file=sys.stderr)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        worker_group.spec.args = ("-m", *self._agree_on_command(worker_group))
+        if self._nodes > 1:
+            here = f"{worker_group.group_world_size} of {format_node_count(self._nodes)}"
+            print(f"phalanx: {here} met: {worker_group.workers[0].world_size} ranks start", file=sys.stderr)
+        self._kills_before = cgroup_oom_kills() or 0
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
+
+    def _agree_on_command(self, group: WorkerGroup) -> Sequence[str]:
+        """What all nodes start: the first of them says so, for a layout may be chosen by what the moment shows."""
+        ranks = group.workers[0].world_size
+        if group.group_world_size == 1:
+            return self._words(ranks)
+        assert group.store is not None
+        if group.group_rank == 0:
+            try:
+                words = list(self._words(ranks))
+            except UserError as error:
+                group.store.set(COMMAND_KEY, json.dumps({"error": [error.field, None, error.problem, error.fix]}))
+                raise
+            group.store.set(COMMAND_KEY, json.dumps({"words": words}))
+            return words
+        group.store.wait([COMMAND_KEY], timedelta(seconds=CHOOSING_SECONDS))
+        told = json.loads(group.store.get(COMMAND_KEY))
+        if "error" in told:
+            raise UserError(*told["error"])
+        return [str(word) for word in told["words"]]
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._has_failed():
+            self._kill_remaining()
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            own = {rank: failure for rank, failure in result.failures.items() if failure.pid not in self._killed}
+            self.then = self._judge(own or result.failures, (cgroup_oom_kills() or 0) - self._kills_before)
+            self._remaining_restarts = int(self.then is FailureAction.AGAIN)
+        return result
+
+    def _has_failed(self) -> bool:
+        """Whether a rank has ended otherwise than well."""
+        return any(status not in (None, 0) for status in map(_exit_status, self._pids()))
+
+    def _kill_remaining(self) -> None:
+        """Ranks that wait for one that is gone fail too, and say so; one that is stopped never would."""
+        deadline = time.monotonic() + FAILURE_GRACE_SECONDS
+        while (left := [pid for pid in self._pids() if _exit_status(pid) is None]) and time.monotonic() < deadline:
+            time.sleep(MONITOR_SECONDS / 2)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        self._killed |= set(left)
+
+    def _pids(self) -> list[int]:
+        return list(self._pcontext.pids().values()) if self._pcontext else []
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = STOP_SECONDS) -> None:
+        self._stop(death_sig)
+        super()._shutdown(signal.SIGKILL)
+
+    def _stop(self, death_sig: signal.Signals) -> None:
+        """Have ranks end in order. Where one was not ready to, and ended by the signal itself, the others may wait for
+        it in vain: they have only a few seconds then."""
+        for pid in self._pids():
+            if _exit_status(pid) is None:
+                os.kill(pid, death_sig)
+        deadline, begun = time.monotonic() + STOP_SECONDS, self._pids()
+        while any(_exit_status(pid) is None for pid in begun) and time.monotonic() < deadline:
+            if any(_exit_status(pid) == death_sig for pid in begun):
+                deadline = min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
+            time.sleep(MONITOR_SECONDS / 2)
+
+
+def _exit_status(pid: int) -> int | None:
+    """How one of our processes ended, which is left for torchrun to find; None of one that runs. Of one that torchrun
+    has found already nothing is known but that it ended: 0."""
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    return None if ended is None else ended.si_status
+
+
+@contextmanager
+def stop_signals_as_exit() -> Iterator[None]:
+    """Signals end what goes on here in order, whether or not there are ranks: torchrun hears them only then.
+
+    Raises SystemExit after one: `INTERRUPTED` or `STOPPED`.
+    """
+
+    def stop(number: int, _: object) -> None:
+        told = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        raise SignalException(f"signal {number}", told)
+
+    before = {number: signal.signal(number, stop) for number in stop_signals()}
+    try:
+        yield
+    except SignalException as signalled:
+        raise SystemExit(EXIT_INTERRUPTED if signalled.sigval == signal.SIGINT else EXIT_STOPPED) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_until_done(nproc: int, words: WorkerCommand, judge: FailureHandler, meeting: Rendezvous = SINGLE_NODE) -> bool:
+    """Run local ranks, together with other nodes' where there are any, until all have ended well, or by what `judge`
+    says of a failure they are not to be started again; returns whether all went well.
+
+    Raises UserError where nodes cannot meet, NotMetError where they do not.
+    """
+    if meeting.max_nodes > 1:
+        wanted, patience = format_node_count(meeting.max_nodes), f"{meeting.join_seconds:g} s at most"
+        if meeting.min_nodes < meeting.max_nodes:
+            wanted = f"{meeting.min_nodes} to {wanted}"
+            patience += f", and {meeting.last_call_seconds:g} s for more where {meeting.min_nodes} are enough"
+        print(f"phalanx: {wanted} meet at {meeting.endpoint}, in {patience}", file=sys.stderr)
+    deadline = time.monotonic() + meeting.join_seconds
+    while True:
+        begun = time.monotonic()
+        try:
+            wait_for_host(meeting, deadline)
+            with _quiet_torchelastic():
+                return _run_once(nproc, words, judge, meeting)
+        except RendezvousTimeoutError:
+            fix = "start the command on every node, with the same --rendezvous, or allow fewer: --nodes LEAST:MOST"
+            problem = f"fewer than {format_node_count(meeting.min_nodes)} came in {meeting.join_seconds:g} s"
+            raise RendezvousError("--rendezvous", meeting.endpoint, problem, fix) from None
+        except RendezvousClosedError:
+            raise RunEndedByOtherNode("the run was ended by another node: see what was said there") from None
+        except (RendezvousConnectionError, RendezvousStateError) as error:
+            if meeting.is_host:
+                fix = "is another run there, or another node of this one on this machine? Give another port, or --nproc"
+                problem = f"nodes cannot meet here: {error.__cause__}"
+                raise UserError("--rendezvous", meeting.endpoint, problem, fix) from None
+            if time.monotonic() - begun > MET_SECONDS:  # that node may be about to start again
+                deadline = time.monotonic() + meeting.join_seconds
+            elif time.monotonic() > deadline:
+                problem = f"nodes cannot meet there: {error}"
+                raise RendezvousError("--rendezvous", meeting.endpoint, problem, "give another port") from None
+
+
+def _run_once(nproc: int, words: WorkerCommand, judge: FailureHandler, meeting: Rendezvous) -> bool:
+    handler, own = make_rendezvous_handler(meeting), local_address(meeting)
+    if meeting is not SINGLE_NODE:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            if name not in os.environ:
+                os.environ[name] = interface_of(own)
+    spec = WorkerSpec(
+        role="default", local_world_size=nproc, entrypoint=sys.executable, args=(), rdzv_handler=handler,
+        max_restarts=0, monitor_interval=MONITOR_SECONDS, local_addr=own,
+    )  # fmt: skip
+    agent = ElasticAgent(spec, words, judge, meeting.max_nodes)
+    result = agent.run()
+    if agent.then is not FailureAction.LEAVE:
+        handler.shutdown()  # nobody can join any more
+    return result is not None and not result.is_failed()
+
+
+@contextmanager
+def _quiet_torchelastic() -> Iterator[None]:
+    """Without torchrun's own words on failures, and with our process known to its ranks."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ[LAUNCHER_PID_ENV] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[LAUNCHER_PID_ENV]
+
+
+def launch_ranks(nproc: int, words: Sequence[str], report: Callable[[ProcessFailures, int], int]) -> int:
+    """Run a module (its name, and its arguments) as local ranks and wait for them; returns the exit code. `report` is
+    given what the agent knows of a failure, says why, and returns the code."""
+    code = 0
+
+    def judge(failures: ProcessFailures, kills: int) -> FailureAction:
+        nonlocal code
+        code = report(failures, kills)
+        return FailureAction.END
+
+    with stop_signals_as_exit():
+        run_until_done(nproc, lambda _: words, judge)
+    return code

@@ -1,0 +1,201 @@
+"""An Indexed Job for Kubernetes, the Service by which its pods find the first, and the run file in a ConfigMap."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+from phalanx.launch.jobs.job import PORT, SAVING_SECONDS, ClusterJob
+from phalanx.launch.jobs.volume import WORK, job_environment, require_options
+from phalanx.runs.create import EXIT_STOPPED
+from phalanx.spec.base import require
+
+RUN_FOLDER, RUN_FILE = "/etc/phalanx", "run.toml"
+LONGEST_NAME = 52
+"""Of a Job, so that its pods' host names, which have an index behind it, have at most 63 characters."""
+FAILURES_PER_NODE = 6
+"""Kubernetes' own default of a whole Job, in which a failure of the run is one of every pod."""
+SHARED_MEMORY = "8Gi"
+"""At most, for what the ranks of a node pass each other: what AMD's Primus asks of a node before it trains."""
+PATIENCE_SECONDS = 24 * 60 * 60
+"""For the other pods, which are started when there is room, or a node has been mended."""
+
+TEMPLATE = """\
+# Written by: {words}
+# Start it with kubectl apply -f FILE (Kubernetes 1.31 or newer). `phalanx` is in the image; what the run file names by
+# relative paths, text and run directories, is on the volume.
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: {quoted}
+data:
+  {run_file}: |
+{text}
+---
+apiVersion: v1
+kind: Service  # gives each pod a name; the first, at which all meet, is {name}-0.{name}
+metadata:
+  name: {quoted}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector:
+    batch.kubernetes.io/job-name: {quoted}
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {quoted}
+spec:
+  completionMode: Indexed
+  completions: {most}
+  parallelism: {most}
+{success}\
+  backoffLimit: {failures}  # of pods: a failure of the run is one of each
+  podFailurePolicy:
+    rules:
+      - action: FailJob  # something is to be changed first
+        onExitCodes: {{containerName: train, operator: In, values: [2]}}
+{mistaken}\
+      - action: Ignore  # stopped in order, and saved: it is started again
+        onExitCodes: {{containerName: train, operator: In, values: [{again}]}}
+      - action: Ignore  # its node was drained, or is gone
+        onPodConditions: [{{type: DisruptionTarget, status: "True"}}]
+  template:
+    spec:
+      subdomain: {quoted}
+      restartPolicy: Never  # with a failure policy it is the Job that starts new pods
+      terminationGracePeriodSeconds: {saving}  # to save a checkpoint
+      volumes:
+        - name: run
+          configMap: {{name: {quoted}}}
+        - name: work
+          persistentVolumeClaim: {{claimName: {volume}}}
+        - name: shared-memory  # between the ranks of a node: runtimes give 64 MB
+          emptyDir: {{medium: Memory, sizeLimit: {shared_memory}}}
+{check}\
+      containers:
+        - name: train
+          command: {command}
+{same}"""
+
+SUCCESS = """\
+  successPolicy:  # the pods that trained to the end are enough
+    rules: [{succeededIndexes: "0"}]
+"""
+
+MISTAKEN = """\
+      - action: FailJob  # the same, noticed before
+        onExitCodes: {containerName: check, operator: In, values: [2]}
+"""
+
+CHECK = """\
+      initContainers:
+        - name: check  # phalanx doctor exits with 2 where something of the node must be mended
+          command:
+            - sh
+            - -c
+            - |
+              # A mistake in the run file is no fault of the node: it ends this with 2.
+              phalanx train "$@" --print-config > /dev/null || exit
+              phalanx doctor "$@" --quick
+              [ $? -ne 2 ] || {{ echo "phalanx: leave this node out: kubectl cordon $NODE_NAME" >&2; exit 1; }}
+            - doctor
+          args: {words}
+{same}"""
+
+SAME = """\
+          image: {image}
+          workingDir: {work}
+          env:
+            - name: NODE_NAME
+              valueFrom: {{fieldRef: {{fieldPath: spec.nodeName}}}}
+{variables}\
+          volumeMounts:
+            - {{name: run, mountPath: {run_folder}}}
+            - {{name: work, mountPath: {work}}}
+            - {{name: shared-memory, mountPath: /dev/shm}}
+          resources:
+            requests: {resources}
+            limits: {resources}
+"""
+
+
+def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = None) -> str:
+    """The file, with `image` for its containers, and the claim of a volume that all nodes can write to.
+
+    Raises UserError without these, and for what is not on the volume.
+    """
+    image, volume = require_options(
+        {
+            "--image": (image, "the container image that has phalanx"),
+            "--volume": (volume, "the PersistentVolumeClaim (ReadWriteMany) for text and checkpoints"),
+        }
+    )
+    name = _name(job.run.name)
+    run = f"{RUN_FOLDER}/{RUN_FILE}"
+    resources = {
+        **({"nvidia.com/gpu": str(job.gpus)} if job.gpus else {}),
+        **({"cpu": str(job.cpus)} if job.cpus else {}),
+        **({"memory": f"{job.memory}Gi"} if job.memory else {}),
+    }
+    listed = "".join(
+        f"            - {{name: {key}, value: {_text(value)}}}  # {why}\n"
+        for key, (value, why) in _variables(job).items()
+    )
+    same = SAME.format(
+        image=json.dumps(image), work=WORK, variables=listed, run_folder=RUN_FOLDER, resources=json.dumps(resources)
+    )
+    text = textwrap.indent(job.file.read_text().strip(), "    ", lambda line: True)
+    meeting = job.rendezvous_args(f"{name}-0.{name}:{PORT}")
+    return TEMPLATE.format(
+        words=job.command,
+        name=name,
+        quoted=json.dumps(name),
+        run_file=RUN_FILE,
+        text=text,
+        most=job.max_nodes,
+        success=SUCCESS if job.min_nodes < job.max_nodes else "",
+        failures=FAILURES_PER_NODE * job.max_nodes,
+        mistaken=MISTAKEN if job.check else "",
+        again=EXIT_STOPPED,
+        saving=SAVING_SECONDS,
+        volume=json.dumps(volume),
+        shared_memory=SHARED_MEMORY,
+        check=CHECK.format(words=_words(run, *job.check_args), same=same) if job.check else "",
+        command=_words("phalanx", "train", run, *meeting, *job.train_args),
+        same=same,
+    )
+
+
+def _variables(job: ClusterJob) -> dict[str, tuple[str, str]]:
+    found = job_environment(job)
+    if job.max_nodes > 1 and "rendezvous_timeout_seconds" not in job.run.recovery.model_fields_set:
+        found["PHALANX_RECOVERY__RENDEZVOUS_TIMEOUT_SECONDS"] = (
+            str(PATIENCE_SECONDS),
+            "other pods start when there is room",
+        )
+    return found
+
+
+def _text(word: str) -> str:
+    """As it is, for Kubernetes takes $(NAME) in words and values for a variable, and $$ for $."""
+    return json.dumps(word.replace("$", "$$"))
+
+
+def _words(*words: str) -> str:
+    return f"[{', '.join(map(_text, words))}]"
+
+
+def _name(run: str) -> str:
+    """A run's name as a host name (RFC 1035).
+
+    Raises UserError where it cannot be one.
+    """
+    name = run.lower().replace(".", "-").replace("_", "-").rstrip("-")
+    require(
+        len(name) <= LONGEST_NAME and name[0].isalpha(), "name", run,
+        f"is no name for Kubernetes, whose services begin with a letter and have at most {LONGEST_NAME}",
+        "take another with --set name=...",
+    )  # fmt: skip
+    return name

@@ -1,0 +1,85 @@
+"""A task for SkyPilot."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+from phalanx.launch.jobs.job import PORT, ClusterJob, shell_join
+from phalanx.launch.jobs.volume import WORK, job_environment, require_options
+from phalanx.runs.create import EXIT_STOPPED
+from phalanx.spec.base import require
+
+RUN_FILE = "~/phalanx/run.toml"
+
+TEMPLATE = """\
+# Written by: {words}
+# Start it with sky jobs launch FILE, from the directory that it was written in. `phalanx` is in the image; what the
+# run file names by relative paths, text and run directories, is on the volume (sky volumes apply).
+name: {name}
+num_nodes: {most}
+resources:
+  image_id: {image}
+{resources}\
+  job_recovery:
+    recover_on_exit_codes: [{again}]  # stopped in order, and saved
+volumes:
+  {work}: {volume}
+file_mounts:
+  {run_file}: {file}
+{envs}\
+run: |
+{script}"""
+
+TOGETHER = """\
+# They meet at the first node.
+head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
+"""
+
+CHECK = """\
+# A mistake in the run file is no fault of the nodes: it ends this with 2.
+phalanx train {run} {checking} --print-config > /dev/null || exit
+# phalanx doctor exits with 2 where something of the node must be mended.
+phalanx doctor {run} --quick {checking}
+[ $? -ne 2 ] || {{ echo "phalanx: this node is not well: see above" >&2; exit 1; }}
+"""
+
+
+def skypilot(
+    job: ClusterJob, image: str | None = None, volume: str | None = None, accelerator: str | None = None
+) -> str:
+    """The file, with the container image, the volume that all nodes can write to, and SkyPilot's name of a GPU.
+
+    Raises UserError without these, and for what is not on the volume.
+    """
+    wanted = {
+        "--image": (image, "the container image that has phalanx"),
+        "--volume": (volume, "the SkyPilot volume for text and checkpoints"),
+    }
+    if job.gpus:
+        wanted["--accelerator"] = (accelerator, "the GPU, as SkyPilot calls it (sky gpus list)")
+    image, volume, *_ = require_options(wanted)
+    require(
+        bool(job.gpus) or not accelerator, "--accelerator", accelerator, 'has no meaning with cluster.device = "cpu"',
+        "leave it out, or set another device",
+    )  # fmt: skip
+    resources = {
+        **({"accelerators": f"{accelerator}:{job.gpus}"} if job.gpus else {}),
+        **({"cpus": f"{job.cpus}+"} if job.cpus else {}),
+        **({"memory": f"{job.memory}+"} if job.memory else {}),
+    }
+    listed = "".join(f"  {key}: {json.dumps(value)}  # {why}\n" for key, (value, why) in job_environment(job).items())
+    several = job.max_nodes > 1
+    options = shell_join(job.rendezvous_args("HEAD")).replace("HEAD", f'"$head:{PORT}"')
+    script = [
+        f"cd {WORK}\n",
+        *([CHECK.format(run=RUN_FILE, checking=shell_join(job.check_args))] if job.check else []),
+        *([TOGETHER] if several else []),
+        " ".join(word for word in ("exec phalanx train", RUN_FILE, options, shell_join(job.train_args)) if word) + "\n",
+    ]
+    return TEMPLATE.format(
+        words=job.command, name=json.dumps(job.run.name), most=job.max_nodes, image=json.dumps(f"docker:{image}"),
+        resources="".join(f"  {key}: {json.dumps(value)}\n" for key, value in resources.items()), again=EXIT_STOPPED,
+        work=WORK, volume=json.dumps(volume), run_file=RUN_FILE, file=json.dumps(str(job.file)),
+        envs=f"envs:\n{listed}" if listed else "", script=textwrap.indent("".join(script), "  "),
+    )  # fmt: skip

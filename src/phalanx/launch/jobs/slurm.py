@@ -1,0 +1,146 @@
+"""A batch script for Slurm."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from phalanx.launch.jobs.job import SAVING_SECONDS, ClusterJob, shell_join
+from phalanx.runs.create import EXIT_STOPPED
+from phalanx.spec.base import require
+
+CHECK_MINUTES = 5
+"""For `phalanx doctor --quick`, which takes one at most where nothing hangs."""
+STARTING_SECONDS = 60 * (CHECK_MINUTES + 1)
+"""Until there are steps: that check at its longest, and a minute for PyTorch and a checkpoint."""
+LEGEND = """\
+# Submit it with sbatch, where `phalanx` is on the PATH, from the directory that the paths of the run file start at.
+# `out` and `data.cache` of the run file must be on a disk that all nodes share.
+"""
+
+CORES = """
+# The cores that this job was given of every node, where nodes differ ("16(x2),8") those of the smallest, and of these
+# a rank's share for its threads.
+cores=$(sed 's/([^)]*)//g; s/,/\\n/g' <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | head -n 1)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS-$((cores > nproc ? cores / nproc : 1))}
+"""
+
+EACH = """
+# One task on each node. The death of a task or of a node ends none of the others: `phalanx train` goes on without it.
+each=(srun --cpus-per-task="$cores" --no-kill --kill-on-bad-exit=0 --wait=0)
+mapfile -t given < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+"""
+
+CHECKED = """
+[ -r "$run" ] || { echo "phalanx: $run is not here, $PWD: submit this from where that path starts" >&2; exit 2; }
+# A mistake in the run file is no fault of the nodes: it ends this with 2.
+phalanx train "$run" OPTIONS --print-config > /dev/null || exit
+
+# Nodes in which `phalanx doctor` finds nothing that must be mended (it exits with 2 where it does), and that answer in
+# these minutes.
+mapfile -t well < <("${each[@]}" --time=MINUTES --nodes="${#given[@]}" --ntasks="${#given[@]}" \\
+    bash -c 'phalanx doctor "$@" >&2; [ $? -eq 2 ] || echo "$SLURMD_NODENAME"' bash "$run" --quick OPTIONS | sort -V)
+sick=$(printf '%s\\n' "${given[@]}" | grep -vxFf <(printf '%s\\n' "${well[@]}") | paste -sd,)
+[ -z "$sick" ] || echo "phalanx: not well, or silent, and left out: $sick" >&2
+if [ "${#well[@]}" -lt "$least" ]; then
+    echo "phalanx: ${#well[@]} nodes are well, and it takes $least: see above, and submit with --exclude=$sick" >&2
+    exit 1
+fi
+""".replace("MINUTES", str(CHECK_MINUTES))
+
+UNCHECKED = 'well=("${given[@]}")\n'
+
+TOGETHER = """
+# They meet at the first of them, on a port that no other job there has.
+together=(--nodes "$least:${#well[@]}" --rendezvous "${well[0]}:$((20000 + SLURM_JOB_ID % 10000))")
+"""
+
+TRAIN = """
+# A job that is stopped goes on later if it has got on.
+newest() { ls "$directory/checkpoints" 2> /dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }
+before=$(newest)
+
+# Slurm signals every process of a task, and this shell is to outlive `phalanx train`, whose exit code it tells: srun's
+# own is the highest of all, which a node that died decides. (The script itself has no trap: `scancel` is to end it.)
+codes=$("${each[@]}" --nodes="${#well[@]}" --ntasks="${#well[@]}" --nodelist="$(IFS=,; echo "${well[*]}")" \\
+    bash -c 'trap : TERM; phalanx train "$@" >&2; echo $?' bash "$run" OPTIONS)
+"""
+
+ENDED = f"""
+case " ${{codes//$'\\n'/ }} " in
+    *" 0 "*) exit 0 ;;  # the last step is reached
+    *" {EXIT_STOPPED} "*)  # stopped in order, whatever ended other nodes before
+        [ "$(newest)" = "$before" ] || exec scontrol requeue "$SLURM_JOB_ID"
+        echo "phalanx: it was stopped before it saved anything new, and would be for ever: is --time enough?" >&2 ;;
+    *" 2 "*) exit 2 ;;  # something is to be changed first: see above
+esac
+exit 1
+"""
+
+
+def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None, account: str | None = None) -> str:
+    """The script.
+
+    Raises UserError for a time limit that leaves nothing between the start and the last checkpoint.
+    """
+    if time is not None:
+        require(
+            seconds(time) > STARTING_SECONDS + SAVING_SECONDS, "--time", time,
+            f"leaves nothing to train: the first {STARTING_SECONDS // 60} minutes are for starting, the last "
+            f"{SAVING_SECONDS // 60} for saving", "give more",
+        )  # fmt: skip
+    settings = [  # without --ntasks-per-node, with which Slurm gives the fewest nodes of a range rather than the most
+        f"--job-name={job.run.name}",
+        "--output=%x-%j.log",
+        "--open-mode=append",
+        f"--nodes={job.min_nodes}" + (f"-{job.max_nodes}" if job.max_nodes > job.min_nodes else ""),
+        *([f"--gpus-per-node={job.gpus}"] if job.gpus else []),
+        f"--cpus-per-task={job.cpus}" if job.cpus else "--exclusive",
+        *([f"--mem={job.memory}G"] if job.memory else [] if job.cpus else ["--mem=0"]),
+        *([f"--time={time}"] if time else []),
+        *([f"--partition={partition}"] if partition else []),
+        *([f"--account={account}"] if account else []),
+        f"--signal=TERM@{SAVING_SECONDS}",
+        "--requeue",
+        "--no-kill",
+    ]
+    directory = str(Path(job.run.output_dir).expanduser() / job.run.name)
+    exports = [
+        f"export {name}=${{{name}-{shlex.quote(value)}}}  # {why}\n"
+        for name, (value, why) in job.environment(directory).items()
+    ]
+    several = job.max_nodes > 1
+    meeting = '"${together[@]}"' if several else shell_join(job.rendezvous_args(""))
+    return "".join(
+        [
+            f"#!/bin/bash\n# Written by: {job.command}\n{LEGEND}",
+            *(f"#SBATCH {setting}\n" for setting in settings),
+            "set -uo pipefail\n",
+            f"run={shlex.quote(str(job.file))} directory={shlex.quote(directory)}\n",
+            f"nproc={job.nproc} least={job.min_nodes}\n",
+            *exports,
+            CORES,
+            EACH,
+            CHECKED.replace("OPTIONS", shell_join(job.check_args)) if job.check else UNCHECKED,
+            *([TOGETHER] if several else []),
+            TRAIN.replace("OPTIONS", f"{meeting} {shell_join(job.train_args)}".strip()),
+            ENDED,
+        ]
+    )
+
+
+def seconds(time: str) -> int:
+    """What Slurm's time limits say: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS (sbatch(1), --time).
+
+    Raises UserError for anything else.
+    """
+    found = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})", time)
+    require(found is not None, "--time", time, "is no time limit", "write it as HH:MM:SS, or as D-HH:MM:SS")
+    assert found is not None
+    parts = [int(part) for part in found["rest"].split(":")]
+    if found["days"]:
+        hours, minutes, rest = (*parts, 0, 0)[:3]
+        return ((int(found["days"]) * 24 + hours) * 60 + minutes) * 60 + rest
+    hours, minutes, rest = parts if len(parts) == 3 else (0, *parts, 0)[:3]
+    return (hours * 60 + minutes) * 60 + rest

@@ -1,0 +1,52 @@
+"""Where machines come with a container and a volume that all of them share: what lies on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+
+from phalanx.launch.jobs.job import ClusterJob
+from phalanx.spec.base import require
+from phalanx.spec.errors import UserError, UserErrorGroup
+from phalanx.spec.files.load import ENVIRONMENT_PREFIX
+
+WORK = PurePosixPath("/work")
+"""Where the volume is, and where paths start at."""
+
+
+def require_options(options: Mapping[str, tuple[str | None, str]]) -> list[str]:
+    """The values of options that have no default; each comes with what it is.
+
+    Raises UserErrors of all that are not given.
+    """
+    missing = [name for name, (value, _) in options.items() if not value]
+    if missing:
+        raise UserErrorGroup(
+            [UserError(name, None, f"is needed: {options[name][1]}", f"give {name}") for name in missing]
+        )
+    return [value for value, _ in options.values() if value]
+
+
+def job_environment(job: ClusterJob) -> dict[str, tuple[str, str]]:
+    """Variables by name, each with its value and why it is set.
+
+    Raises UserError for a run directory that is not on the volume.
+    """
+    out = WORK / job.run.output_dir
+    require(
+        out.is_relative_to(WORK) and ".." not in out.parts and not job.run.output_dir.startswith("~"),
+        "output_dir",
+        job.run.output_dir,
+        f"is not on the volume, which is {WORK} there: checkpoints would be lost with their machines",
+        'write it without / in front, as "runs"',
+    )
+    found = job.environment(str(out / job.run.name))
+    for name, text in sorted(os.environ.items()):
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            found[name] = (text, "as it was where this was written")
+    if "cache" not in job.run.data.model_fields_set:
+        found["PHALANX_DATA__CACHE"] = (str(WORK / ".cache" / "phalanx"), "all nodes read the tokens that one prepares")
+    if job.cpus:
+        found["OMP_NUM_THREADS"] = (str(max(1, job.cpus // job.nproc)), "a rank's share of the cores")
+    return found

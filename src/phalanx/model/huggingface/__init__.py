@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints, tensor names and tokenizers."""

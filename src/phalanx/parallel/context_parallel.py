@@ -1,0 +1,276 @@
+"""Context parallelism: ranks share the tokens of every sequence. All but attention works on single tokens; attention
+needs the keys and values of the others.
+
+ring (Ring Attention, arXiv 2310.01889): keys and values go round the ranks, and each step's part of the softmax is
+merged with those before by its log-sum-exp. A causal row is long at its end: each rank has one piece from the front and
+one from the back (zig-zag), so that all have as much to do at every step.
+
+ulysses (DeepSpeed-Ulysses, arXiv 2309.14509): an all-to-all gives each rank all tokens of some of the heads, another
+brings its tokens back.
+
+Documents do not see each other, as without. Shapes: B batch, T tokens of the whole row, t = T / ranks, H heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.model.attention import Attention
+from phalanx.model.moe import Router
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.comm.wait_timer import WaitTimer
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class ContextParallelGroup:
+    """The ranks that share sequences."""
+
+    def __init__(self, group: dist.ProcessGroup, kind: str) -> None:
+        """`kind`: ring or ulysses."""
+        self.group, self.kind = group, kind
+        self.size, self.rank = group.size(), group.rank()
+        self.exposed = WaitTimer()
+
+    def local_token_indices(self, tokens: int, device: torch.device) -> Tensor:
+        """Which of a row's `tokens` are this rank's, [t]."""
+        return local_token_indices(tokens, self.size, self.rank, self.kind, device)
+
+    def send_to_next(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Start to send to the next rank and to receive as much from the one before; what is returned beside the
+        tensor that will come ends both."""
+        came = torch.empty_like(tensor)
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, group=self.group, group_peer=to),
+                dist.P2POp(dist.irecv, came, group=self.group, group_peer=source),
+            ]
+        )
+
+        def end() -> None:
+            with self.exposed.measure():
+                for work in works:
+                    work.wait()
+
+        return came, end
+
+    def all_to_all(self, sent: Tensor) -> Tensor:
+        """sent[i] goes to rank i; what rank j sent comes back at [j]."""
+        came = torch.empty_like(sent)
+        with self.exposed.measure():
+            dist.all_to_all_single(came, sent, group=self.group)
+        return came
+
+
+def local_token_indices(tokens: int, ranks: int, rank: int, kind: str, device: torch.device | None = None) -> Tensor:
+    """Which of a row's tokens a rank has: of 2 x ranks equal pieces the one at `rank` from the front and the one at
+    `rank` from the back (ring), or a run of them (ulysses)."""
+    if kind == "ulysses":
+        return torch.arange(tokens, device=device).chunk(ranks)[rank]
+    pieces = torch.arange(tokens, device=device).chunk(2 * ranks)
+    return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]])
+
+
+def apply_context_parallel(model: Transformer, ranks: ContextParallelGroup) -> None:
+    """Let a model that is given its rank's tokens of every row (and where all of the row's documents start) attend to
+    those of the others."""
+    inner = model.local_positions
+    model.local_positions = lambda x_BT: _attended(inner, ranks, x_BT)  # type: ignore[method-assign]
+    if ranks.kind == "ring":
+        model.attention_mask = lambda starts_BT: starts_BT  # type: ignore[method-assign]
+    for part in model.modules():
+        if isinstance(part, Attention):
+            how = _ring if ranks.kind == "ring" else _ulysses
+            part.attend = partial(how, part.attend, ranks)  # type: ignore[method-assign]
+        elif isinstance(part, Router):
+            part.tokens_per_expert = partial(_count, part.tokens_per_expert, ranks)  # type: ignore[method-assign]
+
+
+def _attended(inner: Callable[[Tensor], Tensor], ranks: ContextParallelGroup, x_BT: Tensor) -> Tensor:
+    return ranks.local_token_indices(len(inner(x_BT)) * ranks.size, x_BT.device)
+
+
+def _count(count: Callable[..., Tensor], ranks: ContextParallelGroup, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    """The balance of experts is that of whole sequences."""
+    counts = count(chosen, dtype)
+    with ranks.exposed.measure():
+        dist.all_reduce(counts, group=ranks.group)
+    return counts
+
+
+# -- ulysses -----------------------------------------------------------------------------------------------------------
+
+
+def _ulysses(
+    attend: Attend, ranks: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> Tensor:
+    """Attention [B, t, H, K] of all tokens' heads, by ranks that each have some of the heads of all tokens."""
+    if k.shape[2] < ranks.size:
+        k, v = (x.repeat_interleave(ranks.size // x.shape[2], dim=2) for x in (k, v))
+    q, k = q.to(v.dtype), k.to(v.dtype)  # norms may have lifted them to fp32
+    heads = [x.shape[2] // ranks.size for x in (q, k, v)]
+    packed = torch.cat([x.unflatten(2, (ranks.size, -1)) for x in (q, k, v)], dim=3).movedim(2, 0)
+    all_tokens = cast(Tensor, _AllToAll.apply(packed, ranks)).movedim(0, 1).flatten(1, 2)
+    q, k, v = all_tokens.split(heads, dim=2)
+    out = attend(q, k, v, mask)
+    by_rank = out.unflatten(1, (ranks.size, -1)).movedim(1, 0)
+    return cast(Tensor, _AllToAll.apply(by_rank, ranks)).movedim(0, 2).flatten(2, 3)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, ranks: ContextParallelGroup) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.all_to_all(sent.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.all_to_all(gradient.contiguous()), None
+
+
+# -- ring --------------------------------------------------------------------------------------------------------------
+
+
+def _ring(_: Attend, ranks: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None) -> Tensor:
+    q, k = q.to(v.dtype), k.to(v.dtype)  # norms may have lifted them to fp32
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    return cast(Tensor, _RingAttention.apply(q, k, v, starts_BT, ranks)).transpose(1, 2)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Attention of q [B, H, t, K] to everybody's keys and values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None, ranks: ContextParallelGroup
+    ) -> Tensor:
+        exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = torch.zeros_like(q, dtype=exact)
+        total = out.new_full(q.shape[:3], float("-inf"))
+        own = both = torch.stack([k, v])
+        for step in range(ranks.size):
+            source = (ranks.rank - step) % ranks.size
+            coming, arrived = ranks.send_to_next(both) if step + 1 < ranks.size else (both, lambda: None)
+            mine, theirs = visible_blocks(ranks.rank, source, q.shape[2])
+            mask = _mask(ranks, source, starts_BT, mine, theirs)
+            k, v = both[:, :, :, theirs].unbind()
+            part, its_total = attention_with_lse(q[:, :, mine], k, v, step == 0, mask)
+            _merge_partial_attention(out[:, :, mine], total[:, :, mine], part, its_total)
+            arrived()
+            both = coming
+        ctx.starts, ctx.ranks = starts_BT, ranks
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, own, out, total)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        (q, both, out, total), ranks = ctx.saved_tensors, ctx.ranks
+        gradient = gradient.contiguous()
+        of_q = torch.zeros_like(q, dtype=total.dtype)
+        # Gradients of keys and values travel with them, and are home one step later.
+        of_both, late = torch.zeros_like(both, dtype=total.dtype), lambda: None
+        for step in range(ranks.size):
+            source = (ranks.rank - step) % ranks.size
+            coming, arrived = ranks.send_to_next(both) if step + 1 < ranks.size else (both, lambda: None)
+            mine, theirs = visible_blocks(ranks.rank, source, q.shape[2])
+            mask = _mask(ranks, source, ctx.starts, mine, theirs)
+            k, v = both[:, :, :, theirs].unbind()
+            g, own, o, divisor = (x[:, :, mine] for x in (gradient, q, out, total))
+            grads = attention_backward(g, own, k, v, o, divisor, step == 0, mask)
+            late()
+            of_q[:, :, mine] += grads[0]
+            of_both[0][:, :, theirs] += grads[1]
+            of_both[1][:, :, theirs] += grads[2]
+            arrived()
+            both = coming
+            of_both, late = ranks.send_to_next(of_both)
+        late()
+        of_k, of_v = of_both.to(q.dtype).unbind()
+        return of_q.to(q.dtype), of_k, of_v, None, None
+
+
+def visible_blocks(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
+    """Which of a rank's tokens see which of another's, where each has a piece from the front and one from the back: of
+    ranks before it all see the front piece, of ranks behind it the back piece sees all."""
+    every, half = slice(0, tokens), tokens // 2
+    if source < rank:
+        return every, slice(0, half)
+    return (every if source == rank else slice(half, tokens)), every
+
+
+def _mask(
+    ranks: ContextParallelGroup, source: int, starts_BT: Tensor | None, mine: slice, theirs: slice
+) -> Tensor | None:
+    """Which token sees which, [B, 1, ., .] bool; None where documents do not matter."""
+    if starts_BT is None:
+        return None
+    tokens = starts_BT.shape[1]
+    query = ranks.local_token_indices(tokens, starts_BT.device)[mine]
+    key = local_token_indices(tokens, ranks.size, source, "ring", starts_BT.device)[theirs]
+    same = starts_BT[:, None, query, None] == starts_BT[:, None, None, key]
+    return same & (query[:, None] >= key)
+
+
+def _merge_partial_attention(out: Tensor, total: Tensor, part: Tensor, its_total: Tensor) -> None:
+    """Add to attention [B, H, ., K], whose log-sum-exp is `total`, that to other keys (in place)."""
+    both = torch.logaddexp(total, its_total)
+    out.mul_((total - both).exp()[..., None]).add_(part * (its_total - both).exp()[..., None])
+    total.copy_(both)
+
+
+def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention [B, H, t, K] to some keys, and the log of what its softmax was divided by, [B, H, t]."""
+    if q.device.type == "cpu":
+        out, total = CPU_ATTENTION(q, k, v, 0.0, causal and mask is None, attn_mask=_additive(mask, q))
+    else:
+        scores = _scores(q, k, causal, mask)
+        total = scores.logsumexp(-1)
+        out = (scores - total[..., None]).exp().nan_to_num().to(v.dtype) @ _repeated(v, q)
+    if mask is not None:  # who sees none of these keys
+        total = total.masked_fill(~mask.any(-1), float("-inf"))
+    return out, total
+
+
+def attention_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, where `out` and `total` are of the attention to all keys (FlashAttention-2,
+    arXiv 2307.08691, algorithm 2)."""
+    if q.device.type == "cpu":
+        operands = (x.contiguous() for x in (gradient, q, k, v, out, total))
+        return cast(
+            tuple[Tensor, Tensor, Tensor],
+            CPU_ATTENTION_BACKWARD(*operands, 0.0, causal and mask is None, attn_mask=_additive(mask, q)),
+        )
+    share = (_scores(q, k, causal, mask) - total[..., None]).exp()
+    of_share = gradient @ _repeated(v, q).mT
+    of_scores = share * (of_share - (gradient * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    of_k, of_v = of_scores.mT.to(q.dtype) @ q, share.mT.to(q.dtype) @ gradient
+    shape = (k.shape[1], -1)
+    return of_scores.to(q.dtype) @ _repeated(k, q), of_k.unflatten(1, shape).sum(2), of_v.unflatten(1, shape).sum(2)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+    exact = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(exact) @ _repeated(k, q).to(exact).mT * q.shape[-1] ** -0.5
+    if causal and mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """Key/value heads, one for each head of the queries."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if mask is None else torch.zeros_like(mask, dtype=like.dtype).masked_fill_(~mask, float("-inf"))

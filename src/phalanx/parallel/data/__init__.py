@@ -1,0 +1,1 @@
+"""Data parallelism: DDP, ZeRO, FSDP, parameter server, offload."""

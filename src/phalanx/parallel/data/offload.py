@@ -1,0 +1,200 @@
+"""Offload: what is trained, its gradients and its optimizer state rest outside the device and are stepped there.
+
+To CPU memory (ZeRO-Offload, arXiv 2101.06840), or to files on a local disk (ZeRO-Infinity, arXiv 2104.07857), mapped
+into memory. On disk they are stepped piece by piece: while one is stepped, the next is read and the one before is
+written, so that three pieces are in memory at a time, however large the state is."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.parallel.dtensor_utils import as_dtensor
+from phalanx.parallel.malloc_tuning import tune_malloc
+from phalanx.spec.errors import UserError
+
+MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
+FREED_AT_ONCE_BYTES = 2**20
+WRITERS = 4
+"""Files that are written at once: each waits for the disk more than it works."""
+SMALL_BYTES = 2**16
+"""Tensors below this stay in memory: norms and biases are many and weigh nothing."""
+
+
+class CpuOffload:
+    """To CPU memory, pinned where a GPU copies from it."""
+
+    piece_bytes = 256 * 2**20
+    """What is trained, stepped at once."""
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor in the place where it rests; of one without memory, zeros."""
+        room = self._allocate_like(tensor)
+        return room if tensor.is_meta else room.copy_(tensor)
+
+    def _allocate_like(self, like: Tensor) -> Tensor:
+        return torch.zeros_like(like, device="cpu", pin_memory=torch.cuda.is_available())
+
+    def write_back(self, tensors: Sequence[Tensor]) -> None:
+        """Begin to bring back to where they rest tensors that were changed outside `piece`."""
+
+    def zeros_like(self, parameter: Tensor) -> Tensor:
+        """Optimizer state of a parameter that rests here, not stepped yet."""
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return _like(parameter, self._allocate_like(local))
+
+    @contextmanager
+    def stepping(
+        self,
+        index: int,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor | None],
+    ) -> Iterator[None]:
+        """Around the step of a piece; the same piece has the same `index` at every step."""
+        yield
+
+
+class DiskOffload(CpuOffload):
+    """To unnamed files in a directory: they vanish with the process, however it ends."""
+
+    piece_bytes = 16 * 2**20
+
+    def __init__(self, directory: Path) -> None:
+        """Raises UserError if files cannot be made there."""
+        self.directory = directory
+        self.files: dict[int, MappedFile] = {}
+        """By the address of their tensor."""
+        self.pieces: dict[int, list[MappedFile]] = {}
+        self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(WRITERS)
+        self._writing: list[Future[None]] = []
+        # What the launcher has for speed is undone: memory is what is short here.
+        tune_malloc(FREED_AT_ONCE_BYTES, pieces_below_bytes=FREED_AT_ONCE_BYTES)
+        _raise_file_limit()
+
+    @contextmanager
+    def stepping(
+        self,
+        index: int,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor | None],
+    ) -> Iterator[None]:
+        self._reader.submit(_read_all, self.pieces.get(index + 1, []))
+        yield
+        if index not in self.pieces:
+            self.pieces[index] = self._move_new_state_to_disk(optimizers, parameters, gradients)
+        self._write(self.pieces[index])
+
+    def write_back(self, tensors: Sequence[Tensor]) -> None:
+        self._write(self._files_of(tensors))
+
+    def _write(self, files: Sequence[MappedFile]) -> None:
+        """Begin to write files; waits for those before them, so that what is in memory stays bounded."""
+        writing = [self._writer.submit(file.write) for file in files]
+        for before in self._writing:
+            before.result()
+        self._writing = writing
+
+    def _move_new_state_to_disk(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor | None],
+    ) -> list[MappedFile]:
+        """Put on disk the state that optimizers made in memory at their first step; the files of these parameters."""
+        tensors = [*parameters, *(gradient for gradient in gradients if gradient is not None)]
+        for parameter in parameters:
+            for optimizer in optimizers:
+                state = optimizer.state.get(parameter, {})
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        if _local(value).data_ptr() not in self.files:
+                            state[key] = _like(value, self.to_host(_local(value)))
+                        tensors.append(state[key])
+        return self._files_of(tensors)
+
+    def _files_of(self, tensors: Sequence[Tensor]) -> list[MappedFile]:
+        found = [self.files.get(_local(tensor).data_ptr()) for tensor in tensors]
+        return [file for file in found if file is not None]
+
+    def _allocate_like(self, like: Tensor) -> Tensor:
+        if like.numel() * like.element_size() < SMALL_BYTES:
+            return super()._allocate_like(like)
+        file = MappedFile(self.directory, like)
+        self.files[file.tensor.data_ptr()] = file
+        return file.tensor
+
+
+class MappedFile:
+    """A tensor whose memory is a file's."""
+
+    def __init__(self, directory: Path, like: Tensor) -> None:
+        """Zeros of the shape and type of `like`. Raises UserError if the disk has no room for them."""
+        size = like.numel() * like.element_size()
+        try:
+            self.file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
+            os.posix_fallocate(self.file.fileno(), 0, size)  # a mapped file that cannot grow later kills its process
+        except OSError as error:
+            raise UserError(
+                "layout.offload_directory", str(directory), *_disk_full_error(directory, size, error)
+            ) from error
+        self.memory = mmap.mmap(self.file.fileno(), size)
+        self.tensor = torch.frombuffer(self.memory, dtype=like.dtype).view(like.shape)
+
+    def read(self) -> None:
+        """Read all of it, so that nobody waits for a page of it."""
+        address, size = ctypes.c_void_p(self.tensor.data_ptr()), ctypes.c_size_t(len(self.memory))
+        if ctypes.CDLL(None).madvise(address, size, MADV_POPULATE_READ):  # the mmap module's would hold the GIL
+            self.memory.madvise(mmap.MADV_WILLNEED)
+
+    def write(self) -> None:
+        """Write what has changed, and give its memory back."""
+        os.fdatasync(self.file.fileno())
+        self.memory.madvise(mmap.MADV_DONTNEED)
+        os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read_all(files: Sequence[MappedFile]) -> None:
+    for file in files:
+        file.read()
+
+
+def _raise_file_limit() -> None:
+    """Each tensor has a file with two descriptors (the map's is its own); the usual soft limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _disk_full_error(directory: Path, size: int, error: OSError) -> tuple[str, str]:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = shutil.disk_usage(directory).free
+        problem = f"has no room for {size / 1e9:.3f} GB of optimizer state more ({free / 1e9:.3f} GB are free)"
+        return problem, "free space, or name a directory on another disk; the last checkpoint stands"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "needs more open files than this process may have", "raise the hard limit of open files (ulimit -Hn)"
+    return f"cannot be written: {error.strerror}", "name a directory on a local disk that can be written"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(tensor: Tensor, local: Tensor) -> Tensor:
+    """`local` as this rank's part of a tensor that is split as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return as_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)

@@ -1,0 +1,348 @@
+"""Parameter server (Li et al., OSDI 2014): servers own the parameters and their optimizer state, workers compute.
+
+A step has four parts: servers broadcast the weights; each worker does its forward and backward passes; servers add up
+the workers' gradients, in the order of the workers, and divide them by the tokens behind them; servers update. The
+first ranks are the servers, and parameters are spread over them by bytes. A worker holds weights and gradients only,
+whatever the optimizer.
+
+Synchronously, that is all. Asynchronously (`layout.max_staleness` = s; bounded delay, section 3.4 of the paper) a worker
+goes on as long as its weights lack at most s updates. An update is still made of one gradient of every worker, and
+weights that have come are taken at once. A server then has room for s + 1 gradients of every worker and s + 1 copies
+of its weights.
+
+All of it goes through CPU memory and gloo: servers need no GPU, and workers none that reach each other."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.model.moe import Router
+from phalanx.parallel.grad_norm import global_grad_norm
+from phalanx.parallel.strategy import (
+    StepReduction,
+    Strategy,
+    named_parameters,
+    optimizer_state_tensors,
+    place_buffers,
+    replace_parameter,
+)
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout, assign_parameters_to_servers
+
+Shapes = dict[str, torch.Size]
+
+
+@dataclass(frozen=True)
+class ServerTopology:
+    """Who does what."""
+
+    servers: list[int]
+    workers: list[int]
+    owned: list[Shapes]
+    """The parameters of each server."""
+    groups: list[dist.ProcessGroup]
+    """Each server and all workers."""
+    between_servers: dist.ProcessGroup
+    staleness: int | None
+    """Updates that a worker's weights may lack; None: it waits for every update."""
+
+
+def build_parameter_server(module: nn.Module, layout: Layout, device: torch.device) -> Strategy:
+    """This rank's part in it: a server or a worker. Raises UserError for parameters of more than one dtype."""
+    types = {parameter.dtype: name for name, parameter in named_parameters(module)}
+    if len(types) > 1:
+        found = " and ".join(f"{name} in {dtype}" for dtype, name in types.items())
+        raise UserError(
+            "layout.data_parallel",
+            layout.data_parallel,
+            f"sends parameters as one vector, of one dtype: there is {found}",
+            "convert the module to one dtype, or use another layout.data_parallel",
+        )
+    servers = list(range(layout.num_servers))
+    workers = list(range(layout.num_servers, dist.get_world_size()))
+    shapes = {name: parameter.shape for name, parameter in named_parameters(module)}
+    owner = assign_parameters_to_servers({name: shape.numel() for name, shape in shapes.items()}, layout.num_servers)
+    # Servers are in CPU memory, whatever the workers compute on; a dry run has no other backend than its own.
+    backend = "fake" if dist.get_backend() == "fake" else "gloo"
+    roles = ServerTopology(
+        servers, workers,
+        owned=[{name: shape for name, shape in shapes.items() if owner[name] == server} for server in servers],
+        groups=[dist.new_group([server, *workers], backend=backend) for server in servers],
+        between_servers=dist.new_group(servers, backend=backend),
+        staleness=layout.max_staleness,
+    )  # fmt: skip
+    return (
+        ParameterServer(module, roles) if dist.get_rank() in servers else ParameterServerWorker(module, roles, device)
+    )
+
+
+class ParameterServerWorker(Strategy):
+    """Computes gradients, and trains nothing itself."""
+
+    def __init__(self, module: nn.Module, roles: ServerTopology, device: torch.device) -> None:
+        whole = dict(named_parameters(module))
+        self.weights = [_flatten_parameters(whole, shapes, device) for shapes in roles.owned]
+        """One vector for each server's parameters, which the model's are views of."""
+        self.sums = [torch.zeros_like(weights) for weights in self.weights]
+        """Of gradients, likewise."""
+        for shapes, weights, sums in zip(roles.owned, self.weights, self.sums, strict=True):
+            gradients = _parameter_views(sums, shapes)
+            for name, view in _parameter_views(weights, shapes).items():
+                parameter = nn.Parameter(view, whole[name].requires_grad)
+                parameter.grad = gradients[name]
+                replace_parameter(module, whole[name], parameter)
+        place_buffers(module, device)
+        super().__init__(module)
+        self.trainable_parameters, self.roles = {}, roles
+        self.biases = _router_biases(module)
+        self.steps_sent = 0
+        """Steps whose gradients were sent."""
+        self.versions = [0] * len(roles.servers)
+        """Updates in the weights of each server."""
+        self._expected: list[tuple[dist.Work, Tensor] | None] = [None] * len(roles.servers)
+        self._newest = torch.zeros(2)
+        """Version, gradient norm and sums of the last update heard of."""
+        self._message_size = 2
+
+    def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
+        """Send this step's gradients, and take the weights that there are, or must be."""
+        message = torch.cat([sums, sums.new_tensor([min(self.versions)])]).cpu()
+        sent = [gradients.cpu() for gradients in self.sums]
+        works = []
+        for server, gradients in zip(self.roles.servers, sent, strict=True):
+            works += [_isend(message, server, 2 * self.steps_sent), _isend(gradients, server, 2 * self.steps_sent + 1)]
+        self.steps_sent += 1
+        self._message_size = 2 + len(sums)
+        if self.roles.staleness is None:
+            self._receive_broadcast()
+        else:
+            self._receive_updates(self.steps_sent - self.roles.staleness)
+        with self.comm_wait.measure():
+            for work in works:
+                work.wait()
+        for gradients in self.sums:
+            gradients.zero_()
+        # Who waits for every update has just had this step's.
+        version = self.steps_sent if self.roles.staleness is None else int(self._newest[0])
+        heard = self._newest[2:].to(sums.device) if version else sums  # of no update yet: its own, for want of better
+        return StepReduction(self._newest[1], heard, steps_behind=self.steps_sent - version)
+
+    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """The servers'."""
+
+    def zero_grad(self) -> None:
+        """They were sent."""
+
+    def sync_model_weights(self) -> None:
+        self._receive_broadcast()
+
+    def drain_pending_updates(self) -> None:
+        self._receive_updates(self.steps_sent)
+
+    def _receive_broadcast(self) -> None:
+        header = self._header_buffer()
+        with self.comm_wait.measure():
+            dist.broadcast(header, self.roles.servers[0], group=self.roles.groups[0])
+            for server, group, weights in zip(self.roles.servers, self.roles.groups, self.weights, strict=True):
+                received = _receive_buffer(weights)
+                dist.broadcast(received, server, group=group)
+                weights.copy_(received)
+        self.versions = [self.steps_sent] * len(self.versions)
+        self._parse_header(header)
+
+    def _receive_updates(self, needed: int) -> None:
+        """Take updates of every server until there are `needed` of them, and those beyond that have come."""
+        for index, server in enumerate(self.roles.servers):
+            while self.versions[index] < self.steps_sent:
+                tag = 2 * (self.versions[index] + 1)
+                if (expected := self._expected[index]) is None:
+                    header = self._header_buffer()
+                    expected = self._expected[index] = _irecv(header, server, tag), header
+                work, header = expected
+                # Gloo says that a message has come only to who waits for it; its first number says so before.
+                if self.versions[index] >= needed and header[0] < 0:
+                    break
+                received = _receive_buffer(self.weights[index])
+                with self.comm_wait.measure():
+                    work.wait()
+                    dist.recv(received, server, tag=tag + 1)
+                self.weights[index].copy_(received)
+                self.versions[index] += 1
+                self._expected[index] = None
+                if index == 0:
+                    self._parse_header(header)
+
+    def _header_buffer(self) -> Tensor:
+        """For version, gradient norm and sums, and routers' biases."""
+        size = self._message_size + sum(bias.numel() for bias in self.biases)
+        return torch.full((size,), -1.0, dtype=torch.float64)
+
+    def _parse_header(self, header: Tensor) -> None:
+        self._newest, *biases = header.split([self._message_size, *(bias.numel() for bias in self.biases)])
+        for bias, received in zip(self.biases, biases, strict=True):
+            bias.copy_(received)
+
+
+class ParameterServer(Strategy):
+    """Trains its share of the parameters with the workers' gradients, and computes none itself."""
+
+    runs_model = False
+
+    def __init__(self, module: nn.Module, roles: ServerTopology) -> None:
+        whole, cpu = dict(named_parameters(module)), torch.device("cpu")
+        shapes = roles.owned[dist.get_rank()]
+        self.weights = _flatten_parameters(whole, shapes, cpu)
+        self.sum = torch.zeros_like(self.weights)
+        gradients, trained = _parameter_views(self.sum, shapes), {}
+        for name, view in _parameter_views(self.weights, shapes).items():
+            if whole[name].requires_grad:
+                trained[name] = nn.Parameter(view)
+                trained[name].grad = gradients[name]
+        for parameter in whole.values():
+            replace_parameter(module, parameter, nn.Parameter(torch.empty_like(parameter, device="meta")))
+        place_buffers(module, cpu)
+        super().__init__(module)
+        self.trainable_parameters, self.roles = trained, roles
+        self.biases = _router_biases(module)
+        self.done = 0
+        """Updates."""
+        self._header = torch.zeros(2, dtype=torch.float64)
+        self._one_room: Tensor | None = None
+        self._posted: dict[int, deque[tuple[list[dist.Work], Tensor, Tensor]]] = defaultdict(deque)
+        self._sending: deque[tuple[list[dist.Work], Tensor, Tensor]] = deque()
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {"all": self.sum}
+
+    def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
+        """Add up what the workers send, to this server's own `sums`, which are 0 but for what it has to announce."""
+        total, oldest = sums.double().cpu(), self.done
+        for worker in self.roles.workers:
+            message, gradients = self._receive(worker, len(sums) + 1)
+            total += message[:-1]
+            self.sum.copy_(gradients) if worker == self.roles.workers[0] else self.sum.add_(gradients)
+            if self.roles.staleness is not None:
+                oldest = min(oldest, int(message[-1]))
+                self._post(worker, message, gradients, ahead=1 + self.roles.staleness)
+        square = global_grad_norm([self.sum]).double().square()
+        with self.comm_wait.measure():
+            dist.all_reduce(square, group=self.roles.between_servers)
+        norm = self.normalize_and_clip(square.sqrt(), total[0], clip_norm)
+        self._header = torch.cat([total.new_tensor([self.done + 1.0]), norm[None], total])
+        return StepReduction(norm, total.to(sums.device), staleness=self.done - oldest)
+
+    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """End the step, updated or not: the workers wait for its weights."""
+        self.done += 1
+        self._broadcast() if self.roles.staleness is None else self._send()
+
+    def sync_model_weights(self) -> None:
+        self._header = torch.zeros(2, dtype=torch.float64)
+        self._broadcast()
+
+    def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+        received = [gradients for posted in self._posted.values() for _, _, gradients in posted]
+        one_room = [] if self._one_room is None else [self._one_room]
+        return {
+            "parameters": [self.weights],
+            "gradients": [self.sum],
+            "optimizer": optimizer_state_tensors(optimizers),
+            "communication": [*one_room, *received, *(weights for _, _, weights in self._sending)],
+        }
+
+    def drain_pending_updates(self) -> None:
+        self._finish_sending(keep=0)
+
+    def _finish_sending(self, keep: int) -> None:
+        while len(self._sending) > keep:
+            for work in self._sending.popleft()[0]:
+                work.wait()
+
+    def _receive(self, worker: int, size: int) -> tuple[Tensor, Tensor]:
+        """The next gradients of a worker, and what it sent with them. Synchronously there is one place to receive them
+        in; asynchronously each worker has its own, which are received in ahead of time."""
+        if self.roles.staleness is None:
+            self._one_room = torch.empty_like(self.sum) if self._one_room is None else self._one_room
+            self._post(worker, torch.empty(size, dtype=torch.float64), self._one_room, ahead=0)
+        elif not self._posted[worker]:
+            for ahead in range(1 + self.roles.staleness):
+                self._post(worker, torch.empty(size, dtype=torch.float64), torch.empty_like(self.sum), ahead)
+        works, message, gradients = self._posted[worker].popleft()
+        with self.comm_wait.measure():
+            for work in works:
+                work.wait()
+        return message, gradients
+
+    def _post(self, worker: int, message: Tensor, gradients: Tensor, ahead: int) -> None:
+        """Begin to receive what a worker sends so many steps ahead."""
+        tag = 2 * (self.done + ahead)
+        works = [_irecv(message, worker, tag), _irecv(gradients, worker, tag + 1)]
+        self._posted[worker].append((works, message, gradients))
+
+    def _message(self) -> Tensor:
+        return torch.cat([self._header, *(bias.double() for bias in self.biases)])
+
+    def _broadcast(self) -> None:
+        mine = dist.get_rank()
+        with self.comm_wait.measure():
+            if mine == self.roles.servers[0]:
+                dist.broadcast(self._message(), mine, group=self.roles.groups[mine])
+            dist.broadcast(self.weights, mine, group=self.roles.groups[mine])
+
+    def _send(self) -> None:
+        """Send each worker a copy of the weights, which go on changing."""
+        self._finish_sending(keep=self.roles.staleness or 0)  # a worker further behind would have been waited for
+        message, weights = self._message(), self.weights.clone()
+        works = []
+        for worker in self.roles.workers:
+            works += [_isend(message, worker, 2 * self.done), _isend(weights, worker, 2 * self.done + 1)]
+        self._sending.append((works, message, weights))
+
+
+def _flatten_parameters(whole: dict[str, nn.Parameter], shapes: Shapes, device: torch.device) -> Tensor:
+    """The named parameters one after another; zeros for those without memory."""
+    dtype = next(iter(whole.values())).dtype
+    vector = torch.zeros(sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=device)
+    for name, view in _parameter_views(vector, shapes).items():
+        if not whole[name].is_meta:
+            view.copy_(whole[name].detach())
+    return vector
+
+
+def _parameter_views(vector: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    """The parts of such a vector by name."""
+    parts = vector.split([shape.numel() for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def _router_biases(module: nn.Module) -> list[Tensor]:
+    """What a server corrects beside parameters, and sends: an asynchronous worker does not hear of every update."""
+    return [part.bias for part in module.modules() if isinstance(part, Router) and part.moe.bias_update_rate]
+
+
+def _receive_buffer(weights: Tensor) -> Tensor:
+    """Where to receive weights: in their place, or beside a GPU's."""
+    return weights if weights.device.type == "cpu" else torch.empty_like(weights, device="cpu")
+
+
+def _isend(tensor: Tensor, to: int, tag: int) -> dist.Work:
+    work = dist.isend(tensor, to, tag=tag)
+    assert work is not None
+    return work
+
+
+def _irecv(tensor: Tensor, source: int, tag: int) -> dist.Work:
+    work = dist.irecv(tensor, source, tag=tag)
+    assert work is not None
+    return work

@@ -1,0 +1,31 @@
+"""This rank's part of a tensor that is split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from phalanx.spec.tensor_sharding import rows_on_rank
+
+
+def rows_per_rank(total: int, ranks: int) -> list[int]:
+    """Rows of each rank as Shard(0) splits them."""
+    return [rows_on_rank(rank, total, ranks) for rank in range(ranks)]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """A tensor of this shape of which `local` is this rank's part. Unlike `DTensor.from_local` it leaves a part where
+    it is, which may be another device than the mesh's."""
+    stride = tuple(torch.empty(shape, device="meta").stride())
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # as FSDP2 does it

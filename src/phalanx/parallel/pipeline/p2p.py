@@ -1,0 +1,114 @@
+"""What pipeline ranks send each other in a step: activations, and their gradients."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.comm.wait_timer import WaitTimer
+from phalanx.schedule.schedule import MAX_POSTED_RECEIVES, Action, Schedule, actions
+
+
+class PipelineP2P:
+    """The messages of a step between this rank and the others of its pipeline.
+
+    On every link they come in the order in which they are sent, which the schedule tells both ends: so nothing but the
+    tensors is sent, and a few receives can be under way ahead of their use.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        shapes: Sequence[torch.Size],
+        like: Tensor,
+        waits: WaitTimer,
+    ) -> None:
+        """`groups` are for messages to later ranks and to earlier ones; `shapes` are those of each micro-batch's
+        activation; `like` has their dtype and device."""
+        self.schedule, self.rank, self.groups, self.waits = schedule, rank, groups, waits
+        self.shapes, self.like = shapes, like
+        self._inbox: dict[Action, Tensor] = {}
+        self._sends: dict[int, deque[tuple[dist.Work | None, Tensor]]] = defaultdict(deque)
+        self._dropped: Counter[int] = Counter()
+        self._had = delivered_before(schedule, rank)
+        self._coming: dict[int, deque[Action]] = {
+            sender: deque(message for message, to in schedule.messages(sender) if to == rank)
+            for sender in range(schedule.ranks)
+            if sender != rank
+        }
+        self._posted: dict[int, deque[tuple[Action, dist.Work | None, Tensor]]] = defaultdict(deque)
+        for sender in self._coming:
+            self._post_receives(sender)
+
+    def send(self, message: Action, tensor: Tensor) -> None:
+        """Send what a stage gave to the stage that needs it; returns at once."""
+        to = self.schedule.receiver(message)
+        if to == self.rank:
+            self._inbox[message] = tensor
+            return
+        sent = tensor.contiguous()
+        work = dist.isend(sent, group=self.groups[to < self.rank], group_dst=to, tag=self._tag(message))
+        self._sends[to].append((work, sent))
+
+    def receive(self, message: Action) -> Tensor:
+        """What a stage gave, once it is here."""
+        while message not in self._inbox:
+            sender = self.schedule.rank_of[message.stage]
+            first, work, tensor = self._posted[sender].popleft()
+            self._post_receives(sender)
+            with self.waits.measure():
+                if work is not None:
+                    work.wait()
+            self._inbox[first] = tensor
+            self._release_sends(sender, self._had[first])
+        return self._inbox.pop(message)
+
+    def finish(self) -> None:
+        """Wait for what is still on its way."""
+        for to, sends in self._sends.items():
+            self._release_sends(to, self._dropped[to] + len(sends))
+
+    def _release_sends(self, to: int, count: int) -> None:
+        """Let go of the first `count` messages that a rank was sent."""
+        while self._dropped[to] < count:
+            work, _ = self._sends[to].popleft()
+            self._dropped[to] += 1
+            if work is not None:
+                work.wait()
+
+    def _post_receives(self, sender: int) -> None:
+        coming, posted = self._coming[sender], self._posted[sender]
+        while coming and len(posted) < MAX_POSTED_RECEIVES:
+            message = coming.popleft()
+            tensor = self.like.new_empty(self.shapes[message.micro])
+            work = dist.irecv(tensor, group=self.groups[sender > self.rank], group_src=sender, tag=self._tag(message))
+            posted.append((message, work, tensor))
+
+    def _tag(self, message: Action) -> int:
+        stage, kind, micro = message
+        return (2 * stage + (kind == "B")) * len(self.shapes) + micro
+
+
+@lru_cache(maxsize=16)
+def delivered_before(schedule: Schedule, rank: int) -> dict[Action, int]:
+    """Of each message to a rank, how many of that rank's own messages its sender has had before it sends it. Who gets
+    it knows that those have arrived, without asking the network: gloo does not say when a send is done."""
+    found: dict[Action, int] = {}
+    for other in range(schedule.ranks):
+        if other == rank:
+            continue
+        sent = [message for message, to in schedule.messages(rank) if to == other]
+        place, had = {message: index for index, message in enumerate(sent)}, 0
+        for step in schedule.orders[other]:
+            needed = [schedule.input_message(action) for action in actions(step)]
+            had = max([had, *(place[message] + 1 for message in needed if message in place)])
+            given = [schedule.output_message(action) for action in actions(step)]
+            found |= {gave: had for gave in given if gave is not None and schedule.receiver(gave) == rank}
+    return found

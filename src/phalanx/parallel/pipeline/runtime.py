@@ -1,0 +1,316 @@
+"""Pipeline parallelism: the model's blocks are cut into stages, each of a rank; a step's micro-batches pass through all
+of them and their gradients back, in the order of a `Schedule`, the very one that is simulated and drawn.
+
+A rank sends what a stage gives, an activation or its gradient, as soon as it is there, and goes on; it waits only for
+what its next action needs. Where a schedule asks for halves, backward passes are really split (`split_backward`).
+Gradients add up over the step and are summed over data-parallel ranks once, at its end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.comm.wait_timer import WaitTimer
+from phalanx.parallel.pipeline.p2p import PipelineP2P
+from phalanx.parallel.pipeline.split_backward import (
+    DeferredWeightGrads,
+    WeightGradient,
+    compute_weight_grads,
+    split_backward,
+)
+from phalanx.parallel.strategy import LossFunction, MicroBatchProtocol, StepReduction, Strategy
+from phalanx.schedule.schedule import Action, Schedule, actions
+from phalanx.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class InferenceMicroBatch:
+    """A micro-batch without targets."""
+
+    tokens: Tensor
+    document_starts: Tensor | None
+
+
+class StageModule(Transformer):
+    """The stages of one rank: a transformer without the blocks, embedding and head that other ranks have. What it has
+    is named as in the whole."""
+
+    def __init__(self, spec: ModelSpec, layers: Mapping[int, range], stages: int) -> None:
+        """`layers` are the blocks of each of this rank's stages, `stages` all stages of the pipeline."""
+        super().__init__(spec)
+        self.layers, self.last = dict(layers), stages - 1
+        mine = {str(layer): self.blocks[layer] for of_stage in layers.values() for layer in of_stage}
+        self.blocks = nn.ModuleDict(mine)  # type: ignore[assignment]
+        self.deferred_weight_grads = DeferredWeightGrads()
+        self.tied_embedding_copy: Tensor | None = None
+        """Of the embedding, where it is also the head and another rank trains it."""
+        if 0 not in layers:
+            del self.embedding
+            if spec.position_embedding == "learned":
+                del self.positions
+        if self.last not in layers:
+            del self.norm
+            if not spec.tie_embeddings:
+                del self.head
+
+    def forward(self, x: Tensor, starts_BT: Tensor | None = None, stage: int = 0) -> tuple[Tensor, Tensor]:
+        """A stage's output (of the last the logits), and its auxiliary loss; `x` is the stage's input, or tokens."""
+        x_BTD = self.embed(x, starts_BT) if stage == 0 else x
+        blocks = [self.blocks[str(layer)] for layer in self.layers[stage]]  # type: ignore[call-overload]
+        x_BTD, auxiliary = self.run_blocks(blocks, x_BTD, starts_BT)
+        return (self.compute_logits(x_BTD) if stage == self.last else x_BTD), auxiliary
+
+    @property
+    def head_weight(self) -> Tensor:
+        return super().head_weight if self.tied_embedding_copy is None else self.tied_embedding_copy
+
+
+@dataclass(frozen=True)
+class SavedActivation:
+    """What a stage keeps of a micro-batch from its forward to its backward pass."""
+
+    x: Tensor
+    output: Tensor
+    auxiliary: Tensor
+
+
+@dataclass
+class PipelineStepState:
+    """A step under way on a rank."""
+
+    micros: Sequence[MicroBatchProtocol]
+    losses: LossFunction
+    links: PipelineP2P
+    held: dict[tuple[int, int], SavedActivation] = field(default_factory=dict)
+    """By stage and micro-batch."""
+    deferred_weight_grads: dict[tuple[int, int], list[WeightGradient]] = field(default_factory=dict)
+    """What the second halves of backward passes have to do, likewise."""
+    losses_by_micro_batch: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    """Loss and auxiliary loss of each micro-batch in each of this rank's stages."""
+
+
+class PipelineStrategy(Strategy):
+    """A rank's stages under a data parallelism of their own (`inner`)."""
+
+    def __init__(
+        self,
+        inner: Strategy,
+        part: StageModule,
+        some: Schedule,
+        schedule_of: Callable[[int], Schedule],
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        world_group: dist.ProcessGroup,
+        computing: Callable[[], AbstractContextManager[object]],
+        like: Tensor,
+    ) -> None:
+        """`schedule_of` gives the schedule of so many micro-batches, and `some` is one of them; `groups` are the ranks
+        of the pipeline, for messages to later ones and to earlier ones; `everybody` are these and their data-parallel
+        copies; `computing` is around forward passes; `like` has the dtype and device of what stages give each other."""
+        super().__init__(inner.module, world_group)
+        self.inner, self.stages, self.schedule_of, self.computing = inner, part, schedule_of, computing
+        self.groups, self.pipe, self.activation_template = groups, groups[0], like
+        self.trainable_parameters, self.loss_scale, self.autocast = (
+            inner.trainable_parameters,
+            inner.loss_scale,
+            inner.autocast,
+        )
+        self.comm_wait, self.wait_timers, self.pop_expert_rows = (
+            inner.comm_wait,
+            inner.wait_timers,
+            inner.pop_expert_rows,
+        )
+        self.pipeline_wait: WaitTimer = WaitTimer()
+        self.rank = self.pipe.rank()
+        self.has_loss = part.last in part.layers
+        if part.spec.tie_embeddings and self.has_loss and 0 not in part.layers:
+            shape = torch.Size((part.spec.vocab_size, part.spec.hidden_size))
+            shape = inner.shared.local_shape("embedding.weight", shape) if inner.shared else shape
+            part.tied_embedding_copy = like.new_zeros(shape).requires_grad_()
+        self.model = cast(nn.Module, self._full_logits)
+        stages = [[Action(stage, "F", 0) for stage in some.stages_of(rank)] for rank in range(some.ranks)]
+        self.forward_only = Schedule.from_rows(stages)
+        if any(action.kind == "W" for action in some.actions(self.rank)):
+            split_backward(part, part.deferred_weight_grads)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, micros: Sequence[MicroBatchProtocol], losses: LossFunction
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run the schedule; gives each micro-batch's loss (0 where this rank has not the last stage) and auxiliary loss
+        of this rank's stages."""
+        schedule = self.schedule_of(len(micros))
+        under_way = PipelineStepState(micros, losses, self._make_p2p(schedule, micros))
+        self.timeline = []
+        self.pipeline_wait.pop_seconds()  # those of an evaluation
+        with self.inner.backward(last=False):
+            for step in schedule.orders[self.rank]:
+                arrived = [self._receive_input(schedule, under_way.links, action) for action in actions(step)]
+                begun = self.clock.record()
+                for action, came in zip(actions(step), arrived, strict=True):
+                    self._execute(action, came, under_way)
+                self.timeline.append((step, begun, self.clock.record()))
+            under_way.links.finish()
+        for index in range(len(micros)):
+            loss, auxiliary = torch.stack(under_way.losses_by_micro_batch[index]).sum(0)
+            yield loss, auxiliary
+
+    def evaluate_micro_batch(self, micro: MicroBatchProtocol, losses: LossFunction) -> Tensor:
+        schedule, loss = self.forward_only, torch.zeros(())
+        links = self._make_p2p(schedule, [micro])
+        for action in schedule.actions(self.rank):
+            came = self._receive_input(schedule, links, action)
+            out = self._forward(action.stage, micro.tokens if came is None else came, micro, losses).output
+            if action.stage < self.stages.last:
+                links.send(action, out)
+            else:
+                loss = out
+        links.finish()
+        return loss
+
+    @torch.no_grad()
+    def _full_logits(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits of the whole model on every rank of the pipeline, at least fp32, and no auxiliary loss."""
+        logits = tokens_BT.new_zeros(*tokens_BT.shape, self.stages.spec.vocab_size, dtype=torch.float32)
+
+        def keep(model: Callable[..., tuple[Tensor, Tensor]], micro: MicroBatchProtocol) -> tuple[Tensor, Tensor]:
+            logits.copy_(model(micro.tokens, micro.document_starts)[0])
+            return logits.new_zeros(()), logits.new_zeros(())
+
+        self.evaluate_micro_batch(InferenceMicroBatch(tokens_BT, starts_BT), keep)
+        dist.broadcast(logits, group=self.pipe, group_src=self.forward_only.rank_of[self.stages.last])
+        return logits, logits.new_zeros(())
+
+    def _receive_input(self, schedule: Schedule, links: PipelineP2P, action: Action) -> Tensor | None:
+        """What an action needs from another stage, if anything."""
+        needed = schedule.input_message(action)
+        return None if needed is None else links.receive(needed)
+
+    def _execute(self, action: Action, came: Tensor | None, under_way: PipelineStepState) -> None:
+        stage, kind, index = action
+        held, links, last = under_way.held, under_way.links, stage == self.stages.last
+        key = stage, index
+        if kind == "F":
+            micro = under_way.micros[index]
+            x = micro.tokens if came is None else came.requires_grad_()
+            of = held[key] = self._forward(stage, x, micro, under_way.losses)
+            auxiliary = of.auxiliary.detach()
+            under_way.losses_by_micro_batch[index].append(
+                torch.stack([of.output.detach() if last else 0 * auxiliary, auxiliary])
+            )
+            if not last:
+                links.send(Action(stage, "F", index), of.output.detach())
+        elif kind == "W":
+            compute_weight_grads(under_way.deferred_weight_grads.pop(key))
+            self.inner.finish_weight_grad_pass()
+        else:
+            of = held.pop(key)
+            if kind == "I":
+                with self.stages.deferred_weight_grads.deferring() as under_way.deferred_weight_grads[key]:
+                    self._backward(of, came)
+            else:
+                self._backward(of, came)
+            if stage > 0:
+                assert of.x.grad is not None
+                links.send(Action(stage, "B", index), of.x.grad)
+
+    def _forward(self, stage: int, x: Tensor, micro: MicroBatchProtocol, losses: LossFunction) -> SavedActivation:
+        """The stage's output, of the last the loss."""
+        if stage == self.stages.last:
+            return SavedActivation(x, *losses(lambda _, starts: self.inner.model(x, starts, stage), micro))
+        with self.computing():
+            return SavedActivation(x, *self.inner.model(x, micro.document_starts, stage))
+
+    def _backward(self, of: SavedActivation, came: Tensor | None) -> None:
+        if came is None:
+            (self.loss_scale * (of.output + of.auxiliary)).backward()
+        else:
+            scale = torch.full_like(of.auxiliary, self.loss_scale)
+            both = [pair for pair in ((of.output, came), (of.auxiliary, scale)) if pair[0].requires_grad]
+            torch.autograd.backward([out for out, _ in both], [gradient for _, gradient in both])
+
+    def _make_p2p(self, schedule: Schedule, micros: Sequence[MicroBatchProtocol]) -> PipelineP2P:
+        shared, width = self.inner.tensor, self.stages.spec.hidden_size
+        tokens = [micro.tokens.shape for micro in micros]
+        shapes = [torch.Size([*(shared.residual_shape(shape) if shared else shape), width]) for shape in tokens]
+        return PipelineP2P(schedule, self.rank, self.groups, shapes, self.activation_template, self.pipeline_wait)
+
+    # -- what a trainer asks of any strategy ---------------------------------------------------------------------------
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self.inner.gradients()
+
+    def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
+        return self.inner.as_global_dtensor(name, tensor)
+
+    def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
+        return self.inner.cross_entropy(logits, targets_BT, ignored)
+
+    def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
+        """As everywhere; the norm is that of the gradients of all stages."""
+        self._sync_tied_embedding(gradients=True)
+        self.inner.finalize_gradients()
+        self.inner.reduce_partial_gradients()
+        square = self.grad_norm().to(sums.device).square()
+        with self.comm_wait.measure():
+            dist.all_reduce(square, group=self.pipe)
+            dist.all_reduce(sums, group=self.group)
+        self.inner.sync_scalars(sums)
+        return StepReduction(self.inner.normalize_and_clip(square.sqrt(), sums[0], clip_norm), sums)
+
+    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.inner.step(optimizers)
+        self._sync_tied_embedding()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def sync_model_weights(self) -> None:
+        self.inner.sync_model_weights()
+        self._sync_tied_embedding()
+
+    def _sync_tied_embedding(self, gradients: bool = False) -> None:
+        """Where embedding and head are one, on two ranks: the first trains it, and sends its weights to the last after
+        every update; before that it adds the last's gradients to its own."""
+        first, last = self.forward_only.end_ranks
+        if not self.stages.spec.tie_embeddings or first == last or self.rank not in (first, last):
+            return
+        with self.comm_wait.measure():
+            if self.stages.tied_embedding_copy is not None:
+                if gradients:
+                    assert self.stages.tied_embedding_copy.grad is not None
+                    dist.send(self.stages.tied_embedding_copy.grad, group=self.groups[1], group_dst=first)
+                    self.stages.tied_embedding_copy.grad = None
+                else:
+                    dist.recv(self.stages.tied_embedding_copy.detach(), group=self.groups[0], group_src=first)
+            else:
+                weight = self.stages.embedding.weight
+                if gradients:
+                    came = torch.empty_like(weight)
+                    dist.recv(came, group=self.groups[1], group_src=last)
+                    weight.grad = came if weight.grad is None else weight.grad.add_(came)
+                else:
+                    dist.send(weight.detach(), group=self.groups[0], group_dst=last)
+
+    def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
+        return self.inner.init_optimizer_state(parameter)
+
+    def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+        held = self.inner.resident_tensors(optimizers)
+        if self.stages.tied_embedding_copy is not None:
+            held["parameters"] = [*held["parameters"], self.stages.tied_embedding_copy]
+        return held
+
+    def resizable_buffers(self) -> list[Tensor]:
+        return self.inner.resizable_buffers()
+
+    def reshard_parameters(self) -> None:
+        self.inner.reshard_parameters()

@@ -1,0 +1,69 @@
+"""Tensor parallelism of attention whose heads the ranks cannot divide: each has some columns of the queries, keys and
+values, whichever heads they are of. Queries and keys are gathered, values stay where they are.
+
+Beside what every pair of products sends (`tensor.py`), that is a gather of both forward, and backward a scatter of
+their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.model.attention import Attention
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup, TensorTuple
+from phalanx.spec.model import ModelSpec
+
+
+def apply_gathered_heads(model: Transformer, ranks: TensorParallelGroup) -> None:
+    """Let attention, whose products `apply_tensor_parallel` has split, work on columns of heads."""
+    columns = GatheredHeads(model.spec, ranks)
+    for part in model.modules():
+        if isinstance(part, Attention):
+            part.project_in = partial(_into, part.project_in, columns)  # type: ignore[method-assign, assignment]
+            part.attend = partial(_attend, part.attend, columns)  # type: ignore[method-assign]
+
+
+class GatheredHeads:
+    """Attention where ranks cannot share heads: each has some columns of queries, keys and values. Queries and keys are
+    gathered; with them it computes the heads that its columns of the values belong to, and of the result only these."""
+
+    def __init__(self, spec: ModelSpec, ranks: TensorParallelGroup) -> None:
+        count = spec.num_heads * spec.head_dim // ranks.size
+        first = ranks.rank * count
+        self.ranks = ranks
+        self.heads = slice(first // spec.head_dim, -(-(first + count) // spec.head_dim))
+        self.padding = first - self.heads.start * spec.head_dim, self.heads.stop * spec.head_dim - first - count
+        """Columns of these heads that other ranks have, before and behind."""
+
+
+def _into(into: Callable[[Tensor], TensorTuple], columns: GatheredHeads, x_BTD: Tensor) -> TensorTuple:
+    q, k, v = into(x_BTD)
+    q, k = cast(Tensor, _GatherColumns.apply(torch.stack([q, k]), columns.ranks)).unbind()
+    return q, k, F.pad(v, columns.padding)
+
+
+def _attend(
+    attend: Callable[..., Tensor], columns: GatheredHeads, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> Tensor:
+    out = attend(q[:, :, columns.heads], k[:, :, columns.heads], v, mask).flatten(2)
+    before, behind = columns.padding
+    return out[..., before : out.shape[-1] - behind].unsqueeze(2)
+
+
+class _GatherColumns(torch.autograd.Function):
+    """All ranks' columns; their gradients are summed where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.start_all_gather(x, axis=x.ndim - 1)()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.start_reduce_scatter(gradient, axis=gradient.ndim - 1)(), None

@@ -1,0 +1,379 @@
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3): ranks share every large matrix product.
+
+Products come in pairs. The first is cut by output, so each rank has some heads of attention, or columns of the MLP, and
+works on these alone; the second is cut by input, and gives each rank a term of the sum that all of them need. Forward
+that is one all-reduce after a pair, backward one before it. With sequence parallelism (arXiv 2205.05198, section 4.2.2)
+a rank keeps only its share of the tokens between pairs, for norms and residuals; then the pair begins with an
+all-gather of tokens and ends with a reduce-scatter, which together send as much.
+
+Embedding and head are cut by vocabulary, and the loss is computed of each rank's logits; no rank has all of them. A
+vocabulary that the ranks do not divide leaves the last with fewer rows, not with padding.
+
+The model's modules stay as they are, with smaller tensors in them; only products are replaced here. Backward passes
+send the gradient of a product's input while they compute those of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.model.attention import Attention
+from phalanx.model.mlp import GELUMLP, SwiGLUMLP
+from phalanx.model.moe import MoE, Router
+from phalanx.model.norm import RMSNorm
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.comm.collectives import ReduceScatter, all_gather
+from phalanx.parallel.comm.wait_timer import WaitTimer
+from phalanx.parallel.dtensor_utils import rows_per_rank
+from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
+
+TensorTuple = tuple[Tensor, ...]
+
+
+class TensorParallelGroup:
+    """The ranks that share matrix products, and what they send each other.
+
+    Between pairs of products a rank has a residual stream of all tokens, equal on all ranks, or with `sequence` of its
+    own: [B, T / ranks, D]."""
+
+    def __init__(self, group: dist.ProcessGroup, sequence: bool, vocab: int, later: DeferredWeightGrads) -> None:
+        """`later` takes the gradients of weights that a pipeline puts off."""
+        self.group, self.sequence, self.later = group, sequence, later
+        self.size, self.rank = group.size(), group.rank()
+        self.first_row = sum(rows_per_rank(vocab, self.size)[: self.rank])
+        """Of the vocabulary, on this rank."""
+        self.exposed = WaitTimer()
+
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """What the residual stream, or its gradient, is for all tokens."""
+        return self.start_gather_tokens(x)()
+
+    def reduce_tokens(self, term: Tensor) -> Tensor:
+        """The sum of what each rank has for all tokens, as the residual stream has it."""
+        return self.start_reduce_tokens(term)()
+
+    def start_gather_tokens(self, x: Tensor) -> Callable[[], Tensor]:
+        """Starts `enter`; what it returns ends it."""
+        return self.start_all_gather(x, axis=1) if self.sequence else lambda: x
+
+    def start_reduce_tokens(self, term: Tensor) -> Callable[[], Tensor]:
+        """Starts `leave`, which may write into `term`; what it returns ends it."""
+        if self.sequence:
+            return self.start_reduce_scatter(term, axis=1)
+        term = term.contiguous()
+        work = dist.all_reduce(term, group=self.group, async_op=True)
+
+        def end() -> Tensor:
+            self.wait(work)
+            return term
+
+        return end
+
+    def start_all_gather(self, x: Tensor, axis: int) -> Callable[[], Tensor]:
+        """Starts to put all ranks' `x` side by side along an axis."""
+        whole = x.new_empty(self.size, *x.shape)
+        work = all_gather(whole.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
+
+        def end() -> Tensor:
+            self.wait(work)
+            return whole.movedim(0, axis).flatten(axis, axis + 1)
+
+        return end
+
+    def start_reduce_scatter(self, term: Tensor, axis: int) -> Callable[[], Tensor]:
+        """Starts to sum the ranks' terms, of which each gets its part along an axis."""
+        parts = term.unflatten(axis, (self.size, -1)).movedim(axis, 0).contiguous()
+        mine = torch.empty_like(parts[0])
+        scatter = ReduceScatter(parts.view(self.size, -1), mine.view(-1), self.group, self.exposed)
+
+        def end() -> Tensor:
+            scatter.wait()
+            return mine
+
+        return end
+
+    def all_reduce(self, x: Tensor, over: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """All-reduced in place."""
+        self.wait(dist.all_reduce(x, over, group=self.group, async_op=True))
+        return x
+
+    def residual_shape(self, tokens: torch.Size) -> tuple[int, ...]:
+        """The shape of the residual stream, but for its width, where a micro-batch has the shape `tokens`."""
+        rows, count = tokens
+        return rows, count // self.size if self.sequence else count
+
+    def cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
+        """Negative log-likelihood of the targets in nats, summed, where each rank has the logits of its part of the
+        vocabulary; at least in fp32."""
+        logits = logits_BTV.flatten(0, 1)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return cast(Tensor, _CrossEntropy.apply(logits, targets_BT.flatten(), ignored, self.first_row, self))
+
+    def wait(self, work: dist.Work | None) -> None:
+        """For what is under way."""
+        with self.exposed.measure():
+            if work is not None:
+                work.wait()
+
+
+# -- pairs of products -------------------------------------------------------------------------------------------------
+
+
+def column_parallel(x: Tensor, ranks: TensorParallelGroup, *layers: nn.Linear) -> TensorTuple:
+    """The first of a pair: this rank's columns of the products of `x` with each layer's matrix."""
+    products = _ColumnParallelLinear.apply(*autocast_operands(x, *(layer.weight for layer in layers)), ranks)
+    return tuple(_add_bias(z, layer.bias) for z, layer in zip(products, layers, strict=True))
+
+
+def row_parallel(hidden: Tensor, ranks: TensorParallelGroup, layer: nn.Linear) -> Tensor:
+    """The second: the sum over ranks of their products, as the residual stream has it."""
+    return _add_bias(_RowParallelLinear.apply(*autocast_operands(hidden, layer.weight), ranks), layer.bias)
+
+
+def _add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias.to(product.dtype)
+
+
+class _ColumnParallelLinear(torch.autograd.Function):
+    """z_i = x W_i^T. The input is kept as the residual stream has it, and gathered again for the weights' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights_and_ranks: Any) -> TensorTuple:
+        *weights, ranks = weights_and_ranks
+        ctx.save_for_backward(x)
+        ctx.weights, ctx.ranks = weights, ranks
+        whole = ranks.gather_tokens(x)
+        return tuple(F.linear(whole, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (x,), weights, ranks = ctx.saved_tensors, ctx.weights, ctx.ranks
+        # A weight's gradient that is put off fetches its input when its time comes.
+        now = ranks.later.deferred is None and any(ctx.needs_input_grad[1:-1])
+        coming = ranks.start_gather_tokens(x) if now else partial(ranks.gather_tokens, x)
+        of_x = gradients[0] @ weights[0]
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            of_x.flatten(0, -2).addmm_(gradient.flatten(0, -2), weight)
+        leaving = ranks.start_reduce_tokens(of_x)
+        whole = cache(coming)
+        put_off = [
+            ranks.later.defer_or_compute(weight, partial(_weight_gradient, gradient, whole)) if needed else None
+            for gradient, weight, needed in zip(gradients, weights, ctx.needs_input_grad[1:-1], strict=True)
+        ]
+        return leaving(), *put_off, None
+
+
+class _RowParallelLinear(torch.autograd.Function):
+    """y = sum over ranks of h W^T."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.weight, ctx.ranks = weight, ranks
+        return ranks.reduce_tokens(F.linear(hidden, weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (hidden,), weight, ranks = ctx.saved_tensors, ctx.weight, ctx.ranks
+        gradient = ranks.gather_tokens(gradient)
+        needed = ctx.needs_input_grad[1]
+        put_off = (
+            ranks.later.defer_or_compute(weight, partial(_weight_gradient, gradient, lambda: hidden))
+            if needed
+            else None
+        )
+        return gradient @ weight, put_off, None
+
+
+def _weight_gradient(gradient: Tensor, x: Callable[[], Tensor]) -> Tensor:
+    return gradient.flatten(0, -2).T @ x().flatten(0, -2)
+
+
+def autocast_operands(*tensors: Tensor) -> TensorTuple:
+    """Operands of a product as autocast would have them."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+
+
+# -- other ways into and out of what ranks share -----------------------------------------------------------------------
+
+
+class _GatherFromSequence(torch.autograd.Function):
+    """Of the residual stream all tokens; each rank's gradient of them is a term of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.gather_tokens(x) if ranks.sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.reduce_tokens(gradient if ctx.ranks.sequence else gradient.clone()), None
+
+
+class _ReduceToSequence(torch.autograd.Function):
+    """The way back."""
+
+    @staticmethod
+    def forward(ctx: Any, term: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.reduce_tokens(term if ranks.sequence else term.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.gather_tokens(gradient), None
+
+
+class _AllReduce(torch.autograd.Function):
+    """A sum over ranks of which every rank's loss has a share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.all_reduce(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.all_reduce(gradient.clone()), None
+
+
+class _AllReduceForward(torch.autograd.Function):
+    """A sum over ranks in which each counts its own share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        return ranks.all_reduce(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+# -- the parts of a model ----------------------------------------------------------------------------------------------
+
+
+def apply_tensor_parallel(
+    model: Transformer, ranks: TensorParallelGroup, experts_whole: bool, heads_apart: bool = True
+) -> None:
+    """Let a model whose tensors were cut (`shares.py`) compute with the other ranks that have the rest of them.
+    `experts_whole`: experts are not cut, but each is on some rank; `heads_apart`: ranks have different heads, unless
+    these are gathered (`gathered_heads.py`)."""
+    for part in model.modules():
+        if isinstance(part, Attention):
+            _parallelize_pair(part, ranks, ("wq", "wk", "wv"), "wo")
+            if heads_apart and part.qk_norm == "full":
+                part.q_norm.forward = partial(_norm_of_all_heads, part.q_norm, ranks)  # type: ignore[method-assign]
+                part.k_norm.forward = partial(_norm_of_all_heads, part.k_norm, ranks)  # type: ignore[method-assign]
+        elif isinstance(part, SwiGLUMLP):
+            _parallelize_pair(part, ranks, ("gate", "up"), "down")
+        elif isinstance(part, GELUMLP):
+            _parallelize_pair(part, ranks, ("up",), "down")
+        elif isinstance(part, MoE) and not experts_whole:
+            part.apply_experts = partial(_mix, part.apply_experts, ranks)  # type: ignore[method-assign]
+        elif isinstance(part, Router) and ranks.sequence:
+            part.tokens_per_expert = partial(_count, part.tokens_per_expert, ranks)  # type: ignore[method-assign]
+    model.logits = partial(_logits, ranks)  # type: ignore[method-assign]
+    if hasattr(model, "embedding"):
+        model.embedding.forward = partial(_embed, model.embedding, ranks)  # type: ignore[method-assign]
+    if ranks.sequence:
+        if hasattr(model, "positions"):
+            model.positions.forward = partial(  # type: ignore[method-assign]
+                _positions, model.positions, ranks
+            )
+        model.local_positions = lambda x_BT: _attended(x_BT, ranks)  # type: ignore[method-assign]
+        if model.spec.moe:
+            model.run_blocks = partial(_through, model.run_blocks, ranks)  # type: ignore[method-assign]
+
+
+def _parallelize_pair(part: Any, ranks: TensorParallelGroup, first: tuple[str, ...], second: str) -> None:
+    # Looked up at every call: whoever wraps the layers (ZeRO-3, recomputation) may put others in their place.
+    part.project_in = lambda x: column_parallel(x, ranks, *(getattr(part, name) for name in first))
+    part.project_out = lambda hidden: row_parallel(hidden, ranks, getattr(part, second))
+
+
+def _logits(ranks: TensorParallelGroup, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+    """This rank's columns of the logits, [B, T, V / ranks]."""
+    (logits,) = _ColumnParallelLinear.apply(*autocast_operands(x_BTD, weight_VD), ranks)
+    return cast(Tensor, logits)
+
+
+def _embed(embedding: nn.Embedding, ranks: TensorParallelGroup, tokens_BT: Tensor) -> Tensor:
+    """A row of each token from the rank that has it."""
+    row = tokens_BT - ranks.first_row
+    others = (row < 0) | (row >= len(embedding.weight))
+    x_BTD = F.embedding(row.masked_fill(others, 0), embedding.weight).masked_fill(others[..., None], 0)
+    return cast(Tensor, _ReduceToSequence.apply(x_BTD, ranks))
+
+
+def _positions(positions: nn.Embedding, ranks: TensorParallelGroup, place: Tensor) -> Tensor:
+    """Of this rank's tokens."""
+    return F.embedding(place.chunk(ranks.size, dim=-1)[ranks.rank], positions.weight)
+
+
+def _attended(x_BT: Tensor, ranks: TensorParallelGroup) -> Tensor:
+    """The tokens of which a stage is given a share; an embedding is given all (their numbers)."""
+    tokens = x_BT.shape[1] * (ranks.size if x_BT.is_floating_point() else 1)
+    return torch.arange(tokens, device=x_BT.device)
+
+
+def _through(
+    through: Callable[..., tuple[Tensor, Tensor]], ranks: TensorParallelGroup, *args: Any
+) -> tuple[Tensor, Tensor]:
+    """Each rank's routers saw some of the tokens: the auxiliary loss is the sum."""
+    x_BTD, auxiliary = through(*args)
+    return x_BTD, cast(Tensor, _AllReduceForward.apply(auxiliary, ranks))
+
+
+def _norm_of_all_heads(norm: RMSNorm, ranks: TensorParallelGroup, x: Tensor) -> Tensor:
+    """x / rms(x) x weight, where each rank has some of the heads (and as many ranks each of them)."""
+    exact = x if x.dtype == torch.float64 else x.float()
+    total = cast(Tensor, _AllReduce.apply(exact.square().sum(-1, keepdim=True), ranks))
+    scale = (total / (ranks.size * x.shape[-1]) + norm.eps).rsqrt()
+    return (exact * scale).to(x.dtype) * norm.weight.to(x.dtype)
+
+
+def _mix(mix: Callable[..., Tensor], ranks: TensorParallelGroup, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Every rank has some columns of each expert. The choice is made where the residual stream is."""
+    (x,) = autocast_operands(x)
+    x, weights = _GatherFromSequence.apply(x, ranks), _GatherFromSequence.apply(weights, ranks)
+    return cast(Tensor, _ReduceToSequence.apply(mix(x, weights, ranks.gather_tokens(chosen)), ranks))
+
+
+def _count(count: Callable[..., Tensor], ranks: TensorParallelGroup, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    return ranks.all_reduce(count(chosen, dtype))
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """log sum_v exp x_v - x_target, by three all-reduces of a number per token (Megatron-LM, section 3)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NV: Tensor, target_N: Tensor, ignored: int, first: int, ranks: TensorParallelGroup
+    ) -> Tensor:
+        column = target_N - first
+        here = (column >= 0) & (column < x_NV.shape[1])
+        column = column.masked_fill(~here, 0)[:, None]
+        highest = ranks.all_reduce(x_NV.amax(1), dist.ReduceOp.MAX)
+        share_NV = (x_NV - highest[:, None]).exp_()
+        likely = (x_NV.gather(1, column)[:, 0] - highest).masked_fill(~here, 0)
+        total, likely = ranks.all_reduce(torch.stack([share_NV.sum(1), likely])).unbind()
+        counted = target_N != ignored
+        ctx.save_for_backward(share_NV.div_(total[:, None]), column, here, counted)
+        return ((total.log() - likely) * counted).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        share_NV, column, here, counted = ctx.saved_tensors
+        of_x = share_NV.scatter_add(1, column, -here.to(share_NV.dtype)[:, None])
+        return of_x.mul_((counted * gradient)[:, None]), None, None, None, None

@@ -1,0 +1,205 @@
+"""Published rules of thumb beside what the planner says: which apply to a run, whether they agree, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from phalanx.cost.estimate.memory import GIB
+from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.rank_memory import model_state_bytes, optimizer_kind, state_bytes
+from phalanx.plan.advice.rules_of_thumb import RULES, RuleOfThumb, RunSituation
+from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run, enumerate_layouts
+from phalanx.plan.search.explain import describe_memory_use, explain_slowdown, suggest_fit
+from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
+from phalanx.plan.search.search import (
+    EvaluatedLayout,
+    can_run,
+    evaluate,
+    runnable_layouts,
+    search_layouts,
+    smallest_layout,
+    with_offload_variants,
+)
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import RunSpec
+
+ALIKE = 0.01
+"""A rule agrees if the best layout that obeys it is slower by less: 80 of 100 steps differ from their prediction by up
+to a tenth."""
+Verdict = Literal["agrees", "costs", "does not fit", "does not run"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A rule that applies, beside the planner's best."""
+
+    rule: RuleOfThumb
+    why_rule_applies: str
+    verdict: Verdict
+    option: EvaluatedLayout | None
+    """The fastest layout that obeys the rule and fits; the smallest, where none fits."""
+    slower: float
+    """Time of its step beyond the best one's, as a share of that; of what does not fit or run 0."""
+    more_bytes: float
+    """Memory of its fullest rank beyond that of the best layout's."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class AdviceReport:
+    """All that is said of a run."""
+
+    situation: RunSituation
+    best: EvaluatedLayout
+    advice: list[Advice]
+    inapplicable_rules: list[RuleOfThumb]
+    """Rules that do not apply."""
+
+    @property
+    def agreeing(self) -> int:
+        """Rules that agree with the planner."""
+        return sum(advice.verdict == "agrees" for advice in self.advice)
+
+
+def advise(run: RunSpec, world_size: int) -> AdviceReport:
+    """Every rule of thumb, held against the planner's search.
+
+    Raises UserError for a cluster whose speeds are not known, and where no layout fits.
+    """
+    found = enumerate_layouts(run, world_size)
+    found, ordered = with_offload_variants(run, world_size, found) if found else ([], [])
+    every = EvaluatedLayouts(run, world_size, found, ordered)
+    best = every.best(lambda _: True)
+    if best is None:
+        plan = search_layouts(run, world_size, keep=1)
+        fix = (
+            suggest_fit(run, world_size, plan)
+            if plan.closest_to_fitting
+            else "change the layout's choices or the batch"
+        )
+        raise UserError("layout", None, f"no layout of {plan.considered:,} fits; see also `phalanx advise oom`", fix)
+    here = describe_situation(every)
+    applying = [(rule, because) for rule in RULES if (because := rule.applies(here))]
+    spoken = [rule for rule, _ in applying]
+    advice = [compare_with_best(every, best, here, rule, because) for rule, because in applying]
+    return AdviceReport(here, best, advice, [rule for rule in RULES if rule not in spoken])
+
+
+@dataclass(frozen=True)
+class EvaluatedLayouts:
+    """All layouts of a run."""
+
+    run: RunSpec
+    ranks: int
+    found: list[CandidateLayout]
+    fitting: list[CandidateLayout]
+    """Those that are likely to fit, in the planner's order of preference."""
+
+    def best(self, wanted: Callable[[CandidateLayout], bool]) -> EvaluatedLayout | None:
+        """The planner's best of some layouts; None if none of them fits and runs."""
+        some = (candidate for candidate in self.fitting if wanted(candidate))
+        return next(runnable_layouts(self.run, self.ranks, some), None)
+
+
+def compare_with_best(
+    every: EvaluatedLayouts, best: EvaluatedLayout, here: RunSituation, rule: RuleOfThumb, because: str
+) -> Advice:
+    """A rule that applies beside the planner's best layout."""
+
+    def obeyed(candidate: CandidateLayout) -> bool:
+        return rule.is_satisfied_by(candidate, here.domain)
+
+    if obeyed(best.candidate):
+        return Advice(rule, because, "agrees", best, 0.0, 0.0, _otherwise(every, best, obeyed))
+    option = every.best(obeyed)
+    if option is None:
+        return _impossible(every, best, here, rule, because)
+    slower, more = option.step_seconds / best.step_seconds - 1, option.memory_bytes - best.memory_bytes
+    verdict: Verdict = "agrees" if slower < ALIKE else "costs"
+    return Advice(rule, because, verdict, option, slower, more, explain_slowdown(every.run, option, best))
+
+
+def _otherwise(every: EvaluatedLayouts, best: EvaluatedLayout, obeyed: Callable[[CandidateLayout], bool]) -> str:
+    """Why the planner does what a rule says: what the fastest layout that does not would take."""
+    other = every.best(lambda candidate: not obeyed(candidate))
+    if other is not None:
+        return f"otherwise {other.candidate}, {explain_slowdown(every.run, other, best)}"
+    return "all layouts are so" if all(map(obeyed, every.found)) else "no other layout fits"
+
+
+def _impossible(
+    every: EvaluatedLayouts, best: EvaluatedLayout, here: RunSituation, rule: RuleOfThumb, because: str
+) -> Advice:
+    """Of a rule that no layout obeys that fits and runs."""
+    obeying = [candidate for candidate in every.found if rule.is_satisfied_by(candidate, here.domain)]
+    if not obeying:
+        reason = f"no layout of {here.ranks} devices, this batch and this model has {rule.partial}"
+        return Advice(rule, because, "does not run", None, 0.0, 0.0, reason)
+    least = evaluate(every.run, every.ranks, [smallest_layout(every.run, every.ranks, obeying)])[0]
+    if least.p_oom < MAX_OOM_PROBABILITY:
+        reason = f"none of the {len(obeying):,} such layouts that fit can run"
+        return Advice(rule, because, "does not run", None, 0.0, 0.0, reason)
+    held = sorted(_fullest(least).items(), key=lambda part: -part[1])
+    parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in held)
+    reason = (
+        f"the smallest such layout takes {describe_memory_use(every.run.cluster, least)}, and {MAX_OOM_PROBABILITY:.0%} is too much; on the "
+        f"device {parts}"
+    )
+    return Advice(rule, because, "does not fit", least, 0.0, least.memory_bytes - best.memory_bytes, reason)
+
+
+def describe_situation(every: EvaluatedLayouts) -> RunSituation:
+    """What the rules look at."""
+    run, model, training, cluster = every.run, every.run.model, every.run.training, every.run.cluster
+    sequences = training.tokens_per_step // training.seq_len
+    plain = candidate_from_run(run.model_copy(update={"layout": Layout(micro_batch_size=1)}), 1)
+    one = evaluate(run, 1, [plain, replace(plain, activation_checkpointing="full")])
+    held, again = (_fullest(option) for option in one)
+    optimizer, count = optimizer_kind(run.optimizer), count_parameters(model)
+    state = model_state_bytes(count, optimizer, training.precision)
+    each = state_bytes("adamw" if optimizer == "muon" else optimizer, training.precision).total
+    return RunSituation(
+        parameters=count.total,
+        layers=model.num_layers,
+        experts=model.moe is not None,
+        sequences=sequences,
+        ranks=every.ranks,
+        domain=cluster.fast_link_domain_size,
+        memory_bytes=float(cluster.rank_memory_bytes or 0),
+        state={"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer},
+        activation_bytes=held["activations"] + held["logits"],
+        recomputed_bytes=again["activations"] + again["logits"],
+        layer_bytes=each * _largest_block(run) + held["activations"] / model.num_layers,
+        alone=(alone := any(option.p_oom < MAX_OOM_PROBABILITY for option in one)),
+        spare=not alone and _spare(every),
+    )
+
+
+def _fullest(option: EvaluatedLayout) -> dict[str, float]:
+    """Bytes by part of the stage that has most."""
+    return max(option.stages.values(), key=lambda stage: sum(stage.values()))
+
+
+def _largest_block(run: RunSpec) -> int:
+    """Parameters of the block that has most."""
+    blocks: Counter[str] = Counter()
+    for name, shape in parameter_shapes(run.model).items():
+        owner, _, rest = name.partition(".")
+        if owner == "blocks":
+            blocks[rest.partition(".")[0]] += num_elements(shape)
+    return max(blocks.values())
+
+
+def _spare(every: EvaluatedLayouts) -> bool:
+    """Whether the fastest 1F1B pipeline that fits still does with ZB-H2 in place of 1F1B."""
+    fastest = every.best(lambda candidate: candidate.pp > 1 and candidate.schedule == "1f1b")
+    if fastest is None:
+        return False
+    other = replace(fastest.candidate, schedule="zb-h2")
+    runs = can_run(every.run, every.ranks, other)
+    return runs and evaluate(every.run, every.ranks, [other])[0].p_oom < MAX_OOM_PROBABILITY

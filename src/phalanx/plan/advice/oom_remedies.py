@@ -1,0 +1,181 @@
+"""What to change when memory runs out, as data: each change, what it costs, who says so.
+
+The order is a published one, for where times are not known (`plan.oom` goes by these where they are): that of the text
+of jesamkim's guide (part 1), a smaller batch and accumulation, recomputation, mixed precision, then several devices for
+one model; its figure differs, and names another optimizer second. ZeRO comes before the other ways to share a model,
+whose early use is the pitfall of Jae's part 06; offload after them; and another optimizer next to last. What changes
+numbers (mixed precision, too) or the bill is tried after all that only costs time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.cost.formulas.activation_checkpointing import recompute_overhead
+from phalanx.plan.search.candidates import ZERO, choose_rank_order
+from phalanx.spec.base import divisors
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import INVALID_IN_PIPELINE, VALID_DATA_STRATEGIES, Layout
+from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.tensor_sharding import check_divisibility
+
+GUIDE, FIGURE = "jesamkim part 1, OOM guide", "jesamkim part 1, figure of the OOM guide"
+STAGES, SEQUENCES, MEMORY = "Jae's Tech Blog part 14", "Jae's Tech Blog part 10", "Jae's Tech Blog part 06"
+OFFLOAD, HYBRIDS = "pos2001/ml-training-architecture, decision guide", "jesamkim part 4, decision guide"
+MOST_TIMES = 64
+"""As many devices, at most, as the last remedy tries."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One kind of change."""
+
+    name: str
+    costs: str
+    source: str
+    changes: Callable[[RunSpec], Iterator[RunSpec]]
+    """Runs that have more and more of it."""
+    none: str = "done already"
+    """Why there is nothing to change, where it gives no run."""
+    last: bool = False
+    """Whether it costs what no step time shows, so that it is tried after those that only cost time."""
+
+
+def with_layout(run: RunSpec, **changes: Any) -> RunSpec:
+    """The run with another layout, without the choices that mean nothing in it."""
+    layout = run.layout.model_copy(update=changes)
+    lost = [field for field, meant in VALID_DATA_STRATEGIES.items() if layout.data_parallel not in meant]
+    lost += INVALID_IN_PIPELINE if layout.pp > 1 else ()
+    unset = {field: Layout.model_fields[field].default for field in lost}
+    if unset.get("offload"):
+        unset["offload_directory"] = None
+    return run.model_copy(update={"layout": layout.model_copy(update=unset)})
+
+
+def _smaller_batches(run: RunSpec) -> Iterator[RunSpec]:
+    now = plan_batch(run, run.cluster.ranks).micro_batch_size
+    yield from (with_layout(run, micro_batch_size=size) for size in reversed(divisors(now)[:-1]))
+
+
+def _recompute(kind: str) -> Callable[[RunSpec], Iterator[RunSpec]]:
+    kinds = ("none", "selective", "full")
+
+    def changes(run: RunSpec) -> Iterator[RunSpec]:
+        if kinds.index(kind) > kinds.index(run.layout.activation_checkpointing):
+            yield with_layout(run, activation_checkpointing=kind)
+
+    return changes
+
+
+def _half(run: RunSpec) -> Iterator[RunSpec]:
+    if run.training.precision != "bf16":
+        yield run.model_copy(update={"training": run.training.model_copy(update={"precision": "bf16"})})
+
+
+def _zero(stage: int) -> Callable[[RunSpec], Iterator[RunSpec]]:
+    def changes(run: RunSpec) -> Iterator[RunSpec]:
+        shares = run.cluster.ranks > 1 or (run.layout.offload != "none" and stage < 3)
+        if shares and ZERO.get(run.layout.data_parallel, 0) < stage:
+            yield with_layout(run, data_parallel=f"zero{stage}")
+
+    return changes
+
+
+def _shared(axis: str, within_domain: bool = False) -> Callable[[RunSpec], Iterator[RunSpec]]:
+    """Larger and larger degrees that divide the ranks."""
+
+    def changes(run: RunSpec) -> Iterator[RunSpec]:
+        ranks, now = run.cluster.ranks, getattr(run.layout, axis)
+        most = run.cluster.fast_link_domain_size if within_domain else ranks
+        yield from (with_layout(run, **{axis: degree}) for degree in divisors(ranks) if now < degree <= most)
+
+    return changes
+
+
+def _pipelines(run: RunSpec) -> Iterator[RunSpec]:
+    """Their stages where the planner has them."""
+    for changed in _shared("pp")(run):
+        tp, pp, cp = changed.layout.tp, changed.layout.pp, changed.layout.cp
+        dp = run.cluster.ranks // (tp * pp * cp)
+        yield with_layout(changed, rank_order=choose_rank_order(dp, tp, pp, cp, run.cluster.fast_link_domain_size))
+
+
+def _shared_sequences(run: RunSpec) -> Iterator[RunSpec]:
+    """As the run has it, or as the planner does: on a GPU tokens for heads where there are enough, else a ring."""
+    usual = ("ring",) if run.cluster.device == "cpu" else ("ulysses", "ring")
+    kinds = (run.layout.cp_method,) if run.layout.cp > 1 else usual
+    for changed in _shared("cp")(run):
+        ways = [with_layout(changed, cp_method=way) for way in kinds]
+        yield next((way for way in ways if _can_share(way)), ways[-1])
+
+
+def _can_share(run: RunSpec) -> bool:
+    try:
+        check_divisibility(run, run.cluster.ranks)
+    except UserError:
+        return False
+    return True
+
+
+def _expert_ranks(run: RunSpec) -> Iterator[RunSpec]:
+    if run.model.moe is not None:
+        yield from _shared("ep")(run)
+
+
+def _offload(run: RunSpec) -> Iterator[RunSpec]:
+    if run.layout.offload == "none" and run.cluster.device != "cpu":
+        # Only what is sharded is offloaded; with_layout would drop the choice again.
+        alone = ("zero1", "zero2") if run.cluster.ranks == 1 else ("zero1",)
+        kinds = (run.layout.data_parallel,) if run.layout.data_parallel in VALID_DATA_STRATEGIES["offload"] else alone
+        yield from (with_layout(run, data_parallel=data, offload="cpu") for data in kinds)
+
+
+def _sgd(run: RunSpec) -> Iterator[RunSpec]:
+    optimizer = run.optimizer
+    if optimizer.name == "sgd" and not optimizer.momentum:
+        return
+    with_momentum = [] if optimizer.name == "sgd" else [optimizer.momentum]
+    for momentum in dict.fromkeys([*with_momentum, 0.0]):
+        yield run.model_copy(update={"optimizer": optimizer.model_copy(update={"name": "sgd", "momentum": momentum})})
+
+
+def _more_devices(run: RunSpec) -> Iterator[RunSpec]:
+    times = 2
+    while times <= MOST_TIMES:
+        more = run.cluster.model_copy(update={"nodes": run.cluster.nodes * times})
+        larger = run.model_copy(update={"cluster": more})
+        try:
+            share = plan_batch(with_layout(larger, micro_batch_size=1), more.ranks).gradient_accumulation_steps
+        except UserError:
+            return
+        fitting = [size for size in divisors(share) if size <= (run.layout.micro_batch_size or share)]
+        yield with_layout(larger, micro_batch_size=fitting[-1])
+        times *= 2
+
+
+NOBODY = "done already, or a lone device has nobody to share with"
+NO_DEGREE = "no larger degree divides the devices"
+REMEDIES = (
+    Remedy("smaller micro-batch", "more accumulation of smaller products", GUIDE, _smaller_batches,
+           "a micro-batch is one sequence"),
+    Remedy("recompute attention", "attention's forward pass once more", GUIDE, _recompute("selective")),
+    Remedy("recompute blocks", f"a forward pass more: about {recompute_overhead():+.0%} compute", GUIDE,
+           _recompute("full")),
+    Remedy("bf16", "less exact", GUIDE, _half, last=True),
+    Remedy("ZeRO-1", "optimizer state shared: no more traffic", STAGES, _zero(1), NOBODY),
+    Remedy("ZeRO-2", "gradients sent for every micro-batch", STAGES, _zero(2), NOBODY),
+    Remedy("ZeRO-3", "parameters gathered for every pass", STAGES, _zero(3), NOBODY),
+    Remedy("expert parallelism", "four all-to-alls per block", HYBRIDS, _expert_ranks,
+           "the model has no experts, or no larger degree divides the devices"),
+    Remedy("tensor parallelism", "exchanges in every block: fast links only", MEMORY,
+           _shared("tp", within_domain=True), NO_DEGREE),
+    Remedy("context parallelism", "exchanges in every attention", SEQUENCES, _shared_sequences, NO_DEGREE),
+    Remedy("pipeline", "stages wait for one another", HYBRIDS, _pipelines, NO_DEGREE),
+    Remedy("offload to CPU memory", "state crosses PCIe every step", OFFLOAD, _offload,
+           "done already, or CPU memory is what is short"),
+    Remedy("SGD", "may converge slower; new learning rates", FIGURE, _sgd, last=True),
+    Remedy("more devices", "their price", GUIDE, _more_devices, "no more devices can share a step's sequences",
+           last=True),
+)  # fmt: skip
+"""In the order to try them. Tensor parallelism comes with sequence parallelism."""

@@ -1,0 +1,1 @@
+"""Calibration of a machine's constants from its own runs and benchmarks."""

@@ -1,0 +1,322 @@
+"""What runs on a machine showed, as constants of its own: the planner's model, fitted to them.
+
+The constants of published runs are where the fit begins, and what it keeps to where the runs say nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+from numpy.typing import NDArray
+
+from phalanx.cost.estimate.constants import time_constants
+from phalanx.cost.estimate.job_table import JobTable, job_table
+from phalanx.cost.estimate.step_time import step_seconds
+from phalanx.cost.exact.flops import training_flops_per_token
+from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
+from phalanx.plan.calibrate.microbenchmarks import (
+    BenchmarkFile,
+    CollectiveTiming,
+    OperationTimings,
+    benchmark_timings,
+    collective_timings,
+)
+from phalanx.plan.calibrate.posterior import (
+    NOISE,
+    MeasuredTargets,
+    Prior,
+    identified_constants,
+    leave_one_out_errors,
+    map_estimate,
+)
+from phalanx.plan.search.candidates import candidate_from_run, candidate_jobs
+from phalanx.plan.search.oom_risk import device_and_host_bytes
+from phalanx.plan.tables.job_columns import JobRow, interval_half_width, time_constants_for
+from phalanx.spec.cluster import CalibrationSpec, ClusterSpec
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import cluster_overrides, load_machine, load_run
+from phalanx.spec.run import RunSpec
+
+WARM_UP = 2
+"""Steps at the start of a run that do not count: memory is new, and data-parallel buckets are not settled."""
+LEAST_STEPS = 3
+LEAST_WAIT = 0.03
+"""Of a step."""
+SHARE_PRIOR, BUFFER_PRIOR, MEMORY_NOISE = 0.2, 2.0, 0.03
+"""Of the bytes of memory for each that is counted, about 1, and for each of buffers more, about 0; of the logarithm of
+a process's memory."""
+HALF = 1.2816
+"""Standard deviations of a normal distribution on each side of the middle 80 %."""
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One run, and what it took."""
+
+    name: str
+    run: RunSpec
+    ranks: int
+    step_seconds: float
+    """Median."""
+    memory_bytes: float
+    """The most that the process of rank 0 held."""
+    peak_flops: float | None
+    """Of a rank, as it was measured or known when the run began."""
+    tensor_bytes: float | None = None
+    """The most that tensors of rank 0 held at one time, where the run measured that (`--measure-memory`)."""
+    computing_seconds: float = nan
+    """Of a step the slowest rank's passes without waits for others, where ranks noted that; NaN if they did not."""
+    waiting_seconds: float = nan
+    """Of a step, for collectives, of the rank that waits least, likewise."""
+    device: str | None = None
+    """What it ran on, where its ranks noted that."""
+    exchanges: tuple[CollectiveTiming, ...] = ()
+    """Collectives of steps that were looked at closely."""
+
+    @property
+    def memory(self) -> RankMemory:
+        """Counted of its tensors, on rank 0."""
+        return next(iter(rank_memory(self.run, self.ranks).values()))
+
+    @property
+    def held_bytes(self) -> float:
+        """The most of these at one time, with what it offloads on a CPU."""
+        return device_and_host_bytes(self.run.cluster.model_copy(update={"calibration": None}), [self.memory])[0]
+
+
+@dataclass(frozen=True)
+class OperationFit:
+    """What was timed apart from steps: how many there are of a kind, and how far off the model is on them."""
+
+    of: str
+    """A run's name, or a file of `phalanx measure`."""
+    kind: str
+    count: int
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A machine with what runs showed, and how far off the model is on these: in the order of the runs, seconds or
+    bytes."""
+
+    machine: ClusterSpec
+    before: Array
+    after: Array
+    leave_one_out: Array
+    """Each run as the others predict it."""
+    memory: Array
+    operations: list[OperationFit]
+
+
+def read_measured_run(directory: Path) -> MeasuredRun:
+    """The steps of a run directory since it was last started.
+
+    Raises UserError for what is no run directory, or too few steps.
+    """
+    file = directory / "metrics.jsonl"
+    if not file.is_file():
+        raise UserError("run directory", str(directory), "has no metrics.jsonl", "give what phalanx train made")
+    records = [record for line in file.read_text().splitlines() if "step_seconds" in (record := _record(file, line))]
+    ranks = records[-1].get("ranks") if records else None
+    if ranks is None:
+        raise UserError("run directory", str(directory), "does not say how many ranks it had", "run it anew")
+    last: list[dict[str, Any]] = []
+    for record in reversed(records):
+        if (record.get("ranks"), record.get("began_after")) != (ranks, records[-1].get("began_after")):
+            break
+        last.append(record)
+    measured = _measured_step(directory)
+    slow = measured.get("step")  # and those that were looked at closely
+    settled = [record for record in last[::-1][WARM_UP:] if record["step"] != slow and "closely" not in record]
+    if len(settled) < LEAST_STEPS:
+        problem = (
+            f"has {len(last)} steps; the first {WARM_UP} do not count, nor those that were looked at closely, and "
+            f"{LEAST_STEPS} more are needed"
+        )
+        raise UserError("run directory", str(directory), problem, "raise training.steps")
+    run = load_run(directory / "run.toml", environment={})
+    run = run.model_copy(
+        update={"cluster": run.cluster.model_copy(update={"nproc_per_node": ranks // run.cluster.nodes})}
+    )
+    mfu, flops = settled[-1].get("mfu"), training_flops_per_token(run.model, run.training.seq_len)
+    peak = settled[-1]["tokens_per_second"] * flops / ranks / mfu if mfu else None
+    seconds = statistics.median(record["step_seconds"] for record in settled)
+    tensors = measured.get("peak_bytes", {}).get("total")
+    return MeasuredRun(directory.name, run, ranks, seconds, settled[-1]["peak_memory_bytes"], peak, tensors)
+
+
+def _measured_step(directory: Path) -> dict[str, Any]:
+    """What rank 0 measured from inside, in one step that took longer for it; empty where none did."""
+    file = directory / "measured" / "rank-00000.json"
+    return _record(file, file.read_text()) if file.is_file() else {}
+
+
+def _record(file: Path, line: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError):
+        raise UserError("run directory", str(file), f"is not JSON: {line[:40]}", "mend it") from None
+
+
+def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequence[BenchmarkFile] = ()) -> Calibration:
+    """A machine with the constants that these runs on it make likely, and what `phalanx measure` found there.
+
+    Raises UserError for runs in different arithmetics, or in layouts that the planner does not know.
+    """
+    _check_same_device(runs, machine)
+    precisions = {each.training.precision for each in (*(run.run for run in runs), *(sweep.run for sweep in sweeps))}
+    if len(precisions) > 1:
+        problem, fix = "differs between the runs", "calibrate with runs of one precision"
+        raise UserError("training.precision", ", ".join(sorted(precisions)), problem, fix)
+    precision, published = precisions.pop(), asdict(time_constants())
+    known = CalibrationSpec(
+        runs=len(runs),
+        precision=precision,
+        time_constants=dict(machine.calibration.time_constants) if machine.calibration else {},
+        identified_constants=[],
+        log_half_width=1.0,
+        baseline_process_bytes=0,
+        bytes_per_counted_byte=1.0,
+    )
+    peaks = [run.peak_flops * _on_cluster(machine, run).ranks_per_core for run in runs if run.peak_flops]
+    if peaks and machine.cores:
+        peak = statistics.median(peaks)
+        machine = machine.model_copy(update={"peak_flops": peak, "matmul_flops": peak})
+    machine = machine.model_copy(update={"calibration": known})
+    jobs = job_table([job_row(run, machine) for run in runs])
+    operations = _operations(runs, jobs, sweeps, machine)
+    truth = replace(measured_targets(runs, jobs), operations=tuple(operations))
+    prior = Prior(time_constants_for(machine))
+    z = map_estimate(prior, jobs, truth)
+    constants, apart = prior.constants(z), leave_one_out_errors(prior, jobs, truth, z)
+    process, share, buffers, memory = _memory(runs)
+    measured = known.model_copy(
+        update={
+            "time_constants": {name: value for name, value in asdict(constants).items() if value != published[name]},
+            "identified_constants": identified_constants(prior, jobs, truth, z),
+            "log_half_width": HALF * max(NOISE, float(np.sqrt(np.mean(apart**2)))),  # runs may be too much alike
+            "baseline_process_bytes": round(process),
+            "bytes_per_counted_byte": share,
+            "buffer_overhead": buffers,
+        }
+    )
+    before, after = (
+        np.broadcast_to(step_seconds(fitted, jobs).total, len(runs)) for fitted in (prior.start, constants)
+    )
+    machine = machine.model_copy(update={"calibration": measured})
+    apart_from_steps = [
+        OperationFit(
+            each.of,
+            each.kind,
+            len(each.seconds),
+            each.geometric_mean_error(prior.start),
+            each.geometric_mean_error(constants),
+        )
+        for each in operations
+    ]
+    return Calibration(machine, before, after, truth.whole * np.exp(apart), memory, apart_from_steps)
+
+
+def _check_same_device(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> None:
+    """Raise UserError for a run on another kind of machine."""
+    for run in runs:
+        if run.device is not None and run.device != (machine.device if machine.device != "auto" else run.device):
+            problem = f"was on a {run.device}, and the machine is {machine.preset or 'one'} with a {machine.device}"
+            raise UserError("RUN_DIR", run.name, problem, "name the machine that the runs were on")
+
+
+def _operations(
+    runs: Sequence[MeasuredRun], jobs: JobTable, sweeps: Sequence[BenchmarkFile], machine: ClusterSpec
+) -> list[OperationTimings]:
+    """What was timed apart from steps; `jobs` are the columns of the runs."""
+    found = [each for sweep in sweeps for each in benchmark_timings(sweep, job_table([job_row(sweep, machine)]))]
+    seen = [collective_timings(run.name, run.exchanges, jobs.select(np.array([at])), at) for at, run in enumerate(runs)]
+    return [*found, *(each for each in seen if len(each.seconds))]
+
+
+def measured_targets(runs: Sequence[MeasuredRun], jobs: JobTable) -> MeasuredTargets:
+    """What runs took. Of ranks that share cores only whole steps: what one computes there is also others' time. Waits
+    that are hardly any are chance."""
+    whole = np.array([run.step_seconds for run in runs])
+    alone = np.broadcast_to(jobs.ranks_per_core, len(runs)) <= 1
+    computing = np.array([run.computing_seconds for run in runs])
+    waiting = np.array([run.waiting_seconds for run in runs])
+    there = alone & (waiting > LEAST_WAIT * whole)
+    return MeasuredTargets(whole, np.where(alone, computing, nan), np.where(there, waiting, nan))
+
+
+def detect_cpu() -> ClusterSpec:
+    """What is known of the CPU that this process runs on: how many cores it may use, and their memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return load_machine("cpu").model_copy(update={"cores": cores, "memory_bytes": memory})
+
+
+def write_machine(file: Path, machine: ClusterSpec, sources: Sequence[str]) -> None:
+    """A machine as a file that `--machine` and `cluster.preset` take.
+
+    Raises UserError where it cannot be written.
+    """
+    head = f"# By phalanx calibrate, from {', '.join(sources)}.\n"
+    try:
+        file.write_text(head + tomli_w.dumps(cluster_overrides(machine)))
+    except OSError as error:
+        raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
+
+
+def _on_cluster(machine: ClusterSpec, measured: MeasuredRun | BenchmarkFile) -> ClusterSpec:
+    own = measured.run.cluster
+    return machine.model_copy(update={"nodes": own.nodes, "nproc_per_node": own.nproc_per_node})
+
+
+def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobRow:
+    """The columns of a run on a machine (`cost.jobs`).
+
+    Raises UserError for a layout that the planner does not know.
+    """
+    run = measured.run.model_copy(update={"cluster": _on_cluster(machine, measured)})
+    try:
+        jobs = candidate_jobs(run, measured.ranks, [candidate_from_run(run, measured.ranks)])
+    except UserError as error:
+        raise UserError(f"{measured.name}: {error.field}", error.value, error.problem, error.fix) from None
+    return {field.name: float(getattr(jobs, field.name)[0]) for field in fields(JobTable)}
+
+
+def _memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, float, Array]:
+    """Bytes of a process that trains nothing, bytes of memory for each counted one, how many more each byte of buffers
+    counts, and what they predict. None is below 0: the least is taken out, and the others explain the memory alone."""
+    held, peak = np.array([run.held_bytes for run in runs], float), np.array([run.memory_bytes for run in runs])
+    buffers = np.array([run.memory.communication for run in runs], float)
+    columns = np.stack([np.ones(len(runs)), held, buffers], axis=1)
+    priors = np.diag([0.0, 1 / SHARE_PRIOR, 1 / BUFFER_PRIOR])
+    rows = np.vstack([columns / peak[:, None] / MEMORY_NOISE, priors])
+    wanted = np.concatenate([np.ones(len(runs)) / MEMORY_NOISE, priors @ [0.0, 1.0, 0.0]])
+    kept = [0, 1, 2]
+    while (found := np.linalg.lstsq(rows[:, kept], wanted, rcond=None)[0]).min() < 0:
+        del kept[int(found.argmin())]
+    process, share, more = (float(found[kept.index(at)]) if at in kept else 0.0 for at in range(3))
+    return process, share, more / share, columns[:, kept] @ found
+
+
+def predict_run(machine: ClusterSpec, measured: MeasuredRun) -> tuple[float, float, float]:
+    """Of a run on a calibrated machine: seconds of a step, what they are multiplied and divided by at the ends of the
+    80 % interval, and bytes that rank 0 holds."""
+    jobs = job_table([job_row(measured, machine)])
+    width = float(np.exp(interval_half_width(machine, jobs)[0]))
+    known = machine.calibration
+    if known is None:
+        raise ValueError("the machine is not calibrated")
+    more = known.buffer_overhead * measured.memory.communication
+    memory = known.bytes_per_counted_byte * (measured.held_bytes + more) + known.baseline_process_bytes
+    return float(step_seconds(time_constants_for(machine), jobs).total[0]), width, memory

@@ -1,0 +1,206 @@
+"""Single operations that were timed apart from steps, as evidence for the planner's constants: products, attention and
+memory by `phalanx measure`, collectives by it or in steps that were looked at closely."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.cost.estimate.collective_time import all_to_all_seconds, p2p_seconds, ring_seconds
+from phalanx.cost.estimate.constants import TimeConstants
+from phalanx.cost.estimate.job_table import Column, JobTable
+from phalanx.cost.estimate.kernel_time import attention_seconds, matmul_seconds, memory_pass_seconds
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import run_from_table
+from phalanx.spec.run import RunSpec
+
+KNOWN = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+NOISE = 0.1
+"""Of the logarithm of what all operations of a kind take together: those of a kind err alike, so that many of them say
+little more than a few."""
+Array = NDArray[np.float64]
+Which = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class OperationTimings:
+    """Operations of a kind on one machine, for one run."""
+
+    of: str
+    """Whose: of a run, or a file of `phalanx measure`."""
+    kind: str
+    seconds: Array
+    shares: Array
+    """How much each counts; together 1."""
+    predicted: Callable[[TimeConstants, Which], Column]
+    """Seconds as the model has them of the operations with these numbers; each may have constants of its own."""
+    run: int | None = None
+    """The number of the run in which they were; None if they were timed apart from runs."""
+
+    def errors(self, c: TimeConstants, points: int = 1) -> Array:
+        """Of the logarithms of times, in standard deviations: [points, operation], for constants of all points and
+        operations in this order, or the same for all."""
+        each = np.tile(np.arange(len(self.seconds)), points)
+        apart = np.log(self.predicted(c, each)).reshape(points, -1) - np.log(self.seconds)
+        return np.asarray(apart * np.sqrt(self.shares) / NOISE)
+
+    def geometric_mean_error(self, c: TimeConstants) -> float:
+        """The factor by which a prediction is off, minus 1: of all the geometric mean, weighted."""
+        return float(np.exp(np.sum(self.shares * np.abs(NOISE * self.errors(c)[0] / np.sqrt(self.shares)))) - 1)
+
+
+@dataclass(frozen=True)
+class CollectiveTiming:
+    """A collective, or a message to the next stage."""
+
+    operation: str
+    ranks: int
+    stride: int
+    """Of its ranks, how far the first two are apart."""
+    size_bytes: float
+    """Of the whole: what is reduced or broadcast, what is gathered from all, what a rank has to scatter or send."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BenchmarkFile:
+    """What `phalanx measure` found of a machine, for a run on so many ranks."""
+
+    name: str
+    run: RunSpec
+    ranks: int
+    products: Array
+    """[product, (batch, m, n, k, seconds, times in a pass)], each of both passes' three."""
+    core: Array
+    """Seconds of attention in a layer, forward and backward; none if they were not measured."""
+    passes: Array
+    """[pass over memory, (bytes, seconds)]."""
+    exchanges: tuple[CollectiveTiming, ...]
+
+
+def read_benchmark_file(file: Path) -> BenchmarkFile:
+    """What `phalanx measure --out` wrote.
+
+    Raises UserError for what is no such file.
+    """
+    try:
+        found = json.loads(file.read_text())
+        run, ranks = run_from_table(tomllib.loads(found["run_file"])), int(found["world_size"])
+        cluster = run.cluster.model_copy(update={"nproc_per_node": ranks})
+        return BenchmarkFile(
+            file.name,
+            run.model_copy(update={"cluster": cluster}),
+            ranks,
+            _products(found.get("matmul", [])),
+            _core(found.get("attention", [])),
+            np.array([(row["moved_bytes"], row["seconds"]) for row in found.get("bandwidth", [])], float),
+            tuple(exchange for way in found.get("collectives", []) for exchange in _of_way(way)),
+        )
+    except OSError as error:
+        raise UserError("measured", str(file), f"cannot be read: {error.strerror}", "name another file") from None
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        problem = f"is not what phalanx measure writes ({type(error).__name__}: {error})"
+        fix = "write it with phalanx measure RUN.toml --out FILE.json"
+        raise UserError("measured", str(file), problem, fix) from None
+
+
+def _products(rows: Sequence[dict[str, Any]]) -> Array:
+    return np.array(
+        [
+            (row["batch"], m, n, k, row[f"{what}_seconds"], row["count"])
+            for row in rows
+            for what, m, n, k in (
+                ("forward", row["m"], row["n"], row["k"]),
+                ("inputs", row["m"], row["k"], row["n"]),
+                ("weights", row["k"], row["n"], row["m"]),
+            )
+        ],
+        float,
+    )
+
+
+def _core(rows: Sequence[dict[str, Any]]) -> Array:
+    """A layer's parts together: in a ring its own tokens, which are causal, and each of the others'."""
+    layers = sum(row["count"] for row in rows if row["causal"])
+    total = [sum(row["count"] * row[f"{what}_seconds"] for row in rows) for what in ("forward", "backward")]
+    return np.array(total) / layers if rows else np.zeros(0)
+
+
+def _of_way(way: dict[str, Any]) -> list[CollectiveTiming]:
+    group = way["groups"][0]
+    return [
+        CollectiveTiming(way["operation"], len(group), group[1] - group[0], each["size_bytes"], each["seconds"])
+        for each in way["sizes"]
+    ]
+
+
+# -- beside the model --------------------------------------------------------------------------------------------------
+
+
+def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTimings]:
+    """What was measured for a run, with its columns on that machine (of one job)."""
+    found = [collective_timings(sweep.name, sweep.exchanges, jobs)]
+    if len(sweep.products):
+        batch, m, n, k, seconds, times = sweep.products.T
+
+        def products(c: TimeConstants, which: Which) -> Column:
+            each = (column[which] for column in (m, n, k, batch))
+            return matmul_seconds(c, _same(jobs, which), *each)
+
+        found.append(
+            OperationTimings(sweep.name, "matrix products", seconds, seconds * times / (seconds @ times), products)
+        )
+    if len(sweep.core):
+
+        def core(c: TimeConstants, which: Which) -> Column:
+            return np.choose(which, attention_seconds(c, _same(jobs, which)))
+
+        found.append(OperationTimings(sweep.name, "attention", sweep.core, np.full(2, 0.5), core))
+    if len(sweep.passes):
+        moved, seconds_of_passes = sweep.passes.T
+
+        def passes(c: TimeConstants, which: Which) -> Column:
+            return memory_pass_seconds(c, _same(jobs, which), moved[which])
+
+        found.append(OperationTimings(sweep.name, "memory", seconds_of_passes, _alike(len(moved)), passes))
+    return [each for each in found if len(each.seconds)]
+
+
+def collective_timings(
+    of: str, exchanges: Sequence[CollectiveTiming], jobs: JobTable, run: int | None = None
+) -> OperationTimings:
+    """Collectives and messages, as far as the model knows them: not those of parameter servers. Each counts as much:
+    small ones tell latencies, and large ones bandwidths."""
+    known = [each for each in exchanges if each.operation in KNOWN]
+    ranks, stride, size = (
+        np.array([getattr(each, name) for each in known], float) for name in ("ranks", "stride", "size_bytes")
+    )
+    reduces, sends = (np.array([each.operation == kind for each in known]) for kind in ("all_reduce", "send"))
+    experts = np.array([each.operation == "all_to_all" and each.ranks == jobs.ep[0] for each in known])
+
+    def predicted(c: TimeConstants, which: Which) -> Column:
+        here, n, apart, sent = _same(jobs, which), ranks[which], stride[which], size[which]
+        summed = ring_seconds(c, here, sent, n, apart, reduces=True)
+        return np.select(
+            [reduces[which], sends[which], experts[which]],
+            [summed, p2p_seconds(c, here, sent), all_to_all_seconds(c, here, sent)],
+            ring_seconds(c, here, sent, n, apart),
+        )
+
+    seconds = np.array([each.seconds for each in known], float)
+    return OperationTimings(of, "collectives", seconds, _alike(len(known)), predicted, run)
+
+
+def _same(jobs: JobTable, which: Which) -> JobTable:
+    return jobs.select(np.zeros_like(which))
+
+
+def _alike(count: int) -> Array:
+    return np.full(count, 1 / max(count, 1))

@@ -1,0 +1,162 @@
+"""Constants of step times that measured steps make likely: the mode of a posterior.
+
+The logarithm of each constant is normal about where it begins, and that of each step time, and of each part of one that
+was measured apart, about its prediction. What no run tells stays where it began; how narrow the posterior is beside the
+prior says what the runs decide (Laplace's approximation)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.cost.estimate.constants import TimeConstants, bounds
+from phalanx.cost.estimate.job_table import JobTable
+from phalanx.cost.estimate.step_time import step_seconds
+from phalanx.plan.calibrate.microbenchmarks import OperationTimings
+
+PRIOR = 1.0
+"""Standard deviation of a constant's logarithm where only runs on other machines are known."""
+NOISE, COMPUTING_NOISE, WAITING_NOISE = 0.04, 0.1, 0.5
+"""Of a step time's logarithm about its prediction, and of parts of it: these are what is left of several things, and
+what a rank waits depends on chance as well."""
+ROUNDS = 60
+SHARES = 1.1
+"""Constants whose bounds end below this are shares of something: they stay within these on any machine."""
+Array = NDArray[np.float64]
+CONSTANTS = tuple(field.name for field in fields(TimeConstants))
+
+
+@dataclass(frozen=True)
+class MeasuredTargets:
+    """What runs took, in seconds of a step [run]; parts are NaN where nobody measured them."""
+
+    whole: Array
+    computing: Array
+    """Of the slowest rank's passes, without waits for others."""
+    waiting: Array
+    """For collectives, of the rank that waits least."""
+    operations: tuple[OperationTimings, ...] = ()
+    """What was timed apart from steps."""
+
+    def take(self, runs: Array) -> MeasuredTargets:
+        """Some of them, without what was timed in the others."""
+        left = set(np.arange(len(self))[runs].tolist())
+        operations = tuple(each for each in self.operations if each.run is None or each.run in left)
+        parts = {"computing": self.computing[runs], "waiting": self.waiting[runs]}
+        return replace(self, whole=self.whole[runs], operations=operations, **parts)
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Where constants begin. `z` are their distances from there, in standard deviations of their logarithms."""
+
+    start: TimeConstants
+
+    def constants(self, z: Array) -> TimeConstants:
+        """Those that are so far from where they began; what has hardly moved is as it was."""
+        moved = {
+            name: float(f"{getattr(self.start, name) * np.exp(PRIOR * at):.4g}")
+            for name, at in zip(CONSTANTS, z, strict=True)
+            if abs(at) > 1e-3
+        }
+        return replace(self.start, **moved)
+
+    @property
+    def limit(self) -> Array:
+        """The most that each z may be."""
+        highest = np.array([_highest(field.name, bounds(field)[1]) for field in fields(TimeConstants)])
+        begin = np.array([getattr(self.start, name) for name in CONSTANTS])
+        return np.asarray(np.maximum(np.log(highest / begin), 0.0) / PRIOR)
+
+    def residuals(self, jobs: JobTable, truth: MeasuredTargets, z: Array) -> Array:
+        """Of the logarithms of step times, then of their parts, and then of operations, in standard deviations:
+        [..., 3 x run + operation] for z [..., constant], all in one pass of numpy; 0 for what was not measured."""
+        count, points = len(truth), np.atleast_2d(z)
+        time = step_seconds(self._each(points, count), jobs.select(np.tile(np.arange(count), len(points))))
+        found = [
+            _log_ratio(np.broadcast_to(seconds, count * len(points)).reshape(len(points), count), measured) / noise
+            for seconds, measured, noise in (
+                (time.total, truth.whole, NOISE),
+                (time.compute - time.exchange, truth.computing, COMPUTING_NOISE),
+                (time.exchange + time.data_parallel, truth.waiting, WAITING_NOISE),
+            )
+        ]
+        found += [each.errors(self._each(points, len(each.seconds)), len(points)) for each in truth.operations]
+        return np.concatenate(found, axis=1).reshape(*z.shape[:-1], -1)
+
+    def _each(self, points: Array, count: int) -> TimeConstants:
+        """The constants of all points, each for `count` predictions: columns of [point x prediction]."""
+        begin = np.log([getattr(self.start, name) for name in CONSTANTS])
+        each: Any = np.exp(np.repeat(begin + PRIOR * points, count, axis=0)).T
+        return TimeConstants(**dict(zip(CONSTANTS, each, strict=True)))
+
+    def jacobian(self, jobs: JobTable, truth: MeasuredTargets, z: Array, step: float = 1e-4) -> Array:
+        """[error, constant]: how errors change with each constant."""
+        moved = self.residuals(jobs, truth, z + step * np.eye(len(z)))
+        return ((moved - self.residuals(jobs, truth, z)) / step).T
+
+
+def _log_ratio(predicted: Array, measured: Array) -> Array:
+    """Their logarithms' difference; 0 where either is not known, or none is predicted."""
+    known = (predicted > 0) & ~np.isnan(measured)
+    return np.log(np.where(known, predicted, 1.0) / np.where(known, measured, 1.0))
+
+
+def _highest(name: str, bound: float) -> float:
+    """What is a share of something stays within its bounds on any machine; latencies and counts of passes need not."""
+    return bound if bound <= SHARES and not name.endswith("_seconds") else np.inf
+
+
+def map_estimate(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array | None = None) -> Array:
+    """The likeliest z, by Levenberg's and Marquardt's method, beginning at `z`."""
+    z, limit, damping = np.zeros(len(CONSTANTS)) if z is None else z, prior.limit, 1e-2
+    now, slope = prior.residuals(jobs, truth, z), prior.jacobian(jobs, truth, z)
+    for _ in range(ROUNDS):
+        precision, gradient = _precision(slope), slope.T @ now + z
+        free = np.flatnonzero((z < limit) | (gradient > 0))  # the others would leave what they may be
+        damped = (precision + damping * np.diag(np.diag(precision)))[np.ix_(free, free)]
+        trial = z.copy()
+        trial[free] = np.minimum(z[free] - np.linalg.solve(damped, gradient[free]), limit[free])
+        then = prior.residuals(jobs, truth, trial)
+        gain = _cost(now, z) - _cost(then, trial)
+        if not gain > 0:
+            damping *= 5
+            if damping > 1e6:
+                break
+            continue
+        z, now, damping = trial, then, damping / 5
+        if gain < 1e-4:
+            break
+        slope = prior.jacobian(jobs, truth, z)
+    return z
+
+
+def identified_constants(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array) -> list[str]:
+    """Constants whose posterior is at most half as wide as their prior."""
+    widths = np.sqrt(np.diag(np.linalg.inv(_precision(prior.jacobian(jobs, truth, z)))))
+    return [name for name, width in zip(CONSTANTS, widths, strict=True) if width < 0.5]
+
+
+def leave_one_out_errors(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array) -> Array:
+    """The error of the logarithm of each step time, as the other runs predict it. `z`: the mode of all of them."""
+    found = np.zeros(len(truth))
+    for at in range(len(truth)):
+        others, alone = np.arange(len(truth)) != at, np.array([at])
+        without = map_estimate(prior, jobs.select(others), truth.take(others), z)
+        found[at] = NOISE * prior.residuals(jobs.select(alone), truth.take(alone), without)[0]
+    return found
+
+
+def _precision(slope: Array) -> Array:
+    """The inverse of the posterior's covariance."""
+    return np.asarray(slope.T @ slope + np.eye(slope.shape[1]))
+
+
+def _cost(errors: Array, z: Array) -> float:
+    return float(np.sum(errors**2) + np.sum(z**2))

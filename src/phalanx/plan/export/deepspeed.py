@@ -1,0 +1,150 @@
+"""DeepSpeed: the JSON of deepspeed.initialize. Its keys are those of deepspeed/runtime/config.py and what that reads
+(deepspeedai/DeepSpeed, commit 029f12b). JSON has no comments: the notes say what the program must do itself."""
+
+from __future__ import annotations
+
+import json
+
+from phalanx.plan.export.common import (
+    ExportedConfig,
+    ExportJob,
+    UnsupportedOption,
+    check_export_supported,
+    common_notes,
+    unsupported_error,
+)
+
+Table = dict[str, object]
+
+GAPS = (
+    UnsupportedOption("layout.schedule", (), 'use "1f1b"'),
+    UnsupportedOption("layout.schedule_file", (), "remove it"),
+    UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
+    UnsupportedOption("optimizer.lr_schedule", ("wsd",), 'use "cosine"'),
+)
+STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
+
+
+def deepspeed(job: ExportJob) -> ExportedConfig:
+    """Raises UserError for what DeepSpeed cannot express."""
+    check_export_supported(job, "deepspeed", GAPS)
+    _check(job)
+    run, sizes = job.run, job.sizes
+    table: Table = {
+        "train_batch_size": job.cut.global_batch_size,
+        "train_micro_batch_size_per_gpu": job.cut.micro_batch_size,
+        "gradient_accumulation_steps": job.cut.gradient_accumulation_steps,
+        "zero_optimization": _zero(job),
+        "bf16": {"enabled": run.training.precision == "bf16"},
+        "gradient_clipping": run.optimizer.max_grad_norm,
+        **({"communication_data_type": "bf16"} if run.layout.gradient_compression == "bf16" else {}),
+        **({"tensor_parallel": {"autotp_size": sizes.tp}} if sizes.tp > 1 else {}),
+        **({"sequence_parallel_size": sizes.cp} if sizes.cp > 1 else {}),
+        "optimizer": _optimizer(job),
+        "scheduler": _scheduler(job),
+    }
+    notes = [*_notes(job), *common_notes(job, "deepspeed")]
+    return ExportedConfig(json.dumps(table, indent=2) + "\n", notes, "deepspeed.json")
+
+
+def _check(job: ExportJob) -> None:
+    layout, sizes = job.run.layout, job.sizes
+    stage = STAGES[layout.data_parallel]
+    if sizes.pp > 1 and stage > 1:
+        why = "its pipelines go with stages 0 and 1 of ZeRO"
+        raise unsupported_error("deepspeed", "layout.data_parallel", layout.data_parallel, 'use "ddp" or "zero1"', why)
+    if sizes.tp > 1 and stage > 2:
+        why = "its tensor parallelism (AutoTP) goes with stages up to 2 of ZeRO"
+        raise unsupported_error("deepspeed", "layout.data_parallel", layout.data_parallel, 'use "zero2"', why)
+    if sizes.tp > 1 and sizes.pp > 1:
+        why = "AutoTP takes no pipelines"
+        raise unsupported_error("deepspeed", "layout.tp", sizes.tp, "use layout.pp = 1", why)
+    if sizes.tp > 1 and layout.sequence_parallel:
+        why = "AutoTP does not share the tokens"
+        raise unsupported_error("deepspeed", "layout.sequence_parallel", True, "set it to false", why)
+    if sizes.cp > 1 and layout.cp_method == "ring":
+        raise unsupported_error(
+            "deepspeed", "layout.cp_method", "ring", 'use "ulysses"', "it exchanges tokens for heads"
+        )
+    if job.run.model.moe and stage > 2:
+        why = "its experts go with stages up to 2 of ZeRO"
+        raise unsupported_error("deepspeed", "layout.data_parallel", layout.data_parallel, 'use "zero2"', why)
+    if layout.offload == "nvme" and stage < 3:
+        why = "its files go with stage 3 of ZeRO"
+        raise unsupported_error(
+            "deepspeed", "layout.offload", "nvme", 'use "cpu", or layout.data_parallel = "zero3"', why
+        )
+    if layout.data_parallel == "hsdp" and layout.offload != "none":
+        why = "with MiCS, which is its hsdp, it is not documented"
+        raise unsupported_error(
+            "deepspeed", "layout.offload", layout.offload, 'use layout.data_parallel = "zero3"', why
+        )
+
+
+def _zero(job: ExportJob) -> Table:
+    layout = job.run.layout
+    place: Table = {"device": layout.offload}
+    if layout.offload == "nvme":
+        place |= {"nvme_path": layout.offload_directory}
+    return {
+        "stage": STAGES[layout.data_parallel],
+        **({"mics_shard_size": job.sizes.dp_shard} if layout.data_parallel == "hsdp" else {}),
+        **({"offload_optimizer": place} if layout.offload != "none" else {}),
+        **(
+            {"offload_param": {"device": "cpu"}} if layout.offload != "none" and layout.data_parallel == "zero3" else {}
+        ),
+    }
+
+
+def _optimizer(job: ExportJob) -> Table:
+    spec = job.run.optimizer
+    rates = {"lr": job.learning_rate, "betas": list(spec.betas), "eps": spec.eps}
+    return {"type": "AdamW", "params": {**rates, "weight_decay": spec.weight_decay}}
+
+
+def _scheduler(job: ExportJob) -> Table:
+    spec, steps = job.run.optimizer, job.run.training.steps
+    warmup: Table = {"warmup_num_steps": max(1, spec.warmup_steps), "warmup_type": "linear"}
+    if spec.lr_schedule == "cosine":
+        ratios = {"total_num_steps": steps, "warmup_min_ratio": 0.0, "cos_min_ratio": spec.min_lr_ratio}
+        return {"type": "WarmupCosineLR", "params": warmup | ratios}
+    warmup |= {"warmup_min_lr": 0.0, "warmup_max_lr": job.learning_rate}
+    if spec.lr_schedule == "linear":
+        return {"type": "WarmupDecayLR", "params": {**warmup, "total_num_steps": steps}}
+    return {"type": "WarmupLR", "params": warmup}
+
+
+def _notes(job: ExportJob) -> list[str]:
+    run, layout, sizes, spec = job.run, job.run.layout, job.sizes, job.run.model
+    shape = f"{spec.num_layers} layers, width {spec.hidden_size}, {spec.num_heads} heads of {spec.head_dim} ({spec.num_kv_heads} key/value)"
+    notes = [
+        f"The model is made by the program: {shape}, inner width {spec.ffn_hidden_size}, {spec.vocab_size} rows of embedding; "
+        f"sequences of {run.training.seq_len} tokens, {run.training.steps} steps.",
+        "Vectors decay as matrices do, unless the program gives parameter groups.",
+    ]
+    if sizes.pp > 1:
+        layers = "/".join(str(len(stage)) for stage in job.stages)
+        notes.append(
+            f"The pipeline is made by the program: PipelineModule(layers, num_stages={sizes.pp}), here {layers} layers "
+            "a stage; its schedule is 1F1B."
+        )
+    if sizes.tp > 1:
+        notes.append("Tensor parallelism is AutoTP's, of Hugging Face models that it knows.")
+    if sizes.cp > 1:
+        notes.append("The program registers Ulysses attention (deepspeed.runtime.sequence_parallel.ulysses_sp).")
+    if spec.moe:
+        notes.append(
+            f"Experts are made by the program: deepspeed.moe.layer.MoE with num_experts={spec.moe.num_experts}, "
+            f"k={spec.moe.top_k}, ep_size={sizes.ep}."
+        )
+    if layout.data_parallel == "hsdp":
+        notes.append("hsdp is MiCS: make the model within deepspeed.zero.MiCS_Init.")
+    if layout.offload == "nvme" and layout.data_parallel == "zero3":
+        notes.append("Parameters rest in CPU memory, and optimizer state in files, as here.")
+    if layout.activation_checkpointing != "none":
+        notes.append(
+            f'The program recomputes (layout.activation_checkpointing = "{layout.activation_checkpointing}"): deepspeed.checkpointing.checkpoint.'
+        )
+    if run.optimizer.lr_schedule == "linear" and run.optimizer.min_lr_ratio:
+        notes.append("The learning rate falls to 0, not to optimizer.min_lr_ratio.")
+    return notes

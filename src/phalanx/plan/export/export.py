@@ -1,0 +1,95 @@
+"""A run's model, batch and layout in the words of another trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from phalanx.cost.exact.pipeline_split import check_layout, layers_per_stage
+from phalanx.plan.export.common import NAMES, ExportedConfig, ExportJob, Trainer
+from phalanx.plan.export.deepspeed import deepspeed
+from phalanx.plan.export.megatron import megatron
+from phalanx.plan.export.nanotron import nanotron
+from phalanx.plan.export.torchtitan import torchtitan
+from phalanx.plan.search.candidates import CandidateLayout
+from phalanx.plan.search.explain import plan_or_raise
+from phalanx.plan.search.search import Plan, ProgressCallback, search_layouts
+from phalanx.spec.base import require
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout, parallel_dims
+from phalanx.spec.run import RunSpec, plan_batch
+
+WRITERS: dict[Trainer, Callable[[ExportJob], ExportedConfig]] = {
+    "megatron": megatron,
+    "torchtitan": torchtitan,
+    "deepspeed": deepspeed,
+    "nanotron": nanotron,
+}
+
+
+def export(run: RunSpec, world_size: int, trainer: Trainer) -> ExportedConfig:
+    """What `trainer` needs to train the run's model, with its batch and layout, on so many ranks.
+
+    Raises UserError for a layout that cannot run, and for what that trainer cannot express, with those that can.
+    """
+    require_known_trainer(trainer)
+    check_layout(run, world_size)
+    job = _job(run, world_size, trainer)
+    try:
+        return WRITERS[trainer](job)
+    except UserError as error:
+        able = ", ".join(NAMES[other] for other in WRITERS if _expresses(job, other)) or "none of the four"
+        raise UserError(
+            error.field, error.value, error.problem, f"{error.fix}; as it is the run goes to {able}"
+        ) from None
+
+
+def check_run(run: RunSpec, trainer: Trainer) -> None:
+    """Raise UserError for what a trainer cannot express of a run in any layout: what it cannot in the plainest."""
+    export(run.model_copy(update={"layout": Layout(micro_batch_size=1)}), 1, trainer)
+
+
+def search_exportable(
+    run: RunSpec, world_size: int, trainer: Trainer, keep: int, report: ProgressCallback = lambda *_: None
+) -> Plan:
+    """The `keep` fastest layouts that a trainer can express; the fastest of all where it can express none.
+
+    Raises UserError where nothing fits.
+    """
+
+    def expressed(candidate: CandidateLayout) -> bool:
+        own = run.model_copy(update={"layout": candidate.layout()})
+        try:
+            return _expresses(_job(own, world_size, trainer), trainer)
+        except UserError:
+            return False
+
+    plan = search_layouts(run, world_size, keep, report, expressed)
+    return plan if plan.options else plan_or_raise(run, world_size, 1, report)
+
+
+def _expresses(job: ExportJob, trainer: Trainer) -> bool:
+    """Whether a trainer has all that a run asks for."""
+    try:
+        WRITERS[trainer](job)
+    except UserError:
+        return False
+    return True
+
+
+def require_known_trainer(name: str, field: str = "trainer") -> None:
+    """Raise UserError for a trainer whose words are not known."""
+    require(name in WRITERS, field, name, "is not known", f"use one of {', '.join(WRITERS)}")
+
+
+def _job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
+    """Raises UserError for ranks with unequal shares of a step, which no other trainer gives them."""
+    cut = plan_batch(run, world_size)
+    whole = cut.micro_batch_size * cut.dp_size * cut.gradient_accumulation_steps
+    if cut.global_batch_size != whole:
+        raise UserError(
+            "training.tokens_per_step", run.training.tokens_per_step,
+            f"gives ranks unequal shares ({cut.global_batch_size} sequences a step), which {NAMES[trainer]} cannot",
+            f"use training.tokens_per_step = {whole * run.training.seq_len}, or another layout.micro_batch_size",
+        )  # fmt: skip
+    stages = layers_per_stage(run) if run.layout.pp > 1 else [range(run.model.num_layers)]
+    return ExportJob(run, parallel_dims(run.layout, world_size), cut, stages)

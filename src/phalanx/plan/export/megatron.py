@@ -1,0 +1,255 @@
+"""Megatron-LM: a shell script that starts its pretrain_gpt.py. The flags are those of megatron/training/arguments.py
+(NVIDIA/Megatron-LM, commit 000c4ac)."""
+
+from __future__ import annotations
+
+import shlex
+
+from phalanx.plan.export.common import (
+    ExportedConfig,
+    ExportJob,
+    UnsupportedOption,
+    check_export_supported,
+    check_kv_heads,
+    common_notes,
+    unsupported_error,
+    with_comment_header,
+)
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import MoESpec
+
+Flags = dict[str, object]
+"""Flags by name, without the dashes; True for those that take no value, and those with None are left out."""
+
+GAPS = (
+    UnsupportedOption(
+        "layout.schedule", ("naive", "gpipe", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "interleaved"'
+    ),
+    UnsupportedOption("layout.schedule_file", (), "remove it"),
+    UnsupportedOption("layout.offload", ("nvme",), 'use "cpu" with layout.data_parallel = "zero1"'),
+    UnsupportedOption("model.qk_norm", ("full",)),
+    UnsupportedOption("model.rope.scaling", ("yarn",)),
+)
+SHARDED_BY_FSDP = {"zero2": "optim_grads", "zero3": "optim_grads_params", "hsdp": "optim_grads_params"}
+LLAMA3_ROPE = (1.0, 4.0, 8192)
+"""The other numbers of Llama 3's rope scaling, which Megatron-LM has fixed."""
+
+
+def megatron(job: ExportJob) -> ExportedConfig:
+    """Raises UserError for what Megatron-LM cannot express."""
+    run, layout = job.run, job.run.layout
+    check_export_supported(job, "megatron", GAPS)
+    check_kv_heads(job, "megatron")
+    if job.sizes.cp > 1 and run.training.seq_len % (2 * job.sizes.cp):
+        fix = f"use a multiple of {2 * job.sizes.cp}"
+        raise unsupported_error(
+            "megatron", "training.seq_len", run.training.seq_len, fix, f"with layout.cp = {job.sizes.cp}"
+        )
+    moe = _experts(job, run.model.moe) if run.model.moe else {}
+    flags = _model(job) | _rope(job) | moe | _parallel(job) | _data_parallel(job) | _batch(job) | _optimizer(job)
+    notes = common_notes(job, "megatron", *["layout.rank_order"] * bool(flags["use-tp-pp-dp-mapping"]))
+    if run.model.vocab_size % layout.tp:
+        notes.append(f"The embedding is padded to a multiple of {layout.tp} rows.")
+    if run.model.moe and run.model.moe.capacity_factor:
+        notes.append("Experts' capacities are those of a micro-batch, not of each sequence.")
+    if run.cluster.nodes > 1:
+        notes.append("torchrun needs --node-rank and --master-addr (or --rdzv-endpoint) on every node.")
+    return ExportedConfig(with_comment_header(notes, _script(job, flags)), notes, "megatron.sh")
+
+
+def _script(job: ExportJob, flags: Flags) -> str:
+    nodes = job.run.cluster.nodes
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {job.sizes.world_size // nodes} pretrain_gpt.py"
+    if max(job.sizes.tp, job.sizes.cp) > 1 and job.run.layout.data_parallel not in SHARDED_BY_FSDP:
+        start = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {start}"  # arguments.py asks for it, before Blackwell
+    lines = [
+        f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}"
+        for name, value in flags.items()
+        if value is not None and value is not False
+    ]
+    return " \\\n    ".join([start, *lines, '"$@"']) + "\n"
+
+
+def _model(job: ExportJob) -> Flags:
+    spec, sequence = job.run.model, job.run.training.seq_len
+    if spec.activation == "gelu_tanh" and not spec.bias:
+        why = "its GELU by tanh is fused with a bias"
+        raise unsupported_error("megatron", "model.activation", spec.activation, 'set model.bias, or use "gelu"', why)
+    if spec.qk_norm == "head" and spec.norm == "layernorm":
+        raise unsupported_error(
+            "megatron", "model.qk_norm", "head", 'use model.norm = "rmsnorm"', "its norms are all of one kind"
+        )
+    return {
+        "num-layers": spec.num_layers,
+        "hidden-size": spec.hidden_size,
+        "ffn-hidden-size": spec.ffn_hidden_size,
+        "num-attention-heads": spec.num_heads,
+        "kv-channels": spec.head_dim,
+        "group-query-attention": spec.num_kv_heads != spec.num_heads,
+        "num-query-groups": spec.num_kv_heads if spec.num_kv_heads != spec.num_heads else None,
+        "qk-layernorm": spec.qk_norm == "head",
+        "vocab-size": spec.vocab_size,
+        "make-vocab-size-divisible-by": 1,
+        "untie-embeddings-and-output-weights": not spec.tie_embeddings,
+        "max-position-embeddings": max(spec.max_seq_len, sequence),
+        "seq-length": sequence,
+        "normalization": "RMSNorm" if spec.norm == "rmsnorm" else "LayerNorm",
+        "norm-epsilon": spec.norm_eps,
+        "swiglu": spec.activation == "swiglu",
+        "no-bias-gelu-fusion": spec.activation == "gelu",
+        "disable-bias-linear": not spec.bias,
+        "attention-dropout": 0.0,
+        "hidden-dropout": 0.0,
+        "init-method-std": f"{job.init_std:.6g}",
+    }
+
+
+def _rope(job: ExportJob) -> Flags:
+    if job.run.model.position_embedding == "learned":
+        return {"position-embedding-type": "learned_absolute"}
+    rope = job.run.model.rope
+    whole = {"model.rope.theta": rope.theta} | ({"model.rope.factor": rope.factor} if rope.scaling == "linear" else {})
+    for field, value in whole.items():
+        if value != int(value):
+            raise unsupported_error("megatron", field, value, "round it", "it takes whole numbers")
+    numbers = (rope.low_freq_factor, rope.high_freq_factor, rope.original_context)
+    if rope.scaling == "llama3" and numbers != LLAMA3_ROPE:
+        low, high, context = LLAMA3_ROPE
+        fix = f"use low_freq_factor = {low}, high_freq_factor = {high} and original_context = {context}"
+        raise unsupported_error("megatron", "model.rope.scaling", "llama3", fix, "it has its other numbers fixed")
+    return {
+        "position-embedding-type": "rope",
+        "rotary-base": int(rope.theta),
+        "rotary-seq-len-interpolation-factor": int(rope.factor) if rope.scaling == "linear" else None,
+        "use-rope-scaling": rope.scaling == "llama3",
+        "rope-scaling-factor": rope.factor if rope.scaling == "llama3" else None,
+    }
+
+
+def _experts(job: ExportJob, moe: MoESpec) -> Flags:
+    spec, layout = job.run.model, job.run.layout
+    _check_experts(moe, layout)
+    return {
+        "num-experts": moe.num_experts,
+        "moe-router-topk": moe.top_k,
+        "moe-ffn-hidden-size": moe.expert_ffn_size,
+        "moe-shared-expert-intermediate-size": moe.expert_ffn_size * moe.num_shared_experts or None,
+        "moe-layer-freq": f"([0]*{moe.num_leading_dense_layers}+[1]*{spec.num_layers - moe.num_leading_dense_layers})"
+        if moe.num_leading_dense_layers
+        else None,
+        "moe-router-score-function": moe.router_score,
+        "moe-router-pre-softmax": moe.router_score == "softmax" and not moe.normalize_top_k,
+        "moe-router-load-balancing-type": _balancing(moe),
+        "moe-aux-loss-coeff": moe.balance_loss_coef or None,
+        "moe-z-loss-coeff": moe.z_loss_coef or None,
+        "moe-router-enable-expert-bias": moe.bias_update_rate > 0,
+        "moe-router-bias-update-rate": moe.bias_update_rate or None,
+        "moe-expert-capacity-factor": moe.capacity_factor,
+        "moe-token-drop-policy": "position" if moe.capacity_factor else None,
+        "moe-token-dispatcher-type": "alltoall",
+        "moe-grouped-gemm": job.run.training.precision == "bf16",
+        "expert-model-parallel-size": layout.ep,
+        "expert-tensor-parallel-size": 1 if layout.ep > 1 else layout.tp,
+    }
+
+
+def _balancing(moe: MoESpec) -> str:
+    if not moe.balance_loss_coef:
+        return "none"
+    return "seq_aux_loss" if moe.balance_loss_scope == "sequence" else "aux_loss"
+
+
+def _check_experts(moe: MoESpec, layout: Layout) -> None:
+    """Its routers' weights sum to one with softmax unless that comes before the choice, which a single expert needs,
+    and with sigmoid for more than one expert (core/transformer/moe/moe_utils.py, topk_routing_with_score_function)."""
+    sums_to_one = moe.top_k > 1 and (moe.router_score == "sigmoid" or moe.normalize_top_k)
+    if moe.normalize_top_k != sums_to_one:
+        why = f"with top_k = {moe.top_k} and {moe.router_score} it {'always' if sums_to_one else 'never'} normalizes"
+        fix = f"set it to {str(sums_to_one).lower()}"
+        raise unsupported_error("megatron", "model.moe.normalize_top_k", moe.normalize_top_k, fix, why)
+    if moe.bias_update_rate and moe.router_score == "softmax":
+        why, fix = "its bias needs sigmoid scores", 'set it to 0, or model.moe.router_score = "sigmoid"'
+        raise unsupported_error("megatron", "model.moe.bias_update_rate", moe.bias_update_rate, fix, why)
+    if layout.tp > 1 and not layout.sequence_parallel:
+        why = "with experts and tensor parallelism it needs it"
+        raise unsupported_error("megatron", "layout.sequence_parallel", False, "set it to true", why)
+
+
+def _parallel(job: ExportJob) -> Flags:
+    layout, sizes = job.run.layout, job.sizes
+    even = len({len(layers) for layers in job.stages}) == 1
+    cut = "|".join("t" * len(layers) for layers in job.stages)
+    # core/parallel_state.py: otherwise data-parallel ranks of experts and of the rest must be equally many.
+    inside = layout.rank_order == "data" and (sizes.ep if sizes.ep > 1 else sizes.tp) == sizes.tp * sizes.cp
+    recompute: dict[str, Flags] = {
+        "none": {},
+        "selective": {"recompute-granularity": "selective", "recompute-modules": "core_attn"},
+        "full": {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
+    }
+    return {
+        "tensor-model-parallel-size": sizes.tp,
+        "sequence-parallel": sizes.tp > 1 and layout.sequence_parallel,
+        "pipeline-model-parallel-size": sizes.pp,
+        "num-virtual-stages-per-pipeline-rank": layout.virtual_stages if even and layout.virtual_stages > 1 else None,
+        "pipeline-model-parallel-layout": None if even else f"E{cut}L",
+        "context-parallel-size": sizes.cp,
+        "cp-comm-type": {"ring": "p2p", "ulysses": "a2a"}[layout.cp_method] if sizes.cp > 1 else None,
+        "use-tp-pp-dp-mapping": sizes.pp > 1 and sizes.dp_size > 1 and inside,
+        **recompute[layout.activation_checkpointing],
+    }
+
+
+def _data_parallel(job: ExportJob) -> Flags:
+    layout, sizes = job.run.layout, job.sizes
+    if layout.offload == "cpu" and layout.data_parallel != "zero1":
+        why = "it offloads optimizer state, and that of its distributed optimizer"
+        raise unsupported_error("megatron", "layout.offload", "cpu", 'use layout.data_parallel = "zero1"', why)
+    if layout.data_parallel not in SHARDED_BY_FSDP:
+        return {
+            "use-distributed-optimizer": layout.data_parallel == "zero1",
+            "overlap-grad-reduce": sizes.pp == 1 and sizes.dp_size > 1,
+            "optimizer-cpu-offload": layout.offload == "cpu",
+            "use-precision-aware-optimizer": layout.offload == "cpu",
+            "grad-reduce-in-bf16": layout.gradient_compression == "bf16",
+        }
+    if sizes.pp > 1:
+        why = "its FSDP is documented with tensor, context and expert parallelism, not with pipelines"
+        raise unsupported_error("megatron", "layout.data_parallel", layout.data_parallel, 'use "ddp" or "zero1"', why)
+    return {
+        "use-megatron-fsdp": True,
+        "data-parallel-sharding-strategy": SHARDED_BY_FSDP[layout.data_parallel],
+        "num-distributed-optimizer-instances": sizes.dp_replicate if layout.data_parallel == "hsdp" else None,
+        "use-distributed-optimizer": True,
+        "no-gradient-accumulation-fusion": True,
+        "ckpt-format": "fsdp_dtensor",
+    }
+
+
+def _batch(job: ExportJob) -> Flags:
+    training = job.run.training
+    return {
+        "micro-batch-size": job.cut.micro_batch_size,
+        "global-batch-size": job.cut.global_batch_size,
+        "train-iters": training.steps,
+        "bf16": training.precision == "bf16",
+        "seed": training.seed,
+    }
+
+
+def _optimizer(job: ExportJob) -> Flags:
+    spec, steps = job.run.optimizer, job.run.training.steps
+    beta1, beta2 = spec.betas
+    adam = {"adam-beta1": beta1, "adam-beta2": beta2, "adam-eps": spec.eps}
+    wsd = {"lr-wsd-decay-style": "linear", "lr-wsd-decay-iters": job.decay_steps}
+    return {
+        "optimizer": {"adamw": "adam", "sgd": "sgd"}[spec.name],
+        **(adam if spec.name == "adamw" else {"sgd-momentum": spec.momentum}),
+        "lr": job.learning_rate,
+        "min-lr": job.least_learning_rate,
+        "lr-decay-style": {"none": "constant", "wsd": "WSD"}.get(spec.lr_schedule, spec.lr_schedule),
+        **(wsd if spec.lr_schedule == "wsd" else {}),
+        "lr-decay-iters": steps,
+        "lr-warmup-iters": spec.warmup_steps,
+        "weight-decay": spec.weight_decay,
+        "clip-grad": spec.max_grad_norm,
+    }

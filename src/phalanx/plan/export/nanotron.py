@@ -1,0 +1,161 @@
+"""nanotron: a YAML file. Its keys are the dataclasses of src/nanotron/config (huggingface/nanotron, config.py of
+commit 00708b8, parallelism_config.py of 19f88fb)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+from phalanx.plan.export.common import (
+    ExportedConfig,
+    ExportJob,
+    UnsupportedOption,
+    check_export_supported,
+    check_kv_heads,
+    common_notes,
+    unsupported_error,
+    with_comment_header,
+)
+
+Table = dict[str, object]
+
+GAPS = (
+    UnsupportedOption("layout.data_parallel", ("zero2", "zero3", "hsdp"), 'use "ddp" or "zero1"'),
+    UnsupportedOption("layout.cp", (), "use layout.cp = 1"),
+    UnsupportedOption(
+        "layout.schedule", ("naive", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "gpipe"'
+    ),
+    UnsupportedOption("layout.schedule_file", (), "remove it"),
+    UnsupportedOption("layout.offload", (), "remove it"),
+    UnsupportedOption("layout.gradient_compression", ("bf16",), "remove it"),
+    UnsupportedOption("layout.activation_checkpointing", ("selective",), 'use "none" or "full"'),
+    UnsupportedOption("training.precision", ("fp32",), 'use "bf16"'),
+    UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
+    UnsupportedOption("model.norm", ("layernorm",)),
+    UnsupportedOption("model.activation", ("gelu", "gelu_tanh")),
+    UnsupportedOption("model.position_embedding", ("learned",)),
+    UnsupportedOption("model.qk_norm", ("head", "full")),
+    UnsupportedOption("model.rope.scaling", ("linear", "llama3", "yarn")),
+)
+
+
+def nanotron(job: ExportJob) -> ExportedConfig:
+    """Raises UserError for what nanotron cannot express."""
+    run = job.run
+    if run.model.moe:
+        raise unsupported_error("nanotron", "model.moe", None, "use another model", "its Llama has no experts")
+    if run.model.head_dim * run.model.num_heads != run.model.hidden_size:
+        fix = f"use {run.model.hidden_size // run.model.num_heads}"
+        raise unsupported_error("nanotron", "model.head_dim", run.model.head_dim, fix, "its heads share the width")
+    check_export_supported(job, "nanotron", GAPS)
+    check_kv_heads(job, "nanotron")
+    tables: Table = {
+        "general": {"project": "phalanx", "run": run.name, "seed": run.training.seed},
+        "parallelism": _parallelism(job),
+        "model": _model(job),
+        "tokens": _tokens(job),
+        "optimizer": _optimizer(job),
+        "checkpoints": {"checkpoints_path": f"{run.output_dir}/{run.name}", "checkpoint_interval": _interval(job)},
+        "tokenizer": {"tokenizer_name_or_path": None},
+        "data_stages": [
+            {"name": "all", "start_training_step": 1, "data": {"dataset": None, "seed": run.training.seed}}
+        ],
+    }
+    notes = common_notes(job, "nanotron", "layout.bucket_mb")
+    notes.append("dataset: null trains on made-up tokens. Vectors decay as matrices do.")
+    if job.sizes.pp > 1:
+        layers = "/".join(str(len(stage)) for stage in job.stages)
+        notes.append(f"nanotron cuts the pipeline itself; here stages have {layers} layers.")
+    return ExportedConfig(with_comment_header(notes, "\n".join(_yaml(tables)) + "\n"), notes, "nanotron.yaml")
+
+
+def _parallelism(job: ExportJob) -> Table:
+    layout, sizes = job.run.layout, job.sizes
+    shared = sizes.tp > 1 and layout.sequence_parallel
+    return {
+        "dp": sizes.dp_size,
+        "pp": sizes.pp,
+        "tp": sizes.tp,
+        "expert_parallel_size": sizes.ep,
+        "context_parallel_size": sizes.cp,
+        "pp_engine": {"1f1b": "1f1b", "gpipe": "afab"}[layout.schedule],
+        "tp_mode": "REDUCE_SCATTER" if shared else "ALL_REDUCE",
+        "tp_linear_async_communication": shared,
+        "recompute_layer": layout.activation_checkpointing == "full",
+    }
+
+
+def _model(job: ExportJob) -> Table:
+    spec = job.run.model
+    config = {
+        "is_llama_config": True,
+        "hidden_act": "silu",
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.ffn_hidden_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": max(spec.max_seq_len, job.run.training.seq_len),
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope.theta,
+        "tie_word_embeddings": spec.tie_embeddings,
+    }
+    return {
+        "model_config": config,
+        "init_method": {"std": round(job.init_std, 6)},
+        "dtype": "bfloat16",
+        "ddp_bucket_cap_mb": round(job.run.layout.bucket_mb),
+    }
+
+
+def _tokens(job: ExportJob) -> Table:
+    return {
+        "sequence_length": job.run.training.seq_len,
+        "train_steps": job.run.training.steps,
+        "micro_batch_size": job.cut.micro_batch_size,
+        "batch_accumulation_per_replica": job.cut.gradient_accumulation_steps,
+    }
+
+
+def _interval(job: ExportJob) -> int:
+    every = job.run.checkpoint.every
+    return 500 if every == "auto" else every or job.run.training.steps
+
+
+def _optimizer(job: ExportJob) -> Table:
+    spec, steps = job.run.optimizer, job.run.training.steps
+    beta1, beta2 = spec.betas
+    adam = {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": spec.eps, "torch_adam_is_fused": True}
+    return {
+        "zero_stage": 1 if job.run.layout.data_parallel == "zero1" else 0,
+        "weight_decay": spec.weight_decay,
+        "clip_grad": spec.max_grad_norm or None,
+        "accumulate_grad_in_fp32": True,
+        "optimizer_factory": {"name": "adamW", **adam},
+        "learning_rate_scheduler": {
+            "learning_rate": job.learning_rate,
+            "lr_warmup_steps": spec.warmup_steps,
+            "lr_warmup_style": "linear",
+            "lr_decay_style": "cosine" if spec.lr_schedule == "cosine" else "linear",
+            "lr_decay_steps": job.decay_steps,
+            "lr_decay_starting_step": steps - job.decay_steps,
+            "min_decay_lr": job.least_learning_rate,
+        },
+    }
+
+
+def _yaml(table: Mapping[str, object], indent: str = "") -> Iterator[str]:
+    """Lines of YAML: tables in blocks, everything else as JSON, which YAML contains."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield f"{indent}{key}:"
+            yield from _yaml(value, f"{indent}  ")
+        else:
+            yield f"{indent}{key}: {_scalar(value)}"
+
+
+def _scalar(value: object) -> str:
+    text = json.dumps(value)
+    # YAML 1.1 knows a number with an exponent by its point.
+    return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text

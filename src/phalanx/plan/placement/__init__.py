@@ -1,0 +1,1 @@
+"""Placement of ranks on nodes and the resulting traffic."""

@@ -1,0 +1,209 @@
+"""Who sends how much to whom in one optimizer update: the bytes that `cost.traffic` counts for each rank, spread over
+the members of its groups by the algorithm that the count assumes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.cost.exact.traffic import server_loads, traffic_by_group
+from phalanx.cost.formulas.collectives import GroupKind, Operation, Traffic
+from phalanx.schedule.registry import layout_schedule
+from phalanx.spec.layout import (
+    ParallelDims,
+    expert_parallel_groups,
+    parallel_dims,
+    pipeline_stage_groups,
+    process_groups,
+)
+from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.tensor_sharding import kv_head_replication
+
+Ranks = NDArray[np.int64]
+Sizes = NDArray[np.float64]
+AXIS: dict[GroupKind, str] = {
+    "data": "dp", "replicas": "dp", "same_experts": "dp", "expert_replicas": "dp", "tp": "tp", "copies": "tp",
+    "cp": "cp", "ep": "ep", "pp": "pp", "ends": "pp", "servers": "servers",
+}  # fmt: skip
+"""By what ranks share that brings them to talk."""
+RINGS = ("all_reduce", "all_gather", "reduce_scatter")
+"""Operations that go around rings."""
+
+
+@dataclass(frozen=True)
+class TrafficMatrix:
+    """Bytes from ranks to ranks (or from nodes to nodes): three columns with a row for every pair that talks."""
+
+    ranks: int
+    source: Ranks
+    target: Ranks
+    bytes: Sizes
+
+    @property
+    def total(self) -> float:
+        """All bytes that are sent."""
+        return float(self.bytes.sum())
+
+    def to_dense(self) -> Sizes:
+        """Row: sender, column: receiver."""
+        cells = np.zeros((self.ranks, self.ranks))
+        np.add.at(cells, (self.source, self.target), self.bytes)
+        return cells
+
+    def aggregated(self, size: int) -> TrafficMatrix:
+        """The same between blocks of `size` neighbours, such as nodes; what stays in a block is on the diagonal."""
+        return merge_matrices(
+            -(-self.ranks // size), [TrafficMatrix(self.ranks, self.source // size, self.target // size, self.bytes)]
+        )
+
+
+def merge_matrices(ranks: int, parts: list[TrafficMatrix]) -> TrafficMatrix:
+    """The sum, with one row for each pair."""
+    if not parts:
+        none = np.zeros(0, np.int64)
+        return TrafficMatrix(ranks, none, none, np.zeros(0))
+    pair = np.concatenate([part.source * ranks + part.target for part in parts])
+    found, row = np.unique(pair, return_inverse=True)
+    sums = np.zeros(len(found))
+    np.add.at(sums, row, np.concatenate([part.bytes for part in parts]))
+    return TrafficMatrix(ranks, found // ranks, found % ranks, sums)
+
+
+def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, TrafficMatrix]:
+    """The traffic of a run by axis: "tp", "cp", "ep", "pp", "dp" or "servers", of those that send anything.
+
+    `island` ranks in sequence are close (a node, or a fast domain of several): rings pass through an island before they
+    leave it. What is smaller than a kilobyte is not in it, and experts are balanced: see `cost.traffic.run_traffic`.
+    Raises UserError if the layout cannot run on so many ranks.
+    """
+    sizes, rows = parallel_dims(run.layout, world_size), traffic_by_group(run, world_size)
+    if sizes.servers:
+        return {"servers": merge_matrices(world_size, list(_served(run, sizes, rows["worker"])))}
+    found: dict[str, list[TrafficMatrix]] = {}
+    members, stages = cache(partial(communicating_groups, run, sizes)), pipeline_stage_groups(sizes)
+    for place, role in enumerate(rows):
+        for row in _alike(rows[role]):
+            if row.group_kind in ("pp", "ends"):
+                sent = _to_stages(run, members("pp"), place, row)
+            else:
+                among = members(row.group_kind)
+                sent = _spread(among[np.isin(among[:, 0], stages[place])], row, island)
+            found.setdefault(AXIS[row.group_kind], []).append(TrafficMatrix(world_size, *sent))
+    return {axis: merge_matrices(world_size, found[axis]) for axis in ("tp", "cp", "ep", "pp", "dp") if axis in found}
+
+
+def _alike(rows: list[Traffic]) -> list[Traffic]:
+    """Added up where they take the same ways, whatever for."""
+    total: dict[tuple[Operation, GroupKind], float] = {}
+    for row in rows:
+        ways = ("all_reduce" if row.operation in RINGS else row.operation), row.group_kind
+        total[ways] = total.get(ways, 0.0) + row.bytes
+    return [Traffic(operation, size, "", among) for (operation, among), size in total.items()]
+
+
+Sent = tuple[Ranks, Ranks, Sizes]
+
+
+def _spread(members: Ranks, row: Traffic, island: int) -> Sent:
+    """Rows of the matrix for what every member of groups sends."""
+    match row.operation:
+        case "all_to_all":
+            return _to_all(members, row.bytes)
+        case "send":  # around a ring of sequences' parts, which is in the order of tokens
+            return members.ravel(), np.roll(members, -1, axis=1).ravel(), np.full(members.size, row.bytes)
+        case _:
+            return _around_rings(members, row.bytes, island)
+
+
+def communicating_groups(run: RunSpec, sizes: ParallelDims, among: GroupKind) -> Ranks:
+    """The groups that exchange something: one in each row, in the order of ranks. All members of one are at one place
+    of the pipeline, but for those of "pp"."""
+    hybrid = run.layout.data_parallel == "hsdp"
+    match among:
+        case "data":
+            axes = ("dp_shard", "cp") if hybrid else ("dp_replicate", "dp_shard", "cp")
+            return np.array(process_groups(sizes, *axes))
+        case "replicas":
+            return np.array(process_groups(sizes, "dp_replicate"))
+        case "same_experts" | "expert_replicas":
+            copies = sizes.dp_replicate if hybrid else 1
+            apart = np.array(pipeline_stage_groups(sizes)).reshape(sizes.pp, copies, -1, sizes.ep)
+            kept = 2 if among == "same_experts" else 1
+            return np.moveaxis(apart, kept, -1).reshape(-1, apart.shape[kept])
+        case "copies":
+            return np.array(process_groups(sizes, "tp")).reshape(-1, kv_head_replication(run.model, sizes.tp))
+        case "ep":
+            return np.array(expert_parallel_groups(sizes))
+        case _:
+            return np.array(process_groups(sizes, among))
+
+
+def _to_all(members: Ranks, each: float) -> Sent:
+    """Evenly to all others."""
+    count = members.shape[1]
+    here, there = np.nonzero(~np.eye(count, dtype=bool))
+    source = members[:, here].ravel()
+    return source, members[:, there].ravel(), np.full(source.size, each / (count - 1))
+
+
+def _around_rings(members: Ranks, each: float, island: int) -> Sent:
+    """To the next in the order of ranks, on one island; between islands by as many rings as a group has members on
+    each, every member being where one of them leaves, to its counterpart on the next (NCCL's channels, aligned with
+    the rails: `fabric.flat_ring_all_reduce`). A group with different numbers on its islands has one ring."""
+    found: list[Sent] = []
+    count = members.shape[1]
+    on = members // island
+    first = (on == on[:, :1]).sum(1)
+    for width in np.unique(first):
+        rows, where = members[first == width], on[first == width]
+        if count % width or width == count:
+            regular = np.zeros(len(rows), bool)
+        else:
+            blocks = where.reshape(len(rows), -1, width)
+            regular = (blocks == blocks[:, :, :1]).all((1, 2)) & (np.diff(blocks[:, :, 0]) > 0).all(1)
+        one, several = rows[~regular], rows[regular].reshape(-1, count // width, width) if regular.any() else None
+        found.append((one.ravel(), np.roll(one, -1, axis=1).ravel(), np.full(one.size, each)))
+        if several is not None:
+            far = np.full(several.size, each / width)
+            found.append((several.ravel(), np.roll(several, -1, axis=1).ravel(), far))
+            if width > 1:
+                found.append((several.ravel(), np.roll(several, -1, axis=2).ravel(), each - far))
+    source, target, sent = zip(*found, strict=True)
+    return np.concatenate(source), np.concatenate(target), np.concatenate(sent)
+
+
+def _to_stages(run: RunSpec, pipelines: Ranks, place: int, row: Traffic) -> Sent:
+    """To the ranks of other stages that have the same part of them: as many messages as the schedule sends there."""
+    schedule = layout_schedule(run.layout, plan_batch(run, pipelines.size).gradient_accumulation_steps)
+    if row.group_kind == "ends":
+        messages = Counter(set(schedule.end_ranks) - {place})
+    else:
+        messages = Counter(to for _, to in schedule.messages(place) if to != place)
+    counts = messages.values()
+    sent = [np.full(len(pipelines), row.bytes * count / sum(counts)) for count in counts]
+    return (
+        np.tile(pipelines[:, place], len(messages)),
+        np.concatenate([pipelines[:, to] for to in messages]),
+        np.concatenate(sent),
+    )
+
+
+def _served(run: RunSpec, sizes: ParallelDims, worker: list[Traffic]) -> Iterator[TrafficMatrix]:
+    """Weights go from each server down a chain of workers (asynchronously to each of them), gradients straight back."""
+    whole = next(row.bytes for row in worker if row.operation == "send")
+    loads = np.array(server_loads(parameter_shapes(run.model), sizes.servers), float)
+    ranks, parts = sizes.world_size, whole * loads / loads.sum()
+    servers, workers = np.arange(sizes.servers), np.arange(sizes.servers, sizes.world_size)
+    every, each = np.repeat(workers, len(servers)), np.tile(servers, len(workers))
+    yield TrafficMatrix(ranks, every, each, np.tile(parts, len(workers)))
+    if run.layout.max_staleness is not None:
+        yield TrafficMatrix(ranks, each, every, np.tile(parts, len(workers)))
+    else:
+        yield TrafficMatrix(ranks, servers, np.full(len(servers), workers[0]), parts)
+        yield TrafficMatrix(ranks, workers[:-1], workers[1:], np.full(len(workers) - 1, whole))

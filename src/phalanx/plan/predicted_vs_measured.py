@@ -1,0 +1,75 @@
+"""What one step of a run held and sent, beside what was predicted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.cost.exact.traffic import traffic_by_role
+from phalanx.cost.formulas.collectives import Traffic
+from phalanx.spec.layout import Layout, parallel_dims, pipeline_stage_groups, uses_model_parallelism
+from phalanx.spec.run import RunSpec
+
+STATE = ("parameters", "gradients", "optimizer", "offloaded")
+PARTS = (*STATE, "activations", "communication")
+WORKING = (*STATE, "working")
+"""Ranks that share a model send each other activations: what came counts as communication when it is measured, and so
+only both together say something."""
+TOTAL = "total"
+"""The most at one time, which is less than the most of each part: these come at different times."""
+
+
+def compare_with_prediction(
+    run: RunSpec, world_size: int, measured: Mapping[int, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Predicted beside measured, of the fullest rank of each role: memory by part in bytes (state between the backward
+    pass and the update, the rest at its peak), and what is sent, by operation."""
+    memory, shared = rank_memory(run, world_size), uses_model_parallelism(run.layout)
+    traffic = traffic_by_role(run, world_size)
+    rows = []
+    for role, predicted in memory.items():
+        ranks = [measured[rank] for rank in ranks_in_role(role, run.layout, world_size) if rank in measured]
+        if not ranks:
+            continue
+        for part in WORKING if shared else PARTS:
+            when = "held_bytes" if part in STATE else "peak_bytes"
+            got = max(rank[when].get(part, 0) for rank in ranks)
+            rows.append({"role": role, "what": part, "predicted": getattr(predicted, part), "measured": got})
+        whole = max(rank["peak_bytes"]["total"] for rank in ranks)
+        rows.append({"role": role, "what": TOTAL, "predicted": predicted.total, "measured": whole})
+        # PowerSGD sends from callbacks of other threads, where nothing is recorded.
+        sent = {} if run.layout.gradient_compression == "powersgd" else bytes_by_operation(traffic.get(role, []))
+        for operation, size in sent.items():
+            got = max(bytes_sent_by_operation(rank["collectives"], operation) for rank in ranks)
+            rows.append({"role": role, "what": operation, "predicted": round(size), "measured": round(got)})
+    return rows
+
+
+def ranks_in_role(role: str, layout: Layout, world_size: int) -> list[int]:
+    """The ranks in a role of `rank_memory`."""
+    sizes = parallel_dims(layout, world_size)
+    match role:
+        case "rank":
+            return list(range(world_size))
+        case "server":
+            return list(range(sizes.servers))
+        case "worker":
+            return list(range(sizes.servers, world_size))
+        case _:
+            place = int(role.removeprefix("pp"))
+            return list(pipeline_stage_groups(sizes)[place])
+
+
+def bytes_by_operation(traffic: list[Traffic]) -> dict[str, float]:
+    total: dict[str, float] = defaultdict(float)
+    for row in traffic:
+        total[row.operation] += row.bytes
+    return total
+
+
+def bytes_sent_by_operation(collectives: list[dict[str, Any]], operation: str) -> float:
+    """What a rank sent, or received, with an operation."""
+    size = "bytes" if operation == "recv" else "sent_bytes"
+    return sum(float(row[size]) for row in collectives if row["operation"] == operation)

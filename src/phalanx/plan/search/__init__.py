@@ -1,0 +1,1 @@
+"""Search over all layouts of a run."""

@@ -1,0 +1,380 @@
+"""Every layout that a run may have on a cluster, as columns of jobs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from phalanx.cost.estimate.job_table import (
+    PHALANX_CHECKPOINTING,
+    AttentionKernel,
+    JobTable,
+    OffloadTarget,
+    ScheduleKind,
+    broadcast_jobs,
+)
+from phalanx.cost.exact.pipeline_split import layer_flops, layers_per_rank
+from phalanx.cost.exact.rank_memory import STATES, effective_strategy, optimizer_kind, sharded_state_bytes
+from phalanx.cost.formulas.collectives import Strategy
+from phalanx.cost.precision import COMPUTE_BYTES
+from phalanx.plan.tables.job_columns import JobRow, machine_columns, model_columns
+from phalanx.schedule.registry import representative_schedule
+from phalanx.spec.base import divisors, require
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import SHARDED_STRATEGIES, VALID_DATA_STRATEGIES, Layout, RankOrder, parallel_dims
+from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.tensor_sharding import check_divisibility
+
+ORDERS: dict[str, ScheduleKind] = {
+    "1f1b": ScheduleKind.ONE_F_ONE_B,
+    "gpipe": ScheduleKind.GPIPE,
+    "interleaved": ScheduleKind.INTERLEAVED,
+    "zb-h1": ScheduleKind.ZB_H1,
+    "zb-h2": ScheduleKind.ZB_H2,
+    "zb-v": ScheduleKind.ZB_V,
+}
+"""Schedules that the planner knows the time of; naive and dualpipe-v never beat all of them."""
+ZERO: dict[Strategy, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
+OFFLOAD = {"none": OffloadTarget.NONE, "cpu": OffloadTarget.CPU, "nvme": OffloadTarget.FILES}
+IGNORED_FIELDS = {
+    "data_parallel",
+    "dp_shard",
+    "micro_batch_size",
+    "bucket_mb",
+    "first_bucket_mb",
+    "powersgd_rank",
+    "ddp_static_graph",
+    "ddp_find_unused_parameters",
+    "fsdp_prefetch",
+    "num_servers",
+    "max_staleness",
+}
+"""Choices of a layout that a candidate has otherwise, or that nothing predicted depends on."""
+UNKNOWN = "is not what the planner predicts"
+MAX_MICRO_BATCH = 32
+MAX_VIRTUAL_STAGES = 8
+STAGE_POSITIONS = ("first", "middle", "last")
+
+
+@dataclass(frozen=True)
+class CandidateLayout:
+    """One layout's choices, as numbers and names."""
+
+    data_parallel: Strategy
+    dp: int
+    dp_shard: int
+    tp: int
+    pp: int
+    cp: int
+    cp_method: str
+    """How ranks that share sequences attend: ring or ulysses."""
+    ep: int
+    micro_batch_size: int
+    micro_batches: int
+    activation_checkpointing: str
+    schedule: str
+    virtual_stages: int
+    rank_order: RankOrder = "data"
+    offload: str = "none"
+    offload_directory: str | None = None
+
+    @property
+    def num_parallel_axes(self) -> int:
+        """Ways in which ranks share the work: the fewer, the simpler."""
+        return sum(degree > 1 for degree in (self.dp, self.tp, self.pp, self.cp, self.ep)) + (
+            self.data_parallel == "hsdp"
+        )
+
+    def __str__(self) -> str:
+        degrees = [f"{axis} {getattr(self, axis)}" for axis in ("tp", "cp", "ep") if getattr(self, axis) > 1]
+        degrees = [f"{degree} {self.cp_method}" if degree.startswith("cp") else degree for degree in degrees]
+        chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
+        outside = " outermost" if self.rank_order == "pipeline" else ""
+        pipeline = [f"pp {self.pp}{outside} {self.schedule}{chunks}"] if self.pp > 1 else []
+        shard = f" of {self.dp_shard}" if self.data_parallel == "hsdp" else ""
+        again = [] if self.activation_checkpointing == "none" else [f"recompute {self.activation_checkpointing}"]
+        batch = f"micro-batch {self.micro_batch_size} x {self.micro_batches}"
+        rests = [] if self.offload == "none" else [f"offload {self.offload}"]
+        return ", ".join([f"{self.data_parallel}{shard} dp {self.dp}", *degrees, *pipeline, batch, *again, *rests])
+
+    def layout(self) -> Layout:
+        """As a run file has it."""
+        piped = {name: getattr(self, name) for name in ("schedule", "virtual_stages", "rank_order") if self.pp > 1}
+        shard = {"dp_shard": self.dp_shard} if self.data_parallel == "hsdp" else {}
+        sequences = {"cp_method": self.cp_method} if self.cp > 1 else {}
+        rests = {"offload": self.offload, "offload_directory": self.offload_directory}
+        return Layout.model_validate(
+            {
+                "data_parallel": self.data_parallel, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep,
+                "micro_batch_size": self.micro_batch_size, "activation_checkpointing": self.activation_checkpointing,
+                **piped, **shard, **sequences, **rests,
+            }
+        )  # fmt: skip
+
+
+def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
+    """All that the planner chooses among, but for what `offloaded` makes of them.
+
+    Not in it: what never wins on the same ranks (parameter servers, tensor parallelism without sequence parallelism
+    where the sequence divides), and ZeRO-2 and 3 in pipelines, where they keep and send what ZeRO-1 does or more.
+    Raises UserError for an arithmetic other than bf16.
+    """
+    check_precision(run)
+    domain = run.cluster.fast_link_domain_size
+    return [
+        CandidateLayout(data, dp, shard, tp, pp, cp, context, ep, micro_batch, m, again, schedule, v, outside)
+        for tp, pp, cp, context, ep, dp in _degrees(run, world_size)
+        for outside in (choose_rank_order(dp, tp, pp, cp, domain),)
+        for data, shard in _data_parallel_options(dp, tp, pp, cp, domain)
+        for micro_batch, m in _micro_batch_options(run, dp)
+        for schedule, v in _schedules(pp, m, run.model.num_layers, halves=not run.training.compile)
+        for again in PHALANX_CHECKPOINTING
+    ]
+
+
+def offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[CandidateLayout]:
+    """The same layout with what ranks share, or one rank has, outside the device: in CPU memory, unless that is where
+    it computes, and in files where the run names a directory for them. One rank offloads as ZeRO-1 or 2 has it.
+
+    It takes less of the device's memory and, of the same strategy, never less time.
+    """
+    if candidate.offload != "none":
+        return
+    alone = candidate.data_parallel == "ddp" and candidate.dp * candidate.cp == 1
+    strategies: tuple[Strategy, ...] = ("zero1", "zero2") if candidate.pp == 1 else ("zero1",)
+    places: dict[str, str | None] = {"cpu": None} if run.cluster.device != "cpu" else {}
+    if run.layout.offload_directory is not None:
+        places["nvme"] = run.layout.offload_directory
+    for data in strategies if alone else (candidate.data_parallel,):
+        for place, directory in places.items() if data in VALID_DATA_STRATEGIES["offload"] else ():
+            yield replace(candidate, data_parallel=data, offload=place, offload_directory=directory)
+
+
+def candidate_jobs(run: RunSpec, world_size: int, found: list[CandidateLayout]) -> JobTable:
+    """Candidates as columns, run by Phalanx."""
+    common = {**_common(run), "ranks": world_size}
+    return broadcast_jobs(common, {name: np.array(values) for name, values in _varying(run, found).items()})
+
+
+def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
+    """The run's own layout, by the strategy that it comes to.
+
+    Raises UserError if it cannot run so, or for what the planner does not know.
+    """
+    check_precision(run)
+    layout, sizes, cut = run.layout, parallel_dims(run.layout, world_size), plan_batch(run, world_size)
+    known = layout.data_parallel in ZERO and layout.schedule_file is None and layout.schedule in ORDERS
+    value = layout.data_parallel if layout.data_parallel not in ZERO else layout.schedule_file or layout.schedule
+    require(known, "layout", value, UNKNOWN, f"use one of {', '.join((*ZERO, *ORDERS))}")
+    data = effective_strategy(
+        layout, sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES).dp_shard
+    )
+    whole = layout.pp == 1 or ZERO[data] < 3
+    require(
+        whole,
+        "layout.data_parallel",
+        data,
+        f"in a pipeline {UNKNOWN}",
+        'use layout.data_parallel = "zero1", or layout.pp = 1',
+    )
+    found = CandidateLayout(
+        data,
+        sizes.dp_size,
+        sizes.dp_shard,
+        layout.tp,
+        layout.pp,
+        layout.cp,
+        layout.cp_method,
+        layout.ep,
+        cut.micro_batch_size,
+        cut.gradient_accumulation_steps,
+        layout.activation_checkpointing,
+        layout.schedule,
+        layout.virtual_stages,
+        layout.rank_order,
+        layout.offload,
+        layout.offload_directory,
+    )
+    check_representable(layout, found)
+    return found
+
+
+def check_representable(layout: Layout, candidate: CandidateLayout) -> None:
+    """Raise UserError for a choice that costs or saves something and that a candidate does not have."""
+    planned = candidate.layout()
+    for field in sorted(Layout.model_fields.keys() - IGNORED_FIELDS):
+        value, only = getattr(layout, field), getattr(planned, field)
+        require(value == only, f"layout.{field}", value, UNKNOWN, f"it knows {json.dumps(only)} only: use that")
+
+
+def check_precision(run: RunSpec) -> None:
+    """Raise UserError for an arithmetic that nothing is known of: published runs are in bf16, and runs on a machine in
+    whatever it was calibrated with."""
+    precision, measured = run.training.precision, run.cluster.calibration
+    known = measured.precision if measured else "bf16"
+    require(
+        precision == known, "training.precision", precision, f"{UNKNOWN} here",
+        f'set training.precision = "{known}", or calibrate with runs in {precision} (`phalanx calibrate`)',
+    )  # fmt: skip
+
+
+def _degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int, int, str, int, int]]:
+    """Degrees that divide the ranks and the model."""
+    sequences = run.training.tokens_per_step // run.training.seq_len
+    experts = run.model.moe.num_experts if run.model.moe else 1
+    for tp in divisors(world_size):
+        for pp in (p for p in divisors(world_size // tp) if p <= run.model.num_layers):
+            for cp in divisors(world_size // tp // pp):
+                dp = world_size // (tp * pp * cp)
+                if sequences % dp == 0:
+                    for ep in (e for e in divisors(dp * cp * tp) if experts % e == 0):
+                        context = _context(run, world_size, tp, pp, cp, ep)
+                        if context:
+                            yield tp, pp, cp, context, ep, dp
+
+
+def _context(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int) -> str:
+    """How ranks that share sequences attend, if these degrees can share the model: on a GPU they exchange tokens for
+    heads where there are enough, since the ring has no flash kernel there; "" if they cannot."""
+    kinds = ("ulysses", "ring") if cp > 1 and run.cluster.device != "cpu" else ("ring",)
+    for context in kinds:
+        layout = Layout.model_validate(
+            {
+                "data_parallel": "zero1",
+                "tp": tp,
+                "pp": pp,
+                "cp": cp,
+                "cp_method": context,
+                "ep": ep,
+                "micro_batch_size": 1,
+            }
+        )
+        try:
+            check_divisibility(run.model_copy(update={"layout": layout}), world_size)
+        except UserError:
+            continue
+        return context
+    return ""
+
+
+def _data_parallel_options(dp: int, tp: int, pp: int, cp: int, domain: int) -> Iterator[tuple[Strategy, int]]:
+    """Strategies of data-parallel ranks, and how many of them share one copy: with hsdp those of a domain."""
+    yield "ddp", 1
+    if dp * cp > 1:
+        yield "zero1", dp
+    if dp * cp > 1 and pp == 1:
+        yield "zero2", dp
+        yield "zero3", dp
+        near = domain // (tp * cp)
+        if 1 < near < dp and dp % near == 0:
+            yield "hsdp", near
+
+
+def choose_rank_order(dp: int, tp: int, pp: int, cp: int, domain: int) -> RankOrder:
+    """Stages, where ranks leave domains that more than one of a stage could share: data-parallel ranks and experts send
+    much more than stages do, and those of a domain send it together."""
+    return "pipeline" if dp > 1 and pp > 1 and dp * pp * tp * cp > domain > tp * cp else "data"
+
+
+def _micro_batch_options(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
+    """Micro-batches: how large, and how many of each rank in a step."""
+    share = run.training.tokens_per_step // run.training.seq_len // dp
+    for micro_batch in divisors(share):
+        if micro_batch <= MAX_MICRO_BATCH:
+            yield micro_batch, share // micro_batch
+
+
+def _schedules(pp: int, m: int, layers: int, halves: bool) -> Iterator[tuple[str, int]]:
+    """Schedules that a pipeline of so many stages can have; compiled blocks cannot split their backward passes,
+    and too few micro-batches leave nothing to fill bubbles with."""
+    yield "1f1b", 1
+    if pp == 1:
+        return
+    if halves and m >= pp:
+        yield "zb-h1", 1
+        if m >= 2 * pp - 1:
+            yield "zb-h2", 1
+            if layers >= 2 * pp:
+                yield "zb-v", 1
+    if m % pp == 0:
+        for v in range(2, min(layers // pp, MAX_VIRTUAL_STAGES) + 1):
+            yield "interleaved", v
+
+
+def _common(run: RunSpec) -> JobRow:
+    """Columns that all layouts of a run share: model, machine, and how Phalanx runs it."""
+    cluster = run.cluster
+    return {
+        **model_columns(run.model, run.training.seq_len),
+        **machine_columns(cluster),
+        "low_precision": 0,
+        "compute_dtype_bytes": COMPUTE_BYTES[run.training.precision],
+        "compiled": float(run.training.compile),
+        "fused_elementwise": 0,
+        "overlap_grad_reduce": 1,
+        "overlap_param_gather": 0,
+        "overlap_tp": 0,
+        "overlap_tp_with_weight_grads": 1,
+        "overlap_ep": 0,
+        "dedup_node_dispatch": 0,
+        "tp_reductions_per_block": 2,
+        "deepspeed": 0,
+        "scatter_gather_p2p": 0,
+        "gathers_logits": 0,
+        "optimizer_post_validation": 0,
+    }
+
+
+def _varying(run: RunSpec, found: list[CandidateLayout]) -> Mapping[str, list[float]]:
+    """Columns that layouts differ in."""
+    states = STATES[optimizer_kind(run.optimizer)]
+    each = {data: sharded_state_bytes(data, run.training.precision, 1, 1, states) for data in ZERO}
+    state = [each[c.data_parallel] for c in found]
+    pipelines = {(c.pp, c.schedule, c.virtual_stages): c for c in found}
+    cuts = {pipeline: _stage_block_kinds(run, c) for pipeline, c in pipelines.items()}
+    blocks = [cuts[c.pp, c.schedule, c.virtual_stages] for c in found]
+    return {
+        **{name: [float(getattr(c, name)) for c in found] for name in ("dp", "tp", "pp", "cp", "ep")},
+        "micro_batch": [c.micro_batch_size for c in found],
+        "micro_batches": [c.micro_batches for c in found],
+        "virtual_stages": [c.virtual_stages for c in found],
+        "attention": [_attention(run, c) for c in found],
+        "ulysses": [float(c.cp > 1 and c.cp_method == "ulysses") for c in found],
+        "zero_stage": [ZERO[c.data_parallel] for c in found],
+        "shard_group_size": [1 if c.data_parallel == "ddp" else c.dp_shard * c.cp for c in found],
+        "recompute": [PHALANX_CHECKPOINTING[c.activation_checkpointing] for c in found],
+        "sequence_parallel": [float(c.tp > 1) for c in found],
+        "schedule": [ORDERS[c.schedule] if c.pp > 1 else ScheduleKind.NONE for c in found],
+        "parameter_bytes": [s.parameters for s in state],
+        "gradient_bytes": [s.gradients for s in state],
+        "state_bytes": [s.optimizer for s in state],
+        "gradient_wire_bytes": [s.gradients for s in state],  # as they are kept
+        **{f"{place}_blocks": [len(cut[at]) for cut in blocks] for at, place in enumerate(STAGE_POSITIONS)},
+        **{f"{place}_moe_blocks": [sum(cut[at]) for cut in blocks] for at, place in enumerate(STAGE_POSITIONS)},
+        "pipeline_outermost": [float(c.rank_order == "pipeline") for c in found],
+        "offload": [OFFLOAD[c.offload] for c in found],
+        "grad_reductions_per_step": [c.micro_batches if c.data_parallel == "zero2" else 1 for c in found],
+    }
+
+
+def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> tuple[list[bool], list[bool], list[bool]]:
+    """Whether blocks have experts, of all of the first rank of a pipeline, of the one between whose blocks cost most,
+    and of the rank with the head."""
+    own = run.model_copy(update={"layout": candidate.layout()})
+    ranks, (first, last) = layers_per_rank(own), representative_schedule(own.layout).end_ranks
+    costs = layer_flops(run.model, run.training.seq_len)[1:-1]
+    between = [layers for rank, layers in enumerate(ranks) if rank not in (first, last)]
+    middle = max(between or ranks, key=lambda layers: sum(costs[layer] for layer in layers))
+    begin, slowest, end = (
+        [run.model.is_moe_layer(layer) for layer in layers] for layers in (ranks[first], middle, ranks[last])
+    )
+    return begin, slowest, end
+
+
+def _attention(run: RunSpec, candidate: CandidateLayout) -> AttentionKernel:
+    if candidate.cp > 1 and candidate.cp_method == "ring" and run.cluster.device != "cpu":
+        return AttentionKernel.RING_PLAIN
+    return AttentionKernel.FLASH_3 if run.cluster.generation > 0 else AttentionKernel.FLASH_2

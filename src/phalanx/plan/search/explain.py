@@ -1,0 +1,189 @@
+"""Why a layout is as fast as it is, why others lose, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.cost.estimate.memory import GIB
+from phalanx.cost.exact.pipeline_split import check_layout
+from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run, candidate_jobs
+from phalanx.plan.search.oom_risk import process_bytes
+from phalanx.plan.search.search import (
+    TIE_TOLERANCE,
+    EvaluatedLayout,
+    Plan,
+    ProgressCallback,
+    evaluate,
+    search_layouts,
+    with_exact_memory,
+)
+from phalanx.plan.tables.job_columns import host_memory
+from phalanx.spec.base import parse_table
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import parse_toml_value
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import RunSpec
+
+PART_DESCRIPTIONS = {
+    "compute": "products, attention and passes over memory",
+    "exchange": "exchanges of ranks that share products, sequences or experts",
+    "bubble": "waiting for other stages",
+    "send": "sends between stages",
+    "data_parallel": "gradients and parameters, as far as nothing hides them",
+    "update": "the optimizer",
+    "offload": "copies from and to where state rests, and the optimizer there",
+    "waiting": "for the slowest of many nodes",
+}
+"""Of the parts of a step."""
+
+
+def plan_or_raise(run: RunSpec, world_size: int, keep: int = 20, report: ProgressCallback = lambda *_: None) -> Plan:
+    """What a search finds.
+
+    Raises UserError where nothing fits, with what would.
+    """
+    plan = search_layouts(run, world_size, keep, report)
+    if not plan.options:
+        fix = suggest_fit(run, world_size, plan)
+        raise UserError("layout", None, f"no layout of {plan.considered:,} fits", fix)
+    return plan
+
+
+def time_breakdown(option: EvaluatedLayout) -> dict[str, float]:
+    """Seconds of a step by what they go to, which add up to it."""
+    parts = dict(option.parts)
+    parts["compute"] -= parts["exchange"]
+    return parts
+
+
+def describe_differences(option: EvaluatedLayout, best: EvaluatedLayout, least: float = 0.005) -> list[str]:
+    """What a layout spends more on, or less, than the best one: parts of at least `least` of its step, then what others
+    add up to, if that is a hundredth of all or more."""
+    mine, its = time_breakdown(option), time_breakdown(best)
+    apart = [(mine[part] - its[part], meaning) for part, meaning in PART_DESCRIPTIONS.items()]
+    found = sorted((part for part in apart if abs(part[0]) > least * best.step_seconds), reverse=True)
+    more = option.step_seconds - best.step_seconds
+    rest = more - sum(part for part, _ in found)
+    if abs(rest) > 0.01 * abs(more) and (found or not equally_fast(option, best)):
+        found.append((rest, "all else" if found else "in small parts"))
+    return [f"{_format_seconds(part, signed=True)} {meaning}" for part, meaning in found]
+
+
+def equally_fast(option: EvaluatedLayout, best: EvaluatedLayout) -> bool:
+    """Whether a layout is as fast as the best one, as the search ranks them."""
+    return abs(option.step_seconds / best.step_seconds - 1) < TIE_TOLERANCE
+
+
+def explain_slowdown(run: RunSpec, option: EvaluatedLayout, best: EvaluatedLayout) -> str:
+    """Why a layout loses against the best one, in a line."""
+    more = option.step_seconds - best.step_seconds
+    reasons = describe_differences(option, best)
+    across = slow_link_warnings(run, option.candidate)
+    said = "; ".join([*reasons, *across]) or "equally fast; the best is simpler or smaller"
+    return f"{_format_seconds(more, signed=True)}: {said}"
+
+
+def slow_link_warnings(run: RunSpec, candidate: CandidateLayout) -> list[str]:
+    """What of a layout leaves the domain of fast links."""
+    domain = run.cluster.fast_link_domain_size
+    found = []
+    if candidate.tp > domain:
+        found.append(f"tp = {candidate.tp} leaves the domain of {domain} devices with fast links")
+    world_size = candidate.dp * candidate.tp * candidate.pp * candidate.cp
+    if candidate.ep > max(1.0, candidate_jobs(run, world_size, [candidate]).fast_link_ranks_per_stage[0]):
+        found.append(f"the exchange of ep = {candidate.ep} leaves the domain of {domain}")
+    return found
+
+
+def parse_layout(text: str) -> Layout:
+    """A layout from what a user writes: "tp=4, pp=8, data_parallel=zero1".
+
+    Raises UserError for what is not a field of it.
+    """
+    table: dict[str, object] = {}
+    for item in filter(None, (part.strip() for part in text.replace("layout.", "").split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise UserError("layout", item, "is not KEY=VALUE", 'write it like "tp=4,pp=8,data_parallel=zero1"')
+        table[key] = parse_toml_value(value)
+    return parse_table(Layout, table, "layout")
+
+
+def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedLayout:
+    """What a given layout takes.
+
+    Raises UserError if it cannot run, or for what the planner does not know.
+    """
+    own = run.model_copy(update={"layout": layout})
+    check_layout(own, world_size)
+    return with_exact_memory(run, world_size, evaluate(own, world_size, [candidate_from_run(own, world_size)])[0])
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A change, and the best layout after it."""
+
+    change: str
+    option: EvaluatedLayout | None
+    speedup: float
+    """Of tokens per second; 0 where nothing fits."""
+
+
+def evaluate_what_ifs(run: RunSpec, world_size: int, best: EvaluatedLayout) -> Iterator[WhatIf]:
+    """What would make a job faster: more memory, faster links, a larger batch."""
+    cluster, training = run.cluster, run.training
+
+    def scaled(field: str) -> RunSpec | None:
+        value = getattr(cluster, field)
+        return value and run.model_copy(update={"cluster": cluster.model_copy(update={field: 2 * value})})
+
+    changes = {
+        "twice the memory": scaled("memory_bytes"),
+        "fast links twice as fast": scaled("link_bytes_per_second"),
+        "a network twice as fast": scaled("network_bytes_per_second"),
+        "twice the tokens per step": run.model_copy(
+            update={"training": training.model_copy(update={"tokens_per_step": 2 * training.tokens_per_step})}
+        ),
+    }
+    for change, changed in changes.items():
+        if changed is not None:
+            found = search_layouts(changed, world_size, keep=1).options
+            option = found[0] if found else None
+            yield WhatIf(change, option, option.tokens_per_second / best.tokens_per_second if option else 0.0)
+
+
+def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
+    """What to change where no layout fits: by how much memory is short, and how many times the nodes would do."""
+    if plan.closest_to_fitting is None:
+        raise ValueError("something fits")
+    said = f"the smallest, {plan.closest_to_fitting.candidate}, takes {describe_memory_use(run.cluster, plan.closest_to_fitting)}"
+    sequences = run.training.tokens_per_step // run.training.seq_len
+    for times in (2, 4, 8, 16, 32, 64):
+        ranks = times * world_size
+        larger = run.cluster.model_copy(update={"nodes": run.cluster.nodes * times})
+        try:
+            found = search_layouts(run.model_copy(update={"cluster": larger}), ranks, keep=1).options
+        except UserError:
+            break
+        if found:
+            return f"{said}; on {times} times as many devices ({ranks}) it fits: {found[0].candidate}"
+    return f"{said}; more devices with {sequences} sequences a step do not help: shorten training.seq_len"
+
+
+def describe_memory_use(cluster: ClusterSpec, option: EvaluatedLayout) -> str:
+    """What a layout takes of the memory that it fills most: the device's, with driver and libraries, or the CPU's."""
+    used = option.memory_bytes if cluster.calibration else process_bytes(cluster, option.memory_bytes)
+    device = used / GIB, (cluster.rank_memory_bytes or 1) / GIB, "device"
+    host = option.host_bytes / GIB, host_memory(cluster) / GIB, "CPU"
+    taken, there, kind = max(device, host, key=lambda memory: memory[0] / memory[1])
+    return f"{taken:.1f} GiB of {there:.1f} of {kind} memory (P(OOM) {option.p_oom:.0%})"
+
+
+def _format_seconds(value: float, signed: bool = False) -> str:
+    sign = "+" if signed and value >= 0 else "-" if value < 0 else ""
+    size = abs(value)
+    if size >= 1:
+        return f"{sign}{size:.2f} s"
+    return f"{sign}{size * 1e3:.0f} ms" if size >= 1e-3 else f"{sign}{size * 1e6:.0f} µs"

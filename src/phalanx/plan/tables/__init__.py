@@ -1,0 +1,1 @@
+"""Runs of other trainers as table rows."""

@@ -1,0 +1,250 @@
+"""A model, a machine and a trainer's habits as columns of jobs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from phalanx.cost.estimate.constants import (
+    MemoryConstants,
+    TimeConstants,
+    interval_constants,
+    memory_constants,
+    names,
+    time_constants,
+)
+from phalanx.cost.estimate.job_table import AttentionKernel, Column, JobTable, OffloadTarget, ScheduleKind
+from phalanx.cost.estimate.memory import GIB
+from phalanx.cost.estimate.prediction_interval import log_half_width
+from phalanx.cost.exact.flops import training_flops_per_token
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.spec.base import did_you_mean, require
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.errors import UserError
+from phalanx.spec.model import ModelSpec
+
+JobRow = dict[str, float]
+
+MATMUL_SHARE = (0.87, 0.80, 0.775)
+"""Of the peak, the most that matrix products were seen to reach by generation: A100, H100 and B200
+(stas00/ml-engineering, compute/accelerator: MAMF)."""
+NETWORK_BYTES_PER_SECOND = (25e9, 50e9, 50e9)
+"""Of a device, by generation, where nothing is stated: 200 or 400 Gb/s, as in DGX A100, H100 and B200."""
+
+HOST_LINK_BYTES_PER_SECOND = (31.5e9, 63e9, 63e9)
+"""Between a device and CPU memory in one direction, by generation: PCIe Gen4 and Gen5, 16 lanes of 16 and 32 GT/s in
+128b/130b, as in DGX A100, H100 and B200."""
+HOST_BYTES_PER_SECOND = (51.2e9, 76.8e9, 89.6e9)
+"""A device's share of CPU memory's bandwidth: two channels of DDR4-3200, DDR5-4800 and DDR5-5600, as of the sixteen
+that the eight devices of a DGX A100, H100 and B200 share, and as in a workstation."""
+DISK_BYTES_PER_SECOND = 5e9
+"""Of an NVMe drive that is read and written: on four lanes of Gen4 data sheets name about 7 and 4 GB/s."""
+HOST_MEMORY_BYTES = 2**38
+"""A device's share of CPU memory: of the 2 TB of a DGX A100 (640 GB), H100 or B200."""
+
+
+def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
+    """Shape and counts of a model."""
+    count, moe = count_parameters(spec), spec.moe
+    return {
+        "layers": spec.num_layers,
+        "dense_layers": moe.num_leading_dense_layers if moe else spec.num_layers,
+        "width": spec.hidden_size,
+        "heads": spec.num_heads,
+        "kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "value_dim": spec.head_dim,
+        "attention_parameters": count.attention / spec.num_layers,
+        "ffn": spec.ffn_hidden_size,
+        "mlp_matrices": 3 if spec.activation == "swiglu" else 2,
+        "vocab": spec.vocab_size,
+        "tied": float(spec.tie_embeddings),
+        "experts": moe.num_experts if moe else 0,
+        "top_k": moe.top_k if moe else 0,
+        "expert_ffn": moe.expert_ffn_size if moe else 0,
+        "shared_ffn": moe.expert_ffn_size * moe.num_shared_experts if moe else 0,
+        "parameters": count.total,
+        "expert_parameters": count.experts,
+        "sequence": sequence,
+    }
+
+
+def flops_per_token(spec: ModelSpec, sequence: int) -> float:
+    """Model FLOPs of training on a token, every pair of tokens counted: the convention of most publications."""
+    return training_flops_per_token(spec, sequence, causal=False)
+
+
+def machine_columns(cluster: ClusterSpec) -> JobRow:
+    """Speeds and sizes of one device and of what joins devices.
+
+    Raises UserError for a machine whose speeds are not known.
+    """
+    needed = {
+        "peak_flops": cluster.peak_flops,
+        "memory_bytes": cluster.memory_bytes,
+        "hbm_bytes_per_second": cluster.hbm_bytes_per_second,
+    }
+    for field, value in needed.items():
+        if value is None:
+            fix = 'set it, or cluster.preset (`phalanx info --list` shows them), such as "h100"'
+            raise UserError(f"cluster.{field}", None, "is not known, and a plan needs it", fix)
+    peak, era, crowd = float(cluster.peak_flops or 0), cluster.generation, cluster.ranks_per_core
+    matmul = cluster.matmul_flops or MATMUL_SHARE[era] * peak
+    domain = cluster.fast_link_domain_size
+    link = cluster.link_bytes_per_second
+    require(domain == 1 or link is not None, "cluster.link_bytes_per_second", link,
+            f"is not known for a domain of {domain} devices", "set it, or cluster.fast_link_domain = 1")  # fmt: skip
+    network = cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND[era]
+    return {
+        "peak_flops": peak / crowd,
+        "matmul_flops": matmul / crowd,
+        "low_matmul_flops": (cluster.matmul_flops_8bit or 2 * matmul) / crowd,
+        "num_sms": cluster.num_sms or 0,
+        "hbm_bytes_per_second": float(cluster.hbm_bytes_per_second or 0) / crowd,
+        "memory_bytes": float(cluster.rank_memory_bytes or 0),
+        "link_bytes_per_second": (link or network) / crowd,
+        "network_bytes_per_second": network,
+        "oversubscription": cluster.oversubscription,
+        "host_link_bytes_per_second": cluster.host_link_bytes_per_second or HOST_LINK_BYTES_PER_SECOND[era],
+        "host_bytes_per_second": cluster.host_bytes_per_second or HOST_BYTES_PER_SECOND[era],
+        "host_memory_bytes": host_memory(cluster),
+        "disk_bytes_per_second": cluster.disk_bytes_per_second or DISK_BYTES_PER_SECOND,
+        "fast_link_domain": domain,
+        "ranks_per_core": crowd,
+        "comm_uses_compute_cores": float(cluster.device == "cpu"),
+        "hardware_generation": era,
+    }
+
+
+def stage_columns(job: JobRow, trimmed: bool = False) -> JobRow:
+    """Blocks of a pipeline's first rank, of one between, and of its last, as trainers cut it. Where they do not divide,
+    or embedding and head are said to take a block's place (`trimmed`), the first and the last stage have fewer, which
+    in a V are one rank's. Leading layers have no experts."""
+    layers, dense, pp, together = job["layers"], job["dense_layers"], job["pp"], job["schedule"] == ScheduleKind.ZB_V
+    fewer = float(pp > 1 and (trimmed or layers % pp > 0))
+    each = (layers + 2 * fewer) / pp
+    ends = each - (1 + together) * fewer
+    leading = max(ends - dense, 0.0)
+    routed = 0.0 if dense == layers else 1.0
+    return {
+        "first_blocks": ends,
+        "middle_blocks": each,
+        "last_blocks": ends,
+        "first_moe_blocks": routed * leading,
+        "middle_moe_blocks": routed * each,
+        "last_moe_blocks": routed * (leading if together or pp == 1 else ends),
+    }
+
+
+def host_memory(cluster: ClusterSpec) -> float:
+    """Bytes of CPU memory for what one rank offloads."""
+    return float(cluster.host_memory_bytes or HOST_MEMORY_BYTES)
+
+
+def time_constants_for(cluster: ClusterSpec) -> TimeConstants:
+    """Constants of step times: where runs on this machine were measured theirs, else those of published runs.
+
+    Raises UserError for a constant that there is not.
+    """
+    if cluster.calibration is None:
+        return time_constants()
+    for name in cluster.calibration.time_constants:
+        known = names(TimeConstants)
+        require(
+            name in known, "cluster.calibration.time_constants", name, "is not a constant", did_you_mean(name, known)
+        )
+    return replace(time_constants(), **cluster.calibration.time_constants)
+
+
+def memory_constants_for(cluster: ClusterSpec) -> MemoryConstants:
+    """Constants of memory, likewise. On a CPU, which has no driver's context, a whole process was measured, and nothing
+    is beside it; on a GPU what was allocated, beside which driver and allocator take what they do elsewhere."""
+    if cluster.calibration is None:
+        c = memory_constants()
+        return replace(c, context_gib=0.0) if cluster.device == "cpu" else c
+    process, share = cluster.calibration.baseline_process_bytes / GIB, cluster.calibration.bytes_per_counted_byte
+    if cluster.device != "cpu":
+        return replace(memory_constants(), workspace_gib=process)
+    return replace(memory_constants(), context_gib=process, workspace_gib=0.0, fragmentation=share)
+
+
+def interval_half_width(cluster: ClusterSpec, jobs: JobTable) -> Column:
+    """Half of the width of the 80 % interval of step times, as a logarithm."""
+    width = log_half_width(interval_constants(), jobs)
+    return width if cluster.calibration is None else np.full_like(width, cluster.calibration.log_half_width)
+
+
+def trainer_behaviour(text: str, precision: str, era: int, zero: int, xla: bool = False) -> JobRow:
+    """What a trainer does without being asked, by what is said of the run: its schedule's name and known facts.
+
+    These are facts of software, not fitted: Megatron-LM and DeepSpeed of fp16 times do not overlap data-parallel
+    exchanges and fuse softmax; bf16 brought Flash Attention; from Hopper on, Megatron-Core overlaps, keeps fp32
+    gradients, and fuses norms; FSDP gathers beside compute; XLA compiles. Trainers that name their attention kernel
+    run RMSNorm by operations unless they name its kernel too, and gather the logits (arXiv 2311.05610's). These and
+    nanotron do not part what tensor-parallel ranks send to the next stage. DeepSpeed's ZeRO-1 and 2 and nanotron's
+    wait for the parameters that they gather; Megatron-Core's need not (overlap_param_gather). All have pipelines
+    outermost.
+    """
+    said = text.lower()
+    sharded, named, deepspeed = zero >= 3 or "fsdp" in said, "attention kernel=" in said, "deepspeed" in said
+    deepspeed = deepspeed and "megatron-deepspeed" not in said
+    attention = _attention(said, precision, era, sharded, deepspeed)
+    modern = attention >= AttentionKernel.FLASH_2 and not named and not deepspeed
+    disabled = "not overlapped" in said or "overlap disabled" in said
+    beside = "overlap" in said and not disabled
+    hidden = beside or ((sharded or era > 0 or modern) and not disabled)
+    compiled = "compile" in said or xla
+    parameters, gradients, state = (4, 4, 8) if sharded else (2, 2, 12)
+    if not sharded and precision != "fp16" and (era > 0 or "fp32 grad" in said):
+        gradients = 6 if deepspeed else 4
+    if "grad accumulation in fp32" in said:
+        gradients = 6
+    return {
+        "compute_dtype_bytes": 2,
+        "attention": attention,
+        "low_precision": float(is_low_precision(precision)),
+        "parameter_bytes": parameters,
+        "gradient_bytes": gradients,
+        "gradient_wire_bytes": 2 if sharded or gradients == 2 else 4,
+        "grad_reductions_per_step": 1,
+        "state_bytes": 16 if deepspeed and not sharded else state,
+        "compiled": float(compiled),
+        "fused_elementwise": float("rms kernel" in said or not (sharded or named or compiled or "nanotron" in said)),
+        "overlap_grad_reduce": float(hidden),
+        "overlap_param_gather": float(not (deepspeed or "nanotron" in said)),
+        "overlap_tp": float((beside and "tp" in said) or ("comm overlap" in said and beside) or "async" in said),
+        "overlap_tp_with_weight_grads": float(not (named or deepspeed or "nanotron" in said)),
+        "overlap_ep": float(
+            (era == 2 and "overlap disabled" not in said)
+            or any(word in said for word in ("a2a overlap", "1f1b overlap", "dualpipe"))
+        ),
+        "ulysses": 0,
+        "dedup_node_dispatch": float("deepep" in said or "hybridep" in said),
+        "tp_reductions_per_block": 1 if "parallel transformer block" in said or "parallel layers" in said else 2,
+        "deepspeed": float(deepspeed),
+        "scatter_gather_p2p": float(not (named or "nanotron" in said)),
+        "gathers_logits": float(named),
+        "optimizer_post_validation": float("zb-" in said),
+        "pipeline_outermost": 1,
+        "offload": OffloadTarget.CPU if "offload=true" in said else OffloadTarget.NONE,
+    }
+
+
+def is_low_precision(precision: str) -> bool:
+    """Whether linear layers run in 8 bits or fewer."""
+    return "fp8" in precision or "fp4" in precision
+
+
+def _attention(said: str, precision: str, era: int, sharded: bool, deepspeed: bool) -> AttentionKernel:
+    if "kernel=torch" in said:
+        return AttentionKernel.SEPARATE
+    if "kernel=fused" in said:
+        return AttentionKernel.FUSED
+    if "flash_attentionv1" in said:
+        return AttentionKernel.FLASH_1
+    if "flash" in said or sharded:
+        return AttentionKernel.FLASH_2
+    if era > 0:
+        return AttentionKernel.FLASH_3
+    return AttentionKernel.FUSED if precision == "fp16" or deepspeed else AttentionKernel.FLASH_2

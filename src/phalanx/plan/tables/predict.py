@@ -1,0 +1,125 @@
+"""What runs will take: time with an interval, memory with the probability that it is not enough, speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.cost.estimate.constants import (
+    MemoryConstants,
+    TimeConstants,
+    interval_constants,
+    memory_constants,
+    time_constants,
+)
+from phalanx.cost.estimate.job_table import Column, JobTable, job_table
+from phalanx.cost.estimate.memory import GIB, estimate_memory, oom_probability
+from phalanx.cost.estimate.prediction_interval import log_half_width
+from phalanx.cost.estimate.step_time import step_seconds
+from phalanx.plan.tables.csv_rows import Row
+from phalanx.plan.tables.row_to_job import TableJob, job_from_row, state_memory
+from phalanx.spec.errors import UserError
+
+EVEN = 0.5
+"""A choice that a row leaves open is taken to fit if it more likely does than not: somebody ran the row, and what they
+ran need not have the margin of what is offered (`search.LIKELY`)."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One job's step, in the units of its names; the interval holds the truth in 80 of 100 cases."""
+
+    id: str
+    step_time_s: float
+    step_time_low_s: float
+    step_time_high_s: float
+    memory_gib: float
+    """Allocated on the fullest rank."""
+    p_oom: float
+    tflops_per_gpu: float
+    """Model FLOPs: what recomputation does is not counted."""
+    mfu: float
+    """Percent of the peak at the precision of training."""
+    hfu: float
+    """The same with what recomputation does."""
+    assumed: list[str]
+    """What the row leaves open, and the planner chose as a trainer would."""
+
+
+@dataclass(frozen=True)
+class PredictionFailure:
+    """A row that cannot be predicted."""
+
+    id: str
+    reason: str
+    memory_gib: float | None = None
+    """Of a row that asks for model state alone."""
+
+
+def predict_rows(rows: Sequence[Row]) -> list[Prediction | PredictionFailure]:
+    """Every row of a table, in its order: all that they may mean in one pass."""
+    found: list[TableJob | PredictionFailure] = []
+    for row in rows:
+        try:
+            found.append(job_from_row(row))
+        except UserError as error:
+            found.append(PredictionFailure(row.get("id", ""), str(error).replace("\n", ";"), state_memory(row)))
+    jobs = [job for job in found if isinstance(job, TableJob)]
+    done = iter(predict_jobs(jobs))
+    return [next(done) if isinstance(job, TableJob) else job for job in found]
+
+
+def predict_jobs(jobs: Sequence[TableJob], time: TimeConstants | None = None) -> Iterator[Prediction]:
+    """Every job, of what it may mean the fastest that is likely to fit (the smallest, where nothing is)."""
+    if not jobs:
+        return
+    time = time or time_constants()
+    every = job_table([choice for job in jobs for choice in job.choices])
+    seconds, memory, risk = _costs(every, time, memory_constants())
+    width = log_half_width(interval_constants(), every)
+    again = [flops for job in jobs for flops in job.recomputed_flops]
+    for job, at in zip(jobs, _best_choices(jobs, seconds, memory, risk), strict=True):
+        spread = float(np.exp(width[at] * job.width))
+        speed = job.flops_per_step / float(seconds[at])
+        yield Prediction(
+            id=job.name,
+            step_time_s=float(seconds[at]),
+            step_time_low_s=float(seconds[at]) / spread,
+            step_time_high_s=float(seconds[at]) * spread,
+            memory_gib=float(memory[at]) / GIB,
+            p_oom=float(risk[at]),
+            tflops_per_gpu=speed / job.ranks / 1e12,
+            mfu=100 * speed / job.peak_flops,
+            hfu=100 * (speed + again[at] / float(seconds[at])) / job.peak_flops,
+            assumed=job.assumed,
+        )
+
+
+def best_choice_per_job(
+    jobs: Sequence[TableJob], every: JobTable, time: TimeConstants, memory: MemoryConstants
+) -> list[int]:
+    """Where in the columns of all jobs' choices each job's best one is."""
+    return list(_best_choices(jobs, *_costs(every, time, memory)))
+
+
+def _costs(jobs: JobTable, time: TimeConstants, memory: MemoryConstants) -> tuple[Column, Column, Column]:
+    """Seconds of a step, bytes of the fullest rank, and the probability that they are too many."""
+    held = estimate_memory(memory, jobs)
+    return step_seconds(time, jobs).total, held.allocated, oom_probability(memory, jobs, held)
+
+
+def _best_choices(jobs: Sequence[TableJob], seconds: Column, memory: Column, risk: Column) -> Iterator[int]:
+    first = 0
+    for job in jobs:
+        mine = slice(first, first + len(job.choices))
+        yield first + best_choice(seconds[mine], memory[mine], risk[mine])
+        first = mine.stop
+
+
+def best_choice(seconds: Column, memory: Column, risk: Column) -> int:
+    """The fastest that is likely to fit, or the smallest."""
+    fits: NDArray[np.bool_] = risk < EVEN
+    return int(np.argmin(np.where(fits, seconds, np.inf)) if fits.any() else np.argmin(memory))

@@ -1,0 +1,89 @@
+"""Beyond the step: what a whole training takes, with failures, checkpoints, energy and money."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.rank_memory import model_state_bytes, optimizer_kind
+from phalanx.cost.formulas.energy import energy_cost, energy_kwh, rental_cost
+from phalanx.cost.formulas.reliability import (
+    LLAMA3,
+    days_to,
+    goodput,
+    mtbf_seconds,
+    optimal_interval_seconds,
+    reliability,
+)
+from phalanx.plan.search.search import EvaluatedLayout
+from phalanx.spec.run import RunSpec
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """A whole training with one layout. What depends on a speed or a price that the cluster does not have is None."""
+
+    tokens: float
+    days: float
+    """With failures, where their cost is known."""
+    mtbf_seconds: float
+    checkpoint_bytes: int
+    """Parameters and optimizer state; gradients are not saved."""
+    write_seconds: float | None
+    interval_seconds: float | None
+    """Of work between two checkpoints, where most of it is kept."""
+    goodput: float | None
+    """The part of the time that ends up in the model."""
+    kwh: float | None
+    electricity: float | None
+    rent: float | None
+
+
+def estimate_training_cost(
+    run: RunSpec, world_size: int, option: EvaluatedLayout, tokens: float | None = None
+) -> TrainingCost:
+    """What it takes to train on `tokens` (by default as many as the run has)."""
+    cluster = run.cluster
+    tokens = tokens or run.training.steps * run.training.tokens_per_step
+    rate, (saved, write) = failure_rate(run), _checkpoint(run)
+    kept = reliability(rate, world_size, write, cluster.restart_seconds) if write else None
+    days = days_to(tokens, option.tokens_per_second, kept.goodput if kept else 1.0)
+    hours, watts = 24 * days, cluster.watts_per_device
+    return TrainingCost(
+        tokens=tokens,
+        days=days,
+        mtbf_seconds=mtbf_seconds(rate, world_size),
+        checkpoint_bytes=saved,
+        write_seconds=write,
+        interval_seconds=kept.interval_seconds if kept else None,
+        goodput=kept.goodput if kept else None,
+        kwh=energy_kwh(watts, world_size, hours) if watts else None,
+        electricity=energy_cost(watts, world_size, hours, cluster.price_per_kwh)
+        if watts and cluster.price_per_kwh
+        else None,
+        rent=rental_cost(world_size, hours, cluster.price_per_device_hour) if cluster.price_per_device_hour else None,
+    )
+
+
+def configured_goodput(run: RunSpec, world_size: int, option: EvaluatedLayout) -> float | None:
+    """The part of the time that ends up in the model with the run's own interval between checkpoints; None where it
+    writes none on the way, or nobody knows how fast they are written."""
+    _, write = _checkpoint(run)
+    every = run.checkpoint.every
+    if not every or write is None:
+        return None
+    mtbf = mtbf_seconds(failure_rate(run), world_size)
+    interval = optimal_interval_seconds(write, mtbf) if every == "auto" else every * option.step_seconds
+    return goodput(interval, write, mtbf, run.cluster.restart_seconds)
+
+
+def failure_rate(run: RunSpec) -> float:
+    """Failures per hour and device: as the run file has it, or those of Llama 3."""
+    return run.cluster.failures_per_device_hour or LLAMA3.per_device_hour
+
+
+def _checkpoint(run: RunSpec) -> tuple[int, float | None]:
+    """Bytes of parameters and optimizer state, and seconds to write them where the storage's speed is known."""
+    state = model_state_bytes(count_parameters(run.model), optimizer_kind(run.optimizer), run.training.precision)
+    saved, speed = state.parameters + state.optimizer, run.cluster.storage_bytes_per_second
+    return saved, saved / speed if speed else None

@@ -1,0 +1,46 @@
+"""How long collectives took once all of their ranks were there, of steps that were looked at closely."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import median
+
+from phalanx.plan.calibrate.microbenchmarks import CollectiveTiming
+from phalanx.report.run_data import Line, RunData
+
+WAITED_FOR = 0.9
+"""Of a collective's time, where nothing ran beside it: what does takes longer for it on a CPU, and may have stood in a
+queue."""
+Kind = tuple[str, tuple[int, ...], int]
+"""Operation, group, bytes."""
+
+
+def collective_times(recorded: RunData) -> tuple[CollectiveTiming, ...]:
+    """Of each operation, group and size the median over calls of what it took the rank that came last. Those that some
+    rank did not wait for from the first moment to the last are left out, and steps in which memory was watched."""
+    calls: dict[tuple[Kind, int, int], list[float | None]] = defaultdict(list)
+    for record in recorded.ranks.values():
+        for line in record.steps:
+            if "memory" not in line:
+                seen: dict[Kind, int] = defaultdict(int)
+                for call in line.get("collectives", ()):
+                    kind = call["operation"], tuple(call["group"]), call["bytes"]
+                    calls[kind, line["step"], seen[kind]].append(_alone(call))
+                    seen[kind] += 1
+    took: dict[Kind, list[float]] = defaultdict(list)
+    for (kind, _, _), of_ranks in calls.items():
+        known = [seconds for seconds in of_ranks if seconds is not None]
+        if len(known) == len(kind[1]) > 1:
+            took[kind].append(min(known))
+    return tuple(
+        CollectiveTiming(operation, len(group), group[1] - group[0], size_bytes, median(each))
+        for (operation, group, size_bytes), each in sorted(took.items())
+    )
+
+
+def _alone(call: Line) -> float | None:
+    """Seconds of a collective that a rank stood still for; None of one that it did not, or whose end nobody knows."""
+    if call["ended"] is None:
+        return None
+    seconds = call["ended"] - call["began"]
+    return seconds if 0 < WAITED_FOR * seconds <= call["exposed"] else None

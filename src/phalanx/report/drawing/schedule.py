@@ -1,0 +1,98 @@
+"""A timeline for people: in the terminal, as a picture, and for Perfetto."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from phalanx.schedule.schedule import Action, actions
+from phalanx.schedule.simulate import Time, Timeline
+from phalanx.spec.errors import UserError
+
+COLOURS = {
+    "F": ("#4c78c8", "#86a8e0"), "B": ("#2f9e8f", "#7cc8bd"), "I": ("#3f9b4f", "#88c893"), "W": ("#d98a2b", "#ecbc7f"),
+}  # fmt: skip
+"""Of each kind of action; the second for the second and later stages of a rank."""
+LEGEND = {"F": "forward", "B": "backward", "I": "backward, input half", "W": "backward, weight half"}
+
+
+def executed_spans(timeline: Timeline) -> Iterator[tuple[int, Action, float, float]]:
+    """Rank, action, start and end; an overlapped pair shares its time."""
+    for rank, spans in enumerate(timeline.spans):
+        for step, start, end in spans:
+            both = actions(step)
+            each = float(end - start) / len(both)
+            for place, action in enumerate(both):
+                yield rank, action, float(start) + place * each, float(start) + (place + 1) * each
+
+
+def kinds(timeline: Timeline) -> list[str]:
+    """The kinds of actions in it, in the legend's order."""
+    found = {action.kind for _, action, _, _ in executed_spans(timeline)}
+    return [kind for kind in LEGEND if kind in found]
+
+
+def shades(timeline: Timeline) -> dict[int, int]:
+    """0 for the first stage of every rank, 1 for its others."""
+    first = [min(action.stage for span in spans for action in actions(span.step)) for spans in timeline.spans]
+    return {action.stage: int(action.stage != first[rank]) for rank, action, _, _ in executed_spans(timeline)}
+
+
+def lines(timeline: Timeline, width: int) -> list[Text]:
+    """A line per rank of at most `width` characters: letter and micro-batch where they fit, coloured by kind."""
+    scale = min(4.0, (width - 1) / float(timeline.makespan))
+    shade = shades(timeline)
+    rows = [[(" ", "")] * (round(float(timeline.makespan) * scale)) for _ in timeline.spans]
+    for rank, action, start, end in executed_spans(timeline):
+        first, last = round(start * scale), round(end * scale)
+        label = f"{action.kind}{action.micro}"
+        shown = (label if len(label) <= last - first else action.kind)[: last - first].ljust(last - first)
+        style = f"black on {COLOURS[action.kind][shade[action.stage]]}"
+        rows[rank][first:last] = [(character, style) for character in shown]
+    return [Text.assemble(*row, no_wrap=True) for row in rows]
+
+
+def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any]:
+    """The Trace Event Format that chrome://tracing and ui.perfetto.dev open; `microseconds` are one unit of time."""
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}
+        for rank in range(len(timeline.spans))
+    ]
+    for rank, action, start, end in executed_spans(timeline):
+        begin, unit = start * float(microseconds), float(microseconds)
+        events.append({
+            "ph": "X", "name": str(action), "cat": LEGEND[action.kind], "pid": rank, "tid": action.stage,
+            "ts": begin, "dur": (end - start) * unit, "args": {"stage": action.stage, "micro_batch": action.micro},
+        })  # fmt: skip
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def draw(timeline: Timeline, title: str, file: Path) -> None:
+    """Write a picture: its format is the file's ending, .svg or .png.
+
+    Raises UserError if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError:
+        fix = "pip install -e '.[draw]', or write .json for Perfetto"
+        raise UserError("--out", str(file), "needs matplotlib, which is not installed", fix) from None
+    span, ranks, shade = float(timeline.makespan), len(timeline.spans), shades(timeline)
+    figure = Figure(figsize=(min(24.0, 2 + span * 0.28), 1.2 + 0.45 * ranks), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for rank, action, start, end in executed_spans(timeline):
+        colour = COLOURS[action.kind][shade[action.stage]]
+        axes.barh(rank, end - start, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
+        axes.text((start + end) / 2, rank, str(action.micro), ha="center", va="center", fontsize=7, color="white")
+    axes.set(title=title, xlabel="time", xlim=(0, span), ylim=(ranks - 0.5, -0.5), yticks=range(ranks))
+    axes.set_yticklabels([f"rank {rank}" for rank in range(ranks)])
+    axes.spines[["top", "right"]].set_visible(False)
+    handles = [Patch(color=COLOURS[kind][0], label=LEGEND[kind]) for kind in kinds(timeline)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.savefig(file, dpi=150)

@@ -1,0 +1,208 @@
+"""Where a step's time and a rank's memory go, as a picture of bars, beside the layouts that lose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import floor, log10
+from pathlib import Path
+
+from phalanx.cost.estimate.memory import GIB
+from phalanx.report.drawing import canvas
+from phalanx.report.drawing.canvas import INK, Label, Region, Shape
+
+COLOURS = {
+    "compute": "#0072b2", "exchange": "#e69f00", "bubble": "#b8b8b8", "send": "#56b4e9", "data_parallel": "#d55e00",
+    "update": "#009e73", "offload": "#f0e442", "waiting": "#cc79a7",
+    "state": "#332288", "activations": "#44aa99", "logits": "#ddcc77", "buffers": "#cc6677",
+}  # fmt: skip
+"""Of each part in every picture. Of time: the palette of M. Okabe and K. Ito (2008); of memory: P. Tol's muted one
+(2021); both for all kinds of colour vision. White is between neighbours, and the legend has their order."""
+GREY = "#666666"
+WIDTH, LEFT = 960.0, 24.0
+"""Of the picture and its margin."""
+BARS = WIDTH - 2 * LEFT
+"""The longest bar."""
+THICK, THIN, LINE, GAP = 30.0, 16.0, 18.0, 30.0
+"""Bars of the layout that is explained, of others, a line of text, and what is between sections."""
+LETTER = 6.8
+"""Of a number's digits, at the most, in the usual size."""
+COLUMN, NEXT = LEFT + 472, 88.0
+"""Where the legend's first column of numbers ends, and how far it is to the next."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: seconds or bytes by part."""
+
+    name: str
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """What is drawn."""
+
+    title: str
+    """The model, the machine, and which layout of theirs."""
+    layout: str
+    meaning: Mapping[str, str]
+    """Of each part of a step, in words."""
+    seconds: Mapping[str, float]
+    """Of a step of the layout, by part."""
+    others: Mapping[int, Bar]
+    """Steps of other layouts, by their places in the plan."""
+    bytes: list[Bar]
+    """Of the layout's stages."""
+    counted_bytes: float
+    """On the fullest rank, tensor by tensor: not by the formula that `bytes` are by."""
+    memory_bytes: float
+    """That a device has for a rank."""
+
+
+def save_picture(shown: Breakdown, file: Path) -> None:
+    """Write a picture: its format is the file's ending, .svg, .html or .png.
+
+    Raises UserError for another ending, if the file cannot be written, or for .png without matplotlib.
+    """
+    found = layout_shapes(shown)
+    height = _bottom(found) + LEFT
+    canvas.save_picture(
+        file, "--picture", f"{shown.title}: {shown.layout}",
+        lambda: canvas.document(WIDTH, height, map(canvas.element, found)),
+        lambda figure: canvas.draw(figure, WIDTH, height, found),
+    )  # fmt: skip
+
+
+def layout_shapes(shown: Breakdown) -> list[Shape]:
+    """All that is in the picture, from top to bottom."""
+    found: list[Shape] = [
+        Label("title", LEFT, 32, shown.title, size=15, bold=True),
+        Label("layout", LEFT, 52, shown.layout, size=12),
+    ]
+    found += _time(shown, _bottom(found) + GAP)
+    found += _memory(shown, _bottom(found) + GAP)
+    return found
+
+
+def _time(shown: Breakdown, top: float) -> Iterator[Shape]:
+    """A step of the layout, and of others for comparison."""
+    bars = [Bar("this layout", shown.seconds)]
+    bars += [Bar(f"{place}. {bar.name}", bar.parts) for place, bar in shown.others.items()]
+    unit, times = ("s", 1.0) if max(bar.total for bar in bars) >= 1 else ("ms", 1e3)
+    bars = [Bar(bar.name, {part: times * seconds for part, seconds in bar.parts.items()}) for bar in bars]
+    own, longest = bars[0], max(bar.total for bar in bars)
+
+    def words(part: str, time: float, of: float) -> tuple[str, str]:
+        return f"{time / of:.1%}", f"{shown.meaning[part]}: {time:.3f} {unit}, {time / of:.1%}"
+
+    yield Label("section", LEFT, top, f"time of a step, {unit}", size=12, bold=True)
+    for bar in bars:
+        mine, top = bar is own, top + LINE + 2
+        more = "" if mine else f" ({bar.total / own.total - 1:+.1%})"
+        yield Label("name", LEFT, top, bar.name, bold=mine)
+        yield Label("total", LEFT + BARS, top, f"{bar.total:.3f} {unit}{more}", "end", bold=mine)
+        thick, top = THICK if mine else THIN, top + 5
+        yield from _bar("time", bar, top, thick, BARS / longest, words)
+        top += thick
+    yield from _axis(longest, top)
+    columns = (unit, "share", *(f"more in {place}" for place in shown.others))
+    rows = {
+        part: (f"{time:.3f}", f"{time / own.total:.1%}", *(f"{bar.parts[part] - time:+z.3f}" for bar in bars[1:]))
+        for part, time in own.parts.items()
+    }
+    yield from _legend(shown.meaning, columns, rows, top + 2 * LINE + 10)
+
+
+def _memory(shown: Breakdown, top: float) -> Iterator[Shape]:
+    """What the layout's stages hold, beside what the device has for a rank."""
+    most = max(shown.memory_bytes, shown.counted_bytes, *(bar.total for bar in shown.bytes))
+    scale = BARS / most
+
+    def words(part: str, held: float, of: float) -> tuple[str, str]:
+        return f"{held / GIB:.1f}", f"{part}: {held / GIB:.2f} GiB, {held / of:.1%}"
+
+    yield Label("section", LEFT, top, "memory of a rank, GiB", size=12, bold=True)
+    begin = top = top + 2 * LINE
+    names = []
+    for bar in shown.bytes:
+        top += LINE + 2
+        names.append(Label("name", LEFT, top, f"{bar.name}: {bar.total / GIB:.2f} GiB by the planner's formula"))
+        yield from _bar("memory", bar, top + 5, THICK, scale, words)
+        top += 5 + THICK
+    yield from _line("limit", shown.memory_bytes, "that the device has for a rank", scale, begin - LINE, top)
+    yield from _line("counted", shown.counted_bytes, "on the fullest rank, counted tensor by tensor", scale, begin, top)
+    for name in names:
+        yield Region("behind", name.x, name.y - 11, len(name.said) * LETTER, 14, "#ffffff")
+        yield name
+    yield from _axis(most / GIB, top)
+    parts = {part: part for part in shown.bytes[0].parts}
+    rows = {part: tuple(f"{bar.parts[part] / GIB:.2f}" for bar in shown.bytes) for part in parts}
+    yield from _legend(parts, tuple(bar.name for bar in shown.bytes), rows, top + 2 * LINE + 10)
+
+
+def _bar(
+    kind: str, bar: Bar, y: float, thick: float, scale: float, words: Callable[[str, float, float], tuple[str, str]]
+) -> Iterator[Shape]:
+    """A bar's parts side by side; `words` are what a part has written on it, where there is room, and what it says
+    under the mouse."""
+    x = LEFT
+    for part, value in bar.parts.items():
+        width, (label, said) = value * scale, words(part, value, bar.total)
+        yield Region(kind, x, y, width - 1 if width > 2 else width, thick, COLOURS[part], said)
+        if width > (len(label) + 1) * LETTER:
+            yield Label(f"{kind}-label", x + width / 2, y + thick / 2 + 4, label, "middle", fill=_on(COLOURS[part]))
+        x += width
+
+
+def _line(kind: str, held: float, said: str, scale: float, top: float, bottom: float) -> Iterator[Shape]:
+    """An amount of memory from top to bottom, with words at its top, on the side where there is room."""
+    x = LEFT + held * scale
+    left = x > WIDTH / 2
+    yield Region(kind, x - 1, top - 10, 2, bottom - top + 14, INK if kind == "limit" else GREY)
+    yield Label(kind, x - 6 if left else x + 6, top, f"{held / GIB:.1f} GiB {said}", "end" if left else "start")
+
+
+def _axis(most: float, y: float) -> Iterator[Shape]:
+    """Numbers under bars of which the longest is `most`."""
+    for number in axis_ticks(most):
+        x = LEFT + number / most * BARS
+        yield Region("tick", x - 0.5, y + 3, 1, 4, GREY)
+        yield Label("number", x, y + 19, f"{number:g}", "middle", fill=GREY)
+
+
+def axis_ticks(most: float, count: int = 10) -> list[float]:
+    """Round numbers from 0 on, about so many."""
+    rough = most / count
+    power = 10.0 ** floor(log10(rough))
+    step = next(times * power for times in (1, 2, 5, 10) if times * power >= rough)
+    return [number * step for number in range(int(most / step) + 1)]
+
+
+def _legend(
+    names: Mapping[str, str], columns: tuple[str, ...], rows: Mapping[str, tuple[str, ...]], top: float
+) -> Iterator[Shape]:
+    """Of each part its colour, what it means, and its numbers: also of those too small to be seen."""
+    for at, column in enumerate(columns):
+        yield Label("column", COLUMN + at * NEXT, top, column, "end", fill=GREY)
+    for part, numbers in rows.items():
+        top += LINE
+        yield Region("legend", LEFT, top - 10, 12, 12, COLOURS[part])
+        yield Label("part", LEFT + 20, top, names[part])
+        for at, number in enumerate(numbers):
+            yield Label("figure", COLUMN + at * NEXT, top, number, "end")
+
+
+def _on(fill: str) -> str:
+    """A colour that is read on another."""
+    red, green, blue = (int(fill[at : at + 2], 16) for at in (1, 3, 5))
+    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 100 else "#ffffff"
+
+
+def _bottom(found: list[Shape]) -> float:
+    """Where a picture ends so far."""
+    return max(mark.y + (mark.height if isinstance(mark, Region) else 0.0) for mark in found)

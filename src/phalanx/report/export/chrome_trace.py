@@ -1,0 +1,88 @@
+"""What the ranks of a run noted as a trace for chrome://tracing and ui.perfetto.dev, on the clock of rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from phalanx.report.drawing.schedule import LEGEND
+from phalanx.report.run_data import Line, RankRecord, RunData
+
+Event = dict[str, Any]
+LANES = ("steps", "passes", "waits", "collectives")
+"""Of each rank, from top to bottom; collectives at the same time have lanes of their own below."""
+
+
+def chrome_trace(recorded: RunData) -> dict[str, Any]:
+    """The Trace Event Format, times in microseconds since the first event; `otherData` says how far off clocks may
+    be."""
+    events = [event for record in recorded.ranks.values() for event in _rank(record)]
+    first = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    shifted = [event | {"ts": event["ts"] - first} if "ts" in event else event for event in events]
+    errors = {str(rank): record.error_seconds for rank, record in recorded.ranks.items()}
+    return {
+        "traceEvents": shifted,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "run": recorded.name,
+            "clock": "of rank 0",
+            "clock_error_seconds": max(errors.values(), default=0.0),
+            "clock_error_seconds_of_ranks": errors,
+        },
+    }
+
+
+def _rank(record: RankRecord) -> Iterator[Event]:
+    yield _meta(record.rank, "process_name", name=f"rank {record.rank} on {record.host}")
+    yield _meta(record.rank, "process_sort_index", sort_index=record.rank)
+    events = [event for line in record.steps for event in _step(record, line)]
+    events += [
+        _event(record.rank, 0, line["pause"], line["began"] + record.offset_seconds, line["seconds"], step=line["step"])
+        for line in record.pauses
+    ]
+    for lane in sorted({event["tid"] for event in events if "tid" in event} | set(range(len(LANES)))):
+        yield _meta(record.rank, "thread_name", lane, name=LANES[min(lane, len(LANES) - 1)])
+        yield _meta(record.rank, "thread_sort_index", lane, sort_index=lane)
+    yield from events
+
+
+def _step(record: RankRecord, line: Line) -> Iterator[Event]:
+    """A step with its phases; of one looked at closely passes, waits, collectives and memory too."""
+    rank, step = record.rank, line["step"]
+    offset, error = line.get("clock", (record.offset_seconds, record.error_seconds))
+    begun, seconds = line["began"] + offset, line["seconds"]
+    yield _event(rank, 0, f"step {step}", begun, sum(seconds.values()), step=step, clock_error_seconds=error)
+    for phase, lasted in seconds.items():
+        yield _event(rank, 0, phase, begun, lasted, step=step)
+        begun += lasted
+    for kind, stage, micro, a, b in line.get("spans", ()):
+        about = {"kind": LEGEND.get(kind, kind), "stage": stage, "micro_batch": micro}
+        yield _event(rank, 1, f"{stage}{kind}{micro}", a + offset, b - a, **about)
+    for what, a, b in line.get("waits", ()):
+        yield _event(rank, 2, what, a + offset, b - a)
+    for lane, call in _apart(call for call in line.get("collectives", ()) if call["ended"] is not None):
+        about = {name: call[name] for name in ("group", "bytes", "exposed", "made_of")}
+        yield _event(rank, 3 + lane, call["operation"], call["began"] + offset, call["ended"] - call["began"], **about)
+    for moment in line.get("memory", ()):
+        held = {part: size for part, size in moment.items() if part != "at"}
+        yield {"ph": "C", "name": "memory", "pid": rank, "ts": 1e6 * (moment["at"] + offset), "args": held}
+
+
+def _apart(calls: Iterable[Line]) -> Iterator[tuple[int, Line]]:
+    """Each call with the first lane that is free when it begins."""
+    free: list[float] = []
+    for call in sorted(calls, key=lambda call: float(call["began"])):
+        lane = next((lane for lane, until in enumerate(free) if until <= call["began"]), len(free))
+        free[lane : lane + 1] = [call["ended"]]
+        yield lane, call
+
+
+def _event(rank: int, lane: int, name: str, begun_seconds: float, seconds: float, **about: Any) -> Event:
+    return {
+        "ph": "X", "name": name, "cat": LANES[min(lane, 3)], "pid": rank, "tid": lane, "ts": 1e6 * begun_seconds,
+        "dur": 1e6 * seconds, "args": about,
+    }  # fmt: skip
+
+
+def _meta(rank: int, what: str, lane: int = 0, **about: Any) -> Event:
+    return {"ph": "M", "name": what, "pid": rank, "tid": lane, "args": about}

@@ -1,0 +1,229 @@
+"""The newest numbers of a run directory in Prometheus' text format (github.com/prometheus/docs, exposition_formats.md).
+
+What rank 0 writes to metrics.jsonl and what each rank notes is followed: each look reads only what is new. So nothing
+is added to the training process, and what it wrote last can still be asked for after it has died."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.report.run_data import Line
+from phalanx.report.step_breakdown import computed_seconds
+from phalanx.runs.events import BEGAN, failure_count_and_uptime, read_events
+from phalanx.runs.lock import is_running
+from phalanx.runs.step_records import FORMAT, TRACE_DIR
+from phalanx.runs.swarm_records import JOURNAL_FILE
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+from phalanx.spec.run import RunSpec
+
+Sample = tuple[str, Mapping[str, str], float]
+"""Name, labels beside `run`, value."""
+
+NEWEST = {
+    "step": ("phalanx_step", "gauge", "Last step that was done."),
+    "loss": ("phalanx_loss_nats_per_token", "gauge", "Training loss of the last step; NaN where it was not finite."),
+    "grad_norm": ("phalanx_gradient_norm", "gauge", "Of the last step, before clipping; NaN where it was not finite."),
+    "learning_rate": ("phalanx_learning_rate", "gauge", "Of the last step."),
+    "step_seconds": ("phalanx_step_seconds", "gauge", "How long the last step took."),
+    "tokens_per_second": ("phalanx_tokens_per_second", "gauge", "Of the last step, all ranks together."),
+    "mfu": ("phalanx_mfu_ratio", "gauge", "Model FLOP/s of the last step as a share of the devices' peak."),
+    "tokens": ("phalanx_tokens", "gauge", "Tokens trained on."),
+    "skipped_steps": ("phalanx_skipped_steps", "gauge", "Steps skipped for a gradient that was not finite."),
+}
+"""Of the newest line of a step in metrics.jsonl, by field: name, type, help. None is a counter: a run that is started
+again goes on from a checkpoint, and counts less than before."""
+EVALUATED = {
+    "held_out_loss": ("phalanx_held_out_loss_nats_per_token", "gauge", "Of the last evaluation."),
+}
+OTHERS = (
+    ("phalanx_planned_steps", "gauge", "Steps that the run is to do."),
+    ("phalanx_under_way", "gauge", "1 while it trains, 0 when it has ended; not there where that cannot be known."),
+    ("phalanx_start_timestamp_seconds", "gauge", "When it was last started, in seconds since 1970."),
+    ("phalanx_last_step_timestamp_seconds", "gauge", "When a step was last done since, or else it was started."),
+    ("phalanx_checkpoint_step", "gauge", "Step of the newest complete checkpoint."),
+    ("phalanx_checkpoint_timestamp_seconds", "gauge", "When that was complete, in seconds since 1970."),
+    ("phalanx_checkpoint_interval_steps", "gauge", "Steps between checkpoints; 0 where the run chooses them."),
+    ("phalanx_starts_total", "counter", "How often it was started."),
+    ("phalanx_failures_total", "counter", "How often ranks of it failed, and were started again or not."),
+    ("phalanx_failed_ranks", "gauge", "Ranks that left word of a failure since the last start."),
+    ("phalanx_rank_info", "gauge", "1, with the host and the kind of device of each rank."),
+    ("phalanx_rank_step", "gauge", "Last step that each rank noted."),
+    ("phalanx_phase_seconds", "gauge", "What the phases of each rank's last step took, waits in them included."),
+    ("phalanx_wait_seconds", "gauge", "In which a rank stood still for others in its last step, by phase; CPUs only."),
+    ("phalanx_compute_seconds", "gauge", "Of each rank's passes in its last step, without waits on CPUs."),
+    ("phalanx_peak_memory_bytes", "gauge", "The most that each rank has held: of its GPU, or of the host's memory."),
+    ("phalanx_device_memory_bytes", "gauge", "Memory of each rank's device; of a CPU, that of its host."),
+)  # fmt: skip
+FAMILIES = {name: (kind, text) for name, kind, text in (*NEWEST.values(), *EVALUATED.values(), *OTHERS)}
+"""Type and help of all that there may be."""
+
+
+class JsonLinesTail:
+    """A file of JSON lines that grows, and may be written anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._inode, self._offset = 0, 0
+
+    def read_new(self) -> tuple[bool, list[Line]]:
+        """Whether all that was read before is no longer so, and the whole lines that are new."""
+        try:
+            status = self.path.stat()
+            anew = status.st_ino != self._inode or status.st_size < self._offset
+            start = 0 if anew else self._offset
+            with self.path.open("rb") as file:
+                file.seek(start)
+                text = file.read()
+        except OSError:
+            anew, self._inode, self._offset = self._inode != 0, 0, 0
+            return anew, []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._inode, self._offset = status.st_ino, start + len(whole)
+        lines = []
+        for line in whole.splitlines():
+            with suppress(ValueError):
+                lines.append(json.loads(line))
+        return anew, [line for line in lines if isinstance(line, dict)]
+
+
+@dataclass
+class RankMetrics:
+    """What a rank noted last."""
+
+    follower: JsonLinesTail
+    opening: Line = field(default_factory=dict)
+    step: Line = field(default_factory=dict)
+    """Of the last start."""
+
+    def refresh(self) -> None:
+        """Take in what is new."""
+        anew, lines = self.follower.read_new()
+        if anew:
+            self.opening, self.step = {}, {}
+        for line in lines:
+            if line.get("format") == FORMAT:
+                self.opening, self.step = line, {}
+            elif "seconds" in line and "stages" in line:
+                self.step = line
+
+
+class RunMetrics:
+    """A run directory, looked at again and again."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._metrics = JsonLinesTail(directory / "metrics.jsonl")
+        self._step: Line = {}
+        self._evaluation: Line = {}
+        self._ranks: dict[Path, RankMetrics] = {}
+
+    def exposition_text(self, checkpoints: Sequence[Path]) -> str:
+        """What Prometheus is told now; `checkpoints` are the complete ones, the newest first."""
+        run = None
+        with suppress(UserError):  # a run file of another version
+            run = load_run(self.directory / "run.toml", environment={})
+        name = run.name if run else self.directory.resolve().name
+        said = [*self._of_ranks(), *self._of_steps(), *self._of_run(checkpoints), *(_planned(run) if run else ())]
+        return exposition([(metric, {"run": name, **labels}, value) for metric, labels, value in said])
+
+    def _of_steps(self) -> Iterator[Sample]:
+        anew, lines = self._metrics.read_new()
+        if anew:
+            self._step, self._evaluation = {}, {}
+        for line in lines:
+            self._step = line if "step_seconds" in line else self._step
+            self._evaluation = line if "held_out_loss" in line else self._evaluation
+        if (self.directory / JOURNAL_FILE).is_file():  # a swarm's coordinator, which does none
+            return
+        for names, line in ((NEWEST, self._step or {"step": 0}), (EVALUATED, self._evaluation)):
+            for found, (name, _, _) in names.items():
+                if found in line:
+                    yield name, {}, math.nan if line[found] is None else line[found]
+        started = self._started()
+        yield "phalanx_start_timestamp_seconds", {}, started
+        noted = [rank.follower.path for rank in self._ranks.values() if rank.step]  # also where metrics.every is not 1
+        times = [_modified(file) for file in ([self._metrics.path] if self._step else []) + noted]
+        yield "phalanx_last_step_timestamp_seconds", {}, max([started, *times])
+
+    def _started(self) -> float:
+        """When it last was: when its ranks began, or until they do, when it was asked for."""
+        began = [float(event["time"]) for event in read_events(self.directory) if event["what"] == BEGAN]
+        return max([*began, _modified(self.directory / "run.toml")])
+
+    def _of_run(self, checkpoints: Sequence[Path]) -> Iterator[Sample]:
+        under_way = is_running(self.directory)
+        if under_way is not None:
+            yield "phalanx_under_way", {}, under_way
+        for newest in checkpoints[:1]:
+            with suppress(OSError):  # it may be gone by now
+                yield "phalanx_checkpoint_timestamp_seconds", {}, newest.stat().st_mtime
+                yield "phalanx_checkpoint_step", {}, int(newest.name.removeprefix("step-"))
+        yield "phalanx_starts_total", {}, sum(event["what"] == BEGAN for event in read_events(self.directory))
+        yield "phalanx_failures_total", {}, failure_count_and_uptime(self.directory)[0]
+        yield "phalanx_failed_ranks", {}, len([*(self.directory / "failures").glob("rank-*.json")])
+
+    def _of_ranks(self) -> Iterator[Sample]:
+        for file in (self.directory / TRACE_DIR).glob("rank-*.jsonl"):
+            self._ranks.setdefault(file, RankMetrics(JsonLinesTail(file))).refresh()
+        opened = {rank.opening["rank"]: rank for rank in self._ranks.values() if rank.opening}
+        if 0 not in opened:
+            return
+        first = opened[0]
+        for number, rank in sorted(opened.items()):
+            if all(rank.opening[name] == first.opening[name] for name in ("step", "ranks")):  # of the last start
+                yield from _of_rank({"rank": str(number)}, rank.opening, rank.step)
+
+
+def _planned(run: RunSpec) -> Iterator[Sample]:
+    steps, every = run.training.steps, run.checkpoint.every
+    yield "phalanx_planned_steps", {}, steps
+    yield "phalanx_checkpoint_interval_steps", {}, 0 if every == "auto" else every or steps  # one at the end there is
+
+
+def _modified(file: Path) -> float:
+    """When a file was last written; 0 where it is gone."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _of_rank(label: dict[str, str], opening: Line, line: Line) -> Iterator[Sample]:
+    yield "phalanx_rank_info", {**label, "host": opening["host"], "device": opening["device"]}, 1
+    yield "phalanx_device_memory_bytes", label, opening["memory_bytes"]
+    if not line:
+        return
+    yield "phalanx_rank_step", label, line["step"]
+    yield "phalanx_compute_seconds", label, computed_seconds(line)
+    yield "phalanx_peak_memory_bytes", label, line["peak_memory_bytes"]
+    for phase, seconds in line["seconds"].items():
+        yield "phalanx_phase_seconds", {**label, "phase": phase}, seconds
+    for phase, seconds in line.get("waited", {}).items():
+        yield "phalanx_wait_seconds", {**label, "phase": phase}, seconds
+
+
+def exposition(samples: Sequence[Sample]) -> str:
+    """Samples as text, those of a name together below its help and type."""
+    lines = []
+    for name, (kind, text) in FAMILIES.items():
+        own = [sample for sample in samples if sample[0] == name]
+        if own:
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+        for _, labels, value in own:
+            pairs = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
+            lines.append(f"{name}{{{pairs}}} {_number(value)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    return "NaN" if math.isnan(value) else repr(float(value)) if isinstance(value, float) else str(int(value))

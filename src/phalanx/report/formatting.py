@@ -1,0 +1,241 @@
+"""Numbers and names of a run's facts, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from phalanx.report.drawing.heatmap import format_bytes
+from phalanx.report.swarm_rounds import ALL, EACH
+
+UNKNOWN = "-"
+NAMES = {
+    "tokens_per_second": "tokens per second", "mfu": "MFU", "all_reduce": "all-reduce", "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all (planned for balanced experts)",
+    "pipeline": "waits in the pipeline",
+    "communication": "exposed communication", "optimizer": "update", "step": "whole step",
+}  # fmt: skip
+"""Of what facts name otherwise than people do."""
+STATE = ("parameters", "gradients", "optimizer", "offloaded", "activations", "communication", "working", "total")
+"""Rows of memory: those in which `optimizer` and `communication` are what is held, not what takes time."""
+KINDS = {
+    "compute": "computing", "memory": "want of memory", "communication": "communication", "input": "waiting for tokens",
+    "straggler": "a slow rank", "bubble": "the pipeline's bubble", "stage": "a stage that takes longer",
+    "expert": "a hot expert",
+}  # fmt: skip
+"""Of findings, as what takes a share of a step."""
+
+
+def format_number(value: float | None, unit: str) -> str:
+    """To three digits with its unit: seconds ("s"), bytes ("B"), a speed ("tokens/s"), a loss, or a share ("")."""
+    if value is None:
+        return UNKNOWN
+    if unit == "loss":
+        return f"{value:.3f}"
+    if unit == "B":
+        digits, unit = format_bytes(value).split()
+        return f"{digits if unit == 'B' else _digits(float(digits))} {unit}"
+    if unit == "s":
+        return format_seconds(value)
+    return f"{value:,.0f}" if unit == "tokens/s" else format_percent(value)
+
+
+def format_seconds(value: float) -> str:
+    """A duration to three digits: 12.3 ms; from two minutes on as a clock has it: 1:02:03."""
+    if value >= 120:
+        minutes, rest = divmod(round(value), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if not value:
+        return "0 s"
+    for unit, least in (("s", 1.0), ("ms", 1e-3), ("µs", 0.0)):
+        if value >= 0.9995 * least:
+            return f"{_digits(value / (least or 1e-6))} {unit}"
+    return f"{value:.3g} s"
+
+
+def format_percent(value: float) -> str:
+    """A share: 12.3 %; without a fraction from 99.5 % on."""
+    return f"{100 * value:.1f} %" if abs(value) < 0.995 else f"{100 * value:.0f} %"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """How many times as much: 1.03x."""
+    return UNKNOWN if ratio is None else f"{_digits(ratio)}x"
+
+
+def _digits(value: float) -> str:
+    """Three digits, zeros at the end among them, so that columns of numbers line up."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def row_label(row: Mapping[str, Any]) -> str:
+    """What a row of `beside` is about."""
+    what = str(row["what"])
+    return what if row["role"] and what in STATE else NAMES.get(what, what)
+
+
+TITLES = {"": "of a step", EACH: "of a round of the swarm", ALL: "of all rounds"}
+"""Of rows that are of no rank."""
+
+
+def group_rows(beside: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """Rows of `beside` under titles: a step, memory and bytes of each role of ranks, rounds; none that is 0
+    throughout."""
+    shown = [row for row in beside if row["predicted"] or row["measured"]]
+    for role in dict.fromkeys(row["role"] for row in shown):
+        own = [row for row in shown if row["role"] == role]
+        if role in TITLES:
+            yield TITLES[role], own
+            continue
+        of = "a rank" if role == "rank" else role
+        held = [row for row in own if row["what"] in STATE]
+        sent = [row for row in own if row["what"] not in STATE]
+        yield from (
+            (title, rows) for title, rows in ((f"memory of {of}", held), (f"sent by {of} in a step", sent)) if rows
+        )
+
+
+TABLE_NOTE = (
+    "Of a step: medians over steps, of the rank that takes longest (exposed communication: that waits least). A rank's "
+    "own rows are its own medians: they need not add up to these, nor to a step."
+)
+"""What the numbers are of."""
+ROUND_TABLE_NOTE = (
+    "Of a round: means over rounds. Bytes are predicted by the formulas of the method, without names and checksums; "
+    "time and utilisation for the step and the link's speed as measured, if nobody coded or waited. Where a node "
+    "learns on after it told (swarm.delay), sending and coding run beside training."
+)
+"""The same of a swarm's."""
+
+
+def format_count(value: int) -> str:
+    """So many parameters: 1.84 million."""
+    for word, least in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if value >= least:
+            return f"{_digits(value / least)} {word}"
+    return f"{value:,}"
+
+
+def format_layout(values: Mapping[str, Any] | None) -> str:
+    """What of a layout is not the default: data_parallel=zero2, pp=2."""
+    if values is None:
+        return "an unknown layout"
+    return ", ".join(f"{name}={value}" for name, value in values.items()) or "plain data parallelism"
+
+
+def run_summary(run: Mapping[str, Any]) -> list[str]:
+    """A run in a few words each: ranks, layout, model, steps."""
+    if run.get("leads"):
+        return ["a swarm's coordinator: nodes have directories of their own, nodes/NAME", format_progress(run)]
+    ranks, hosts = run["ranks"], run["hosts"]
+    where = f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts" if hosts else ""
+    device = f" ({run['device']})" if run["device"] else ""
+    found = [f"{ranks} {'rank' if ranks == 1 else 'ranks'}{where}{device}" if ranks else "an unknown number of ranks"]
+    if "layout" in run:
+        found += [
+            format_layout(run["layout"]),
+            f"{format_count(run['parameters'])} parameters in {run['precision']}",
+            f"{run['tokens_per_step']:,} tokens a step in sequences of {run['sequence']:,}",
+        ]
+    return [*found, format_progress(run)]
+
+
+def format_progress(run: Mapping[str, Any]) -> str:
+    """How far it is: step 12 of 40."""
+    return f"step {run['step']:,} of {run['steps']:,}" if "steps" in run else f"step {run['step']:,}"
+
+
+def bottleneck_headline(finding: Mapping[str, Any]) -> str:
+    """A finding as a headline: Communication: 27 % of a step."""
+    kind = KINDS.get(finding["kind"], finding["kind"])
+    return f"{kind[0].upper()}{kind[1:]}: {100 * finding['share']:.0f} % of a step"
+
+
+def as_sentence(said: str) -> str:
+    """Words with a capital and a full stop."""
+    return f"{said[0].upper()}{said[1:]}."
+
+
+def is_off(ratio: float | None) -> bool:
+    """Whether what was measured is far from what was predicted."""
+    return ratio is not None and not 0.8 <= ratio <= 1.25
+
+
+def format_comparison(comparison: Mapping[str, Any]) -> list[str]:
+    """What is said of runs side by side."""
+    apart = comparison["loss_apart"]
+    if apart is None:
+        return list(comparison["said"])
+    most = f"{100 * apart['largest_relative']:.2g} %"
+    return [*comparison["said"], f"Over the {apart['steps']} steps that all did, losses are at most {most} apart."]
+
+
+def seconds_left(facts: Mapping[str, Any]) -> float | None:
+    """As the newest steps take; None where there are none, or nobody knows how many there will be."""
+    newest = sorted((facts["curves"].get("step_seconds") or [])[-20:])
+    if not newest or "steps" not in facts["run"]:
+        return None
+    return float(newest[len(newest) // 2] * (facts["run"]["steps"] - facts["run"]["step"]))
+
+
+def last_value(curve: list[float | None] | None) -> float | None:
+    """The newest number of a curve that is one."""
+    return next((value for value in reversed(curve or []) if value is not None), None)
+
+
+def measured_row(facts: Mapping[str, Any], what: str) -> Mapping[str, Any] | None:
+    """The row of a step's measure, where there is one."""
+    return next((row for row in facts["beside"] if row["what"] == what and not row["role"]), None)
+
+
+def round_lines(facts: Mapping[str, Any]) -> list[str]:
+    """A line for each round of a swarm that is over: what a node did in it, or what nodes told their coordinator."""
+    swarm = facts.get("swarm")
+    if swarm is None:
+        return []
+    return [_round(*row) for row in _columns(swarm["rounds"])] if swarm["rounds"] else _told(swarm["told"])
+
+
+def _columns(own: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    moved = own["bytes"]["sent"], own["bytes"]["received"]
+    return zip(
+        own["round"], own["steps"], *moved, own["seconds"]["training"], own["whole"], own["refused"], strict=True
+    )
+
+
+def _round(at: int, steps: int, sent: int, received: int, training: float, whole: float, refused: str) -> str:
+    moved = f"{format_number(sent, 'B')} sent, {format_number(received, 'B')} received"
+    why = f"; refused: {refused}" if refused else ""
+    return f"round {at}: {steps} steps, {moved}, {format_percent(training / (whole or 1.0))} of {format_seconds(whole)} training{why}"
+
+
+def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"round {row['round']}: {len(row['bytes'])} of {row['nodes']} nodes told "
+        f"{format_number(sum(row['bytes'].values()), 'B')} of {sum(row['tokens'].values()):,} tokens in "
+        f"{format_seconds(row['seconds'])}{''.join(f'; refused {count} x: {node}' for node, count in row['refused'].items())}"
+        for row in rows
+        if row["seconds"] is not None
+    ]
+
+
+def round_totals(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What a swarm's rounds come to until now: a name, a number, and what that is of."""
+    swarm = facts.get("swarm")
+    if swarm is None:
+        return []
+    own, told = swarm["rounds"], swarm["told"] or ()
+    done = own["round"][-1] + 1 if own else sum(row["seconds"] is not None for row in told)
+    of = f"of {swarm['planned']:,}" if swarm["planned"] else ""
+    if own:
+        sizes = [(what, format_number(own[f"{what}_bytes"], "B"), "") for what in ("sent", "received")]
+        return [("rounds", f"{done:,}", of), *sizes, ("training", format_number(own["utilisation"], ""), "of the time")]
+    size, tokens = (sum(sum(row[what].values()) for row in told) for what in ("bytes", "tokens"))
+    refused = sum(sum(row["refused"].values()) for row in told)
+    sums = [
+        ("told by nodes", format_number(size, "B"), ""),
+        ("tokens", f"{tokens:,}", ""),
+        ("refused", f"{refused:,}", "times"),
+    ]
+    return [("rounds", f"{done:,}", of), *sums]

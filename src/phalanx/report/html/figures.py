@@ -1,0 +1,288 @@
+"""Facts as figures of plotly: plain data, so that nothing heavy is imported. Colours of text, grid and background are
+the page's own (`page.js` adds them, for light and dark)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import log10
+from typing import Any
+
+from phalanx.report import formatting
+from phalanx.report.drawing import heatmap, schedule, step_breakdown
+from phalanx.report.profiled_steps import Facts
+
+Figure = dict[str, Any]
+RUNS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+"""Of each run beside others (Okabe and Ito)."""
+WHERE = {
+    "compute": "compute", "communication": "data_parallel", "pipeline": "bubble", "data": "waiting",
+    "optimizer": "update", "unattributed": "send",
+}  # fmt: skip
+"""What a rank's step goes to, in the colours of `breakdown`."""
+MEMORY = {
+    "parameters": "#4477aa", "gradients": "#88ccee", "optimizer": "#999933", "offloaded": "#ddcc77",
+    "activations": step_breakdown.COLOURS["activations"], "communication": step_breakdown.COLOURS["buffers"],
+}  # fmt: skip
+SHADES = [[at / (len(heatmap.COLOURS) - 1), colour] for at, colour in enumerate(heatmap.COLOURS)]
+ROUND = {
+    "training": "compute", "coding": "update", "sending": "send", "waiting": "waiting", "receiving": "exchange",
+}  # fmt: skip
+"""What a round of a swarm goes to, likewise."""
+SI_BYTES = {"tickformat": ".3~s", "ticksuffix": "B"}
+ROW, AROUND = 26, 60
+"""Pixels of a row of bars, and of the axis below them."""
+TITLE = 1.3
+"""Rows that the title of a timeline takes."""
+TIMELINES = {
+    "planned": "planned, by pipeline rank",
+    "simulated": "simulated with measured times, by pipeline rank",
+    "measured": "measured, by rank",
+}
+LABELLED = 400
+"""Passes of a timeline that have their micro-batch written on them, at the most."""
+
+
+def _figure(data: list[Figure], height: int, **layout: Any) -> Figure:
+    shape = {"height": height, "margin": {"l": 8, "r": 8, "t": 8, "b": 8}, "hovermode": "closest", "showlegend": False}
+    return {"data": data, "layout": shape | layout}
+
+
+def legend(figure: Figure) -> dict[str, str]:
+    """The colour of each name in a figure, in its order; the page writes it, so that it wraps like text."""
+    named = [trace for trace in figure["data"] if "name" in trace and trace.get("showlegend", True)]
+    return {trace["name"]: _colour(trace) for trace in named}
+
+
+def _colour(trace: Figure) -> str:
+    colour = trace["marker"]["color"] if "marker" in trace else trace["line"]["color"]
+    return str(colour[0] if isinstance(colour, list) else colour)
+
+
+def _axis(title: str = "", **more: Any) -> Figure:
+    return {"title": {"text": title}, "automargin": True, "fixedrange": True, "zeroline": False} | more
+
+
+def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
+    """Loss, that of held-out text as diamonds, above the speed, of all runs; None where no step was done."""
+    data = [trace for at, facts in enumerate(runs) for trace in _curves(facts, _safe(names[at]), at, len(runs) == 1)]
+    if not data:
+        return None
+    return _figure(
+        data, 420, xaxis=_axis("step", anchor="y2", fixedrange=False),
+        yaxis=_axis("loss", domain=[0.45, 1]), yaxis2=_axis("tokens/s", domain=[0, 0.38], rangemode="tozero"),
+    )  # fmt: skip
+
+
+def _curves(facts: Facts, name: str, at: int, alone: bool) -> Iterator[Figure]:
+    curve, line = facts["curves"], {"mode": "lines", "line": {"color": RUNS[at % len(RUNS)], "width": 2}}
+    if "loss" in curve:
+        said = f"step %{{x}}: %{{y:.4f}}<extra>{name}</extra>"
+        yield _line(curve["step"], curve["loss"], said) | line | {"name": "text trained on" if alone else name}
+    if "tokens_per_second" in curve:
+        said = f"step %{{x}}: %{{y:,.0f}}<extra>{name}</extra>"
+        yield _line(curve["step"], curve["tokens_per_second"], said) | line | {"yaxis": "y2", "showlegend": False}
+    if curve["held_out"]:
+        steps, losses = map(list, zip(*curve["held_out"], strict=True))
+        dots = {"color": RUNS[(at + alone) % len(RUNS)], "size": 8, "symbol": "diamond"}
+        yield _line(steps, losses, f"step %{{x}}: %{{y:.4f}}<extra>{name}, held-out text</extra>") | {
+            "mode": "markers", "marker": dots, "name": "held-out text", "showlegend": alone,
+        }  # fmt: skip
+
+
+def _line(x: list[Any], y: list[Any], said: str) -> Figure:
+    return {"type": "scatter", "x": x, "y": y, "hovertemplate": said}
+
+
+def ranks(facts: Facts) -> Figure | None:
+    """Where each rank's step went, a bar each in seconds."""
+    found = facts["ranks"]
+    if not found:
+        return None
+    names = [f"rank {rank['rank']}" for rank in found]
+    data = [
+        {
+            "type": "bar", "orientation": "h", "y": names, "x": [rank[part] for rank in found],
+            "name": formatting.NAMES.get(part, part), "marker": {"color": step_breakdown.COLOURS[colour]},
+            "customdata": [formatting.format_seconds(max(0.0, rank[part])) for rank in found],
+            "hovertemplate": "%{y}: %{customdata}",
+        }
+        for part, colour in WHERE.items() if any(rank[part] > 0 for rank in found)
+    ]  # fmt: skip
+    return _figure(
+        data, AROUND + ROW * len(names), barmode="stack", bargap=0.25, xaxis=_axis("seconds", rangemode="tozero"),
+        yaxis=_axis(autorange="reversed"),
+    )  # fmt: skip
+
+
+def passes(facts: Facts) -> Figure | None:
+    """The passes of one step on one axis of time: as planned, as simulated with measured times, as measured."""
+    found = facts["timeline"]
+    if not found or not found["measured"]:
+        return None
+    shown = {said: found[name] for name, said in TIMELINES.items() if found.get(name)}
+    rows = {said: sorted({span[0] for span in spans}) for said, spans in shown.items()}
+    whole, top = sum(map(len, rows.values())) + TITLE * len(rows), 1.0
+    data: list[Figure] = []
+    layout: Figure = {"annotations": []}
+    for place, (said, spans) in enumerate(shown.items(), 1):
+        top, axis = top - TITLE / whole, str(place) if place > 1 else ""
+        layout["annotations"].append({
+            "text": said, "xref": "paper", "yref": "paper", "x": 0, "y": top, "xanchor": "left", "yanchor": "bottom",
+            "showarrow": False,
+        })  # fmt: skip
+        domain = [max(0.0, top - len(rows[said]) / whole), top]
+        layout[f"yaxis{axis}"] = _axis(domain=domain, autorange="reversed", tickmode="array", tickvals=rows[said])
+        data += _passes(spans, f"y{axis}")
+        top = domain[0]
+    seconds = _axis("seconds", anchor=f"y{axis}", fixedrange=False, rangemode="tozero")
+    return _figure(
+        data, AROUND + round(ROW * whole), xaxis=seconds, bargap=0.15, barmode="overlay", dragmode="zoom",
+        uniformtext={"mode": "hide", "minsize": 9}, **layout,
+    )  # fmt: skip
+
+
+def _passes(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
+    """A trace for each kind of pass."""
+    first: dict[int, int] = {}
+    for rank, _, stage, *_ in spans:
+        first[rank] = min(stage, first.get(rank, stage))
+    for kind, said in schedule.LEGEND.items():
+        own = sorted((span for span in spans if span[1] == kind), key=lambda span: span[2] != first[span[0]])
+        if own:
+            yield {
+                "type": "bar",
+                "orientation": "h",
+                "name": said,
+                "yaxis": axis,
+                "y": [rank for rank, *_ in own],
+                "base": [begun for *_, begun, _ in own],
+                "x": [ended - begun for *_, begun, ended in own],
+                "marker": {"color": [schedule.COLOURS[kind][int(stage != first[rank])] for rank, _, stage, *_ in own]},
+                "text": [str(micro) for _, _, _, micro, *_ in own] if len(spans) <= LABELLED else None,
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "customdata": [
+                    [stage, micro, formatting.format_seconds(end - begun)] for _, _, stage, micro, begun, end in own
+                ],
+                "hovertemplate": f"{said}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}: %{{customdata[2]}}"
+                "<extra></extra>",
+            }
+
+
+def rounds(facts: Facts) -> Figure | None:
+    """Of a swarm's node: seconds of each round by what they went to, above its bytes. Of a coordinator: bytes by who
+    told them."""
+    swarm = facts.get("swarm")
+    if swarm is None or not (swarm["rounds"] or swarm["told"]):
+        return None
+    own, told = swarm["rounds"], swarm["told"]
+    if told:
+        names = sorted({name for row in told for name in row["bytes"]})
+        sent = {_safe(name): [row["bytes"].get(name, 0) for row in told] for name in names}
+        data = list(_stacked([row["round"] for row in told], sent, {}, "B"))
+        return _figure(data, 260, barmode="stack", bargap=0.25, xaxis=_axis("round"), yaxis=_axis("bytes", **SI_BYTES))
+    data = list(_stacked(own["round"], own["seconds"], ROUND, "s"))
+    for what, kind in (("sent", "sending"), ("received", "receiving")):
+        said = [heatmap.format_bytes(value) for value in own["bytes"][what]]
+        line = _line(own["round"], own["bytes"][what], f"round %{{x}}: %{{customdata}}<extra>{what}</extra>")
+        look = {
+            "mode": "lines",
+            "line": {"color": step_breakdown.COLOURS[ROUND[kind]], "width": 2},
+            "showlegend": False,
+        }
+        data.append(line | look | {"customdata": said, "yaxis": "y2", "name": what})
+    return _figure(
+        data, 420, barmode="stack", bargap=0.25, xaxis=_axis("round", anchor="y2"),
+        yaxis=_axis("seconds", domain=[0.45, 1]),
+        yaxis2=_axis("bytes", domain=[0, 0.38], rangemode="tozero", **SI_BYTES),
+    )  # fmt: skip
+
+
+def _stacked(x: list[int], parts: Facts, colours: dict[str, str], unit: str) -> Iterator[Figure]:
+    """A bar for each round, of its parts; those that are nothing throughout are left out."""
+    shown = {name: values for name, values in parts.items() if any(values)}
+    for at, (name, values) in enumerate(shown.items()):
+        colour = step_breakdown.COLOURS[colours[name]] if colours else RUNS[at % len(RUNS)]
+        yield {
+            "type": "bar", "x": x, "y": values, "name": name, "marker": {"color": colour},
+            "customdata": [formatting.format_number(value, unit) for value in values],
+            "hovertemplate": "round %{x}: %{customdata}",
+        }  # fmt: skip
+
+
+def memory(facts: Facts) -> Figure | None:
+    """What a rank held over the step that was metered, by part."""
+    found = facts["memory"]
+    if not found:
+        return None
+    other = step_breakdown.COLOURS["waiting"]
+    data = [
+        _line(found["seconds"], held, f"%{{customdata}}<extra>{_safe(part)}</extra>")
+        | {
+            "name": _safe(part), "stackgroup": "held", "mode": "lines", "line": {"width": 0.5, "shape": "hv"},
+            "fillcolor": MEMORY.get(part, other), "marker": {"color": MEMORY.get(part, other)},
+            "customdata": [heatmap.format_bytes(value) for value in held],
+        }
+        for part, held in found["bytes"].items() if any(held)
+    ]  # fmt: skip
+    return _figure(data, 320, xaxis=_axis("seconds"), yaxis=_axis("bytes", rangemode="tozero", **SI_BYTES))
+
+
+def traffic(facts: Facts) -> Figure | None:
+    """Bytes that a step sends from each rank to each."""
+    found = facts["traffic"]
+    if not found or not any(map(any, found["bytes"])):
+        return None
+    sent = [value for row in found["bytes"] for value in row if value]
+    least, most = log10(min(sent)), log10(max(sent))
+    steps = [least + (most - least) * at / 4 for at in range(5)] if most > least else [most]
+    bar = {"tickmode": "array", "tickvals": steps, "ticktext": [heatmap.format_bytes(10**step) for step in steps]}
+    shown = [[log10(value) if value else None for value in row] for row in found["bytes"]]
+    said = [[heatmap.format_bytes(value) for value in row] for row in found["bytes"]]
+    cells = _cells(shown, said, "rank %{y} to rank %{x}: %{customdata}") | {"colorbar": _bar() | bar}
+    if most == least:
+        cells |= {"zmin": least - 1, "zmax": least}
+    count = len(shown)
+    side = max(140, min(480, 48 * count))
+    return {"widest": side + 170} | _figure(
+        [cells], side + 60, xaxis=_axis("to rank", **_whole(count)),
+        yaxis=_axis("from rank", autorange="reversed", **_whole(count)),
+    )  # fmt: skip
+
+
+def experts(facts: Facts) -> Figure | None:
+    """How many times its fair share of a layer's tokens each expert was chosen for."""
+    found = facts["experts"]
+    if not found or not found["tokens"]:
+        return None
+    tokens = found["tokens"]
+    shares = [[value * len(layer) / (sum(layer) or 1) for value in layer] for layer in tokens]
+    cells = _cells(shares, tokens, "layer %{y}, expert %{x}: %{customdata:,} tokens, %{z:.2f}x its share")
+    cells |= {"colorbar": _bar() | {"ticksuffix": "x"}, "y": [str(layer) for layer in found["layers"]], "zmin": 0}
+    if len(tokens[0]) <= 16 and len(tokens) <= 32:
+        cells |= {"texttemplate": "%{z:.2f}"}
+    return _figure(
+        [cells], AROUND + max(90, ROW * len(tokens)), xaxis=_axis("expert", **_whole(len(tokens[0]))),
+        yaxis=_axis("layer", autorange="reversed", type="category"),
+    )  # fmt: skip
+
+
+def _cells(values: list[list[Any]], said: list[list[Any]], words_under_mouse: str) -> Figure:
+    return {
+        "type": "heatmap", "z": values, "customdata": said, "colorscale": SHADES, "xgap": 1, "ygap": 1,
+        "hovertemplate": f"{words_under_mouse}<extra></extra>",
+    }  # fmt: skip
+
+
+def _bar() -> Figure:
+    return {"thickness": 12, "outlinewidth": 0, "len": 1}
+
+
+def _whole(count: int) -> Figure:
+    """Ticks at whole numbers."""
+    return {"tickmode": "array", "tickvals": list(heatmap.axis_ticks(count, 0)), "showgrid": False}
+
+
+def _safe(text: str) -> str:
+    """Text from outside: plotly reads some tags, and %{...} in templates."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace("%{", "% {")

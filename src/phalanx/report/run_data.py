@@ -1,0 +1,335 @@
+"""A run directory as it is found: whole, still being written, truncated, of an older version, or with ranks missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from phalanx.cost.exact.flops import training_flops_per_token
+from phalanx.cost.exact.pipeline_split import check_layout
+from phalanx.plan.calibrate.calibrate import LEAST_STEPS, WARM_UP
+from phalanx.runs.events import describe_damaged_checkpoints, describe_failures, describe_rollbacks, read_events
+from phalanx.runs.lock import is_running
+from phalanx.runs.step_records import FORMAT, TRACE_DIR
+from phalanx.runs.swarm_records import JOURNAL_FILE, ROUNDS_FILE, RoundRecord
+from phalanx.schedule.registry import representative_schedule
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_machine, load_run, with_last_used_layout
+from phalanx.spec.run import RunSpec
+
+Line = dict[str, Any]
+STATE_DESCRIPTIONS = {
+    True: "it is still under way",
+    False: "it was ended there",
+    None: "it is still under way, or was ended",
+}
+"""What is said of a run before its last step."""
+LATE = 2
+"""Steps that a rank's record may be behind others': they write now and then, and asynchronous workers apart."""
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What a rank noted since the run was last started."""
+
+    rank: int
+    host: str
+    device: str
+    offset_seconds: float
+    """To add to its times, to have those of rank 0."""
+    error_seconds: float
+    memory_bytes: int
+    """Of its device."""
+    cores: int | None
+    """That the ranks on its host may use, where they run on them."""
+    steps: list[Line] = field(default_factory=list)
+    """See `measure.record.StepLine`."""
+    pauses: list[Line] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run, and what it left."""
+
+    directory: Path
+    run: RunSpec | None
+    """None where run.toml is not one of this version, or its schedule is gone."""
+    world_size: int
+    began_after: int
+    ranks: dict[int, RankRecord]
+    """Those that wrote a record of the last start."""
+    metrics: list[Line]
+    """metrics.jsonl: of steps, and of evaluations."""
+    measured: dict[int, Line]
+    """`measured/` by rank: what one step held, sent and computed."""
+    problems: list[str]
+    """What is missing or cannot be read."""
+    failure: str | None = None
+    """What the rank that failed first left word of."""
+    under_way: bool | None = None
+    """Whether it goes on; None where nobody can tell."""
+    rounds: list[RoundRecord] = field(default_factory=list)
+    """Of a swarm's node."""
+    run_events: list[Mapping[str, Any]] = field(default_factory=list)
+    """Its starts, failures and ends (`measure.events`)."""
+    swarm_journal: list[Line] | None = None
+    """What a swarm's coordinator wrote down, which trains nothing; None of other runs."""
+
+    @property
+    def step(self) -> int:
+        """The last that was done; of a coordinator, by the nodes of its last round."""
+        if self.swarm_journal is not None and self.run is not None and self.run.swarm is not None:
+            return (
+                len([None for event in self.swarm_journal if event["what"] == "committed"])
+                * self.run.swarm.steps_per_round
+            )
+        return int(self.step_metrics[-1]["step"]) if self.step_metrics else 0
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return self.run.name if self.run else self.directory.name
+
+    @property
+    def step_metrics(self) -> list[Line]:
+        """Of `metrics` those of steps."""
+        return [line for line in self.metrics if "step_seconds" in line]
+
+    @property
+    def evaluations(self) -> list[Line]:
+        """Of `metrics` those of evaluations."""
+        return [line for line in self.metrics if "held_out_loss" in line]
+
+    @property
+    def profiled_steps(self) -> list[int]:
+        """The steps of which every rank that there is noted when everything was."""
+        each = [{line["step"] for line in record.steps if "spans" in line} for record in self.ranks.values()]
+        return sorted(set.intersection(*each)) if each else []
+
+
+def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
+    """All that a run directory has; `machine` is what it ran on, where its run file does not say so.
+
+    Raises UserError for what is no run directory.
+    """
+    if not (directory / "run.toml").is_file():
+        problem = "has no run.toml" if directory.is_dir() else "is a file" if directory.exists() else "is not there"
+        raise UserError("run directory", str(directory), problem, "give what phalanx train made: runs/NAME")
+    problems: list[str] = []
+    if (directory / JOURNAL_FILE).is_file():
+        return _read_coordinator(directory, problems)
+    metrics = _metrics(directory / "metrics.jsonl", problems)
+    rounds = _rounds(directory / ROUNDS_FILE, problems)
+    is_node = (directory / ROUNDS_FILE).is_file()
+    ranks, world_size, began_after = _records(directory / TRACE_DIR, [] if is_node else problems)  # nodes keep none
+    steps = [line for line in metrics if "step_seconds" in line]
+    if steps and not ranks:
+        world_size, began_after = steps[-1].get("ranks", 0), steps[-1].get("began_after", 0)
+    run = _run(directory / "run.toml", world_size, problems)
+    if run is not None and run.swarm is not None and not rounds:
+        problems.append(f"no round has been written to {ROUNDS_FILE} yet")
+    if run is not None and machine is not None:
+        run = run.model_copy(update={"cluster": machine.model_copy(update={"nodes": run.cluster.nodes})})
+    if run is not None and world_size:
+        peak = measured_peak(run, steps, world_size)
+        run = run.model_copy(update={"cluster": _machine(run.cluster, world_size, peak, ranks)})
+    failure, under_way = _failure(directory / "failures"), is_running(directory)
+    if failure:
+        problems.append(failure)
+    elif not steps:
+        problems.append("no step has been written yet")
+    elif run is not None and steps[-1]["step"] < run.training.steps:
+        problems.append(f"step {steps[-1]['step']} of {run.training.steps}: {STATE_DESCRIPTIONS[under_way]}")
+    happened = read_events(directory)
+    if survived := describe_failures(happened, but_last=failure is not None):
+        often = "once" if len(survived) == 1 else f"{len(survived)} times"
+        problems.append(f"it broke off {often} and went on, the last time at {survived[-1]}")
+    if returns := describe_rollbacks(happened):
+        often = "once" if len(returns) == 1 else f"{len(returns)} times"
+        problems.append(f"it went back {often}, the last time at {returns[-1]}")
+    if aside := describe_damaged_checkpoints(happened):
+        problems.append(f"checkpoints were damaged, the last noticed at {aside[-1]}")
+    measured = _measured(directory / "measured", began_after, world_size, problems)
+    return RunData(
+        directory, run, world_size, began_after, ranks, metrics, measured, problems, failure, under_way, rounds,
+        happened,
+    )  # fmt: skip
+
+
+def _read_coordinator(directory: Path, problems: list[str]) -> RunData:
+    events = _lines(directory / JOURNAL_FILE, problems, {"what", "at"})
+    run, under_way = _run(directory / "run.toml", 0, problems), is_running(directory)
+    found = RunData(directory, run, 0, 0, {}, [], {}, problems, None, under_way, swarm_journal=events)
+    if run is not None and found.step < run.training.steps:
+        problems.append(f"step {found.step} of {run.training.steps}: {STATE_DESCRIPTIONS[under_way]}")
+    return found
+
+
+def _run(file: Path, world_size: int, problems: list[str]) -> RunSpec | None:
+    why = "is not of this version"
+    try:
+        run = with_last_used_layout(load_run(file, environment={}), file.parent)
+        if run.layout.pp > 1:
+            why = "names a schedule that is gone"
+            representative_schedule(run.layout)
+        if world_size:
+            why = f"is not of these {world_size} ranks"
+            check_layout(run, world_size)
+    except UserError as error:
+        first = str(error).partition("\n")[0]
+        problems.append(f"run.toml {why}, so that nothing can be predicted: {first}")
+        return None
+    return run
+
+
+def _machine(own: ClusterSpec, world_size: int, peak_flops: float | None, ranks: dict[int, RankRecord]) -> ClusterSpec:
+    """The run's, with what was found of it; of a CPU that nobody described, what is known of any. Ranks that share
+    cores each measured their share of the peak."""
+    found = own.model_copy(update={"nproc_per_node": max(1, world_size // own.nodes)})
+    record = next(iter(ranks.values()), None)
+    if own.preset is None and record is not None and record.device == "cpu":
+        known = {"memory_bytes": own.memory_bytes or record.memory_bytes, "cores": own.cores or record.cores}
+        same = {name: getattr(found, name) for name in ("nodes", "nproc_per_node", "peak_flops", "calibration")}
+        found = load_machine("cpu").model_copy(update=known | same)
+    if own.peak_flops is None and peak_flops is not None:
+        peak = peak_flops * found.ranks_per_core
+        found = found.model_copy(update={"peak_flops": peak, "matmul_flops": own.matmul_flops or peak})
+    return found
+
+
+def measured_peak(run: RunSpec, steps: Sequence[Line], world_size: int) -> float | None:
+    """FLOP/s of a rank, as it was measured or known when the run began."""
+    told = next((line for line in reversed(steps) if line.get("mfu")), None)
+    if told is None:
+        return None
+    flops = training_flops_per_token(run.model, run.training.seq_len)
+    peak = told["tokens_per_second"] * flops / told["mfu"] / told.get("ranks", world_size)
+    return float(f"{peak:.6g}")  # the same from one step to the other
+
+
+def _lines(file: Path, problems: list[str], names: Set[str] = frozenset({"step"})) -> list[Line]:
+    """The lines of a file that are whole and have these names; the last may still be being written."""
+    text = file.read_text(errors="replace")
+    whole, bad = [], 0
+    for line in text.splitlines(keepends=True):
+        try:
+            found = json.loads(line) if line.endswith("\n") else None
+        except ValueError:
+            found = None
+        if isinstance(found, dict) and names <= set(found):
+            whole.append(found)
+        elif line.endswith("\n"):
+            bad += 1
+    if bad:
+        problems.append(f"{file.parent.name}/{file.name}: {bad} lines cannot be read")
+    return whole
+
+
+def _metrics(file: Path, problems: list[str]) -> list[Line]:
+    if not file.is_file():
+        problems.append("metrics.jsonl is missing")
+        return []
+    return _lines(file, problems)
+
+
+def _rounds(file: Path, problems: list[str]) -> list[RoundRecord]:
+    """Of a node, in the swarm that it was in last: rounds begin anew with another."""
+    names = {each.name for each in fields(RoundRecord)}
+    lines = _lines(file, problems, names) if file.is_file() else []
+    found = [RoundRecord(**{name: line[name] for name in names}) for line in lines]
+    anew = [at for at in range(1, len(found)) if found[at].round < found[at - 1].round]
+    return found[anew[-1] :] if anew else found
+
+
+def _records(folder: Path, problems: list[str]) -> tuple[dict[int, RankRecord], int, int]:
+    """The record of each rank of the last start, how many ranks it had, and after which step it began."""
+    starts: dict[int, list[Line]] = {}
+    for file in sorted(folder.glob("rank-*.jsonl")):
+        lines = _lines(file, problems)
+        openings = [place for place, line in enumerate(lines) if "format" in line]
+        if not openings:
+            problems.append(f"{folder.name}/{file.name} has no opening")
+            continue
+        last = lines[openings[-1] :]
+        if last[0]["format"] != FORMAT:
+            problems.append(f"{folder.name}/{file.name} has format {last[0]['format']}; this version reads {FORMAT}")
+            continue
+        starts[last[0]["rank"]] = last
+    if not starts:
+        why = "they came to no step, metrics.per_rank_records was off, or an older version ran"
+        problems.append(f"{folder.name}/ has no records of ranks: {why}")
+        return {}, 0, 0
+    newest = max((lines[0]["step"], lines[0]["ranks"]) for lines in starts.values())
+    first = starts.get(0, next(iter(starts.values())))[0]
+    began_after, world_size = (first["step"], first["ranks"]) if 0 in starts else newest
+    records = {
+        rank: _record(lines)
+        for rank, lines in starts.items()
+        if (lines[0]["step"], lines[0]["ranks"]) == (began_after, world_size)
+    }
+    ended = {rank: record.steps[-1]["step"] for rank, record in records.items() if record.steps}
+    behind = [rank for rank, step in ended.items() if step < max(ended.values()) - LATE]
+    if behind:
+        problems.append(f"the record of rank {behind[0]} ends before others do, at step {ended[behind[0]]}")
+    missing = sorted(set(range(world_size)) - set(records))
+    if missing:
+        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        problems.append(f"no record of {len(missing)} of {world_size} ranks: {shown}")
+    return records, world_size, began_after
+
+
+def _record(lines: Sequence[Line]) -> RankRecord:
+    opening = lines[0]
+    steps = {line["step"]: line for line in lines[1:] if "seconds" in line and "stages" in line}
+    pauses = [line for line in lines[1:] if "pause" in line]
+    return RankRecord(
+        opening["rank"], opening["host"], opening["device"], opening["clock_offset_seconds"],
+        opening["clock_error_seconds"], opening["memory_bytes"], opening.get("cores"), list(steps.values()), pauses,
+    )  # fmt: skip
+
+
+def _failure(folder: Path) -> str | None:
+    """Why the rank that failed first did, if any. One that was killed had no time to leave word: whoever started it
+    did, later than others wrote that they had lost it, and without the step."""
+    found = []
+    for file in folder.glob("rank-*.json"):
+        with suppress(ValueError, KeyError, TypeError):
+            line = json.loads(file.read_text(errors="replace"))
+            how = str(line["reason"]).splitlines()[0]
+            said = f"rank {line['rank']} {'failed: ' if 'step' in line else ''}{how}"
+            found.append(("step" in line, float(line["time"]), said))
+    return min(found)[2] if found else None
+
+
+def _measured(folder: Path, began_after: int, world_size: int, problems: list[str]) -> dict[int, Line]:
+    """Of the last start."""
+    found = {}
+    for file in sorted(folder.glob("rank-*.json")):
+        try:
+            line = json.loads(file.read_text(errors="replace"))
+        except ValueError:
+            line = None
+        if isinstance(line, dict) and {"held_bytes", "peak_bytes", "collectives"} <= set(line):
+            rank = int(file.stem.removeprefix("rank-"))
+            if line.get("step", began_after + 1) > began_after and rank < (world_size or rank + 1):
+                found[rank] = line
+        else:
+            problems.append(f"{folder.name}/{file.name} cannot be read")
+    return found
+
+
+def steady_steps(records: Iterable[RankRecord], began_after: int) -> list[int]:
+    """The steps that count: noted by every rank, not the first of the start, and not looked at closely, which takes
+    longer; where those are too few, not metered."""
+    lines = [[line for line in record.steps if line["step"] > began_after + WARM_UP] for record in records]
+    for slow in ("spans", "memory"):
+        each = [{line["step"] for line in of_rank if slow not in line} for of_rank in lines]
+        found = sorted(set.intersection(*each)) if each else []
+        if len(found) >= LEAST_STEPS:
+            break
+    return found

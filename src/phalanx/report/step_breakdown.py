@@ -1,0 +1,179 @@
+"""Where the time of a run's steps went, on every rank, from what the ranks noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.cost.exact.flops import rank_flops
+from phalanx.plan.calibrate.calibrate import MeasuredRun
+from phalanx.report.collective_times import collective_times
+from phalanx.report.run_data import Line, RankRecord, RunData, read_run, steady_steps
+from phalanx.schedule.registry import layout_schedule
+from phalanx.schedule.simulate import ActionTimes, Timeline, simulate
+from phalanx.spec.layout import parallel_dims
+from phalanx.spec.run import RunSpec, plan_batch
+
+Table = NDArray[np.float64]
+PHASES = ("data", "passes", "reduce", "optimizer")
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of settled steps, [steps, ranks]."""
+
+    steps: list[int]
+    ranks: list[int]
+    whole: Table
+    data: Table
+    """Until this rank had its tokens."""
+    compute: Table
+    """Of forward and backward passes, without waits for collectives in them (on a GPU with these: its host does not
+    wait)."""
+    communication: Table
+    """Waits for collectives; all 0 on a GPU."""
+    pipeline: Table
+    """Waits for other stages between passes; once a rank has done all of its own it waits in the collectives after."""
+    passes: Table
+    """From the first pass to the last, of a rank's own."""
+    busy: Table
+    """Of that in passes."""
+    optimizer: Table
+    rows: Table | None
+    """Not seconds: rows of tokens that a rank's experts computed, where ranks have different ones."""
+    waits_are_known: bool
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Of a step, which is over when the last rank's is: the median."""
+        return float(np.median(self.whole.max(1)))
+
+    def share(self, seconds: Table, begun: int = 0) -> float:
+        """Of a step, where there is a number of seconds for each: the median of those from a row on."""
+        return float(np.median(seconds[begun:]) / np.median(self.whole.max(1)[begun:]))
+
+    @property
+    def computing(self) -> Table:
+        """`compute` of the ranks that do: servers have none."""
+        return self.compute[:, np.median(self.compute, 0) > 0]
+
+    @property
+    def idle(self) -> Table:
+        """Seconds in which a rank has no pass to do while others of its pipeline have, [steps]: the mean over ranks."""
+        return np.asarray(np.maximum(0.0, self.passes.max(1) - self.busy.mean(1)))
+
+    @property
+    def bubble(self) -> float:
+        """The share of that in the passes of all (`Timeline.bubble`): the median over steps."""
+        return float(np.median(self.idle / self.passes.max(1)))
+
+    @property
+    def unattributed(self) -> Table:
+        """What is none of the named."""
+        return self.whole - self.data - self.compute - self.communication - self.pipeline - self.optimizer
+
+
+def step_times(recorded: RunData) -> StepTimes | None:
+    """Of the steps that count; None where there are none."""
+    records = [recorded.ranks[rank] for rank in sorted(recorded.ranks)]
+    steps = steady_steps(records, recorded.began_after)
+    if not steps:
+        return None
+    lines = [_by_step(record, steps) for record in records]
+
+    def of(value: Callable[[Line], float]) -> Table:
+        return np.array([[value(line) for line in rank] for rank in lines], float).T
+
+    rows = of(lambda line: line["expert_rows"]) if all("expert_rows" in rank[0] for rank in lines) else None
+    return StepTimes(
+        steps=steps,
+        ranks=[record.rank for record in records],
+        whole=of(lambda line: sum(line["seconds"].values())),
+        data=of(lambda line: line["seconds"]["data"]),
+        compute=of(computed_seconds),
+        communication=of(lambda line: sum(_waited(line, phase) for phase in PHASES)),
+        pipeline=of(lambda line: _waited(line, "pipeline")),
+        passes=of(lambda line: line["seconds"]["passes"]),
+        busy=of(_passes),
+        optimizer=of(lambda line: line["seconds"]["optimizer"] - _waited(line, "optimizer")),
+        rows=rows,
+        waits_are_known=all("waited" in rank[0] for rank in lines),
+    )
+
+
+def computed_seconds(line: Line) -> float:
+    """Of a step's passes, without waits for collectives in them, as far as these are known."""
+    return max(0.0, _passes(line) - _waited(line, "passes"))
+
+
+def _by_step(record: RankRecord, steps: Sequence[int]) -> list[Line]:
+    found = {line["step"]: line for line in record.steps}
+    return [found[step] for step in steps]
+
+
+def _passes(line: Line) -> float:
+    return sum(sum(kinds.values()) for kinds in line["stages"].values())
+
+
+def _waited(line: Line, what: str) -> float:
+    return float(line.get("waited", {}).get(what, 0.0))
+
+
+def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
+    """A run with how long its ranks computed in a step and waited, as far as they noted it, and the collectives that
+    they looked at closely."""
+    recorded = read_run(directory)
+    device = next((record.device for record in recorded.ranks.values()), None)
+    measured, found = replace(measured, device=device, exchanges=collective_times(recorded)), step_times(recorded)
+    if found is None or not found.waits_are_known:
+        return measured
+    return replace(
+        measured,
+        computing_seconds=float(np.median(found.compute.max(1))),
+        waiting_seconds=float(np.median(found.communication.min(1))),
+    )
+
+
+def flops_per_rank(run: RunSpec, world_size: int, ranks: Sequence[int]) -> Table:
+    """FLOPs of each rank's passes in a step, experts balanced."""
+    return np.array([rank_flops(run, world_size, rank) for rank in ranks])
+
+
+def stage_times(recorded: RunData, steps: Sequence[int]) -> dict[int, dict[str, float]]:
+    """Seconds of each kind of pass of each stage in a step: the median over steps of the mean over copies of it."""
+    found: dict[int, dict[str, list[list[float]]]] = {}
+    for record in recorded.ranks.values():
+        for line in _by_step(record, steps):
+            for stage, kinds in line["stages"].items():
+                for kind, seconds in kinds.items():
+                    found.setdefault(int(stage), {}).setdefault(kind, []).append(seconds)
+    return {
+        stage: {kind: float(np.median(seconds)) for kind, seconds in kinds.items()}
+        for stage, kinds in sorted(found.items())
+    }
+
+
+def simulate_measured(
+    run: RunSpec, world_size: int, stages: dict[int, dict[str, float]], balanced: bool = False
+) -> Timeline:
+    """The schedule of a pipeline's step with measured times of its stages, or as if all stages were their mean;
+    transfers take no time."""
+    schedule = layout_schedule(run.layout, micro_batches := plan_batch(run, world_size).gradient_accumulation_steps)
+
+    def times(*kinds: str) -> list[float]:
+        each = [sum(stages[stage].get(kind, 0.0) for kind in kinds) / micro_batches for stage in sorted(stages)]
+        return [float(np.mean(each))] * len(each) if balanced else each
+
+    halved = any("I" in kinds for kinds in stages.values())
+    # A step of a halved schedule may have whole backward passes too: their time goes to the halves as these have it.
+    return simulate(schedule, ActionTimes(times("F"), times("B", "I"), times("W") if halved else 0.0))
+
+
+def pipeline_rank(run: RunSpec, world_size: int, rank: int) -> int:
+    """Where in its pipeline a rank is."""
+    return parallel_dims(run.layout, world_size).coordinates(rank)["pp"]

@@ -1,0 +1,164 @@
+"""What ranks leave behind when a run stands still or breaks off, in the run directory.
+
+RUN_DIR/hangs/rank-00000.json       of each rank that still could: where it stood, and its last collectives
+RUN_DIR/hangs/rank-00000.fault      where it stood when a signal killed it (SIGABRT, SIGSEGV, ...), by faulthandler
+RUN_DIR/failures/rank-00000.json    why a rank failed"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from phalanx.doctor.machine import Machine
+
+HANGS, FAILURES = "hangs", "failures"
+FORMAT = 1
+STALLED, FAILED, ABORTED = "nothing moved", "it failed", "it was aborted"
+"""Why a rank left word."""
+
+FATAL, _FRAME = "Fatal Python error: ", re.compile(r'  File "(.+)", line (\d+) in (.+)')
+"""As faulthandler writes them."""
+
+Frame = tuple[str, int, str]
+"""Of a stack: file, line, function."""
+
+
+def format_frame(place: Sequence[Any] | None) -> str:
+    """ "trainer.py:83 (reduce)", with the folder that it is in."""
+    return "an unknown line" if not place else f"{'/'.join(str(place[0]).split('/')[-2:])}:{place[1]} ({place[2]})"
+
+
+class RecordedCollective(TypedDict):
+    """One collective that a rank called."""
+
+    group: str
+    number: int
+    """Which of the group's collectives, from 1: on every rank the same one has the same number."""
+    operation: str
+    inputs: list[list[int]]
+    outputs: list[list[int]]
+    dtypes: list[str]
+    """Of the inputs."""
+    over: bool
+    """Whether it had ended."""
+    at: Frame | None
+    """Who called it."""
+
+
+class HangDump(TypedDict):
+    """What a rank tells of itself and of its neighbours."""
+
+    format: int
+    rank: int
+    ranks: int
+    host: str
+    pid: int
+    time: float
+    step: int
+    """The last that it had finished."""
+    why: str
+    stood_seconds: float
+    """How long nothing had moved."""
+    error: NotRequired[str]
+    """What it failed with then, or before that."""
+    stack: list[Frame]
+    """Of its main thread, innermost first; of an error, where that was raised."""
+    waiting: bool
+    """Whether it waited for others there."""
+    groups: dict[str, list[int]]
+    calls: list[RecordedCollective]
+    """The last ones, oldest first."""
+    oom_kills: int
+    """Processes of its group that the kernel killed for want of memory since it began."""
+    beside: dict[str, str]
+    """Of the other ranks on this host: the state of their process in /proc, or "gone"."""
+
+
+TOLD = frozenset(HangDump.__annotations__) - {"error"}
+"""In every dump. (__required_keys__ takes NotRequired for required where annotations are put off.)"""
+
+
+def dump_file(directory: Path, rank: int) -> Path:
+    """Where a rank tells where it stood."""
+    return directory / HANGS / f"rank-{rank:05d}.json"
+
+
+def fault_file(directory: Path, rank: int) -> Path:
+    """Where faulthandler writes, of a rank that a signal ends."""
+    return directory / HANGS / f"rank-{rank:05d}.fault"
+
+
+def describe_fault(directory: Path, rank: int) -> str | None:
+    """Of a rank that a signal ended: "Segmentation fault in train/worker.py:12 (work)", as far as faulthandler wrote
+    it; None where it wrote nothing."""
+    try:
+        lines = fault_file(directory, rank).read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    said = next((line.removeprefix(FATAL) for line in lines if line.startswith(FATAL)), None)
+    begun = next((at for at, line in enumerate(lines) if line.startswith("Current thread")), len(lines))
+    place = next(filter(None, map(_FRAME.fullmatch, lines[begun + 1 :])), None)
+    if said is None or place is None:
+        return said
+    return f"{said} in {format_frame(place.groups())}"
+
+
+def failure_file(directory: Path, rank: int) -> Path:
+    """Where a rank, or whoever started it, tells why it failed."""
+    return directory / FAILURES / f"rank-{rank:05d}.json"
+
+
+def write_dump(directory: Path, dump: HangDump) -> None:
+    """Leave what a rank tells of where it stood."""
+    _write(dump_file(directory, dump["rank"]), json.dumps(dump))
+
+
+def write_failure(directory: Path, record: Mapping[str, Any]) -> None:
+    """Leave why a rank of this host failed."""
+    _write(failure_file(directory, record["rank"]), json.dumps({"host": Machine().host, **record}, indent=1))
+
+
+def remove_dumps(directory: Path, rank: int) -> None:
+    """What a rank left of an earlier start."""
+    for file in (dump_file(directory, rank), failure_file(directory, rank)):
+        file.unlink(missing_ok=True)
+
+
+def remove_dumps_from_rank(directory: Path, rank: int) -> None:
+    """What was left by this rank and those after it, of an earlier start that had them."""
+    for folder in (HANGS, FAILURES):
+        for file in (directory / folder).glob("rank-*"):
+            if file.stem >= f"rank-{rank:05d}":
+                file.unlink(missing_ok=True)
+
+
+def _write(file: Path, text: str) -> None:
+    """Where others find it whole or not at all."""
+    file.parent.mkdir(exist_ok=True)
+    aside = file.with_suffix(".partial")
+    aside.write_text(text)
+    aside.replace(file)
+
+
+def read_dumps(directory: Path) -> dict[int, HangDump]:
+    """Of every rank that left one."""
+    found = [one for one in _read(directory / HANGS) if one.keys() >= TOLD and one["format"] == FORMAT]
+    return {int(one["rank"]): one for one in found}  # type: ignore[misc]
+
+
+def read_failures(directory: Path) -> dict[int, dict[str, Any]]:
+    """What every rank that failed, or whoever started it, wrote of that."""
+    found = [one for one in _read(directory / FAILURES) if {"rank", "time", "reason"} <= one.keys()]
+    return {int(one["rank"]): dict(one) for one in found}
+
+
+def _read(folder: Path) -> list[Mapping[str, Any]]:
+    found = []
+    for file in sorted(folder.glob("rank-*.json")):
+        with suppress(ValueError, OSError):  # the disk may have been full
+            found.append(json.loads(file.read_text()))
+    return [record for record in found if isinstance(record, dict)]

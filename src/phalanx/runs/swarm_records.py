@@ -1,0 +1,36 @@
+"""What a swarm writes down of its rounds, for whoever reads the directories of its members.
+
+nodes/NAME/swarm.jsonl      a node: of each round bytes, seconds and memory (`Spent`)
+RUN_DIR/journal.jsonl       the coordinator: every event, by which such a directory is known (`swarm/coordinator/ledger.py`)"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROUNDS_FILE, JOURNAL_FILE = "swarm.jsonl", "journal.jsonl"
+
+
+@dataclass
+class RoundRecord:
+    """Of a round, on a node's rank 0. Coding, sending and receiving may go on beside training."""
+
+    round: int
+    steps: int = 0
+    tokens: int = 0
+    experts: int = 0
+    """Of each layer, that it trained as its own."""
+    train_seconds: float = 0.0
+    code_seconds: float = 0.0
+    """Bringing weights together, coding them, and taking what came."""
+    send_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    """For others."""
+    receive_seconds: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    whole_bytes: int = 0
+    """Of those received, all weights at once: to begin with, or after too long an absence."""
+    held_bytes: int = 0
+    """Weights, gradients and optimizer state of rank 0 when it last stepped, and experts at rest."""
+    seconds: float = 0.0
+    refused: str = ""

@@ -1,0 +1,80 @@
+"""Schedules by the names that run files and commands use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from pathlib import Path
+
+from phalanx.schedule.generate import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
+from phalanx.schedule.schedule import Schedule, read_csv
+from phalanx.schedule.validate import violations
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
+
+PUBLISHED: dict[str, Callable[[int, int], Schedule]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
+}
+
+
+@lru_cache(256)
+def build_schedule(name: str, p: int, m: int, v: int = 2) -> Schedule:
+    """The published schedule of that name for p ranks and m micro-batches; v are the stages of each rank that
+    "interleaved" has.
+
+    Raises UserError for an unknown name, or for numbers that the schedule cannot have.
+    """
+    if name not in PUBLISHED:
+        raise UserError("schedule", name, "is not known", f"use one of {', '.join(PUBLISHED)}")
+    return interleaved(p, m, v) if name == "interleaved" else PUBLISHED[name](p, m)
+
+
+def layout_schedule(layout: Layout, micro_batches: int) -> Schedule:
+    """The schedule of a layout's pipeline.
+
+    Raises UserError if it cannot run so many micro-batches.
+    """
+    if layout.schedule_file is not None:
+        schedule = load_schedule_csv(layout.schedule_file, layout.pp)
+        if schedule.micro_batches != micro_batches:
+            raise UserError(
+                "layout.schedule_file", layout.schedule_file,
+                f"has {schedule.micro_batches} micro-batches, and a step of this run {micro_batches}",
+                "change layout.micro_batch_size or training.tokens_per_step, or make another with --microbatches",
+            )  # fmt: skip
+        return schedule
+    return build_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+
+
+def representative_schedule(layout: Layout) -> Schedule:
+    """One that every layout has, for what does not depend on micro-batches: its stages, and which rank has which."""
+    if layout.schedule_file is not None:
+        return load_schedule_csv(layout.schedule_file, layout.pp)
+    return layout_schedule(layout, 2 * layout.pp)
+
+
+@cache
+def load_schedule_csv(path: str, ranks: int) -> Schedule:
+    """The schedule in a CSV file, for so many ranks.
+
+    Raises UserError if there is none that can run.
+    """
+    field = "layout.schedule_file"
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(field, path, f"cannot be read: {error}", "give the path of a schedule's CSV file") from None
+    schedule = Schedule.from_rows(read_csv(text, path))
+    if schedule.ranks != ranks:
+        raise UserError(field, path, f"is for {schedule.ranks} ranks", f"set layout.pp = {schedule.ranks}")
+    if wrong := violations(schedule):
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise UserError(field, path, f"cannot run: {wrong[0]}{more}", f"see phalanx pipeline check {path}")
+    return schedule

@@ -1,0 +1,1 @@
+"""Run files: loading, schema, template."""

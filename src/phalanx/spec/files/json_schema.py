@@ -1,0 +1,52 @@
+"""The JSON schema of a run file, by which an editor (Taplo, Even Better TOML) completes and checks it.
+
+`python -m phalanx.spec.files.json_schema` writes it anew to run.schema.json after the descriptions have changed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from phalanx.spec.files.load import preset_names
+from phalanx.spec.run import RunSpec
+
+PUBLISHED = Path(__file__).with_name("run.schema.json")
+Schema = dict[str, Any]
+
+
+def run_schema() -> Schema:
+    """The schema of RunSpec as TOML writes it, with the names of the presets."""
+    schema = RunSpec.model_json_schema(ref_template="#/definitions/{model}")
+    definitions = schema.pop("$defs")
+    for kind, folder in (("ModelSpec", "models"), ("ClusterSpec", "machines")):
+        definitions[kind]["properties"]["preset"]["enum"] = preset_names(folder)
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        **_as_toml(schema),
+        "definitions": {name: _as_toml(table) for name, table in definitions.items()},
+    }
+
+
+def schema_text() -> str:
+    """The schema as it is written to a file."""
+    return json.dumps(run_schema(), indent=2) + "\n"
+
+
+def _as_toml(table: Schema) -> Schema:
+    """A table's schema where every key may be left out, since a preset may give it."""
+    table = {key: value for key, value in table.items() if key not in ("required", "title")}
+    return {**table, "properties": {name: _field(field) for name, field in table["properties"].items()}}
+
+
+def _field(field: Schema) -> Schema:
+    """A field's schema without a title that repeats its key, a table for a default, or null, which TOML lacks."""
+    shown = isinstance(field.get("default", {}), bool | int | float | str | list)
+    field = {key: value for key, value in field.items() if key != "title" and (key != "default" or shown)}
+    kinds = [kind for kind in field.pop("anyOf", []) if kind != {"type": "null"}]
+    return {**kinds[0], **field} if kinds else field
+
+
+if __name__ == "__main__":
+    PUBLISHED.write_text(schema_text())

@@ -1,0 +1,265 @@
+"""From a TOML file, the environment and the command line to a RunSpec: defaults < file < environment < --set."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from phalanx.spec.base import did_you_mean, parse_table
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.errors import UserError, UserErrorGroup
+from phalanx.spec.files.hf_config import model_table
+from phalanx.spec.layout import REQUIRES_DEGREE, VALID_DATA_STRATEGIES, Layout
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import OptimizerSpec, RunSpec
+
+ENVIRONMENT_PREFIX = "PHALANX_"
+JOB_ENVIRONMENT_VARIABLES = (
+    "nodes",
+    "nproc_per_node",
+    "price_per_device_hour",
+    "price_per_kwh",
+    "storage_bytes_per_second",
+    "failures_per_device_hour",
+    "restart_seconds",
+)
+"""Of a cluster, what says nothing of the machine that it is made of."""
+LAYOUT_FILE = "layout.json"
+"""In a run directory: the layout of its last start, where that had other ranks than the run was meant for."""
+Table = dict[str, Any]
+
+
+def load_run(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
+    machine: str | None = None,
+) -> RunSpec:
+    """Read a run file; `overrides` are the --set arguments, such as "training.steps=200". A value that is left out
+    ("layout.dp_shard=") is the default. Another `machine` takes the place of the one that the file names.
+
+    Raises UserError that names the field, its value and the fix.
+    """
+    table = read_toml(path)
+    if machine is not None and isinstance(cluster := table.get("cluster", {}), dict):
+        kept = [field for field in cluster if "preset" not in cluster or field in JOB_ENVIRONMENT_VARIABLES]
+        table["cluster"] = {**{field: cluster[field] for field in kept}, "preset": machine}
+    written = dict(layout) if isinstance(layout := table.get("layout", {}), dict) else {}
+    from_environment = {}
+    for name, text in sorted(environment.items()):
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+            from_environment[".".join(keys)] = name
+            _set_path(table, keys, text, name)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key.strip():
+            raise UserError("--set", override, "is not KEY=VALUE", "write, for example, --set training.steps=200")
+        from_environment.pop(key.strip(), None)
+        _set_path(table, key.strip().split("."), text.strip(), f"--set {key}")
+    _drop_inapplicable_options(table.get("layout", {}), written)
+    try:
+        return run_from_table(table)
+    except UserError as error:
+        for one in error.errors if isinstance(error, UserErrorGroup) else [error]:
+            if one.field in from_environment:
+                one.problem += f" (set by {from_environment[one.field]})"
+        raise
+
+
+def _drop_inapplicable_options(layout: Any, written: Table) -> None:
+    """Another strategy than the run file's, or a degree set back to 1, leaves behind those of its choices that mean
+    nothing now."""
+    if not isinstance(layout, dict):
+        return
+    kept = [field for field in written if layout.get(field) == written[field]]
+    if layout.get("data_parallel") != written.get("data_parallel"):
+        data = str(layout.get("data_parallel", Layout.model_fields["data_parallel"].default))
+        for field in kept:
+            if data not in VALID_DATA_STRATEGIES.get(field, (data,)):
+                del layout[field]
+    for field, axis in REQUIRES_DEGREE.items():
+        if field in kept and layout.get(axis, 1) == 1 and written.get(axis, 1) != 1:
+            layout.pop(field, None)
+    if layout.get("offload") != written.get("offload") and "offload_directory" in kept:
+        layout.pop("offload_directory")
+
+
+def run_from_table(table: Table) -> RunSpec:
+    """A RunSpec from a table whose presets are still names."""
+    table = dict(table)
+    if table.get("layout") == "auto":
+        table |= {"layout": {}, "auto_layout": True}
+    if isinstance(model := table.get("model", {}), dict):
+        table["model"] = resolve_model(model)
+    table["data"] = _with_tokenizer(table.get("data", {}), table.get("model"))
+    table["optimizer"] = _with_warmup(table.get("optimizer", {}), table.get("training"))
+    if isinstance(cluster := table.get("cluster", {}), dict):
+        table["cluster"] = resolve_preset(cluster, "machines", "cluster")
+    return parse_table(RunSpec, table)
+
+
+def load_model(name: str) -> ModelSpec:
+    """The model that `name` means: a preset, a Hugging Face config.json (or its directory), or a TOML file (a run, or
+    only its [model] table)."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        table = read_toml(path)
+        is_run = "model" in table or set(table) <= set(RunSpec.model_fields)
+        return parse_table(ModelSpec, resolve_model(table.get("model", {}) if is_run else table), "model")
+    if path.suffix == ".json" or path.is_dir():
+        return parse_table(ModelSpec, resolve_model({"from_hf": name}), "model")
+    return parse_table(ModelSpec, resolve_model({"preset": name}), "model")
+
+
+def write_effective_layout(directory: Path, layout: Layout | None) -> None:
+    """Write down what layout a start of the run in a directory has; None for its own."""
+    file = directory / LAYOUT_FILE
+    if layout is None:
+        file.unlink(missing_ok=True)
+    else:
+        aside = file.with_suffix(".partial")
+        aside.write_text(layout.model_dump_json(exclude_defaults=True))
+        aside.replace(file)  # whole, or not there
+
+
+def with_last_used_layout(run: RunSpec, directory: Path) -> RunSpec:
+    """A run as it was last started.
+
+    Raises UserError if the layout kept there is of another version.
+    """
+    file = directory / LAYOUT_FILE
+    return run.model_copy(update={"layout": parse_table(Layout, _read_json(file))}) if file.exists() else run
+
+
+def _with_tokenizer(data: Any, model: Any) -> Any:
+    """Weights from Hugging Face bring their tokenizer, unless the run file names one."""
+    if not isinstance(data, dict) or not isinstance(model, dict) or "tokenizer" in data or "from_hf" not in model:
+        return data
+    path = Path(str(model["from_hf"])).expanduser() / "tokenizer.json"
+    return {**data, "tokenizer": str(path)} if path.is_file() else data
+
+
+def _with_warmup(optimizer: Any, training: Any) -> Any:
+    """A short run warms up for at most half of its steps, unless the run file says otherwise."""
+    steps = training.get("steps") if isinstance(training, dict) else None
+    if not isinstance(optimizer, dict) or "warmup_steps" in optimizer or not isinstance(steps, int) or steps < 1:
+        return optimizer
+    usual = int(OptimizerSpec.model_fields["warmup_steps"].default)
+    return {**optimizer, "warmup_steps": steps // 2} if steps < 2 * usual else optimizer
+
+
+def load_machine(name: str) -> ClusterSpec:
+    """The machine of a preset."""
+    return parse_table(ClusterSpec, resolve_preset({"preset": name}, "machines", "cluster"), "cluster")
+
+
+def cluster_overrides(cluster: ClusterSpec) -> Table:
+    """What makes this cluster of its preset, or of the defaults."""
+    usual = load_machine(cluster.preset) if cluster.preset else ClusterSpec()
+    same = usual.model_dump(mode="json")
+    table = {key: value for key, value in cluster.model_dump(mode="json").items() if value != same[key]}
+    return {**({"preset": cluster.preset} if cluster.preset else {}), **table}
+
+
+def resolve_model(table: Table) -> Table:
+    """Lay a model table over the preset or the Hugging Face config that it names."""
+    if not ({"preset", "from_hf"} & set(table)) and "hidden_size" not in table:
+        table = {"preset": "tiny", **table}
+    source = table.get("from_hf")
+    if source is None or {
+        "vocab_size",
+        "hidden_size",
+        "num_layers",
+        "num_heads",
+        "ffn_hidden_size",
+        "max_seq_len",
+    } <= set(table):
+        return resolve_preset(table, "models", "model")
+    path = Path(str(source)).expanduser()
+    config = path if path.suffix == ".json" else path / "config.json"
+    if not config.is_file():
+        raise UserError("model.from_hf", source, f"has no {config.name}", "give a directory that save_pretrained wrote")
+    return _deep_merge(model_table(_read_json(config)), table)
+
+
+def resolve_preset(table: Table, kind: str, field: str) -> Table:
+    """Lay a table over the preset that it names, if any; `kind` is the presets' folder."""
+    name = table.get("preset")
+    if name is None:
+        return table
+    if kind == "machines" and str(name).endswith(".toml"):  # whose own preset is the machine's name
+        described = resolve_preset(read_toml(Path(str(name)).expanduser(), "machine file"), kind, field)
+        return _deep_merge(described, {key: value for key, value in table.items() if key != "preset"})
+    known = preset_names(kind)
+    if name not in known:
+        raise UserError(f"{field}.preset", name, "is not a known preset", did_you_mean(str(name), known))
+    return _deep_merge(tomllib.loads(_presets(kind).joinpath(f"{name}.toml").read_text()), table)
+
+
+def preset_names(kind: str) -> list[str]:
+    """Known presets: kind is "models" or "machines"."""
+    return sorted(file.name.removesuffix(".toml") for file in _presets(kind).iterdir() if file.name.endswith(".toml"))
+
+
+def read_toml(path: str | Path, what: Literal["run file", "machine file"] = "run file") -> Table:
+    """Parse a TOML file. Raises UserError if it is not there or not TOML."""
+    path = Path(path)
+    if path.is_dir() or not path.exists():
+        problem = "is a directory" if path.is_dir() else "no such file"
+        name = path.name if path.suffix == ".toml" else "run.toml"
+        how = f"phalanx init {name}" if what == "run file" else f"phalanx calibrate RUN_DIR ... --out {path}"
+        fix = f"give {path / 'run.toml'}" if (path / "run.toml").is_file() else f"write one with: {how}"
+        raise UserError(what, str(path), problem, fix)
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(what, str(path), f"is not valid TOML: {error}", "mend that line") from None
+    except OSError as error:
+        raise UserError(what, str(path), f"cannot be read: {error.strerror}", "check its permissions") from None
+
+
+def _presets(kind: str) -> Any:
+    return resources.files("phalanx.spec") / "presets" / kind
+
+
+def _read_json(path: Path) -> Table:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            "model config", str(path), f"is not valid JSON: {error}", "give a Hugging Face config.json"
+        ) from None
+
+
+def _deep_merge(base: Table, over: Table) -> Table:
+    """`over` laid over `base`, table by table."""
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = _deep_merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _set_path(table: Table, path: list[str], text: str, origin: str) -> None:
+    for part in path[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise UserError(origin, text, f"{part} is a value, not a table", "check the dotted path")
+    if text:
+        table[path[-1]] = parse_toml_value(text)
+    else:
+        table.pop(path[-1], None)
+
+
+def parse_toml_value(text: str) -> Any:
+    """A TOML value; what is none is taken as text, so that --set name=trial needs no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -1,0 +1,106 @@
+"""The commented run file that `phalanx init` writes, made from the fields, docs and defaults of RunSpec."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from phalanx.spec.base import Spec
+from phalanx.spec.files.load import run_from_table
+
+UNCOMMENTED_FIELDS = {
+    "name", "model.preset", "data.train", "training.steps", "training.seq_len", "training.tokens_per_step",
+    "training.precision", "optimizer.name", "optimizer.learning_rate", "layout.data_parallel",
+}  # fmt: skip
+"""Fields that the file sets, to their defaults; all others are there as comments."""
+MEASURED = "cluster.calibration"
+"""Written by `phalanx calibrate`, never by hand: the file leaves it out."""
+MODEL = "tiny"
+WIDTH = 100
+COLUMN = 36
+"""Where the comments begin."""
+
+HEADER = """\
+#:schema {schema}
+#
+# A Phalanx run. Train it:            phalanx train {path}
+# on two ranks:                       phalanx train {path} --nproc 2
+# with another value for once:        phalanx train {path} --set training.steps=200
+#
+# Remove the # before a key to set it. Its value there is the default (under [model], the one that
+# the preset gives) or, where there is none, an example.
+"""
+
+
+def run_file_template(path: str, schema: str) -> str:
+    """A run file that equals the defaults, for the name `path`; `schema` says where the JSON schema is."""
+    run = run_from_table({"model": {"preset": MODEL}})
+    return "\n".join([HEADER.format(path=path, schema=schema), *_table(run, "")]) + "\n"
+
+
+def _table(spec: Spec, path: str) -> Iterator[str]:
+    """The lines of one table, then those of the tables in it."""
+    inner: list[tuple[str, Spec | type[Spec]]] = []
+    for name, field in type(spec).model_fields.items():
+        table = _inner_table(field, getattr(spec, name))
+        if f"{path}{name}" == MEASURED:
+            continue
+        if table is not None:
+            inner.append((f"{path}{name}", table))
+        else:
+            yield from _field(f"{path}{name}", field, getattr(spec, name))
+    for name, table in inner:
+        yield from ("", *_section(name, table))
+
+
+def _section(name: str, table: Spec | type[Spec]) -> Iterator[str]:
+    kind = table if isinstance(table, type) else type(table)
+    yield from _comment((kind.__doc__ or "").partition("\n\n")[0])
+    if isinstance(table, type):
+        # The header alone would already ask for the table, so it is a comment too.
+        yield f"# [{name}]"
+        inner = {key: _inner_table(field, field.get_default()) for key, field in table.model_fields.items()}
+        for key, field in table.model_fields.items():
+            if inner[key] is None:
+                yield from _field(f"{name}.{key}", field, field.get_default())
+        for key, own in inner.items():
+            if own is not None:
+                yield from ("", *_section(f"{name}.{key}", own if isinstance(own, type) else type(own)))
+    else:
+        yield f"[{name}]"
+        yield from _table(table, f"{name}.")
+
+
+def _field(path: str, field: FieldInfo, value: Any) -> Iterator[str]:
+    """`key = value  # doc`, the doc wrapped in its own column, and all of it a comment unless essential."""
+    if not isinstance(value, bool | int | float | str | list | tuple):
+        value = (field.examples or [None])[0]
+    setting = f"{path.rpartition('.')[2]} = {json.dumps(value)}"
+    setting = setting if path in UNCOMMENTED_FIELDS else f"# {setting}"
+    if len(setting) > COLUMN - 2:
+        yield from (*_comment(_doc(field)), setting)
+        return
+    first, *more = textwrap.wrap(_doc(field), WIDTH - COLUMN - 2) or [""]
+    yield f"{setting:{COLUMN}}# {first}" if first else setting
+    yield from (f"{'':{COLUMN}}# {line}" for line in more)
+
+
+def _doc(field: FieldInfo) -> str:
+    choices = " | ".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else ""
+    return ". ".join(part for part in (choices, field.description) if part)
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), WIDTH, initial_indent="# ", subsequent_indent="# ")
+
+
+def _inner_table(field: FieldInfo, value: Any) -> Spec | type[Spec] | None:
+    """The table that a field holds, or could hold."""
+    if isinstance(value, Spec):
+        return value
+    kinds = [kind for kind in get_args(field.annotation) if isinstance(kind, type) and issubclass(kind, Spec)]
+    return kinds[0] if kinds else None

@@ -1,0 +1,1 @@
+"""Topology of a node, from the outputs of its tools."""

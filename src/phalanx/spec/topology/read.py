@@ -1,0 +1,99 @@
+"""What joins the GPUs and network cards of a node, read from a file, and what that says of a cluster of such nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_machine
+from phalanx.spec.topology.nccl_xml import parse_nccl
+from phalanx.spec.topology.node import NodeTopology, join_words
+from phalanx.spec.topology.nvidia_smi import parse_matrix
+
+NODE_GPUS = 16
+"""Most GPUs that NVLinks join inside a node (DGX-2); of larger domains a node shows but a part."""
+NVLINK_BYTES_PER_SECOND = {60: 20e9, 70: 25e9, 80: 25e9, 86: 14.0625e9, 90: 25e9, 100: 50e9, 103: 50e9}
+"""What one NVLink carries in one direction, by compute capability (data sheets)."""
+CAPABILITY = {
+    "v100": 70, "a100": 80, "a800": 80, "rtx3090": 86, "h100": 90, "h200": 90, "h800": 90, "h20": 90,
+    "b200": 100, "gb200": 100, "b300": 103, "gb300": 103,
+}  # fmt: skip
+"""Compute capability by the preset's name up to its first dash."""
+BLIND = "NVLinks are not shown: give what nvidia-smi topo -m prints, or a dump of NCCL (NCCL_TOPO_DUMP_FILE)"
+
+
+@dataclass(frozen=True)
+class InferredCluster:
+    """What a topology says of a Cluster."""
+
+    fields: dict[str, int | float] = field(default_factory=dict)
+    """Cluster fields and their values."""
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Cluster fields that it does not determine, and why."""
+
+
+def read_topology(path: str | Path) -> NodeTopology:
+    """The topology in a file. Raises UserError that names the file or its wrong line."""
+    try:
+        return parse_topology(Path(path).read_text(errors="replace"))
+    except OSError as error:
+        raise UserError("topology", str(path), f"cannot be read: {error.strerror}", "check the path") from None
+
+
+def parse_topology(text: str) -> NodeTopology:
+    """The topology that a text gives: NCCL's XML, or the matrix of `nvidia-smi topo -m`."""
+    return parse_nccl(text) if text.lstrip("\ufeff \t\r\n").startswith("<") else parse_matrix(text)
+
+
+def infer_cluster(node: NodeTopology, preset: str | None = None) -> InferredCluster:
+    """Fields of the Cluster of such nodes; `preset` names the machine where the topology alone does not say which."""
+    known: dict[str, int | float] = {"nproc_per_node": len(node.gpus)}
+    unknown: dict[str, str] = {}
+    for name, value in (
+        ("fast_link_domain", _domain(node, preset)),
+        ("link_bytes_per_second", _link_speed(node, preset)),
+        ("network_bytes_per_second", _network_speed(node)),
+    ):
+        if isinstance(value, str):
+            unknown[name] = value
+        else:
+            known[name] = value
+    return InferredCluster(known, unknown)
+
+
+def _domain(node: NodeTopology, preset: str | None) -> int | str:
+    sizes = sorted({len(domain) for domain in node.nvlink_domains()})
+    beyond = (load_machine(preset).fast_link_domain or 0) if preset else 0
+    if None in node.nvlinks:
+        return BLIND
+    if len(sizes) > 1:
+        return f"NVLinks join GPUs in groups of different sizes: {join_words(sizes)}"
+    if beyond > NODE_GPUS:
+        return f"NVLinks join up to {beyond} GPUs of several nodes ({preset}), and this is one node"
+    return sizes[0]
+
+
+def _link_speed(node: NodeTopology, preset: str | None) -> float | str:
+    counts = sorted({count for count in node.nvlinks if count is not None})
+    capability = node.capability or (CAPABILITY.get(preset.partition("-")[0]) if preset else None)
+    if None in node.nvlinks:
+        return BLIND
+    if counts == [0]:
+        return "the GPUs have no NVLinks"
+    if len(counts) > 1:
+        return f"GPUs have different numbers of NVLinks: {join_words(counts)}"
+    if capability not in NVLINK_BYTES_PER_SECOND:
+        return f"{counts[0]} NVLinks, whose speed depends on the GPU: name its preset"
+    return counts[0] * NVLINK_BYTES_PER_SECOND[capability]
+
+
+def _network_speed(node: NodeTopology) -> float | str:
+    if not node.nics:
+        return "no network devices are listed"
+    near = {nic for gpu in range(len(node.gpus)) for nic in node.nearest_nics(gpu)}
+    speeds = [speed for nic, speed in zip(node.nics, node.nic_bytes_per_second, strict=False) if nic in near]
+    rated = [speed for speed in speeds if speed]
+    if not rated or len(rated) < len(speeds):
+        return "the speed of the network devices is not given"
+    return sum(rated) / len(node.gpus)

@@ -1,0 +1,271 @@
+"""What happened in a swarm, as a list of events, and what follows from them: who is in it, which round is open, who
+told what of it, and when it may close.
+
+Nothing here looks at a clock, a file or a tensor. The coordinator writes every event to its journal before it acts on
+it; read again after a restart, the same events give the same state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from phalanx.spec.run import RunSpec
+from phalanx.spec.swarm import SPLIT, RoundSpec
+from phalanx.swarm.expert_ownership import Owners, assign_experts, experts_of, rotate_owners
+from phalanx.swarm.pieces import ModelPiece, pieces_sent_by, round_pieces
+
+Event = dict[str, Any]
+REMEMBERED = 5
+"""Rounds whose arrivals say when the next ones are to be expected."""
+ALREADY, LATE, EARLY, STRANGER = "already told", "closed", "not open yet", "not of this round"
+
+
+@dataclass(frozen=True)
+class AcceptedUpdate:
+    """What a node told of a round, as it was accepted."""
+
+    node: str
+    tokens: int
+    steps: int
+    bytes: int
+    norm: float
+    """Of the change that it tells."""
+    at: float
+
+
+@dataclass
+class OpenRound:
+    """A round under way."""
+
+    number: int
+    opened_at: float
+    owners: Owners | None
+    data_assignments: dict[str, tuple[int, int]]
+    """Of each node in it, the first of the steps whose text it reads, and how many: no two read the same."""
+    updates: dict[str, AcceptedUpdate] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    """Nodes whose word did not count; another may come."""
+
+
+class Ledger:
+    """The state of a swarm. `record` is the only thing that changes it."""
+
+    def __init__(self, run: RunSpec) -> None:
+        assert run.swarm is not None
+        self.run, self.swarm = run, run.swarm
+        self.members: dict[str, float] = {}
+        """Those that are in it, and how many experts of a layer each has memory to train: in the order in which they
+        came."""
+        self.text: str | None = None
+        """What all of them read, as a checksum: that of the first."""
+        self.round: OpenRound | None = None
+        self.committed = 0
+        """Rounds that are."""
+        self.learned = 0
+        """Of these, the rounds of which somebody told something."""
+        self.owners: Owners | None = None
+        self.steps_assigned = 0
+        """Steps' worth of text that was given out."""
+        self.before: frozenset[str] = frozenset()
+        """The nodes of the last round."""
+        self.last_told: frozenset[str] = frozenset()
+        """Those whose word is in what it came to."""
+        self.arrivals: list[list[float]] = []
+        """Of the last rounds, seconds from opening until each node's update was there."""
+        self.refused: Counter[tuple[str, str]] = Counter()
+        """By node and reason."""
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def record(self, event: Event) -> None:
+        """Take what happened into account."""
+        match event["what"]:
+            case "joined":
+                self.members[event["node"]], self.text = event["capacity"], event["text"]
+                self.before -= {event["node"]}  # it may have been here, and begins anew
+            case "left":
+                self.members.pop(event["node"], None)
+            case "opened":
+                self._open(event)
+            case "accepted":
+                assert self.round is not None
+                names = ("node", "tokens", "steps", "bytes", "norm", "at")
+                self.round.updates[event["node"]] = AcceptedUpdate(**{name: event[name] for name in names})
+            case "refused":
+                self.refused[event["node"], event["why"]] += 1
+                if self.round is not None and event["round"] == self.round.number:
+                    self.round.refused.add(event["node"])
+            case "dropped":  # it was accepted, and then there was more to compare it with
+                assert self.round is not None
+                self.refused[event["node"], event["why"]] += 1
+                del self.round.updates[event["node"]]
+            case "committed":
+                self._commit()
+
+    def _open(self, event: Event) -> None:
+        owners = event["owners"]
+        self.owners = None if owners is None else tuple(map(tuple, owners))
+        text = {node: (first, steps) for node, (first, steps) in event["text"].items()}
+        self.round = OpenRound(event["round"], event["at"], self.owners, text)
+        self.steps_assigned += sum(steps for _, steps in text.values())
+        self.before = frozenset(text)
+
+    def _commit(self) -> None:
+        assert self.round is not None
+        offsets = [telling.at - self.round.opened_at for telling in self.round.updates.values()]
+        self.arrivals = [*self.arrivals, offsets][-REMEMBERED:]
+        self.learned += any(telling.tokens for telling in self.round.updates.values())
+        self.last_told = frozenset(self.round.updates)
+        self.committed, self.round = self.round.number + 1, None
+
+    # -- what follows ----------------------------------------------------------------------------------------------
+
+    @property
+    def rounds(self) -> int:
+        """Of the whole run."""
+        return self.run.training.steps // self.swarm.steps_per_round
+
+    @property
+    def done(self) -> bool:
+        """Whether the last round is committed."""
+        return self.committed >= self.rounds
+
+    def next_round_event(self, now: float) -> Event | None:
+        """The next round with those that are there; None while one is open, or it must wait."""
+        if self.round is not None or self.done or self.waiting_for:
+            return None
+        text, first = {}, self.steps_assigned
+        for node in self.members:  # who learns on while its word is under way is always so far ahead
+            steps = self.swarm.steps_per_round + (self.swarm.delay if node not in self.before else 0)
+            text[node] = first, steps
+            first += steps
+        return {"what": "opened", "round": self.committed, "owners": self._next_owners(), "text": text, "at": now}
+
+    @property
+    def waiting_for(self) -> str:
+        """What the next round waits for; "" if for nothing."""
+        wanted = self.swarm.nodes if self.committed == 0 else 1
+        if len(self.members) < wanted:
+            more = wanted - len(self.members)
+            return f"{more} more nodes" if more > 1 else "one more node"
+        missing = self._experts - sum(self.members.values())
+        return f"memory for {missing:g} more experts of each layer" if missing > 0 else ""
+
+    @property
+    def _experts(self) -> int:
+        """That are shared out."""
+        moe = self.run.model.moe
+        return moe.num_experts if moe is not None and self.swarm.method in SPLIT else 0
+
+    def _next_owners(self) -> Owners | None:
+        swarm = self.swarm
+        if not self._experts:
+            return None
+        owners, nodes = self.owners, list(self.members)
+        turn = swarm.rotate_every and self.committed and self.committed % swarm.rotate_every == 0
+        if owners is not None and turn and {node for of in owners for node in of} <= set(nodes):
+            owners = rotate_owners(owners, nodes)
+        copies = min(swarm.replication, int(sum(self.members.values()) // self._experts))
+        return assign_experts(self._experts, self.members, copies, owners)
+
+    def expected_pieces(self, node: str) -> tuple[ModelPiece, ...]:
+        """What a node is to tell of the open round."""
+        assert self.round is not None
+        return pieces_sent_by(round_pieces(self.run, self.round.number), self.round.owners, node)
+
+    def owned(self, node: str) -> tuple[int, ...]:
+        """The experts that a node trains in the open round."""
+        return () if self.round is None or self.round.owners is None else experts_of(self.round.owners, node)
+
+    def rejection_reason(self, node: str, number: int) -> str | None:
+        """Why a node may tell nothing of a round; None if it may."""
+        if number < self.committed:  # who did not hear that it counted may ask once more
+            return ALREADY if number == self.committed - 1 and node in self.last_told else LATE
+        if self.round is None or number > self.round.number:
+            return EARLY
+        if node not in self.round.data_assignments:
+            return STRANGER
+        return ALREADY if node in self.round.updates else None
+
+    def closes_at(self) -> float | None:
+        """When the open round need not wait for the missing any longer; None if nothing tells that yet."""
+        if self.round is None:
+            return None
+        here = [telling.at - self.round.opened_at for telling in self.round.updates.values()]
+        known = [*here, *(offset for offsets in self.arrivals for offset in offsets)]
+        if not self._awaited - self.round.updates.keys():  # whoever is there told, or was refused
+            return self.round.opened_at + deadline_offset(known or [0.0], self.swarm.round)
+        if not known or (not self.arrivals and len(here) < self._quorum(len(self.round.data_assignments))):
+            return None
+        return self.round.opened_at + deadline_offset(known, self.swarm.round)
+
+    def should_close(self, now: float) -> bool:
+        """Whether the open round is to be closed: all that are still there told, or a quorum did and time is up."""
+        if self.round is None:
+            return False
+        there = [node for node in self.round.data_assignments if node in self.members]
+        told = self.round.updates
+        if all(node in told for node in there):  # also if none of its nodes is left
+            return True
+        closes_at = self.closes_at()
+        enough = self._quorum(len(self._awaited)) if self._awaited else 0
+        return len(told) >= enough and closes_at is not None and now >= closes_at
+
+    @property
+    def _awaited(self) -> set[str]:
+        """Nodes of the open round that are there and told, or are still to tell: who was refused need not again."""
+        assert self.round is not None
+        told, refused = self.round.updates, self.round.refused
+        return {
+            node
+            for node in self.round.data_assignments
+            if node in self.members and (node in told or node not in refused)
+        }
+
+    def _quorum(self, nodes: int) -> int:
+        return max(1, -int(-nodes * self.swarm.round.quorum // 1))
+
+
+def deadline_offset(offsets: list[float], spec: RoundSpec) -> float:
+    """Seconds after a round's opening from which the missing are not waited for: the median of when updates came, and
+    so many times their median deviation from it later (one node that was late does not make others wait), or the grace,
+    or a quarter of it, whichever is most."""
+    middle = median(offsets)
+    deviation = median(abs(offset - middle) for offset in offsets)
+    return middle + max(spec.timeout_multiplier * deviation, spec.grace_seconds, middle / 4)
+
+
+def replay(run: RunSpec, events: list[Event]) -> Ledger:
+    """The state after these events."""
+    ledger = Ledger(run)
+    for event in events:
+        ledger.record(event)
+    return ledger
+
+
+def summary(ledger: Ledger, seen: Mapping[str, float], now: float) -> dict[str, Any]:
+    """What `phalanx swarm status` tells."""
+    told = ledger.round.updates if ledger.round else {}
+    return {
+        "method": ledger.swarm.method,
+        "codec": ledger.swarm.effective_codec,
+        "waits_for": "" if ledger.round or ledger.done else ledger.waiting_for,
+        "round": ledger.committed,
+        "rounds": ledger.rounds,
+        "open_seconds": now - ledger.round.opened_at if ledger.round else None,
+        "closes_in_seconds": closes - now if (closes := ledger.closes_at()) is not None else None,
+        "nodes": [
+            {
+                "node": node,
+                "experts": list(ledger.owned(node)),
+                "told": node in told,
+                "heard_seconds_ago": now - seen[node] if node in seen else None,
+                "refused": {why: count for (who, why), count in ledger.refused.items() if who == node},
+            }
+            for node in ledger.members
+        ],
+        "refused": sum(ledger.refused.values()),
+    }

@@ -1,0 +1,202 @@
+"""`phalanx swarm join`: a node's processes. The first asks the coordinator what is learned, prepares the text, and
+starts the ranks: `torchrun -m phalanx.swarm.join DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from phalanx.cost.exact.swarm import node_share, state_bytes
+from phalanx.data.prepare import PreparedData
+from phalanx.launch.elastic_agent import launch_ranks
+from phalanx.launch.process import (
+    LAUNCHER_PID_ENV,
+    env_rank,
+    exit_rank,
+    handling_signals,
+    init_distributed,
+    report_and_exit_code,
+    select_device,
+    select_nproc,
+    set_worker_environment,
+    write_failure,
+)
+from phalanx.runs.checkpoints import sha256
+from phalanx.runs.create import create_run, read_run_directory
+from phalanx.runs.lock import acquire_run_lock, check_not_running
+from phalanx.runs.swarm_records import ROUNDS_FILE
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import RunSpec
+from phalanx.spec.swarm import SPLIT, SwarmSpec
+from phalanx.swarm.coordinator.update_checks import UpdateRejected
+from phalanx.swarm.rpc.certificates import certificate_member
+from phalanx.swarm.rpc.client import SwarmClient
+from phalanx.swarm.worker.exchange import RoundExchange
+from phalanx.swarm.worker.worker import SwarmWorker
+from phalanx.train.loggers import JsonLinesLogger, open_loggers
+from phalanx.train.profiling.memory_meter import device_memory_bytes
+from phalanx.train.training_data import open_training_data
+
+LINK_FILE = "link.json"
+"""Where the coordinator is, and where the certificates are."""
+
+
+def join_swarm(
+    address: str, certificates: Path, nproc: int | None, out: Path, overrides: Sequence[str], say: Callable[[str], None]
+) -> int:
+    """Take part with local ranks; returns the exit code.
+
+    Raises UserError for what would stop it, before anything is received: no coordinator, another version, too little
+    memory, other text.
+    """
+    name = certificate_member(certificates)
+    link = SwarmClient(address, certificates)
+    try:
+        greeting = link.join()
+        directory = out / name
+        check_not_running(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "swarm.toml").write_text(greeting["run"])
+        here = [f"output_dir={json.dumps(str(out.resolve()))}", f"name={json.dumps(name)}"]
+        received = [
+            "model.from_hf=",
+            "model.upcycle_reinit_fraction=",
+        ]  # weights come from the coordinator, which alone has that path
+        run = load_run(directory / "swarm.toml", [*here, *received, *overrides])
+        assert run.swarm is not None
+        _check_same(load_run(directory / "swarm.toml", received), run)
+        ranks = select_nproc(run, nproc)
+        sharing = run.layout.tp * run.layout.ep
+        capacity = max_trained_experts(run.model, run.swarm, rank_memory_bytes(run, select_device(run)), sharing)
+        for stale in ("base.safetensors", "live.safetensors", "metrics.jsonl"):
+            (directory / stale).unlink(missing_ok=True)
+        create_run(run, ranks, resume=False)
+        place = {"capacity": capacity, "text": data_fingerprint(read_run_directory(directory)[1])}
+        link.join(**place, begin=False)
+        say(f"{name} receives the weights of {address}")  # before anybody counts on it, for that may take long
+        version = RoundExchange(run, directory, name, link).download_model()
+    except UpdateRejected as refused:
+        fix = "see phalanx swarm status, and that both sides have the same version of Phalanx and the same text"
+        raise UserError("swarm", address, f"does not take this node: {refused}", fix) from None
+    finally:
+        link.close()
+    where = {"address": address, "certificates": str(certificates.resolve()), "node": name, "place": place,
+             "version": version, "received_bytes": link.received_bytes}  # fmt: skip
+    (directory / LINK_FILE).write_text(json.dumps(where))
+    of_ranks = "one rank" if ranks == 1 else f"{ranks} ranks"
+    say(f"{name} takes part in {address}: {run.swarm.method}, {of_ranks}, in {directory}")
+    set_worker_environment(ranks)
+    words = "phalanx.swarm.join", str(directory)
+    if ranks == 1:
+        os.execv(sys.executable, [sys.executable, "-m", *words])
+    return launch_ranks(ranks, words, partial(report_and_exit_code, directory))
+
+
+def _check_same(asked: RunSpec, run: RunSpec) -> None:
+    """Raise UserError if this node would learn something else than the others."""
+    same = "tokens_per_step", "sequence", "steps", "seed"
+    other = [name for name in ("model", "optimizer", "swarm") if getattr(run, name) != getattr(asked, name)]
+    other += [f"training.{name}" for name in same if getattr(run.training, name) != getattr(asked.training, name)]
+    if other:
+        fix = "leave it out; a node's own are layout, data, cluster and how it records"
+        raise UserError("--set", other[0], "is the coordinator's to say", fix)
+
+
+def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float, sharing: int = 1) -> int:
+    """How many experts of each layer there is memory to train on each rank, beside what it has at any rate, where so
+    many ranks share them; 1 where nodes train all. Activations come on top.
+
+    Raises UserError if there is none for a single one.
+    """
+    experts = model.moe.num_experts if model.moe is not None and swarm.method in SPLIT else 0
+    whole = [
+        state_bytes(node_share(model, swarm.method, count), swarm.frozen_expert_codec) for count in range(experts + 1)
+    ]
+    needed = [whole[0] + (size - whole[0]) / sharing for size in whole]
+    fitting = sum(size <= memory_bytes for size in needed) - 1
+    if fitting < min(1, experts):
+        least = needed[min(1, experts)] / 1e9
+        raise UserError(
+            "memory",
+            f"{memory_bytes / 1e9:.2f} GB",
+            f"is too little: a node's state takes {least:.2f} GB",
+            'use a machine with more, or swarm.frozen_expert_codec = "int8", or another method: spes holds less than diloco',
+        )
+    return max(1, fitting)
+
+
+def rank_memory_bytes(run: RunSpec, device: str) -> float:
+    """Of one rank's device, as the run file says or as it is."""
+    return float(run.cluster.memory_bytes or device_memory_bytes(torch.device(device)))
+
+
+def data_fingerprint(data: PreparedData) -> str:
+    """A checksum of the tokens' places and of the tokenizer: nodes with the same read the same."""
+    return "-".join(sha256(Path(file))[:16] for file in (f"{data.train}.idx", data.tokenizer))
+
+
+def rank_main(directory: Path) -> int:
+    """Take part on this rank; returns the exit code."""
+    node: SwarmWorker | None = None
+    link: SwarmClient | None = None
+    try:
+        run, data = read_run_directory(directory)
+        where = json.loads((directory / LINK_FILE).read_text())
+        device = init_distributed(select_device(run), run.training.collective_timeout_seconds)
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        lock = acquire_run_lock(directory) if first else None
+        link = SwarmClient(where["address"], Path(where["certificates"]), _log) if first else None
+        node = SwarmWorker(run, open_training_data(run, data), directory, device, where["node"], link)
+        node.exchange.version, node.exchange.initial_download_bytes = where["version"], where["received_bytes"]
+        logs = open_loggers(directory, 0, None, run.name, run.model_dump(mode="json")) if first else []
+        rounds = JsonLinesLogger(directory / ROUNDS_FILE, run.training.steps) if first else None
+        if link is not None:
+            link.place = where["place"]
+            link.join(**link.place)
+        with handling_signals(lambda _: node.leave()):  # after the round that it is in
+            evaluation = node.participate(logs, rounds, _log)
+        if link is not None:
+            for log in logs:
+                log.write(evaluation)
+                log.close()
+            link.leave()
+            if lock is not None:
+                lock.close()
+            how = "left; the same command goes on" if node.leaving else "the last round is done"
+            loss = evaluation.get("held_out_loss")
+            _log(how if loss is None else f"{how}; held-out loss {loss:.4f}")
+    except BaseException as error:
+        step = node.trainer.step if node and node.trainer else 0
+        write_failure(directory, env_rank(), step, error)
+        if link is not None:
+            link.leaving = True
+            with suppress(Exception):  # it may be the link that failed
+                link.leave()
+        if LAUNCHER_PID_ENV not in os.environ:
+            print(f"phalanx: {error}", file=sys.stderr)
+            if not isinstance(error, UserError):
+                traceback.print_exc()
+        return 2 if isinstance(error, UserError) else 1
+    return 0
+
+
+def _log(said: str) -> None:
+    print(said, flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser("phalanx.swarm.join", description="Take part in a swarm on this rank.")
+    parser.add_argument("directory", type=Path, help="what phalanx swarm join made")
+    exit_rank(rank_main(parser.parse_args().directory))

@@ -1,0 +1,95 @@
+"""What nodes exchange, piece by piece: some rows of a tensor that all of them train, or one expert's part of one.
+
+No torch. Names are those of `cost.shapes`; of one expert with its number: "blocks.0.mlp.experts.up[3]"; of a part of a
+large tensor with its first row: "embedding.weight[4096:]". A piece is what is in memory at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from phalanx.cost.exact.parameter_shapes import Shape, parameter_shapes
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import RunSpec
+from phalanx.swarm.expert_ownership import Owners
+
+PIECE = 2**18
+"""Numbers of a part of a tensor, unless a row has more."""
+STACKED = ".experts."
+"""In the names of tensors that stack a layer's experts."""
+
+
+@dataclass(frozen=True)
+class ModelPiece:
+    """A piece of a model."""
+
+    name: str
+    """Of the parameter."""
+    shape: Shape
+    expert: int | None = None
+    first: int | None = None
+    """Of its rows, where it is a part of the tensor."""
+
+    @property
+    def key(self) -> str:
+        """What it is called among pieces."""
+        if self.first is not None:
+            return f"{self.name}[{self.first}:]"
+        return self.name if self.expert is None else f"{self.name}[{self.expert}]"
+
+    @property
+    def numbers(self) -> int:
+        """How many it has."""
+        return math.prod(self.shape)
+
+    @property
+    def layer(self) -> int | None:
+        """Of its block; None outside of blocks."""
+        first, _, rest = self.name.partition(".")
+        return int(rest.partition(".")[0]) if first == "blocks" else None
+
+
+@lru_cache
+def model_pieces(model: ModelSpec) -> tuple[ModelPiece, ...]:
+    """All of a model, in the order of its parameters."""
+    found: list[ModelPiece] = []
+    for name, shape in parameter_shapes(model).items():
+        if STACKED in name:
+            found += [ModelPiece(name, shape[1:], expert) for expert in range(shape[0])]
+        else:
+            found += _parts(name, shape)
+    return tuple(found)
+
+
+def _parts(name: str, shape: Shape) -> list[ModelPiece]:
+    rows = max(1, PIECE // math.prod(shape[1:]))
+    if shape[0] <= rows:
+        return [ModelPiece(name, shape)]
+    return [
+        ModelPiece(name, (min(rows, shape[0] - first), *shape[1:]), first=first) for first in range(0, shape[0], rows)
+    ]
+
+
+def fragment_index(item: ModelPiece, fragments: int) -> int:
+    """Which of the fragments that are synchronised in turn an item belongs to: blocks in strides (Streaming DiLoCo,
+    arXiv 2501.18512, section 2.2), what comes before and after them with the first."""
+    return 0 if item.layer is None else item.layer % fragments
+
+
+def fragment_pieces(model: ModelSpec, fragment: int, fragments: int) -> tuple[ModelPiece, ...]:
+    """The items of one of them."""
+    return tuple(item for item in model_pieces(model) if fragment_index(item, fragments) == fragment)
+
+
+def round_pieces(run: RunSpec, number: int) -> tuple[ModelPiece, ...]:
+    """What a round of a swarm exchanges: a fragment, in turn."""
+    assert run.swarm is not None
+    return fragment_pieces(run.model, number % run.swarm.fragments, run.swarm.fragments)
+
+
+def pieces_sent_by(items: tuple[ModelPiece, ...], owners: Owners | None, node: str) -> tuple[ModelPiece, ...]:
+    """Of these, what a node trains, and so tells: what is shared, and its own experts. All without `owners`."""
+    if owners is None:
+        return items
+    return tuple(item for item in items if item.expert is None or node in owners[item.expert])

@@ -1,0 +1,65 @@
+"""The words of the wire, for both ends: methods, messages of JSON, and tensors as raw bytes in chunks of 1 MiB.
+
+Checksums are XXH3's of 128 bits: who says what is TLS's business; they find what disks, memory and we
+ourselves damage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+from phalanx.swarm.tensor_files import TensorFile
+
+VERSION = 3
+"""Of these words: both ends must speak the same."""
+SERVICE = "phalanx.Swarm"
+CHUNK, LONGEST = 2**20, 2**24
+"""Bytes of a message of tensors, and of any: the checksums of thousands of pieces are in one."""
+Message = dict[str, Any]
+OPTIONS = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.http2.max_frame_size", LONGEST - 1),  # of 16 KB by default, which costs a sixth of the time
+    ("grpc.max_receive_message_length", LONGEST),
+    ("grpc.max_send_message_length", LONGEST),
+]
+
+
+def pack(message: Message) -> bytes:
+    """A message as bytes."""
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def unpack(data: bytes) -> Message:
+    """A message. Raises ValueError for bytes that are none."""
+    found = json.loads(data)
+    if not isinstance(found, dict):
+        raise ValueError("not a message")
+    return found
+
+
+def file_chunks(file: IO[bytes]) -> Iterator[bytes]:
+    """The bytes of a file."""
+    while data := file.read(CHUNK):
+        yield data
+
+
+def tensor_chunks(file: TensorFile, keys: Sequence[str]) -> Iterator[bytes]:
+    """The bytes of some tensors, one after the other; small ones together. The file may lose its name meanwhile."""
+    waiting: list[bytes] = []
+    for key in keys:
+        begin, size = file.place(key)
+        for at in range(begin, begin + size, CHUNK):
+            chunk = file.read_at(at, min(CHUNK, begin + size - at))
+            if sum(map(len, waiting)) + len(chunk) > CHUNK:
+                yield b"".join(waiting)
+                waiting = []
+            waiting.append(chunk)
+    yield b"".join(waiting)

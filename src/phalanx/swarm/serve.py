@@ -1,0 +1,109 @@
+"""`phalanx swarm serve`: a coordinator's process, from the first node to the last round."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.model.init import initial_weight
+from phalanx.parallel.malloc_tuning import tune_malloc
+from phalanx.runs.create import RUN_FILE, run_directory, to_toml, with_absolute_paths
+from phalanx.runs.lock import acquire_run_lock
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+from phalanx.spec.run import RunSpec
+from phalanx.swarm.coordinator.coordinator import Coordinator
+from phalanx.swarm.pieces import ModelPiece
+from phalanx.swarm.rpc.server import serve
+from phalanx.swarm.update_files import Weights
+from phalanx.train.training_data import initial_weights
+
+TICK_SECONDS, AGAIN_SECONDS = 0.05, 5.0
+FREE_BYTES, LARGE_BYTES = 2**26, 2**24
+"""Memory that is kept, and what is not taken from it: more than the wire, or a piece of most models, needs at once."""
+
+
+def swarm_directory(run: RunSpec) -> Path:
+    """Where a swarm is kept, with its run file. Raises UserError if another swarm is there, or none can be."""
+    directory = run_directory(run)
+    file, text = directory / RUN_FILE, to_toml(with_absolute_paths(run))
+    if file.exists() and load_run(file, environment={}) != with_absolute_paths(run):
+        fix = "go on with that one, unchanged, or choose another name"
+        raise UserError("name", run.name, f"{directory} holds another run", fix)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    except OSError as error:
+        raise UserError(
+            "output_dir", str(directory), f"cannot be written: {error.strerror}", "set output_dir elsewhere"
+        ) from None
+    return directory
+
+
+def initial_pieces(run: RunSpec) -> Weights:
+    """Of the model at the start, piece by piece."""
+    shapes = parameter_shapes(run.model)
+    drawn = initial_weights(run) or partial(initial_weight, run.model, seed=run.training.seed)
+
+    @lru_cache(maxsize=1)
+    def whole(name: str) -> Tensor:
+        return drawn(name, torch.Size(shapes[name]))
+
+    def weights(item: ModelPiece) -> Tensor:
+        if item.first is not None:
+            return whole(item.name)[item.first : item.first + item.shape[0]]
+        return whole(item.name) if item.expert is None else whole(item.name)[item.expert]
+
+    return weights
+
+
+def serve_swarm(run: RunSpec, address: str, certificates: Path, say: Callable[[str], None]) -> int:
+    """Serve nodes until the last round is done and they have gone, or a signal; returns the exit code."""
+    # Each of the many threads that serve nodes would keep what it freed, and pieces leave gaps: up to two models.
+    tune_malloc(FREE_BYTES, pieces_below_bytes=LARGE_BYTES, heaps=1)
+    directory = swarm_directory(run)
+    lock = acquire_run_lock(directory)
+    coordinator = Coordinator(run, directory, initial_pieces(run))
+    server, port = serve(coordinator, address, certificates, {"run": to_toml(run)})
+    over, said = threading.Event(), -1
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: over.set())
+    host = address.rpartition(":")[0]
+    say(f"{run.name}: {coordinator.ledger.rounds} rounds; nodes join {host}:{port}")
+    while not over.wait(TICK_SECONDS):
+        try:
+            coordinator.tick()
+        except OSError as error:  # a disk that is full may not stay so
+            say(f"a round cannot be closed: {error}; once more in {AGAIN_SECONDS:.0f} s")
+            over.wait(AGAIN_SECONDS)
+        ledger = coordinator.ledger
+        if ledger.committed > said:
+            said = ledger.committed
+            say(_format_status(coordinator))
+        if ledger.done and not ledger.members:
+            break
+    coordinator.shutdown()
+    server.stop(grace=1.0).wait()
+    if coordinator.ledger.done:
+        say(f"all rounds are done; phalanx generate {directory}, or phalanx export {directory}")
+    else:
+        say("stopped; the same command goes on with the same round")
+    coordinator.journal.close()
+    if lock is not None:
+        lock.close()
+    return 0
+
+
+def _format_status(coordinator: Coordinator) -> str:
+    """How far it is, in a line."""
+    status = coordinator.status()
+    names = ", ".join(node["node"] for node in status["nodes"])
+    waits = f"; it waits for {status['waits_for']}" if status["waits_for"] else ""
+    return f"round {status['round']} of {status['rounds']}: {names or 'nobody'}{waits}"

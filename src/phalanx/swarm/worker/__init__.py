@@ -1,0 +1,1 @@
+"""The worker node of a swarm."""

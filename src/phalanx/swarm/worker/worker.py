@@ -1,0 +1,304 @@
+"""One node's work in a swarm, on each of its ranks: learn for a while, tell, hear, go on.
+
+Rank 0 speaks with the coordinator; the others do what it says. A node's directory has, beside what every run has:
+
+    swarm.jsonl          of each round bytes and seconds (`measure.rounds`)
+    base.safetensors, live.safetensors, update, down: see `swarm.exchange`"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.data.loader import Batch, prefetch
+from phalanx.parallel.expert.partial_experts import TrainedExperts, set_local_choice_weight
+from phalanx.runs.swarm_records import RoundRecord
+from phalanx.spec.run import RunSpec
+from phalanx.spec.swarm import SPLIT
+from phalanx.swarm.coordinator.coordinator import NodeTask
+from phalanx.swarm.pieces import fragment_pieces
+from phalanx.swarm.rpc.client import SwarmClient
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.worker.exchange import RoundExchange
+from phalanx.swarm.worker.optimizer_state import optimizer_moments, transfer_moments
+from phalanx.swarm.worker.replica import GradientCapture, held_bytes, read_weights, write_weights
+from phalanx.train.loggers import Logger, MetricsRecord
+from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import TrainingData
+
+MARGIN_SECONDS = 2.0
+"""Before a round closes, beside what telling took the last time."""
+
+
+class SwarmWorker:
+    """A node's rank under way. torch.distributed must be initialised where it has several."""
+
+    def __init__(
+        self,
+        run: RunSpec,
+        corpus: TrainingData,
+        directory: Path,
+        device: torch.device,
+        name: str,
+        link: SwarmClient | None,
+    ) -> None:
+        """`name` is the node's in the swarm, `link` rank 0's."""
+        assert run.swarm is not None
+        self.run, self.swarm, self.corpus, self.directory, self.device = run, run.swarm, corpus, directory, device
+        self.link, self.exchange = link, RoundExchange(run, directory, name, link)
+        self.experts = run.model.moe.num_experts if run.model.moe else 0
+        self.trainer: Trainer | None = None
+        self.batches: Generator[Batch] | None = None
+        """Of the round's steps."""
+        self.steps_ahead = 0
+        """Steps that were learned of the next round already."""
+        self.held_bytes = 0
+        """When the optimizers stepped last."""
+        self.number = -1
+        """Of the round that it is in."""
+        self.stop_at: float | None = None
+        """By time.monotonic(), on rank 0."""
+        self.leaving = False
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="telling")
+        self._over = threading.Event()
+
+    def leave(self) -> None:
+        """After the round that it is in; at once, where nobody answers."""
+        self.leaving = True
+        if self.link is not None:
+            self.link.leaving = True
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def participate(self, logs: list[Logger], rounds: Logger | None, note: Callable[[str], None]) -> MetricsRecord:
+        """Take part until the last round is done, or it is asked to leave; returns the last evaluation."""
+        beating = threading.Thread(target=self._heartbeat_loop, daemon=True) if self.link else None
+        if beating:
+            beating.start()
+        try:
+            task = self._wait_for(round=0)
+            while task is not None and not task.done:
+                if not task.already_sent:  # else it was here before, and told of this round already
+                    spent, begun = RoundRecord(task.round), time.perf_counter()
+                    self._prepare(task, spent)
+                    self._round(task, spent, logs)
+                    spent.seconds, spent.held_bytes = time.perf_counter() - begun, self.held_bytes
+                    if rounds is not None:
+                        rounds.write({"step": self.trainer.step if self.trainer else 0, **vars(spent)})
+                        note(_format_round(spent))
+                task = self._wait_for(round=task.round + 1)
+            if self.trainer is None:
+                return {}
+            if task is not None:
+                self._catch_up(task.committed, RoundRecord(task.round), to_the_end=True)
+            self.trainer.rotate_expert_counts()
+            return self.trainer.evaluate()
+        except BaseException:
+            self.leave()  # or what goes on beside would wait for the round's end
+            raise
+        finally:
+            self._over.set()
+            self._executor.shutdown()
+
+    def _prepare(self, task: NodeTask, spent: RoundRecord) -> None:
+        """Have the weights that the round begins with, the experts that this node trains in it, and its text."""
+        self.number = task.round
+        self._set_deadline(task)
+        spent.whole_bytes, spent.received_bytes = (
+            self.exchange.initial_download_bytes,
+            self.exchange.initial_download_bytes,
+        )
+        self.exchange.initial_download_bytes = 0
+        if self.exchange.version != task.committed:
+            self._catch_up(task.committed, spent)
+        if self.trainer is None or task.owned != self.exchange.own:
+            known, had = optimizer_moments(self.trainer) if self.trainer else {}, self.exchange.own
+            self.trainer, self.exchange.own = None, task.owned  # two would need twice the memory
+            self.trainer = self._trainer()
+            transfer_moments(known, had, self.trainer, task.owned)
+        spent.experts = len(task.owned)
+        if self.swarm.sends_gradients:  # a part that a step leaves unused has no gradient
+            self._shared(
+                lambda: TensorFile.create(self.exchange.local_weights, parameter_shapes(self.run.model)).close()
+            )
+        assert task.first_step is not None
+        if self.batches is not None:
+            self.batches.close()
+        self.batches = prefetch(self.trainer.loader, task.first_step, task.first_step + task.steps)
+        self.trainer.step = task.round * self.swarm.steps_per_round + self.steps_ahead
+
+    def _round(self, task: NodeTask, spent: RoundRecord, logs: list[Logger]) -> None:
+        """Learn, tell, hear what all nodes made of it."""
+        last, steps = (
+            (task.round + 1) * self.swarm.steps_per_round >= self.run.training.steps,
+            self.swarm.steps_per_round - self.steps_ahead,
+        )
+        self._learn(steps, spent, logs, in_time=True)
+        telling = self._send_update(task, spent)
+        more = 0 if last else min(self.swarm.delay, task.steps - steps)  # who begins has less text than that once
+        fetching = (
+            self._executor.submit(self.exchange.prefetch_round, task.round, telling, spent)
+            if more and telling
+            else None
+        )
+        self.steps_ahead = self._learn(more, spent, logs)
+        accepted = self._shared(lambda: telling.result() if telling else None)
+        begun = time.perf_counter()
+        heard_of = self._wait_for(committed=task.round + 1)
+        spent.wait_seconds += time.perf_counter() - begun
+        if fetching is not None:
+            fetching.result()
+        if heard_of is not None:
+            self._catch_up(heard_of.committed, spent, task.round if accepted else None)
+
+    def _learn(self, steps: int, spent: RoundRecord, logs: list[Logger], in_time: bool = False) -> int:
+        """So many steps; `in_time` for the round's end fewer, but one at least. Returns how many were done."""
+        assert self.trainer is not None
+        assert self.batches is not None
+        trainer, begun, before = self.trainer, time.perf_counter(), spent.steps
+        trainer.stop_requested, trainer.stop_after_step = False, None
+        for _ in range(steps):
+            each, tokens = (time.perf_counter() - begun) / max(1, spent.steps - before), trainer.tokens
+            if in_time and self.stop_at is not None and time.monotonic() + 2 * each > self.stop_at:
+                trainer.stop_requested = True  # all ranks hear of it in this step
+            if self.swarm.balance.local_expert_weight < 1:
+                set_local_choice_weight(trainer.module, self.swarm.balance.ratio(trainer.step, self.run.training.steps))
+            record = trainer.train_step(self.batches)
+            for log in logs:
+                log.write(record)
+            nothing = self.swarm.sends_gradients and not isfinite(record["grad_norm"])
+            learned = 0 if nothing else trainer.tokens - tokens
+            spent.steps, spent.tokens = spent.steps + 1, spent.tokens + learned
+            if trainer.should_stop:
+                break
+        spent.train_seconds += time.perf_counter() - begun
+        return spent.steps - before
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+
+    def _send_update(self, task: NodeTask, spent: RoundRecord) -> Future[bool] | None:
+        """Write what was learned, and begin to send it. On rank 0 whether it counted, when it is known."""
+        assert self.trainer is not None
+        begun = time.perf_counter()
+        if not self.swarm.sends_gradients:  # which are there since they were to be stepped by
+            with TensorFile(self.exchange.local_weights, writable=True) as live:
+                write_weights(self.trainer.strategy, self.trainer.mesh, self._frozen(), self.experts, live)
+        if dist.is_initialized():
+            dist.barrier()
+        spent.code_seconds += time.perf_counter() - begun
+        steps, tokens = spent.steps, spent.tokens
+        return self._executor.submit(self.exchange.send_update, task, steps, tokens, spent) if self.link else None
+
+    # -- hearing -----------------------------------------------------------------------------------------------------
+
+    def _catch_up(self, committed: int, spent: RoundRecord, told: int | None = None, to_the_end: bool = False) -> None:
+        """Have the base of so many rounds, and go on from it: `to_the_end` from nothing else. `told` is the round in
+        which this node's word counted last."""
+        exchange = self.exchange
+        before, mixed = exchange.version, self.swarm.delay > 0 and told == exchange.version == committed - 1
+        exchange.version = self._shared(lambda: exchange.catch_up(committed, spent, told))
+        if self.trainer is None:
+            return
+        adds = mixed and self.swarm.mixing is None and not to_the_end
+        stands = told is not None and mixed and exchange.local_experts_are_final(told)
+        if stands:  # what coding left out of these is still in the weights
+            for item in exchange.own_experts(committed - 1):
+                exchange.feedback.pop(item.key, None)
+        turns = {number % self.swarm.fragments for number in range(before, exchange.version)}
+        begun = time.perf_counter()
+        kept = {} if to_the_end else self._blend_factors(turns, mixed, stands)
+        with TensorFile(exchange.base) as base, TensorFile(exchange.local_weights) as live:
+            since = live.read if adds else None
+            read_weights(self.trainer.strategy, self._frozen(), self.experts, base.read, kept, since)
+        spent.code_seconds += time.perf_counter() - begun
+
+    def _blend_factors(self, turns: set[int], mixed: bool, stands: bool) -> dict[str, float]:
+        """Of each parameter, how much of what this node made of it stays: all of fragments whose turn it was not; where
+        it learned on since it told, `mixing`, if that is said, and all of its own experts whose word stands."""
+        kept = {}
+        for number in range(self.swarm.fragments):
+            for item in fragment_pieces(self.run.model, number, self.swarm.fragments):
+                if (number not in turns and self.swarm.fragments > 1) or (stands and item.expert is not None):
+                    kept[item.name] = 1.0
+                elif mixed and self.swarm.mixing is not None:
+                    kept[item.name] = self.swarm.mixing
+        return kept
+
+    # -- with the other ranks ----------------------------------------------------------------------------------------
+
+    def _wait_for(self, round: int | None = None, committed: int | None = None) -> NodeTask | None:
+        """What the coordinator says once that is so, on all ranks; None if this node is to leave before."""
+        while True:
+            leaving, task = self._shared(lambda: self._ask(round, committed))
+            if leaving or task is not None:
+                return None if leaving else task
+
+    def _ask(self, round: int | None, committed: int | None) -> tuple[bool, NodeTask | None]:
+        assert self.link is not None
+        return self.leaving, None if self.leaving else self.link.poll(round, committed)
+
+    def _shared(self, value: Callable[[], Any]) -> Any:
+        """What rank 0 has, on all ranks."""
+        if not dist.is_initialized():
+            return value()
+        found = [value() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def _heartbeat_loop(self) -> None:
+        """Say now and then that this node is there."""
+        assert self.link is not None
+        while not self._over.wait(min(5.0, self.swarm.round.lease_seconds / 6)):
+            with suppress(Exception):
+                self._set_deadline(self.link.heartbeat())
+
+    def _set_deadline(self, task: NodeTask) -> None:
+        """By when the round's steps must be done, if it says that of this round."""
+        if task.round != self.number:
+            return
+        closes = None if task.already_sent or self.link is None else task.closes_in_seconds
+        margin = self.exchange.telling_seconds + MARGIN_SECONDS
+        self.stop_at = None if closes is None else time.monotonic() + closes - margin
+
+    def _trainer(self) -> Trainer:
+        with TensorFile(self.exchange.base) as base:
+
+            def weights(name: str, shape: torch.Size) -> torch.Tensor:
+                return base.whole(name)
+
+            corpus, run = replace(self.corpus, weights=weights), self.run
+            if self.swarm.sends_gradients:  # it is their mean that is clipped
+                run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"max_grad_norm": 0.0})})
+            trainer = Trainer(run, corpus, self.directory, self.device, own=self._frozen())
+        if self.swarm.sends_gradients:
+            trainer.optimizers = [GradientCapture(trainer, self.exchange.local_weights)]
+
+        def look(*_: object) -> None:
+            self.held_bytes = held_bytes(trainer.strategy, trainer.optimizers)
+
+        for last in trainer.optimizers[-1:]:  # gradients are still there, moments already
+            last.register_step_post_hook(look)
+        return trainer
+
+    def _frozen(self) -> TrainedExperts | None:
+        return TrainedExperts(self.exchange.own, self.swarm.frozen_expert_codec) if self.swarm.method in SPLIT else None
+
+
+def _format_round(spent: RoundRecord) -> str:
+    """A round in a line."""
+    megabytes = f"{spent.sent_bytes / 1e6:.3g} MB up, {spent.received_bytes / 1e6:.3g} MB down"
+    share = spent.train_seconds / spent.seconds if spent.seconds else 0.0
+    refused = f"; refused: {spent.refused}" if spent.refused else ""
+    took = f"{share:.0%} of {spent.seconds:.3g} s training"
+    return f"round {spent.round}: {spent.steps} steps, {megabytes}, {took}{refused}"

@@ -1,0 +1,186 @@
+"""A Slurm of one's own on this machine: munged, slurmctld, and a slurmd for each node, in one directory. All are real;
+only the nodes share a machine, each in a network of its own (hosts.py). It takes root and Debian's slurm-wlm."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.testing.network_namespaces import NamespacesUnavailable, StarNetwork, star_network
+
+START_SECONDS = 60.0
+TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")
+CONF = """\
+ClusterName=phalanx
+SlurmctldHost={host}({address})
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={place}/munge.socket
+StateSaveLocation={place}/state
+SlurmdSpoolDir={place}/spool-%n
+SlurmctldPidFile={place}/slurmctld.pid
+SlurmdPidFile={place}/slurmd-%n.pid
+SlurmctldLogFile={place}/slurmctld.log
+SlurmdLogFile={place}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+ReturnToService=2
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class SlurmUnavailable(OSError):  # noqa: N818 - a fact about the machine
+    """This process may not start one, or a tool is missing."""
+
+
+@dataclass(frozen=True)
+class LocalSlurm:
+    """One that runs."""
+
+    place: Path
+    network: StarNetwork
+    environment: dict[str, str] = field(repr=False)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(self.network.hosts)
+
+    def run(self, *words: str, cwd: Path | None = None) -> str:
+        """What one of its commands prints."""
+        command = [*self.network.hub.prefix, *words]
+        ended = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 0, f"{' '.join(words)}: {ended.stderr}"
+        return ended.stdout.strip()
+
+    def submit(self, script: Path) -> str:
+        """The number of a job, from a script that runs in its own directory."""
+        return self.run("sbatch", "--parsable", script.name, cwd=script.parent)
+
+    def job_info(self, job: str) -> dict[str, str]:
+        """What Slurm knows of a job: its fields."""
+        fields = self.run("scontrol", "show", "job", "--oneliner", job).split()
+        return dict(word.partition("=")[::2] for word in fields if "=" in word)
+
+    def wait(self, job: str, true: Callable[[dict[str, str]], bool], seconds: float) -> dict[str, str]:
+        """What Slurm knows of a job, as soon as that is as wanted.
+
+        Raises TimeoutError.
+        """
+        ends = time.monotonic() + seconds
+        while not true(found := self.job_info(job)):
+            if time.monotonic() > ends:
+                raise TimeoutError(f"job {job} is {found['JobState']} ({found['Reason']}) after {seconds:.0f} s")
+            time.sleep(0.2)
+        return found
+
+
+@contextmanager
+def local_slurm(place: Path, nodes: int) -> Iterator[LocalSlurm]:
+    """One with so many nodes, each with all cores of this machine. The first has this machine's own name, so that all
+    find it. It is gone afterwards, and so are its jobs.
+
+    Raises NoSlurm where it cannot be had.
+    """
+    missing = [tool for tool in TOOLS if not shutil.which(tool)]
+    if missing:
+        raise SlurmUnavailable(f"{', '.join(missing)}: not installed (apt-get install slurm-wlm)")
+    if os.geteuid() != 0:
+        raise SlurmUnavailable("it takes root")
+    host = socket.gethostname().partition(".")[0]
+    names = (host, *(f"{host}-{number}" for number in range(1, nodes)))
+    with ExitStack() as daemons:
+        try:
+            network = daemons.enter_context(star_network(names))
+        except NamespacesUnavailable as none:
+            raise SlurmUnavailable(str(none)) from None
+        found = LocalSlurm(place, network, {**os.environ, "SLURM_CONF": str(place / "slurm.conf")})
+        _write_conf(found, host)
+        daemons.enter_context(_daemon(found, "munge", _munged(place)))
+        daemons.enter_context(_daemon(found, "slurmctld", [*network.hub.prefix, "slurmctld"]))
+        for name in names:
+            command = [*network.hosts[name].prefix, "slurmd", "-N", name]
+            daemons.enter_context(_daemon(found, f"slurmd-{name}", command))
+        _until(lambda: found.run("sinfo", "-h", "-t", "idle", "-o", "%D") == str(nodes), "its nodes are idle", found)
+        try:
+            yield found
+        finally:
+            found.run("scancel", "--user=root")
+            _until(lambda: not found.run("squeue", "-h"), "its jobs are gone", found)
+
+
+def _munged(place: Path) -> list[str]:
+    key = place / "munge.key"
+    key.write_bytes(secrets.token_bytes(1024))
+    key.chmod(0o400)
+    files = [
+        f"--{name}={place}/munge.{ending}"
+        for name, ending in (
+            ("socket", "socket"),
+            ("key-file", "key"),
+            ("pid-file", "pid"),
+            ("log-file", "log"),
+            ("seed-file", "seed"),
+        )
+    ]
+    return ["munged", "--force", *files]
+
+
+def _write_conf(slurm: LocalSlurm, host: str) -> None:
+    nodes = "\n".join(
+        f"NodeName={name} NodeHostname={host} NodeAddr={at.address} CPUs={os.cpu_count()}"
+        for name, at in slurm.network.hosts.items()
+    )
+    (slurm.place / "state").mkdir()
+    address = slurm.network.hosts[host].hub
+    (slurm.place / "cgroup.conf").write_text(
+        "CgroupPlugin=cgroup/v1\n"
+    )  # none is used, or can be seen from a namespace
+    (slurm.place / "slurm.conf").write_text(CONF.format(host=host, address=address, place=slurm.place, nodes=nodes))
+
+
+@contextmanager
+def _daemon(slurm: LocalSlurm, name: str, command: Sequence[str]) -> Iterator[None]:
+    """A process that puts itself into the background, until it is told to end by its pid file."""
+    pid_file = slurm.place / f"{name}.pid"
+    started = subprocess.run(command, env=slurm.environment, capture_output=True, text=True, timeout=60)
+    if started.returncode:
+        raise SlurmUnavailable(f"{' '.join(command)}: {started.stderr.strip()}")
+    _until(lambda: pid_file.is_file() and pid_file.read_text().strip().isdecimal(), f"{name} runs", slurm)
+    pid = int(pid_file.read_text())
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+            _until(lambda: _has_ended(pid), f"{name} has ended", slurm)
+
+
+def _has_ended(pid: int) -> bool:
+    """Also where nobody takes note of it: process 1 of a container may not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
+
+
+def _until(true: Callable[[], bool], what: str, slurm: LocalSlurm) -> None:
+    ends = time.monotonic() + START_SECONDS
+    while not true():
+        if time.monotonic() > ends:
+            logs = "\n".join(f"{log.name}: {log.read_text()[-800:]}" for log in sorted(slurm.place.glob("*.log")))
+            raise TimeoutError(f"waited {START_SECONDS:.0f} s until {what}\n{logs}")
+        time.sleep(0.1)

@@ -1,0 +1,188 @@
+"""The parent's side of the pool: start the ranks once, send each a function, gather what they return."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+from phalanx.spec.errors import UserError
+from phalanx.testing.rank_failure import RankError, RankFailure
+
+START_SECONDS = 180.0
+GRACE_SECONDS = 1.0
+"""How long the other ranks may still report after the first failure; most then hang in a collective."""
+OUTPUT_BYTES = 4_000
+"""How much of a rank's output a failure shows."""
+GROWN_BYTES = 3 * 2**28
+"""Ranks that hold so much more together than they did at first make room for others: the kernels that oneDNN compiles
+for every shape stay with a process."""
+
+_pools: dict[int, RankPool] = {}
+
+
+def rank_pool(world_size: int) -> RankPool:
+    """The process's pool of this size. Its ranks start at the first run and stay until the process ends."""
+    return _pools.setdefault(world_size, RankPool(world_size))
+
+
+@atexit.register
+def close_all() -> None:
+    """Stop the ranks of every pool."""
+    for pool in _pools.values():
+        pool.close()
+
+
+class RankPool:
+    """Fresh single-threaded processes that share a gloo process group and run one function at a time."""
+
+    def __init__(self, world_size: int) -> None:
+        if world_size < 1:
+            raise UserError("world_size", world_size, "is not a number of ranks", "use at least 1")
+        self.world_size = world_size
+        self._held_at_first = 0
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Connection] = []
+        self._logs = Path()
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
+        """Call `function(*args, **kwargs)` on every rank at once; what each rank returned, in rank order.
+
+        Every call has a new world, a fixed random seed, and no groups or DTensor caches of earlier calls.
+        Raises RanksFailed if a rank raises, dies or has not returned after `timeout` seconds; unless every
+        rank has answered, the pool starts anew at its next use. Raises UserError if a rank cannot import
+        `function`.
+        """
+        name = f"{function.__module__}.{function.__qualname__}"
+        if function.__module__ == "__main__" or "<" in function.__qualname__:
+            raise UserError("function", name, "cannot be imported by a rank", "define it at the top level of a module")
+        call = pickle.dumps((sys.path, pickle.dumps((function, args, kwargs)), timeout + START_SECONDS))
+        try:
+            if not self._workers:
+                self._start()
+            results = self._run(name, call, timeout)
+            self._held_at_first = self._held_at_first or self._held()
+            if self._held() > self._held_at_first + GROWN_BYTES:
+                self.close()
+            return results
+        except BaseException as error:
+            # A rank that has not answered may be anywhere in the function, so no later call can use it.
+            if not (isinstance(error, RankError) and error.all_returned):
+                self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill the ranks and whatever they started."""
+        for worker in self._workers:
+            if worker.poll() is None:
+                os.killpg(worker.pid, signal.SIGKILL)
+        for worker, pipe in zip(self._workers, self._pipes, strict=True):
+            worker.wait()
+            pipe.close()
+        if self._workers:
+            shutil.rmtree(self._logs, ignore_errors=True)
+        self._workers, self._pipes, self._held_at_first = [], [], 0
+
+    def _held(self) -> int:
+        """Bytes of memory that the ranks hold; 0 where /proc does not say."""
+        statements = [Path(f"/proc/{worker.pid}/statm") for worker in self._workers]
+        pages = (int(file.read_text().split()[1]) for file in statements if file.exists())
+        return sum(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def _start(self) -> None:
+        self._logs = Path(tempfile.mkdtemp(prefix="phalanx-ranks-"))
+        # Rank 0 inherits the listening socket itself: nobody can take its port between choice and use.
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+            for rank in range(self.world_size):
+                ours, theirs = Pipe()
+                fds = [theirs.fileno(), *([listener.fileno()] if rank == 0 else [])]
+                with open(self._logs / f"{rank}.output", "wb") as output:
+                    worker = subprocess.Popen(
+                        [sys.executable, "-m", "phalanx.testing.rank_worker", *map(str, fds)],
+                        env=self._environment(rank, listener.getsockname()[1]),
+                        pass_fds=fds,
+                        start_new_session=True,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                theirs.close()
+                self._workers.append(worker)
+                self._pipes.append(ours)
+        self._gather("the start of the ranks", START_SECONDS, offsets=[0] * self.world_size)
+
+    def _environment(self, rank: int, port: int) -> dict[str, str]:
+        variables = {
+            "RANK": rank, "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.world_size,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            "OMP_NUM_THREADS": 1, "PYTHONUNBUFFERED": 1, "PHALANX_RANK_LOGS": self._logs,
+        }  # fmt: skip
+        return {**os.environ, **{name: str(value) for name, value in variables.items()}}
+
+    def _run(self, name: str, call: bytes, timeout: float) -> list[Any]:
+        offsets = [(self._logs / f"{rank}.output").stat().st_size for rank in range(self.world_size)]
+        for pipe in self._pipes:
+            pipe.send_bytes(call)
+        return [pickle.loads(value) for value in self._gather(name, timeout, offsets)]
+
+    def _gather(self, name: str, timeout: float, offsets: list[int]) -> list[bytes]:
+        """Every rank's pickled result. Raises RanksFailed."""
+        begin = time.monotonic()
+        deadline = begin + timeout
+        results: dict[int, bytes] = {}
+        ended: dict[int, RankFailure] = {}
+        while len(ended) < self.world_size and (left := deadline - time.monotonic()) > 0:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in ended}
+            for pipe in wait(list(waiting), left):
+                rank = waiting[pipe]  # type: ignore[index]
+                ended[rank] = self._receive(rank, begin, results)
+                if rank not in results:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if len(results) == self.world_size:
+            return [results[rank] for rank in range(self.world_size)]
+        missing = [rank for rank in range(self.world_size) if rank not in ended]
+        failures = [*ended.values(), *self._stuck(missing, time.monotonic() - begin)]
+        raise RankError(name, [self._with_output(failure, offsets[failure.rank]) for failure in failures])
+
+    def _receive(self, rank: int, begin: float, results: dict[int, bytes]) -> RankFailure:
+        try:
+            kind, when, summary, content = pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            code = self._workers[rank].wait()
+            summary = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return RankFailure(rank, "died", time.monotonic() - begin, summary)
+        if kind == "returned":
+            results[rank] = content
+            return RankFailure(rank, "returned", when - begin)
+        return RankFailure(rank, "raised", when - begin, summary, content)
+
+    def _stuck(self, missing: list[int], seconds: float) -> list[RankFailure]:
+        """The Python stacks of ranks that have not returned, which faulthandler writes on a signal."""
+        stacks = {rank: self._logs / f"{rank}.stack" for rank in missing}
+        for rank in missing:
+            if stacks[rank].exists():
+                self._workers[rank].send_signal(signal.SIGUSR1)
+        limit = time.monotonic() + 2.0
+        while time.monotonic() < limit and not all(s.exists() and s.stat().st_size for s in stacks.values()):
+            time.sleep(0.02)
+        texts = {rank: stack.read_text() if stack.exists() else "" for rank, stack in stacks.items()}
+        return [RankFailure(rank, "did not return", seconds, "", text) for rank, text in texts.items()]
+
+    def _with_output(self, failure: RankFailure, offset: int) -> RankFailure:
+        with open(self._logs / f"{failure.rank}.output", "rb") as file:
+            file.seek(max(offset, os.fstat(file.fileno()).st_size - OUTPUT_BYTES))
+            output = file.read().decode(errors="replace").strip()
+        return RankFailure(**{**vars(failure), "output": output})

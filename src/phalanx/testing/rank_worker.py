@@ -1,0 +1,102 @@
+"""One rank of the pool: a process that runs what the pool sends until the pool is gone.
+
+Usage: python -m phalanx.testing.rank_worker PIPE_FD [LISTENING_SOCKET_FD]
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import queue
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+import torch.distributed.tensor._random as tensor_random
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+# The pool's own timeout ends a hung call; the group's only has to be longer than any call.
+GROUP_TIMEOUT = timedelta(hours=2)
+
+
+def main(pipe_fd: int, listener_fd: int | None = None) -> None:
+    """Serve calls until the pipe ends."""
+    pipe = Connection(pipe_fd)
+    calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    stack = open(Path(os.environ["PHALANX_RANK_LOGS"]) / f"{rank}.stack", "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+    torch.set_num_threads(1)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, is_master=rank == 0,
+        timeout=GROUP_TIMEOUT, master_listen_fd=listener_fd,
+    )  # fmt: skip
+    _answer(pipe, "returned", "", b"")
+    count = 0
+    while True:
+        paths, call, limit = pickle.loads(calls.get())
+        sys.path[:] = paths
+        # The last resort if a call holds the GIL when the pool is gone: a thread in C ends the process.
+        faulthandler.dump_traceback_later(limit, exit=True)
+        count += 1
+        try:
+            _new_world(c10d.PrefixStore(str(count), store), rank, world_size)
+            function, args, kwargs = pickle.loads(call)
+            result = pickle.dumps(function(*args, **kwargs))
+        except BaseException as error:
+            summary = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
+            _answer(pipe, "raised", summary, "".join(traceback.format_exception(error)))
+        else:
+            _answer(pipe, "returned", "", result)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _answer(pipe: Connection, kind: str, summary: str, content: str | bytes) -> None:
+    when = time.monotonic()
+    sys.stdout.flush()
+    pipe.send_bytes(pickle.dumps((kind, when, summary, content)))
+
+
+def _listen(pipe: Connection, calls: queue.SimpleQueue[bytes]) -> None:
+    """Pass calls on; when the pool's end of the pipe closes, however that came, end this process group."""
+    try:
+        while True:
+            calls.put(pipe.recv_bytes())
+    except (EOFError, OSError):
+        shutil.rmtree(os.environ["PHALANX_RANK_LOGS"], ignore_errors=True)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _new_world(store: c10d.Store, rank: int, world_size: int) -> None:
+    """Forget the groups, caches and random state of the last call, as a new process would have none."""
+    names = c10d._world.group_count
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # A mesh that outlived its call must not find a new group under its old group's name.
+    c10d._world.group_count = names
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    tensor_random._rng_tracker = None
+    gc.collect()
+    # What is left belongs to modules; frozen, it does not cost 0.1 s in every later collection.
+    gc.freeze()
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    random.seed(0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""A swarm's processes, each on a host of its own: started, killed, and seen through their journal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from phalanx.swarm.rpc.certificates import create_certificate_authority, issue_certificate
+from phalanx.testing.network_namespaces import Host, StarNetwork
+
+LEAD, PORT = "lead", 7077
+
+
+class SwarmProcesses:
+    """`phalanx swarm serve` at the hub, `phalanx swarm join` at the hosts; in `folder`:
+
+    certs/NAME  nodes/NAME  NAME.txt    who they are, what they keep, what they said"""
+
+    def __init__(self, network: StarNetwork, folder: Path, run_file: Path, lead: Path) -> None:
+        """`lead` is the coordinator's directory."""
+        self.network, self.folder, self.run_file, self.lead = network, folder, run_file, lead
+        self.under_way: dict[str, subprocess.Popen[bytes]] = {}
+        create_certificate_authority(folder / "certs")
+        issue_certificate(folder / "certs", LEAD, [host.hub for host in network.hosts.values()])
+        for name in network.hosts:
+            issue_certificate(folder / "certs", name, [])
+
+    def start(self, name: str) -> None:
+        """The coordinator or a node; maybe again."""
+        if name == LEAD:
+            host, words = self.network.hub, ["serve", str(self.run_file), "--listen", f"0.0.0.0:{PORT}"]
+        else:
+            host = self.network.hosts[name]
+            words = ["join", self.address(host), "--out", str(self.folder / "nodes"), "--nproc", "1"]
+        words += ["--certs", str(self.folder / "certs" / name)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with (self.folder / f"{name}.txt").open("ab") as said:
+            self.under_way[name] = subprocess.Popen(
+                [*host.prefix, sys.executable, "-m", "phalanx", "swarm", *words],
+                stdout=said, stderr=said, start_new_session=True, env=environment,
+            )  # fmt: skip
+
+    def start_all(self) -> None:
+        """The coordinator, and every node."""
+        for name in (LEAD, *self.network.hosts):
+            self.start(name)
+
+    def address(self, host: Host) -> str:
+        """The coordinator's, as a host sees it."""
+        return f"{host.hub}:{PORT}"
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """To all processes of one."""
+        os.killpg(self.under_way[name].pid, number)
+
+    def kill(self, name: str) -> None:
+        """At once."""
+        with suppress(ProcessLookupError):
+            self.signal(name, signal.SIGKILL)
+        self.under_way[name].wait()
+
+    def output(self, name: str) -> str:
+        """The end of it."""
+        return (self.folder / f"{name}.txt").read_text()[-2000:]
+
+    def events(self, *what: str) -> list[dict[str, Any]]:
+        """The coordinator's journal; of these kinds."""
+        path = self.lead / "journal.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [event for event in found if not what or event["what"] in what]
+
+    def committed_rounds(self) -> int:
+        """Rounds that are."""
+        return len(self.events("committed"))
+
+    def until(self, true: Callable[[], bool], what: str, seconds: float) -> None:
+        """Raises AssertionError if it is not so in this time, or a process ends that was not killed."""
+        deadline = time.monotonic() + seconds
+        while not true():
+            for name, process in self.under_way.items():
+                if process.poll() not in (None, 0, -signal.SIGKILL):
+                    raise AssertionError(f"{name} ended with {process.returncode}: {self.output(name)}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not in {seconds:g} s: {what}; {self.events()[-8:]}; {self.output(LEAD)}")
+            time.sleep(0.02)
+
+    def wait_all(self, seconds: float) -> None:
+        """Until all have ended by themselves, in this time together."""
+        self.until(lambda: all(process.poll() == 0 for process in self.under_way.values()), "the end", seconds)
+
+
+@contextmanager
+def swarm_processes(network: StarNetwork, folder: Path, run_file: Path, lead: Path) -> Iterator[SwarmProcesses]:
+    """None of their processes is left afterwards."""
+    found = SwarmProcesses(network, folder, run_file, lead)
+    try:
+        yield found
+    finally:
+        for name in found.under_way:
+            found.kill(name)

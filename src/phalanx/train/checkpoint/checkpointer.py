@@ -1,0 +1,347 @@
+"""Sharded checkpoints by PyTorch's DCP, written beside the training, in safetensors (nothing is pickled), and their
+return into any layout and world size."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from phalanx.parallel.dtensor_utils import as_dtensor, local_tensor
+from phalanx.parallel.strategy import Strategy, named_buffers
+from phalanx.runs.checkpoints import (
+    DAMAGED_SUFFIX,
+    FORMAT,
+    PREVIOUS_SUFFIX,
+    checkpoints,
+    find_damaged_files,
+    publish,
+    quarantine,
+    read_checksums,
+    recover_interrupted_rewrites,
+    sha256,
+    step_name,
+    step_of,
+    sync,
+    write_synced,
+)
+from phalanx.spec.errors import UserError
+
+T = TypeVar("T")
+
+# A run of one process is no accident.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+FILE_BYTES = 32 * 2**20
+"""Tensors that rest on disk are saved in files of about so much: DCP makes each whole in memory."""
+
+
+class Checkpointer:
+    """Saves beside the training: `save` copies the state and returns; a thread writes, checksums and publishes."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self.directory, self.keep = directory, keep
+        distributed = dist.is_initialized()
+        self.rank = dist.get_rank() if distributed else 0
+        self.world_size = dist.get_world_size() if distributed else 1
+        # Its own group: the thread's collectives must not mix with the training's.
+        self.group = dist.new_group(backend="gloo") if distributed else None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.seconds = 0.0
+        """What the last complete save took, most of it behind the training."""
+        if self.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            for leftover in directory.glob("*.tmp"):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], on_disk: bool = False
+    ) -> None:
+        """Begin to save; waits for the save before it. What rests `on_disk` may be more than memory holds: it is not
+        copied, but saved before this returns."""
+        self.wait()
+        path = self.directory / f"{step_name(step)}.tmp"
+        if self.rank == 0:
+            path.mkdir(parents=True)
+        self._barrier()
+        body = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
+        if on_disk:
+            self._write(path, dict(tensors), rng_state(), body, assign_to_files(tensors, FILE_BYTES))
+            self.wait()
+            return
+        copies = {name: copy_to_cpu(tensor) for name, tensor in tensors.items()}
+        arguments = path, copies, rng_state(), body, None
+        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
+        self._thread.start()
+
+    def _write(
+        self,
+        path: Path,
+        tensors: dict[str, Tensor],
+        drawn: dict[str, str],
+        manifest: dict[str, Any],
+        files: dict[str, int] | None,
+    ) -> None:
+        """`files` gives the number of the file that each tensor is written to; all to one if None."""
+        begun = time.perf_counter()
+        try:
+            writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=files, save_distributed=True)
+            save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+            mine = sorted(path.glob(f"shard-{self.rank + 1:05d}-*"))
+            for file in mine:
+                sync(file)
+            record = {"random": drawn, "sha256": {file.name: sha256(file) for file in mine}}
+            write_synced(path / f"rank-{self.rank:05d}.json", json.dumps(record))
+            self._barrier()
+            if self.rank == 0:
+                write_synced(path / "manifest.json", json.dumps(manifest, indent=1))
+                ranks = sorted(path.glob("rank-*.json"))
+                if len(ranks) != self.world_size:
+                    raise OSError(f"{self.world_size} ranks wrote their parts, and those of {len(ranks)} are there")
+                sums = {file.name: sha256(file) for file in [*ranks, path / "manifest.json"]}
+                for file in ranks:
+                    sums |= json.loads(file.read_text())["sha256"]
+                publish(path, sums)
+                self._remove_old()
+            self.seconds = time.perf_counter() - begun
+        except BaseException as error:  # DCP's CheckpointException is no Exception; `wait` raises it in the main thread
+            self._error = error
+            self._discard(path)  # what it takes of a full disk is needed to say so
+
+    def _remove_old(self) -> None:
+        """Remove what is older than the checkpoints to keep, set aside or not; what somebody reads is left to the next
+        save."""
+        saved = checkpoints(self.directory)
+        for old in saved[self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(old.with_suffix(PREVIOUS_SUFFIX), ignore_errors=True)
+        for aside in self.directory.glob(f"*{DAMAGED_SUFFIX}"):
+            if len(saved) >= self.keep and aside < saved[self.keep - 1]:
+                shutil.rmtree(aside, ignore_errors=True)
+
+    def _discard(self, path: Path) -> None:
+        """Remove what this rank wrote of a checkpoint, rank 0 all of it: others may come to a barrier that it passed,
+        and it may have published what they wrote."""
+        if self.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        for file in path.glob(f"shard-{self.rank + 1:05d}-*"):
+            file.unlink(missing_ok=True)
+
+    def wait(self) -> None:
+        """Wait until the save under way, if any, is complete. Raises UserError if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise UserError(
+                "checkpoint", str(self.directory), f"could not be written: {_reason(error)}",
+                "free space or check the directory; the checkpoints before it are intact",
+            ) from error  # fmt: skip
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way, behind the training."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+
+def assign_to_files(tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
+    """Which file, from 1, each tensor goes to, so that a rank's files have about `limit` bytes. All ranks go by what
+    rank 0 finds, which owns no less than any other."""
+    index, size, files = 1, 0, {}
+    for name, tensor in tensors.items():
+        mine = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+        if size and size + mine > limit:
+            index, size = index + 1, 0
+        files[name] = index
+        size += mine
+    return files
+
+
+def copy_to_cpu(tensor: Tensor) -> Tensor:
+    """A copy of this rank's part in CPU memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor.to("cpu", copy=True)
+    local = tensor.to_local().to("cpu", copy=True)
+    return as_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
+
+
+def _reason(error: BaseException) -> str:
+    failures = getattr(error, "failures", None)  # of a CheckpointException: what each rank met
+    return str(next(iter(failures.values()))[0] if failures else error) or type(error).__name__
+
+
+def broadcast_from_rank0(find: Callable[[], T]) -> T:
+    """What rank 0 finds: files may look otherwise to others, and need not be read by all."""
+    told = [find() if not dist.is_initialized() or dist.get_rank() == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told, src=0)
+    return cast(T, told[0])
+
+
+def latest_step(directory: Path) -> int:
+    """The step of the newest checkpoint in a directory, whole or not; -1 where there is none. A collective."""
+    return broadcast_from_rank0(lambda: max(map(step_of, checkpoints(directory)), default=-1))
+
+
+def latest_valid_checkpoint(directory: Path, before: int | None = None) -> tuple[Path | None, dict[str, str]]:
+    """The newest undamaged checkpoint in a directory, of a step `before` one if it is given, and what is wrong with
+    those that are newer, which are set aside. A collective: each rank looks at its share of the files, so that nobody
+    waits for long for another, however much there is."""
+
+    def names() -> list[str]:
+        recover_interrupted_rewrites(directory)
+        return [found.name for found in checkpoints(directory) if before is None or step_of(found) < before]
+
+    checkpoint, damaged = None, {}
+    for name in broadcast_from_rank0(names):
+        problem = _damage(directory / name)
+        if problem is None:
+            checkpoint = directory / name
+            break
+        damaged[name] = problem
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        quarantine(directory, damaged, checkpoint)
+    return checkpoint, damaged
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """`manifest.find_damage`, found by all ranks together."""
+
+    def listed() -> tuple[dict[str, str], str | None]:
+        try:
+            return read_checksums(checkpoint), None
+        except ValueError as problem:
+            return {}, str(problem)
+
+    sums, problem = broadcast_from_rank0(listed)
+    if problem is not None or not dist.is_initialized():
+        return problem or find_damaged_files(checkpoint, sums)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    told: list[str | None] = [None] * ranks
+    dist.all_gather_object(told, find_damaged_files(checkpoint, dict(sorted(sums.items())[rank::ranks])))
+    return next((found for found in told if found is not None), None)
+
+
+def checkpoint_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """Parameters, buffers and optimizer state under layout-free names."""
+    tensors = {
+        f"model.{name}": strategy.as_global_dtensor(name, tensor.detach())
+        for name, tensor in strategy.trainable_parameters.items()
+    }
+    tensors |= {f"model.{name}": tensor for name, tensor in named_buffers(strategy.module)}
+    names = {id(parameter): name for name, parameter in strategy.trainable_parameters.items()}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):  # SGD without momentum keeps a None
+                    name = names[id(parameter)]
+                    tensors[f"optimizer.{key}.{name}"] = (
+                        strategy.as_global_dtensor(name, value) if value.ndim else value
+                    )
+    return tensors
+
+
+def load_full_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """All of a checkpoint, whole, in CPU memory."""
+    reader = HuggingFaceStorageReader(str(checkpoint))
+    saved = _saved(reader).items()
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved}
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def _saved(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
+    """What a checkpoint has of each tensor."""
+    entries = reader.read_metadata().state_dict_metadata.items()
+    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
+def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Load a checkpoint into a model and its optimizers, whatever layout either has.
+
+    Raises UserError if the checkpoint is of another model.
+    """
+    reader = HuggingFaceStorageReader(str(checkpoint))
+    saved = {name: tuple(entry.size) for name, entry in _saved(reader).items()}
+    for optimizer in optimizers:
+        _materialize_optimizer_state(optimizer, strategy, saved)
+    tensors = checkpoint_tensors(strategy, optimizers)
+    for name, tensor in tensors.items():
+        if saved.get(name) != tuple(tensor.shape):
+            raise UserError(
+                "checkpoint", str(checkpoint), f"{name} is {list(saved[name]) if name in saved else 'absent'} there "
+                f"and {list(tensor.shape)} in this run", "resume with the model and optimizer that it was saved with",
+            )  # fmt: skip
+    load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    strategy.sync_model_weights()
+
+
+def restore_tensors(
+    shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, Tensor], strategy: Strategy,
+    optimizers: list[torch.optim.Optimizer],
+) -> None:  # fmt: skip
+    """Have the state of which these are this rank's parts, of tensors of these shapes, in the same layout."""
+    for optimizer in optimizers:
+        _materialize_optimizer_state(optimizer, strategy, shapes)
+    for name, tensor in checkpoint_tensors(strategy, optimizers).items():
+        local_tensor(tensor).copy_(parts[name])
+    strategy.sync_model_weights()
+
+
+def _materialize_optimizer_state(
+    optimizer: torch.optim.Optimizer, strategy: Strategy, saved: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Give an optimizer that has not stepped yet the state that a checkpoint holds for it."""
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, shape in saved.items():
+        kind, _, rest = name.partition(".")
+        key, _, parameter_name = rest.partition(".")
+        parameter = strategy.trainable_parameters.get(parameter_name)
+        if kind == "optimizer" and parameter is not None and id(parameter) in mine:
+            scalar = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter][key] = strategy.init_optimizer_state(parameter) if shape else scalar
+
+
+def restore_rng_state(checkpoint: Path, rank: int) -> None:
+    """Return this rank's random state; a rank that the checkpoint does not know keeps its fresh one."""
+    path = checkpoint / f"rank-{rank:05d}.json"
+    if not path.exists():
+        return
+    set_rng_state(json.loads(path.read_text())["random"])
+
+
+def rng_state() -> dict[str, str]:
+    """This rank's, in JSON's words."""
+    state = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return {name: tensor.numpy().tobytes().hex() for name, tensor in state.items()}
+
+
+def set_rng_state(told: Mapping[str, str]) -> None:
+    """Return to what `rng_state` said."""
+    state = {key: bytearray.fromhex(text) for key, text in told.items()}
+    torch.set_rng_state(torch.frombuffer(state["torch"], dtype=torch.uint8))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(state["cuda"], dtype=torch.uint8))

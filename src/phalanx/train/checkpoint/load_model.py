@@ -1,0 +1,79 @@
+"""What a run has learned, whole and in one process, whatever wrote it down: a trainer's checkpoint, or a swarm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from phalanx.data.prepare import tokenizer_without_training
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.apply import init_parameters
+from phalanx.parallel.strategy import Strategy, materialize
+from phalanx.runs.checkpoints import require_valid_checkpoint
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+from phalanx.spec.run import RunSpec
+from phalanx.train.checkpoint.checkpointer import load_checkpoint
+
+SWARM_WEIGHTS = ("model/base.safetensors", "base.safetensors")
+"""What all nodes of a swarm have, in the directories of its coordinator and of a node: whole parameters."""
+
+
+def load_trained_model(run_directory: Path) -> tuple[RunSpec, Transformer, Path]:
+    """The run file, the trained model (fp32, on the CPU, one process) and the tokenizer's path of a run directory: of
+    its newest checkpoint, or of what a swarm has learned by now.
+
+    Raises UserError if there is no intact checkpoint, and no swarm's weights.
+    """
+    if not (run_directory / "run.toml").is_file():
+        raise UserError(
+            "run directory", str(run_directory), "has no run.toml", "give a directory that phalanx train made"
+        )
+    run = load_run(run_directory / "run.toml", environment={})
+    shared = next((path for name in SWARM_WEIGHTS if (path := run_directory / name).is_file()), None)
+    checkpoint = require_valid_checkpoint(run_directory) if shared is None else None
+    tokenizer = _tokenizer_of(run, run_directory)
+    with torch.device("meta"):
+        module = Transformer(run.model)
+    materialize(module, torch.device("cpu"))
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, Strategy(module), [])
+    elif shared is not None:
+        _load_weights(shared, module)
+    return run, module.eval(), tokenizer
+
+
+def _load_weights(file: Path, module: Transformer) -> None:
+    """Give a model the parameters in a file, one at a time. Raises UserError if it is damaged, or another model's."""
+    try:
+        with safe_open(file, framework="pt") as weights:
+
+            def weight(name: str, shape: torch.Size) -> Tensor:
+                found: Tensor = weights.get_tensor(name)
+                if found.shape != shape:
+                    raise ValueError(f"{name} is {list(found.shape)} there, and {list(shape)} in the model")
+                return found
+
+            init_parameters(Strategy(module), weight)
+    except (SafetensorError, OSError, ValueError) as error:
+        problem = f"does not hold the weights of the model in run.toml: {error}"
+        raise UserError("weights", str(file), problem, "give the directory as the swarm left it") from None
+
+
+def _tokenizer_of(run: RunSpec, run_directory: Path) -> Path:
+    """The tokenizer of a run; a swarm's coordinator, which reads no text, is given it here if that needs none.
+
+    Raises UserError if it does.
+    """
+    file = run_directory / "tokenizer.json"
+    if not file.exists():
+        tokenizer = tokenizer_without_training(run.data)
+        if tokenizer is None:
+            problem = "has no tokenizer.json: that is made from the text, which nodes read and a coordinator does not"
+            fix = f"copy it from a node: cp nodes/NAME/tokenizer.json {run_directory}"
+            raise UserError("run directory", str(run_directory), problem, fix)
+        tokenizer.save(file)
+    return file

@@ -1,0 +1,36 @@
+"""Other numbers for the experts of a checkpoint. A mixture is what it was when its experts change places and the router
+follows; but which of them are neighbours, and so on one rank, is not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from phalanx.runs.checkpoints import PREVIOUS_SUFFIX, checkpoints, read_manifest
+from phalanx.train.checkpoint.checkpointer import Checkpointer, load_full_tensors, restore_rng_state
+
+_OF_EXPERTS = re.compile(r"blocks\.(\d+)\.mlp\.(experts\.\w+|router\.gate\.weight|router\.bias)$")
+
+
+def reorder_experts(checkpoint: Path, orders: Mapping[int, Sequence[int]]) -> Path:
+    """Write a checkpoint anew, in which expert i of a layer is the one that was number `orders[layer][i]`; weights,
+    router, optimizer state and what was counted of them follow. The one before is kept beside it; returns where.
+
+    Raises UserError if it cannot be written; then nothing has changed.
+    """
+    tensors, manifest = load_full_tensors(checkpoint), read_manifest(checkpoint)
+    for name, tensor in tensors.items():
+        found = _OF_EXPERTS.search(name)
+        if found and tensor.ndim and int(found[1]) in orders:
+            tensors[name] = tensor[torch.tensor(orders[int(found[1])])]
+    manifest["expert_tokens"] = [
+        [[tokens[i] for i in order] for tokens, order in zip(counted, orders.values(), strict=True)]
+        for counted in manifest["expert_tokens"]
+    ]
+    restore_rng_state(checkpoint, 0)  # for the one that is written
+    checkpointer = Checkpointer(checkpoint.parent, keep=len(checkpoints(checkpoint.parent)))
+    checkpointer.save(manifest["step"], tensors, manifest, on_disk=True)
+    return checkpoint.with_suffix(PREVIOUS_SUFFIX)

@@ -1,0 +1,1 @@
+"""Detection of hangs, divergence and corrupted replicas."""

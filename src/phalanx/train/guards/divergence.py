@@ -1,0 +1,86 @@
+"""When a loss is beyond repair, and how a run goes back to where it was not."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from phalanx.runs.events import ROLLED_BACK, append_event, read_events
+from phalanx.spec.errors import UserError
+
+HISTORY, LEAST = 50, 10
+"""Steps whose losses say what is usual, and how many it takes."""
+
+
+class DivergenceError(RuntimeError):
+    """Training cannot go on from here: all ranks found so together, and `blamed` are those that it is due to."""
+
+    def __init__(self, said: str, blamed: Sequence[int] = ()) -> None:
+        super().__init__(said)
+        self.suspect_ranks = list(blamed)
+
+
+class CorruptionError(DivergenceError):
+    """Ranks no longer hold alike what they must: nobody knows since when, so that no checkpoint is known to be good."""
+
+
+class LossSpikeDetector:
+    """The losses of the last steps."""
+
+    def __init__(self, spike: float | None) -> None:
+        self.spike = spike
+        self._last: deque[float] = deque(maxlen=HISTORY)
+
+    def spike_ratio(self, loss: float) -> float | None:
+        """How many times the median of the steps before it a loss is, where that makes it a spike."""
+        ratio = loss / median(self._last) if len(self._last) >= LEAST else 1.0
+        if self.spike is not None and math.isfinite(loss) and ratio > self.spike:
+            return ratio
+        if math.isfinite(loss):
+            self._last.append(loss)
+        return None
+
+
+def count_rollbacks(directory: Path) -> int:
+    """How often a run has gone back."""
+    return len(_rollback_events(directory))
+
+
+def diverged_again(directory: Path, newest: int) -> bool:
+    """Whether a run has gone back to the checkpoint of its newest step already, and saved nothing since: then it is
+    that checkpoint which leads astray, and not the text behind it."""
+    back = _rollback_events(directory)
+    return bool(back) and back[-1]["to"] == newest > 0
+
+
+def record_rollback(directory: Path, step: int, to: int, reason: str) -> None:
+    """Note that a run goes back from a step to that of a checkpoint, or to its beginning.
+
+    The text of the steps between is passed over then, and whenever the run returns to that checkpoint.
+    Raises UserError where that cannot be noted.
+    """
+    before = count_rollbacks(directory)
+    append_event(directory, ROLLED_BACK, after=step, to=to, reason=reason)
+    if count_rollbacks(directory) == before:
+        raise UserError(
+            "output_dir", str(directory), "cannot be written to, and a run that goes back must note it there"
+        )
+
+
+def steps_to_skip(directory: Path, step: int) -> int:
+    """Steps whose text is not learned from after the checkpoint of a step, since that led astray: those that the run
+    went back by to it, and those that had been passed over already after checkpoints that it then left behind."""
+    passed: dict[int, int] = {}
+    for event in _rollback_events(directory):
+        to, after = int(event["to"]), int(event["after"])
+        behind = [later for later in passed if later > to]
+        passed[to] = passed.get(to, 0) + after - to + sum(passed.pop(later) for later in behind)
+    return passed.get(step, 0)
+
+
+def _rollback_events(directory: Path) -> list[Mapping[str, Any]]:
+    return [event for event in read_events(directory) if event["what"] == ROLLED_BACK]

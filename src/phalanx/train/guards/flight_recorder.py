@@ -1,0 +1,91 @@
+"""The collectives that this rank called, as PyTorch's flight recorder remembers them: gloo's, and NCCL's."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+
+from phalanx.debug.collective_log import is_user_code
+from phalanx.runs.hang_dumps import Frame, RecordedCollective
+
+BUFFER, REMEMBERED = "TORCH_FR_BUFFER_SIZE", 2000
+"""Collectives that a rank remembers."""
+KEPT, KEPT_OF_GROUP = 300, 4
+"""Of these, so many are written down: the last ones of all, and of every group."""
+RECORDERS = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
+"""PyTorch's, by backend; that of NCCL is where it has CUDA."""
+
+
+def enable_flight_recorder() -> None:
+    """Have them remembered: before there is a process group. What the user has set stays."""
+    os.environ.setdefault(BUFFER, str(REMEMBERED))
+
+
+def recorder_fingerprint() -> bytes:
+    """Something that changes whenever a collective is begun or has ended, on NCCL a message too: a tenth of a
+    millisecond."""
+    return b"".join(dump(False, False, False) for dump in _recorders().values())
+
+
+def recent_collectives(with_lines: bool) -> list[RecordedCollective]:
+    """The last ones that this rank remembers, oldest first. With the lines that they were called from it takes a second
+    the first time: PyTorch then reads its own symbols."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for backend, dump in _recorders().items():
+        # Not from outside: PyTorch made these bytes in this process, a moment ago.
+        entries = pickle.loads(dump(True, with_lines, False)).get("entries", [])
+        found += [(backend, entry) for entry in entries if not entry["is_p2p"]]
+    found.sort(key=lambda one: one[1]["time_created_ns"])
+    return keep_most_recent([_call(backend, entry) for backend, entry in found])
+
+
+def group_ranks() -> dict[str, list[int]]:
+    """The ranks of this rank's process groups, by the names that its collectives have."""
+    known = list(dist.distributed_c10d._world.pg_map)
+    return {
+        _name(group.group_name, backend): dist.get_process_group_ranks(group)
+        for group in known
+        for backend in _recorders()
+    }
+
+
+def keep_most_recent(found: Sequence[RecordedCollective]) -> list[RecordedCollective]:
+    """The last of all, and the last few of every group."""
+    later: Counter[str] = Counter()
+    chosen = []
+    for place, call in enumerate(reversed(found)):
+        later[call["group"]] += 1
+        if place < KEPT or later[call["group"]] <= KEPT_OF_GROUP:
+            chosen.append(call)
+    return chosen[::-1]
+
+
+def _recorders() -> dict[str, Callable[[bool, bool, bool], bytes]]:
+    """Each is asked for collectives, their stacks, and no others than those under way."""
+    return {backend: getattr(c10d, name) for backend, name in RECORDERS.items() if hasattr(c10d, name)}
+
+
+def _name(group: str, backend: str) -> str:
+    """A group of several backends counts the collectives of each by itself."""
+    return f"{group} ({backend})"
+
+
+def _call(backend: str, entry: dict[str, Any]) -> RecordedCollective:
+    places: list[Frame] = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", ())]
+    return {
+        "group": _name(entry["process_group"][0], backend),
+        "number": entry["collective_seq_id"],
+        "operation": entry["profiling_name"].partition(":")[2],
+        "inputs": entry["input_sizes"],
+        "outputs": entry["output_sizes"],
+        "dtypes": entry["input_dtypes"],
+        # Gloo leaves the state at "scheduled", and NCCL's says more than whether somebody waited.
+        "over": bool(entry["retired"]) or entry["state"] == "completed",
+        "at": next((place for place in places if is_user_code(place[0])), None),
+    }

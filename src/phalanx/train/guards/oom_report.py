@@ -1,0 +1,64 @@
+"""What a rank held when memory was not enough."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from phalanx.debug.oom import cgroup_memory_limit
+from phalanx.parallel.dtensor_utils import local_tensor
+from phalanx.train.profiling.memory_meter import STATUS, peak_memory_bytes
+from phalanx.train.trainer import Trainer
+
+# Of PyTorch's allocators on a CPU, and of CUDA where the error has no class of its own.
+OOM_MESSAGES = ("can't allocate memory", "not enough memory", "CUDA out of memory", "Cannot allocate memory")
+UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was not enough."""
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or (isinstance(error, RuntimeError | OSError) and any(said in str(error) for said in OOM_MESSAGES))
+
+
+def oom_report(error: BaseException, trainer: Trainer | None) -> dict[str, Any]:
+    """For a failure's record: what was wanted, and what this rank held, in bytes; nothing for any other error."""
+    if not is_out_of_memory(error):
+        return {}
+    device = trainer.device if trainer is not None else torch.device("cpu")
+    total = torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident_bytes()
+    parts = resident_bytes_by_part(trainer) if trainer is not None else {}
+    held = {**parts, "rest": max(0, total - sum(parts.values())), "total": total, "peak": peak_memory_bytes(device)}
+    if device.type == "cuda":
+        held["reserved"] = torch.cuda.memory_reserved(device)
+    return {"held_bytes": held, "wanted_bytes": requested_bytes(str(error)), "limit_bytes": cgroup_memory_limit()}
+
+
+def resident_bytes_by_part(trainer: Trainer) -> dict[str, int]:
+    """Parameters, gradients and optimizer state on this rank's device, each storage once."""
+    seen: set[int] = set()
+    found = {}
+    for part, tensors in trainer.strategy.resident_tensors(trainer.optimizers).items():
+        found[part] = 0
+        for tensor in tensors:
+            storage = local_tensor(tensor.detach()).untyped_storage()
+            if storage.data_ptr() not in seen and storage.device.type == trainer.device.type:
+                seen.add(storage.data_ptr())
+                found[part] += storage.nbytes()
+    return found
+
+
+def requested_bytes(said: str) -> int | None:
+    """What an allocator says was asked for."""
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB|B)", said)
+    return round(float(found[1]) * UNITS[found[2]]) if found else None
+
+
+def _resident_bytes() -> int:
+    with suppress(OSError, StopIteration):
+        line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmRSS:"))
+        return int(line.split()[1]) * 1024
+    return peak_memory_bytes(torch.device("cpu"))

@@ -1,0 +1,136 @@
+"""Whether what ranks hold alike is alike: parameters, buffers and optimizer state, bit by bit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from phalanx.debug.collective_log import minority_ranks
+from phalanx.debug.hang_analysis import format_coordinates
+from phalanx.parallel.dtensor_utils import local_tensor
+from phalanx.parallel.strategy import Strategy, named_parameters
+from phalanx.spec.layout import ParallelDims
+from phalanx.train.checkpoint.checkpointer import checkpoint_tensors
+from phalanx.train.guards.divergence import CorruptionError
+
+CHUNK = 2**20
+"""Elements that are looked at together: each takes 8 bytes meanwhile."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SHOWN = 8
+COMPUTING = "computing"
+
+
+@dataclass(frozen=True)
+class ReplicaMismatch:
+    """A tensor of which ranks that should hold the same do not."""
+
+    key: int
+    ranks: tuple[int, ...]
+    """Those that differ from most; all that hold it, where none are most."""
+    holders: tuple[int, ...]
+    tensors: int
+    """How many differ."""
+
+
+def check_replica_consistency(
+    strategy: Strategy, optimizers: list[torch.optim.Optimizer], sizes: ParallelDims, step: int, every: int
+) -> CorruptionError | None:
+    """Compare what every rank holds after `step` with what others hold of the same; all ranks must call it, and did so
+    `every` so many steps. Returns what is to be raised of the first tensor that differs, on all ranks alike."""
+    if not dist.is_initialized():
+        return None
+    places = {key: (name, value) for key, name, value in _held(strategy, optimizers)}
+    found = find_mismatch(_gathered({key: value for key, (_, value) in places.items()}))
+    if found is None:
+        return None
+    names = [places[found.key][0] if found.key in places else ""]
+    dist.broadcast_object_list(names, src=found.holders[0])
+    blamed = [] if found.ranks == found.holders else found.ranks
+    return CorruptionError(describe_mismatch(found, names[0], sizes, step, every), blamed)
+
+
+def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None:
+    """Of what every rank says of its tensors (place in the model: hash), the first that ranks do not agree on, in the
+    order of the first rank that holds one."""
+    told: dict[int, dict[int, int]] = defaultdict(dict)
+    for rank, table in enumerate(tables):
+        for key, value in table.items():
+            told[key][rank] = value
+    differ = [key for key, values in told.items() if len(set(values.values())) > 1]
+    if not differ:
+        return None
+    values = told[differ[0]]
+    return ReplicaMismatch(differ[0], tuple(minority_ranks(values)), tuple(values), len(differ))
+
+
+def describe_mismatch(found: ReplicaMismatch, name: str, sizes: ParallelDims, step: int, every: int) -> str:
+    """What to tell people."""
+    ranks = [f"rank {rank} ({format_coordinates(sizes, rank)})" for rank in found.ranks[:SHOWN]]
+    which = ", ".join(ranks) + (", ..." if len(found.ranks) > SHOWN else "")
+    alike = set(found.ranks) == set(found.holders)
+    where = f"between {which}" if alike else f"on {which} from the {len(found.holders) - len(found.ranks)} others"
+    more = f", and {found.tensors - 1} more tensors" if found.tensors > 1 else ""
+    before, back = "it was not compared before", "begin the run anew"
+    if step > every:
+        before = f"it was equal after step {step - every}"
+        back = f"--resume from a checkpoint of step {step - every} or before"
+    return (
+        f"step {step}: {name} differs {where}, where it must be equal{more}; {before}. A device or its memory changes "
+        f"data silently: test these hosts or leave them out, and {back}"
+    )
+
+
+def tensor_hash(tensor: Tensor) -> Tensor:
+    """A number of 64 bits (int64, on the tensor's device) that any single changed bit changes: the sum over elements of
+    their bits times odd numbers that rise with the place, modulo 2**64."""
+    flat = tensor.detach().contiguous().flatten()
+    bits = flat.view(BITS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for first in range(0, len(bits), CHUNK):
+        chunk = bits[first : first + CHUNK].long()
+        total += (chunk * torch.arange(2 * first + 1, 2 * (first + len(chunk)) + 1, 2, device=flat.device)).sum()
+    return total
+
+
+def _held(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[int, str, int]]:
+    """Of each tensor of this rank: a number for its place in the whole model, its name, its fingerprint."""
+    tensors = checkpoint_tensors(strategy, optimizers)
+    trained = {id(parameter) for parameter in strategy.trainable_parameters.values()}
+    for name, parameter in named_parameters(strategy.module):
+        if id(parameter) not in trained:  # what is computed with, where ranks train only rows of it
+            tensors[f"{COMPUTING}.{name}"] = strategy.as_global_dtensor(name, parameter.detach())
+    prints = [tensor_hash(local_tensor(tensor)).cpu() for tensor in tensors.values()]
+    values = torch.stack(prints).tolist() if prints else []
+    for (name, tensor), value in zip(tensors.items(), values, strict=True):
+        yield shard_id(name, tensor), name, value
+
+
+def shard_id(name: str, tensor: Tensor) -> int:
+    """The same on all ranks that hold this part of this tensor, and on no other."""
+    shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    text = f"{name} {tuple(shape)} {tuple(offset)}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def _gathered(mine: Mapping[int, int]) -> list[dict[int, int]]:
+    """What every rank holds, on every rank: 16 bytes a tensor."""
+    ranks = dist.get_world_size()
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    dist.all_gather(counts, torch.tensor([len(mine)]))
+    most = max(int(count) for count in counts)
+    sent = torch.zeros(most, 2, dtype=torch.int64)
+    if mine:
+        sent[: len(mine)] = torch.tensor(list(mine.items()))
+    came = [torch.empty_like(sent) for _ in range(ranks)]
+    dist.all_gather(came, sent)
+    return [dict(table[: int(count)].tolist()) for table, count in zip(came, counts, strict=True)]

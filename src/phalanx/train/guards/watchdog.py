@@ -1,0 +1,210 @@
+"""Notices that this rank stands still, and writes down where, before its collectives give up.
+
+A thread beside the training looks now and then whether a step was finished, or a collective begun or ended. It never
+touches the device, and ends nothing that was not asked to end: a rank that was only slow goes on, and what was written
+of it is removed."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Self
+
+import torch.distributed as dist
+
+from phalanx.debug.collective_log import AUTOGRAD_FILE
+from phalanx.debug.oom import cgroup_oom_kills
+from phalanx.runs.hang_dumps import ABORTED, FAILED, FORMAT, STALLED, HangDump, dump_file, fault_file, write_dump
+from phalanx.spec.errors import UserError
+from phalanx.train.guards.divergence import DivergenceError
+from phalanx.train.guards.flight_recorder import group_ranks, recent_collectives, recorder_fingerprint
+from phalanx.train.guards.sibling_processes import resume_stopped, sibling_process_states
+from phalanx.train.trainer import Trainer
+
+STALL_FRACTION = 0.85
+"""Of the time that a collective may take, so much may pass without anything moving: the rest is for writing."""
+LOOKS, LOOK_SECONDS = 40, 0.25
+"""So many looks in that time, or one in so many seconds."""
+LAST_LOOK_SECONDS = 5.0
+"""For what is being written to be written, before it is removed."""
+DEPTH = 40
+"""Of a stack, so many places are kept."""
+COLLECTIVES = "torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py"
+"""Where PyTorch waits for other ranks. (In the rest of torch/distributed it reads and writes checkpoints too.)"""
+
+
+class Watchdog:
+    """Watches this rank from `__enter__` to `__exit__`."""
+
+    def __init__(self, directory: Path, timeout_seconds: float) -> None:
+        """`timeout_seconds` is how long a collective may take."""
+        self.directory = directory
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.deadline_seconds = STALL_FRACTION * timeout_seconds
+        self.trainer: Trainer | None = None
+        """Of which it says how many steps are done, once there is one."""
+        self._killed = cgroup_oom_kills() or 0
+        self._main = threading.main_thread().ident or 0
+        self._pause = min(LOOK_SECONDS, timeout_seconds / LOOKS)
+        self._ended, self._writing = threading.Event(), threading.Lock()
+        self._stood_since, self._seen = time.monotonic(), (0, 0.0, b"")
+        self._wrote: HangDump | None = None
+        self._was_asked = False
+        """Whether it was asked to stop before it stood still: it may be saving, for as long as that takes."""
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._faults: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        file = fault_file(self.directory, self.rank)
+        with suppress(OSError):
+            file.parent.mkdir(exist_ok=True)
+            self._faults = file.open("w")
+            _install_abort_handler(self._faults)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._ended.set()
+        if error is not None and not isinstance(error, SystemExit | UserError | DivergenceError):
+            self.failed(error)
+        self._thread.join(LAST_LOOK_SECONDS)
+        if error is None:
+            self._discard_dump()
+        if self._faults is not None:
+            faulthandler.disable()
+            self._faults.close()
+            with suppress(OSError):
+                fault_file(self.directory, self.rank).unlink()
+
+    @property
+    def step(self) -> int:
+        """The last that this rank has finished."""
+        return self.trainer.step if self.trainer is not None else 0
+
+    def _wait_counter(self) -> float:
+        """Another number whenever a wait for a message of another stage is over: no recorder has these."""
+        return self.trainer.strategy.comm_wait.seconds if self.trainer is not None else 0.0
+
+    def failed(self, error: BaseException) -> None:
+        """Write down where this rank stood when it failed, and let stopped ranks beside it go on, to end."""
+        with self._writing:
+            stack = traceback.extract_tb(error.__traceback__)
+            said = f"{type(error).__name__}: {error}"
+            if self._wrote is not None:  # before the collective gave up, and so the better word
+                self._wrote["error"] = said
+                self._write_dump(self._wrote)
+            else:
+                self._dump(FAILED, stack, said)
+            resume_stopped(sibling_process_states())
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._pause):
+            if self._aborting():
+                self._end_aborted()
+                return
+            now = time.monotonic()
+            seen = self.step, self._wait_counter(), recorder_fingerprint()
+            if seen != self._seen:
+                self._seen, self._stood_since = seen, now
+                with self._writing:
+                    if not self._ended.is_set():  # what is left of a failure stays
+                        self._discard_dump()
+            elif now - self._stood_since > self.deadline_seconds:
+                self._on_stall()
+
+    def _on_stall(self) -> None:
+        asked = self.trainer is not None and self.trainer.stop_requested
+        if self._wrote is None:
+            self._was_asked = asked
+            with self._writing:
+                if not self._ended.is_set():
+                    self._dump(STALLED, _stack(self._main))
+        elif asked and not self._was_asked:
+            os._exit(1)  # it stood still before it was asked, and would do so until it is killed
+
+    def _aborting(self) -> bool:
+        return self._faults is not None and os.fstat(self._faults.fileno()).st_size > 0
+
+    def _end_aborted(self) -> None:
+        """A thread of PyTorch's has given up and waits (`_tell_of_aborts`): leave word in its place."""
+        with self._writing:
+            self._dump(ABORTED, _stack(self._main), "aborted (SIGABRT) by a library: see its last output")
+        ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
+        os.kill(os.getpid(), signal.SIGABRT)
+
+    def _dump(self, why: str, stack: traceback.StackSummary, error: str | None = None) -> None:
+        """First without collectives, then with them, then with the lines that they were called from."""
+        dump: HangDump = {
+            "format": FORMAT,
+            "rank": self.rank,
+            "ranks": self.ranks,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time": time.time(),
+            "step": self.step,
+            "why": why,
+            "stood_seconds": round(time.monotonic() - self._stood_since, 1),
+            "stack": [(place.filename, place.lineno or 0, place.name) for place in reversed(stack)][:DEPTH],
+            "waiting": _is_waiting(stack),
+            "groups": group_ranks(),
+            "calls": [],
+            "oom_kills": (cgroup_oom_kills() or 0) - self._killed,
+            "beside": {str(rank): state for rank, (_, state) in sibling_process_states().items()},
+        }
+        if error is not None:
+            dump["error"] = error
+        self._wrote = dump
+        self._write_dump(dump)  # a driver that hangs may not answer what its recorder holds
+        for with_lines in (False, True):
+            dump["calls"] = recent_collectives(with_lines)
+            self._write_dump(dump)
+
+    def _write_dump(self, dump: HangDump) -> None:
+        with suppress(OSError):  # the disk may be what failed
+            write_dump(self.directory, dump)
+
+    def _discard_dump(self) -> None:
+        """It goes on."""
+        if self._wrote is not None:
+            self._wrote = None
+            dump_file(self.directory, self.rank).unlink(missing_ok=True)
+
+
+def _stack(thread: int) -> traceback.StackSummary:
+    """Where a thread stands, outermost first."""
+    frames = sys._current_frames()
+    found = traceback.extract_stack(frames.get(thread))
+    # On a GPU backward passes run in a thread of PyTorch's, which Python does not know by name.
+    unnamed = set(frames) - {known.ident for known in threading.enumerate()}
+    if unnamed and found and AUTOGRAD_FILE in found[-1].filename:
+        found += traceback.extract_stack(frames[min(unnamed)])
+    return found
+
+
+def _is_waiting(found: traceback.StackSummary) -> bool:
+    """Whether a thread that stands there waits for other ranks: in PyTorch's collectives, or for one under way."""
+    inside = any(place.filename.endswith(COLLECTIVES) for place in found[-4:])
+    return inside or (bool(found) and ".wait(" in (found[-1].line or ""))
+
+
+def _install_abort_handler(file: IO[str]) -> None:
+    """Have a rank that an error signal ends write where it stood. Gloo aborts the process when sizes differ: its thread
+    is then held up for as many seconds as SIGABRT has for its number, so that there is time for a last word.
+    (faulthandler calls the handler that was there before it, here libc's sleep.)"""
+    faulthandler.disable()  # PYTHONFAULTHANDLER=1: it would keep the handler that it knows
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+    faulthandler.enable(file, all_threads=True)

@@ -1,0 +1,97 @@
+"""What a run says at its beginning and at its end."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.parallel.apply import autocast_context
+from phalanx.train.loggers import MetricsRecord
+from phalanx.train.profiling.peak_flops import has_fast_bf16
+from phalanx.train.trainer import Trainer
+
+SAMPLE_TOKENS = 160
+OFFLOAD_TARGET_NAMES = {"cpu": "CPU memory", "nvme": "files"}
+
+
+def start_message(trainer: Trainer, resumed: int) -> str:
+    """What a run says before its first step; `resumed` is how many ranks wrote what it goes on from, if it does."""
+    run, cut, sizes = trainer.run, trainer.batch, trainer.mesh.dims
+    ranks = f"{format_rank_count(sizes.world_size)} ({trainer.device.type})"
+    schedule = run.layout.schedule_file or run.layout.schedule
+    names = {"pp": f"pipeline ({schedule})", "cp": run.layout.cp_method, "tp": "tensor", "ep": "expert"}
+    layout = "".join(f", {name} x {getattr(sizes, axis)}" for axis, name in names.items() if getattr(sizes, axis) > 1)
+    layout += f", {run.layout.data_parallel}" if sizes.dp_size > 1 or sizes.servers else ""
+    layout += f", state in {OFFLOAD_TARGET_NAMES[run.layout.offload]}" if run.layout.offload != "none" else ""
+    total = count_parameters(run.model).total
+    train = trainer.corpus.train
+    text = f"; the text is {train.size:,} tokens" if train is not None else ""
+    lines = [
+        f"{total:,} parameters on {ranks}{layout}, {run.training.precision}",
+        f"{cut.global_batch_size * run.training.seq_len:,} tokens per update = {cut.micro_batch_size} sequences of "
+        f"{run.training.seq_len} x {format_rank_count(cut.dp_size)} x {cut.gradient_accumulation_steps} accumulated"
+        f"{', shared unevenly' if cut.global_batch_size % cut.dp_size else ''}{text}",
+    ]
+    if run.training.precision == "bf16" and not has_fast_bf16(trainer.device):
+        lines.append('this CPU computes bf16 in software, far slower than fp32: set training.precision = "fp32"')
+    if cut.learning_rate_scale != 1:
+        lines.append(
+            f"learning rates x {cut.learning_rate_scale:.4g} ({run.training.batch_scaling}): {format_rank_count(cut.dp_size)} instead of "
+            f"{run.training.base_dp_size}"
+        )
+    if resumed:
+        others = f" of {format_rank_count(resumed)}" if resumed != sizes.world_size else ""
+        lines.append(f"resumed after step {trainer.step}{others}")
+        if trainer.step == run.training.steps:
+            lines.append("that was the last: raise training.steps to go on")
+    return "\n".join(lines)
+
+
+def format_rank_count(ranks: int) -> str:
+    """A number of ranks in words."""
+    return f"{ranks} rank{'s' if ranks > 1 else ''}"
+
+
+def end_message(trainer: Trainer, evaluation: MetricsRecord, sample: str) -> str:
+    """What a run says at its end."""
+    lines = []
+    if evaluation:
+        lines.append(
+            f"held-out loss {evaluation['held_out_loss']:.4f} nats/token, "
+            f"{evaluation['held_out_bits_per_byte']:.4f} bits/byte over {evaluation['held_out_tokens']:,} tokens"
+        )
+    if trainer.should_stop:
+        lines.append(f"stopped by a signal after step {trainer.step}; continue with --resume")
+    if sample:
+        lines += ["sample:", "  " + sample.replace("\n", "\n  ")]
+    return "\n".join([*lines, f"run directory: {trainer.directory}"])
+
+
+def generate_sample(trainer: Trainer) -> str:
+    """Text that the model continues from the run's prompt. Every rank takes part: the model may be split over them."""
+    from phalanx.model.sampling import generate
+
+    run = trainer.run
+    if run.layout.tp * run.layout.cp > 1:  # ranks know parts of logits, or of the text
+        return f"(none: phalanx generate {trainer.directory} --prompt {run.evaluation.prompt!r})"
+    if not trainer.strategy.runs_model:
+        return _broadcast_from_last_rank("")
+    tokenizer = trainer.corpus.tokenizer
+    prompt = torch.from_numpy(tokenizer.encode_batch([run.evaluation.prompt])[0]).long().to(trainer.device)
+    generator = torch.Generator(trainer.device).manual_seed(run.training.seed)
+    trainer.module.eval()
+    with torch.no_grad(), autocast_context(trainer.strategy, run.training.precision, trainer.device):
+        tokens = generate(
+            trainer.strategy.model, prompt, SAMPLE_TOKENS, temperature=0.7, top_k=50, generator=generator,
+            end=tokenizer.end, context=run.training.seq_len,
+        )  # fmt: skip
+    return _broadcast_from_last_rank(tokenizer.decode(tokens.tolist()))
+
+
+def _broadcast_from_last_rank(text: str) -> str:
+    """What the last rank, which always computes, has to tell the first, which may not."""
+    said = [text]
+    if dist.is_initialized():
+        dist.broadcast_object_list(said, src=dist.get_world_size() - 1)
+    return said[0]

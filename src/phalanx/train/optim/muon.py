@@ -1,0 +1,150 @@
+"""Muon: momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from phalanx.parallel.dtensor_utils import local_tensor, rows_per_rank
+
+# Quintic coefficients that raise small singular values fastest (same source).
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+
+
+def orthogonalise(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Replace the singular values of each matrix [..., rows, columns] by about 1 (Newton-Schulz, five steps)."""
+    a, b, c = COEFFICIENTS
+    x = matrices.to(dtype)
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(STEPS):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.mT if tall else x
+
+
+@dataclass(frozen=True)
+class MatrixSharding:
+    """One way in which matrices are cut: into rows (-2) or columns (-1), `total` of them in all, between ranks."""
+
+    axis: int
+    group: dist.ProcessGroup
+    total: int
+
+
+class Muon(torch.optim.Optimizer):
+    """For matrices (and stacks of them, such as experts). It needs whole ones, and state that is split stays so: a rank
+    gathers an N-th of the matrices, orthogonalises these, and gives every rank its part of the result. Stacks that are
+    split between their matrices need nothing sent."""
+
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        parts: Sequence[Tensor] = (),
+    ) -> None:
+        """`parts` are the parameters as parts of whole matrices, where they do not say so themselves."""
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        whole = zip(parameters, parts or parameters, strict=True)
+        self.lies = {parameter: (part.shape, matrix_shardings(part)) for parameter, part in whole}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            alike: dict[tuple[torch.Size, tuple[MatrixSharding, ...]], list[Tensor]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    alike[self.lies[parameter]].append(parameter)
+            for (shape, cuts), parameters in alike.items():
+                scale = group["lr"] * max(1.0, shape[-2] / shape[-1]) ** 0.5
+                updates = orthogonal_parts(
+                    [local_tensor(self._momentum(p, group["momentum"])) for p in parameters], cuts
+                )
+                for parameter, update in zip(parameters, updates, strict=True):
+                    mine = local_tensor(parameter)
+                    mine.mul_(1 - group["lr"] * group["weight_decay"])
+                    mine.sub_(scale * update.to(mine.dtype))
+
+    def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
+        """Nesterov momentum of the gradient."""
+        state = self.state[parameter]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(parameter)
+        assert parameter.grad is not None
+        state["momentum"].lerp_(parameter.grad, 1 - momentum)
+        return parameter.grad.lerp(state["momentum"], momentum)
+
+
+def matrix_shardings(part: Tensor) -> tuple[MatrixSharding, ...]:
+    """How a part was cut out of its matrix: the last cut first."""
+    if not isinstance(part, DTensor):
+        return ()
+    cuts, shape = [], list(part.shape)
+    for axis, placement in enumerate(part.placements):
+        if isinstance(placement, Shard):
+            group = part.device_mesh.get_group(axis)
+            cuts.append(MatrixSharding(placement.dim - part.ndim, group, shape[placement.dim]))
+            shape[placement.dim] = rows_per_rank(shape[placement.dim], group.size())[group.rank()]
+    return tuple(cut for cut in reversed(cuts) if cut.axis >= -2)  # the others are between matrices
+
+
+def orthogonal_parts(alike: list[Tensor], cuts: Sequence[MatrixSharding]) -> list[Tensor]:
+    """This rank's parts of the orthogonalised matrices, all of one shape."""
+    dtype = compute_dtype(alike[0])
+    stacked = torch.stack([part.to(dtype) for part in alike])
+    return list(_orthogonal(stacked.flatten(0, -3), cuts).view(stacked.shape))
+
+
+def _orthogonal(parts: Tensor, cuts: Sequence[MatrixSharding]) -> Tensor:
+    """Of matrices [M, rows, columns]. It does not matter in which order rows or columns stand."""
+    if not cuts or not len(parts):
+        return orthogonalise(parts, parts.dtype)
+    (cut, *rest), columns = cuts, cuts[0].axis == -1
+    mine = gather_assigned(parts.mT if columns else parts, cut.total, cut.group)
+    done = _orthogonal(mine.mT if columns else mine, rest)
+    given = scatter_back(done.mT if columns else done, len(parts), cut.group)
+    return given.mT.contiguous() if columns else given
+
+
+def gather_assigned(rows: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+    """Of M matrices [M, this rank's rows, columns], whole [., total, columns] those that fall to this rank: i, i + N,
+    and so on. Sends (N - 1)/N of what this rank holds."""
+    ranks, rank, columns = group.size(), group.rank(), rows.shape[2]
+    mine = len(range(rank, len(rows), ranks))
+    sent = torch.cat([rows[owner::ranks].flatten() for owner in range(ranks)])
+    sizes = [mine * count * columns for count in rows_per_rank(total, ranks)]
+    received = sent.new_empty(sum(sizes))
+    sent_sizes = [len(range(owner, len(rows), ranks)) * rows[0].numel() for owner in range(ranks)]
+    dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group)
+    parts = zip(received.split(sizes), rows_per_rank(total, ranks), strict=True)
+    return torch.cat([part.view(mine, count, columns) for part, count in parts], dim=1)
+
+
+def scatter_back(mine: Tensor, matrices: int, group: dist.ProcessGroup) -> Tensor:
+    """The way back: every rank's rows of all matrices [M, rows, columns]."""
+    ranks, rank, (total, columns) = group.size(), group.rank(), mine.shape[1:]
+    counts = rows_per_rank(total, ranks)
+    sent = torch.cat([part.flatten() for part in mine.split(counts, dim=1)])
+    held = [len(range(owner, matrices, ranks)) for owner in range(ranks)]
+    sizes = [count * counts[rank] * columns for count in held]
+    received = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(received, sent, sizes, [len(mine) * count * columns for count in counts], group=group)
+    rows = mine.new_empty(matrices, counts[rank], columns)
+    for owner, part in enumerate(received.split(sizes)):
+        rows[owner::ranks] = part.view(held[owner], counts[rank], columns)
+    return rows
+
+
+def compute_dtype(matrices: Tensor) -> torch.dtype:
+    """bf16 is enough for the iteration (same source); proofs in fp64 keep fp64."""
+    return torch.float64 if matrices.dtype == torch.float64 else torch.bfloat16

@@ -1,0 +1,94 @@
+"""Which optimizer trains which parameter, and at what learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.cost.exact.parameter_shapes import is_muon_parameter
+from phalanx.spec.run import OptimizerSpec
+from phalanx.train.optim.muon import Muon
+
+
+def learning_rate_factor(spec: OptimizerSpec, step: int, steps: int) -> float:
+    """The learning rate of `step` (from 0) as a share of the peak: a linear warm-up, then `spec.decay`.
+
+    wsd (arXiv 2404.06395) stays at the peak and falls linearly in the last `decay_fraction` of the steps, or since the
+    warm-up where that leaves fewer.
+    """
+    if step < spec.warmup_steps:
+        return (step + 1) / spec.warmup_steps
+    progress = (step - spec.warmup_steps) / max(1, steps - spec.warmup_steps)
+    if spec.lr_schedule == "none":
+        return 1.0
+    if spec.lr_schedule == "cosine":
+        fall = (1 - math.cos(math.pi * progress)) / 2
+    elif spec.lr_schedule == "linear":
+        fall = progress
+    else:
+        falling = min(spec.lr_decay_fraction * steps, steps - spec.warmup_steps)
+        fall = max(0.0, 1 - (steps - step) / falling)
+    return 1.0 - (1.0 - spec.min_lr_ratio) * fall
+
+
+@dataclass(frozen=True)
+class LearningRateRescaling:
+    """What learning rates are multiplied by: linearly from one value to another in the steps after a change of ranks
+    (the gradual warm-up of arXiv 1706.02677, section 2.2)."""
+
+    before: float
+    after: float
+    since: int
+    steps: int
+
+    def factor_at(self, step: int) -> float:
+        """The factor of `step` (from 0)."""
+        done = min(1.0, (step - self.since + 1) / self.steps) if self.steps else 1.0
+        return self.before + (self.after - self.before) * done
+
+
+def build_optimizers(
+    spec: OptimizerSpec,
+    parameters: dict[str, nn.Parameter],
+    part: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+) -> list[torch.optim.Optimizer]:
+    """The optimizers of parameters by name; none for none. Matrices decay, vectors do not. `part` says where in the
+    whole model a parameter lies (see Strategy.part)."""
+    hidden = {name: p for name, p in parameters.items() if is_muon_parameter(name, p.shape)}
+    rest = {name: p for name, p in parameters.items() if name not in hidden}
+    if not parameters:
+        return []
+    if spec.name == "muon":
+        matrices, parts = list(hidden.values()), [part(name, p.detach()) for name, p in hidden.items()]
+        muon = [Muon(matrices, spec.muon_learning_rate, spec.momentum, spec.weight_decay, parts)] if matrices else []
+        return [*muon, *([_adamw(spec, rest)] if rest else [])]
+    if spec.name == "adamw":
+        return [_adamw(spec, parameters)]
+    # DTensor has no rule for fused SGD.
+    return [torch.optim.SGD(_groups(spec, parameters), lr=spec.learning_rate, momentum=spec.momentum, foreach=True)]
+
+
+def _adamw(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    groups = _groups(spec, parameters)
+    return torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps, fused=True)
+
+
+def _groups(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[dict[str, object]]:
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters.values():
+        # Whole parameters and parts of some cannot be stepped by one call.
+        groups[isinstance(parameter, DTensor), spec.weight_decay if parameter.ndim >= 2 else 0.0].append(parameter)
+    return [{"params": params, "weight_decay": decay} for (_, decay), params in groups.items()]
+
+
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], ratio: float) -> None:
+    """Set every group to its peak learning rate times `ratio`."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("peak_lr", group["lr"]) * ratio

@@ -1,0 +1,1 @@
+"""Measurement of steps: time, memory, collectives, FLOPs."""

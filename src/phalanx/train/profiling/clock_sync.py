@@ -1,0 +1,94 @@
+"""One clock for all ranks: how far each rank's is from that of rank 0.
+
+Ranks on one host have one. Of every other host a rank asks rank 0 for the time, a few times, and takes the answer that
+came soonest: it was given between question and arrival, so that half of these is how far off the offset may be
+(Cristian's algorithm, Distributed Computing 3, 1989)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.parallel.comm.collectives import all_gather
+
+NUM_PROBES = 8
+BOOT, NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """What to add to time.perf_counter() of a rank to have that of rank 0, in seconds."""
+
+    seconds: float = 0.0
+    error_seconds: float = 0.0
+    """It may be off by so much either way."""
+
+
+def clock_domain() -> str:
+    """Processes with the same have the same clock."""
+    boot = BOOT.read_text().strip() if BOOT.exists() else ""
+    namespace = os.stat(NAMESPACE).st_ino if NAMESPACE.exists() else ""
+    return f"{socket.gethostname()} {boot} {namespace}"
+
+
+def measure_clock_offset(device: torch.device, timeout_seconds: float, occasion: str = "start") -> ClockOffset:
+    """This rank's. All ranks must ask at once, at most once on the same occasion."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ClockOffset()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = int.from_bytes(hashlib.sha256(clock_domain().encode()).digest()[:7], "big")
+    places = torch.empty(ranks, dtype=torch.int64, device=device)
+    all_gather(places, torch.tensor([mine], device=device))
+    found = places.tolist()
+    first_of = {place: found.index(place) for place in found}
+    store, offset = dist.distributed_c10d._get_default_store(), ClockOffset()
+    for asking in sorted(set(first_of.values()) - {0}):
+        talk = ClockPingPong(store, f"phalanx/clock/{occasion}/{asking}", timedelta(seconds=timeout_seconds))
+        if rank == 0:
+            talk.serve()
+        elif rank == asking:
+            offset = talk.estimate_offset()
+    offsets = torch.empty(ranks, 2, dtype=torch.float64, device=device)
+    own = torch.tensor([[offset.seconds, offset.error_seconds]], dtype=torch.float64, device=device)
+    all_gather(offsets, own)
+    seconds, error_seconds = offsets[first_of[mine]].tolist()
+    return ClockOffset(seconds, error_seconds)
+
+
+@dataclass(frozen=True)
+class ClockPingPong:
+    """Two ranks about the time, through a store that both reach."""
+
+    store: Any
+    key: str
+    timeout: timedelta
+
+    def estimate_offset(self) -> ClockOffset:
+        """The other's time: of its answers the one that came soonest."""
+        answers = []
+        for number in range(NUM_PROBES):
+            asked = time.perf_counter()
+            self.store.set(f"{self.key}/{number}/asked", "")
+            told = float(self._wait_for(f"{self.key}/{number}/told"))
+            half = (time.perf_counter() - asked) / 2
+            answers.append(ClockOffset(told - (asked + half), half))
+        return min(answers, key=lambda answer: answer.error_seconds)
+
+    def serve(self) -> None:
+        """Tell the time as often as it is asked for."""
+        for number in range(NUM_PROBES):
+            self._wait_for(f"{self.key}/{number}/asked")
+            self.store.set(f"{self.key}/{number}/told", repr(time.perf_counter()))
+
+    def _wait_for(self, key: str) -> bytes:
+        self.store.wait([key], self.timeout)
+        return bytes(self.store.get(key))

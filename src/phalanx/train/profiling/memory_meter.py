@@ -1,0 +1,150 @@
+"""What a process really holds: all of it, and tensors by part."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# On Linux getrusage's peak is at least that of the process which started this one, before exec.
+STATUS = Path("/proc/self/status")
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "communication")
+COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
+"""Namespaces of operations whose tensors are buffers of communication, unless they are known as something else."""
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """All that a device has; of a CPU the machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this process has held: of the device on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if STATUS.exists():
+        peak = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Counts the bytes of every tensor that is made inside and of those known before, each storage once, until it is
+    freed. It slows every operation: for a step or two.
+
+    A tensor counts for the part that `known` names, else as communication if it has been in a collective, else as
+    activations, which so contain what is temporary in forward and backward passes.
+    """
+
+    def __init__(
+        self,
+        known: Callable[[], Mapping[str, Iterable[Tensor]]],
+        elastic: Sequence[Tensor] = (),
+        history: list[tuple[float, Mapping[str, int]]] | None = None,
+    ) -> None:
+        """`known` gives tensors by part; `elastic` are buffers of communication whose storage grows and shrinks
+        behind PyTorch's back, as FSDP2's gathered parameters do; `history` is given what is held whenever that
+        changed, and when by time.perf_counter()."""
+        super().__init__()
+        self.history = history
+        self.known, self.elastic = known, [tensor.untyped_storage() for tensor in elastic]
+        self._elastic_keys = {storage._cdata for storage in self.elastic}
+        self.part_of: dict[int, str] = {}
+        self.bytes_of: dict[int, int] = {}
+        self.held: Counter[str] = Counter()
+        self.peaks: Counter[str] = Counter()
+        """The most that each part held at any time."""
+        self.peak_working = 0
+        """The most that activations and communication held together."""
+        self.peak_total = 0
+        """The most that all of them held together."""
+        self._elastic_bytes = 0
+        self.reclassify()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        communicates = func.namespace in COMMUNICATION
+        for leaf in tree_leaves((args, kwargs, out) if communicates else out):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
+                self._note(leaf, "communication" if communicates else "activations", moves=communicates)
+        self.reclassify() if communicates else self._measure()  # what came of a collective may be a gradient
+        return out
+
+    def reclassify(self) -> None:
+        """Ask again what belongs to which part."""
+        for part, tensors in self.known().items():
+            for tensor in tensors:
+                self._note(_local(tensor), part, moves=True)
+        self._measure()
+
+    def _note(self, tensor: Tensor, part: str, moves: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        before = self.part_of.get(key)
+        if before == part or key in self._elastic_keys:
+            return
+        if before is None:
+            if tensor.is_meta:
+                return
+            self.part_of[key], self.bytes_of[key] = part, storage.nbytes()
+            self.held[part] += storage.nbytes()
+            # Not of this meter: it would live, with all it knows, as long as the storage.
+            weakref.finalize(storage, _freed, self.part_of, self.bytes_of, self.held, key)
+        elif moves and (before == "activations" or part != "communication"):
+            self.part_of[key] = part
+            self.held[before] -= self.bytes_of[key]
+            self.held[part] += self.bytes_of[key]
+
+    def _measure(self) -> None:
+        elastic = sum(map(torch.UntypedStorage.nbytes, self.elastic))
+        self.held["communication"] += elastic - self._elastic_bytes
+        self._elastic_bytes = elastic
+        if self.history is not None and (not self.history or self.history[-1][1] != self.held):
+            self.history.append((time.perf_counter(), dict(self.held)))
+        for part, held in self.held.items():
+            self.peaks[part] = max(self.peaks[part], held)
+        self.peak_working = max(self.peak_working, self.held["activations"] + self.held["communication"])
+        self.peak_total = max(self.peak_total, sum(self.held.values()))
+
+    @contextmanager
+    def tracking_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+        """Inside, gradients count as such from the moment that they are there."""
+
+        def came(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self._note(_local(parameter.grad), "gradients", moves=True)
+
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(came) for parameter in parameters if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    # Not to_local(), which autograd notes, at a hundred times the price.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _freed(part_of: dict[int, str], bytes_of: dict[int, int], held: Counter[str], key: int) -> None:
+    held[part_of.pop(key)] -= bytes_of.pop(key)

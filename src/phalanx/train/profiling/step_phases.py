@@ -1,0 +1,64 @@
+"""The phases of a step, and the line that a rank notes of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+
+from phalanx.parallel.comm.device_clock import Timestamp
+from phalanx.parallel.strategy import Strategy
+from phalanx.runs.step_records import StepRecord
+from phalanx.schedule.schedule import actions
+
+
+class StepPhaseTimer:
+    """What a rank does in a step, one after the other: data, passes, reduce, optimizer."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy, self.clock = strategy, strategy.clock
+        for waited in (strategy.comm_wait, *strategy.wait_timers.values()):
+            waited.pop_seconds()  # that of an evaluation
+        if strategy.pop_expert_rows is not None:
+            strategy.pop_expert_rows()
+        self.names: list[str] = []
+        self.marks: list[Timestamp] = [self.clock.record()]
+        self.waited: dict[str, float] = {}
+        """Of each, for collectives."""
+
+    def end(self, name: str) -> None:
+        """The phase `name` is over, and the next begins."""
+        self.names.append(name)
+        self.marks.append(self.clock.record())
+        self.waited[name] = self.strategy.comm_wait.pop_seconds()
+
+    def to_step_record(self, step: int, peak_memory_bytes: int) -> StepRecord:
+        """What there is to say of the step, which is over."""
+        strategy, marks = self.strategy, self.clock.resolve(self.marks)
+        stages: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for kind, stage, _, begun, ended in executed_passes(strategy):
+            stages[str(stage)][kind] += ended - begun
+        line: StepRecord = {
+            "step": step,
+            "began": marks[0],
+            "seconds": dict(zip(self.names, (b - a for a, b in pairwise(marks)), strict=True)),
+            "stages": {stage: dict(kinds) for stage, kinds in stages.items()},
+            "peak_memory_bytes": peak_memory_bytes,
+        }
+        if self.clock.device.type == "cpu":  # on a GPU the host does not wait
+            waits = {name: waited.pop_seconds() for name, waited in strategy.wait_timers.items()}
+            pipeline = {} if strategy.pipeline_wait is None else {"pipeline": strategy.pipeline_wait.pop_seconds()}
+            line["waited"] = self.waited | waits | pipeline
+        return line
+
+
+def executed_passes(strategy: Strategy) -> list[tuple[str, int, int, float, float]]:
+    """Kind, stage, micro-batch, begin and end of each pass of the last step; two that overlap follow each other, and
+    share their time."""
+    moments = strategy.clock.resolve([mark for _, *both in strategy.timeline for mark in both])
+    found = []
+    for (step, *_), begun, ended in zip(strategy.timeline, moments[::2], moments[1::2], strict=True):
+        both = actions(step)
+        each = (ended - begun) / len(both)
+        for place, (stage, kind, micro) in enumerate(both):
+            found.append((str(kind), stage, micro, begun + place * each, begun + (place + 1) * each))
+    return found

@@ -1,0 +1,206 @@
+"""Steps looked at from inside: when each pass, wait and collective was, what each rank held by part."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
+
+from phalanx.data.loader import Batch
+from phalanx.parallel.comm.collectives import REQUESTED_OPERATION
+from phalanx.parallel.data.ddp import POWERSGD_FROM_STEP
+from phalanx.parallel.strategy import StepReduction, Strategy
+from phalanx.runs.step_records import CollectiveSpan, StepRecord, downsample_memory
+from phalanx.spec.run import RunSpec
+from phalanx.train.learner import Learner
+from phalanx.train.loggers import MetricsRecord
+from phalanx.train.profiling.clock_sync import ClockOffset, measure_clock_offset
+from phalanx.train.profiling.collective_recorder import CollectiveCall, CollectiveRecorder
+from phalanx.train.profiling.flop_counter import FlopCounter
+from phalanx.train.profiling.memory_meter import MemoryMeter
+from phalanx.train.profiling.memory_report import write_measured
+from phalanx.train.profiling.step_phases import executed_passes
+from phalanx.train.trainer import Trainer
+
+MEASURED_STEP = 3
+"""Of those that a process does: optimizer state is there by then, and DDP has settled its buckets."""
+COMMUNICATION, PIPELINE = "communication", "pipeline"
+Wait = tuple[float, float]
+StepResult = TypeVar("StepResult")
+
+
+def first_steady_step(run: RunSpec) -> int:
+    """Which step after a start is the first whose memory and traffic are those of all that follow."""
+    if run.layout.gradient_compression == "powersgd":
+        return POWERSGD_FROM_STEP + 2
+    return MEASURED_STEP + run.layout.ddp_static_graph  # of a static graph DDP settles its buckets a step later
+
+
+class StepProfiler:
+    """Steps in place of a trainer's own, some of which are looked at closely.
+
+    One of them is metered, which takes several times as long: what it holds, sends and computes is written to
+    `measured/`. Of the others it is noted when everything was.
+    """
+
+    def __init__(self, trainer: Trainer, window: range) -> None:
+        """`window` are steps that are still to be done."""
+        self.trainer, self.window, self.offset = trainer, window, ClockOffset()
+        self.first_steady_step = trainer.step + first_steady_step(trainer.run)
+        """The first step that is like all that follow."""
+        self.metered = next((step for step in window if step >= self.first_steady_step), None)
+
+    def __call__(self, batches: Iterator[Batch]) -> MetricsRecord:
+        trainer, number = self.trainer, self.trainer.step + 1
+        if number not in self.window:
+            return trainer.train_step(batches)
+        if number == self.window[0]:  # clocks drift apart: not the offset of the run's start
+            self.offset = measure_clock_offset(
+                trainer.device, trainer.run.training.collective_timeout_seconds, f"step {number}"
+            )
+        tokens, step = trainer.expert_loads[0].clone(), partial(trainer.train_step, batches)
+        if number == self.metered:
+            record, seen = profile_step(trainer, step, over_time=True)
+            write_measured(trainer.directory, trainer.mesh.rank, {"step": record["step"], **seen.as_dict})
+        else:
+            record, seen = time_step(trainer.strategy, step)
+        assert trainer.step_record is not None
+        trainer.step_record |= seen.as_step_record(self.offset)
+        trainer.step_record["spans"] = executed_passes(trainer.strategy)
+        if trainer.moe_layers:
+            trainer.step_record["expert_tokens"] = (trainer.expert_loads[0] - tokens).long().tolist()
+        return record | {"closely": True}
+
+
+@dataclass
+class StepProfile:
+    """What a step did."""
+
+    waits: dict[str, list[Wait]]
+    """For what, and from when to when."""
+    calls: list[CollectiveCall] = field(default_factory=list)
+    held: Counter[str] = field(default_factory=Counter)
+    """Bytes by part between the backward pass and the update."""
+    peak: dict[str, int] = field(default_factory=dict)
+    """The most of each part, and of all together."""
+    flops: int = 0
+    """Of forward and backward passes."""
+    memory_history: list[tuple[float, Mapping[str, int]]] = field(default_factory=list)
+    """Bytes by part over time."""
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        """As `measured/` has it."""
+        return {
+            "held_bytes": dict(self.held),
+            "peak_bytes": self.peak,
+            "flops": self.flops,
+            "collectives": summarize_collectives(self.calls, self.waits[COMMUNICATION]),
+        }
+
+    def as_step_record(self, offset: ClockOffset) -> StepRecord:
+        """What a step's line has more for it."""
+        line: dict[str, Any] = {
+            "clock": (offset.seconds, offset.error_seconds),
+            "waits": [(what, *wait) for what, waits in self.waits.items() for wait in waits],
+            "collectives": [self._span(call) for call in self.calls],
+        }
+        return cast(
+            StepRecord, line | ({"memory": downsample_memory(self.memory_history)} if self.memory_history else {})
+        )
+
+    def _span(self, call: CollectiveCall) -> CollectiveSpan:
+        return {
+            "operation": call.operation,
+            "made_of": call.executed_as,
+            "group": list(call.group),
+            "bytes": call.size_bytes,
+            "began": call.start,
+            "ended": call.end,
+            "exposed": call.exposed_seconds(self.waits[COMMUNICATION]),
+        }
+
+
+def profile_step(
+    learner: Learner, step: Callable[[], StepResult], over_time: bool = False
+) -> tuple[StepResult, StepProfile]:
+    """A step's outcome, and all that it did; it takes several times as long. Memory is kept at its peak, or also
+    `over_time`."""
+    strategy, seen = learner.strategy, StepProfile({})
+    memory = MemoryMeter(
+        lambda: strategy.resident_tensors(learner.optimizers),
+        strategy.resizable_buffers(),
+        seen.memory_history if over_time else None,
+    )
+    recorder, products = CollectiveRecorder(REQUESTED_OPERATION.get), FlopCounter()
+
+    def reduce(sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
+        seen.flops = products.flops
+        reduced = type(strategy).reduce(strategy, sums, clip_norm)
+        memory.reclassify()
+        seen.held.update(memory.held)
+        return reduced
+
+    strategy.reduce = reduce  # type: ignore[method-assign]
+    try:
+        gradients = memory.tracking_gradients(learner.module.parameters())
+        with gradients, _recorded_waits(strategy) as seen.waits, memory, recorder, products:
+            outcome = step()
+    finally:
+        del strategy.reduce
+    seen.peak = {**memory.peaks, "working": memory.peak_working, "total": memory.peak_total}
+    seen.calls = recorder.calls
+    return outcome, seen
+
+
+def time_step(strategy: Strategy, step: Callable[[], StepResult]) -> tuple[StepResult, StepProfile]:
+    """A step's outcome, and when its waits and collectives were."""
+    with _recorded_waits(strategy) as waits, CollectiveRecorder(REQUESTED_OPERATION.get) as recorder:
+        outcome = step()
+    return outcome, StepProfile(waits, recorder.calls)
+
+
+def metered_step(trainer: Trainer, batches: Iterator[Batch]) -> tuple[MetricsRecord, dict[str, Any]]:
+    """A step like any other, but slower, and what was measured in it."""
+    record, seen = profile_step(trainer, partial(trainer.train_step, batches))
+    return record, {"step": record["step"], **seen.as_dict}
+
+
+def summarize_collectives(calls: list[CollectiveCall], waits: list[Wait]) -> list[dict[str, Any]]:
+    """The collectives of a step by operation, what did it, and group of ranks: bytes are of the operation asked for,
+    `sent_bytes` what a rank sends for it around a ring."""
+    rows: dict[tuple[str, str, tuple[int, ...]], dict[str, Any]] = defaultdict(
+        lambda: {"calls": 0, "bytes": 0, "sent_bytes": 0.0, "seconds": 0.0, "exposed_seconds": 0.0}
+    )
+    for call in calls:
+        row = rows[call.operation, call.executed_as, call.group]
+        row["calls"] += 1
+        row["bytes"] += call.size_bytes
+        row["sent_bytes"] += call.sent_bytes
+        if call.end is not None:
+            row["seconds"] += call.end - call.start
+            row["exposed_seconds"] += call.exposed_seconds(waits)
+    return [
+        {"operation": operation, "made_of": made_of, "group": list(group), **row}
+        for (operation, made_of, group), row in sorted(rows.items())
+    ]
+
+
+@contextmanager
+def _recorded_waits(strategy: Strategy) -> Iterator[dict[str, list[Wait]]]:
+    kept = {COMMUNICATION: strategy.comm_wait, **strategy.wait_timers}
+    if strategy.pipeline_wait is not None:
+        kept[PIPELINE] = strategy.pipeline_wait
+    waits: dict[str, list[Wait]] = {}
+    for what, waited in kept.items():
+        waits[what] = waited.spans = []
+    try:
+        yield waits
+    finally:
+        for waited in kept.values():
+            waited.spans = None

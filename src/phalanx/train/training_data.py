@@ -1,0 +1,61 @@
+"""The data of a run as the trainer reads it: training tokens, held-out tokens, and the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phalanx.data.indexed_dataset import IndexedDataset
+from phalanx.data.loader import StepLoader, TokenLoader
+from phalanx.data.prepare import PreparedData
+from phalanx.data.streaming_loader import StreamingLoader
+from phalanx.data.tokenizer import Tokenizer, load_tokenizer
+from phalanx.model.upcycle import upcycle_weights
+from phalanx.spec.files.load import load_model
+from phalanx.spec.run import RunSpec
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Everything a trainer needs from outside but the run file."""
+
+    train: IndexedDataset | None
+    """None where the text is tokenized while training (data.streaming)."""
+    held_out: IndexedDataset
+    tokenizer: Tokenizer
+    weights: Callable[[str, torch.Size], Tensor] | None = None
+    """Initial weights by parameter name; None draws them."""
+
+    def loader(self, run: RunSpec, sequences: int, rank: int, ranks: int) -> StepLoader:
+        """This rank's loader of global steps of so many sequences."""
+        cut = (run.training.seq_len, sequences, run.training.seed, rank, ranks)
+        if self.train is None:
+            return StreamingLoader(run.data, self.tokenizer, *cut)
+        return TokenLoader(self.train, *cut, mask_documents=run.data.mask_documents)
+
+
+def open_training_data(run: RunSpec, prepared: PreparedData, fresh: bool = True) -> TrainingData:
+    """Open prepared data; a run that is not `fresh` has its weights in a checkpoint."""
+    tokenizer = load_tokenizer(prepared.tokenizer)
+    train = IndexedDataset(prepared.train) if prepared.train else None
+    return TrainingData(train, IndexedDataset(prepared.held_out), tokenizer, initial_weights(run) if fresh else None)
+
+
+def initial_weights(run: RunSpec) -> Callable[[str, torch.Size], Tensor] | None:
+    """Weights to start from, if the run names a Hugging Face directory.
+
+    Raises UserError if these are not there, or a dense model's that the run's experts cannot begin as.
+    """
+    if run.model.from_hf is None:
+        return None
+    from phalanx.model.huggingface.checkpoint import open_hf_weights
+
+    directory = Path(run.model.from_hf).expanduser()
+    weights = open_hf_weights(directory)
+    return (
+        upcycle_weights(run.model, load_model(str(directory)), weights, run.training.seed) if run.model.moe else weights
+    )

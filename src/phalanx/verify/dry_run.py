@@ -1,0 +1,162 @@
+"""The very program that `train` runs, on a rank of any world, with no hardware: the same layout applied to the same
+model, and a step of it, on PyTorch's fake process group and tensors without numbers.
+
+Experts are balanced: every rank has equally many tokens for each of the others. Ranks are traced as CPU ranks: a
+reduce-scatter is the all-to-all and the sum that it is on gloo. Blocks are traced as they are written, not compiled,
+and what would rest in files rests in memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from phalanx.cost.exact.pipeline_split import check_layout
+from phalanx.data.loader import rank_rows
+from phalanx.parallel.data.ddp import DDP
+from phalanx.parallel.mesh import build_mesh
+from phalanx.schedule.registry import layout_schedule, representative_schedule
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import expert_parallel_groups, parallel_dims, process_groups
+from phalanx.spec.run import RunSpec
+from phalanx.train.learner import Learner, MicroBatch
+from phalanx.train.profiling.step_profiler import first_steady_step, profile_step
+from phalanx.verify.fake_tensors import shape_only_tensors
+
+_ALL = sys.maxsize
+CPU = torch.device("cpu")
+Traced = dict[str, Any]
+"""What a rank's step holds, sends and computes (see `train.closely.observed`), and what tracing it took."""
+
+
+def check_traceable(run: RunSpec, world_size: int) -> None:
+    """Raise UserError for a run that cannot be traced, or cannot be run at all."""
+    check_layout(run, world_size)
+    if run.layout.max_staleness is not None:
+        raise UserError(
+            "layout.max_staleness",
+            run.layout.max_staleness,
+            "lets ranks send when they like, so no two steps are alike",
+            "remove it: what a synchronous server sends is the same in every step",
+        )
+
+
+def dry_run(run: RunSpec, world_size: int, ranks: Sequence[int], at_once: int = 2) -> Iterator[Traced]:
+    """Each of these ranks, traced in a process of its own, in their order.
+
+    Raises UserError before any is started.
+    """
+    check_traceable(run, world_size)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch._dynamo"])  # what takes seconds is imported once
+    # PyTorch remembers meshes and shapes of the process group before: none is used twice.
+    with ProcessPoolExecutor(min(at_once, len(ranks)), context, max_tasks_per_child=1) as pool:
+        try:
+            yield from pool.map(partial(_trace_or_raise, run, world_size), ranks)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def corner_ranks(run: RunSpec, world_size: int) -> list[int]:
+    """The first and the last rank of every axis: the very first and the very last, and of each axis the one that is
+    last there and first on all others. Of parameter servers and workers the first and the last."""
+    sizes = parallel_dims(run.layout, world_size)
+    if sizes.servers:
+        return sorted({0, sizes.servers - 1, sizes.servers, world_size - 1})
+    alone = [process_groups(sizes, axis)[0][-1] for axis in sizes.axes]
+    of_experts = [group[-1] for group in expert_parallel_groups(sizes)[:1]]
+    return sorted({0, *alone, *of_experts, world_size - 1})
+
+
+class TraceError(RuntimeError):
+    """A rank's program failed; PyTorch's own errors cannot always be sent from a process to another."""
+
+
+def _trace_or_raise(run: RunSpec, world_size: int, rank: int) -> Traced:
+    try:
+        return trace_rank(run, world_size, rank)
+    except Exception:
+        raise TraceError(f"rank {rank}:\n{traceback.format_exc()}") from None
+
+
+def trace_rank(run: RunSpec, world_size: int, rank: int) -> Traced:
+    """A step of one rank, in this process, which must not have a process group."""
+    begun = time.perf_counter()
+    torch.set_num_threads(1)
+    run = run.model_copy(update={"training": run.training.model_copy(update={"compile": False})})
+    if run.layout.offload == "nvme":
+        in_memory = run.layout.model_copy(update={"offload": "cpu", "offload_directory": None})
+        run = run.model_copy(update={"layout": in_memory})
+    if world_size > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        mesh = build_mesh(run.layout, world_size, CPU.type)
+        with shape_only_tensors():
+            learner = Learner(run, mesh, CPU, _empty_weight)
+            for _ in range(_steps_before(learner)):
+                _step(learner, _min_micro_batches(run))
+            _, seen = profile_step(learner, partial(_step, learner))
+    finally:
+        if world_size > 1:
+            dist.destroy_process_group()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    took = {"seconds": time.perf_counter() - begun, "process_bytes": peak}
+    traced = seen.as_dict
+    for row in traced["collectives"]:
+        del row["seconds"], row["exposed_seconds"]
+    return {"rank": rank, **traced, "tracing": took}
+
+
+def _empty_weight(_: str, shape: torch.Size) -> Tensor:
+    return torch.empty(shape)
+
+
+def _steps_before(learner: Learner) -> int:
+    """The first step makes what optimizers keep; DDP settles its buckets in the second."""
+    return first_steady_step(learner.run) - 1 if isinstance(learner.strategy, DDP) else 1
+
+
+def _min_micro_batches(run: RunSpec) -> int:
+    """Micro-batches that do for a step before the one that counts."""
+    if run.layout.pp == 1:
+        return 1
+    for count in range(1, 2 * representative_schedule(run.layout).stages):
+        with suppress(UserError):
+            layout_schedule(run.layout, count)
+            return count
+    return _ALL
+
+
+def _step(learner: Learner, micro_batches: int = _ALL) -> None:
+    """As `Trainer.train_step`, but that nobody looks at what came out."""
+    micros = _micros(learner)[:micro_batches] if learner.strategy.runs_model else []
+    learner.reduce(learner.forward_backward(micros))
+    learner.update(1.0)
+
+
+def _micros(learner: Learner) -> list[MicroBatch]:
+    """As many rows as this rank has of a step, each of one document, or of several where these are masked."""
+    run, cut = learner.run, learner.batch
+    rows, sequence = len(rank_rows(cut.global_batch_size, learner.mesh.dp_rank, cut.dp_size)), run.training.seq_len
+    mine = len(np.arange(sequence)[learner.local_tokens(sequence)])
+    counts = [end - begin for begin, end in pairwise([*range(0, rows, cut.micro_batch_size), rows])]
+    masked = run.data.mask_documents
+    return [MicroBatch(_ids(n, mine), _ids(n, mine), _ids(n, sequence) if masked else None) for n in counts]
+
+
+def _ids(rows: int, tokens: int) -> Tensor:
+    return torch.empty(rows, tokens).long()

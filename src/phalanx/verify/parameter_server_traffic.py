@@ -1,0 +1,38 @@
+"""What parameter servers and their workers send in a step, by operation and the ranks that take part."""
+
+from __future__ import annotations
+
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.cost.exact.scalar_reductions import NUM_SCALARS, WHY, num_reduced_scalars
+from phalanx.cost.exact.traffic import server_loads
+from phalanx.cost.formulas.collectives import Traffic
+from phalanx.cost.precision import STATE_BYTES
+from phalanx.spec.layout import parallel_dims
+from phalanx.spec.run import RunSpec
+
+Group = tuple[int, ...]
+
+
+def parameter_server_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[str, Group], list[Traffic]]:
+    """Workers send each server the gradients that it owns, and all sums; it broadcasts its weights to them. The first
+    tells beside them what the step came to; servers sum the gradient's norm among themselves."""
+    servers = parallel_dims(run.layout, world_size).servers
+    number, workers = STATE_BYTES[run.training.precision], tuple(range(servers, world_size))
+    owned = [number * load for load in server_loads(parameter_shapes(run.model), servers)]
+    biases = (
+        num_reduced_scalars(run) - NUM_SCALARS if run.model.moe is not None and run.model.moe.bias_update_rate else 0
+    )
+    told = 8 * (2 + num_reduced_scalars(run) + biases)
+    found: dict[tuple[str, Group], list[Traffic]] = {}
+    for server in range(servers) if rank in workers else (rank,):
+        rows = [Traffic("broadcast", owned[server], "weights", "servers")]
+        rows += [Traffic("broadcast", told, WHY, "servers")] if server == 0 else []
+        found["broadcast", (server, *workers)] = rows
+    if rank in workers:
+        messages = Traffic("send", 8 * (num_reduced_scalars(run) + 1) * servers, WHY, "servers", servers)
+        everybody = tuple(range(world_size))
+        found["send", everybody] = [Traffic("send", sum(owned), "gradients", "servers", servers), messages]
+    elif servers > 1:
+        square = Traffic("all_reduce", 2 * (servers - 1) / servers * 8, WHY, "servers")
+        found["all_reduce", tuple(range(servers))] = [square]
+    return found

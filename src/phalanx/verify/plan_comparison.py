@@ -1,0 +1,141 @@
+"""The traced program held against the plan: collectives by operation and group, memory by part, FLOPs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from phalanx.cost.exact.flops import rank_flops
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.cost.exact.scalar_reductions import scalar_reduction_traffic
+from phalanx.cost.exact.traffic import server_loads, traffic_by_group
+from phalanx.cost.formulas.collectives import GroupKind, Traffic
+from phalanx.plan.placement.traffic_matrix import communicating_groups
+from phalanx.plan.predicted_vs_measured import STATE
+from phalanx.spec.layout import parallel_dims, pipeline_stage_groups, process_groups, uses_model_parallelism
+from phalanx.spec.run import RunSpec
+from phalanx.spec.tensor_sharding import kv_head_replication
+from phalanx.verify.parameter_server_traffic import parameter_server_collectives
+
+RELATIVE_TOLERANCE = 0.05
+"""How far memory and FLOPs may be off, as a share of the plan's."""
+Kind = Literal["collective", "memory", "flops"]
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlanCheck:
+    """Something of a rank's step, as it is planned and as the program has it."""
+
+    kind: Kind
+    what: str
+    """An operation of torch.distributed, a part of memory, or FLOPs."""
+    among: str
+    """Whom the operation joins: the axes, or what else ranks share (`cost.network.Among`)."""
+    ranks: int
+    """How many that are."""
+    planned: float
+    """Bytes that a rank sends, or holds; FLOPs."""
+    traced: float
+    planned_calls: int = 0
+    traced_calls: int = 0
+    agrees: bool = True
+    why: str = ""
+    """Where a difference comes from, if that is known."""
+
+
+def compare_with_plan(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
+    """The lines of one traced rank (`verify.dryrun`)."""
+    return [*_collectives(run, world_size, traced), *_memory(run, world_size, traced), _flops(run, world_size, traced)]
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def _collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
+    planned = planned_collectives(run, world_size, traced["rank"])
+    seen: dict[tuple[str, Group], tuple[float, int]] = {}
+    for row in traced["collectives"]:
+        if len(row["group"]) > 1 and row["operation"] != "recv":  # what one receives another sends
+            key = row["operation"], tuple(row["group"])
+            size, calls = seen.get(key, (0.0, 0))
+            seen[key] = size + row["sent_bytes"], calls + row["calls"]
+    lines = []
+    for key in sorted({*planned, *seen}, key=lambda key: (len(key[1]), key)):
+        operation, group = key
+        rows, (size, calls) = planned.get(key, []), seen.get(key, (0.0, 0))
+        expected, times = sum(row.bytes for row in rows), sum(row.calls for row in rows)
+        same = abs(expected - size) <= 1e-9 * max(expected, size) and times == calls
+        names = ", ".join(sorted({row.group_kind for row in rows})) or "?"
+        why = "" if same else _cause(run, operation)
+        lines.append(PlanCheck("collective", operation, names, len(group), expected, size, times, calls, same, why))
+    return lines
+
+
+def planned_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[str, Group], list[Traffic]]:
+    """What the plan has a rank send, by operation and the ranks that take part."""
+    sizes, found = parallel_dims(run.layout, world_size), defaultdict[tuple[str, Group], list[Traffic]](list)
+    if sizes.servers:
+        return parameter_server_collectives(run, world_size, rank)
+    place = sizes.coordinates(rank)["pp"]
+    traffic = list(traffic_by_group(run, world_size, rank).values())[place]
+    for row in [*traffic, *scalar_reduction_traffic(run, world_size, place)]:
+        found[row.operation, communication_group(run, world_size, row.group_kind, rank)].append(row)
+    return dict(found)
+
+
+def communication_group(run: RunSpec, world_size: int, among: GroupKind, rank: int) -> Group:
+    """The ranks that exchange something with this one."""
+    sizes = parallel_dims(run.layout, world_size)
+    match among:
+        case "losses":
+            found: Iterable[Iterable[int]] = process_groups(sizes, "dp_replicate", "dp_shard", "cp", "pp")
+        case "parts":
+            copies = kv_head_replication(run.model, sizes.tp)
+            found = (each[first::copies] for each in process_groups(sizes, "tp") for first in range(copies))
+        case "ends":
+            found = process_groups(sizes, "pp")
+        case _:
+            found = communicating_groups(run, sizes, among).tolist()
+    return next(tuple(sorted(each)) for each in found if rank in each)
+
+
+def _cause(run: RunSpec, operation: str) -> str:
+    if operation == "all_to_all" and run.optimizer.name == "muon" and uses_model_parallelism(run.layout):
+        return "Muon's matrices, of which ranks have shares, are sent to whoever computes them: not planned"
+    if run.layout.gradient_compression == "powersgd" and operation == "all_reduce":
+        return "PowerSGD sends thin matrices, bucket by bucket: its calls are not planned"
+    return ""
+
+
+# -- memory and FLOPs --------------------------------------------------------------------------------------------------
+
+
+def _memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
+    """The plan is that of the fullest rank of each place: the first there. Others may have less."""
+    sizes, rank = parallel_dims(run.layout, world_size), traced["rank"]
+    memory = list(rank_memory(run, world_size).values())
+    place = sizes.coordinates(rank)["pp"]
+    planned, fullest = memory[place], rank == pipeline_stage_groups(sizes)[place][0]
+    if sizes.servers:
+        loads = [*server_loads(parameter_shapes(run.model), sizes.servers), 0]
+        planned, fullest = memory[rank >= sizes.servers], loads[min(rank, sizes.servers)] in (0, max(loads))
+    lines = []
+    for part in (*STATE, "total"):
+        when = "peak_bytes" if part == "total" else "held_bytes"
+        expected, got = getattr(planned, part), traced[when].get(part, 0)
+        expected += planned.offloaded if part == "total" else 0  # ranks are traced as on a CPU, whose memory is one
+        near = RELATIVE_TOLERANCE if part == "total" else 0.0
+        agrees = got <= (1 + near) * expected and (got >= (1 - near) * expected or not fullest)
+        why = "" if fullest or got >= expected else "a smaller share than the fullest rank's, which is planned"
+        if expected or got:
+            lines.append(PlanCheck("memory", part, "", 1, expected, got, agrees=agrees, why=why))
+    return lines
+
+
+def _flops(run: RunSpec, world_size: int, traced: dict[str, Any]) -> PlanCheck:
+    expected, got = rank_flops(run, world_size, traced["rank"]), traced["flops"]
+    return PlanCheck("flops", "step", "", 1, expected, got, agrees=abs(got - expected) <= RELATIVE_TOLERANCE * expected)
