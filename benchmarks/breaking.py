@@ -49,8 +49,12 @@ def described(out: Path, cache: Path) -> RunSpec:
             "model": MODEL,
             "data": {"train": ["stdlib"], "tokenizer": "bytes", "cache": str(cache)},
             "training": {
-                "steps": 10**6, "seq_len": 64, "tokens_per_step": SEQUENCES * 64, "precision": "fp64",
-                "collective_timeout_seconds": TIMEOUT_SECONDS, "max_nonfinite_steps": BAD_STEPS,
+                "steps": 10**6,
+                "seq_len": 64,
+                "tokens_per_step": SEQUENCES * 64,
+                "precision": "fp64",
+                "collective_timeout_seconds": TIMEOUT_SECONDS,
+                "max_nonfinite_steps": BAD_STEPS,
             },
             "optimizer": {"lr_schedule": "none"},
             "evaluation": {"tokens": 1024},
@@ -58,7 +62,7 @@ def described(out: Path, cache: Path) -> RunSpec:
             "recovery": {"last_call_timeout_seconds": LAST_CALL_SECONDS, "max_rollbacks": 1},
             "cluster": {"device": "cpu", "peak_flops": 1e11, "memory_bytes": 10**10},
         }
-    )  # fmt: skip
+    )
 
 
 @dataclass

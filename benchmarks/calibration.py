@@ -254,9 +254,14 @@ def loop(runs: dict[Path, MeasuredRun], before: ClusterSpec, after: ClusterSpec,
 
 def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {
-        "step time": [], "computing": [], "waiting for collectives": [], "memory of a process": [],
-        "memory of tensors": [], "bytes of a collective": [], BUBBLE: [],
-    }  # fmt: skip
+        "step time": [],
+        "computing": [],
+        "waiting for collectives": [],
+        "memory of a process": [],
+        "memory of tensors": [],
+        "bytes of a collective": [],
+        BUBBLE: [],
+    }
     for directory, run in runs.items():
         cluster = machine.model_copy(update={"nodes": 1, "nproc_per_node": run.ranks})
         own = run.run.model_copy(update={"cluster": cluster})

@@ -53,11 +53,17 @@ class Row:
         state = all(line.agrees for line in self.lines if line.kind == "memory" and line.what != "total")
         total, flops = (next(line for line in self.lines if line.what == what) for what in ("total", "step"))
         words = [
-            self.model, f"{self.world_size:,}", self.layout, f"{self.rank:,}", f"{calls:,}",
+            self.model,
+            f"{self.world_size:,}",
+            self.layout,
+            f"{self.rank:,}",
+            f"{calls:,}",
             *("yes" if equal else "no" for equal in (calls_equal, bytes_equal, state)),
             f"{total.traced / 1e9:.2f} / {total.planned / 1e9:.2f} GB ({total.traced / total.planned - 1:+.1%})",
-            f"{flops.traced / flops.planned:.4f}", f"{self.seconds:.0f}", f"{self.process_bytes / 1e9:.2f} GB",
-        ]  # fmt: skip
+            f"{flops.traced / flops.planned:.4f}",
+            f"{self.seconds:.0f}",
+            f"{self.process_bytes / 1e9:.2f} GB",
+        ]
         return f"| {' | '.join(words)} |"
 
 

@@ -70,11 +70,13 @@ def described(out: Path, every_seconds: float | None) -> RunSpec:
             "checkpoint": {"every": "auto" if every_seconds else 0},
             "recovery": {"max_restarts": 20},
             "cluster": {
-                "device": "cpu", "nproc_per_node": RANKS, "peak_flops": 1e11,
+                "device": "cpu",
+                "nproc_per_node": RANKS,
+                "peak_flops": 1e11,
                 "failures_per_device_hour": 3600 / every_seconds / RANKS if every_seconds else None,
             },
         }
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -307,7 +309,7 @@ def page(found: Measured, every_seconds: float) -> str:
         "the same, mean: the formula's restart": f"{found.restart_seconds:.1f} s",
         "steps lost by a failure, median (mean)": f"{median(each.steps_lost for each in failures):.0f} "
         f"({mean(each.steps_lost for each in failures):.0f})",
-    }  # fmt: skip
+    }
     lines = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""# Goodput of a run whose ranks are killed
 

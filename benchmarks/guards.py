@@ -93,11 +93,14 @@ def started(directory: Path, guarded: bool) -> Ranks:
     command = [sys.executable, "-m", "benchmarks.guards", str(directory)]
     return [
         subprocess.Popen(
-            command, env={**os.environ, **known, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            command,
+            env={**os.environ, **known, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
 
 
 def ask(pair: Ranks, what: str) -> tuple[float, float, float, int]:

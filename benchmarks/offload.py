@@ -79,10 +79,14 @@ class Run:
         self.peak_rss_bytes = record["peak_memory_bytes"]
         self.steps.append(
             Step(
-                seconds, record["loss"], record["grad_norm"], record["optimizer_seconds"],
-                after[0] - before[0], after[1] - before[1],
+                seconds,
+                record["loss"],
+                record["grad_norm"],
+                record["optimizer_seconds"],
+                after[0] - before[0],
+                after[1] - before[1],
             )
-        )  # fmt: skip
+        )
 
     def end(self) -> None:
         """Its checkpoint is of no use."""

@@ -110,8 +110,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     asked = parser.parse_args()
-    tables = [(f"Two ranks that train the {asked.shape} shape, times of each stage's own actions",
-               trained(asked.shape, asked.steps))]  # fmt: skip
+    tables = [
+        (
+            f"Two ranks that train the {asked.shape} shape, times of each stage's own actions",
+            trained(asked.shape, asked.steps),
+        )
+    ]
     for p in (4, 8):
         title = f"{p} ranks that wait {UNIT_SECONDS * 1e3:g} ms for each of forward pass, input and weight half"
         tables.append((title, waited(p, 2 * p, asked.steps)))

@@ -32,11 +32,29 @@ FOUND = Path(__file__).with_name("found.md")
 """What dry runs found wrong in the plan."""
 REPORT = Path(__file__).parents[1] / "docs" / "accuracy.md"
 PEERS = {
-    "hage flash": 10.0, "hage torch/fused": 20.1, "internevo": 13.5, "kort5": 4.5, "foundry A100": 18.6,
-    "foundry H100": 16.7, "mtnlg": 29.4, "megascale own": 29.5, "megascale Megatron-LM": 5.0, "mlmh100": 145.0,
-    "sc21t1": 7.4, "sc21t2 PTD-P": 10.3, "sc21t2 ZeRO-3": 40.1, "simumax": 5.7, "zb4 1F1B": 14.9, "zb4 1F1B-I": 16.7,
-    "zb4 ZB-1p": 6.9, "zb4 ZB-2p": 6.1, "fmsfsdp": 127.7, "vtm": 11.2, "vtm tp16": 47.7, "tr11": 28.3,
-}  # fmt: skip
+    "hage flash": 10.0,
+    "hage torch/fused": 20.1,
+    "internevo": 13.5,
+    "kort5": 4.5,
+    "foundry A100": 18.6,
+    "foundry H100": 16.7,
+    "mtnlg": 29.4,
+    "megascale own": 29.5,
+    "megascale Megatron-LM": 5.0,
+    "mlmh100": 145.0,
+    "sc21t1": 7.4,
+    "sc21t2 PTD-P": 10.3,
+    "sc21t2 ZeRO-3": 40.1,
+    "simumax": 5.7,
+    "zb4 1F1B": 14.9,
+    "zb4 1F1B-I": 16.7,
+    "zb4 ZB-1p": 6.9,
+    "zb4 ZB-2p": 6.1,
+    "fmsfsdp": 127.7,
+    "vtm": 11.2,
+    "vtm tp16": 47.7,
+    "tr11": 28.3,
+}
 """Mean absolute percentage error of the best of Calculon, llm-analysis and SimuMax."""
 LIMIT = 15.0
 """Of any source, in percent."""
@@ -161,10 +179,13 @@ def speed_lines() -> Iterator[str]:
         ("llama3-70b", 1024, 128, None),
         ("llama3-405b", 2048, 2048, SEARCH_SECONDS),
     ):
-        run = run_from_table({
-            "model": {"preset": model}, "training": {"seq_len": 8192, "tokens_per_step": 8192 * sequences},
-            "cluster": {"preset": "h100", "nodes": nodes, "nproc_per_node": 8},
-        })  # fmt: skip
+        run = run_from_table(
+            {
+                "model": {"preset": model},
+                "training": {"seq_len": 8192, "tokens_per_step": 8192 * sequences},
+                "cluster": {"preset": "h100", "nodes": nodes, "nproc_per_node": 8},
+            }
+        )
         took = []
         for _ in range(3):
             start = time.perf_counter()

@@ -60,12 +60,14 @@ def _judged(failed: Sweeps, behind: Sweeps, alike: Sweeps) -> str:
     each met or not. A
     choice that failed is not within any distance."""
     mean, worst = (behind.mean(), behind.max()) if len(behind) else (np.nan, np.nan)
-    return " | ".join([
-        f"{int(failed.sum())}",
-        f"{100 * mean:.1f} %, {met(mean <= MEAN_BEHIND)}" if len(behind) else "-, no",
-        f"{100 * worst:.1f} %, {met(worst <= MOST_BEHIND and not failed.any())}" if len(behind) else "-, no",
-        f"{alike.mean():.2f}, {met(alike.mean() >= ALIKE)}",
-    ])  # fmt: skip
+    return " | ".join(
+        [
+            f"{int(failed.sum())}",
+            f"{100 * mean:.1f} %, {met(mean <= MEAN_BEHIND)}" if len(behind) else "-, no",
+            f"{100 * worst:.1f} %, {met(worst <= MOST_BEHIND and not failed.any())}" if len(behind) else "-, no",
+            f"{alike.mean():.2f}, {met(alike.mean() >= ALIKE)}",
+        ]
+    )
 
 
 def _sweep(rows: list[Known]) -> tuple[bool, float, float] | None:

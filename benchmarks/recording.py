@@ -81,9 +81,7 @@ def timed(directory: Path) -> tuple[dict[str, list[float]], float]:
         StepProfiler(trainer, range(step - 1, step + 1))(batches)  # a step of the window that is not metered
         notes.write(dict(trainer.step_record or {}))
 
-    kinds: dict[str, Callable[[], Any]] = {
-        "off": lambda: trainer.train_step(batches), "light": noted, "full": closely
-    }  # fmt: skip
+    kinds: dict[str, Callable[[], Any]] = {"off": lambda: trainer.train_step(batches), "light": noted, "full": closely}
     for do in kinds.values():
         do()
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -123,9 +121,7 @@ def row(name: str, out: Path) -> tuple[str, float]:
     directory = create_run(described(out, *RUNS[name]), 2, resume=False)
     found, alone = rank_pool(2).run(timed, directory, timeout=1200)[0]
     off = median(found["off"])
-    light, full = (
-        median(b / a for a, b in zip(found["off"], found[kind], strict=True)) for kind in ("light", "full")
-    )  # fmt: skip
+    light, full = (median(b / a for a, b in zip(found["off"], found[kind], strict=True)) for kind in ("light", "full"))
     said = f"| {name} | {off * 1e3:.0f} | {light:.3f} | {full:.2f} | {alone * 1e6:.0f} | {1 + alone / off:.4f} |"
     return said, 1 + alone / off
 

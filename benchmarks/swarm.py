@@ -113,8 +113,14 @@ def described(folder: Path, swarm: str, seed: int, steps: int = 600) -> Path:
     library = Path(sysconfig.get_paths()["stdlib"])
     text = [str(library / name) for name in ("asyncio", "email", "http", "json", "unittest", "xml", "multiprocessing")]
     file = folder / "swarm.toml"
-    table = RUN.format(out=folder / "runs", text=json.dumps(text), cache=folder.parent / "cache",
-                       tokens=1024 * (1 if swarm else len(NODES)), seed=seed, steps=steps)  # fmt: skip
+    table = RUN.format(
+        out=folder / "runs",
+        text=json.dumps(text),
+        cache=folder.parent / "cache",
+        tokens=1024 * (1 if swarm else len(NODES)),
+        seed=seed,
+        steps=steps,
+    )
     every = 1 if swarm == DDP else EVERY
     file.write_text(table + SWARM.format(every=every) + swarm if swarm else table)
     return file
@@ -186,8 +192,12 @@ def predicted(run: RunSpec, mbit: float, row: Row) -> Row:
     rounds = run.training.steps // swarm.steps_per_round
     speed = mbit * 1e6 / 8
     time_of = round_time(each, speed, speed, swarm.steps_per_round, row["step_seconds"], swarm.delay)
-    return {"up": each.up * rounds, "down": each.down * rounds, "utilisation": time_of.utilisation,
-            "state": state_bytes(node, swarm.frozen_expert_codec if swarm.method in SPLIT else "fp32")}  # fmt: skip
+    return {
+        "up": each.up * rounds,
+        "down": each.down * rounds,
+        "utilisation": time_of.utilisation,
+        "state": state_bytes(node, swarm.frozen_expert_codec if swarm.method in SPLIT else "fp32"),
+    }
 
 
 def measure(way: str, seed: int, mbit: float) -> Row:
@@ -247,8 +257,14 @@ def _bytes(row: Row, diloco: Row | None) -> list[str]:
         return ["", "", "", "", held, ""]
     total, said = row["up"] + row["down"], row["predicted"]["up"] + row["predicted"]["down"]
     ratio = f"{total / (diloco['up'] + diloco['down']):.3f}" if diloco else ""
-    return [f"{total / 1e6:.2f}", ratio, f"{said / 1e6:.2f}", f"{row['carried'] / 1e6:.1f}", held,
-            f"{row['predicted']['state'] / 1e6:.2f}"]  # fmt: skip
+    return [
+        f"{total / 1e6:.2f}",
+        ratio,
+        f"{said / 1e6:.2f}",
+        f"{row['carried'] / 1e6:.1f}",
+        held,
+        f"{row['predicted']['state'] / 1e6:.2f}",
+    ]
 
 
 def _times(rows: Sequence[Row]) -> list[str]:

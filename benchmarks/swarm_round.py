@@ -95,9 +95,15 @@ def node(name: str, address: str, folder: str, results: Any) -> None:
 
 
 def _round(
-    run: RunSpec, name: str, owned: tuple[int, ...], number: int, link: SwarmClient, paths: tuple[Path, Path, Path],
-    feedback: Feedback, took: dict[str, float],
-) -> dict[str, float]:  # fmt: skip
+    run: RunSpec,
+    name: str,
+    owned: tuple[int, ...],
+    number: int,
+    link: SwarmClient,
+    paths: tuple[Path, Path, Path],
+    feedback: Feedback,
+    took: dict[str, float],
+) -> dict[str, float]:
     swarm, (base_path, update, down) = run.swarm, paths
     assert swarm is not None
     assert run.model.moe is not None
@@ -119,9 +125,7 @@ def _round(
     sizes = {item.key: (encoded_bytes(item.numbers, swarm.effective_codec),) for item in whole}
     link.download_round(down, number, own, sizes.__getitem__)
     marks.append(time.perf_counter())
-    with (
-        TensorFile(base_path, writable=True) as base, TensorFile(down) as came, TensorFile(update) as sent,
-    ):  # fmt: skip
+    with TensorFile(base_path, writable=True) as base, TensorFile(down) as came, TensorFile(update) as sent:
         for item in whole:
             source = sent if item.key in own else came
             base.write(item, decode_piece(item, source.raw(item.key), swarm.effective_codec, base.read))
@@ -177,8 +181,15 @@ def measure(method: str, codec: str) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
     rounds = [max(found[number]["seconds"] for found in each) for number in range(1, ROUNDS)]
     parts = {what: statistics.median(found[n][what] for found in each for n in range(1, ROUNDS)) for what in each[0][0]}
-    return {"way": f"{method}, {codec}", "model": model, "seconds": statistics.median(rounds), "idle": idle,
-            "most": most, "parts": parts, "sizes": sizes}  # fmt: skip
+    return {
+        "way": f"{method}, {codec}",
+        "model": model,
+        "seconds": statistics.median(rounds),
+        "idle": idle,
+        "most": most,
+        "parts": parts,
+        "sizes": sizes,
+    }
 
 
 def stream() -> tuple[float, float]:
@@ -219,8 +230,10 @@ def wire() -> tuple[float, float]:
         chunk = os.urandom(CHUNK)
         with grpc.secure_channel(f"127.0.0.1:{ports.get(timeout=60)}", credentials, OPTIONS) as channel:
             send, receive = channel.stream_unary("/wire/put"), channel.unary_stream("/wire/get")
-            times = [(_took(lambda: send(iter([chunk] * CHUNKS))), _took(lambda: list(map(len, receive(b"")))))
-                     for _ in range(ROUNDS)]  # fmt: skip
+            times = [
+                (_took(lambda: send(iter([chunk] * CHUNKS))), _took(lambda: list(map(len, receive(b"")))))
+                for _ in range(ROUNDS)
+            ]
         server.kill()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

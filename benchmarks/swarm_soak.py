@@ -82,8 +82,13 @@ def stranger_lies(under_way: SwarmProcesses, name: str) -> None:
 
 
 FAULTS: tuple[Callable[[SwarmProcesses, str], None], ...] = (
-    killed, lead_killed, stands_still, cut_off, member_lies, stranger_lies
-)  # fmt: skip
+    killed,
+    lead_killed,
+    stands_still,
+    cut_off,
+    member_lies,
+    stranger_lies,
+)
 
 
 def _lied(under_way: SwarmProcesses, who: str, where: str) -> None:
@@ -129,8 +134,14 @@ def soaked(seed: int, replication: int, faults: bool) -> dict[str, Any]:
         refused = Counter(event["why"] for event in events if event["what"] == "refused")
         told = [len(event["nodes"]) for event in events if event["what"] == "committed"]
         opened = [event["at"] for event in events if event["what"] in ("opened", "committed")]
-        return {"loss": held_out_loss(folder / "nodes" / NODES[0]), "rounds": len(told), "told": statistics.mean(told),
-                "seconds": opened[-1] - opened[0], "faults": done, "refused": refused}  # fmt: skip
+        return {
+            "loss": held_out_loss(folder / "nodes" / NODES[0]),
+            "rounds": len(told),
+            "told": statistics.mean(told),
+            "seconds": opened[-1] - opened[0],
+            "faults": done,
+            "refused": refused,
+        }
 
 
 def _break_things(under_way: SwarmProcesses, chance: random.Random, done: Counter[str]) -> None:
@@ -149,8 +160,10 @@ def page(pairs: list[tuple[int, int, dict[str, Any], dict[str, Any]]]) -> str:
         "|---|" + "---:|" * 7 + "---|---|",
     ]
     for replication, seed, calm, rough in pairs:
-        what = (", ".join(f"{count} {name}" for name, count in sorted(rough[kind].items()))
-                for kind in ("faults", "refused"))  # fmt: skip
+        what = (
+            ", ".join(f"{count} {name}" for name, count in sorted(rough[kind].items()))
+            for kind in ("faults", "refused")
+        )
         lines.append(
             f"| {replication} | {seed} | {calm['loss']:.4f} | {rough['loss']:.4f} | "
             f"{rough['loss'] / calm['loss'] - 1:+.2%} | {rough['told']:.2f} | {calm['seconds']:.0f} | "

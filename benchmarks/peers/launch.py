@@ -50,14 +50,26 @@ class Ranks:
     def _start(self, rank: int, ranks: int, port: int, command: list[str]) -> None:
         read, write = os.pipe()
         variables = {
-            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ANSWERS": write, **ENVIRONMENT,
-        }  # fmt: skip
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "ANSWERS": write,
+            **ENVIRONMENT,
+        }
         with self._log.open("a") as log:
             process = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **{name: str(value) for name, value in variables.items()}},
-                stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[write], text=True,
-            )  # fmt: skip
+                command,
+                cwd=ROOT,
+                env={**os.environ, **{name: str(value) for name, value in variables.items()}},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[write],
+                text=True,
+            )
         os.close(write)
         self._processes.append(process)
         self._answers.append(os.fdopen(read))

@@ -46,9 +46,13 @@ def parallelism(shape: Shape, layout: str) -> dict[str, Any]:
 
 def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
     model = TransformerConfig.llama_like(
-        d_model=shape.width, n_layers=shape.layers, n_heads=shape.heads, n_kv_heads=shape.kv_heads,
-        vocab_size=shape.vocab, rope_theta=int(shape.model.rope.theta),
-    ).build(init_device="meta")  # fmt: skip
+        d_model=shape.width,
+        n_layers=shape.layers,
+        n_heads=shape.heads,
+        n_kv_heads=shape.kv_heads,
+        vocab_size=shape.vocab,
+        rope_theta=int(shape.model.rope.theta),
+    ).build(init_device="meta")
     assert model.num_params == count_parameters(shape.model).total
     module = TransformerTrainModuleConfig(
         rank_microbatch_size=shape.micro_batch * shape.sequence,

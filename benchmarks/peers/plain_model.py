@@ -58,9 +58,19 @@ class Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         q, k, v, out, total = ctx.saved_tensors
         return ring._templated_ring_attention_backward(
-            Ring.group, 2, ATTENTION_BACKWARD, grad_out=gradient.contiguous(), grad_out_name="grad_out", query=q,
-            key=k, value=v, out=out, logsumexp=total, is_causal=True, dropout_p=0.0,
-        )[:3]  # fmt: skip
+            Ring.group,
+            2,
+            ATTENTION_BACKWARD,
+            grad_out=gradient.contiguous(),
+            grad_out_name="grad_out",
+            query=q,
+            key=k,
+            value=v,
+            out=out,
+            logsumexp=total,
+            is_causal=True,
+            dropout_p=0.0,
+        )[:3]
 
 
 class Attention(nn.Module):
@@ -167,9 +177,13 @@ def micro_batches(shape: Shape, tokens: Tensor, targets: Tensor) -> list[tuple[T
 
 
 def accumulate(
-    shape: Shape, model: nn.Module, around: Callable[[bool], AbstractContextManager[Any]], tokens: Tensor,
-    targets: Tensor, total: int,
-) -> Tensor:  # fmt: skip
+    shape: Shape,
+    model: nn.Module,
+    around: Callable[[bool], AbstractContextManager[Any]],
+    tokens: Tensor,
+    targets: Tensor,
+    total: int,
+) -> Tensor:
     losses = torch.zeros(())
     parts = micro_batches(shape, tokens, targets)
     for index, (x, y) in enumerate(parts):

@@ -20,9 +20,14 @@ def test_a_layout_counts_that_is_near_in_time_and_in_memory():
 
 def test_a_decided_constant_that_did_not_move_is_the_published_one():
     known = CalibrationSpec(
-        runs=9, precision="fp32", time_constants={"link": 0.25}, identified_constants=["link", "exposed_p2p_fraction"],
-        log_half_width=0.1, baseline_process_bytes=0, bytes_per_counted_byte=1.0,
-    )  # fmt: skip
+        runs=9,
+        precision="fp32",
+        time_constants={"link": 0.25},
+        identified_constants=["link", "exposed_p2p_fraction"],
+        log_half_width=0.1,
+        baseline_process_bytes=0,
+        bytes_per_counted_byte=1.0,
+    )
     assert (
         constants_of(ClusterSpec(calibration=known))
         == f"link 0.25, exposed_p2p_fraction {time_constants().exposed_p2p_fraction:.3g}"

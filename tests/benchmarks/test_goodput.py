@@ -22,9 +22,7 @@ def test_failures_are_counted_from_their_kills() -> None:
     """A second kill while the first is dealt with makes no failure of its own; one before the first step after another
     leaves that other without a return, and loses nothing more."""
     watched = Watched(killed=[100.0, 104.0, 104.5, 200.0], seen=SEEN, ended=300.0)
-    assert failures_of(watched, EVENTS) == [
-        Failure(0.5, None, 8), Failure(1.0, 7.0, 0), Failure(0.25, 8.0, 1)
-    ]  # fmt: skip
+    assert failures_of(watched, EVENTS) == [Failure(0.5, None, 8), Failure(1.0, 7.0, 0), Failure(0.25, 8.0, 1)]
 
 
 def test_the_formula_is_given_what_was_measured() -> None:

@@ -29,10 +29,17 @@ def sweep() -> list[dict[str, str]]:
     layouts = [("8", "2", "1"), ("8", "1", "2"), ("4", "4", "1"), ("4", "2", "2"), ("2", "8", "1"), ("8", "1", "4")]
     common = {**ROW, "gpus": "16", "global_batch": "64", "zero": "1"}
     return [
-        {**common, "id": f"vtm-{at:04}", "tp": tp, "pp": pp, "dp": str(16 // int(tp) // int(pp)), "micro_batch": size,
-         "schedule": "1f1b" if pp != "1" else "no-pipeline"}
+        {
+            **common,
+            "id": f"vtm-{at:04}",
+            "tp": tp,
+            "pp": pp,
+            "dp": str(16 // int(tp) // int(pp)),
+            "micro_batch": size,
+            "schedule": "1f1b" if pp != "1" else "no-pipeline",
+        }
         for at, (tp, pp, size) in enumerate(layouts)
-    ]  # fmt: skip
+    ]
 
 
 def predicted(rows: list[dict[str, str]]) -> list[Prediction]:

@@ -465,8 +465,9 @@ def test_the_real_command_ends_with_2(place: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.splitlines() == [
-        "phalanx: training.stepz = 3: is not a known field", "  fix: did you mean 'steps'?"
-    ]  # fmt: skip
+        "phalanx: training.stepz = 3: is not a known field",
+        "  fix: did you mean 'steps'?",
+    ]
 
 
 def test_the_good_run_is_good(place: Path) -> None:

@@ -79,8 +79,10 @@ def test_of_a_run_that_went_on_it_tells_what_broke_it_before(tmp_path: Path) -> 
     assert shown("debug", tmp_path).startswith("the run broke off without a word: its launcher was killed, or")
     fault = tmp_path / "hangs" / "rank-00001.fault"
     fault.parent.mkdir()
-    fault.write_text('Fatal Python error: Bus error\n\nCurrent thread 0x7f (most recent call first):\n'
-                     '  File "/x/train/worker.py", line 3 in work\n')  # fmt: skip
+    fault.write_text(
+        "Fatal Python error: Bus error\n\nCurrent thread 0x7f (most recent call first):\n"
+        '  File "/x/train/worker.py", line 3 in work\n'
+    )
     said = shown("debug", tmp_path)
     assert said.startswith("rank 1 ended by a signal: Bus error in train/worker.py:3 (work)\nwhat to do: read ")
     fault.unlink()

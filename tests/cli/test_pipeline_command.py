@@ -24,9 +24,10 @@ def test_it_shows_who_does_what_when():
     assert "\x1b" not in out, "colours only on a terminal"
 
 
-@pytest.mark.parametrize(("name", "makespan"), [
-    ("1f1b", 33), ("interleaved", 28.5), ("zb-h1", 27), ("zb-v", 25.5), ("gpipe", 33), ("naive", 96),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "makespan"),
+    [("1f1b", 33), ("interleaved", 28.5), ("zb-h1", 27), ("zb-v", 25.5), ("gpipe", 33), ("naive", 96)],
+)
 def test_makespans_of_another_simulator(name: str, makespan: float):
     assert facts("show", name, *SIZES)["makespan"] == makespan
 
@@ -37,8 +38,9 @@ def test_the_idealised_timeline_says_that_it_is():
     assert "idealised" in run("show", "book-overlap", *sizes)
 
 
-@pytest.mark.parametrize(("p", "m", "ticks", "mean"), [(4, 8, 14, 0.7857), (4, 16, 22, 0.8636), (8, 8, 22, 0.6136),
-                                                       (2, 4, 6, 0.8333)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("p", "m", "ticks", "mean"), [(4, 8, 14, 0.7857), (4, 16, 22, 0.8636), (8, 8, 22, 0.6136), (2, 4, 6, 0.8333)]
+)
 def test_the_idealised_timeline_of_other_sizes(p: int, m: int, ticks: int, mean: float):
     shares = facts("show", "book-overlap", "--stages", str(p), "--microbatches", str(m))["active"]
     assert len(shares) == ticks
@@ -101,18 +103,21 @@ def test_cut_explains_itself(tmp_path: Path):
     assert "by layers alone (16 16)" in out
 
 
-@pytest.mark.parametrize(("arguments", "problem"), [
-    (("show", "1f2b", *SIZES), "SCHEDULE = '1f2b': is not known"),
-    (("show", "1f1b", "--stages", "4"), "--microbatches: is missing"),
-    (("show", "1f1b", *SIZES, "--times", "1,2"), "--times = '1,2': is not three or four times"),
-    (("show", "1f1b", *SIZES, "--times", "1,-2,1"), "--times = '1,-2,1'"),
-    (("show", "1f1b", *SIZES, "--out", "x.pdf"), "--out = 'x.pdf': has an unknown ending"),
-    (("show", "1f1b", *SIZES, "--out", "/nowhere/x.csv"), "cannot be written"),
-    (("show", "interleaved", "--stages", "4", "--microbatches", "6"), "is not a multiple of the 4 ranks"),
-    (("show", "dualpipe-v", "--stages", "4", "--microbatches", "6"), "is less than the 8 stages"),
-    (("show", "book-overlap", *SIZES, "--out", "x.csv"), "cannot hold an idealised timeline"),
-    (("check", "nowhere.csv"), "cannot be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("show", "1f2b", *SIZES), "SCHEDULE = '1f2b': is not known"),
+        (("show", "1f1b", "--stages", "4"), "--microbatches: is missing"),
+        (("show", "1f1b", *SIZES, "--times", "1,2"), "--times = '1,2': is not three or four times"),
+        (("show", "1f1b", *SIZES, "--times", "1,-2,1"), "--times = '1,-2,1'"),
+        (("show", "1f1b", *SIZES, "--out", "x.pdf"), "--out = 'x.pdf': has an unknown ending"),
+        (("show", "1f1b", *SIZES, "--out", "/nowhere/x.csv"), "cannot be written"),
+        (("show", "interleaved", "--stages", "4", "--microbatches", "6"), "is not a multiple of the 4 ranks"),
+        (("show", "dualpipe-v", "--stages", "4", "--microbatches", "6"), "is less than the 8 stages"),
+        (("show", "book-overlap", *SIZES, "--out", "x.csv"), "cannot hold an idealised timeline"),
+        (("check", "nowhere.csv"), "cannot be read"),
+    ],
+)
 def test_mistakes(arguments: tuple[str, ...], problem: str):
     with pytest.raises(UserError, match=re.escape(problem)):
         run(*arguments)

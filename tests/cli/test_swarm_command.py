@@ -169,8 +169,10 @@ def test_ranks_of_a_node_share_its_experts(folder: Path, layouts: tuple[str, str
         with processes() as start:
             file.write_text(re.sub('name = "tiny.*"', f'name = "tiny{number}"', file.read_text()))
             lead, address = served(start, file)
-            ends = [start("join", address, "--certs", f"certs/{name}", *words)
-                    for name, words in zip(("ann", "bob"), nodes, strict=True)]  # fmt: skip
+            ends = [
+                start("join", address, "--certs", f"certs/{name}", *words)
+                for name, words in zip(("ann", "bob"), nodes, strict=True)
+            ]
             said = [process.communicate(timeout=SECONDS)[0] for process in (*ends, lead)]
             assert [process.returncode for process in (*ends, lead)] == [0, 0, 0], said
         results.append(load_file(folder / "runs" / f"tiny{number}" / "model" / "base.safetensors"))

@@ -27,13 +27,15 @@ def test_a_building_takes_more_than_its_machines(watts, devices, hours, pue):
 
 @pytest.mark.parametrize(
     ("call", "field"),
-    [(lambda: energy_kwh(-1, 1, 1), "watts_per_device"),
-     (lambda: energy_kwh(1, 1, float("nan")), "hours"),
-     (lambda: energy_kwh(1, 1, 1, 0.9), "pue"),
-     (lambda: energy_cost(1, 1, 1, -0.1), "price_per_kwh"),
-     (lambda: rental_cost(-1, 1, 1), "devices"),
-     (lambda: rental_cost(1, 1, -1), "price_per_device_hour")],
-)  # fmt: skip
+    [
+        (lambda: energy_kwh(-1, 1, 1), "watts_per_device"),
+        (lambda: energy_kwh(1, 1, float("nan")), "hours"),
+        (lambda: energy_kwh(1, 1, 1, 0.9), "pue"),
+        (lambda: energy_cost(1, 1, 1, -0.1), "price_per_kwh"),
+        (lambda: rental_cost(-1, 1, 1), "devices"),
+        (lambda: rental_cost(1, 1, -1), "price_per_device_hour"),
+    ],
+)
 def test_numbers_that_cannot_be_are_named(call, field):
     with pytest.raises(UserError, match=f"^{field} = "):
         call()

@@ -131,10 +131,15 @@ def test_without_pxn_seven_eighths_cross_the_spine():
 
 @pytest.mark.parametrize(
     ("load", "oversubscription", "times"),
-    [(all_to_all(S, 16, 8, pxn=False), 1, 1), (all_to_all(S, 16, 8, pxn=False), 2, 1.75),
-     (all_to_all(S, 16, 8, pxn=False), 4, 3.5), (all_to_all(S, 16, 8, pxn=True), 4, 1),
-     (flat_ring_all_reduce(S, 16, 8), 4, 1), (hierarchical_all_reduce(S, 16, 8), 4, 1)],
-)  # fmt: skip
+    [
+        (all_to_all(S, 16, 8, pxn=False), 1, 1),
+        (all_to_all(S, 16, 8, pxn=False), 2, 1.75),
+        (all_to_all(S, 16, 8, pxn=False), 4, 3.5),
+        (all_to_all(S, 16, 8, pxn=True), 4, 1),
+        (flat_ring_all_reduce(S, 16, 8), 4, 1),
+        (hierarchical_all_reduce(S, 16, 8), 4, 1),
+    ],
+)
 def test_an_oversubscribed_spine(load, oversubscription, times):
     assert oversubscription_slowdown(load.spine_share, oversubscription) == times
     assert network_seconds(load, LINK, oversubscription) == times * load.nic_bytes / LINK
@@ -167,10 +172,12 @@ def test_there_is_a_node_and_a_device(load):
 
 @pytest.mark.parametrize(
     ("call", "field"),
-    [(lambda: oversubscription_slowdown(0.5, 0.9), "oversubscription"),
-     (lambda: oversubscription_slowdown(1.1, 2), "spine_share"),
-     (lambda: incast_seconds(1, 0, LINK), "senders")],
-)  # fmt: skip
+    [
+        (lambda: oversubscription_slowdown(0.5, 0.9), "oversubscription"),
+        (lambda: oversubscription_slowdown(1.1, 2), "spine_share"),
+        (lambda: incast_seconds(1, 0, LINK), "senders"),
+    ],
+)
 def test_numbers_that_cannot_be_are_named(call, field):
     with pytest.raises(UserError, match=f"^{field} = "):
         call()

@@ -38,10 +38,17 @@ def gpt(layers: int, width: int, heads: int, **choices: float) -> dict[str, floa
     attention = 4 * width**2
     parameters = layers * (attention + 8 * width**2) + 51200 * width
     shape = {
-        "layers": layers, "dense_layers": layers, "width": width, "heads": heads, "kv_heads": heads, "ffn": 4 * width,
-        "head_dim": width / heads, "value_dim": width / heads, "attention_parameters": attention,
+        "layers": layers,
+        "dense_layers": layers,
+        "width": width,
+        "heads": heads,
+        "kv_heads": heads,
+        "ffn": 4 * width,
+        "head_dim": width / heads,
+        "value_dim": width / heads,
+        "attention_parameters": attention,
         "parameters": parameters,
-    }  # fmt: skip
+    }
     return job(**{**GPT, **shape, **choices})
 
 
@@ -100,10 +107,14 @@ def test_state_is_that_of_the_zero_paper(zero, bytes_each):
 )
 def test_state_is_what_phalanx_counts(ranks, layout):
     """The same parameters, gradients and optimizer state; norms are not cut, and stages are by what they cost: 6 %."""
-    run = run_from_table({
-        "model": {"preset": "llama3-8b"}, "training": {"seq_len": 4096, "tokens_per_step": 4096 * 64},
-        "layout": {"micro_batch_size": 1, **layout}, "cluster": {"preset": "h100"},
-    })  # fmt: skip
+    run = run_from_table(
+        {
+            "model": {"preset": "llama3-8b"},
+            "training": {"seq_len": 4096, "tokens_per_step": 4096 * 64},
+            "layout": {"micro_batch_size": 1, **layout},
+            "cluster": {"preset": "h100"},
+        }
+    )
     held = estimate_memory(C, candidate_jobs(run, ranks, [candidate_from_run(run, ranks)]))
     said = max(held.first.state[0], held.last.state[0])
     blocks = run.model.num_layers
@@ -128,10 +139,14 @@ def test_state_is_what_phalanx_counts(ranks, layout):
 def test_what_is_offloaded_is_what_phalanx_counts(ranks, layout, place):
     """On the device as much less as there is in CPU memory and in files."""
     directory = {"offload_directory": "/local"} if place == "nvme" else {}
-    run = run_from_table({
-        "model": {"preset": "llama3-8b"}, "training": {"seq_len": 4096, "tokens_per_step": 4096 * 64},
-        "layout": {"micro_batch_size": 1, "offload": place, **directory, **layout}, "cluster": {"preset": "h100"},
-    })  # fmt: skip
+    run = run_from_table(
+        {
+            "model": {"preset": "llama3-8b"},
+            "training": {"seq_len": 4096, "tokens_per_step": 4096 * 64},
+            "layout": {"micro_batch_size": 1, "offload": place, **directory, **layout},
+            "cluster": {"preset": "h100"},
+        }
+    )
     chosen, counted = candidate_from_run(run, ranks), rank_memory(run, ranks).values()
     held, kept = (
         estimate_memory(C, candidate_jobs(run, ranks, [candidate]))
@@ -167,11 +182,14 @@ def test_what_is_offloaded_is_as_wide_as_it_is_trained(data, precision):
         "baseline_process_bytes": 0,
         "bytes_per_counted_byte": 1.0,
     }
-    run = run_from_table({
-        "model": {"preset": "llama3-8b"}, "layout": {"micro_batch_size": 1, "offload": "cpu", "data_parallel": data},
-        "training": {"seq_len": 4096, "tokens_per_step": 4096 * 64, "precision": precision},
-        "cluster": {"preset": "h100", "calibration": measured},
-    })  # fmt: skip
+    run = run_from_table(
+        {
+            "model": {"preset": "llama3-8b"},
+            "layout": {"micro_batch_size": 1, "offload": "cpu", "data_parallel": data},
+            "training": {"seq_len": 4096, "tokens_per_step": 4096 * 64, "precision": precision},
+            "cluster": {"preset": "h100", "calibration": measured},
+        }
+    )
     held = estimate_memory(C, candidate_jobs(run, 8, [candidate_from_run(run, 8)]))
     counted = max(place.host for place in rank_memory(run, 8).values())
     assert held.host[0] == pytest.approx(counted, rel=0.06)
@@ -198,9 +216,12 @@ def test_what_is_in_flight_is_what_the_schedule_holds(name, order, v, p, m):
 
 @settings(max_examples=50, deadline=None)
 @given(
-    tp=st.sampled_from([1, 2, 8]), pp=st.sampled_from([1, 2, 4]), dp=st.sampled_from([1, 4, 16]),
-    zero=st.integers(0, 2), micro_batch=st.sampled_from([1, 2, 4]),
-)  # fmt: skip
+    tp=st.sampled_from([1, 2, 8]),
+    pp=st.sampled_from([1, 2, 4]),
+    dp=st.sampled_from([1, 4, 16]),
+    zero=st.integers(0, 2),
+    micro_batch=st.sampled_from([1, 2, 4]),
+)
 def test_sharing_more_and_recomputing_more_never_takes_more(tp, pp, dp, zero, micro_batch):
     row = job(tp=tp, pp=pp, dp=dp, zero_stage=zero, shard_group_size=dp if zero else 1, micro_batch=micro_batch)
     less = [
@@ -213,9 +234,10 @@ def test_sharing_more_and_recomputing_more_never_takes_more(tp, pp, dp, zero, mi
 
 def test_what_comes_and_goes_between_others_is_not_wholly_used_again():
     piped = {"tp": 8, "pp": 4}
-    rows = [gpt(48, 6144, 64, **choices) for choices in (
-        {**piped, "micro_batches": 16}, {**piped, "micro_batches": 4}, {"tp": 8, "micro_batches": 16},
-    )]  # fmt: skip
+    rows = [
+        gpt(48, 6144, 64, **choices)
+        for choices in ({**piped, "micro_batches": 16}, {**piped, "micro_batches": 4}, {"tp": 8, "micro_batches": 16})
+    ]
     held = estimate_memory(C, jobs(*rows))
     assert held.first.fragmented[0] > 0
     assert (held.first.fragmented[1:] == 0).all()

@@ -14,10 +14,20 @@ from phalanx.cost.formulas.nccl import (
 from phalanx.spec.errors import UserError
 
 PROTOCOLS = ("LL", "LL128", "Simple")
-RING = {1: ("15.0", "40.6", "56.0"), 2: ("40.0", "75.2", "131.6"), 4: ("78.8", "144.4", "282.8"),
-        16: ("311.6", "559.6", "1190"), 128: ("2484", "4435", "9657")}  # fmt: skip
-TREE = {1: ("15.2", "31.5", "64.4"), 2: ("25.2", "48.5", "92.4"), 4: ("35.2", "65.5", "120.4"),
-        16: ("55.2", "99.5", "176.4"), 128: ("85.2", "150.5", "260.4")}  # fmt: skip
+RING = {
+    1: ("15.0", "40.6", "56.0"),
+    2: ("40.0", "75.2", "131.6"),
+    4: ("78.8", "144.4", "282.8"),
+    16: ("311.6", "559.6", "1190"),
+    128: ("2484", "4435", "9657"),
+}
+TREE = {
+    1: ("15.2", "31.5", "64.4"),
+    2: ("25.2", "48.5", "92.4"),
+    4: ("35.2", "65.5", "120.4"),
+    16: ("55.2", "99.5", "176.4"),
+    128: ("85.2", "150.5", "260.4"),
+}
 ROWS = [
     (algorithm, protocol, nodes, printed)
     for algorithm, table in (("ring", RING), ("tree", TREE))
@@ -48,9 +58,9 @@ def test_posting_messages_takes_longer_on_amd(protocol, cpu, microseconds):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "hops"), [("ring", {"LL": 1.0, "LL128": 2.5, "Simple": 5.7}),
-                            ("tree", {"LL": 1.0, "LL128": 1.9, "Simple": 4.0})],
-)  # fmt: skip
+    ("algorithm", "hops"),
+    [("ring", {"LL": 1.0, "LL128": 2.5, "Simple": 5.7}), ("tree", {"LL": 1.0, "LL128": 1.9, "Simple": 4.0})],
+)
 def test_boxes_without_nvlink_have_longer_hops(algorithm, hops):
     for protocol, hop in hops.items():
         alone, eight = (all_reduce_latency_seconds(algorithm, protocol, 1, n, link="pci") for n in (1, 8))

@@ -42,9 +42,11 @@ def test_a_ring_of_four_over_1024_gradients():
 
 @pytest.mark.parametrize(
     ("gradients", "mean"),
-    [([[0.8, 0.2, 0.5], [0.6, 0.4, 0.3], [0.7, 0.3, 0.4], [0.5, 0.1, 0.6]], [0.65, 0.25, 0.45]),
-     ([[0.1, 0.2, 0.3], [0.2, 0.1, 0.4], [0.3, 0.3, 0.2], [0.2, 0.2, 0.3]], [0.2, 0.2, 0.3])],
-)  # fmt: skip
+    [
+        ([[0.8, 0.2, 0.5], [0.6, 0.4, 0.3], [0.7, 0.3, 0.4], [0.5, 0.1, 0.6]], [0.65, 0.25, 0.45]),
+        ([[0.1, 0.2, 0.3], [0.2, 0.1, 0.4], [0.3, 0.3, 0.2], [0.2, 0.2, 0.3]], [0.2, 0.2, 0.3]),
+    ],
+)
 def test_mean_gradients(gradients, mean):
     for sums in ring_all_reduce(gradients).sums:
         assert [x / 4 for x in sums] == pytest.approx(mean, rel=1e-15)

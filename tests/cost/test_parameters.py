@@ -29,18 +29,27 @@ def test_totals_are_the_published_ones(preset):
 
 @pytest.mark.parametrize(
     ("preset", "billions"),
-    [("mixtral-8x7b", 12.9), ("olmoe-1b-7b", 1.3), ("qwen3-30b-a3b", 3.35), ("spes-1b", 0.375),
-     ("spes-7b", 1.70), ("spes-9b", 3.09)],
-)  # fmt: skip
+    [
+        ("mixtral-8x7b", 12.9),
+        ("olmoe-1b-7b", 1.3),
+        ("qwen3-30b-a3b", 3.35),
+        ("spes-1b", 0.375),
+        ("spes-7b", 1.70),
+        ("spes-9b", 3.09),
+    ],
+)
 def test_active_parameters_are_the_published_ones(preset, billions):
     assert count_parameters(load_model(preset)).active / 1e9 == pytest.approx(billions, rel=0.015)
 
 
 @pytest.mark.parametrize(
     ("preset", "experts", "shared"),
-    [("spes-1b", 905_969_664, 261_454_080), ("spes-7b", 6_442_450_944, 890_836_992),
-     ("spes-9b", 8_455_716_864, 975_234_048)],
-)  # fmt: skip
+    [
+        ("spes-1b", 905_969_664, 261_454_080),
+        ("spes-7b", 6_442_450_944, 890_836_992),
+        ("spes-9b", 8_455_716_864, 975_234_048),
+    ],
+)
 def test_experts_and_the_rest(preset, experts, shared):
     count = count_parameters(load_model(preset))
     assert (count.experts, count.total - count.experts) == (experts, shared)
@@ -84,19 +93,30 @@ def specs(draw) -> ModelSpec:
     if draw(st.booleans()):
         experts = draw(st.integers(2, 6))
         moe = MoESpec(
-            num_experts=experts, top_k=draw(st.integers(1, experts)), expert_ffn_size=draw(st.integers(1, 9)),
-            num_shared_experts=draw(st.integers(0, 2)), num_leading_dense_layers=draw(st.integers(0, layers - 1)),
-        )  # fmt: skip
+            num_experts=experts,
+            top_k=draw(st.integers(1, experts)),
+            expert_ffn_size=draw(st.integers(1, 9)),
+            num_shared_experts=draw(st.integers(0, 2)),
+            num_leading_dense_layers=draw(st.integers(0, layers - 1)),
+        )
     activation = "swiglu" if moe else draw(st.sampled_from(["swiglu", "gelu", "gelu_tanh"]))
     return ModelSpec(
-        vocab_size=draw(st.integers(2, 40)), hidden_size=draw(st.integers(1, 24)), num_layers=layers,
-        num_heads=kv_heads * draw(st.integers(1, 3)), num_kv_heads=kv_heads, head_dim=2 * draw(st.integers(1, 4)),
-        ffn_hidden_size=draw(st.integers(1, 30)), max_seq_len=draw(st.integers(1, 30)), activation=activation, moe=moe,
-        norm=draw(st.sampled_from(["rmsnorm", "layernorm"])), tie_embeddings=draw(st.booleans()),
+        vocab_size=draw(st.integers(2, 40)),
+        hidden_size=draw(st.integers(1, 24)),
+        num_layers=layers,
+        num_heads=kv_heads * draw(st.integers(1, 3)),
+        num_kv_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 4)),
+        ffn_hidden_size=draw(st.integers(1, 30)),
+        max_seq_len=draw(st.integers(1, 30)),
+        activation=activation,
+        moe=moe,
+        norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
+        tie_embeddings=draw(st.booleans()),
         position_embedding=draw(st.sampled_from(["rope", "learned"])),
         qk_norm=draw(st.sampled_from(["none", "head", "full"])),
         bias=activation != "swiglu" and draw(st.booleans()),
-    )  # fmt: skip
+    )
 
 
 @settings(deadline=None)

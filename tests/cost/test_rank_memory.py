@@ -384,13 +384,16 @@ def test_stages_in_flight_are_those_of_the_schedule():
     held_by = {
         schedule: rank_memory(
             described(
-                "ddp", "fp32", model=model, layout={"pp": 4, "schedule": schedule, "micro_batch_size": 1},
+                "ddp",
+                "fp32",
+                model=model,
+                layout={"pp": 4, "schedule": schedule, "micro_batch_size": 1},
                 training={"seq_len": 64, "tokens_per_step": 8 * 64},
             ),
             4,
         )
         for schedule in ("gpipe", "1f1b")
-    }  # fmt: skip
+    }
     in_flight = [1, 2]  # inner stages, which have neither embedding nor head
     gpipe, one = (
         [held_by[schedule][f"pp{place}"].activations for place in in_flight] for schedule in ("gpipe", "1f1b")

@@ -158,17 +158,19 @@ def test_days():
 
 @pytest.mark.parametrize(
     ("call", "field"),
-    [(lambda: mtbf_seconds(0, 8), "failures_per_device_hour"),
-     (lambda: mtbf_seconds(1e-5, 0), "devices"),
-     (lambda: young_interval_seconds(0, 1), "write_seconds"),
-     (lambda: daly_interval_seconds(1, inf), "mtbf_seconds"),
-     (lambda: optimal_interval_seconds(-1, 1), "write_seconds"),
-     (lambda: availability_interval_seconds(1, 1, -1), "restart_seconds"),
-     (lambda: goodput(0, 1, 1, 1), "interval_seconds"),
-     (lambda: goodput(1, 1, 1, float("nan")), "restart_seconds"),
-     (lambda: days_to(1, 1, 1.5), "goodput"),
-     (lambda: days_to(1, 0), "tokens_per_second")],
-)  # fmt: skip
+    [
+        (lambda: mtbf_seconds(0, 8), "failures_per_device_hour"),
+        (lambda: mtbf_seconds(1e-5, 0), "devices"),
+        (lambda: young_interval_seconds(0, 1), "write_seconds"),
+        (lambda: daly_interval_seconds(1, inf), "mtbf_seconds"),
+        (lambda: optimal_interval_seconds(-1, 1), "write_seconds"),
+        (lambda: availability_interval_seconds(1, 1, -1), "restart_seconds"),
+        (lambda: goodput(0, 1, 1, 1), "interval_seconds"),
+        (lambda: goodput(1, 1, 1, float("nan")), "restart_seconds"),
+        (lambda: days_to(1, 1, 1.5), "goodput"),
+        (lambda: days_to(1, 0), "tokens_per_second"),
+    ],
+)
 def test_numbers_that_cannot_be_are_named(call, field):
     with pytest.raises(UserError, match=f"^{field} = "):
         call()

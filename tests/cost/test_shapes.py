@@ -45,14 +45,19 @@ def test_so_has_any_other_model(spec):
 def test_names_and_shapes_written_out():
     shapes = parameter_shapes(GPT2.replace(num_layers=1))
     assert list(shapes) == [
-        "embedding.weight", "positions.weight",
-        "blocks.0.attention_norm.weight", "blocks.0.attention_norm.bias",
+        "embedding.weight",
+        "positions.weight",
+        "blocks.0.attention_norm.weight",
+        "blocks.0.attention_norm.bias",
         *(f"blocks.0.attention.{w}.{kind}" for w in ("wq", "wk", "wv", "wo") for kind in ("weight", "bias")),
-        "blocks.0.attention.q_norm.weight", "blocks.0.attention.k_norm.weight",
-        "blocks.0.mlp_norm.weight", "blocks.0.mlp_norm.bias",
+        "blocks.0.attention.q_norm.weight",
+        "blocks.0.attention.k_norm.weight",
+        "blocks.0.mlp_norm.weight",
+        "blocks.0.mlp_norm.bias",
         *(f"blocks.0.mlp.{w}.{kind}" for w in ("up", "down") for kind in ("weight", "bias")),
-        "norm.weight", "norm.bias",
-    ]  # fmt: skip
+        "norm.weight",
+        "norm.bias",
+    ]
     assert shapes["embedding.weight"] == (11, 6)
     assert shapes["blocks.0.mlp.down.weight"] == (6, 5)
 

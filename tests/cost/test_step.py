@@ -68,12 +68,16 @@ def test_bubbles_are_those_of_the_simulated_schedules(name, order, v, p, m, F, B
 
 @settings(max_examples=60, deadline=None)
 @given(
-    tp=st.sampled_from([1, 2, 4, 8]), pp=st.sampled_from([1, 2, 4]), dp=st.sampled_from([1, 2, 8, 64]),
-    zero=st.integers(0, 3), micro_batch=st.sampled_from([1, 2, 4]), recompute=st.integers(0, 3),
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pp=st.sampled_from([1, 2, 4]),
+    dp=st.sampled_from([1, 2, 8, 64]),
+    zero=st.integers(0, 3),
+    micro_batch=st.sampled_from([1, 2, 4]),
+    recompute=st.integers(0, 3),
     field=st.sampled_from(
         ["link_bytes_per_second", "network_bytes_per_second", "hbm_bytes_per_second", "peak_flops", "matmul_flops"]
     ),
-)  # fmt: skip
+)
 def test_better_hardware_is_never_slower(tp, pp, dp, zero, micro_batch, recompute, field):
     row = job(
         tp=tp,

@@ -56,9 +56,14 @@ def test_the_published_models(name, total, experts, saved):
 
 @pytest.mark.parametrize(
     ("codec", "method", "gigabytes"),
-    [("fp32", "diloco", 58.67), ("fp32", "spes", 39.34), ("bf16", "spes+", 16.45), ("int8", "spes+", 8.35),
-     ("int4", "spes+", 4.24)],
-)  # fmt: skip
+    [
+        ("fp32", "diloco", 58.67),
+        ("fp32", "spes", 39.34),
+        ("bf16", "spes+", 16.45),
+        ("int8", "spes+", 8.35),
+        ("int4", "spes+", 4.24),
+    ],
+)
 def test_what_the_7b_sends_and_receives(codec, method, gigabytes):
     found = round_bytes(node_share(load_model("spes-7b"), method, 8), method, codec)
     assert found.total / 1e9 == pytest.approx(gigabytes, abs=0.006)
@@ -66,9 +71,12 @@ def test_what_the_7b_sends_and_receives(codec, method, gigabytes):
 
 @pytest.mark.parametrize(
     ("name", "owned", "whole", "spes", "bf16", "int8"),
-    [("spes-1b", 4, 18.7, 10.5, 9.2, 8.5), ("spes-7b", 8, 117.3, 59.4, 49.7, 45.0),
-     ("spes-9b", 2, 150.9, 74.8, 62.1, 56.0)],
-)  # fmt: skip
+    [
+        ("spes-1b", 4, 18.7, 10.5, 9.2, 8.5),
+        ("spes-7b", 8, 117.3, 59.4, 49.7, 45.0),
+        ("spes-9b", 2, 150.9, 74.8, 62.1, 56.0),
+    ],
+)
 def test_memory_of_the_published_models(name, owned, whole, spes, bf16, int8):
     """GB of a node; the source takes 3 % for the scales of int8, where they are 1.6 %."""
     model = load_model(name)

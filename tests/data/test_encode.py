@@ -87,9 +87,13 @@ def test_write_pairs_sorts_documents_and_counts(tmp_path, end):
     documents = [Document(str(i), text) for i, text in enumerate(["even", "odd", "é", "three"])]
     seen = []
     counts = write_indexed_pairs(
-        documents, byte_tokenizer(), [tmp_path / "even", tmp_path / "odd"],
-        lambda document: int(document.name) % 2, end, seen.append,
-    )  # fmt: skip
+        documents,
+        byte_tokenizer(),
+        [tmp_path / "even", tmp_path / "odd"],
+        lambda document: int(document.name) % 2,
+        end,
+        seen.append,
+    )
     assert counts == [TokenizationCounts(2, 6 + 2 * end, 6), TokenizationCounts(2, 8 + 2 * end, 8)]
     assert seen[-1] == TokenizationCounts(4, 14 + 4 * end, 14)
     assert [count.documents for count in seen] == [1, 2, 3, 4]

@@ -163,8 +163,11 @@ def test_a_prefix_is_known_with_and_without_suffix(tmp_path: Path) -> None:
 def test_fingerprint_knows_content_and_not_place(tmp_path: Path) -> None:
     marks = []
     for name, documents in (
-        ("a", [[1, 2, 3], [4]]), ("same", [[1, 2, 3], [4]]), ("token", [[1, 2, 3], [5]]), ("cut", [[1, 2], [3, 4]]),
-    ):  # fmt: skip
+        ("a", [[1, 2, 3], [4]]),
+        ("same", [[1, 2, 3], [4]]),
+        ("token", [[1, 2, 3], [5]]),
+        ("cut", [[1, 2], [3, 4]]),
+    ):
         write(tmp_path / name, documents)
         marks.append(IndexedDataset(tmp_path / name).fingerprint())
     assert marks[0] == marks[1]

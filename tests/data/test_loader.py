@@ -71,8 +71,9 @@ def test_an_epoch_sees_every_token_of_the_kept_prefix_once(tmp_path_factory, len
     loader = TokenLoader(dataset, sequence, per_epoch, seed=0)
     batch = loader.step(epoch)
     order = shuffle_epoch(dataset.offsets, sequence, 0, epoch)
-    stream = np.concatenate([dataset.tokens[b + s : e + s] for b, e, s in
-                             zip(order.begins, order.begins[1:], order.shifts, strict=False)])  # fmt: skip
+    stream = np.concatenate(
+        [dataset.tokens[b + s : e + s] for b, e, s in zip(order.begins, order.begins[1:], order.shifts, strict=False)]
+    )
     kept = per_epoch * sequence
     assert sorted(batch.tokens.ravel()) == sorted(stream[:kept])
     assert sorted(batch.targets.ravel()) == sorted(stream[1 : kept + 1])
@@ -119,8 +120,11 @@ def test_a_document_that_begins_at_the_last_target_asks_for_no_mask(write_tokens
 
 def test_epochs_and_seeds_differ_and_repeat(write_tokens):
     dataset = write_tokens([list(range(i, i + 9)) for i in range(0, 900, 9)])
-    batches = {(seed, epoch): TokenLoader(dataset, 8, 100, seed).step(epoch).tokens.tolist()
-               for seed in (1, 2) for epoch in (0, 1)}  # fmt: skip
+    batches = {
+        (seed, epoch): TokenLoader(dataset, 8, 100, seed).step(epoch).tokens.tolist()
+        for seed in (1, 2)
+        for epoch in (0, 1)
+    }
     assert len({json.dumps(batch) for batch in batches.values()}) == 4
     assert TokenLoader(dataset, 8, 100, 1).step(0).tokens.tolist() == batches[1, 0]
 
@@ -179,8 +183,12 @@ def test_state_survives_json_and_knows_its_data(write_tokens):
     loader = TokenLoader(dataset, 8, 2, seed=3)
     state = json.loads(json.dumps(loader.state(7)))
     assert {name: state[name] for name in ("epoch", "position", "tokens", "seed", "sequence")} == {
-        "epoch": 1, "position": 5, "tokens": 112, "seed": 3, "sequence": 8,
-    }  # fmt: skip
+        "epoch": 1,
+        "position": 5,
+        "tokens": 112,
+        "seed": 3,
+        "sequence": 8,
+    }
     loader.resume(state)
     TokenLoader(dataset, 8, 2, 3, rank=1, ranks=2).resume(state)  # fewer or more ranks may resume
 
@@ -210,9 +218,13 @@ def test_a_checkpoint_of_other_data_is_refused(write_tokens):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    lengths=lengths, sequence=st.integers(1, 9), rows=st.integers(1, 4), ranks=st.integers(1, 4),
-    limit=st.integers(0, 200), tail=st.booleans(),
-)  # fmt: skip
+    lengths=lengths,
+    sequence=st.integers(1, 9),
+    rows=st.integers(1, 4),
+    ranks=st.integers(1, 4),
+    limit=st.integers(0, 200),
+    tail=st.booleans(),
+)
 def test_evaluation_covers_every_target_once(tmp_path_factory, lengths, sequence, rows, ranks, limit, tail):
     folder = tmp_path_factory.mktemp("data")
     dataset = dataset_of(folder, [*lengths, 4])

@@ -68,8 +68,10 @@ def test_held_out_sources_of_its_own(spec, corpus):
 
 
 def test_the_tokenizer_does_not_learn_from_held_out_text(tmp_path):
-    rows = [{"text": "seen seen "} if not is_held_out(f"{tmp_path}/a.jsonl:{n}", 0.5) else {"text": "hidden hidden "}
-            for n in range(1, 50)]  # fmt: skip
+    rows = [
+        {"text": "seen seen "} if not is_held_out(f"{tmp_path}/a.jsonl:{n}", 0.5) else {"text": "hidden hidden "}
+        for n in range(1, 50)
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = DataSpec(train=[f"{tmp_path}/a.jsonl"], held_out_fraction=0.5, tokenizer_vocab=300, cache=f"{tmp_path}/c")
     vocabulary = Path(prepare(data).tokenizer).read_text()
@@ -129,10 +131,17 @@ def test_the_second_time_nothing_is_read(spec, monkeypatch):
 
 def test_what_changes_the_tokens_changes_the_cache(spec, corpus, tmp_path):
     (tmp_path / "t.json").write_text(train_bpe(["ab"], 300).to_json())
-    found = [prepare(spec(**options)).held_out for options in (
-        {}, {"held_out_fraction": 0.3}, {"tokenizer": "bpe"}, {"tokenizer": "bpe", "tokenizer_vocab": 300},
-        {"tokenizer": str(tmp_path / "t.json")}, {"train": [str(corpus / "part0")]},
-    )]  # fmt: skip
+    found = [
+        prepare(spec(**options)).held_out
+        for options in (
+            {},
+            {"held_out_fraction": 0.3},
+            {"tokenizer": "bpe"},
+            {"tokenizer": "bpe", "tokenizer_vocab": 300},
+            {"tokenizer": str(tmp_path / "t.json")},
+            {"train": [str(corpus / "part0")]},
+        )
+    ]
     (tmp_path / "t.json").write_text(train_bpe(["abcd" * 9], 300).to_json())
     found.append(prepare(spec(tokenizer=str(tmp_path / "t.json"))).held_out)
     os.utime(corpus / "part0" / "file00.py", ns=(1, 1))

@@ -174,9 +174,14 @@ def test_too_little_text(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "field"),
-    [({"seed": 9}, "training.seed"), ({"sequence": 9}, "training.seq_len"), ({"text": "new"}, "data"),
-     ({"tokenizer": 1}, "data"), ({"fraction": 0.3}, "data")],
-)  # fmt: skip
+    [
+        ({"seed": 9}, "training.seed"),
+        ({"sequence": 9}, "training.seq_len"),
+        ({"text": "new"}, "data"),
+        ({"tokenizer": 1}, "data"),
+        ({"fraction": 0.3}, "data"),
+    ],
+)
 def test_a_checkpoint_of_other_data_is_refused(corpus, change, field):
     state = loader_of(corpus).state(0)
     if "text" in change:

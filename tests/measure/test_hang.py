@@ -359,8 +359,10 @@ def test_ranks_with_different_experts_are_named_by_them() -> None:
         (ParallelDims(1, 2, 2, 1, 2, ep=2), [4, 5], "the tp ranks 4, 5"),
     ):
         late = ranks[1]
-        dumps = {rank: dump(rank, sizes, [call(1, group="ep")] * (rank != late), BUSY if rank == late else WAITING)
-                 for rank in ranks}  # fmt: skip
+        dumps = {
+            rank: dump(rank, sizes, [call(1, group="ep")] * (rank != late), BUSY if rank == late else WAITING)
+            for rank in ranks
+        }
         for told in dumps.values():
             told["groups"]["ep"] = ranks
         found = diagnose_hang(dumps, {}, sizes).verdict

@@ -21,10 +21,24 @@ AVERAGE = re.compile(r"^# Avg bus bandwidth\s*:\s*([\d.]+)", re.MULTILINE)
 DEVICE = re.compile(
     r"^#\s+Rank\s+(\d+) Group\s+(\d+) Pid\s+(\d+) on\s+(\S+) device\s+(\d+) \[(.+)\] (.*)$", re.MULTILINE
 )
-ABOUT = {"start_time": "2026-01-01 00:00:00", "end_time": "2026-01-01 00:00:01", "args": ["x"], "env": [],
-         "nccl_version": 22304}  # fmt: skip
-DEVICES = [{"rank": 0, "group": 0, "pid": 12, "hostname": "here", "device": 0, "device_hex": "0000:1b:00",
-            "device_info": "NVIDIA H100"}]  # fmt: skip
+ABOUT = {
+    "start_time": "2026-01-01 00:00:00",
+    "end_time": "2026-01-01 00:00:01",
+    "args": ["x"],
+    "env": [],
+    "nccl_version": 22304,
+}
+DEVICES = [
+    {
+        "rank": 0,
+        "group": 0,
+        "pid": 12,
+        "hostname": "here",
+        "device": 0,
+        "device_hex": "0000:1b:00",
+        "device_info": "NVIDIA H100",
+    }
+]
 
 
 def measured(
@@ -83,21 +97,41 @@ def test_json_is_version_3() -> None:
         json.dumps(to_json_document([measured("send", 2**20, 10, 20, 2, False)], 20, True, ABOUT, DEVICES))
     )
     assert list(found) == [
-        "version", "start_time", "args", "env", "nccl_version", "config", "results", "out_of_bounds",
-        "average_bus_bandwidth", "errors", "end_time",
-    ]  # fmt: skip
+        "version",
+        "start_time",
+        "args",
+        "env",
+        "nccl_version",
+        "config",
+        "results",
+        "out_of_bounds",
+        "average_bus_bandwidth",
+        "errors",
+        "end_time",
+    ]
     assert found["version"] == 3
     assert found["config"]["blocking_collectives"] == "false"
     assert found["config"]["devices"] == DEVICES
     assert found["out_of_bounds"] == {"count": 0, "okay": "true"}
     (result,) = found["results"]
     assert result["out_of_place"] == {
-        "time": pytest.approx(10), "alg_bw": pytest.approx(104.8576), "bus_bw": pytest.approx(104.8576), "nwrong": 0,
-    }  # fmt: skip
+        "time": pytest.approx(10),
+        "alg_bw": pytest.approx(104.8576),
+        "bus_bw": pytest.approx(104.8576),
+        "nwrong": 0,
+    }
     assert result["in_place"]["nwrong"] is None
     assert set(result["in_place_per_iter"]) == {
-        "min_us", "max_us", "avg_us", "p50_us", "p95_us", "p99_us", "stdev_us", "cv_pct", "times_us",
-    }  # fmt: skip
+        "min_us",
+        "max_us",
+        "avg_us",
+        "p50_us",
+        "p95_us",
+        "p99_us",
+        "stdev_us",
+        "cv_pct",
+        "times_us",
+    }
 
 
 def test_ranks_are_averaged_iterations_are_the_slowest_ranks_and_wrong_numbers_added() -> None:

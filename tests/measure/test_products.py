@@ -82,7 +82,9 @@ def test_attention_computes_what_it_says(masked: bool) -> None:
 
 def test_every_row_says_how_long_and_how_much(tmp_path: Path) -> None:
     run: RunSpec = described(TEXT, tmp_path, {})
-    for rows, passes in ((benchmark_matmul(run, 1, CPU, 2), ("forward", "inputs", "weights")),
-                         (benchmark_attention(run, 1, CPU, 2), ("forward", "backward"))):  # fmt: skip
+    for rows, passes in (
+        (benchmark_matmul(run, 1, CPU, 2), ("forward", "inputs", "weights")),
+        (benchmark_attention(run, 1, CPU, 2), ("forward", "backward")),
+    ):
         assert rows
         assert all(each["flops"] > 0 and each[f"{what}_seconds"] > 0 for each in rows for what in passes)

@@ -15,7 +15,7 @@ ROPES = {
     "qwen3 yarn": RopeSpec(theta=1_000_000.0, scaling="yarn", factor=4.0, original_context=32_768),
     "yarn, other ramp": RopeSpec(scaling="yarn", factor=16.0, original_context=4096, beta_fast=24.0, beta_slow=2.0),
     "yarn, ramp beyond the head": RopeSpec(theta=100.0, scaling="yarn", factor=2.0, original_context=512),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ROPES)

@@ -75,8 +75,10 @@ def test_of_each_expert_the_same_inner_units_are_drawn_anew_in_all_matrices():
     generator = torch.Generator().manual_seed(0)
     gate, up = (1 + 0.5 * torch.randn(400, 64, generator=generator) for _ in range(2))
     down = 3 + 0.1 * torch.randn(64, 400, generator=generator)
-    stacks = [replicate_mlp(dense, 3, 0.25, 7, "blocks.0.mlp", kind) for dense, kind in
-              ((gate, "gate"), (up, "up"), (down.T.contiguous().T, "down"))]  # fmt: skip
+    stacks = [
+        replicate_mlp(dense, 3, 0.25, 7, "blocks.0.mlp", kind)
+        for dense, kind in ((gate, "gate"), (up, "up"), (down.T.contiguous().T, "down"))
+    ]
     units = [torch.stack([e != dense for e in stack]) for stack, dense in zip(stacks, (gate, up, down), strict=True)]
     changed = [units[0].all(2), units[1].all(2), units[2].all(1)]
     for found, any_changed in zip(changed, (units[0].any(2), units[1].any(2), units[2].any(1)), strict=True):

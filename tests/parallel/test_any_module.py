@@ -66,7 +66,7 @@ def resnet(train: bool) -> ResNetForImageClassification:
     torch.manual_seed(0)
     config = ResNetConfig(
         num_channels=1, embedding_size=5, hidden_sizes=[10, 14], depths=[1, 2], layer_type="basic", num_labels=10
-    )  # fmt: skip
+    )
     model = ResNetForImageClassification(config).double()
     for part in model.modules():
         if isinstance(part, nn.BatchNorm2d):
@@ -388,8 +388,11 @@ def test_the_example_runs(data: str) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(
         [sys.executable, *torchrun, str(EXAMPLE), data, "--steps", "16"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert ended.returncode == 0, ended.stderr
     losses = [float(loss) for loss in re.findall(r"training loss ([\d.]+)", ended.stdout)]
     assert len(losses) == 2, ended.stdout

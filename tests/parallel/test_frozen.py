@@ -169,8 +169,11 @@ LAYOUTS = [
     {"tp": 2, "ep": 2},
 ]
 WIDER = [
-    {"pp": 2, "tp": 2, "micro_batch_size": 2}, {"pp": 2, "ep": 2, "micro_batch_size": 2}, {"tp": 4}, {"cp": 2, "tp": 2},
-]  # fmt: skip
+    {"pp": 2, "tp": 2, "micro_batch_size": 2},
+    {"pp": 2, "ep": 2, "micro_batch_size": 2},
+    {"tp": 4},
+    {"cp": 2, "tp": 2},
+]
 
 
 def learn_the_same(folder: Path, size: int, layout: dict[str, Any], own: tuple[int, ...]) -> None:

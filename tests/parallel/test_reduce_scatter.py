@@ -18,8 +18,9 @@ SIZES = (3, 1, 5)
 def blocks(dtype: torch.dtype) -> list[Tensor]:
     """This rank's gradients of three blocks, for all ranks to share."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    return [torch.randn(size * dist.get_world_size(), generator=generator, dtype=torch.float64).to(dtype)
-            for size in SIZES]  # fmt: skip
+    return [
+        torch.randn(size * dist.get_world_size(), generator=generator, dtype=torch.float64).to(dtype) for size in SIZES
+    ]
 
 
 def both(deferred: bool, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[bool], float]:

@@ -19,10 +19,19 @@ from phalanx.spec.run import RunSpec
 
 GIB = 2**30
 PLAIN = RunSituation(
-    parameters=10**9, layers=24, experts=False, sequences=64, ranks=16, domain=8, memory_bytes=80 * GIB,
-    state={"parameters": 4 * GIB, "gradients": 4 * GIB, "optimizer": 8 * GIB}, activation_bytes=GIB,
-    recomputed_bytes=GIB / 4, layer_bytes=GIB, alone=True,
-)  # fmt: skip
+    parameters=10**9,
+    layers=24,
+    experts=False,
+    sequences=64,
+    ranks=16,
+    domain=8,
+    memory_bytes=80 * GIB,
+    state={"parameters": 4 * GIB, "gradients": 4 * GIB, "optimizer": 8 * GIB},
+    activation_bytes=GIB,
+    recomputed_bytes=GIB / 4,
+    layer_bytes=GIB,
+    alone=True,
+)
 """A model that is no trouble: rules are tried on changes of it."""
 
 
@@ -109,9 +118,15 @@ def test_degrees():
 
 
 SMALL = {
-    "fewer than 1B parameters", "1B to 10B parameters", "a large dataset", "optimizer state", "a copy fits one device",
-    "the smallest structure that fits", "tensor parallelism", "data parallelism",
-}  # fmt: skip
+    "fewer than 1B parameters",
+    "1B to 10B parameters",
+    "a large dataset",
+    "optimizer state",
+    "a copy fits one device",
+    "the smallest structure that fits",
+    "tensor parallelism",
+    "data parallelism",
+}
 BIG_STATE = {"parameters": 40 * GIB, "gradients": 40 * GIB, "optimizer": 80 * GIB}
 
 
@@ -146,8 +161,13 @@ def test_what_applies(change, more, fewer):
 
 def test_exactly_one_rule_of_pipelines_applies(eight_billion, seventy_billion):
     for situation in (PLAIN, eight_billion.situation, seventy_billion.situation):
-        assert len(applying(situation) & {rule.name for rule in RULES if rule.says in (
-            "no pipeline; DP or ZeRO", "ZB-H2", "ZB-H1 or 1F1B")}) == 1  # fmt: skip
+        assert (
+            len(
+                applying(situation)
+                & {rule.name for rule in RULES if rule.says in ("no pipeline; DP or ZeRO", "ZB-H2", "ZB-H1 or 1F1B")}
+            )
+            == 1
+        )
 
 
 def test_a_copy_is_counted_as_it_is(eight_billion):

@@ -121,12 +121,21 @@ def read_megatron(exported: ExportedConfig) -> Table:
     size = {axis: int(table[f"{axis}-parallel-size"]) for axis in ("tensor-model", "pipeline-model", "context")}
     tp, pp, cp = size.values()
     return {
-        "tp": tp, "pp": pp, "cp": cp, "dp": WORLD // (tp * pp * cp), "micro_batch": int(table["micro-batch-size"]),
-        "sequences": int(table["global-batch-size"]), "sequence": int(table["seq-length"]),
-        "layers": int(table["num-layers"]), "width": int(table["hidden-size"]), "ffn": int(table["ffn-hidden-size"]),
-        "heads": int(table["num-attention-heads"]), "head_dim": int(table["kv-channels"]),
-        "kv_heads": int(table.get("num-query-groups", table["num-attention-heads"])), "vocab": int(table["vocab-size"]),
-    }  # fmt: skip
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "dp": WORLD // (tp * pp * cp),
+        "micro_batch": int(table["micro-batch-size"]),
+        "sequences": int(table["global-batch-size"]),
+        "sequence": int(table["seq-length"]),
+        "layers": int(table["num-layers"]),
+        "width": int(table["hidden-size"]),
+        "ffn": int(table["ffn-hidden-size"]),
+        "heads": int(table["num-attention-heads"]),
+        "head_dim": int(table["kv-channels"]),
+        "kv_heads": int(table.get("num-query-groups", table["num-attention-heads"])),
+        "vocab": int(table["vocab-size"]),
+    }
 
 
 def read_torchtitan(exported: ExportedConfig) -> Table:
@@ -134,23 +143,33 @@ def read_torchtitan(exported: ExportedConfig) -> Table:
     axes, training = table["parallelism"], table["training"]
     pp = axes["pipeline_parallel_degree"]
     return {
-        "tp": axes["tensor_parallel_degree"], "pp": pp, "cp": axes["context_parallel_degree"],
+        "tp": axes["tensor_parallel_degree"],
+        "pp": pp,
+        "cp": axes["context_parallel_degree"],
         "dp": axes["data_parallel_replicate_degree"] * axes["data_parallel_shard_degree"],
         "micro_batch": axes["pipeline_parallel_microbatch_size"] if pp > 1 else training["local_batch_size"],
-        "sequences": training["global_batch_size"], "sequence": training["seq_len"],
-        "layers": model["n_layers"], "width": model["dim"], "ffn": model["hidden_dim"], "heads": model["n_heads"],
-        "head_dim": model["head_dim"], "kv_heads": model["n_kv_heads"], "vocab": model["vocab_size"],
-    }  # fmt: skip
+        "sequences": training["global_batch_size"],
+        "sequence": training["seq_len"],
+        "layers": model["n_layers"],
+        "width": model["dim"],
+        "ffn": model["hidden_dim"],
+        "heads": model["n_heads"],
+        "head_dim": model["head_dim"],
+        "kv_heads": model["n_kv_heads"],
+        "vocab": model["vocab_size"],
+    }
 
 
 def read_deepspeed(exported: ExportedConfig) -> Table:
     table = json.loads(exported.text)
     micro, steps = table["train_micro_batch_size_per_gpu"], table["gradient_accumulation_steps"]
     return {
-        "tp": table.get("tensor_parallel", {}).get("autotp_size", 1), "cp": table.get("sequence_parallel_size", 1),
-        "dp": table["train_batch_size"] // (micro * steps), "micro_batch": micro,
+        "tp": table.get("tensor_parallel", {}).get("autotp_size", 1),
+        "cp": table.get("sequence_parallel_size", 1),
+        "dp": table["train_batch_size"] // (micro * steps),
+        "micro_batch": micro,
         "sequences": table["train_batch_size"],
-    }  # fmt: skip
+    }
 
 
 def read_nanotron(exported: ExportedConfig) -> Table:
@@ -158,13 +177,21 @@ def read_nanotron(exported: ExportedConfig) -> Table:
     axes, tokens, model = table["parallelism"], table["tokens"], table["model"]["model_config"]
     micro = tokens["micro_batch_size"]
     return {
-        "tp": axes["tp"], "pp": axes["pp"], "cp": axes["context_parallel_size"], "dp": axes["dp"], "micro_batch": micro,
+        "tp": axes["tp"],
+        "pp": axes["pp"],
+        "cp": axes["context_parallel_size"],
+        "dp": axes["dp"],
+        "micro_batch": micro,
         "sequences": micro * tokens["batch_accumulation_per_replica"] * axes["dp"],
-        "sequence": tokens["sequence_length"], "layers": model["num_hidden_layers"], "width": model["hidden_size"],
-        "ffn": model["intermediate_size"], "heads": model["num_attention_heads"],
-        "head_dim": model["hidden_size"] // model["num_attention_heads"], "kv_heads": model["num_key_value_heads"],
+        "sequence": tokens["sequence_length"],
+        "layers": model["num_hidden_layers"],
+        "width": model["hidden_size"],
+        "ffn": model["intermediate_size"],
+        "heads": model["num_attention_heads"],
+        "head_dim": model["hidden_size"] // model["num_attention_heads"],
+        "kv_heads": model["num_key_value_heads"],
         "vocab": model["vocab_size"],
-    }  # fmt: skip
+    }
 
 
 READERS = {

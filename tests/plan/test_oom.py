@@ -88,9 +88,10 @@ RUNS = {
     "zero1 in a pipeline": lambda: small(4, data_parallel="zero1", pp=2, micro_batch_size=4),
     "8b on one node": eight_billion,
     "8b sharded": lambda: eight_billion(data_parallel="zero3"),
-    "experts": lambda: make({"preset": "mixtral-8x7b"}, {"nodes": 8}, {"seq_len": 8192, "tokens_per_step": 2**22},
-                            data_parallel="zero3"),
-}  # fmt: skip
+    "experts": lambda: make(
+        {"preset": "mixtral-8x7b"}, {"nodes": 8}, {"seq_len": 8192, "tokens_per_step": 2**22}, data_parallel="zero3"
+    ),
+}
 
 
 @pytest.fixture(scope="module", params=RUNS)
@@ -193,10 +194,21 @@ def test_without_times_the_order_is_the_published_one_but_for_what_changes_the_n
 
 def test_the_order_is_that_of_the_guides_text():
     assert [remedy.name for remedy in REMEDIES] == [
-        "smaller micro-batch", "recompute attention", "recompute blocks", "bf16", "ZeRO-1", "ZeRO-2", "ZeRO-3",
-        "expert parallelism", "tensor parallelism", "context parallelism", "pipeline", "offload to CPU memory", "SGD",
+        "smaller micro-batch",
+        "recompute attention",
+        "recompute blocks",
+        "bf16",
+        "ZeRO-1",
+        "ZeRO-2",
+        "ZeRO-3",
+        "expert parallelism",
+        "tensor parallelism",
+        "context parallelism",
+        "pipeline",
+        "offload to CPU memory",
+        "SGD",
         "more devices",
-    ]  # fmt: skip
+    ]
     assert "+33% compute" in next(remedy.costs for remedy in REMEDIES if remedy.name == "recompute blocks")
 
 

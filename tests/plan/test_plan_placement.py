@@ -250,8 +250,13 @@ def test_a_group_with_different_numbers_on_its_nodes_has_one_ring() -> None:
     """2, 1 and 3 members on nodes of 4."""
     source, target, sent = _around_rings(np.array([[2, 3, 7, 8, 9, 10]]), 5.0, 4)
     assert list(zip(source, target, sent, strict=True)) == [
-        (2, 3, 5), (3, 7, 5), (7, 8, 5), (8, 9, 5), (9, 10, 5), (10, 2, 5),
-    ]  # fmt: skip
+        (2, 3, 5),
+        (3, 7, 5),
+        (7, 8, 5),
+        (8, 9, 5),
+        (9, 10, 5),
+        (10, 2, 5),
+    ]
 
 
 def test_relays_need_a_neighbour_on_fast_links() -> None:
@@ -265,9 +270,14 @@ def test_relays_need_a_neighbour_on_fast_links() -> None:
 
 def test_a_device_with_two_cards_and_rails_that_nccl_numbers() -> None:
     node = NodeTopology(
-        gpus=("GPU0", "GPU1"), nics=("a", "b", "c"), links=(("X", "NV1"), ("NV1", "X")),
-        nic_paths=(("PIX", "PIX", "SYS"), ("SYS", "SYS", "PIX")), numa_nodes=(0, 0), nvlinks=(1, 1), rails=(7, 7, 7),
-    )  # fmt: skip
+        gpus=("GPU0", "GPU1"),
+        nics=("a", "b", "c"),
+        links=(("X", "NV1"), ("NV1", "X")),
+        nic_paths=(("PIX", "PIX", "SYS"), ("SYS", "SYS", "PIX")),
+        numa_nodes=(0, 0),
+        nvlinks=(1, 1),
+        rails=(7, 7, 7),
+    )
     two = node_layout(ClusterSpec(), 2, node)
     assert (two.rail, two.nics) == ((7, 7), (("a", "b"), ("c",)))
     loads = nic_loads(TrafficMatrix(4, np.array([0]), np.array([3]), np.array([8.0])), two)

@@ -18,12 +18,35 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, load_model, preset_names
 
 ROW = {
-    "id": "row-1", "model": "gpt-22b", "params_b": "22", "layers": "48", "hidden": "6144", "heads": "64",
-    "kv_heads": "64", "ffn": "24576", "vocab": "51200", "seq": "2048", "gpus": "8", "gpus_per_node": "8",
-    "gpu_type": "A100-80GB-SXM", "intra_bw": "300", "inter_bw": "25", "tp": "8", "pp": "1", "vpp": "1", "dp": "1",
-    "cp": "1", "zero": "0", "micro_batch": "4", "global_batch": "4", "recompute": "full", "seq_parallel": "0",
-    "precision": "fp16", "schedule": "no-pipeline", "facts": "",
-}  # fmt: skip
+    "id": "row-1",
+    "model": "gpt-22b",
+    "params_b": "22",
+    "layers": "48",
+    "hidden": "6144",
+    "heads": "64",
+    "kv_heads": "64",
+    "ffn": "24576",
+    "vocab": "51200",
+    "seq": "2048",
+    "gpus": "8",
+    "gpus_per_node": "8",
+    "gpu_type": "A100-80GB-SXM",
+    "intra_bw": "300",
+    "inter_bw": "25",
+    "tp": "8",
+    "pp": "1",
+    "vpp": "1",
+    "dp": "1",
+    "cp": "1",
+    "zero": "0",
+    "micro_batch": "4",
+    "global_batch": "4",
+    "recompute": "full",
+    "seq_parallel": "0",
+    "precision": "fp16",
+    "schedule": "no-pipeline",
+    "facts": "",
+}
 """Megatron's 22 B, which took 1.42 s (arXiv 2205.05198, table 5)."""
 
 
@@ -45,9 +68,13 @@ def test_a_published_run():
 
 @pytest.mark.parametrize(
     ("changes", "again"),
-    [({"recompute": "none"}, 0.0), ({"recompute": "full"}, 0.328), ({"recompute": "selective"}, 0.0173),
-     ({"recompute": "selective", "facts": "flash attention"}, 0.0)],
-)  # fmt: skip
+    [
+        ({"recompute": "none"}, 0.0),
+        ({"recompute": "full"}, 0.328),
+        ({"recompute": "selective"}, 0.0173),
+        ({"recompute": "selective", "facts": "flash attention"}, 0.0),
+    ],
+)
 def test_hfu_has_what_a_row_computes_again(changes, again):
     """Of a forward pass of blocks, 24 h^2 + 4 h s for each token and layer, with the head's 2 h V / L of three times as
     much (arXiv 2205.05198, appendix A): h = 6144, s = 2048, V = 51200, L = 48."""
@@ -229,10 +256,21 @@ def test_models_are_counted_as_they_are_elsewhere(name):
 def test_latent_attention_and_fine_experts_are_known_by_name():
     """DeepSeek-V3: 671 B parameters (arXiv 2412.19437)."""
     row = {
-        **ROW, "model": "deepseek-v3", "params_b": "671", "layers": "61", "hidden": "7168", "heads": "128",
-        "kv_heads": "128", "ffn": "18432", "vocab": "129280", "experts": "256", "topk": "8", "tp": "1", "ep": "8",
+        **ROW,
+        "model": "deepseek-v3",
+        "params_b": "671",
+        "layers": "61",
+        "hidden": "7168",
+        "heads": "128",
+        "kv_heads": "128",
+        "ffn": "18432",
+        "vocab": "129280",
+        "experts": "256",
+        "topk": "8",
+        "tp": "1",
+        "ep": "8",
         "dp": "8",
-    }  # fmt: skip
+    }
     assert job_from_row(row).choices[0]["parameters"] == pytest.approx(671e9, rel=0.01)
 
 

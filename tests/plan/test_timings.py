@@ -32,9 +32,14 @@ def swept(ranks: int = 2, noise: float = 0.0) -> BenchmarkFile:
     """What `phalanx measure` would find on the imagined machine."""
     exchanges = tuple(CollectiveTiming(kind, ranks, 1, size, 1.0) for kind in OPERATIONS for size in SIZES)
     blank = BenchmarkFile(
-        "measured.json", described(ranks, pp=ranks, micro_batch_size=4), ranks,
-        np.array([(*shape, 1.0, 8) for shape in SHAPES], float), np.ones(2), np.array([(2**26, 1.0)]), exchanges,
-    )  # fmt: skip
+        "measured.json",
+        described(ranks, pp=ranks, micro_batch_size=4),
+        ranks,
+        np.array([(*shape, 1.0, 8) for shape in SHAPES], float),
+        np.ones(2),
+        np.array([(2**26, 1.0)]),
+        exchanges,
+    )
     times, chance = time_constants_for(IMAGINED), np.random.default_rng(0)
     found = {
         each.kind: each.predicted(times, np.arange(len(each.seconds)))
@@ -72,8 +77,11 @@ def test_one_run_and_a_sweep_say_what_one_run_cannot(noise):
 def test_the_sweep_is_explained_better_than_before():
     found = calibrate([imagined(1, micro_batch_size=4)], MACHINE, [swept()])
     assert {each.kind: each.count for each in found.operations} == {
-        "collectives": len(OPERATIONS) * len(SIZES), "matrix products": 3, "attention": 2, "memory": 1,
-    }  # fmt: skip
+        "collectives": len(OPERATIONS) * len(SIZES),
+        "matrix products": 3,
+        "attention": 2,
+        "memory": 1,
+    }
     for each in found.operations:
         assert each.after < max(0.15, each.before / 2), each
     assert found.machine.calibration.time_constants["link"] == pytest.approx(0.1, rel=0.2)
@@ -112,8 +120,11 @@ def test_how_much_a_prediction_is_off():
 
 
 def document(**more: object) -> dict[str, object]:
-    way = {"operation": "all_reduce", "groups": [[0, 2], [1, 3]], "sizes": [
-        {"size_bytes": 64, "calls": 0, "seconds": 0.5}]}  # fmt: skip
+    way = {
+        "operation": "all_reduce",
+        "groups": [[0, 2], [1, 3]],
+        "sizes": [{"size_bytes": 64, "calls": 0, "seconds": 0.5}],
+    }
     product = {"batch": 1, "m": 2, "n": 3, "k": 4, "count": 5}
     times = {"forward_seconds": 1.0, "inputs_seconds": 2.0, "weights_seconds": 3.0}
     ring = [
@@ -148,9 +159,19 @@ def test_a_part_alone_does(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [[], {}, 3, document(world_size="x"), document(run_file=4), document(run_file="= 3"), document(matmul=[{}]),
-     document(collectives=[{"groups": []}]), document(bandwidth=3), document(matmul=[{"batch": []}])],
-)  # fmt: skip
+    [
+        [],
+        {},
+        3,
+        document(world_size="x"),
+        document(run_file=4),
+        document(run_file="= 3"),
+        document(matmul=[{}]),
+        document(collectives=[{"groups": []}]),
+        document(bandwidth=3),
+        document(matmul=[{"batch": []}]),
+    ],
+)
 def test_what_is_no_such_file_is_said(tmp_path, content):
     with pytest.raises(UserError, match="is not what phalanx measure writes"):
         read_benchmark_file(written(tmp_path, content))

@@ -20,10 +20,18 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 SECONDS = 60.0
 """To answer in, on a machine that others share."""
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--mute-audio",
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--mute-audio",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    "--remote-debugging-pipe",
+)
 
 
 class Browser:
@@ -40,8 +48,10 @@ class Browser:
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={self._home.name}", "about:blank"]
         self._process = subprocess.Popen(
             ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", *command],
-            pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+            pass_fds=(theirs_in, theirs_out),
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
         os.close(theirs_in)
         os.close(theirs_out)
         self._session = ""

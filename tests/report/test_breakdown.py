@@ -31,10 +31,15 @@ TIME = {"compute": 6.0, "exchange": 2.0, "bubble": 1.5, "send": 0.001, "data_par
 SLOWER = {**TIME, "bubble": 4.0, "update": 0.25}
 HELD = {"state": 20.0 * GIB, "activations": 30.0 * GIB, "logits": 0.0, "buffers": 2.5 * GIB}
 SHOWN = Breakdown(
-    "llama <8b> on 16 x h100, layout 1", "zero1 dp 16 & more", {part: f"the {part}" for part in TIME}, TIME,
-    {2: Bar("ddp dp 16", SLOWER)}, [Bar("first stage", HELD), Bar("last stage", {**HELD, "logits": 1.0 * GIB})],
-    60.0 * GIB, 80.0 * GIB,
-)  # fmt: skip
+    "llama <8b> on 16 x h100, layout 1",
+    "zero1 dp 16 & more",
+    {part: f"the {part}" for part in TIME},
+    TIME,
+    {2: Bar("ddp dp 16", SLOWER)},
+    [Bar("first stage", HELD), Bar("last stage", {**HELD, "logits": 1.0 * GIB})],
+    60.0 * GIB,
+    80.0 * GIB,
+)
 
 
 def svg(shown: Breakdown, folder: Path) -> str:

@@ -16,14 +16,24 @@ from tests.report import runs
 def call(began: float, ended: float | None, exposed: float = 1.0, **more: Any) -> dict[str, Any]:
     """`exposed` is a share of the time."""
     spent = exposed * ((ended or began) - began)
-    return {"operation": "all_gather", "made_of": "all_gather", "group": [1, 3], "bytes": 64, "began": began,
-            "ended": ended, "exposed": spent, **more}  # fmt: skip
+    return {
+        "operation": "all_gather",
+        "made_of": "all_gather",
+        "group": [1, 3],
+        "bytes": 64,
+        "began": began,
+        "ended": ended,
+        "exposed": spent,
+        **more,
+    }
 
 
 def recorded(*steps: dict[int, list[dict[str, Any]]], **more: Any) -> RunData:
     """Collectives of each rank in each step."""
-    lines = {rank: [{"step": number, "collectives": step[rank], **more} for number, step in enumerate(steps, 1)]
-             for rank in steps[0]}  # fmt: skip
+    lines = {
+        rank: [{"step": number, "collectives": step[rank], **more} for number, step in enumerate(steps, 1)]
+        for rank in steps[0]
+    }
     ranks = {rank: RankRecord(rank, "here", "cpu", 0.0, 0.0, 1, 2, each) for rank, each in lines.items()}
     return RunData(Path(), None, 4, 0, ranks, [], {}, [])
 

@@ -37,9 +37,13 @@ def test_a_cell_for_every_pair_that_talks_where_it_belongs() -> None:
         place = round((y - top) / width), round((x - left) / width)
         found[place] = cell.findtext(f"{SVG}title")
     assert found == {
-        (0, 1): "rank 0 to rank 1: 5 GB", (0, 3): "rank 0 to rank 3: 1 MB", (1, 0): "rank 1 to rank 0: 5 GB",
-        (2, 1): "rank 2 to rank 1: 2.5 kB", (2, 3): "rank 2 to rank 3: 5 GB", (3, 2): "rank 3 to rank 2: 5 GB",
-    }  # fmt: skip
+        (0, 1): "rank 0 to rank 1: 5 GB",
+        (0, 3): "rank 0 to rank 3: 1 MB",
+        (1, 0): "rank 1 to rank 0: 5 GB",
+        (2, 1): "rank 2 to rank 1: 2.5 kB",
+        (2, 3): "rank 2 to rank 3: 5 GB",
+        (3, 2): "rank 3 to rank 2: 5 GB",
+    }
 
 
 def test_the_most_is_darkest_and_the_legend_says_how_much() -> None:

@@ -43,8 +43,15 @@ def test_figures_are_what_plotly_knows(whole):
 
     drawn = embedded(main(whole), "figures")
     assert set(drawn) == {
-        "ranks-0", "ranks-1", "timeline-0", "curves", "memory-0", "traffic-0", "traffic-1", "experts-0",
-    }  # fmt: skip
+        "ranks-0",
+        "ranks-1",
+        "timeline-0",
+        "curves",
+        "memory-0",
+        "traffic-0",
+        "traffic-1",
+        "experts-0",
+    }
     for figure in drawn.values():
         Figure(data=figure["data"], layout=figure["layout"])  # raises for a property that it does not know
 
@@ -52,8 +59,10 @@ def test_figures_are_what_plotly_knows(whole):
 def test_the_timelines_are_above_one_another_on_one_axis(whole):
     layout = embedded(main(whole), "figures")["timeline-0"]["layout"]
     assert [note["text"].split(",")[0].split()[0] for note in layout["annotations"]] == [
-        "planned", "simulated", "measured",
-    ]  # fmt: skip
+        "planned",
+        "simulated",
+        "measured",
+    ]
     heights = [layout[axis]["domain"] for axis in ("yaxis", "yaxis2", "yaxis3")]
     assert all(below[1] < above[0] for above, below in pairwise(heights))
     assert [axis for axis in layout if axis.startswith("xaxis")] == ["xaxis"]
@@ -83,11 +92,22 @@ def test_a_section_without_facts_says_why(whole):
 @pytest.mark.parametrize(
     ("value", "unit", "said"),
     [
-        (None, "s", "-"), (0, "s", "0 s"), (0.0000123, "s", "12.3 µs"), (0.9999, "s", "1.00 s"), (61, "s", "61.0 s"),
-        (125.4, "s", "2:05"), (3723, "s", "1:02:03"), (0, "B", "0 B"), (999, "B", "999 B"), (15e6, "B", "15.0 MB"),
-        (0.0713, "", "7.1 %"), (1.0, "", "100 %"), (12345.6, "tokens/s", "12,346"), (2.41, "loss", "2.410"),
+        (None, "s", "-"),
+        (0, "s", "0 s"),
+        (0.0000123, "s", "12.3 µs"),
+        (0.9999, "s", "1.00 s"),
+        (61, "s", "61.0 s"),
+        (125.4, "s", "2:05"),
+        (3723, "s", "1:02:03"),
+        (0, "B", "0 B"),
+        (999, "B", "999 B"),
+        (15e6, "B", "15.0 MB"),
+        (0.0713, "", "7.1 %"),
+        (1.0, "", "100 %"),
+        (12345.6, "tokens/s", "12,346"),
+        (2.41, "loss", "2.410"),
     ],
-)  # fmt: skip
+)
 def test_numbers_for_people(value, unit, said):
     assert formatting.format_number(value, unit) == said
 
@@ -95,6 +115,10 @@ def test_numbers_for_people(value, unit, said):
 def test_groups_leave_out_what_is_nothing(whole):
     groups = dict(formatting.group_rows(whole["runs"][0]["beside"]))
     assert list(groups) == [
-        "of a step", "memory of pp0", "sent by pp0 in a step", "memory of pp1", "sent by pp1 in a step",
-    ]  # fmt: skip
+        "of a step",
+        "memory of pp0",
+        "sent by pp0 in a step",
+        "memory of pp1",
+        "sent by pp1 in a step",
+    ]
     assert "offloaded" not in [row["what"] for row in groups["memory of pp0"]]

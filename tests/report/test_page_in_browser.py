@@ -65,8 +65,10 @@ def opened(request, browser, pages):
 
 def traces(browser, place):
     """What plotly has drawn there."""
-    return browser.value(f"document.getElementById('{place}').data.map(({{x, y, z, base, name, type}}) => "
-                         "({x, y, z, base, name, type}))")  # fmt: skip
+    return browser.value(
+        f"document.getElementById('{place}').data.map(({{x, y, z, base, name, type}}) => "
+        "({x, y, z, base, name, type}))"
+    )
 
 
 def test_the_figures_are_those_of_the_json(opened):
@@ -86,9 +88,10 @@ def test_the_figures_are_those_of_the_json(opened):
             assert trace["x"] == [rank[part] for rank in facts["ranks"]]
         if facts["timeline"]:
             spans = [
-                [kind, begun] for trace in traces(browser, f"timeline-{at}")
+                [kind, begun]
+                for trace in traces(browser, f"timeline-{at}")
                 for kind, begun in zip([trace["name"]] * len(trace["base"]), trace["base"], strict=True)
-            ]  # fmt: skip
+            ]
             timelines = [facts["timeline"][name] for name in ("planned", "simulated", "measured")]
             names = {"F": "forward", "B": "backward"}
             assert sorted(spans) == sorted(
@@ -113,8 +116,10 @@ def test_curves_of_all_runs_lie_over_one_another(opened):
 
 def test_the_tables_have_the_numbers_of_the_json(opened):
     browser, whole = opened
-    rows = browser.value("[...document.querySelectorAll('.beside tbody tr')].map(row => "
-                         "[...row.cells].map(cell => cell.firstChild.textContent))")  # fmt: skip
+    rows = browser.value(
+        "[...document.querySelectorAll('.beside tbody tr')].map(row => "
+        "[...row.cells].map(cell => cell.firstChild.textContent))"
+    )
     assert rows == [
         [
             formatting.row_label(row),

@@ -51,19 +51,28 @@ def test_it_tells_what_the_run_wrote(run: Callable[[], Path]) -> None:
     found, recorded = told(run()), read_run(run())
     last = recorded.step_metrics[-1]
     expected = {
-        "phalanx_step": last["step"], "phalanx_loss_nats_per_token": last["loss"],
-        "phalanx_gradient_norm": last["grad_norm"], "phalanx_learning_rate": last["learning_rate"],
-        "phalanx_step_seconds": last["step_seconds"], "phalanx_tokens_per_second": last["tokens_per_second"],
-        "phalanx_mfu_ratio": last["mfu"], "phalanx_tokens": last["tokens"], "phalanx_skipped_steps": 0,
+        "phalanx_step": last["step"],
+        "phalanx_loss_nats_per_token": last["loss"],
+        "phalanx_gradient_norm": last["grad_norm"],
+        "phalanx_learning_rate": last["learning_rate"],
+        "phalanx_step_seconds": last["step_seconds"],
+        "phalanx_tokens_per_second": last["tokens_per_second"],
+        "phalanx_mfu_ratio": last["mfu"],
+        "phalanx_tokens": last["tokens"],
+        "phalanx_skipped_steps": 0,
         "phalanx_held_out_loss_nats_per_token": recorded.evaluations[-1]["held_out_loss"],
-        "phalanx_planned_steps": 8, "phalanx_checkpoint_step": 8, "phalanx_under_way": 0, "phalanx_failed_ranks": 0,
-        "phalanx_starts_total": 1, "phalanx_checkpoint_interval_steps": recorded.run.checkpoint.every,
+        "phalanx_planned_steps": 8,
+        "phalanx_checkpoint_step": 8,
+        "phalanx_under_way": 0,
+        "phalanx_failed_ranks": 0,
+        "phalanx_starts_total": 1,
+        "phalanx_checkpoint_interval_steps": recorded.run.checkpoint.every,
         "phalanx_start_timestamp_seconds": recorded.run_events[0]["time"],
         "phalanx_last_step_timestamp_seconds": max(
             file.stat().st_mtime for file in (run() / "metrics.jsonl", *(run() / "trace").glob("rank-*.jsonl"))
         ),
         "phalanx_checkpoint_timestamp_seconds": (run() / "checkpoints" / "step-00000008").stat().st_mtime,
-    }  # fmt: skip
+    }
     assert {name: found[name][()] for name in expected} == expected
     lines = {str(rank): record.steps[-1] for rank, record in recorded.ranks.items()}
     assert len(lines) == recorded.world_size
@@ -154,10 +163,15 @@ def test_a_run_that_has_done_nothing_yet_has_a_plan(tmp_path: Path) -> None:
     shutil.copy(two_ranks() / "run.toml", tmp_path)
     asked = (tmp_path / "run.toml").stat().st_mtime
     expected = {
-        "phalanx_step": 0, "phalanx_planned_steps": 8, "phalanx_checkpoint_interval_steps": 500,
-        "phalanx_failed_ranks": 0, "phalanx_failures_total": 0, "phalanx_starts_total": 0,
-        "phalanx_start_timestamp_seconds": asked, "phalanx_last_step_timestamp_seconds": asked,
-    }  # fmt: skip
+        "phalanx_step": 0,
+        "phalanx_planned_steps": 8,
+        "phalanx_checkpoint_interval_steps": 500,
+        "phalanx_failed_ranks": 0,
+        "phalanx_failures_total": 0,
+        "phalanx_starts_total": 0,
+        "phalanx_start_timestamp_seconds": asked,
+        "phalanx_last_step_timestamp_seconds": asked,
+    }
     assert {name: values[()] for name, values in told(tmp_path).items()} == expected
     append_event(tmp_path, BEGAN, ranks=2, step=0)
     began = float(read_events(tmp_path)[0]["time"])

@@ -128,8 +128,11 @@ def hot_expert(trainer: Trainer) -> Iterator[None]:
 
 
 WAYS: dict[str, Callable[[Trainer], Any]] = {
-    "nothing": nothing, "slow_rank": slow_rank, "starved_loader": starved_loader, "hot_expert": hot_expert
-}  # fmt: skip
+    "nothing": nothing,
+    "slow_rank": slow_rank,
+    "starved_loader": starved_loader,
+    "hot_expert": hot_expert,
+}
 
 
 def train(directory: Path, way: str) -> None:
@@ -165,9 +168,15 @@ def verdict(directory: Path) -> tuple[Bottleneck, str]:
         ("nothing", MODEL, {}, lambda it: it.kind in ("compute", "communication")),
     ],
     ids=[
-        "slow-rank", "slow-rank-zero3", "starved-loader", "hot-expert", "unbalanced-stage", "few-micro-batches", "well",
+        "slow-rank",
+        "slow-rank-zero3",
+        "starved-loader",
+        "hot-expert",
+        "unbalanced-stage",
+        "few-micro-batches",
+        "well",
     ],
-)  # fmt: skip
+)
 def test_a_run_made_slow_is_named_rightly(
     tmp_path: Path, way: str, model: dict[str, Any], layout: dict[str, Any], right: Callable[[Bottleneck], bool]
 ) -> None:
@@ -199,10 +208,12 @@ def test_a_slow_link_is_named(tmp_path: Path, shaped: list[list[str]]) -> None:
         subprocess.Popen(
             [*prefix, sys.executable, "-m", "phalanx.train", str(directory)],
             env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": "0"},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank, prefix in enumerate(shaped)
-    ]  # fmt: skip
+    ]
     try:
         said = [process.communicate(timeout=200)[1] for process in started]
     finally:

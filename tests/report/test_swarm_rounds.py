@@ -165,9 +165,12 @@ def of_an_earlier_swarm(node: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "rounds", "said"),
-    [(cut, [0, 1, 2], ""), (of_another_version, [1, 2, 3], "ann/swarm.jsonl: 1 lines cannot be read"),
-     (of_an_earlier_swarm, [0, 1, 2, 3], "")],
-)  # fmt: skip
+    [
+        (cut, [0, 1, 2], ""),
+        (of_another_version, [1, 2, 3], "ann/swarm.jsonl: 1 lines cannot be read"),
+        (of_an_earlier_swarm, [0, 1, 2, 3], ""),
+    ],
+)
 def test_what_is_whole_of_a_nodes_rounds_is_shown(
     node: Path, damage: Callable[[Path], None], rounds: list[int], said: str
 ):

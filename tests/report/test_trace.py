@@ -39,9 +39,10 @@ def test_passes_lie_in_their_steps(trace):
         steps = [event for event in of(trace, "steps", rank) if event["name"] in ("step 5", "step 6")]
         for event in of(trace, "passes", rank):
             inside = [
-                step for step in steps
+                step
+                for step in steps
                 if step["ts"] <= event["ts"] + 1 and event["ts"] + event["dur"] <= step["ts"] + step["dur"] + 1
-            ]  # fmt: skip
+            ]
             assert len(inside) == 1
 
 

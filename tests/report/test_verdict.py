@@ -71,17 +71,13 @@ def recorded(run: RunSpec, ranks: int, wrong: Wrong, seed: int) -> RunData:
         noise = {rank: float(chance.normal(1, 0.03)) for rank in range(ranks)}
         for rank, line in one_step(run, ranks, now, noise).items():
             lines[rank].append({"step": step, "began": float(step), "peak_memory_bytes": 1, **line})
-    records = {
-        rank: RankRecord(rank, "host", "cpu", 0.0, 0.0, 2**34, 2, lines[rank]) for rank in range(ranks)
-    }  # fmt: skip
+    records = {rank: RankRecord(rank, "host", "cpu", 0.0, 0.0, 2**34, 2, lines[rank]) for rank in range(ranks)}
     return RunData(Path("run"), run, ranks, 0, records, [], {}, [])
 
 
 def one_step(run: RunSpec, ranks: int, wrong: Wrong, noise: dict[int, float]) -> dict[int, dict[str, Any]]:
     """What each rank notes: all wait for the last in the collective at the end, and in a pipeline for each other."""
-    slower = {
-        rank: noise[rank] * wrong.compute.get(rank, 1.0) * wrong.rows.get(rank, 1.0) for rank in range(ranks)
-    }  # fmt: skip
+    slower = {rank: noise[rank] * wrong.compute.get(rank, 1.0) * wrong.rows.get(rank, 1.0) for rank in range(ranks)}
     passes, stages, waits = (piped if run.layout.pp > 1 else alone)(run, ranks, wrong, slower)
     before = {rank: wrong.data.get(rank, 0.0001) + passes[rank] for rank in range(ranks)}
     last = max(before.values())
@@ -90,12 +86,14 @@ def one_step(run: RunSpec, ranks: int, wrong: Wrong, noise: dict[int, float]) ->
         reduce = last - before[rank] + wrong.link
         found[rank] = {
             "seconds": {
-                "data": wrong.data.get(rank, 0.0001), "passes": passes[rank], "reduce": reduce,
+                "data": wrong.data.get(rank, 0.0001),
+                "passes": passes[rank],
+                "reduce": reduce,
                 "optimizer": wrong.update,
             },
             "stages": stages[rank],
             "waited": {"data": 0.0, "passes": 0.0, "reduce": reduce, "optimizer": 0.0, "pipeline": waits[rank]},
-        }  # fmt: skip
+        }
         if run.layout.ep > 1:
             hot = max(wrong.rows, key=lambda rank: wrong.rows[rank], default=0)
             found[rank]["expert_rows"] = int(1000 * wrong.rows.get(rank, 1.0))
@@ -157,42 +155,49 @@ LABELLED: dict[str, tuple[RunSpec, int, Wrong, Callable[[Bottleneck], bool]]] = 
     "slow-rank-of-8": (ZERO8, 8, Wrong(compute={7: 1.5}), lambda it: (it.kind, it.rank) == ("straggler", 7)),
     "slow-rank-0": (ZERO8, 8, Wrong(compute={0: 2.0}), lambda it: (it.kind, it.rank) == ("straggler", 0)),
     "slow-later": (
-        DDP4, 4, Wrong(since=21, compute={1: 1.8}),
+        DDP4,
+        4,
+        Wrong(since=21, compute={1: 1.8}),
         lambda it: (it.kind, it.rank) == ("straggler", 1) and it.since is not None and abs(it.since - 21) <= 1,
     ),
     "slow-rank-of-a-pipeline": (PIPES, 8, Wrong(compute={5: 1.8}), lambda it: (it.kind, it.rank) == ("straggler", 5)),
     "slow-rank-and-slow-link": (
-        DDP4, 4, Wrong(compute={3: 2.0}, link=0.3), lambda it: (it.kind, it.rank) == ("straggler", 3)
+        DDP4,
+        4,
+        Wrong(compute={3: 2.0}, link=0.3),
+        lambda it: (it.kind, it.rank) == ("straggler", 3),
     ),
     "starved": (DDP4, 4, Wrong(data={1: 0.7}), lambda it: (it.kind, it.rank) == ("input", 1)),
     "starved-all": (ZERO8, 8, Wrong(data=dict.fromkeys(range(8), 0.5)), lambda it: it.kind == "input"),
     "starved-later": (
-        DDP4, 4, Wrong(since=15, data={0: 0.9}),
+        DDP4,
+        4,
+        Wrong(since=15, data={0: 0.9}),
         lambda it: (it.kind, it.rank) == ("input", 0) and it.since is not None and abs(it.since - 15) <= 1,
     ),
     "slow-link": (DDP4, 4, Wrong(link=0.6), lambda it: it.kind == "communication"),
     "slow-link-zero3": (ZERO8, 8, Wrong(link=1.5), lambda it: it.kind == "communication"),
     "slow-link-later": (
-        ZERO8, 8, Wrong(since=10, link=1.0),
+        ZERO8,
+        8,
+        Wrong(since=10, link=1.0),
         lambda it: it.kind == "communication" and it.since is not None and abs(it.since - 10) <= 1,
     ),
     "slow-link-of-a-pipeline": (PIPE, 4, Wrong(link=4.0), lambda it: it.kind == "communication"),
     "few-micro-batches": (COARSE, 4, Wrong(), lambda it: it.kind == "bubble"),
     "uneven-stage": (PIPE, 4, Wrong(stages={2: 1.5}), lambda it: (it.kind, it.stage) == ("stage", 2)),
     "uneven-stage-of-copies": (PIPES, 8, Wrong(stages={0: 1.6}), lambda it: (it.kind, it.stage) == ("stage", 0)),
-    "hot-expert": (
-        EXPERTS, 4, Wrong(rows={2: 2.0}), lambda it: (it.kind, it.rank, it.expert) == ("expert", 2, (3, 5))
-    ),
+    "hot-expert": (EXPERTS, 4, Wrong(rows={2: 2.0}), lambda it: (it.kind, it.rank, it.expert) == ("expert", 2, (3, 5))),
     "hot-expert-later": (
-        EXPERTS, 4, Wrong(since=25, rows={0: 1.7}),
+        EXPERTS,
+        4,
+        Wrong(since=25, rows={0: 1.7}),
         lambda it: (it.kind, it.rank) == ("expert", 0) and it.since is not None and abs(it.since - 25) <= 1,
     ),
-    "slow-rank-with-experts": (
-        EXPERTS, 4, Wrong(compute={1: 1.7}), lambda it: (it.kind, it.rank) == ("straggler", 1)
-    ),
+    "slow-rank-with-experts": (EXPERTS, 4, Wrong(compute={1: 1.7}), lambda it: (it.kind, it.rank) == ("straggler", 1)),
     "recomputed": (AGAIN, 4, Wrong(), lambda it: it.kind == "memory"),
     "on-disk": (ON_DISK, 4, Wrong(update=1.2), lambda it: it.kind == "memory"),
-}  # fmt: skip
+}
 
 
 def judged(run: RunSpec, ranks: int, wrong: Wrong, seed: int) -> list[Bottleneck]:

@@ -56,10 +56,21 @@ def test_gpipe_is_the_published_picture() -> None:
     assert [(spans[0].start, spans[-1].end) for spans in timeline.spans] == [(0, 14), (1, 13), (2, 12), (3, 11)]
 
 
-@pytest.mark.parametrize(("p", "m", "v", "bubble"), [
-    (4, 4, 2, ".2727"), (4, 8, 2, ".1579"), (8, 16, 2, ".1795"), (8, 32, 2, ".0986"), (8, 64, 2, ".0519"),
-    (4, 4, 4, ".1579"), (4, 8, 4, ".0857"), (8, 16, 4, ".0986"), (8, 32, 4, ".0519"), (8, 64, 4, ".0266"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("p", "m", "v", "bubble"),
+    [
+        (4, 4, 2, ".2727"),
+        (4, 8, 2, ".1579"),
+        (8, 16, 2, ".1795"),
+        (8, 32, 2, ".0986"),
+        (8, 64, 2, ".0519"),
+        (4, 4, 4, ".1579"),
+        (4, 8, 4, ".0857"),
+        (8, 16, 4, ".0986"),
+        (8, 32, 4, ".0519"),
+        (8, 64, 4, ".0266"),
+    ],
+)
 def test_interleaving_divides_the_bubble(p: int, m: int, v: int, bubble: str) -> None:
     schedule = interleaved(p, m, v)
     timeline = simulate(schedule, ONE)

@@ -18,9 +18,13 @@ from phalanx.schedule.validate import violations
 def theirs(name: str, p: int, m: int, stages_per_rank: int = 2) -> dict[int, list[Any]]:
     """The order of every rank that a schedule class of PyTorch works out."""
     asked = SimpleNamespace(
-        pp_group_size=p, n_local_stages=stages_per_rank, _n_microbatches=m, num_stages=stages_per_rank * p,
-        number_of_rounds=max(1, m // p), microbatches_per_round=p,
-    )  # fmt: skip
+        pp_group_size=p,
+        n_local_stages=stages_per_rank,
+        _n_microbatches=m,
+        num_stages=stages_per_rank * p,
+        number_of_rounds=max(1, m // p),
+        microbatches_per_round=p,
+    )
     order = getattr(torch_schedules, name)._calculate_single_rank_operations
     return {rank: order(asked, rank) for rank in range(p)}
 
@@ -55,8 +59,10 @@ def test_they_read_what_we_write() -> None:
 
 def test_we_read_what_they_write_with_communication() -> None:
     schedule = zb_h1(4, 8)
-    computing = {rank: [torch_schedules._Action.from_str(str(step)) for step in order]
-                 for rank, order in enumerate(schedule.orders)}  # fmt: skip
+    computing = {
+        rank: [torch_schedules._Action.from_str(str(step)) for step in order]
+        for rank, order in enumerate(schedule.orders)
+    }
     lowered = torch_schedules._add_send_recv(computing, schedule.rank_of.__getitem__, schedule.stages)
     text = "\n".join(",".join(map(str, row)) for row in lowered.values())
     assert "SEND_F" in text

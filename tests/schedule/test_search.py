@@ -15,12 +15,16 @@ from phalanx.schedule.validate import violations
 from phalanx.spec.errors import UserError
 
 
-@pytest.mark.parametrize("times", [
-    ActionTimes(0.5, 0.5, 0.5, transfer=0.25),
-    ActionTimes(1.0, 1.5, 0.5),
-    ActionTimes(1.5, 2.0, 1.0, transfer=0.25),
-    ActionTimes(*[[0.5] * 7 + [0.9]] * 3, transfer=0.1),  # a last stage with the head
-], ids=["transfer", "long input halves", "both", "long last stage"])  # fmt: skip
+@pytest.mark.parametrize(
+    "times",
+    [
+        ActionTimes(0.5, 0.5, 0.5, transfer=0.25),
+        ActionTimes(1.0, 1.5, 0.5),
+        ActionTimes(1.5, 2.0, 1.0, transfer=0.25),
+        ActionTimes(*[[0.5] * 7 + [0.9]] * 3, transfer=0.1),  # a last stage with the head
+    ],
+    ids=["transfer", "long input halves", "both", "long last stage"],
+)
 def test_it_beats_zb_v_in_the_same_memory(times: ActionTimes) -> None:
     p, m = 4, 8
     found = search_schedule(p, m, times, Fraction(p), moves=6_000)

@@ -124,10 +124,16 @@ def test_a_mistake_in_the_environment_is_named_so(tmp_path):
         load_run(run_file(tmp_path, ""), [], {"PHALANX_TRAINING__STEPZ": "3"})
 
 
-@pytest.mark.parametrize(("text", "warmup"), [
-    ("", 50), ("[training]\nsteps = 4", 2), ("[training]\nsteps = 1", 0), ("[training]\nsteps = 100", 50),
-    ("[training]\nsteps = 60\n[optimizer]\nwarmup_steps = 40", 40),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "warmup"),
+    [
+        ("", 50),
+        ("[training]\nsteps = 4", 2),
+        ("[training]\nsteps = 1", 0),
+        ("[training]\nsteps = 100", 50),
+        ("[training]\nsteps = 60\n[optimizer]\nwarmup_steps = 40", 40),
+    ],
+)
 def test_a_short_run_warms_up_for_half_of_it(tmp_path, text, warmup):
     assert load_run(run_file(tmp_path, text), [], {}).optimizer.warmup_steps == warmup
 

@@ -21,11 +21,16 @@ MACHINES = [
     ("k40-soc.txt", 4, 1, 0, 1, "mlx4_0", [None] * 4),
     ("v100-cube-mesh.txt", 8, 2, 6, 8, "mlx5_0", [0] * 4 + [1] * 4),
     (
-        "h20-virtual-functions.txt", 8, 36, 18, 8,
-        "mlx5_8 mlx5_9 mlx5_10 mlx5_11 mlx5_12 mlx5_13 mlx5_14 mlx5_15 mlx5_bond_2", [0] * 4 + [1] * 4,
+        "h20-virtual-functions.txt",
+        8,
+        36,
+        18,
+        8,
+        "mlx5_8 mlx5_9 mlx5_10 mlx5_11 mlx5_12 mlx5_13 mlx5_14 mlx5_15 mlx5_bond_2",
+        [0] * 4 + [1] * 4,
     ),
     ("h200-nccl.xml", 3, 3, 18, 3, "mlx5_2", [0] * 3),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("file", "gpus", "nics", "nvlinks", "domain", "nearest", "numa"), MACHINES)

@@ -51,9 +51,14 @@ def run_of(folder: Path, changes: dict[str, Any] | None = None, **swarm: Any) ->
     model = {**MOE, "tie_embeddings": False, "moe": {**MOE["moe"], "bias_update_rate": 0.0}}
     spec = {"method": "spes+", "nodes": 2, "every": 3, "round": {"grace_seconds": 60, "lease_seconds": 60}, **swarm}
     table = {
-        "model": model, "training.steps": 12, "training.precision": "fp32", "swarm": spec, "output_dir": str(folder),
-        "cluster.device": "cpu", **(changes or {}),
-    }  # fmt: skip
+        "model": model,
+        "training.steps": 12,
+        "training.precision": "fp32",
+        "swarm": spec,
+        "output_dir": str(folder),
+        "cluster.device": "cpu",
+        **(changes or {}),
+    }
     return described(Path(json.__file__).parent, folder, table)
 
 

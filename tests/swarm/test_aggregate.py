@@ -60,8 +60,9 @@ class Swarm:
     def tell(self, node: str, weights: dict[str, Tensor], tokens: int = 100) -> NodeUpdate:
         items = pieces_sent_by(ITEMS, self.owners, node)
         path = self.folder / f"{node}-{self.number}"
-        file = write_update(path, items, self.rules.codec, lambda item: weights[item.key], self.state.base.read,
-                    self.feedback[node])  # fmt: skip
+        file = write_update(
+            path, items, self.rules.codec, lambda item: weights[item.key], self.state.base.read, self.feedback[node]
+        )
         return NodeUpdate(node, tokens, file)
 
     def round(self, told: list[NodeUpdate]) -> tuple[dict[str, str], TensorFile]:

@@ -41,12 +41,19 @@ def test_a_node_alone_trains_as_always(tmp_path, method):
 
 
 CASES: list[dict[str, Any]] = [
-    {"method": "fedavg"}, {"method": "diloco"}, {"method": "spes"}, {"method": "spes+"},
-    {"method": "spes+", "codec": "int4"}, {"method": "spes+", "codec": "bf16", "frozen_expert_codec": "bf16"},
-    {"method": "spes+", "replication": 2}, {"method": "spes+", "rotate_every": 1},
-    {"method": "spes", "merge": {"every": 3, "alpha": 0.05, "steps": 9}}, {"method": "spes+", "robust": "trimmed"},
-    {"method": "ddp", "every": 1}, {"method": "ddp", "every": 1, "codec": "int8"},
-]  # fmt: skip
+    {"method": "fedavg"},
+    {"method": "diloco"},
+    {"method": "spes"},
+    {"method": "spes+"},
+    {"method": "spes+", "codec": "int4"},
+    {"method": "spes+", "codec": "bf16", "frozen_expert_codec": "bf16"},
+    {"method": "spes+", "replication": 2},
+    {"method": "spes+", "rotate_every": 1},
+    {"method": "spes", "merge": {"every": 3, "alpha": 0.05, "steps": 9}},
+    {"method": "spes+", "robust": "trimmed"},
+    {"method": "ddp", "every": 1},
+    {"method": "ddp", "every": 1, "codec": "int8"},
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
@@ -86,8 +93,11 @@ def test_experts_are_what_their_owners_made_of_them(tmp_path):
 def test_with_one_step_and_sgd_it_is_data_parallelism(tmp_path, method, steps):
     """Two nodes that average after every step are one process with twice the batch; of spes the shared part is: its
     gradients are those of all nodes' text, for routing is not masked."""
-    changes = {"optimizer": {"name": "sgd", "learning_rate": 0.1, "warmup_steps": 0, "max_grad_norm": 0.0},
-               "training.precision": "fp64", "training.steps": steps}  # fmt: skip
+    changes = {
+        "optimizer": {"name": "sgd", "learning_rate": 0.1, "warmup_steps": 0, "max_grad_norm": 0.0},
+        "training.precision": "fp64",
+        "training.steps": steps,
+    }
     run = run_of(tmp_path, changes, method=method, every=1)
     found, _ = learned(run, tmp_path, NODES[:2])
     doubled = {**changes, "training.tokens_per_step": 2 * run.training.tokens_per_step}

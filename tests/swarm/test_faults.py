@@ -92,7 +92,7 @@ LIES: dict[str, tuple[str, Callable[[Swarm, Path], Path]]] = {
     "nothing": ("malformed", lambda swarm, path: _file(path, b"")),
     "one piece": ("malformed: .* is missing", lambda swarm, path: _one_piece(path)),
     "pickle": ("malformed: .*no safetensors", lambda swarm, path: _file(path, b"\x80\x04\x95" + b"0" * 100)),
-}  # fmt: skip
+}
 
 
 def _file(folder: Path, content: bytes) -> Path:

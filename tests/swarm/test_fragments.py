@@ -39,10 +39,18 @@ def _keep(path, keys):
             file.write_raw(key, data)
 
 
-@pytest.mark.parametrize("swarm", [
-    {"fragments": 3}, {"delay": 1}, {"delay": 2, "mixing": 0.5}, {"fragments": 3, "delay": 1, "every": 6},
-    {"delay": 1, "codec": "fp32", "method": "diloco"}, {"delay": 1, "replication": 2, "mixing": 0.25},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "swarm",
+    [
+        {"fragments": 3},
+        {"delay": 1},
+        {"delay": 2, "mixing": 0.5},
+        {"fragments": 3, "delay": 1, "every": 6},
+        {"delay": 1, "codec": "fp32", "method": "diloco"},
+        {"delay": 1, "replication": 2, "mixing": 0.25},
+    ],
+    ids=str,
+)
 def test_it_learns_and_all_have_the_same_base(tmp_path, swarm):
     run = run_of(tmp_path, **swarm)
     base, members = learned(run, tmp_path, NODES[:2])

@@ -125,9 +125,10 @@ def test_most_are_waited_for(offsets, grace, times):
 
 
 @given(
-    happens=st.lists(st.sampled_from(["join", "leave", "tell", "close", "open"]), max_size=60), data=st.data(),
+    happens=st.lists(st.sampled_from(["join", "leave", "tell", "close", "open"]), max_size=60),
+    data=st.data(),
     delay=st.integers(0, 2),
-)  # fmt: skip
+)
 @settings(deadline=None, max_examples=60)
 def test_no_text_is_read_twice_and_no_expert_is_without_an_owner(happens, data, delay):
     """Whoever comes and goes; and the same events, read again, give the same state."""

@@ -158,11 +158,16 @@ def watched(run: RunSpec, folder: Path) -> tuple[Weights, dict[str, list[Seen]]]
 
 
 CASES: list[dict[str, Any]] = [
-    {}, {"fragments": 2, "every": 6}, {"delay": 2}, {"delay": 2, "mixing": 0.0}, {"delay": 2, "mixing": 0.25},
+    {},
+    {"fragments": 2, "every": 6},
+    {"delay": 2},
+    {"delay": 2, "mixing": 0.0},
+    {"delay": 2, "mixing": 0.25},
     {"delay": 1, "mixing": 0.75},
-    {"fragments": 2, "every": 6, "delay": 1, "mixing": 0.25}, {"delay": 2, "mixing": 0.25, "replication": 2},
+    {"fragments": 2, "every": 6, "delay": 1, "mixing": 0.25},
+    {"delay": 2, "mixing": 0.25, "replication": 2},
     {"delay": 1, "mixing": 0.25, "method": "diloco"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("swarm", CASES, ids=str)
@@ -186,8 +191,9 @@ def test_a_node_goes_on_from_what_all_have_and_what_it_learned(tmp_path, swarm):
                 assert torch.equal(now, base)
 
 
-@pytest.mark.parametrize("swarm", [{"delay": 2}, {"delay": 1, "mixing": 0.5}, {"fragments": 2, "every": 6, "delay": 1}],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "swarm", [{"delay": 2}, {"delay": 1, "mixing": 0.5}, {"fragments": 2, "every": 6, "delay": 1}], ids=str
+)
 def test_what_coding_left_out_of_an_expert_that_goes_on_is_not_told_twice(tmp_path, swarm):
     """It is in its weights still: all have these as they were told, but for one coding."""
     run = run_of(tmp_path, codec="int4", **swarm)

@@ -147,8 +147,9 @@ def test_ranks_die_with_their_parent(sent):
     with socket.create_server(("127.0.0.1", 0)) as server:
         parent = subprocess.Popen(
             [sys.executable, "-c", f"{imports}; {heard}; ranks(1).run(connect_and_hang, {server.getsockname()[1]})"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stderr=subprocess.DEVNULL,
+        )
         server.settimeout(60)
         child, _ = server.accept()
         parent.send_signal(sent)

@@ -88,8 +88,9 @@ WAITS += "print(end='ready', flush=True); time.sleep(1000)"
 
 def test_ranks_that_wait_for_one_that_a_signal_ended_are_not_waited_for() -> None:
     """One had not begun to listen for signals, and ends by it; the other heard it, and waits for that one."""
-    ended = subprocess.Popen([sys.executable, "-c", "import time; print(end='ready', flush=True); time.sleep(1000)"],
-                             stdout=subprocess.PIPE)  # fmt: skip
+    ended = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(end='ready', flush=True); time.sleep(1000)"], stdout=subprocess.PIPE
+    )
     waits = subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE)
     try:
         for process in (ended, waits):

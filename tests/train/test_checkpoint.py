@@ -370,8 +370,11 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
     under_way.checkpointer.wait()
     directory = tmp_path / "parity" / "checkpoints"
     assert sorted(path.name for path in directory.iterdir()) == [
-        "latest", "step-00000002", "step-00000004", "step-00000004.damaged"
-    ]  # fmt: skip
+        "latest",
+        "step-00000002",
+        "step-00000004",
+        "step-00000004.damaged",
+    ]
     assert (directory / "latest").read_text() == "step-00000004\n"
     assert latest_valid(directory) == (directory / "step-00000004", {})
     for step, aside in ((5, True), (6, False)):  # it stays until there are two newer ones

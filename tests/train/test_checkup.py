@@ -117,10 +117,15 @@ def test_a_host_with_a_slow_link_is_found(tmp_path: Path) -> None:
             started = []
             for rank, host in enumerate(network.hosts.values()):
                 environment = os.environ | {
-                    "RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                    "MASTER_ADDR": master, "MASTER_PORT": "29611", "GLOO_SOCKET_IFNAME": host.interface,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "3",
+                    "LOCAL_RANK": "0",
+                    "LOCAL_WORLD_SIZE": "1",
+                    "MASTER_ADDR": master,
+                    "MASTER_PORT": "29611",
+                    "GLOO_SOCKET_IFNAME": host.interface,
                     "OMP_NUM_THREADS": "1",
-                }  # fmt: skip
+                }
                 program = [
                     sys.executable,
                     "-m",

@@ -234,9 +234,17 @@ def test_kubernetes_starts_a_pod_for_each_node(file: Path) -> None:
     assert job.success_policy.rules[0].succeeded_indexes == "0"
     first = f"{found['Job'].metadata.name}-0.{pod.subdomain}"
     assert train.command == [
-        "phalanx", "train", "/etc/phalanx/run.toml", "--nodes", "2:4", "--rendezvous", f"{first}:29500",
-        "--nproc", "8", "--resume",
-    ]  # fmt: skip
+        "phalanx",
+        "train",
+        "/etc/phalanx/run.toml",
+        "--nodes",
+        "2:4",
+        "--rendezvous",
+        f"{first}:29500",
+        "--nproc",
+        "8",
+        "--resume",
+    ]
     assert pod.subdomain == found["Service"].metadata.name
     assert (service.cluster_ip, service.publish_not_ready_addresses) == ("None", True)
     assert service.selector == {"batch.kubernetes.io/job-name": found["Job"].metadata.name}
@@ -350,9 +358,10 @@ def test_skypilot_is_given_a_task(file: Path) -> None:
     task = yaml.safe_load(written(file, "skypilot", "--nodes", "2", "--accelerator", "H100", *IMAGE))
     assert (task["name"], task["num_nodes"]) == ("first", 2)
     assert task["resources"] == {
-        "image_id": "docker:registry.example/phalanx:1", "accelerators": "H100:8",
+        "image_id": "docker:registry.example/phalanx:1",
+        "accelerators": "H100:8",
         "job_recovery": {"recover_on_exit_codes": [75]},
-    }  # fmt: skip
+    }
     assert (task["volumes"], task["file_mounts"]) == ({"/work": "shared"}, {"~/phalanx/run.toml": str(file)})
     last = task["run"].splitlines()[-1]
     assert last == ('exec phalanx train ~/phalanx/run.toml --nodes 2 --rendezvous "$head:29500" --nproc 8 --resume')

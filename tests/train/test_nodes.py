@@ -25,10 +25,14 @@ from tests.train.test_recovery import events, reaches, trained
 NAMES = ("first", "second")
 PORT = 29_400
 CHANGES = {
-    "training.steps": 100_000, "training.collective_timeout_seconds": 6, "training.tokens_per_step": 64 * 32,
-    "checkpoint.every": 5, "cluster.nproc_per_node": 2, "cluster.peak_flops": 5e10,
+    "training.steps": 100_000,
+    "training.collective_timeout_seconds": 6,
+    "training.tokens_per_step": 64 * 32,
+    "checkpoint.every": 5,
+    "cluster.nproc_per_node": 2,
+    "cluster.peak_flops": 5e10,
     "recovery": {"rendezvous_timeout_seconds": 60, "last_call_timeout_seconds": 3},
-}  # fmt: skip
+}
 
 
 class Nodes:
@@ -40,8 +44,18 @@ class Nodes:
 
     def start(self, name: str) -> None:
         """Start a node, or start it again."""
-        command = [sys.executable, "-m", "phalanx", "train", str(self.run), "--nodes", self.nodes, "--rendezvous",
-                   f"first:{PORT}", "--resume"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "phalanx",
+            "train",
+            str(self.run),
+            "--nodes",
+            self.nodes,
+            "--rendezvous",
+            f"first:{PORT}",
+            "--resume",
+        ]
         with (self.run.parent / f"{name}.log").open("a") as log:
             self.at[name] = subprocess.Popen(
                 [*self.network.hosts[name].prefix, *command], stdout=log, stderr=log, text=True, start_new_session=True
@@ -137,10 +151,13 @@ def test_a_cut_link_and_the_place_to_meet_lost(tmp_path: Path) -> None:
 
 
 ODD = {
-    "training.seq_len": 31, "training.tokens_per_step": 7 * 31, "cluster.nproc_per_node": 1, "training.steps": 12,
+    "training.seq_len": 31,
+    "training.tokens_per_step": 7 * 31,
+    "cluster.nproc_per_node": 1,
+    "training.steps": 12,
     "layout.data_parallel": "zero3",
     "model": {**DENSE, "num_layers": 1, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 48, "ffn_hidden_size": 51},
-}  # fmt: skip
+}
 
 
 def test_nodes_that_no_layout_has_a_place_for_stand_by(tmp_path: Path) -> None:

@@ -48,8 +48,12 @@ def row(world_size: int, model: Table = DENSE, **layout: Any) -> tuple[int, Tabl
     if "pp" in layout or ("tp" in layout and "ep" not in layout):  # four stages; estimates of the peak need more, too
         model = {**model, "num_layers": 4}
     return world_size, {
-        **ROUNDS, "model": model, "layout.micro_batch_size": micro_batch, "training.tokens_per_step": tokens, **changes,
-    }  # fmt: skip
+        **ROUNDS,
+        "model": model,
+        "layout.micro_batch_size": micro_batch,
+        "training.tokens_per_step": tokens,
+        **changes,
+    }
 
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")

@@ -118,9 +118,14 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
     elif layout.cp > 1:
         tokens //= layout.cp
     of = partial(
-        AttentionShape, plan_batch(run, world_size).micro_batch_size, heads, kv_heads, tokens,
-        head_dim=spec.head_dim, masked=run.data.mask_documents,
-    )  # fmt: skip
+        AttentionShape,
+        plan_batch(run, world_size).micro_batch_size,
+        heads,
+        kv_heads,
+        tokens,
+        head_dim=spec.head_dim,
+        masked=run.data.mask_documents,
+    )
     found = {of(keys=tokens, causal=True): layers}
     if layout.cp_method == "ring" and layout.cp > 1:
         found[of(keys=tokens // 2, causal=False)] = layers * (layout.cp - 1)

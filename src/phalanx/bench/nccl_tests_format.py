@@ -124,11 +124,21 @@ def to_json_document(
     wrong = sum(sum(filter(None, each.wrong.values())) for each in measured)
     bus = [bandwidths(each.case, each.seconds[place])[1] / GB for each in measured for place in PLACES]
     config = {
-        "nthreads": 1, "ngpus": 1, "minimum_bytes": min(sizes), "maximum_bytes": max(sizes),
+        "nthreads": 1,
+        "ngpus": 1,
+        "minimum_bytes": min(sizes),
+        "maximum_bytes": max(sizes),
         **({"step_factor": 2} if swept else {"step_bytes": 0}),
-        "warmup_iters": 1, "iterations": iterations, "aggregated_iterations": 1, "validation": 1, "graph": 0,
-        "blocking_collectives": "false", "per_iter_timing": "true", "parallel_init": "false", "devices": devices,
-    }  # fmt: skip
+        "warmup_iters": 1,
+        "iterations": iterations,
+        "aggregated_iterations": 1,
+        "validation": 1,
+        "graph": 0,
+        "blocking_collectives": "false",
+        "per_iter_timing": "true",
+        "parallel_init": "false",
+        "devices": devices,
+    }
     return {
         "version": VERSION,
         **{key: surroundings[key] for key in ("start_time", "args", "env", "nccl_version")},
@@ -154,9 +164,11 @@ def _result(measured: CaseResult, iterations: int) -> dict[str, Any]:
         algorithm, bus = bandwidths(case, measured.seconds[place])
         wrong = measured.wrong[place]
         result[place] = {
-            "time": measured.seconds[place] * US, "alg_bw": algorithm / GB, "bus_bw": bus / GB,
+            "time": measured.seconds[place] * US,
+            "alg_bw": algorithm / GB,
+            "bus_bw": bus / GB,
             "nwrong": None if wrong is None else float(wrong),
-        }  # fmt: skip
+        }
         result[f"{place}_per_iter"] = _statistics(np.array(measured.each[place]) * US)
     return result | {"actual_iterations": iterations, "experiment_name": case.way.name}
 
@@ -166,7 +178,13 @@ def _statistics(us: Any) -> dict[str, Any]:
     ordered, count = np.sort(us), len(us)
     p95, p99 = (float(ordered[-(-count * part // 100) - 1]) for part in (95, 99))
     return {
-        "min_us": float(ordered[0]), "max_us": float(ordered[-1]), "avg_us": float(us.mean()),
-        "p50_us": float(ordered[count // 2]), "p95_us": p95, "p99_us": p99, "stdev_us": float(us.std()),
-        "cv_pct": float(100 * us.std() / us.mean()), "times_us": us.tolist(),
-    }  # fmt: skip
+        "min_us": float(ordered[0]),
+        "max_us": float(ordered[-1]),
+        "avg_us": float(us.mean()),
+        "p50_us": float(ordered[count // 2]),
+        "p95_us": p95,
+        "p99_us": p99,
+        "stdev_us": float(us.std()),
+        "cv_pct": float(100 * us.std() / us.mean()),
+        "times_us": us.tolist(),
+    }

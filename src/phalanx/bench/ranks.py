@@ -206,10 +206,14 @@ def _device_list(device: torch.device, groups: list[tuple[int, ...]]) -> list[di
         address = f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}"
     rank = dist.get_rank()
     here = {
-        "rank": rank, "group": next((place for place, group in enumerate(groups) if rank in group), -1),
-        "pid": os.getpid(), "hostname": socket.gethostname(), "device": device.index or 0,
-        "device_hex": address, "device_info": _described(device),
-    }  # fmt: skip
+        "rank": rank,
+        "group": next((place for place, group in enumerate(groups) if rank in group), -1),
+        "pid": os.getpid(),
+        "hostname": socket.gethostname(),
+        "device": device.index or 0,
+        "device_hex": address,
+        "device_info": _described(device),
+    }
     return all_gather_objects(here)
 
 

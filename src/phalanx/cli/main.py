@@ -16,10 +16,29 @@ from phalanx.cli.common.usage_errors import translate_usage_errors
 from phalanx.spec.errors import UserError
 
 COMMANDS = (
-    "data", "pipeline", "advise", "calibrate", "debug", "doctor", "dryrun", "experts", "export", "generate", "info",
-    "init", "launch",
-    "memory", "measure", "mesh", "placement", "plan", "report", "swarm", "train", "watch",
-)  # fmt: skip
+    "data",
+    "pipeline",
+    "advise",
+    "calibrate",
+    "debug",
+    "doctor",
+    "dryrun",
+    "experts",
+    "export",
+    "generate",
+    "info",
+    "init",
+    "launch",
+    "memory",
+    "measure",
+    "mesh",
+    "placement",
+    "plan",
+    "report",
+    "swarm",
+    "train",
+    "watch",
+)
 """Each a file beside this one with a function of its name, or with an `app` of several."""
 
 

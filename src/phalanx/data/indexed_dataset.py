@@ -22,9 +22,7 @@ from phalanx.spec.errors import UserError
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 VERSION = 1
-DTYPES: dict[int, type[np.integer]] = {
-    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
-}  # fmt: skip
+DTYPES: dict[int, type[np.integer]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 UINT16_VOCAB = 65_500
 FIELD = "data.train"
 

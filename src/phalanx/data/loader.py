@@ -123,10 +123,11 @@ class TokenLoader:
         self.sequences_per_epoch = (dataset.size - 1) // sequence
         if self.sequences_per_epoch < 1:
             raise UserError(
-                "data.train", dataset.prefix,
+                "data.train",
+                dataset.prefix,
                 f"has {dataset.size:,} tokens, and one sequence and its target need {sequence + 1:,}",
                 "give more text, or lower training.seq_len",
-            )  # fmt: skip
+            )
         self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, sequence, seed, epoch))
 
     def step(self, number: int) -> Batch:

@@ -77,10 +77,11 @@ def check_sources(data: DataSpec) -> None:
             next(documents(sources, data.text_key, field))
         elif tokenizer is None:
             raise UserError(
-                "data.tokenizer", data.tokenizer,
+                "data.tokenizer",
+                data.tokenizer,
                 f"cannot be trained from tokens, and {field} is the pair {prefix}",
                 'give the tokenizer.json the tokens were made with, or "bytes"',
-            )  # fmt: skip
+            )
         elif data.streaming and field == "data.train":
             raise UserError("data.streaming", True, f"{prefix} is tokens already", "set data.streaming = false")
         else:
@@ -97,10 +98,11 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) 
     low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
     if low < 0 or high >= tokenizer.vocab:
         raise UserError(
-            field, dataset.prefix,
+            field,
+            dataset.prefix,
             f"has token id {high if low >= 0 else low}, and the tokenizer has ids 0 to {tokenizer.vocab - 1}",
             "give the tokenizer that these tokens were made with",
-        )  # fmt: skip
+        )
 
 
 def _check_overlap(data: DataSpec) -> None:

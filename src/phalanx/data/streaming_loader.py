@@ -161,10 +161,11 @@ class StreamingLoader:
     def _next_epoch(self) -> None:
         if not self._position:
             raise UserError(
-                "data.train", self.data.train,
+                "data.train",
+                self.data.train,
                 f"has {self._buffered:,} tokens, and one sequence and its target need {self.sequence + 1:,}",
                 "give more text, or lower training.seq_len",
-            )  # fmt: skip
+            )
         self._start = StreamPosition(self._start.epoch + 1)
         self._buffer.clear()
         self._buffered = self._skip = self._position = 0

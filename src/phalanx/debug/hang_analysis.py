@@ -26,8 +26,14 @@ from phalanx.runs.hang_dumps import ABORTED, FAILED, STALLED, HangDump, Recorded
 from phalanx.spec.layout import ParallelDims, expert_parallel_groups
 
 Kind = Literal["mismatch", "killed", "stopped", "error", "silent", "absent", "crossed", "lost", "nothing"]
-STATES = {"T": "was stopped (SIGSTOP)", "t": "was stopped by a debugger", "Z": "had died", "X": "had died",
-          "gone": "was gone", "D": "waited for a disk or a driver (state D)"}  # fmt: skip
+STATES = {
+    "T": "was stopped (SIGSTOP)",
+    "t": "was stopped by a debugger",
+    "Z": "had died",
+    "X": "had died",
+    "gone": "was gone",
+    "D": "waited for a disk or a driver (state D)",
+}
 """Of a process, as its neighbours saw it."""
 STOPPED = ("T", "t")
 

@@ -39,30 +39,55 @@ COLLECTIVES = "collectives.json"
 USERS_MISTAKE = 2
 """The code of a failure that is the user's to mend, and no host's."""
 NODES = CheckRule(
-    "nodes.missing", "nodes that left word", "FAIL", "all of the run", "nodes", "the run (cluster.nodes)",
+    "nodes.missing",
+    "nodes that left word",
+    "FAIL",
+    "all of the run",
+    "nodes",
+    "the run (cluster.nodes)",
     "see why the others did not: unreachable, stuck, or not started",
     "sinfo -N; srun --nodes=N phalanx doctor RUN.toml --leave DIR",
-)  # fmt: skip
+)
 BREAKS = CheckRule(
-    "nodes.drift_breaks", f"{', '.join(MUST_AGREE)}", "FAIL", "that of most nodes", "",
-    "Primus, GCM (drift against the majority)", "bring the node to what most have, or leave it out",
+    "nodes.drift_breaks",
+    f"{', '.join(MUST_AGREE)}",
+    "FAIL",
+    "that of most nodes",
+    "",
+    "Primus, GCM (drift against the majority)",
+    "bring the node to what most have, or leave it out",
     "phalanx doctor --gather DIR --json",
-)  # fmt: skip
+)
 DRIFT = CheckRule(
-    "nodes.drift", "kernel, firmware, VBIOS, hardware, NCCL_* and other facts", "WARN", "those of most nodes", "",
-    "Primus, GCM (drift against the majority)", "bring the node to what most have",
+    "nodes.drift",
+    "kernel, firmware, VBIOS, hardware, NCCL_* and other facts",
+    "WARN",
+    "those of most nodes",
+    "",
+    "Primus, GCM (drift against the majority)",
+    "bring the node to what most have",
     "phalanx doctor --gather DIR --json",
-)  # fmt: skip
+)
 CLOCK = CheckRule(
-    "nodes.clock", "clock beside that of the shared storage, against the median node's", "FAIL",
-    f"at most {OFFSET_SECONDS}", "s", "Primus (clock skew 30 s)", "set the clock of the node", "chronyc makestep",
-)  # fmt: skip
+    "nodes.clock",
+    "clock beside that of the shared storage, against the median node's",
+    "FAIL",
+    f"at most {OFFSET_SECONDS}",
+    "s",
+    "Primus (clock skew 30 s)",
+    "set the clock of the node",
+    "chronyc makestep",
+)
 OLD = CheckRule(
-    "nodes.old", "age of a node's word beside the newest", "FAIL", f"at most {OLD_MINUTES}", "min",
+    "nodes.old",
+    "age of a node's word beside the newest",
+    "FAIL",
+    f"at most {OLD_MINUTES}",
+    "min",
     "ours: of a node that hangs now an old word would stand for it",
     "see whether the node answers now; give each check a directory of its own",
     "phalanx doctor RUN.toml --leave DIR",
-)  # fmt: skip
+)
 RULES = (NODES, OLD, BREAKS, DRIFT, CLOCK)
 
 

@@ -18,32 +18,55 @@ sweeps of nccl-tests)."""
 SLOW = 0.75
 """NVRx takes a rank for a straggler below 0.75 of the median."""
 WRONG = CheckRule(
-    "between.wrong", "numbers of a collective that did not arrive as they should", "FAIL", "0", "numbers",
-    "nccl-tests (#wrong)", "drain these nodes: some memory, link or GPU changes data silently",
+    "between.wrong",
+    "numbers of a collective that did not arrive as they should",
+    "FAIL",
+    "0",
+    "numbers",
+    "nccl-tests (#wrong)",
+    "drain these nodes: some memory, link or GPU changes data silently",
     "phalanx measure collectives RUN.toml; dcgmi diag -r 3",
-)  # fmt: skip
+)
 BANDWIDTH = CheckRule(
-    "between.busbw", f"bus bandwidth of a collective of {LARGE_BYTES // 2**20} MiB and more", "WARN",
-    f"at least {SHARE:.0%} of what the links carry, from {HUGE_BYTES // 2**30} GiB on {HUGE_SHARE:.0%}", "GB/s",
+    "between.busbw",
+    f"bus bandwidth of a collective of {LARGE_BYTES // 2**20} MiB and more",
+    "WARN",
+    f"at least {SHARE:.0%} of what the links carry, from {HUGE_BYTES // 2**30} GiB on {HUGE_SHARE:.0%}",
+    "GB/s",
     "stas00/ml-engineering, SimuMax (published sweeps of nccl-tests)",
     "see which links it goes over, whether NCCL fell back to sockets, and the pairs below",
     "phalanx placement RUN.toml; phalanx doctor --nccl-log LOG",
-)  # fmt: skip
+)
 PAIR = CheckRule(
-    "between.slow_node", "bandwidth of a node with its best partner, of the median node's", "FAIL",
-    f"at least {SLOW:.0%}", "%", "NVRx (straggler below 0.75 of the median)",
-    "leave the node out, and look at its cards, cables and counters", "srun --exclude=$(cat failing_nodes.txt) ...",
-)  # fmt: skip
+    "between.slow_node",
+    "bandwidth of a node with its best partner, of the median node's",
+    "FAIL",
+    f"at least {SLOW:.0%}",
+    "%",
+    "NVRx (straggler below 0.75 of the median)",
+    "leave the node out, and look at its cards, cables and counters",
+    "srun --exclude=$(cat failing_nodes.txt) ...",
+)
 LINK = CheckRule(
-    "between.slow_pair", "bandwidth between two nodes, of the same", "WARN", f"at least {SLOW:.0%}", "%",
-    "NVRx (straggler below 0.75 of the median)", "look at what lies between these two: cables, leaf switches, routing",
+    "between.slow_pair",
+    "bandwidth between two nodes, of the same",
+    "WARN",
+    f"at least {SLOW:.0%}",
+    "%",
+    "NVRx (straggler below 0.75 of the median)",
+    "look at what lies between these two: cables, leaf switches, routing",
     "torchrun --nnodes 2 ... -m phalanx.doctor.multi_node_benchmark RUN.toml --out DIR",
-)  # fmt: skip
+)
 FAILED = CheckRule(
-    "between.failed", "ranks that measured this together", "FAIL", "all came to its end", "", "ours",
+    "between.failed",
+    "ranks that measured this together",
+    "FAIL",
+    "all came to its end",
+    "",
+    "ours",
     "see what failed on that host first; ranks that only lost another blame no host",
     "cat DIR/failures/rank-*.json",
-)  # fmt: skip
+)
 RULES = (FAILED, WRONG, BANDWIDTH, PAIR, LINK)
 
 

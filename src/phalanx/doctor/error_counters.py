@@ -16,60 +16,113 @@ CounterSnapshot = dict[str, dict[str, int]]
 MARKED_SHARE = 1e-3
 RESENT_SHARE = 1e-2
 LINK = CheckRule(
-    "counters.link", "errors of RDMA links in the benchmark", "FAIL", "0", "errors",
-    "NVRx (link_downed), OCI (raw BER)", "clean or replace cable and transceiver of {device}",
+    "counters.link",
+    "errors of RDMA links in the benchmark",
+    "FAIL",
+    "0",
+    "errors",
+    "NVRx (link_downed), OCI (raw BER)",
+    "clean or replace cable and transceiver of {device}",
     "mlxlink -d DEVICE -c; cat /sys/class/infiniband/*/ports/*/counters/*",
-)  # fmt: skip
+)
 RESENT = CheckRule(
-    "counters.resent", "packets lost and sent again over RDMA in the benchmark", "WARN", "0", "packets",
+    "counters.resent",
+    "packets lost and sent again over RDMA in the benchmark",
+    "WARN",
+    "0",
+    "packets",
     "NVIDIA, hw_counters (out_of_sequence and its like)",
     "the fabric drops packets: check PFC, ECN and the priority on every switch",
     "cat /sys/class/infiniband/*/ports/*/hw_counters/*",
-)  # fmt: skip
+)
 MARKED = CheckRule(
-    "counters.ecn", "share of packets that came marked by ECN in the benchmark", "WARN", f"at most {MARKED_SHARE:g}",
-    "of packets", "ours: senders slow down by each (DCQCN)",
+    "counters.ecn",
+    "share of packets that came marked by ECN in the benchmark",
+    "WARN",
+    f"at most {MARKED_SHARE:g}",
+    "of packets",
+    "ours: senders slow down by each (DCQCN)",
     "look for a congested link: many to one, or rails that cross the spine",
     "phalanx placement RUN.toml; cat /sys/class/infiniband/*/ports/*/hw_counters/np_*",
-)  # fmt: skip
+)
 PAUSED = CheckRule(
-    "counters.pause", "pause frames that came (rx) or were sent (tx) in the benchmark", "WARN", "0", "frames",
+    "counters.pause",
+    "pause frames that came (rx) or were sent (tx) in the benchmark",
+    "WARN",
+    "0",
+    "frames",
     "NVIDIA, DCQCN (ECN should act before PFC)",
     "by rx the switch held {device} back: look for a slow receiver, and for ECN on the way; by tx this host is one: "
     "look at the PCIe link and NUMA node of its card",
     "ethtool -S INTERFACE | grep pause",
-)  # fmt: skip
+)
 DROPPED = CheckRule(
-    "counters.dropped", "packets dropped or broken at an interface in the benchmark", "WARN", "0", "packets",
-    "Linux (statistics of interfaces)", "check cable and buffers of {device}",
+    "counters.dropped",
+    "packets dropped or broken at an interface in the benchmark",
+    "WARN",
+    "0",
+    "packets",
+    "Linux (statistics of interfaces)",
+    "check cable and buffers of {device}",
     "ethtool -S INTERFACE | grep -e discard -e err -e drop",
-)  # fmt: skip
+)
 PCIE = CheckRule(
-    "counters.pcie", "uncorrected PCIe errors in the benchmark", "FAIL", "0", "errors", "Linux, PCIe AER; DCGM",
-    "drain the node and have {device} reseated", "cat /sys/bus/pci/devices/*/aer_dev_*",
-)  # fmt: skip
+    "counters.pcie",
+    "uncorrected PCIe errors in the benchmark",
+    "FAIL",
+    "0",
+    "errors",
+    "Linux, PCIe AER; DCGM",
+    "drain the node and have {device} reseated",
+    "cat /sys/bus/pci/devices/*/aer_dev_*",
+)
 NVLINK = CheckRule(
-    "counters.nvlink", "errors of NVLinks in the benchmark", "FAIL", "0", "errors", "GCM (any error > 0)",
-    "drain the node; reset {device}, then have it reseated", "nvidia-smi nvlink -e",
-)  # fmt: skip
+    "counters.nvlink",
+    "errors of NVLinks in the benchmark",
+    "FAIL",
+    "0",
+    "errors",
+    "GCM (any error > 0)",
+    "drain the node; reset {device}, then have it reseated",
+    "nvidia-smi nvlink -e",
+)
 ECC = CheckRule(
-    "counters.ecc", "uncorrectable ECC errors in the benchmark", "FAIL", "0", "errors", "Imbue, GCM",
-    "drain the node and replace {device}", "nvidia-smi -q -d ECC",
-)  # fmt: skip
+    "counters.ecc",
+    "uncorrectable ECC errors in the benchmark",
+    "FAIL",
+    "0",
+    "errors",
+    "Imbue, GCM",
+    "drain the node and replace {device}",
+    "nvidia-smi -q -d ECC",
+)
 TCP = CheckRule(
-    "counters.tcp", "share of TCP's segments that were sent again in the benchmark", "WARN",
-    f"at most {RESENT_SHARE:g}", "of segments", "ours: TCP halves its speed at each loss",
-    "the network drops packets: check cables, MTU and the switch", "nstat -az TcpRetransSegs",
-)  # fmt: skip
+    "counters.tcp",
+    "share of TCP's segments that were sent again in the benchmark",
+    "WARN",
+    f"at most {RESENT_SHARE:g}",
+    "of segments",
+    "ours: TCP halves its speed at each loss",
+    "the network drops packets: check cables, MTU and the switch",
+    "nstat -az TcpRetransSegs",
+)
 RULES = (LINK, RESENT, MARKED, PAUSED, DROPPED, PCIE, NVLINK, ECC, TCP)
 OF_LINKS = (
-    "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "local_link_integrity_errors",
+    "symbol_error",
+    "link_error_recovery",
+    "link_downed",
+    "port_rcv_errors",
+    "local_link_integrity_errors",
     "excessive_buffer_overrun_errors",
-)  # fmt: skip
+)
 OF_LOSS = (
-    "out_of_sequence", "packet_seq_err", "local_ack_timeout_err", "rnr_nak_retry_err", "implied_nak_seq_err",
+    "out_of_sequence",
+    "packet_seq_err",
+    "local_ack_timeout_err",
+    "rnr_nak_retry_err",
+    "implied_nak_seq_err",
     "roce_adp_retrans",
-)  # fmt: skip
+)
 OF_INTERFACES = ("rx_errors", "tx_errors", "rx_crc_errors")
 OF_CARD = re.compile(r"^\s*(?:([rt]x_prio\d_pause)|(\w+_discards_phy|rx_out_of_buffer)): (\d+)$", re.MULTILINE)
 PACKETS, SEGMENTS = "packets", "segments"

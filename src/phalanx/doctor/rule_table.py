@@ -6,12 +6,26 @@ from phalanx.doctor import compare_nodes, cross_node_bandwidth, error_counters, 
 from phalanx.doctor.finding import CheckRule
 
 TITLES = {
-    "gpus": "GPUs", "ecc": "Memory of GPUs", "nvlink": "NVLink", "topology": "Topology", "pcie": "PCIe",
-    "software": "Drivers and libraries", "rdma_ports": "RDMA ports", "roce_gid": "RoCE: addresses",
-    "mtu": "RoCE: sizes of packets", "roce": "RoCE: without loss", "network": "Network of sockets",
-    "nccl_variables": "Variables of NCCL", "nccl_log": "NCCL's log", "limits": "Limits", "memory": "Memory",
-    "disk": "Disk", "clock": "Clock", "cpu": "CPUs", "kernel_log": "The kernel's log",
-}  # fmt: skip
+    "gpus": "GPUs",
+    "ecc": "Memory of GPUs",
+    "nvlink": "NVLink",
+    "topology": "Topology",
+    "pcie": "PCIe",
+    "software": "Drivers and libraries",
+    "rdma_ports": "RDMA ports",
+    "roce_gid": "RoCE: addresses",
+    "mtu": "RoCE: sizes of packets",
+    "roce": "RoCE: without loss",
+    "network": "Network of sockets",
+    "nccl_variables": "Variables of NCCL",
+    "nccl_log": "NCCL's log",
+    "limits": "Limits",
+    "memory": "Memory",
+    "disk": "Disk",
+    "clock": "Clock",
+    "cpu": "CPUs",
+    "kernel_log": "The kernel's log",
+}
 
 
 def rule_sections() -> dict[str, tuple[CheckRule, ...]]:

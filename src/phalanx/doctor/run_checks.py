@@ -65,13 +65,25 @@ CHECKS = (
 CHECK_SECONDS = 50
 """For all of them, which run at once: more than any one program may take, and less than --quick's minute."""
 STUCK = CheckRule(
-    "doctor.stuck", "whether a check ends", "FAIL", "in time", "s", "ours: what hangs here hangs a run",
-    "find out why {device} hangs; a driver that does needs a reboot", "cat /proc/PID/stack; dmesg | tail",
-)  # fmt: skip
+    "doctor.stuck",
+    "whether a check ends",
+    "FAIL",
+    "in time",
+    "s",
+    "ours: what hangs here hangs a run",
+    "find out why {device} hangs; a driver that does needs a reboot",
+    "cat /proc/PID/stack; dmesg | tail",
+)
 UNREADABLE = CheckRule(
-    "doctor.unreadable", "whether an answer can be understood", "WARN", "yes", "", "ours",
-    "send a record of this machine (phalanx doctor --record DIR) with a bug report", "phalanx doctor --record DIR",
-)  # fmt: skip
+    "doctor.unreadable",
+    "whether an answer can be understood",
+    "WARN",
+    "yes",
+    "",
+    "ours",
+    "send a record of this machine (phalanx doctor --record DIR) with a bug report",
+    "phalanx doctor --record DIR",
+)
 RULES = (STUCK, UNREADABLE)
 FACTS, MODULE = "facts", "phalanx.doctor.run_checks"
 Check = Callable[[Machine, Expectations], list[DoctorFinding]]

@@ -31,9 +31,13 @@ class TimedProcess:
         """Raises OSError if it cannot be started."""
         self._said = _file_of_no_disk()
         self._process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=self._said, stderr=subprocess.STDOUT, start_new_session=True,
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
             env={**os.environ, "LC_ALL": "C"},
-        )  # fmt: skip
+        )
 
     def wait_output(self, seconds: float) -> CommandOutput:
         """What it said once it ended; after so many seconds it is killed, with its children."""

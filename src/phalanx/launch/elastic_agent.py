@@ -249,9 +249,15 @@ def _run_once(nproc: int, words: WorkerCommand, judge: FailureHandler, meeting: 
             if name not in os.environ:
                 os.environ[name] = interface_of(own)
     spec = WorkerSpec(
-        role="default", local_world_size=nproc, entrypoint=sys.executable, args=(), rdzv_handler=handler,
-        max_restarts=0, monitor_interval=MONITOR_SECONDS, local_addr=own,
-    )  # fmt: skip
+        role="default",
+        local_world_size=nproc,
+        entrypoint=sys.executable,
+        args=(),
+        rdzv_handler=handler,
+        max_restarts=0,
+        monitor_interval=MONITOR_SECONDS,
+        local_addr=own,
+    )
     agent = ElasticAgent(spec, words, judge, meeting.max_nodes)
     result = agent.run()
     if agent.then is not FailureAction.LEAVE:

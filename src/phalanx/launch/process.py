@@ -171,9 +171,13 @@ def read_failures(directory: Path) -> list[dict[str, Any]]:
 
 
 def write_failure(
-    directory: Path, rank: int, step: int, error: BaseException, memory: Mapping[str, Any] | None = None,
+    directory: Path,
+    rank: int,
+    step: int,
+    error: BaseException,
+    memory: Mapping[str, Any] | None = None,
     final: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Leave word of why this rank failed, for whoever started it. `step` is the last one that it finished, `memory`
     what it held where that was not enough (`held.oom_report`); `final` says that it would fail again."""
     meant_for_people = isinstance(error, UserError)

@@ -41,10 +41,12 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
         f"set model.moe.expert_ffn_size = {source.ffn_hidden_size}",
     )
     require(
-        not moe.num_shared_experts, "model.moe.num_shared_experts", moe.num_shared_experts,
+        not moe.num_shared_experts,
+        "model.moe.num_shared_experts",
+        moe.num_shared_experts,
         "would add the MLP that the other experts begin as once more",
         "set it to 0, or start from a model with experts",
-    )  # fmt: skip
+    )
 
     def weight(name: str, shape: torch.Size) -> Tensor:
         layer, stacked, kind = name.partition(".experts.")

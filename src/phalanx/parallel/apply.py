@@ -149,7 +149,7 @@ def distribute(
     if layout.data_parallel in ("zero3", "hsdp") and shards is not None:
         sharded = FSDP(
             module, blocks, layout, shards, compute_dtype, offload, mesh.dp_group, apart, mesh.expert_dp_mesh
-        )  # fmt: skip
+        )
         materialize(module, device, parameters_on=torch.device("cpu") if offload else device)
         return sharded
     if layout.data_parallel in ("zero1", "zero2") or offload is not None:

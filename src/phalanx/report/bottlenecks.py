@@ -78,11 +78,13 @@ def _data_loading(columns: StepTimes) -> Iterator[Bottleneck]:
     begun = change_point(waited / columns.whole.max(1), 0.05)
     rank = columns.ranks[int(np.median(columns.data[begun:], 0).argmax())]
     yield Bottleneck(
-        "input", columns.share(waited, begun),
+        "input",
+        columns.share(waited, begun),
         f"rank {rank} waits {np.median(waited[begun:]):.3g} s of each step for its tokens",
         "prepare the text beforehand (phalanx data prepare), keep it on a local disk, or give the loader a core",
-        rank=rank, since=columns.steps[begun],
-    )  # fmt: skip
+        rank=rank,
+        since=columns.steps[begun],
+    )
 
 
 def _straggler(recorded: RunData, run: RunSpec, columns: StepTimes) -> Iterator[Bottleneck]:
@@ -115,21 +117,26 @@ def _straggler(recorded: RunData, run: RunSpec, columns: StepTimes) -> Iterator[
         layer, expert, hottest = _hottest(recorded, run, rank, step)
         said = f"; expert {expert} of layer {layer} has {hottest:.1f} times its share" if hottest else ""
         yield Bottleneck(
-            "expert", share,
+            "expert",
+            share,
             f"rank {rank} computes {times:.1f} times as long as others, for its experts are sent {rows:.1f} times as "
             f"many rows{said}",
             "balance the router (moe.balance_loss, moe.bias_update_rate, a lower learning rate), or give its experts "
             "to other ranks: phalanx experts --balance",
-            rank=rank, expert=(layer, expert) if hottest else None, since=step,
-        )  # fmt: skip
+            rank=rank,
+            expert=(layer, expert) if hottest else None,
+            since=step,
+        )
         return
     yield Bottleneck(
-        "straggler", share,
+        "straggler",
+        share,
         f"rank {rank} on {recorded.ranks[rank].host} takes {times:.2f} times as long as others for as much work, since "
         f"step {step}",
         "look at that device: what else runs there, its clock and temperature; leave the host out if it stays",
-        rank=rank, since=step,
-    )  # fmt: skip
+        rank=rank,
+        since=step,
+    )
 
 
 def _relative_expert_rows(columns: StepTimes, at: int, begun: int) -> float:
@@ -164,18 +171,20 @@ def _memory(run: RunSpec, columns: StepTimes) -> Iterator[Bottleneck]:
     if again:
         part = again / (again + training_flops_per_token(run.model, run.training.seq_len))
         yield Bottleneck(
-            "memory", part * columns.share(columns.compute.max(1)),
+            "memory",
+            part * columns.share(columns.compute.max(1)),
             f"{100 * part:.0f} % of what is computed is computed again, for want of memory to keep it "
             f"(layout.activation_checkpointing = {run.layout.activation_checkpointing!r})",
             "see with phalanx advise what else makes room: a smaller micro-batch, more ranks that share the state",
-        )  # fmt: skip
+        )
     if run.layout.offload != "none":
         yield Bottleneck(
-            "memory", columns.share(columns.optimizer.max(1)),
+            "memory",
+            columns.share(columns.optimizer.max(1)),
             f"the update takes {np.median(columns.optimizer.max(1)):.3g} s with its state in "
             f"{'files' if run.layout.offload == 'nvme' else 'CPU memory'}",
             "shard the state over more ranks instead (layout.data_parallel, more dp), or a faster disk for it",
-        )  # fmt: skip
+        )
 
 
 def _pipeline(
@@ -186,23 +195,25 @@ def _pipeline(
     whole = columns.step_seconds
     name = run.layout.schedule_file or run.layout.schedule
     yield Bottleneck(
-        "bubble", float(even.bubble * even.makespan) / whole,
+        "bubble",
+        float(even.bubble * even.makespan) / whole,
         f"of {name} with these micro-batches every rank stands still for {100 * float(even.bubble):.0f} % of the "
         "passes, even with stages alike and nothing to send",
         "use more or smaller micro-batches (layout.micro_batch_size), interleaved stages or zero bubble "
         "(layout.schedule), or fewer stages",
-    )  # fmt: skip
+    )
     if not late:
         seconds = {stage: sum(kinds.values()) for stage, kinds in stages.items()}
         stage = max(seconds, key=lambda stage: seconds[stage])
         times = seconds[stage] / float(np.mean(list(seconds.values())))
         yield Bottleneck(
-            "stage", max(0.0, float(real.makespan - even.makespan)) / whole,
+            "stage",
+            max(0.0, float(real.makespan - even.makespan)) / whole,
             f"stage {stage} takes {times:.2f} times as long as the mean of the stages, and the others wait for it",
             "use as many stages as the blocks divide by, or interleave them (layout.schedule): phalanx pipeline cut "
             "shows what each would have",
             stage=stage,
-        )  # fmt: skip
+        )
 
 
 def _communication(recorded: RunData, columns: StepTimes, real: Timeline | None) -> Iterator[Bottleneck]:
@@ -216,13 +227,14 @@ def _communication(recorded: RunData, columns: StepTimes, real: Timeline | None)
         late = max(0.0, columns.share(columns.idle) - float(real.bubble * real.makespan) / columns.step_seconds)
         share, sent = share + late, f"; sends between stages make it wait for {100 * late:.0f} % of the step"
     yield Bottleneck(
-        "communication", share,
+        "communication",
+        share,
         f"even the rank that waits least waits {np.median(seconds[begun:]):.3g} s of a step for collectives"
         f"{most_waited_collective(recorded)}{sent}",
         "look at the link with phalanx measure collectives; keep the axis that sends most on the fastest links, send "
         "less often (larger steps, layout.data_parallel), or less (bf16, layout.gradient_compression)",
         since=columns.steps[begun],
-    )  # fmt: skip
+    )
 
 
 def most_waited_collective(recorded: RunData) -> str:
@@ -244,10 +256,11 @@ def _compute(recorded: RunData, columns: StepTimes) -> Bottleneck:
     known = f", at an MFU of {100 * float(np.median(mfus)):.0f} %" if mfus else ""
     seconds = columns.computing.mean(1)
     return Bottleneck(
-        "compute", columns.share(seconds),
+        "compute",
+        columns.share(seconds),
         f"forward and backward passes take {np.median(seconds):.3g} s of a step{known}",
         "use larger micro-batches, training.compile, lower precision; then more or faster devices",
-    )  # fmt: skip
+    )
 
 
 def change_point(series: NDArray[np.float64], least: float) -> int:

@@ -11,10 +11,16 @@ from phalanx.report import formatting
 from phalanx.report.profiled_steps import Facts
 
 SETTINGS = {
-    "layout": "layouts", "ranks": "numbers of ranks", "device": "devices", "precision": "precisions",
-    "tokens_per_step": "batches (tokens per step)", "sequence": "lengths of sequences",
-    "steps": "numbers of steps, over which learning rates change", "optimizer": "optimizers", "seed": "seeds",
-}  # fmt: skip
+    "layout": "layouts",
+    "ranks": "numbers of ranks",
+    "device": "devices",
+    "precision": "precisions",
+    "tokens_per_step": "batches (tokens per step)",
+    "sequence": "lengths of sequences",
+    "steps": "numbers of steps, over which learning rates change",
+    "optimizer": "optimizers",
+    "seed": "seeds",
+}
 """Of a run's facts those that may explain a difference, in the plural."""
 
 
@@ -90,8 +96,9 @@ def _told(value: Any) -> str:
 
 def _rows(found: Sequence[Facts]) -> Iterator[Facts]:
     """Measures of each run in turn, None where it has none."""
-    for what, unit in dict.fromkeys((row["what"], row["unit"]) for facts in found for row in facts["beside"]
-                                    if not row["role"]):  # fmt: skip
+    for what, unit in dict.fromkeys(
+        (row["what"], row["unit"]) for facts in found for row in facts["beside"] if not row["role"]
+    ):
         rows = [formatting.measured_row(facts, what) for facts in found]
         found_row = _row(what, unit, [row["measured"] if row else None for row in rows])
         if what == "mfu" and _differ([facts["run"] for facts in found], "peak_flops"):

@@ -30,9 +30,15 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
 CURVES = (
-    "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+    "step_seconds",
+    "mfu",
+    "peak_memory_bytes",
     "hot_expert_share",
-)  # fmt: skip
+)
 """Of `metrics.jsonl` what is drawn over steps."""
 
 
@@ -57,20 +63,23 @@ def report_facts(recorded: RunData) -> Facts:
         named = find_bottlenecks(recorded, found)
     elif found is not None:
         problems.append(f"there is no verdict: {lacking}")
-    said: Facts = _finite({
-        "run": _run_summary(recorded),
-        "verdict": asdict(named[0]) if named else None,
-        "findings": [asdict(finding) for finding in named],
-        "beside": [*step_rows(recorded, found, option, planned), *_rank_rows(recorded), *_round_rows(recorded)],
-        "measures": _measures(recorded, found),
-        "ranks": _ranks(recorded, found),
-        "curves": _curves(recorded),
-        "timeline": profiled_steps.pass_timeline(recorded, planned, lacking is None),
-        "memory": profiled_steps.memory_timeline(recorded),
-        "traffic": profiled_steps.traffic_matrix(recorded),
-        "experts": profiled_steps.expert_loads(recorded),
-        "problems": problems,
-    } | ({"swarm": _in_swarm(recorded)} if in_swarm else {}))  # fmt: skip
+    said: Facts = _finite(
+        {
+            "run": _run_summary(recorded),
+            "verdict": asdict(named[0]) if named else None,
+            "findings": [asdict(finding) for finding in named],
+            "beside": [*step_rows(recorded, found, option, planned), *_rank_rows(recorded), *_round_rows(recorded)],
+            "measures": _measures(recorded, found),
+            "ranks": _ranks(recorded, found),
+            "curves": _curves(recorded),
+            "timeline": profiled_steps.pass_timeline(recorded, planned, lacking is None),
+            "memory": profiled_steps.memory_timeline(recorded),
+            "traffic": profiled_steps.traffic_matrix(recorded),
+            "experts": profiled_steps.expert_loads(recorded),
+            "problems": problems,
+        }
+        | ({"swarm": _in_swarm(recorded)} if in_swarm else {})
+    )
     return said
 
 
@@ -242,9 +251,12 @@ def _measures(recorded: RunData, found: StepTimes | None) -> Facts:
 def _overlap(recorded: RunData) -> float | None:
     """The share of the collectives' time in which the rank did something else, in the steps looked at closely."""
     calls = [
-        call for record in recorded.ranks.values() for line in record.steps for call in line.get("collectives", ())
+        call
+        for record in recorded.ranks.values()
+        for line in record.steps
+        for call in line.get("collectives", ())
         if call["ended"] is not None and "memory" not in line
-    ]  # fmt: skip
+    ]
     whole = sum(call["ended"] - call["began"] for call in calls)
     return 1 - sum(call["exposed"] for call in calls) / whole if whole else None
 

@@ -10,19 +10,30 @@ from phalanx.report.swarm_rounds import ALL, EACH
 
 UNKNOWN = "-"
 NAMES = {
-    "tokens_per_second": "tokens per second", "mfu": "MFU", "all_reduce": "all-reduce", "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all (planned for balanced experts)",
+    "tokens_per_second": "tokens per second",
+    "mfu": "MFU",
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all (planned for balanced experts)",
     "pipeline": "waits in the pipeline",
-    "communication": "exposed communication", "optimizer": "update", "step": "whole step",
-}  # fmt: skip
+    "communication": "exposed communication",
+    "optimizer": "update",
+    "step": "whole step",
+}
 """Of what facts name otherwise than people do."""
 STATE = ("parameters", "gradients", "optimizer", "offloaded", "activations", "communication", "working", "total")
 """Rows of memory: those in which `optimizer` and `communication` are what is held, not what takes time."""
 KINDS = {
-    "compute": "computing", "memory": "want of memory", "communication": "communication", "input": "waiting for tokens",
-    "straggler": "a slow rank", "bubble": "the pipeline's bubble", "stage": "a stage that takes longer",
+    "compute": "computing",
+    "memory": "want of memory",
+    "communication": "communication",
+    "input": "waiting for tokens",
+    "straggler": "a slow rank",
+    "bubble": "the pipeline's bubble",
+    "stage": "a stage that takes longer",
     "expert": "a hot expert",
-}  # fmt: skip
+}
 """Of findings, as what takes a share of a step."""
 
 

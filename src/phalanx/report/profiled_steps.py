@@ -26,9 +26,10 @@ def pass_timeline(recorded: RunData, planned: Timeline | None, simulates: bool) 
     spans = [
         (rank, kind, stage, micro, begun, ended)
         for rank, record in sorted(recorded.ranks.items())
-        for line in record.steps if line["step"] == step
+        for line in record.steps
+        if line["step"] == step
         for kind, stage, micro, begun, ended in on_rank0_clock(line, record.offset_seconds)
-    ]  # fmt: skip
+    ]
     first = min((begun for *_, begun, _ in spans), default=0.0)
     found: Facts = {
         "step": step,
@@ -60,8 +61,10 @@ def memory_timeline(recorded: RunData) -> Facts | None:
     """Bytes by part over the step that was metered, of the rank that held most at any time."""
     metered = [
         (sum(value for name, value in moment.items() if name != "at"), record.rank, line)
-        for record in recorded.ranks.values() for line in record.steps for moment in line.get("memory", ())
-    ]  # fmt: skip
+        for record in recorded.ranks.values()
+        for line in record.steps
+        for moment in line.get("memory", ())
+    ]
     if not metered:
         return None
     _, rank, line = max(metered, key=lambda found: found[0])

@@ -156,9 +156,19 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
         problems.append(f"checkpoints were damaged, the last noticed at {aside[-1]}")
     measured = _measured(directory / "measured", began_after, world_size, problems)
     return RunData(
-        directory, run, world_size, began_after, ranks, metrics, measured, problems, failure, under_way, rounds,
+        directory,
+        run,
+        world_size,
+        began_after,
+        ranks,
+        metrics,
+        measured,
+        problems,
+        failure,
+        under_way,
+        rounds,
         happened,
-    )  # fmt: skip
+    )
 
 
 def _read_coordinator(directory: Path, problems: list[str]) -> RunData:
@@ -288,9 +298,16 @@ def _record(lines: Sequence[Line]) -> RankRecord:
     steps = {line["step"]: line for line in lines[1:] if "seconds" in line and "stages" in line}
     pauses = [line for line in lines[1:] if "pause" in line]
     return RankRecord(
-        opening["rank"], opening["host"], opening["device"], opening["clock_offset_seconds"],
-        opening["clock_error_seconds"], opening["memory_bytes"], opening.get("cores"), list(steps.values()), pauses,
-    )  # fmt: skip
+        opening["rank"],
+        opening["host"],
+        opening["device"],
+        opening["clock_offset_seconds"],
+        opening["clock_error_seconds"],
+        opening["memory_bytes"],
+        opening.get("cores"),
+        list(steps.values()),
+        pauses,
+    )
 
 
 def _failure(folder: Path) -> str | None:

@@ -19,9 +19,12 @@ EACH, ALL = "round", "rounds"
 Row = tuple[str, str, str, float | None, float | None]
 """Its role, what it is, its unit, predicted and measured."""
 SECONDS = {
-    "training": "train_seconds", "coding": "code_seconds", "sending": "send_seconds", "waiting": "wait_seconds",
+    "training": "train_seconds",
+    "coding": "code_seconds",
+    "sending": "send_seconds",
+    "waiting": "wait_seconds",
     "receiving": "receive_seconds",
-}  # fmt: skip
+}
 BYTES = {"sent": "sent_bytes", "received": "received_bytes"}
 
 

@@ -172,10 +172,12 @@ def check_not_all_damaged(directory: Path) -> None:
     aside = sorted(path.name for path in directory.glob(f"*{DAMAGED_SUFFIX}"))
     if aside:
         raise UserError(
-            "run directory", str(directory.parent), f"has no intact checkpoint: {', '.join(aside)}",
+            "run directory",
+            str(directory.parent),
+            f"has no intact checkpoint: {', '.join(aside)}",
             "look after the disk, and take the ending off those that are well; "
             "to begin anew, remove them or choose another name",
-        )  # fmt: skip
+        )
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -187,9 +189,11 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         manifest = None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise UserError(
-            "checkpoint", str(checkpoint), "was not written by phalanx (no manifest.json of ours)",
+            "checkpoint",
+            str(checkpoint),
+            "was not written by phalanx (no manifest.json of ours)",
             "give a run directory of phalanx; to start from Hugging Face weights set model.from_hf",
-        )  # fmt: skip
+        )
     return manifest
 
 
@@ -237,9 +241,11 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
     """Raise UserError if a checkpoint is of another model or optimizer than `run` describes, or beyond its end."""
     if run.training.steps < manifest["step"]:
         raise UserError(
-            "training.steps", run.training.steps, f"is less than the {manifest['step']} steps that the run has done",
+            "training.steps",
+            run.training.steps,
+            f"is less than the {manifest['step']} steps that the run has done",
             "raise it, or start a new run",
-        )  # fmt: skip
+        )
     before, now = manifest["model"], run.model.model_dump(mode="json")
     moe_before, moe_now = before["moe"] or {}, now["moe"] or {}
     pairs = [(f"model.{name}", before[name], now[name]) for name in SHAPE]

@@ -100,9 +100,11 @@ def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
     free, needed = shutil.disk_usage(place).free, ranks_here * disk_offload_bytes(run, world_size)
     if needed > free:
         raise UserError(
-            "layout.offload_directory", directory,
-            f"{needed / 1e9:.2f} GB of optimizer state rest there, and {free / 1e9:.2f} GB are free", fix,
-        )  # fmt: skip
+            "layout.offload_directory",
+            directory,
+            f"{needed / 1e9:.2f} GB of optimizer state rest there, and {free / 1e9:.2f} GB are free",
+            fix,
+        )
 
 
 def _check_directory(run: RunSpec, resume: bool) -> None:
@@ -124,16 +126,19 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
         check_not_all_damaged(directory / "checkpoints")
     elif found or (directory / METRICS_FILE).exists():
         raise UserError(
-            "name", run.name, f"{directory} holds a run already",
+            "name",
+            run.name,
+            f"{directory} holds a run already",
             "add --resume to continue it, or choose another with --set name=...",
-        )  # fmt: skip
+        )
     needed, free = checkpoint_space_needed_bytes(run, len(found)), shutil.disk_usage(existing).free
     if needed > free:
         raise UserError(
-            "checkpoint.keep", run.checkpoint.keep,
+            "checkpoint.keep",
+            run.checkpoint.keep,
             f"needs {needed / 1e9:.2f} GB for checkpoints, and {existing} has {free / 1e9:.2f} GB free",
             "free space, lower checkpoint.keep, or set output_dir to another disk",
-        )  # fmt: skip
+        )
 
 
 def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
@@ -222,15 +227,19 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest
     tokenizer = load_tokenizer(prepared.tokenizer)
     if tokenizer.vocab > run.model.vocab_size:
         raise UserError(
-            "model.vocab_size", run.model.vocab_size, f"is less than the tokenizer's {tokenizer.vocab} tokens",
+            "model.vocab_size",
+            run.model.vocab_size,
+            f"is less than the tokenizer's {tokenizer.vocab} tokens",
             f"set model.vocab_size = {tokenizer.vocab}",
-        )  # fmt: skip
+        )
     held_out = IndexedDataset(prepared.held_out)
     if held_out.size < 2:
         raise UserError(
-            "data.held_out", run.data.held_out or run.data.train, f"leaves {held_out.size} tokens to evaluate on",
+            "data.held_out",
+            run.data.held_out or run.data.train,
+            f"leaves {held_out.size} tokens to evaluate on",
             "give more text, or raise data.held_out_fraction",
-        )  # fmt: skip
+        )
     if prepared.train:
         loader = TokenLoader(IndexedDataset(prepared.train), run.training.seq_len, sequences, run.training.seed)
         if manifest is not None:

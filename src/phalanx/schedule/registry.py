@@ -45,10 +45,11 @@ def layout_schedule(layout: Layout, micro_batches: int) -> Schedule:
         schedule = load_schedule_csv(layout.schedule_file, layout.pp)
         if schedule.micro_batches != micro_batches:
             raise UserError(
-                "layout.schedule_file", layout.schedule_file,
+                "layout.schedule_file",
+                layout.schedule_file,
                 f"has {schedule.micro_batches} micro-batches, and a step of this run {micro_batches}",
                 "change layout.micro_batch_size or training.tokens_per_step, or make another with --microbatches",
-            )  # fmt: skip
+            )
         return schedule
     return build_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
 

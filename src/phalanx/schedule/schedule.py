@@ -196,6 +196,8 @@ def _step(cell: str, place: str) -> ScheduleStep | None:
         stage, kind, micro = parts.groups()
         return Action(int(stage), cast(ActionKind, kind), int(micro))
     raise UserError(
-        place, cell, "is no action",
+        place,
+        cell,
+        "is no action",
         "write stage, one of F, B, I, W, and micro-batch, such as 2F0; leave idle cells empty",
-    )  # fmt: skip
+    )

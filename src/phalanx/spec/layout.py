@@ -193,16 +193,20 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
     servers = layout.num_servers if layout.data_parallel == "parameter_server" else 0
     if servers and servers >= world_size:
         raise UserError(
-            "layout.num_servers", servers, f"leaves no worker of the {world_size} ranks of the run",
+            "layout.num_servers",
+            servers,
+            f"leaves no worker of the {world_size} ranks of the run",
             f"start more ranks, or lower it to {world_size - 1}" if world_size > 1 else "start more ranks",
-        )  # fmt: skip
+        )
     model_ranks = layout.pp * layout.cp * layout.tp
     if (world_size - servers) % model_ranks:
         above_one = " x ".join(axis for axis in ("pp", "cp", "tp") if getattr(layout, axis) > 1)
         raise UserError(
-            f"layout.{above_one}", model_ranks, f"does not divide the ranks that compute ({world_size - servers})",
+            f"layout.{above_one}",
+            model_ranks,
+            f"does not divide the ranks that compute ({world_size - servers})",
             f"use a multiple of {model_ranks} ranks, or lower a degree",
-        )  # fmt: skip
+        )
     dp = (world_size - servers) // model_ranks
     if layout.data_parallel == "hsdp":
         allowed = ", ".join(map(str, divisors(dp)))
@@ -299,18 +303,23 @@ def check_inapplicable_options(layout: Layout) -> None:
         value = getattr(layout, field)
         if value != Layout.model_fields[field].default and layout.data_parallel not in data:
             raise UserError(
-                f"layout.{field}", value, f'has no meaning with layout.data_parallel = "{layout.data_parallel}"',
+                f"layout.{field}",
+                value,
+                f'has no meaning with layout.data_parallel = "{layout.data_parallel}"',
                 f"remove it, or set layout.data_parallel to {' or '.join(data)}",
-            )  # fmt: skip
+            )
     if (layout.offload_directory is None) == (layout.offload == "nvme"):
         problem = (
-            'is needed with layout.offload = "nvme"' if layout.offload == "nvme"
+            'is needed with layout.offload = "nvme"'
+            if layout.offload == "nvme"
             else f'has no meaning with layout.offload = "{layout.offload}"'
-        )  # fmt: skip
+        )
         raise UserError(
-            "layout.offload_directory", layout.offload_directory, problem,
+            "layout.offload_directory",
+            layout.offload_directory,
+            problem,
             'name a directory on a local disk and set layout.offload = "nvme", or remove both',
-        )  # fmt: skip
+        )
 
 
 def check_supported(layout: Layout) -> None:

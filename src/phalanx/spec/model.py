@@ -135,9 +135,12 @@ class ModelSpec(Spec):
             if type(width) is int and not table.get("head_dim"):
                 fits = [d for d in divisors(width) if d <= 2 * heads] if width > 0 else []
                 require(
-                    width % heads == 0, "num_heads", heads, f"does not divide model.hidden_size ({width})",
+                    width % heads == 0,
+                    "num_heads",
+                    heads,
+                    f"does not divide model.hidden_size ({width})",
                     f"use one of {', '.join(map(str, fits))}, or set model.head_dim",
-                )  # fmt: skip
+                )
                 table["head_dim"] = width // heads
         return table
 
@@ -145,9 +148,12 @@ class ModelSpec(Spec):
     def _check(self) -> ModelSpec:
         allowed = ", ".join(map(str, divisors(self.num_heads)))
         require(
-            self.num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads,
-            f"does not divide model.num_heads ({self.num_heads})", f"use one of {allowed}",
-        )  # fmt: skip
+            self.num_heads % self.num_kv_heads == 0,
+            "num_kv_heads",
+            self.num_kv_heads,
+            f"does not divide model.num_heads ({self.num_heads})",
+            f"use one of {allowed}",
+        )
         if self.activation == "swiglu":
             require(not self.bias, "bias", self.bias, "is not supported with SwiGLU", "set model.bias = false")
         if self.position_embedding == "rope":
@@ -169,9 +175,12 @@ class ModelSpec(Spec):
                 f"use at most {self.num_layers - 1}",
             )
             require(
-                self.activation == "swiglu", "activation", self.activation, "experts are SwiGLU",
+                self.activation == "swiglu",
+                "activation",
+                self.activation,
+                "experts are SwiGLU",
                 'set model.activation = "swiglu"',
-            )  # fmt: skip
+            )
         return self
 
     def is_moe_layer(self, layer: int) -> bool:

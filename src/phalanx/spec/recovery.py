@@ -30,7 +30,10 @@ class RecoverySpec(Spec):
     @model_validator(mode="after")
     def _check(self) -> RecoverySpec:
         require(
-            self.loss_spike_ratio is None or self.max_rollbacks > 0, "loss_spike_ratio", self.loss_spike_ratio,
-            "is what a run goes back for, and recovery.max_rollbacks = 0 says never", "set recovery.max_rollbacks too",
-        )  # fmt: skip
+            self.loss_spike_ratio is None or self.max_rollbacks > 0,
+            "loss_spike_ratio",
+            self.loss_spike_ratio,
+            "is what a run goes back for, and recovery.max_rollbacks = 0 says never",
+            "set recovery.max_rollbacks too",
+        )
         return self

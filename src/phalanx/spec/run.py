@@ -177,24 +177,34 @@ class RunSpec(Spec):
         training, optimizer = self.training, self.optimizer
         whole = max(1, round(training.tokens_per_step / training.seq_len)) * training.seq_len
         require(
-            training.tokens_per_step % training.seq_len == 0, "training.tokens_per_step", training.tokens_per_step,
-            f"is not a multiple of training.seq_len ({training.seq_len})", f"use {whole}",
-        )  # fmt: skip
+            training.tokens_per_step % training.seq_len == 0,
+            "training.tokens_per_step",
+            training.tokens_per_step,
+            f"is not a multiple of training.seq_len ({training.seq_len})",
+            f"use {whole}",
+        )
         require(
-            self.model.from_hf is None or self.data.tokenizer != "bpe", "data.tokenizer", self.data.tokenizer,
+            self.model.from_hf is None or self.data.tokenizer != "bpe",
+            "data.tokenizer",
+            self.data.tokenizer,
             "would be trained anew, and the weights of model.from_hf know other tokens",
             "give the path of the tokenizer.json that belongs to them",
-        )  # fmt: skip
+        )
         if self.model.position_embedding == "learned":
             require(
-                training.seq_len <= self.model.max_seq_len, "training.seq_len", training.seq_len,
+                training.seq_len <= self.model.max_seq_len,
+                "training.seq_len",
+                training.seq_len,
                 f"is longer than the model's learned positions (model.max_seq_len = {self.model.max_seq_len})",
                 f"use at most {self.model.max_seq_len}",
-            )  # fmt: skip
+            )
         require(
-            optimizer.warmup_steps < training.steps, "optimizer.warmup_steps", optimizer.warmup_steps,
-            f"leaves nothing of training.steps ({training.steps})", f"use less than {training.steps}",
-        )  # fmt: skip
+            optimizer.warmup_steps < training.steps,
+            "optimizer.warmup_steps",
+            optimizer.warmup_steps,
+            f"leaves nothing of training.steps ({training.steps})",
+            f"use less than {training.steps}",
+        )
         require(
             not self.recovery.max_rollbacks or self.layout.max_staleness is None,
             "recovery.max_rollbacks",
@@ -217,27 +227,41 @@ class RunSpec(Spec):
         moe, split = self.model.moe, swarm.method in SPLIT
         for field in ("in_memory_checkpoint_every", "max_rollbacks"):
             require(
-                not getattr(self.recovery, field), f"recovery.{field}", getattr(self.recovery, field),
-                "is not for the nodes of a swarm, whose coordinator has the last round", "set it to 0",
-            )  # fmt: skip
+                not getattr(self.recovery, field),
+                f"recovery.{field}",
+                getattr(self.recovery, field),
+                "is not for the nodes of a swarm, whose coordinator has the last round",
+                "set it to 0",
+            )
         require(
-            moe is not None or not split, "swarm.method", swarm.method, "shares out experts, and the model has none",
+            moe is not None or not split,
+            "swarm.method",
+            swarm.method,
+            "shares out experts, and the model has none",
             'set model.moe, or swarm.method = "diloco"',
-        )  # fmt: skip
+        )
         require(
-            moe is None or not moe.bias_update_rate, "model.moe.bias_update_rate", moe and moe.bias_update_rate,
-            "moves biases by what a node's own tokens chose, and a swarm exchanges weights only", "set it to 0",
-        )  # fmt: skip
+            moe is None or not moe.bias_update_rate,
+            "model.moe.bias_update_rate",
+            moe and moe.bias_update_rate,
+            "moves biases by what a node's own tokens chose, and a swarm exchanges weights only",
+            "set it to 0",
+        )
         scaling = self.training.batch_scaling
         require(
-            not swarm.sends_gradients or self.optimizer.name == "adamw", "optimizer.name", self.optimizer.name,
+            not swarm.sends_gradients or self.optimizer.name == "adamw",
+            "optimizer.name",
+            self.optimizer.name,
             "is not AdamW, whose moments the coordinator of ddp keeps",
             'use adamw, or swarm.method = "fedavg"',
-        )  # fmt: skip
+        )
         require(
-            not swarm.sends_gradients or scaling == "keep", "training.batch_scaling", scaling,
-            "follows the ranks of a node, and the coordinator of ddp steps for all nodes", "set learning rates instead",
-        )  # fmt: skip
+            not swarm.sends_gradients or scaling == "keep",
+            "training.batch_scaling",
+            scaling,
+            "follows the ranks of a node, and the coordinator of ddp steps for all nodes",
+            "set learning rates instead",
+        )
         require(
             not split or self.layout.ep == 1 or self.layout.data_parallel == "ddp",
             "layout.data_parallel",
@@ -246,17 +270,22 @@ class RunSpec(Spec):
             'set layout.data_parallel = "ddp", or layout.ep = 1',
         )
         require(
-            self.layout.data_parallel != "parameter_server", "layout.data_parallel", self.layout.data_parallel,
-            "is no layout for inside a node of a swarm", "use ddp or a ZeRO stage",
-        )  # fmt: skip
+            self.layout.data_parallel != "parameter_server",
+            "layout.data_parallel",
+            self.layout.data_parallel,
+            "is no layout for inside a node of a swarm",
+            "use ddp or a ZeRO stage",
+        )
         require(
-            self.training.steps % swarm.steps_per_round == 0, "training.steps", self.training.steps,
+            self.training.steps % swarm.steps_per_round == 0,
+            "training.steps",
+            self.training.steps,
             f"is no multiple of the {swarm.steps_per_round} steps of a round",
             f"use {-(-self.training.steps // swarm.steps_per_round) * swarm.steps_per_round}",
-        )  # fmt: skip
+        )
         require(
-            not self.data.streaming, "data.streaming", True, "gives every node the same text", "prepare the text first",
-        )  # fmt: skip
+            not self.data.streaming, "data.streaming", True, "gives every node the same text", "prepare the text first"
+        )
 
 
 @dataclass(frozen=True)
@@ -287,24 +316,29 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
     base = training.base_dp_size or dp
     scales = training.batch_scaling != "keep"
     require(
-        scales == (training.base_dp_size is not None), "training.base_dp_size", training.base_dp_size,
+        scales == (training.base_dp_size is not None),
+        "training.base_dp_size",
+        training.base_dp_size,
         f'{"is needed" if scales else "has no meaning"} with training.batch_scaling = "{training.batch_scaling}"',
         "set both base_ranks and scaling (linear or sqrt), or neither",
-    )  # fmt: skip
+    )
     require(
-        training.base_dp_size is None or sequences % base == 0, "training.base_dp_size", base,
+        training.base_dp_size is None or sequences % base == 0,
+        "training.base_dp_size",
+        base,
         f"do not divide the {sequences} sequences of a step",
         f"use one of {', '.join(map(str, divisors(sequences)))}",
-    )  # fmt: skip
+    )
     if training.base_dp_size is not None:
         sequences = sequences // base * dp
     nearest = max(1, round(sequences / dp)) * dp * training.seq_len
     require(
         sequences % dp == 0 or (run.layout.data_parallel in STRATEGIES_WITH_UNEVEN_BATCHES and sequences >= dp),
-        "training.tokens_per_step", training.tokens_per_step,
+        "training.tokens_per_step",
+        training.tokens_per_step,
         f"is {sequences} sequences of {training.seq_len} tokens, which {dp} data-parallel ranks cannot share",
         f"use training.tokens_per_step = {nearest}",
-    )  # fmt: skip
+    )
     share = -(-sequences // dp)
     tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (4 * run.model.vocab_size))
     limit = max(1, tokens // training.seq_len)
@@ -313,14 +347,19 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
     fits = divisors(share) if sequences % dp == 0 else list(range(1, share + 1))
     micro_batch = run.layout.micro_batch_size or max((n for n in fits if n <= limit), default=1)
     require(
-        micro_batch in fits, "layout.micro_batch_size", micro_batch,
-        f"does not divide the {share} sequences that each rank has per step", f"use one of {', '.join(map(str, fits))}",
-    )  # fmt: skip
+        micro_batch in fits,
+        "layout.micro_batch_size",
+        micro_batch,
+        f"does not divide the {share} sequences that each rank has per step",
+        f"use one of {', '.join(map(str, fits))}",
+    )
     require(
-        not run.layout.ddp_static_graph or dp == 1 or micro_batch == share, "layout.ddp_static_graph", True,
+        not run.layout.ddp_static_graph or dp == 1 or micro_batch == share,
+        "layout.ddp_static_graph",
+        True,
         f"fails in PyTorch (issue 143580) with accumulation, here of {share // micro_batch} micro-batches",
         f"remove it, or set layout.micro_batch_size = {share}",
-    )  # fmt: skip
+    )
     ratio = {"keep": 1.0, "linear": dp / base, "sqrt": (dp / base) ** 0.5}[training.batch_scaling]
     return BatchPlan(
         sequences, dp, micro_batch, gradient_accumulation_steps=-(-share // micro_batch), learning_rate_scale=ratio

@@ -132,17 +132,26 @@ class SwarmSpec(Spec):
     @model_validator(mode="after")
     def _check(self) -> SwarmSpec:
         require(
-            not self.sends_gradients or self.every == 1, "every", self.every,
-            "is not 1: ddp exchanges gradients after every step", 'set it to 1, or method = "fedavg"',
-        )  # fmt: skip
+            not self.sends_gradients or self.every == 1,
+            "every",
+            self.every,
+            "is not 1: ddp exchanges gradients after every step",
+            'set it to 1, or method = "fedavg"',
+        )
         require(
-            not self.sends_gradients or self.outer is None, "outer", "set",
-            "has no meaning for ddp, whose coordinator steps the run's own optimizer", "remove it; see [optimizer]",
-        )  # fmt: skip
+            not self.sends_gradients or self.outer is None,
+            "outer",
+            "set",
+            "has no meaning for ddp, whose coordinator steps the run's own optimizer",
+            "remove it; see [optimizer]",
+        )
         require(
-            self.every % self.fragments == 0, "fragments", self.fragments, f"does not divide every ({self.every})",
+            self.every % self.fragments == 0,
+            "fragments",
+            self.fragments,
+            f"does not divide every ({self.every})",
             "exchange each fragment after as many steps",
-        )  # fmt: skip
+        )
         require(
             self.delay < self.steps_per_round,
             "delay",
@@ -151,21 +160,32 @@ class SwarmSpec(Spec):
             "lower it: an update is taken before the next is told",
         )
         require(
-            self.mixing is None or self.delay > 0, "mixing", self.mixing,
-            "has no meaning without delay: nothing is learned meanwhile", "set delay, or remove it",
-        )  # fmt: skip
+            self.mixing is None or self.delay > 0,
+            "mixing",
+            self.mixing,
+            "has no meaning without delay: nothing is learned meanwhile",
+            "set delay, or remove it",
+        )
         require(
-            self.merge.every % self.every == 0, "merge.every", self.merge.every,
-            f"is no multiple of every ({self.every}), at which experts come together", f"use {self.every}",
-        )  # fmt: skip
+            self.merge.every % self.every == 0,
+            "merge.every",
+            self.merge.every,
+            f"is no multiple of every ({self.every}), at which experts come together",
+            f"use {self.every}",
+        )
         split = self.method in SPLIT
         for field, used in {
-            "replication": self.replication > 1, "rotate_every": self.rotate_every > 0,
-            "frozen": self.frozen_expert_codec != "fp32", "merge.every": self.merge.every > 0,
+            "replication": self.replication > 1,
+            "rotate_every": self.rotate_every > 0,
+            "frozen": self.frozen_expert_codec != "fp32",
+            "merge.every": self.merge.every > 0,
             "balance.local_expert_weight": self.balance.local_expert_weight < 1,
-        }.items():  # fmt: skip
+        }.items():
             require(
-                split or not used, field, "set", f"has no meaning for {self.method}, whose nodes train all experts",
+                split or not used,
+                field,
+                "set",
+                f"has no meaning for {self.method}, whose nodes train all experts",
                 'remove it, or set method = "spes+"',
-            )  # fmt: skip
+            )
         return self

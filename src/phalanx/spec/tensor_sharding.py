@@ -138,10 +138,11 @@ def _check_equal_micro_batches(run: RunSpec, world_size: int) -> None:
     cut, layout = plan_batch(run, world_size), run.layout
     if (layout.cp * layout.tp) % layout.ep and cut.global_batch_size % (cut.dp_size * cut.micro_batch_size):
         raise UserError(
-            "training.tokens_per_step", run.training.tokens_per_step,
+            "training.tokens_per_step",
+            run.training.tokens_per_step,
             f"gives ranks different numbers of micro-batches, and with layout.ep = {layout.ep} they meet at each",
             "make it a multiple of micro-batch x data-parallel ranks x training.seq_len",
-        )  # fmt: skip
+        )
 
 
 def _check_context(spec: ModelSpec, layout: Layout, sequence: int) -> None:

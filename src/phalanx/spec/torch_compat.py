@@ -18,6 +18,8 @@ def check_torch_supports(layout: Layout) -> None:
     if layout.first_bucket_mb is not None and (int(major), int(minor)) < FIRST_BUCKET_TORCH_VERSION:
         needed = ".".join(map(str, FIRST_BUCKET_TORCH_VERSION))
         raise UserError(
-            "layout.first_bucket_mb", layout.first_bucket_mb, f"torch {installed} cannot size it",
+            "layout.first_bucket_mb",
+            layout.first_bucket_mb,
+            f"torch {installed} cannot size it",
             f"use torch {needed}, or remove it",
-        )  # fmt: skip
+        )

@@ -92,8 +92,14 @@ def join_swarm(
         raise UserError("swarm", address, f"does not take this node: {refused}", fix) from None
     finally:
         link.close()
-    where = {"address": address, "certificates": str(certificates.resolve()), "node": name, "place": place,
-             "version": version, "received_bytes": link.received_bytes}  # fmt: skip
+    where = {
+        "address": address,
+        "certificates": str(certificates.resolve()),
+        "node": name,
+        "place": place,
+        "version": version,
+        "received_bytes": link.received_bytes,
+    }
     (directory / LINK_FILE).write_text(json.dumps(where))
     of_ranks = "one rank" if ranks == 1 else f"{ranks} ranks"
     say(f"{name} takes part in {address}: {run.swarm.method}, {of_ranks}, in {directory}")

@@ -45,8 +45,9 @@ class TensorFile:
         self.path = path
         header.pop("__metadata__", None)
         self._begin = HEADER_BYTES + length
-        self._places = {name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-                        for name, entry in header.items()}  # fmt: skip
+        self._places = {
+            name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]) for name, entry in header.items()
+        }
         if others := {dtype for dtype, *_ in self._places.values()} - set(DTYPES):
             os.close(self._file)
             raise TensorFileError(f"{path.name} has tensors of {', '.join(sorted(others))}")

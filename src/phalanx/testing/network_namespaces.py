@@ -63,8 +63,9 @@ class StarNetwork:
         """Give a host's link other speeds, in Mbit/s from it and to it."""
         host = self.hosts[name]
         for prefix, end, speed in (
-            (host.prefix, host.interface, up_mbit), (self.hub.prefix, f"h{host.interface}", down_mbit)
-        ):  # fmt: skip
+            (host.prefix, host.interface, up_mbit),
+            (self.hub.prefix, f"h{host.interface}", down_mbit),
+        ):
             bucket = ["tbf", "rate", f"{speed}mbit", "burst", BUCKET, "latency", LONGEST_WAIT]
             _do([*prefix, "tc", "qdisc", "replace", "dev", end, "root", *bucket])
 
@@ -104,8 +105,23 @@ def _connect(hub: Host, host: Host) -> None:
     """A host, and a cable between it and the hub."""
     _do(["ip", "netns", "add", host.namespace])
     end, other = host.interface, f"h{host.interface}"
-    _do(["ip", "link", "add", end, "netns", host.namespace, "type", "veth", "peer", "name", other, "netns",
-         hub.namespace])  # fmt: skip
+    _do(
+        [
+            "ip",
+            "link",
+            "add",
+            end,
+            "netns",
+            host.namespace,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            other,
+            "netns",
+            hub.namespace,
+        ]
+    )
     _do([*host.prefix, "ip", "link", "set", "lo", "up"])
     for prefix, interface, address in ((host.prefix, end, host.address), (hub.prefix, other, host.hub)):
         _do([*prefix, "ip", "address", "add", f"{address}/24", "dev", interface])

@@ -124,12 +124,17 @@ class RankPool:
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         variables = {
-            "RANK": rank, "WORLD_SIZE": self.world_size,
-            "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.world_size,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "RANK": rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": self.world_size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-            "OMP_NUM_THREADS": 1, "PYTHONUNBUFFERED": 1, "PHALANX_RANK_LOGS": self._logs,
-        }  # fmt: skip
+            "OMP_NUM_THREADS": 1,
+            "PYTHONUNBUFFERED": 1,
+            "PHALANX_RANK_LOGS": self._logs,
+        }
         return {**os.environ, **{name: str(value) for name, value in variables.items()}}
 
     def _run(self, name: str, call: bytes, timeout: float) -> list[Any]:

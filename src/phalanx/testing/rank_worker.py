@@ -41,9 +41,13 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, is_master=rank == 0,
-        timeout=GROUP_TIMEOUT, master_listen_fd=listener_fd,
-    )  # fmt: skip
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=rank == 0,
+        timeout=GROUP_TIMEOUT,
+        master_listen_fd=listener_fd,
+    )
     _answer(pipe, "returned", "", b"")
     count = 0
     while True:

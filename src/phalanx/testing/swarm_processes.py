@@ -45,8 +45,11 @@ class SwarmProcesses:
         with (self.folder / f"{name}.txt").open("ab") as said:
             self.under_way[name] = subprocess.Popen(
                 [*host.prefix, sys.executable, "-m", "phalanx", "swarm", *words],
-                stdout=said, stderr=said, start_new_session=True, env=environment,
-            )  # fmt: skip
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+                env=environment,
+            )
 
     def start_all(self) -> None:
         """The coordinator, and every node."""

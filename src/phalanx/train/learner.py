@@ -54,11 +54,16 @@ class Learner:
         self.run, self.mesh, self.device = run, mesh, device
         self.batch = plan_batch(run, mesh.dims.world_size)
         self.strategy = apply_layout(
-            run.model, run.layout, self.mesh, device,
+            run.model,
+            run.layout,
+            self.mesh,
+            device,
             weights or partial(initial_weight, run.model, seed=run.training.seed),
-            run.training.precision, run.training.compile, layers_per_stage(run) if run.layout.pp > 1 else (),
+            run.training.precision,
+            run.training.compile,
+            layers_per_stage(run) if run.layout.pp > 1 else (),
             own,
-        )  # fmt: skip
+        )
         self.strategy.clock = DeviceClock(device)
         self.module = self.strategy.module
         self.moe_layers = [

@@ -89,9 +89,11 @@ class WandbLogger:
             )
         except wandb.Error as error:
             raise UserError(
-                "metrics.wandb", project, f"cannot be opened: {error}",
+                "metrics.wandb",
+                project,
+                f"cannot be opened: {error}",
                 "run `wandb login`, set WANDB_MODE=offline, or remove it",
-            ) from None  # fmt: skip
+            ) from None
 
     def write(self, record: MetricsRecord) -> None:
         self._run.log(record, step=record["step"])

@@ -83,9 +83,15 @@ def generate_sample(trainer: Trainer) -> str:
     trainer.module.eval()
     with torch.no_grad(), autocast_context(trainer.strategy, run.training.precision, trainer.device):
         tokens = generate(
-            trainer.strategy.model, prompt, SAMPLE_TOKENS, temperature=0.7, top_k=50, generator=generator,
-            end=tokenizer.end, context=run.training.seq_len,
-        )  # fmt: skip
+            trainer.strategy.model,
+            prompt,
+            SAMPLE_TOKENS,
+            temperature=0.7,
+            top_k=50,
+            generator=generator,
+            end=tokenizer.end,
+            context=run.training.seq_len,
+        )
     return _broadcast_from_last_rank(tokenizer.decode(tokens.tolist()))
 
 

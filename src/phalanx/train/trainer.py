@@ -302,8 +302,11 @@ class Trainer(ResumableLearner):
         yield
         if notes is not None:
             line: PauseRecord = {
-                "step": self.step, "pause": pause, "began": begun, "seconds": time.perf_counter() - begun
-            }  # fmt: skip
+                "step": self.step,
+                "pause": pause,
+                "began": begun,
+                "seconds": time.perf_counter() - begun,
+            }
             notes.write(dict(line))
 
     def _check_replicas(self) -> None:

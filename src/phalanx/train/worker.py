@@ -108,9 +108,14 @@ class _RankContext:
 
 
 def run_rank(
-    source: Path, overrides: list[str], resume: bool, measure: bool = False, window: range | None = None,
-    fewer: ReducedRanks | None = None, device: str | None = None,
-) -> int:  # fmt: skip
+    source: Path,
+    overrides: list[str],
+    resume: bool,
+    measure: bool = False,
+    window: range | None = None,
+    fewer: ReducedRanks | None = None,
+    device: str | None = None,
+) -> int:
     """Train on this rank; returns the exit code. `source` is a run directory, or a run file that rank 0 sets up.
     `measure` asks for what one step holds and sends, `window` for all that these steps do; `fewer` ranks may
     train than the run was meant for, and a launcher says on which `device`."""

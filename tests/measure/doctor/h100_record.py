@@ -134,12 +134,16 @@ def _pci() -> dict[str, str]:
     for addresses, vendor, kind in kinds:
         for i, address in enumerate(addresses):
             values = {
-                "vendor": vendor, "class": kind, "numa_node": str(i // 4),
-                "max_link_width": "16", "current_link_width": "16",
-                "max_link_speed": "32.0 GT/s PCIe", "current_link_speed": "32.0 GT/s PCIe",
+                "vendor": vendor,
+                "class": kind,
+                "numa_node": str(i // 4),
+                "max_link_width": "16",
+                "current_link_width": "16",
+                "max_link_speed": "32.0 GT/s PCIe",
+                "current_link_speed": "32.0 GT/s PCIe",
                 "aer_dev_nonfatal": "Undefined 0\nTOTAL_ERR_NONFATAL 0",
                 "aer_dev_fatal": "Undefined 0\nTOTAL_ERR_FATAL 0",
-            }  # fmt: skip
+            }
             files |= {f"sys/bus/pci/devices/{address}/{name}": value for name, value in values.items()}
     for address in GPUS:  # at rest they run slower
         files[f"sys/bus/pci/devices/{address}/driver/module/version"] = "570.124.06"

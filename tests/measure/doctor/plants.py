@@ -121,9 +121,11 @@ def slot(address: str, speed: str, width: str = "16") -> Plant:
     """The port of a PCIe switch above a device."""
     above = f"sys/bus/pci/devices/{address.replace(':00.0', ':1f.0')}"
     return both(
-        new(f"{above}/class", "0x060400"), new(f"{above}/max_link_speed", speed), new(f"{above}/max_link_width", width),
+        new(f"{above}/class", "0x060400"),
+        new(f"{above}/max_link_speed", speed),
+        new(f"{above}/max_link_width", width),
         new(f"{above}/{address}/class", ""),
-    )  # fmt: skip
+    )
 
 
 def port(number: int, name: str, value: str) -> Plant:

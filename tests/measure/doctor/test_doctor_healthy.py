@@ -49,14 +49,21 @@ def of_gpus(count: int) -> Plant:
 LOGIN = "sys/class/infiniband/mlx5_8"
 LOGIN_CARD = both(
     variable("NCCL_IB_HCA", ""),
-    *(new(f"{LOGIN}/{path}", text) for path, text in {
-        "board_id": "MT_0000000080", "fw_ver": "14.32.1010", "device/net/eth9/mtu": "1500",
-        "ports/1/state": "1: DOWN", "ports/1/phys_state": "3: Disabled", "ports/1/rate": "25 Gb/sec (1X EDR)",
-        "ports/1/link_layer": "Ethernet",
-    }.items()),
+    *(
+        new(f"{LOGIN}/{path}", text)
+        for path, text in {
+            "board_id": "MT_0000000080",
+            "fw_ver": "14.32.1010",
+            "device/net/eth9/mtu": "1500",
+            "ports/1/state": "1: DOWN",
+            "ports/1/phys_state": "3: Disabled",
+            "ports/1/rate": "25 Gb/sec (1X EDR)",
+            "ports/1/link_layer": "Ethernet",
+        }.items()
+    ),
     new("sys/class/net/eth9/mtu", "1500"),
     new("commands/mlnx_qos_eth9.txt", h100_record.QOS.replace("state: dscp", "state: pcp")),
-)  # fmt: skip
+)
 SMALL = both(
     put("proc/meminfo", f"MemTotal: {8 * 2**20} kB\nMemAvailable: {6 * 2**20} kB"),
     put("commands/df_shm.txt", f"{h100_record.DF}\ntmpfs {4 * 2**20} 20480 {4 * 2**20 - 20480} 1% /dev/shm"),
@@ -67,55 +74,63 @@ PAGES = both(
     new("sys/fs/cgroup/memory.stat", f"anon {6 * GIB}\ninactive_file {10 * GIB}\nactive_file {47 * GIB}"),
 )
 HEALTHY: dict[str, tuple[Plant, Expectations]] = {
-    "a container with two of eight GPUs": (
-        both(of_gpus(2), gone("dev/nvidia[2-7]")), replace(RUN, gpus=None, ranks=2)
-    ),
+    "a container with two of eight GPUs": (both(of_gpus(2), gone("dev/nvidia[2-7]")), replace(RUN, gpus=None, ranks=2)),
     "a job of Slurm with two of eight GPUs": (
-        both(of_gpus(2), variable("SLURM_GPUS_ON_NODE", "2")), replace(RUN, gpus=None, ranks=2)
+        both(of_gpus(2), variable("SLURM_GPUS_ON_NODE", "2")),
+        replace(RUN, gpus=None, ranks=2),
     ),
     "GPUs hidden from CUDA": (
-        both(variable("CUDA_VISIBLE_DEVICES", "-1"), edit("commands/torch.txt", '"gpus": 8', '"gpus": 0')), RUN
+        both(variable("CUDA_VISIBLE_DEVICES", "-1"), edit("commands/torch.txt", '"gpus": 8', '"gpus": 0')),
+        RUN,
     ),
     "a GPU of others, hidden from CUDA": (
-        both(variable("CUDA_VISIBLE_DEVICES", "0,1"), edit("commands/torch.txt", '"gpus": 8', '"gpus": 2'),
-             row("identity", 7, " 4,", " 70000,"), row("state", 7, ", Disabled,", ", Enabled,")),
+        both(
+            variable("CUDA_VISIBLE_DEVICES", "0,1"),
+            edit("commands/torch.txt", '"gpus": 8', '"gpus": 2'),
+            row("identity", 7, " 4,", " 70000,"),
+            row("state", 7, ", Disabled,", ", Enabled,"),
+        ),
         replace(RUN, gpus=2, ranks=2),
     ),
     "an NVIDIA card without its driver, for a run on CPUs": (
-        both(gone("commands/smi_*"), edit("commands/torch.txt", '"gpus": 8', '"gpus": 0')), ON_CPUS
-    ),
-    "a few recoveries of a link of Blackwell": (
-        edit("commands/smi_nvlink_errors.txt", "Link 3: CRC Errors: 0",
-             "Link 3: Link recovery failed events: 0\n\t Link 3: Total link recovery events: 4\n"
-             "\t Link 3: FEC Errors - 0: 123456"),
-        RUN,
-    ),
-    "a PyTorch for CPUs, for a run on them": (
-        edit("commands/torch.txt", '"gpus": 8', '"gpus": 0'), ON_CPUS
-    ),
-    "RoCE as it came, for a run on CPUs": (
-        both(variable("NCCL_IB_TC", "0"),
-             edit("proc/self/limits", "memory         unlimited", "memory         8388608")),
+        both(gone("commands/smi_*"), edit("commands/torch.txt", '"gpus": 8', '"gpus": 0')),
         ON_CPUS,
     ),
-    "a driver that knows of no remapped rows": (
-        row("remapped", 2, "No, No", "[Not Supported], [Not Supported]"), RUN
+    "a few recoveries of a link of Blackwell": (
+        edit(
+            "commands/smi_nvlink_errors.txt",
+            "Link 3: CRC Errors: 0",
+            "Link 3: Link recovery failed events: 0\n\t Link 3: Total link recovery events: 4\n"
+            "\t Link 3: FEC Errors - 0: 123456",
+        ),
+        RUN,
     ),
+    "a PyTorch for CPUs, for a run on them": (edit("commands/torch.txt", '"gpus": 8', '"gpus": 0'), ON_CPUS),
+    "RoCE as it came, for a run on CPUs": (
+        both(
+            variable("NCCL_IB_TC", "0"), edit("proc/self/limits", "memory         unlimited", "memory         8388608")
+        ),
+        ON_CPUS,
+    ),
+    "a driver that knows of no remapped rows": (row("remapped", 2, "No, No", "[Not Supported], [Not Supported]"), RUN),
     "an old GPU without remapped rows": (row("remapped", 2, "No, No", "[N/A], [N/A]"), RUN),
     "a card for logins, whose port is down": (LOGIN_CARD, RUN),
     "a card left out that is not there": (variable("NCCL_IB_HCA", "^mlx5_bond_0"), RUN),
     "the loopback, for a run on one node": (variable("GLOO_SOCKET_IFNAME", "lo"), replace(RUN, nodes=1)),
     "a card that is faster than its slot": (
-        both(slot(CARD3, "16.0 GT/s PCIe"), pci(CARD3, "current_link_speed", "16.0 GT/s PCIe")), RUN
+        both(slot(CARD3, "16.0 GT/s PCIe"), pci(CARD3, "current_link_speed", "16.0 GT/s PCIe")),
+        RUN,
     ),
     "a small memory": (SMALL, RUN),
     "a container that has read many files": (PAGES, RUN),
     "cores that a virtual machine might have": (put("sys/devices/system/cpu/offline", "112-239"), RUN),
     "no SMT": (
-        both(put("sys/devices/system/cpu/offline", "56-111"), put("sys/devices/system/cpu/smt/control", "off")), RUN
+        both(put("sys/devices/system/cpu/offline", "56-111"), put("sys/devices/system/cpu/smt/control", "off")),
+        RUN,
     ),
     "a floppy drive without a floppy": (
-        add(KERNEL, "I/O error, dev fd0, sector 0 op 0x0:(READ) flags 0x0 phys_seg 1 prio class 0"), RUN
+        add(KERNEL, "I/O error, dev fd0, sector 0 op 0x0:(READ) flags 0x0 phys_seg 1 prio class 0"),
+        RUN,
     ),
     "a CD drive without a CD": (add(KERNEL, "blk_update_request: I/O error, dev sr0, sector 0"), RUN),
     "a card for radio on one lane": (
@@ -123,77 +138,107 @@ HEALTHY: dict[str, tuple[Plant, Expectations]] = {
         RUN,
     ),
     "variables in a file of NCCL": (
-        both(unset("NCCL_IB_TC"), unset("NCCL_IB_GID_INDEX"),
-             new("etc/nccl.conf", "NCCL_IB_TC=106\nNCCL_IB_GID_INDEX=3\nNCCL_IB_HCA=nosuch")), RUN
+        both(
+            unset("NCCL_IB_TC"),
+            unset("NCCL_IB_GID_INDEX"),
+            new("etc/nccl.conf", "NCCL_IB_TC=106\nNCCL_IB_GID_INDEX=3\nNCCL_IB_HCA=nosuch"),
+        ),
+        RUN,
     ),
     "variables in the file that NCCL_CONF_FILE names": (
-        both(unset("NCCL_IB_TC"), variable("NCCL_CONF_FILE", "/opt/nccl.conf"),
-             new("opt/nccl.conf", "NCCL_IB_TC=106"), new("~/.nccl.conf", "NCCL_IB_DISABLE=1")), RUN
+        both(
+            unset("NCCL_IB_TC"),
+            variable("NCCL_CONF_FILE", "/opt/nccl.conf"),
+            new("opt/nccl.conf", "NCCL_IB_TC=106"),
+            new("~/.nccl.conf", "NCCL_IB_DISABLE=1"),
+        ),
+        RUN,
     ),
     "an NCCL whose version names no host": (
-        both(edit("nccl.log", "node1:4021:4021 [0] NCCL INFO NCCL version", "NCCL version"),
-             edit("nccl.log", "node2:3811:3902 [0] NCCL INFO NCCL version 2.26.2+cuda12.8\n", "")), RUN
+        both(
+            edit("nccl.log", "node1:4021:4021 [0] NCCL INFO NCCL version", "NCCL version"),
+            edit("nccl.log", "node2:3811:3902 [0] NCCL INFO NCCL version 2.26.2+cuda12.8\n", ""),
+        ),
+        RUN,
     ),
     "a GPU that was idle at boot": (
-        add(KERNEL, "pci 0000:52:00.0: 32.000 Gb/s available PCIe bandwidth, limited by 2.5 GT/s PCIe x16 link at "
-                    "0000:4e:01.0 (capable of 504.112 Gb/s with 32.0 GT/s PCIe x16 link)"),
+        add(
+            KERNEL,
+            "pci 0000:52:00.0: 32.000 Gb/s available PCIe bandwidth, limited by 2.5 GT/s PCIe x16 link at "
+            "0000:4e:01.0 (capable of 504.112 Gb/s with 32.0 GT/s PCIe x16 link)",
+        ),
         RUN,
     ),
     "a GPU that needs nothing any more": (
-        add(KERNEL, "NVRM: Xid (PCI:0000:52:00): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 "
-                    "(None)"),
+        add(
+            KERNEL,
+            "NVRM: Xid (PCI:0000:52:00): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)",
+        ),
         RUN,
     ),
-    "a journal with what dmesg says": (
-        new("commands/kernel_journal.txt", h100_record.KERNEL_LOG), RUN
-    ),
+    "a journal with what dmesg says": (new("commands/kernel_journal.txt", h100_record.KERNEL_LOG), RUN),
     "a link whose speed is not known": (put("sys/class/net/eno1/speed", "-1"), RUN),
     "a GID of a flat network, by its index": (
-        both(variable("NCCL_IB_GID_INDEX", "1"), everywhere(lambda card: both(
-            *(put(f"sys/class/infiniband/mlx5_{card}/ports/1/gids/{i}", ":".join(["0000"] * 8)) for i in (2, 3))))),
+        both(
+            variable("NCCL_IB_GID_INDEX", "1"),
+            everywhere(
+                lambda card: both(
+                    *(put(f"sys/class/infiniband/mlx5_{card}/ports/1/gids/{i}", ":".join(["0000"] * 8)) for i in (2, 3))
+                )
+            ),
+        ),
         RUN,
     ),
-}  # fmt: skip
+}
 DENIED = "dmesg: read kernel buffer failed: Operation not permitted\n[exit 1]"
 NOT_SEEN: dict[str, tuple[Plant, str, str]] = {
-    "no counters of PCIe errors": (
-        gone("sys/bus/pci/devices/*/aer_*"), "pcie.errors", "says"
-    ),
+    "no counters of PCIe errors": (gone("sys/bus/pci/devices/*/aer_*"), "pcie.errors", "says"),
     "no query for remapped rows": (
         put("commands/smi_remapped.txt", "ERROR: Option --query-remapped-rows is not recognized\n[exit 2]"),
-        "ecc.remap_pending", "not recognized",
+        "ecc.remap_pending",
+        "not recognized",
     ),
     "no errors of NVLinks": (
-        put("commands/smi_nvlink_errors.txt", "NVML: Not Supported\n[exit 3]"), "nvlink.errors", "Not Supported"
+        put("commands/smi_nvlink_errors.txt", "NVML: Not Supported\n[exit 3]"),
+        "nvlink.errors",
+        "Not Supported",
     ),
     "a kernel's log for root": (
-        both(put(KERNEL, DENIED), new("commands/kernel_journal.txt", "")), "kernel_log",
+        both(put(KERNEL, DENIED), new("commands/kernel_journal.txt", "")),
+        "kernel_log",
         "(dmesg: read kernel buffer failed: Operation not permitted; journalctl: nothing)",
     ),
     "a kernel's log that is empty, and a journal": (
-        both(put(KERNEL, ""), new("commands/kernel_journal.txt", "")), "kernel_log", "nothing"
+        both(put(KERNEL, ""), new("commands/kernel_journal.txt", "")),
+        "kernel_log",
+        "nothing",
     ),
     "no counter of links that went down": (
-        gone("sys/class/infiniband/*/ports/1/counters/link_downed"), "rdma.flaps", "says"
+        gone("sys/class/infiniband/*/ports/1/counters/link_downed"),
+        "rdma.flaps",
+        "says",
     ),
     "no version of firmware": (gone("sys/class/infiniband/*/fw_ver"), "rdma.firmware", "says"),
     "no chrony": (
-        both(gone("commands/chrony.txt"), new("commands/timedatectl.txt", "NTPSynchronized=yes")), "clock.offset",
+        both(gone("commands/chrony.txt"), new("commands/timedatectl.txt", "NTPSynchronized=yes")),
+        "clock.offset",
         "chronyc",
     ),
-    "a container without the host's network": (
-        gone("sys/class/infiniband/*/device/net"), "roce", "container"
-    ),
+    "a container without the host's network": (gone("sys/class/infiniband/*/device/net"), "roce", "container"),
     "a df that says nothing": (
-        put("commands/df_runs.txt", "df: no file systems processed\n[exit 1]"), "disk.room", "df"
+        put("commands/df_runs.txt", "df: no file systems processed\n[exit 1]"),
+        "disk.room",
+        "df",
     ),
     "GPUs that do not say why they are slow": (
-        both(*(row("state", gpu, "Not Active, Not Active", "[N/A], [N/A]") for gpu in range(8))), "gpu.slowdown", "says"
+        both(*(row("state", gpu, "Not Active, Not Active", "[N/A], [N/A]") for gpu in range(8))),
+        "gpu.slowdown",
+        "says",
     ),
     "a card for logins": (LOGIN_CARD, "rdma.state", "mlx5_8"),
     "the network of a run on one node": (variable("GLOO_SOCKET_IFNAME", "lo"), "network", "one node"),
     "a name that has no address": (variable("MASTER_ADDR", "node1"), "nccl.route", "node1"),
-}  # fmt: skip
+}
 """How it is planted; of which check or rule it is said, and a word of what is said."""
 
 

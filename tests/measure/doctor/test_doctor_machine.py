@@ -218,11 +218,17 @@ def test_the_captured_machine_is_well() -> None:
         ("commands/torch.txt", r"(?s).*", "[no answer]", "software.torch", "FAIL", "torch"),
         ("proc/meminfo", r"MemAvailable: +\d+", "MemAvailable: 900000", "memory.available", "WARN", ""),
         ("sys/devices/system/cpu/offline", r"\s*$", "1", "cpu.offline", "WARN", "1"),
-        ("commands/kernel_log.txt", r"$", "Out of memory: Killed process 7 (pt_main)", "kernel.out_of_memory",
-        "WARN", "pt_main"),
+        (
+            "commands/kernel_log.txt",
+            r"$",
+            "Out of memory: Killed process 7 (pt_main)",
+            "kernel.out_of_memory",
+            "WARN",
+            "pt_main",
+        ),
         ("commands/kernel_log.txt", r"$", "I/O error, dev vda, sector 8", "kernel.disk", "FAIL", "vda"),
     ],
-)  # fmt: skip
+)
 def test_a_fault_planted_in_the_captured_machine_is_found(
     path: str, old: str, new: str, rule: str, severity: str, device: str, tmp_path: Path
 ) -> None:

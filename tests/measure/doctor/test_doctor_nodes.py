@@ -68,11 +68,17 @@ def test_nodes_that_agree_have_no_finding(nodes: list[NodeReport]) -> None:
 
 
 DRIFT = {
-    "NVIDIA driver": ("550.90.07", "FAIL"), "NCCL": ("2.21.5", "FAIL"), "PyTorch": ("2.6.0+cu124", "FAIL"),
-    "RDMA MTU": ("1500", "FAIL"), "GPUs on the bus": ("7", "FAIL"), "kernel": ("5.15.0-118-generic", "WARN"),
-    "RDMA firmware": ("28.39.1002", "WARN"), "VBIOS": ("96.00.74.00.01", "WARN"), "NCCL_IB_TC": ("0", "WARN"),
+    "NVIDIA driver": ("550.90.07", "FAIL"),
+    "NCCL": ("2.21.5", "FAIL"),
+    "PyTorch": ("2.6.0+cu124", "FAIL"),
+    "RDMA MTU": ("1500", "FAIL"),
+    "GPUs on the bus": ("7", "FAIL"),
+    "kernel": ("5.15.0-118-generic", "WARN"),
+    "RDMA firmware": ("28.39.1002", "WARN"),
+    "VBIOS": ("96.00.74.00.01", "WARN"),
+    "NCCL_IB_TC": ("0", "WARN"),
     "memory GiB": ("1008", "WARN"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DRIFT)
@@ -160,43 +166,78 @@ def test_a_clock_beside_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 PORT = "sys/class/infiniband/mlx5_2/ports/1"
 GROWN: dict[str, tuple[str, Callable[[str], str], str, str, str]] = {
     "symbols": (f"{PORT}/counters/symbol_error", lambda _: "12", "counters.link", "FAIL", "mlx5_2 symbol_error"),
-    "a link that went down": (f"{PORT}/counters/link_downed", lambda _: "1", "counters.link", "FAIL",
-        "mlx5_2 link_downed"),
+    "a link that went down": (
+        f"{PORT}/counters/link_downed",
+        lambda _: "1",
+        "counters.link",
+        "FAIL",
+        "mlx5_2 link_downed",
+    ),
     "packets out of order": (
-        f"{PORT}/hw_counters/out_of_sequence", lambda _: "90", "counters.resent", "WARN", "mlx5_2 out_of_sequence",
+        f"{PORT}/hw_counters/out_of_sequence",
+        lambda _: "90",
+        "counters.resent",
+        "WARN",
+        "mlx5_2 out_of_sequence",
     ),
     "no answer": (
-        f"{PORT}/hw_counters/local_ack_timeout_err", lambda _: "3", "counters.resent", "WARN",
+        f"{PORT}/hw_counters/local_ack_timeout_err",
+        lambda _: "3",
+        "counters.resent",
+        "WARN",
         "mlx5_2 local_ack_timeout_err",
     ),
     "pause frames": (
-        "commands/ethtool_ens2np0.txt", lambda text: text.replace("rx_prio3_pause: 0", "rx_prio3_pause: 77"),
-        "counters.pause", "WARN", "ens2np0 rx_prio3_pause",
+        "commands/ethtool_ens2np0.txt",
+        lambda text: text.replace("rx_prio3_pause: 0", "rx_prio3_pause: 77"),
+        "counters.pause",
+        "WARN",
+        "ens2np0 rx_prio3_pause",
     ),
     "pause frames that this host sent": (
-        "commands/ethtool_ens2np0.txt", lambda text: text.replace("tx_prio3_pause: 0", "tx_prio3_pause: 9"),
-        "counters.pause", "WARN", "ens2np0 tx_prio3_pause",
+        "commands/ethtool_ens2np0.txt",
+        lambda text: text.replace("tx_prio3_pause: 0", "tx_prio3_pause: 9"),
+        "counters.pause",
+        "WARN",
+        "ens2np0 tx_prio3_pause",
     ),
     "drops of a card": (
-        "commands/ethtool_ens2np0.txt", lambda text: text.replace("phy: 0", "phy: 5"), "counters.dropped", "WARN",
+        "commands/ethtool_ens2np0.txt",
+        lambda text: text.replace("phy: 0", "phy: 5"),
+        "counters.dropped",
+        "WARN",
         "ens2np0 rx_discards_phy",
     ),
     "broken packets": (
-        "sys/class/net/ens2np0/statistics/rx_errors", lambda _: "4", "counters.dropped", "WARN", "ens2np0 rx_errors",
+        "sys/class/net/ens2np0/statistics/rx_errors",
+        lambda _: "4",
+        "counters.dropped",
+        "WARN",
+        "ens2np0 rx_errors",
     ),
     "PCIe": (
-        "sys/bus/pci/devices/0000:52:00.0/aer_dev_nonfatal", lambda text: text.replace("NONFATAL 0", "NONFATAL 1"),
-        "counters.pcie", "FAIL", "0000:52:00.0",
+        "sys/bus/pci/devices/0000:52:00.0/aer_dev_nonfatal",
+        lambda text: text.replace("NONFATAL 0", "NONFATAL 1"),
+        "counters.pcie",
+        "FAIL",
+        "0000:52:00.0",
     ),
     "NVLink": (
-        "commands/smi_nvlink_errors.txt", lambda text: text.replace("Link 4: Replay Errors: 0",
-        "Link 4: Replay Errors: 2", 1),
-        "counters.nvlink", "FAIL", "GPU0 link 4",
+        "commands/smi_nvlink_errors.txt",
+        lambda text: text.replace("Link 4: Replay Errors: 0", "Link 4: Replay Errors: 2", 1),
+        "counters.nvlink",
+        "FAIL",
+        "GPU0 link 4",
     ),
-    "ECC": ("commands/smi_uncorrected.txt", lambda text: text.replace("\n5, 0", "\n5, 1"), "counters.ecc", "FAIL",
-        "GPU5"),
+    "ECC": (
+        "commands/smi_uncorrected.txt",
+        lambda text: text.replace("\n5, 0", "\n5, 1"),
+        "counters.ecc",
+        "FAIL",
+        "GPU5",
+    ),
     "TCP": ("proc/net/snmp", lambda text: text.replace("100000 3", "101000 53"), "counters.tcp", "WARN", "tcp"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", GROWN)
@@ -297,10 +338,12 @@ def test_collectives_are_held_against_links() -> None:
 
 
 HEALTHY = {
-    "all_reduce, 8 A100": (300e9, 190e9, 218e9, 220e9), "all_reduce, 8 H200 with NVLS": (450e9, 348e9, 465e9, 475e9),
-    "all_gather": (450e9, 287e9, 341e9, 345e9), "reduce_scatter": (450e9, 289e9, 342e9, 346e9),
+    "all_reduce, 8 A100": (300e9, 190e9, 218e9, 220e9),
+    "all_reduce, 8 H200 with NVLS": (450e9, 348e9, 465e9, 475e9),
+    "all_gather": (450e9, 287e9, 341e9, 345e9),
+    "reduce_scatter": (450e9, 289e9, 342e9, 346e9),
     "all_to_all": (450e9, 269e9, 333e9, 338e9),
-}  # fmt: skip
+}
 """What links carry, and bus bandwidth at 64 MiB, 1 GiB and 8 GiB, as published of nodes of 8 GPUs (nccl-tests, by the
 fits of stas00/ml-engineering's and SimuMax's sweeps)."""
 
@@ -351,17 +394,16 @@ FAILED: dict[str, tuple[dict[int, tuple[str, str, int]], list[tuple[str, str, st
         {0: ("node1", LOST, 1), 1: ("node2", "OutOfMemoryError: CUDA out of memory", 1)},
         [("node2", "rank 1", "OutOfMemoryError: CUDA out of memory")],
     ),
-    "one is killed before it says anything": (
-        {0: ("node1", LOST, 1), 1: ("node2", LOST, 1)}, [("", "rank 0", LOST)]
-    ),
+    "one is killed before it says anything": ({0: ("node1", LOST, 1), 1: ("node2", LOST, 1)}, [("", "rank 0", LOST)]),
     "all fail for one reason": (
-        dict.fromkeys(range(3), ("node1", "RuntimeError: no", 1)), [("node1", "rank 0", "RuntimeError: no")]
+        dict.fromkeys(range(3), ("node1", "RuntimeError: no", 1)),
+        [("node1", "rank 0", "RuntimeError: no")],
     ),
     "the run file cannot be": (
         {rank: (f"node{rank}", "layout.tp = 3 does not divide", 2) for rank in range(2)},
         [("", "rank 0", "layout.tp = 3 does not divide")],
     ),
-}  # fmt: skip
+}
 """Host, reason and code of each rank's last word; host, device and reason of what is found."""
 
 

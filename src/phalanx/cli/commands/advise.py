@@ -23,15 +23,16 @@ class OptionalSubcommand(TyperCommand):
 
 
 def advise(
-    first: Annotated[str, typer.Argument(help="A run file; after `oom`, one that runs out of memory.",
-                                         metavar="[oom] RUN.toml")],
+    first: Annotated[
+        str, typer.Argument(help="A run file; after `oom`, one that runs out of memory.", metavar="[oom] RUN.toml")
+    ],
     second: Annotated[str | None, typer.Argument(hidden=True, metavar="RUN.toml")] = None,
     machine: Machine = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes; by default cluster.nodes.", min=1)] = None,
     nproc: Annotated[int | None, typer.Option(help="Devices in each node; by default 8.", min=1)] = None,
     set_: Overrides = None,
     json_: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Show which published rules of thumb apply to a run, and whether the planner agrees: no GPU, no torch, seconds.
 
     With `oom`, show what frees memory in the run's own layout, cheapest first, what each change costs, and which make

@@ -172,9 +172,7 @@ def _progress(total_bytes: int | None) -> Iterator[Progress]:
     if not console.is_terminal:
         yield _Lines(console.print)
         return
-    columns = (
-        bar.BarColumn(), bar.TextColumn("{task.description}"), bar.FileSizeColumn(), bar.TimeElapsedColumn(),
-    )  # fmt: skip
+    columns = (bar.BarColumn(), bar.TextColumn("{task.description}"), bar.FileSizeColumn(), bar.TimeElapsedColumn())
     with bar.Progress(*columns, console=console, transient=True) as shown:
         task = shown.add_task("", total=total_bytes)
         yield lambda counts: shown.update(task, completed=counts.text_bytes, description=_describe(counts))

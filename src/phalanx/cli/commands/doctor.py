@@ -74,8 +74,11 @@ def doctor(
 
         phalanx doctor --record mine; phalanx doctor --sysroot mine
     """
-    _check_options(run, {"--sysroot": sysroot, "--record": record, "--leave": leave, "--topology": topology},
-                   {"--gather": gather, "--collectives": collectives or None})  # fmt: skip
+    _check_options(
+        run,
+        {"--sysroot": sysroot, "--record": record, "--leave": leave, "--topology": topology},
+        {"--gather": gather, "--collectives": collectives or None},
+    )
     if nccl_log is not None and sysroot is None and _is_missing(nccl_log):
         raise UserError("--nccl-log", str(nccl_log), "is no file", "name what NCCL_DEBUG_FILE named")
     if record is not None and record.exists() and (not record.is_dir() or any(record.iterdir())):
@@ -170,9 +173,11 @@ def _collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> l
     described = load_run(run, overrides)
     if described.cluster.nodes > 1:
         raise UserError(
-            "cluster.nodes", described.cluster.nodes, "--collectives starts the ranks of one node",
+            "cluster.nodes",
+            described.cluster.nodes,
+            "--collectives starts the ranks of one node",
             "start each node with torchrun -m phalanx.doctor.multi_node_benchmark, or set cluster.nodes = 1",
-        )  # fmt: skip
+        )
     if described.auto_layout:
         described, _ = choose_layout_for(described, nproc or described.cluster.nproc_per_node)
     from phalanx.doctor.multi_node_benchmark import launch_check

@@ -130,9 +130,12 @@ def _show(rows: list[dict[str, Any]], ep: int, before: Path | None, how: str) ->
         tokens, size = row["tokens"], len(row["order"]) // ep
         runs = [row["order"][first : first + size] for first in range(0, len(row["order"]), size)]
         table.add_row(
-            str(row["layer"]), f"{max(tokens) * len(tokens) / max(1, sum(tokens)):.2f}", f"{row['busiest_rank']:.2f}",
-            f"{row['then']:.2f}", " | ".join(" ".join(map(str, mine)) for mine in runs),
-        )  # fmt: skip
+            str(row["layer"]),
+            f"{max(tokens) * len(tokens) / max(1, sum(tokens)):.2f}",
+            f"{row['busiest_rank']:.2f}",
+            f"{row['then']:.2f}",
+            " | ".join(" ".join(map(str, mine)) for mine in runs),
+        )
     console.print(table)
     if before is not None:
         console.print(f"renumbered; the checkpoint before is {before}", soft_wrap=True, highlight=False)

@@ -21,9 +21,14 @@ from phalanx.spec.model import ModelSpec
 
 PARTS = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head")
 DEVICE = (
-    "peak_flops", "memory_bytes", "hbm_bytes_per_second", "link_bytes_per_second", "fast_link_domain",
-    "network_bytes_per_second", "watts_per_device",
-)  # fmt: skip
+    "peak_flops",
+    "memory_bytes",
+    "hbm_bytes_per_second",
+    "link_bytes_per_second",
+    "fast_link_domain",
+    "network_bytes_per_second",
+    "watts_per_device",
+)
 SI, COUNT = ("", "k", "M", "G", "T", "P"), ("", "k", "M", "B", "T")
 FLOPS_NOTE = "training: 6 x parameters in matrix products + 12 L H head_dim T (causal: half)"
 STATE_NOTE = "for bf16 and fp32 alike, before sharding; twice that for fp64; without activations"
@@ -95,9 +100,12 @@ def model_info(spec: ModelSpec, sequence: int) -> dict[str, Any]:
 def _sequence(spec: ModelSpec, sequence: int | None) -> int:
     if spec.position_embedding == "learned" and sequence is not None:
         require(
-            sequence <= spec.max_seq_len, "--sequence", sequence,
-            f"is longer than the model's learned positions ({spec.max_seq_len})", f"use at most {spec.max_seq_len}",
-        )  # fmt: skip
+            sequence <= spec.max_seq_len,
+            "--sequence",
+            sequence,
+            f"is longer than the model's learned positions ({spec.max_seq_len})",
+            f"use at most {spec.max_seq_len}",
+        )
     return sequence or spec.max_seq_len
 
 

@@ -82,9 +82,13 @@ def launch(
         raise UserError("--to", to, "is not known", f"use one of {', '.join(WRITERS)}")
     write, taken = WRITERS[to]
     special = {
-        "time": time, "partition": partition, "account": account, "image": image, "volume": volume,
+        "time": time,
+        "partition": partition,
+        "account": account,
+        "image": image,
+        "volume": volume,
         "accelerator": accelerator,
-    }  # fmt: skip
+    }
     own = {name: value for name, value in special.items() if value is not None}
     for name, value in own.items():
         if name not in taken:

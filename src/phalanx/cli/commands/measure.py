@@ -28,22 +28,25 @@ class OptionalSubcommand(TyperCommand):
 
 
 def measure(
-    first: Annotated[str, typer.Argument(help="A run file; after the name of a part, only that is measured.",
-                                         metavar="[PART] RUN.toml")],
+    first: Annotated[
+        str,
+        typer.Argument(help="A run file; after the name of a part, only that is measured.", metavar="[PART] RUN.toml"),
+    ],
     second: Annotated[str | None, typer.Argument(hidden=True, metavar="RUN.toml")] = None,
     nproc: Annotated[
         int | None, typer.Option(help="Ranks on this machine; by default one per GPU, or one.", min=1, metavar="N")
     ] = None,
     sweep: Annotated[
         str | None,
-        typer.Option(help="Sizes of collectives beside those that the run sends, each twice the last.",
-                     metavar="4KiB:16MiB"),
+        typer.Option(
+            help="Sizes of collectives beside those that the run sends, each twice the last.", metavar="4KiB:16MiB"
+        ),
     ] = None,
     iterations: Annotated[int, typer.Option(help="Calls that are timed, after one that is not.", min=1)] = 20,
     out: Annotated[Path | None, typer.Option(help="Write the JSON there, too.", metavar="FILE")] = None,
     set_: Overrides = None,
     json_: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Measure what this machine does for a run: the matrix products and the attention that one rank of its layout
     computes, its memory, and each collective that the layout uses. Needs no data.
 
@@ -118,9 +121,11 @@ def _measured(run: RunSpec, nproc: int | None, largest: int, options: list[str])
 
     if run.cluster.nodes > 1:
         raise UserError(
-            "cluster.nodes", run.cluster.nodes, "phalanx measure starts the ranks of one node",
+            "cluster.nodes",
+            run.cluster.nodes,
+            "phalanx measure starts the ranks of one node",
             "start each node with torchrun -m phalanx.bench.ranks, or set cluster.nodes = 1",
-        )  # fmt: skip
+        )
     known = nproc or run.cluster.nproc_per_node
     if run.auto_layout:
         run, _ = choose_layout_for(run, known)

@@ -99,9 +99,10 @@ def _layout(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
     if unset.get("offload"):
         unset["offload_directory"] = None
     shards = [
-        size for size in divisors(world_size // (layout.pp * layout.cp * layout.tp))[1:-1]
+        size
+        for size in divisors(world_size // (layout.pp * layout.cp * layout.tp))[1:-1]
         if size * layout.cp * layout.tp % layout.ep == 0
-    ]  # fmt: skip
+    ]
     if data == "hsdp":
         return layout.model_copy(update={**unset, "data_parallel": data, "dp_shard": shards[-1]}) if shards else None
     return layout.model_copy(update={**unset, "data_parallel": data})

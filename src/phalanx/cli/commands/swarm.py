@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from phalanx.spec.swarm import Codec, Method, SwarmSpec
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
     help="Learn one model at several sites, joined by slow links.",
-)  # fmt: skip
+)
 Certificates = Annotated[
     Path, typer.Option("--certs", help="This member's folder, made by phalanx swarm certs.", metavar="DIR")
 ]
@@ -143,9 +146,14 @@ def status(address: Address, certificates: Certificates, json_: Json = False) ->
 
 
 WAYS: tuple[tuple[Method, Codec], ...] = (
-    ("ddp", "fp32"), ("diloco", "fp32"), ("diloco", "int8"), ("spes", "fp32"), ("spes+", "bf16"), ("spes+", "int8"),
+    ("ddp", "fp32"),
+    ("diloco", "fp32"),
+    ("diloco", "int8"),
+    ("spes", "fp32"),
+    ("spes+", "bf16"),
+    ("spes+", "int8"),
     ("spes+", "int4"),
-)  # fmt: skip
+)
 MBIT = 1e6 / 8
 """Bytes in a second of one Mbit/s."""
 

@@ -31,8 +31,10 @@ def print_advice(run: RunSpec, advised: AdviceReport) -> None:
     console.print(
         f"{name}, {here.parameters / 1e9:.3g}B parameters, on {here.ranks:,} x {machine}: "
         f"{advised.agreeing} of {len(advised.advice)} rules that apply agree with the planner",
-        style="bold", highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        style="bold",
+        highlight=False,
+        soft_wrap=True,
+    )
     console.print(f"the planner's best: {_option(best)}", highlight=False, soft_wrap=True)
     for kind, title in TITLES.items():
         mine = [advice for advice in advised.advice if advice.rule.kind == kind]

@@ -82,11 +82,15 @@ def _overview(run: RunSpec, world_size: int, found: Found) -> Table:
             Text(f"{traced['rank']}") + Text(_where(run, world_size, traced["rank"]), "dim"),
             f"{calls:,} {'as planned' if same else 'not as planned'}",
             f"{format_si(sum(line.traced for line in collectives))}B",
-            f"{format_si(total.traced)}B", f"{format_si(total.planned)}B", _off(total),
-            format_si(flops.traced), format_si(flops.planned), _off(flops),
+            f"{format_si(total.traced)}B",
+            f"{format_si(total.planned)}B",
+            _off(total),
+            format_si(flops.traced),
+            format_si(flops.planned),
+            _off(flops),
             f"{traced['tracing']['seconds']:.1f} s",
             style="" if all(line.agrees for line in lines) else "red",
-        )  # fmt: skip
+        )
     return table
 
 
@@ -102,10 +106,16 @@ def _detail(lines: list[PlanCheck]) -> Table:
         calls = calls or f"{line.traced_calls:,} (planned {line.planned_calls:,})"
         of_collective = line.kind == "collective"
         table.add_row(
-            line.what, line.among, f"{line.ranks:,}" if of_collective else "", calls if of_collective else "",
-            f"{format_si(line.traced)}{UNITS[line.kind]}", f"{format_si(line.planned)}{UNITS[line.kind]}", _off(line),
-            line.why, style="" if line.agrees else "red",
-        )  # fmt: skip
+            line.what,
+            line.among,
+            f"{line.ranks:,}" if of_collective else "",
+            calls if of_collective else "",
+            f"{format_si(line.traced)}{UNITS[line.kind]}",
+            f"{format_si(line.planned)}{UNITS[line.kind]}",
+            _off(line),
+            line.why,
+            style="" if line.agrees else "red",
+        )
     return table
 
 

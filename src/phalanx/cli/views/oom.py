@@ -56,14 +56,17 @@ def _head(console: Console, run: RunSpec, found: Diagnosis) -> None:
     console.print(
         f"{name} on {cluster.ranks:,} x {machine}: the fullest rank holds {memory.total / GIB:.1f} GiB of "
         f"{found.limit_bytes / GIB:.1f} that it may: {verdict}",
-        style="bold green" if found.now.fits else "bold red", highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        style="bold green" if found.now.fits else "bold red",
+        highlight=False,
+        soft_wrap=True,
+    )
     parts = ("parameters", "gradients", "optimizer", "activations", "communication")
     console.print(
         ", ".join(f"{part} {getattr(memory, part) / GIB:.1f}" for part in parts)
         + f"; micro-batch {found.micro_batch}, step {_seconds(found.now.step_seconds)} s",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _steps(console: Console, found: Diagnosis) -> None:
@@ -94,8 +97,9 @@ def _best(console: Console, found: Diagnosis) -> None:
     console.print(
         f"\nThe planner's best of all layouts on these devices: {best.candidate}: {best.step_seconds:.3g} s, "
         f"{best.memory_bytes / GIB:.1f} GiB",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _step(table: Table, effect: RemedyEffect, before: RunFootprint) -> RunFootprint:
@@ -112,10 +116,15 @@ def _row(table: Table, effect: RemedyEffect, before: RunFootprint, *more: str) -
     if after.step_seconds and before.step_seconds:
         step += f" ({after.step_seconds / before.step_seconds - 1:+.0%})"
     table.add_row(
-        effect.remedy.name, f"{effect.freed_bytes / GIB:.1f}", f"{part} {size / GIB:.1f}" if size > 0 else "",
-        f"{after.memory.total / GIB:.1f}", step, "fits" if after.fits else "", *more,
+        effect.remedy.name,
+        f"{effect.freed_bytes / GIB:.1f}",
+        f"{part} {size / GIB:.1f}" if size > 0 else "",
+        f"{after.memory.total / GIB:.1f}",
+        step,
+        "fits" if after.fits else "",
+        *more,
         style="green" if after.fits else "",
-    )  # fmt: skip
+    )
 
 
 def _table(*headers: str) -> Table:

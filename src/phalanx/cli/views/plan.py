@@ -201,9 +201,15 @@ def print_predictions(found: Sequence[Prediction | PredictionFailure]) -> None:
             continue
         span = f"{row.step_time_low_s:.4g} to {row.step_time_high_s:.4g}"
         table.add_row(
-            row.id, f"{row.step_time_s:.4g}", span, f"{row.tflops_per_gpu:.0f}", f"{row.mfu:.1f} %",
-            f"{row.memory_gib:.1f}", f"{row.p_oom:.2f}", ", ".join(row.assumed),
-        )  # fmt: skip
+            row.id,
+            f"{row.step_time_s:.4g}",
+            span,
+            f"{row.tflops_per_gpu:.0f}",
+            f"{row.mfu:.1f} %",
+            f"{row.memory_gib:.1f}",
+            f"{row.p_oom:.2f}",
+            ", ".join(row.assumed),
+        )
     _console().print(table)
 
 
@@ -235,8 +241,9 @@ def _head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:
     console.print(
         f"{_where(run, world_size)}, {training.tokens_per_step:,} tokens a step in sequences of "
         f"{training.seq_len:,}; {plan.considered:,} layouts, {plan.fitting:,} likely to fit",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
     console.print(calibration_note(run.cluster), style="dim", highlight=False, soft_wrap=True)
     console.print()
 
@@ -259,10 +266,15 @@ def _where(run: RunSpec, world_size: int) -> str:
 def _figures(option: EvaluatedLayout) -> list[str]:
     step = option.step_seconds
     return [
-        f"{step:.3f}", f"{option.low_seconds:.3g} to {option.high_seconds:.3g}", f"{option.tokens_per_second:,.0f}",
-        f"{option.mfu:.1%}", f"{option.memory_bytes / GIB:.1f}", f"{option.p_oom:.1%}",
-        f"{option.exposed / step:.1%}", f"{max(0.0, option.parts['bubble']) / step:.1%}",
-    ]  # fmt: skip
+        f"{step:.3f}",
+        f"{option.low_seconds:.3g} to {option.high_seconds:.3g}",
+        f"{option.tokens_per_second:,.0f}",
+        f"{option.mfu:.1%}",
+        f"{option.memory_bytes / GIB:.1f}",
+        f"{option.p_oom:.1%}",
+        f"{option.exposed / step:.1%}",
+        f"{max(0.0, option.parts['bubble']) / step:.1%}",
+    ]
 
 
 def _costs(run: RunSpec) -> list[str]:

@@ -17,9 +17,11 @@ Facts = dict[str, Any]
 PARTS = ("compute", "communication", "pipeline", "data", "optimizer", "unattributed")
 """Of a rank's step, in the order in which they are shown."""
 SHORT = {
-    "loss": ("loss {}", "loss"), "tokens_per_second": ("{} tokens/s", "tokens/s"), "mfu": ("MFU {}", ""),
+    "loss": ("loss {}", "loss"),
+    "tokens_per_second": ("{} tokens/s", "tokens/s"),
+    "mfu": ("MFU {}", ""),
     "step_seconds": ("{} a step", "s"),
-}  # fmt: skip
+}
 """What a line says of a step, and the unit of each."""
 BARS = "▁▂▃▄▅▆▇█"
 WIDE = 60

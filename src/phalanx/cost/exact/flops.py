@@ -66,9 +66,14 @@ def training_flops_per_token(spec: ModelSpec, sequence: int, causal: bool = True
 
 
 def recomputed_flops_per_token(
-    spec: ModelSpec, sequence: int, recompute: ActivationCheckpointing, *, flash: bool = True, sharded: bool = False,
+    spec: ModelSpec,
+    sequence: int,
+    recompute: ActivationCheckpointing,
+    *,
+    flash: bool = True,
+    sharded: bool = False,
     causal: bool = True,
-) -> float:  # fmt: skip
+) -> float:
     """FLOPs that the backward pass does once more on one token: what the planner's times have too (`cost.block`).
 
     Of attention's core alone (arXiv 2205.05198, section 5) none where `flash` kernels keep no scores; of operations'

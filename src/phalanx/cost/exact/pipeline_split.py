@@ -24,9 +24,12 @@ ANY_NUMBER = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
 def require_resolved_layout(run: RunSpec) -> None:
     """Raise UserError for a run whose layout nobody has chosen yet."""
     require(
-        not run.auto_layout, "layout", "auto", "is the planner's to choose, which is not asked here",
+        not run.auto_layout,
+        "layout",
+        "auto",
+        "is the planner's to choose, which is not asked here",
         "use phalanx train, or write it down with phalanx plan RUN.toml --out FILE",
-    )  # fmt: skip
+    )
 
 
 def check_layout(run: RunSpec, world_size: int) -> None:
@@ -56,10 +59,11 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
     name = layout.schedule_file or layout.schedule
     if name not in ANY_NUMBER and cut.global_batch_size % (cut.dp_size * cut.micro_batch_size):
         raise UserError(
-            "training.tokens_per_step", run.training.tokens_per_step,
+            "training.tokens_per_step",
+            run.training.tokens_per_step,
             f'gives ranks different numbers of micro-batches, which "{name}" does not take',
             "make it a multiple of micro-batch x data-parallel ranks x training.seq_len",
-        )  # fmt: skip
+        )
     first, last = schedule.end_ranks
     if run.model.tie_embeddings and first != last and layout.data_parallel in ("zero3", "hsdp"):
         raise UserError(
@@ -70,9 +74,11 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
         )
     if run.training.compile and schedule.splits_backward:
         raise UserError(
-            "training.compile", True, f'cannot split backward passes as "{name}" does',
+            "training.compile",
+            True,
+            f'cannot split backward passes as "{name}" does',
             'set it to false, or use layout.schedule = "1f1b" (and no schedule_file)',
-        )  # fmt: skip
+        )
 
 
 def layers_per_stage(run: RunSpec) -> list[range]:
@@ -142,10 +148,12 @@ def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
     layers = len(costs) - 2
     if stages > layers:
         raise UserError(
-            "stages", stages, f"are too many for a model of {layers} layers; each needs one at least",
+            "stages",
+            stages,
+            f"are too many for a model of {layers} layers; each needs one at least",
             f"use at most {layers} in all (ranks x stages of each: two with zb-v, dualpipe-v and searched schedules), "
             "or a deeper model",
-        )  # fmt: skip
+        )
     first, *blocks, last = costs
     blocks[0] += first
     blocks[-1] += last

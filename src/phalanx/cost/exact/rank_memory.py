@@ -248,9 +248,14 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
             )
             at = pipeline_memory_peaks(kept, passes[place], beside, sent)
         parts = RankMemory(
-            state.parameters, state.gradients, state.optimizer, most,
-            beside + max((each.bytes for each in sent), default=0), offloaded, in_files,
-        )  # fmt: skip
+            state.parameters,
+            state.gradients,
+            state.optimizer,
+            most,
+            beside + max((each.bytes for each in sent), default=0),
+            offloaded,
+            in_files,
+        )
         found.append(replace(parts, non_concurrent_bytes=parts.total - max(at)))
     return found
 

@@ -66,12 +66,15 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
     apart_shards = same if layout.data_parallel in SHARDED_STRATEGIES else 1
     return [
         RankTensors(
-            {name: shapes[name] for name in names if name not in apart}, data.dp_shard,
-            {name: shapes[name] for name in names if name in apart}, apart_shards,
-            tuple(names), shapes["embedding.weight"] if copied else None,
+            {name: shapes[name] for name in names if name not in apart},
+            data.dp_shard,
+            {name: shapes[name] for name in names if name in apart},
+            apart_shards,
+            tuple(names),
+            shapes["embedding.weight"] if copied else None,
         )
         for names, copied in _names(run, list(shapes))
-    ]  # fmt: skip
+    ]
 
 
 def _share(layout: Layout, share: TensorSharding, shape: Shape, tp_rank: int) -> Shape:

@@ -119,9 +119,13 @@ class RoundTime:
 
 
 def round_time(
-    sent: RoundBytes, up_bytes_per_second: float, down_bytes_per_second: float, steps: int, step_seconds: float,
+    sent: RoundBytes,
+    up_bytes_per_second: float,
+    down_bytes_per_second: float,
+    steps: int,
+    step_seconds: float,
     delay: int = 0,
-) -> RoundTime:  # fmt: skip
+) -> RoundTime:
     """Of `steps`, of which a node does `delay` while its update is under way (Streaming DiLoCo, arXiv 2501.18512,
     section 2.3)."""
     wire = sent.seconds(up_bytes_per_second, down_bytes_per_second)

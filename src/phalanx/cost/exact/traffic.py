@@ -112,11 +112,16 @@ def _sharded_traffic(
         for row in _with_calls(
             of,
             step_traffic(
-                layout.data_parallel, computed * count, kept * count, ranks, times, replicas=replicas,
+                layout.data_parallel,
+                computed * count,
+                kept * count,
+                ranks,
+                times,
+                replicas=replicas,
                 reshard_after_forward=reshards,
             ),
         )
-    ]  # fmt: skip
+    ]
     return [*traffic, *muon]
 
 
@@ -145,9 +150,13 @@ def _model_parallel_traffic(run: RunSpec, world_size: int, of_places: list[RankT
         sharded=layout.data_parallel in SHARDED_STRATEGIES
     )
     of = ForwardShape(
-        cut.micro_batch_size, run.training.seq_len, run.training.precision, layout,
-        effective_strategy(layout, data.dp_shard) == "ddp", run.data.mask_documents,
-    )  # fmt: skip
+        cut.micro_batch_size,
+        run.training.seq_len,
+        run.training.precision,
+        layout,
+        effective_strategy(layout, data.dp_shard) == "ddp",
+        run.data.mask_documents,
+    )
     if layout.pp == 1:
         return [
             _scaled(

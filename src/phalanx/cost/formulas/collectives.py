@@ -10,9 +10,20 @@ from typing import Literal
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 Operation = Collective | Literal["send", "recv"]
 GroupKind = Literal[
-    "data", "replicas", "same_experts", "expert_replicas", "tp", "copies", "parts", "cp", "ep", "pp", "ends", "losses",
+    "data",
+    "replicas",
+    "same_experts",
+    "expert_replicas",
+    "tp",
+    "copies",
+    "parts",
+    "cp",
+    "ep",
+    "pp",
+    "ends",
+    "losses",
     "servers",
-]  # fmt: skip
+]
 """Who exchanges something. data: ranks that share a copy of what is not an expert (ddp: that each have one), replicas:
 those with the same part of other copies, and the same of experts that are apart; tp, cp, ep, pp: the axes, copies:
 tensor-parallel neighbours with the same key/value heads, parts: those with different ones; ends: the first and the last

@@ -10,14 +10,25 @@ from phalanx.doctor.machine import Machine
 
 OFFSET_SECONDS = 30
 SYNCHRONISED = CheckRule(
-    "clock.synchronised", "whether the clock follows a server's", "WARN", "yes", "", "Primus (clock skew 30 s)",
+    "clock.synchronised",
+    "whether the clock follows a server's",
+    "WARN",
+    "yes",
+    "",
+    "Primus (clock skew 30 s)",
     "start chronyd or systemd-timesyncd, and let it reach its server",
     "systemctl enable --now chronyd; chronyc sources",
-)  # fmt: skip
+)
 OFFSET = CheckRule(
-    "clock.offset", "how far the clock is from the server's", "FAIL", f"at most {OFFSET_SECONDS}", "s",
-    "Primus (clock skew 30 s)", "set the clock", "chronyc makestep",
-)  # fmt: skip
+    "clock.offset",
+    "how far the clock is from the server's",
+    "FAIL",
+    f"at most {OFFSET_SECONDS}",
+    "s",
+    "Primus (clock skew 30 s)",
+    "set the clock",
+    "chronyc makestep",
+)
 RULES = (SYNCHRONISED, OFFSET)
 UNKNOWN = [OFFSET.skip("only chronyc says: gather several nodes (--leave, --gather)")]
 

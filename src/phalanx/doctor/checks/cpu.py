@@ -11,24 +11,46 @@ from phalanx.doctor.probes import pci
 
 CPUS = "/sys/devices/system/cpu"
 GOVERNOR = CheckRule(
-    "cpu.governor", "what sets the clock of the cores", "WARN", "performance", "", "GCM (governor performance)",
-    "let cores run at full clock: ranks wait for the host else", "cpupower frequency-set -g performance",
-)  # fmt: skip
+    "cpu.governor",
+    "what sets the clock of the cores",
+    "WARN",
+    "performance",
+    "",
+    "GCM (governor performance)",
+    "let cores run at full clock: ranks wait for the host else",
+    "cpupower frequency-set -g performance",
+)
 OFFLINE = CheckRule(
-    "cpu.offline", "cores that are switched off", "WARN", "none", "", "ours: the node is weaker than its fellows",
-    "switch them on, or say why they are off", "cat /sys/devices/system/cpu/offline; lscpu",
-)  # fmt: skip
+    "cpu.offline",
+    "cores that are switched off",
+    "WARN",
+    "none",
+    "",
+    "ours: the node is weaker than its fellows",
+    "switch them on, or say why they are off",
+    "cat /sys/devices/system/cpu/offline; lscpu",
+)
 BALANCING = CheckRule(
-    "cpu.numa_balancing", "automatic NUMA balancing, on nodes with GPUs", "WARN", "0", "",
-    "AMD, ROCm system optimization (pages that move stall GPUs); NVIDIA says the same of GH200", "switch it off",
+    "cpu.numa_balancing",
+    "automatic NUMA balancing, on nodes with GPUs",
+    "WARN",
+    "0",
+    "",
+    "AMD, ROCm system optimization (pages that move stall GPUs); NVIDIA says the same of GH200",
+    "switch it off",
     "sysctl -w kernel.numa_balancing=0",
-)  # fmt: skip
+)
 AVX512 = ("avx512bw", "avx512dq", "avx512vl")
 BF16 = CheckRule(
-    "cpu.bf16", "what CPUs can, where they compute in bf16", "WARN", f"{', '.join(AVX512)}; or bf16 of ARM", "",
+    "cpu.bf16",
+    "what CPUs can, where they compute in bf16",
+    "WARN",
+    f"{', '.join(AVX512)}; or bf16 of ARM",
+    "",
     "PyTorch (mkldnn_bf16_device_check): without it bf16 is computed number by number, some 30 times slower",
-    'set training.precision = "fp32"', "phalanx doctor RUN.toml --set training.precision=fp32; lscpu",
-)  # fmt: skip
+    'set training.precision = "fp32"',
+    "phalanx doctor RUN.toml --set training.precision=fp32; lscpu",
+)
 RULES = (GOVERNOR, OFFLINE, BALANCING, BF16)
 
 

@@ -20,14 +20,25 @@ MIB, MB, GB = 2**20, 1e6, 1e9
 WRITTEN_MIB, QUICKLY_MIB = 256, 64
 WRITE_SECONDS = 20
 FULL = CheckRule(
-    "disk.full", "share of the disk that is in use", "WARN", f"less than {FULL_WARN}", "%", "GCM (80 %)",
-    "make room on {device}", "df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
-)  # fmt: skip
-VERY_FULL = CheckRule(
-    "disk.very_full", "share of the disk that is in use", "FAIL", f"less than {FULL_FAIL}", "%",
-    "Imbue (disk >= 95 %)", "make room on {device} before the run: it will die of it",
+    "disk.full",
+    "share of the disk that is in use",
+    "WARN",
+    f"less than {FULL_WARN}",
+    "%",
+    "GCM (80 %)",
+    "make room on {device}",
     "df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
-)  # fmt: skip
+)
+VERY_FULL = CheckRule(
+    "disk.very_full",
+    "share of the disk that is in use",
+    "FAIL",
+    f"less than {FULL_FAIL}",
+    "%",
+    "Imbue (disk >= 95 %)",
+    "make room on {device} before the run: it will die of it",
+    "df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
+)
 ROOM = CheckRule(
     "disk.room",
     "free space",
@@ -39,15 +50,25 @@ ROOM = CheckRule(
     "df -h {device}",
 )
 WRITE = CheckRule(
-    "disk.write", "speed of a file that is written and synced", "WARN", f"at least {WRITE_MB_PER_SECOND}", "MB/s",
+    "disk.write",
+    "speed of a file that is written and synced",
+    "WARN",
+    f"at least {WRITE_MB_PER_SECOND}",
+    "MB/s",
     "ours: a rank that saves 1 GB waits for 10 s",
     "write to a faster disk (`out` in the run file); look who else writes there",
     "python -m phalanx.doctor.disk_write_probe {device} 256; iostat -x 1",
-)  # fmt: skip
+)
 WRITABLE = CheckRule(
-    "disk.writable", "whether files can be written", "FAIL", "yes", "", "ours",
-    "mount it for writing, or set `out` to another", "findmnt -T {device}; ls -ld {device}",
-)  # fmt: skip
+    "disk.writable",
+    "whether files can be written",
+    "FAIL",
+    "yes",
+    "",
+    "ours",
+    "mount it for writing, or set `out` to another",
+    "findmnt -T {device}; ls -ld {device}",
+)
 RULES = (FULL, VERY_FULL, ROOM, WRITABLE, WRITE)
 
 

@@ -10,24 +10,45 @@ from phalanx.doctor.probes import nvidia_smi
 CORRECTED = 50_000_000
 """GCM (Meta): corrected errors > 50 million."""
 UNCORRECTED_RULE = CheckRule(
-    "ecc.uncorrected", "uncorrectable ECC errors since the driver was loaded", "FAIL", "0", "errors",
-    "Imbue, GCM (volatile uncorrected > 0)", "drain the node and reset {device}; replace it if they come back",
+    "ecc.uncorrected",
+    "uncorrectable ECC errors since the driver was loaded",
+    "FAIL",
+    "0",
+    "errors",
+    "Imbue, GCM (volatile uncorrected > 0)",
+    "drain the node and reset {device}; replace it if they come back",
     "nvidia-smi -q -d ECC,ROW_REMAPPER",
-)  # fmt: skip
+)
 CORRECTED_RULE = CheckRule(
-    "ecc.corrected", "corrected ECC errors since the driver was loaded", "WARN", f"at most {CORRECTED:,}", "errors",
-    "GCM (corrected > 50 M)", "have {device} tested at the next maintenance", "dcgmi diag -r 3",
-)  # fmt: skip
+    "ecc.corrected",
+    "corrected ECC errors since the driver was loaded",
+    "WARN",
+    f"at most {CORRECTED:,}",
+    "errors",
+    "GCM (corrected > 50 M)",
+    "have {device} tested at the next maintenance",
+    "dcgmi diag -r 3",
+)
 PENDING = CheckRule(
-    "ecc.remap_pending", "rows that wait to be remapped", "FAIL", "none", "",
+    "ecc.remap_pending",
+    "rows that wait to be remapped",
+    "FAIL",
+    "none",
+    "",
     "NVIDIA, GPU Memory Error Management; OCI (row remap)",
-    "reset the GPU when no process uses it: rows are remapped then", "nvidia-smi --gpu-reset -i {device}",
-)  # fmt: skip
+    "reset the GPU when no process uses it: rows are remapped then",
+    "nvidia-smi --gpu-reset -i {device}",
+)
 FAILED = CheckRule(
-    "ecc.remap_failed", "rows that could not be remapped", "FAIL", "none", "",
-    "NVIDIA, GPU Memory Error Management (RMA criterion)", "replace the GPU: it has no spare rows left",
+    "ecc.remap_failed",
+    "rows that could not be remapped",
+    "FAIL",
+    "none",
+    "",
+    "NVIDIA, GPU Memory Error Management (RMA criterion)",
+    "replace the GPU: it has no spare rows left",
     "nvidia-smi -q -d ROW_REMAPPER -i {device}",
-)  # fmt: skip
+)
 RULES = (UNCORRECTED_RULE, CORRECTED_RULE, PENDING, FAILED)
 
 

@@ -12,62 +12,125 @@ BUSY_MIB = 2048
 MIB = 2**20
 IDENTITY = ("index", "name", "pci.bus_id", "memory.total", "memory.used", "driver_version", "vbios_version")
 STATE = (
-    "index", "persistence_mode", "mig.mode.current", "compute_mode", "power.limit", "power.default_limit",
-    "clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown",
-)  # fmt: skip
+    "index",
+    "persistence_mode",
+    "mig.mode.current",
+    "compute_mode",
+    "power.limit",
+    "power.default_limit",
+    "clocks_throttle_reasons.hw_thermal_slowdown",
+    "clocks_throttle_reasons.hw_power_brake_slowdown",
+)
 ANSWERS = CheckRule(
-    "gpu.answers", "nvidia-smi", "FAIL", f"answers within {COMMAND_SECONDS} s", "", "Primus (smi latency > 5 s fails)",
+    "gpu.answers",
+    "nvidia-smi",
+    "FAIL",
+    f"answers within {COMMAND_SECONDS} s",
+    "",
+    "Primus (smi latency > 5 s fails)",
     "drain the node and reboot it; if nvidia-smi still hangs or fails, reinstall the driver or replace the GPU",
     "nvidia-smi; dmesg | grep -i -e nvrm -e xid",
-)  # fmt: skip
+)
 COUNT = CheckRule(
-    "gpu.count", "GPUs that nvidia-smi lists", "FAIL",
-    "as many as the run asks for, and as this process has of the bus", "GPUs", "AZNHC, GCM (manifest)",
+    "gpu.count",
+    "GPUs that nvidia-smi lists",
+    "FAIL",
+    "as many as the run asks for, and as this process has of the bus",
+    "GPUs",
+    "AZNHC, GCM (manifest)",
     "drain the node: a GPU is lost; reboot, then have it reseated or replaced",
     "nvidia-smi -L; lspci -d 10de:; dmesg | grep -i 'fallen off the bus'",
-)  # fmt: skip
+)
 MODEL = CheckRule(
-    "gpu.model", "name of each GPU", "WARN", "the same as the others'", "", "Primus (drift against the majority)",
-    "use nodes with GPUs of one kind: the slowest decides", "nvidia-smi -L",
-)  # fmt: skip
+    "gpu.model",
+    "name of each GPU",
+    "WARN",
+    "the same as the others'",
+    "",
+    "Primus (drift against the majority)",
+    "use nodes with GPUs of one kind: the slowest decides",
+    "nvidia-smi -L",
+)
 BUSY = CheckRule(
-    "gpu.busy", "memory in use", "WARN", f"less than {BUSY_MIB}", "MiB", "Primus (HBM busy >= 2 GiB)",
+    "gpu.busy",
+    "memory in use",
+    "WARN",
+    f"less than {BUSY_MIB}",
+    "MiB",
+    "Primus (HBM busy >= 2 GiB)",
     "end the processes that an earlier job left on {device}",
     "nvidia-smi --query-compute-apps=gpu_bus_id,pid,name,used_memory --format=csv",
-)  # fmt: skip
+)
 HEADROOM = CheckRule(
-    "gpu.headroom", "free memory", "FAIL", "at least what the run's fullest rank needs", "MiB",
-    "the run (`phalanx memory`)", "free {device}, or take a layout that needs less: phalanx advise oom RUN.toml",
+    "gpu.headroom",
+    "free memory",
+    "FAIL",
+    "at least what the run's fullest rank needs",
+    "MiB",
+    "the run (`phalanx memory`)",
+    "free {device}, or take a layout that needs less: phalanx advise oom RUN.toml",
     "phalanx memory RUN.toml; nvidia-smi",
-)  # fmt: skip
+)
 PERSISTENCE = CheckRule(
-    "gpu.persistence", "persistence mode", "WARN", "Enabled", "", "NVIDIA, Driver Persistence",
-    "keep the driver loaded: each first use takes seconds without it", "systemctl enable --now nvidia-persistenced",
-)  # fmt: skip
+    "gpu.persistence",
+    "persistence mode",
+    "WARN",
+    "Enabled",
+    "",
+    "NVIDIA, Driver Persistence",
+    "keep the driver loaded: each first use takes seconds without it",
+    "systemctl enable --now nvidia-persistenced",
+)
 MIG = CheckRule(
-    "gpu.mig", "MIG mode", "FAIL", "Disabled", "", "NVIDIA, MIG User Guide (no P2P between instances)",
-    "switch MIG off on {device}, once nobody uses its instances", "nvidia-smi -i {gpu} -mig 0",
-)  # fmt: skip
+    "gpu.mig",
+    "MIG mode",
+    "FAIL",
+    "Disabled",
+    "",
+    "NVIDIA, MIG User Guide (no P2P between instances)",
+    "switch MIG off on {device}, once nobody uses its instances",
+    "nvidia-smi -i {gpu} -mig 0",
+)
 COMPUTE = CheckRule(
-    "gpu.compute_mode", "compute mode", "FAIL", "not Prohibited", "", "nvidia-smi manual (no process may use it)",
-    "allow processes on {device}", "nvidia-smi -i {gpu} -c DEFAULT",
-)  # fmt: skip
+    "gpu.compute_mode",
+    "compute mode",
+    "FAIL",
+    "not Prohibited",
+    "",
+    "nvidia-smi manual (no process may use it)",
+    "allow processes on {device}",
+    "nvidia-smi -i {gpu} -c DEFAULT",
+)
 POWER = CheckRule(
-    "gpu.power_limit", "power limit", "WARN", "at least the default", "W", "DCGM diag (target_power, H100 700 W)",
-    "lift the power limit of {device}", "nvidia-smi -i {gpu} -pl DEFAULT_WATTS",
-)  # fmt: skip
+    "gpu.power_limit",
+    "power limit",
+    "WARN",
+    "at least the default",
+    "W",
+    "DCGM diag (target_power, H100 700 W)",
+    "lift the power limit of {device}",
+    "nvidia-smi -i {gpu} -pl DEFAULT_WATTS",
+)
 SLOWDOWN = CheckRule(
-    "gpu.slowdown", "slowed down by heat or by the power supply", "FAIL", "Not Active", "",
+    "gpu.slowdown",
+    "slowed down by heat or by the power supply",
+    "FAIL",
+    "Not Active",
+    "",
     "NVML, clocks event reasons (HW thermal slowdown, HW power brake)",
     "mend cooling or power of {device}, and drain the node until then",
     "nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
-)  # fmt: skip
+)
 INFOROM = CheckRule(
-    "gpu.inforom", "infoROM of each GPU", "WARN", "not corrupted", "",
+    "gpu.inforom",
+    "infoROM of each GPU",
+    "WARN",
+    "not corrupted",
+    "",
     "nvidia-smi manual (return code 14); DCGM (health watch of the infoROM)",
     "have {device} looked at at the next maintenance: its ECC history is lost, and settings do not last",
     "nvidia-smi -q -i {gpu}; nvidia-bug-report.sh",
-)  # fmt: skip
+)
 RULES = (ANSWERS, COUNT, MODEL, BUSY, HEADROOM, INFOROM, PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)
 SLOW = ("clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown")
 

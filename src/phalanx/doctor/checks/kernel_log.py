@@ -11,56 +11,117 @@ from phalanx.doctor.machine import CommandTimeout, Machine
 from phalanx.doctor.probes import pci
 from phalanx.doctor.probes.nvidia_smi import first_line
 
-OF_HARDWARE = frozenset((
-    48, *range(56, 59), *range(62, 65), *range(68, 78), *range(79, 87), 88, 89, 92, *range(94, 106), *range(110, 121),
-    *range(122, 126), 140, *range(144, 151),
-))  # fmt: skip
+OF_HARDWARE = frozenset(
+    (
+        48,
+        *range(56, 59),
+        *range(62, 65),
+        *range(68, 78),
+        *range(79, 87),
+        88,
+        89,
+        92,
+        *range(94, 106),
+        *range(110, 121),
+        *range(122, 126),
+        140,
+        *range(144, 151),
+    )
+)
 """Xids that OCI takes for the hardware's, and NVIDIA's of later GPUs: an unrecovered ECC error (140), and NVLink's of
 Blackwell (144 to 150). Others mostly follow from a program's mistake."""
 RECOVERY, HARMLESS = 154, ("None", "Drain P2P")
 """The Xid that says what the GPU needs now, and what of that is no reset and no reboot."""
 XID = CheckRule(
-    "kernel.xid", "Xids of hardware in the kernel's log", "FAIL", "none", "Xid",
+    "kernel.xid",
+    "Xids of hardware in the kernel's log",
+    "FAIL",
+    "none",
+    "Xid",
     "OCI (its set of Xids); NVIDIA, XID Errors",
     "drain the node, reset {device} or reboot; replace the GPU if it comes back",
     "dmesg | grep -i xid; nvidia-bug-report.sh",
-)  # fmt: skip
+)
 OTHER_XID = CheckRule(
-    "kernel.xid_software", "other Xids in the kernel's log", "WARN", "none", "Xid", "NVIDIA, XID Errors",
+    "kernel.xid_software",
+    "other Xids in the kernel's log",
+    "WARN",
+    "none",
+    "Xid",
+    "NVIDIA, XID Errors",
     "most follow from a program's mistake; if other programs on {device} have them too, have it tested",
     "dmesg | grep -i xid",
-)  # fmt: skip
+)
 SWITCH = CheckRule(
-    "kernel.sxid", "fatal errors of NVSwitches in the kernel's log", "FAIL", "none", "SXid",
-    "NVIDIA, Fabric Manager User Guide (SXid)", "drain the node; reset all GPUs and switches",
+    "kernel.sxid",
+    "fatal errors of NVSwitches in the kernel's log",
+    "FAIL",
+    "none",
+    "SXid",
+    "NVIDIA, Fabric Manager User Guide (SXid)",
+    "drain the node; reset all GPUs and switches",
     "dmesg | grep -i sxid; nvidia-smi --gpu-reset",
-)  # fmt: skip
+)
 LOST = CheckRule(
-    "kernel.gpu_lost", "GPUs that fell off the bus", "FAIL", "none", "", "NVIDIA, XID Errors (79)",
-    "drain the node, power it off and on; have {device} reseated", "dmesg | grep 'fallen off the bus'",
-)  # fmt: skip
+    "kernel.gpu_lost",
+    "GPUs that fell off the bus",
+    "FAIL",
+    "none",
+    "",
+    "NVIDIA, XID Errors (79)",
+    "drain the node, power it off and on; have {device} reseated",
+    "dmesg | grep 'fallen off the bus'",
+)
 LIMITED = CheckRule(
-    "kernel.pcie_limited", "GPUs and RDMA cards that the kernel says are limited", "WARN", "none", "",
-    "Imbue (available PCIe bandwidth, limited by)", "have {device} reseated, or put it into another slot",
+    "kernel.pcie_limited",
+    "GPUs and RDMA cards that the kernel says are limited",
+    "WARN",
+    "none",
+    "",
+    "Imbue (available PCIe bandwidth, limited by)",
+    "have {device} reseated, or put it into another slot",
     "dmesg | grep 'limited by'",
-)  # fmt: skip
+)
 AER = CheckRule(
-    "kernel.aer", "uncorrected PCIe errors in the kernel's log", "FAIL", "none", "", "Linux, PCIe AER; DCGM",
-    "have {device} reseated", "dmesg | grep -i aer; lspci -s {device} -vv",
-)  # fmt: skip
+    "kernel.aer",
+    "uncorrected PCIe errors in the kernel's log",
+    "FAIL",
+    "none",
+    "",
+    "Linux, PCIe AER; DCGM",
+    "have {device} reseated",
+    "dmesg | grep -i aer; lspci -s {device} -vv",
+)
 MACHINE_CHECK = CheckRule(
-    "kernel.machine_check", "errors of CPU or memory", "WARN", "none", "", "Linux, machine check",
-    "have memory and CPU tested", "dmesg | grep -i 'hardware error'; ras-mc-ctl --summary",
-)  # fmt: skip
+    "kernel.machine_check",
+    "errors of CPU or memory",
+    "WARN",
+    "none",
+    "",
+    "Linux, machine check",
+    "have memory and CPU tested",
+    "dmesg | grep -i 'hardware error'; ras-mc-ctl --summary",
+)
 OUT_OF_MEMORY = CheckRule(
-    "kernel.out_of_memory", "programs that the kernel killed for memory", "WARN", "none", "", "Linux (oom-killer)",
-    "see whose memory it was, and whether that job is gone", "dmesg | grep -i 'killed process'",
-)  # fmt: skip
+    "kernel.out_of_memory",
+    "programs that the kernel killed for memory",
+    "WARN",
+    "none",
+    "",
+    "Linux (oom-killer)",
+    "see whose memory it was, and whether that job is gone",
+    "dmesg | grep -i 'killed process'",
+)
 DISK = CheckRule(
-    "kernel.disk", "errors of disks, or file systems made read-only", "FAIL", "none", "", "Linux (blk, ext4, xfs)",
+    "kernel.disk",
+    "errors of disks, or file systems made read-only",
+    "FAIL",
+    "none",
+    "",
+    "Linux (blk, ext4, xfs)",
     "replace {device}; check its file system",
     "dmesg | grep -i -e 'I/O error' -e read-only; smartctl -a /dev/{device}",
-)  # fmt: skip
+)
 RULES = (XID, OTHER_XID, SWITCH, LOST, LIMITED, AER, MACHINE_CHECK, OUT_OF_MEMORY, DISK)
 AN_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)(.*)")
 AN_ACTION = re.compile(r"recovery action changed from .* to \S+ \((.*?)\)")

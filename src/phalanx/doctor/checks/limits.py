@@ -14,20 +14,35 @@ GIB = 2**30
 MEMLOCK_GIB = 32
 SHM_GIB, SHM_SHARE = 8, 0.4
 MEMLOCK = CheckRule(
-    "host.memlock", "memory that a process may lock, for RDMA", "FAIL", f"at least {MEMLOCK_GIB}, or unlimited", "GiB",
-    "Primus (memlock >= 32 GiB)", "lift the limit, and start the job anew",
+    "host.memlock",
+    "memory that a process may lock, for RDMA",
+    "FAIL",
+    f"at least {MEMLOCK_GIB}, or unlimited",
+    "GiB",
+    "Primus (memlock >= 32 GiB)",
+    "lift the limit, and start the job anew",
     "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in slurmd.service",
-)  # fmt: skip
+)
 SHM = CheckRule(
-    "host.shm", "size of /dev/shm", "FAIL", f"at least {SHM_GIB}, or {SHM_SHARE:g} of a smaller memory", "GiB",
+    "host.shm",
+    "size of /dev/shm",
+    "FAIL",
+    f"at least {SHM_GIB}, or {SHM_SHARE:g} of a smaller memory",
+    "GiB",
     "Primus (/dev/shm >= 8 GiB)",
     "make it larger: ranks of a node, and loaders, share memory there",
     "mount -o remount,size=16G /dev/shm; docker run --shm-size=16g",
-)  # fmt: skip
+)
 SHM_FREE = CheckRule(
-    "host.shm_free", "free space of /dev/shm", "WARN", "as much", "GiB", "Primus (/dev/shm >= 8 GiB)",
-    "remove what earlier jobs left there", "ls -la /dev/shm",
-)  # fmt: skip
+    "host.shm_free",
+    "free space of /dev/shm",
+    "WARN",
+    "as much",
+    "GiB",
+    "Primus (/dev/shm >= 8 GiB)",
+    "remove what earlier jobs left there",
+    "ls -la /dev/shm",
+)
 RULES = (MEMLOCK, SHM, SHM_FREE)
 
 

@@ -14,21 +14,32 @@ from phalanx.doctor.probes import pci
 GIB = 2**30
 LEAST_FREE = 0.1
 AVAILABLE = CheckRule(
-    "memory.available", "share of memory that is available", "WARN", f"at least {100 * LEAST_FREE:g}", "%",
-    "ours: below that the kernel reclaims while it works", "end what earlier jobs left behind",
+    "memory.available",
+    "share of memory that is available",
+    "WARN",
+    f"at least {100 * LEAST_FREE:g}",
+    "%",
+    "ours: below that the kernel reclaims while it works",
+    "end what earlier jobs left behind",
     "ps aux --sort=-rss | head",
-)  # fmt: skip
+)
 HEADROOM = CheckRule(
-    "memory.headroom", "memory that is available, where CPUs compute", "FAIL", "at least what the run's ranks need",
-    "GiB", "the run (`phalanx memory`)", "free memory, start fewer ranks, or take a layout that needs less",
+    "memory.headroom",
+    "memory that is available, where CPUs compute",
+    "FAIL",
+    "at least what the run's ranks need",
+    "GiB",
+    "the run (`phalanx memory`)",
+    "free memory, start fewer ranks, or take a layout that needs less",
     "phalanx memory RUN.toml; free -h",
-)  # fmt: skip
+)
 RULES = (AVAILABLE, HEADROOM)
 VERSION_2 = "/sys/fs/cgroup", ("memory.max", "memory.current", "memory.stat"), "(?:in)?active_file"
 VERSION_1 = (
-    "/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+    "/sys/fs/cgroup/memory",
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
     "total_(?:in)?active_file",
-)  # fmt: skip
+)
 """Of cgroups: where they are, limit, use and statistics, and of these the pages of files (Linux, cgroup-v2.rst and
 cgroup-v1/memory.rst)."""
 

@@ -11,15 +11,25 @@ from phalanx.doctor.probes.nvidia_smi import leading_number
 LEAST = 4200
 """RDMA's 4096 bytes and its headers; Ethernet's usual 1500 leave packets of 1024."""
 LARGE = CheckRule(
-    "mtu.large", "MTU of the interfaces of RoCE ports", "WARN", f"at least {LEAST}", "bytes",
-    "NVIDIA, RoCE (RDMA MTU 4096 needs 4200)", "set the MTU of {device} to 9000, on its switch port too",
+    "mtu.large",
+    "MTU of the interfaces of RoCE ports",
+    "WARN",
+    f"at least {LEAST}",
+    "bytes",
+    "NVIDIA, RoCE (RDMA MTU 4096 needs 4200)",
+    "set the MTU of {device} to 9000, on its switch port too",
     "ip link set {device} mtu 9000",
-)  # fmt: skip
+)
 SAME = CheckRule(
-    "mtu.same", "MTU of the interfaces of RoCE ports", "FAIL", "the same as the others'", "bytes",
-    "Primus (MTU drift against the majority)", "set the MTU of {device} to that of the others",
+    "mtu.same",
+    "MTU of the interfaces of RoCE ports",
+    "FAIL",
+    "the same as the others'",
+    "bytes",
+    "Primus (MTU drift against the majority)",
+    "set the MTU of {device} to that of the others",
     "ip link set {device} mtu 9000",
-)  # fmt: skip
+)
 RULES = (LARGE, SAME)
 
 

@@ -12,24 +12,38 @@ from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check
 from phalanx.doctor.machine import Machine
 
 SOCKETS = CheckRule(
-    "nccl.fallback", "network that NCCL took", "FAIL", "not sockets, where there are RDMA devices", "",
+    "nccl.fallback",
+    "network that NCCL took",
+    "FAIL",
+    "not sockets, where there are RDMA devices",
+    "",
     "NCCL (NET/IB to NET/Socket)",
-    "find out why RDMA failed: NCCL_IB_HCA, memlock, /dev/infiniband in the container, the lines before it "
-    "in the log", "grep -e NET/ -e WARN LOG; NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET",
-)  # fmt: skip
+    "find out why RDMA failed: NCCL_IB_HCA, memlock, /dev/infiniband in the container, the lines before it in the log",
+    "grep -e NET/ -e WARN LOG; NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET",
+)
 DIRECT = CheckRule(
-    "nccl.gdr", "channels over the network without GPUDirect RDMA", "WARN", "0", "channels",
+    "nccl.gdr",
+    "channels over the network without GPUDirect RDMA",
+    "WARN",
+    "0",
+    "channels",
     "NCCL (via NET/IB/0/GDRDMA)",
     "load nvidia_peermem, or use a kernel and driver with dma-buf; see the way from GPU to card",
     "modprobe nvidia_peermem; grep 'via NET' LOG",
-)  # fmt: skip
+)
 WARNINGS = CheckRule(
-    "nccl.warnings", "warnings", "WARN", "none", "", "NCCL (NCCL WARN)", "read what NCCL says", "grep 'NCCL WARN' LOG",
-)  # fmt: skip
+    "nccl.warnings", "warnings", "WARN", "none", "", "NCCL (NCCL WARN)", "read what NCCL says", "grep 'NCCL WARN' LOG"
+)
 VERSION = CheckRule(
-    "nccl.version", "NCCL of each host", "FAIL", "the same", "", "NCCL (ranks of one communicator need one version)",
-    "install the same PyTorch on {device}", "python -c 'import torch; print(torch.cuda.nccl.version())'",
-)  # fmt: skip
+    "nccl.version",
+    "NCCL of each host",
+    "FAIL",
+    "the same",
+    "",
+    "NCCL (ranks of one communicator need one version)",
+    "install the same PyTorch on {device}",
+    "python -c 'import torch; print(torch.cuda.nccl.version())'",
+)
 RULES = (SOCKETS, DIRECT, WARNINGS, VERSION)
 LINE = re.compile(r"^(?:.*?[\s:])??([\w.-]+):\d+:\d+ \[\d+\] (?:\S+:\d+ )?NCCL (INFO|WARN) (.*)$")
 """host:pid:tid [device] NCCL INFO ..., and of a warning its place in the source, as NCCL's src/debug.cc writes them;

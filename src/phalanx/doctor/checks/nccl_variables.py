@@ -16,38 +16,75 @@ LOCAL = ("lo", "docker", "veth", "virbr")
 GLOO = INTERFACES[1]
 LEFT_OVER = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO")
 EXISTS = CheckRule(
-    "nccl.interface", "interfaces that NCCL_SOCKET_IFNAME takes", "FAIL",
-    "at least one that is there", "", "NCCL (NCCL_SOCKET_IFNAME); Primus",
-    "name an interface of this node in {device}, or unset it", "ip -br link; env | grep SOCKET_IFNAME",
-)  # fmt: skip
+    "nccl.interface",
+    "interfaces that NCCL_SOCKET_IFNAME takes",
+    "FAIL",
+    "at least one that is there",
+    "",
+    "NCCL (NCCL_SOCKET_IFNAME); Primus",
+    "name an interface of this node in {device}, or unset it",
+    "ip -br link; env | grep SOCKET_IFNAME",
+)
 GLOOS = CheckRule(
-    "nccl.gloo_interface", "interfaces that GLOO_SOCKET_IFNAME names", "FAIL", "all are there", "",
+    "nccl.gloo_interface",
+    "interfaces that GLOO_SOCKET_IFNAME names",
+    "FAIL",
+    "all are there",
+    "",
     "gloo (transport/tcp/device.cc): whole names; it knows no ^ and no =, and fails if one is missing",
-    "name whole interfaces of this node in {device}, separated by commas, or unset it", "ip -br link",
-)  # fmt: skip
+    "name whole interfaces of this node in {device}, separated by commas, or unset it",
+    "ip -br link",
+)
 REACHED = CheckRule(
-    "nccl.interface_local", "those of them that no other node reaches", "FAIL", "none (lo, docker, veth, virbr)", "",
+    "nccl.interface_local",
+    "those of them that no other node reaches",
+    "FAIL",
+    "none (lo, docker, veth, virbr)",
+    "",
     "NCCL (its own default leaves lo and docker to the last)",
-    "name the interface in {device} by which other nodes are reached", "ip -br addr",
-)  # fmt: skip
+    "name the interface in {device} by which other nodes are reached",
+    "ip -br addr",
+)
 UP = CheckRule(
-    "nccl.interface_up", "their state", "FAIL", "one is up", "", "Linux (operstate)",
-    "bring the interface up, or name another in {device}", "ip -br link",
-)  # fmt: skip
+    "nccl.interface_up",
+    "their state",
+    "FAIL",
+    "one is up",
+    "",
+    "Linux (operstate)",
+    "bring the interface up, or name another in {device}",
+    "ip -br link",
+)
 ROUTE = CheckRule(
-    "nccl.route", "interface of the route to MASTER_ADDR", "WARN", "one of NCCL_SOCKET_IFNAME's", "",
+    "nccl.route",
+    "interface of the route to MASTER_ADDR",
+    "WARN",
+    "one of NCCL_SOCKET_IFNAME's",
+    "",
     "PyTorch and NCCL meet at MASTER_ADDR first",
-    "let both use one network: NCCL_SOCKET_IFNAME, or another MASTER_ADDR", "ip route get $MASTER_ADDR",
-)  # fmt: skip
+    "let both use one network: NCCL_SOCKET_IFNAME, or another MASTER_ADDR",
+    "ip route get $MASTER_ADDR",
+)
 CARDS = CheckRule(
-    "nccl.hca", "RDMA devices that NCCL_IB_HCA names", "FAIL", "are there", "", "NCCL (NCCL_IB_HCA)",
+    "nccl.hca",
+    "RDMA devices that NCCL_IB_HCA names",
+    "FAIL",
+    "are there",
+    "",
+    "NCCL (NCCL_IB_HCA)",
     "name devices of this node in NCCL_IB_HCA, or unset it: NCCL falls back to sockets",
     "ls /sys/class/infiniband; echo $NCCL_IB_HCA",
-)  # fmt: skip
+)
 FORCED = CheckRule(
-    "nccl.left_over", "variables that switch transports or algorithms off", "WARN", "not set", "",
-    "NCCL, environment variables (meant for debugging)", "unset {device}: it costs bandwidth", "unset {device}",
-)  # fmt: skip
+    "nccl.left_over",
+    "variables that switch transports or algorithms off",
+    "WARN",
+    "not set",
+    "",
+    "NCCL, environment variables (meant for debugging)",
+    "unset {device}: it costs bandwidth",
+    "unset {device}",
+)
 RULES = (EXISTS, GLOOS, REACHED, UP, ROUTE, CARDS, FORCED)
 
 

@@ -11,16 +11,25 @@ from phalanx.doctor.probes.nvidia_smi import leading_number
 
 LEAST_MBPS = 1000
 SPEED = CheckRule(
-    "network.speed", "link of the interface that sockets use", "WARN",
-    f"at least {LEAST_MBPS}, and without RDMA what the run counts on", "Mb/s",
+    "network.speed",
+    "link of the interface that sockets use",
+    "WARN",
+    f"at least {LEAST_MBPS}, and without RDMA what the run counts on",
+    "Mb/s",
     "ours: cables of today carry that (1000BASE-T); the run (cluster.network_bytes_per_second)",
     "look at cable and switch port of {device}: with a broken pair of wires a link falls to 100 Mb/s",
     "ethtool {device}",
-)  # fmt: skip
+)
 DUPLEX = CheckRule(
-    "network.duplex", "duplex of that link", "WARN", "full", "", "Linux (duplex of interfaces)",
-    "let both ends of {device} negotiate: one whose other end does not falls to half", "ethtool {device}",
-)  # fmt: skip
+    "network.duplex",
+    "duplex of that link",
+    "WARN",
+    "full",
+    "",
+    "Linux (duplex of interfaces)",
+    "let both ends of {device} negotiate: one whose other end does not falls to half",
+    "ethtool {device}",
+)
 RULES = (SPEED, DUPLEX)
 
 

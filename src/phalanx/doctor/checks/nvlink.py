@@ -14,30 +14,55 @@ ERRORS = 5
 SLOWER = 0.99
 """Of the usual speed of a link: its figures are rounded."""
 ACTIVE = CheckRule(
-    "nvlink.active", "inactive links", "FAIL", "none where the GPU has active ones, or there are NVSwitches", "links",
+    "nvlink.active",
+    "inactive links",
+    "FAIL",
+    "none where the GPU has active ones, or there are NVSwitches",
+    "links",
     "Imbue (inactive is an error)",
     "drain the node; reset the GPUs, restart the fabric manager, then have {device} reseated",
     "nvidia-smi nvlink --status",
-)  # fmt: skip
+)
 COUNT = CheckRule(
-    "nvlink.count", "links of each GPU", "FAIL", "as many as the others'", "links", "OCI (count and speed)",
-    "drain the node and have {device} and its baseboard tested", "nvidia-smi nvlink --status; nvidia-smi topo -m",
-)  # fmt: skip
+    "nvlink.count",
+    "links of each GPU",
+    "FAIL",
+    "as many as the others'",
+    "links",
+    "OCI (count and speed)",
+    "drain the node and have {device} and its baseboard tested",
+    "nvidia-smi nvlink --status; nvidia-smi topo -m",
+)
 SPEED = CheckRule(
-    "nvlink.speed", "slowest link of each GPU", "FAIL", "as fast as the others", "GB/s", "OCI (count and speed)",
-    "reset {device}; if the link stays slow, have it replaced", "nvidia-smi nvlink --status",
-)  # fmt: skip
+    "nvlink.speed",
+    "slowest link of each GPU",
+    "FAIL",
+    "as fast as the others",
+    "GB/s",
+    "OCI (count and speed)",
+    "reset {device}; if the link stays slow, have it replaced",
+    "nvidia-smi nvlink --status",
+)
 ERRORS_RULE = CheckRule(
-    "nvlink.errors", "replay, recovery and CRC errors of its worst link since the driver was loaded", "WARN",
-    f"less than {ERRORS}", "errors", "Imbue (>= 5 errors warn)",
-    "watch whether they grow in a benchmark; if so, have {device} reseated", "nvidia-smi nvlink -e",
-)  # fmt: skip
+    "nvlink.errors",
+    "replay, recovery and CRC errors of its worst link since the driver was loaded",
+    "WARN",
+    f"less than {ERRORS}",
+    "errors",
+    "Imbue (>= 5 errors warn)",
+    "watch whether they grow in a benchmark; if so, have {device} reseated",
+    "nvidia-smi nvlink -e",
+)
 FABRIC = CheckRule(
-    "nvlink.fabric_manager", "nvidia-fabricmanager, where there are NVSwitches", "FAIL", "active", "",
+    "nvlink.fabric_manager",
+    "nvidia-fabricmanager, where there are NVSwitches",
+    "FAIL",
+    "active",
+    "",
     "NVIDIA, Fabric Manager User Guide",
     "start it, of the driver's very version: without it CUDA fails on this machine",
     "systemctl restart nvidia-fabricmanager; journalctl -u nvidia-fabricmanager",
-)  # fmt: skip
+)
 RULES = (ACTIVE, COUNT, SPEED, ERRORS_RULE, FABRIC)
 LINK = re.compile(r"Link (\d+): (?:(<?inactive>?)|([\d.]+) GB/s)", re.IGNORECASE)
 ERROR = re.compile(r"Link (\d+): .*(?:Errors?|Total link recovery events|Tx discards): (\d+)")

@@ -11,27 +11,45 @@ from phalanx.doctor.probes import pci
 from phalanx.doctor.probes.nvidia_smi import leading_number
 
 WIDTH = CheckRule(
-    "pcie.width", "lanes in use", "FAIL", "as many as the device and its slot have", "lanes", "OCI (width 16)",
+    "pcie.width",
+    "lanes in use",
+    "FAIL",
+    "as many as the device and its slot have",
+    "lanes",
+    "OCI (width 16)",
     "drain the node; have {device} reseated, or put it into a slot with all lanes",
     "lspci -s {device} -vv | grep -e LnkCap -e LnkSta",
-)  # fmt: skip
+)
 SPEED = CheckRule(
-    "pcie.speed", "speed of a network card's link (those of idle GPUs rest lower)", "FAIL",
-    "as fast as the device and its slot can", "GT/s", "Imbue (available PCIe bandwidth, limited by ...)",
-    "have {device} reseated; check the slot's speed in the BIOS", "lspci -s {device} -vv | grep -e LnkCap -e LnkSta",
-)  # fmt: skip
+    "pcie.speed",
+    "speed of a network card's link (those of idle GPUs rest lower)",
+    "FAIL",
+    "as fast as the device and its slot can",
+    "GT/s",
+    "Imbue (available PCIe bandwidth, limited by ...)",
+    "have {device} reseated; check the slot's speed in the BIOS",
+    "lspci -s {device} -vv | grep -e LnkCap -e LnkSta",
+)
 ERRORS = CheckRule(
-    "pcie.errors", "fatal and non-fatal errors since boot", "WARN", "0", "errors",
+    "pcie.errors",
+    "fatal and non-fatal errors since boot",
+    "WARN",
+    "0",
+    "errors",
     "Linux, PCIe AER statistics; DCGM counts replays",
     "watch whether they grow in a benchmark; have {device} reseated",
     "cat /sys/bus/pci/devices/{device}/aer_dev_*fatal; dmesg | grep -i aer",
-)  # fmt: skip
+)
 NUMA = CheckRule(
-    "pcie.numa", "NUMA node of each device", "WARN", "known, where there are several", "",
+    "pcie.numa",
+    "NUMA node of each device",
+    "WARN",
+    "known, where there are several",
+    "",
     "Linux (numa_node is -1 if the BIOS is silent)",
     "update the BIOS, or set the node: processes are bound to the wrong CPUs else",
     "cat /sys/bus/pci/devices/{device}/numa_node",
-)  # fmt: skip
+)
 RULES = (WIDTH, SPEED, ERRORS, NUMA)
 TOTAL = re.compile(r"^TOTAL_ERR_\w+ (\d+)", re.MULTILINE)
 

@@ -17,25 +17,45 @@ FLAPS = 5
 DAY = 86400
 ROUNDED = 0.99
 STATE = CheckRule(
-    "rdma.state", "state of each port", "FAIL", "4: ACTIVE, 5: LinkUp", "", "GCM, OCI",
+    "rdma.state",
+    "state of each port",
+    "FAIL",
+    "4: ACTIVE, 5: LinkUp",
+    "",
+    "GCM, OCI",
     "check cable and transceiver of {device}, and its switch port; leave it out with NCCL_IB_HCA until then",
     "cat /sys/class/infiniband/*/ports/*/{state,phys_state}; mlxlink -d {device}",
-)  # fmt: skip
+)
 RATE = CheckRule(
-    "rdma.rate", "rate of each port", "FAIL", "as fast as the others, and as the run counts on", "Gb/s",
+    "rdma.rate",
+    "rate of each port",
+    "FAIL",
+    "as fast as the others, and as the run counts on",
+    "Gb/s",
     "AZNHC (rate 400), OCI",
     "check cable, transceiver and switch port of {device}; a card for storage is left out by NCCL_IB_HCA",
     "cat /sys/class/infiniband/*/ports/*/rate; mlxlink -d {device}",
-)  # fmt: skip
+)
 FLAPPING = CheckRule(
-    "rdma.flaps", "times that a link went down, in 24 h since boot", "WARN", f"at most {FLAPS}", "flaps",
-    "AZNHC (> 5 flaps in 24 h)", "clean or replace cable and transceiver of {device}",
+    "rdma.flaps",
+    "times that a link went down, in 24 h since boot",
+    "WARN",
+    f"at most {FLAPS}",
+    "flaps",
+    "AZNHC (> 5 flaps in 24 h)",
+    "clean or replace cable and transceiver of {device}",
     "cat /sys/class/infiniband/*/ports/*/counters/link_downed",
-)  # fmt: skip
+)
 FIRMWARE = CheckRule(
-    "rdma.firmware", "firmware of cards of one kind", "WARN", "the same", "", "Primus, GCM (manifest)",
-    "update {device} to the firmware of the others", "mlxfwmanager --query",
-)  # fmt: skip
+    "rdma.firmware",
+    "firmware of cards of one kind",
+    "WARN",
+    "the same",
+    "",
+    "Primus, GCM (manifest)",
+    "update {device} to the firmware of the others",
+    "mlxfwmanager --query",
+)
 RULES = (STATE, RATE, FLAPPING, FIRMWARE)
 
 

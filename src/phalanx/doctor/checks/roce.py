@@ -13,35 +13,65 @@ from phalanx.doctor.machine import Machine
 
 TC = "NCCL_IB_TC"
 READABLE = CheckRule(
-    "roce.readable", "what mlnx_qos says of each interface", "WARN", "trust, mapping and PFC", "",
-    "mlnx_qos (MLNX_OFED)", "run it as root; whether {device} is lossless is not known", "mlnx_qos -i {device}",
-)  # fmt: skip
+    "roce.readable",
+    "what mlnx_qos says of each interface",
+    "WARN",
+    "trust, mapping and PFC",
+    "",
+    "mlnx_qos (MLNX_OFED)",
+    "run it as root; whether {device} is lossless is not known",
+    "mlnx_qos -i {device}",
+)
 TRUST = CheckRule(
-    "roce.trust", "what decides a packet's priority", "FAIL", "dscp", "", "NVIDIA, RoCE configuration (trust state)",
-    "trust DSCP: RoCE v2 carries no VLAN priority over routers", "mlnx_qos -i {device} --trust dscp",
-)  # fmt: skip
+    "roce.trust",
+    "what decides a packet's priority",
+    "FAIL",
+    "dscp",
+    "",
+    "NVIDIA, RoCE configuration (trust state)",
+    "trust DSCP: RoCE v2 carries no VLAN priority over routers",
+    "mlnx_qos -i {device} --trust dscp",
+)
 PFC = CheckRule(
-    "roce.pfc", "priorities that PFC keeps from loss", "FAIL", "one", "",
+    "roce.pfc",
+    "priorities that PFC keeps from loss",
+    "FAIL",
+    "one",
+    "",
     "NVIDIA, RoCE configuration (priority 3 by default)",
     "switch PFC on for one priority, on the switches too; each more takes buffers of that",
     "mlnx_qos -i {device} --pfc 0,0,0,1,0,0,0,0",
-)  # fmt: skip
+)
 CLASS = CheckRule(
-    "roce.traffic_class", f"priority of NCCL's packets ({TC} = 4 x DSCP, and the DSCP's priority)", "FAIL",
-    "one that PFC keeps from loss", "", "NVIDIA, RoCE configuration; Primus sets the variable so",
+    "roce.traffic_class",
+    f"priority of NCCL's packets ({TC} = 4 x DSCP, and the DSCP's priority)",
+    "FAIL",
+    "one that PFC keeps from loss",
+    "",
+    "NVIDIA, RoCE configuration; Primus sets the variable so",
     f"set {TC} to 4 x a DSCP of the lossless priority (106 is DSCP 26, priority 3, and ECN-capable)",
     "mlnx_qos -i {device}; export NCCL_IB_TC=106",
-)  # fmt: skip
+)
 ECN = CheckRule(
-    "roce.ecn", "ECN for that priority, where packets are notified and where senders slow down", "FAIL", "1, 1", "",
-    "NVIDIA, DCQCN (roce_np and roce_rp)", "switch ECN on for the lossless priority, on the switches too",
+    "roce.ecn",
+    "ECN for that priority, where packets are notified and where senders slow down",
+    "FAIL",
+    "1, 1",
+    "",
+    "NVIDIA, DCQCN (roce_np and roce_rp)",
+    "switch ECN on for the lossless priority, on the switches too",
     "echo 1 > /sys/class/net/{device}/ecn/roce_np/enable/3; echo 1 > /sys/class/net/{device}/ecn/roce_rp/enable/3",
-)  # fmt: skip
+)
 CNP = CheckRule(
-    "roce.cnp", "priority of congestion notifications", "WARN", "another than the lossless one", "",
-    "NVIDIA, DCQCN (CNP priority 6 by default)", "give CNPs a priority of their own: paused, they come too late",
+    "roce.cnp",
+    "priority of congestion notifications",
+    "WARN",
+    "another than the lossless one",
+    "",
+    "NVIDIA, DCQCN (CNP priority 6 by default)",
+    "give CNPs a priority of their own: paused, they come too late",
     "echo 6 > /sys/class/net/{device}/ecn/roce_np/cnp_802p_prio",
-)  # fmt: skip
+)
 RULES = (READABLE, TRUST, PFC, CLASS, ECN, CNP)
 PRIORITY = re.compile(r"prio:\s*(\d+) dscp:([\d,]+)")
 ENABLED = re.compile(r"PFC configuration:\s+priority[\s\d]*?\n\s*enabled((?:\s+[01]){8})")

@@ -13,16 +13,25 @@ LINK_LOCAL = "fe80:0000:0000:0000:"
 transport/net_ib.cc)."""
 INDEX = "NCCL_IB_GID_INDEX"
 ROUTABLE = CheckRule(
-    "roce.gid", "RoCE v2 GIDs of each port, but link-local ones", "FAIL", "at least 1", "GIDs",
+    "roce.gid",
+    "RoCE v2 GIDs of each port, but link-local ones",
+    "FAIL",
+    "at least 1",
+    "GIDs",
     "Primus (0 RoCE-v2 GIDs fail)",
     "give the interface of {device} an IP address, and the card RoCE v2 as its mode",
     "show_gids {device}; cma_roce_mode -d {device}",
-)  # fmt: skip
+)
 CHOSEN = CheckRule(
-    "roce.gid_index", f"the GID that {INDEX} names", "FAIL", V2, "", "NCCL (NCCL_IB_GID_INDEX); RoCE v1 is not routed",
+    "roce.gid_index",
+    f"the GID that {INDEX} names",
+    "FAIL",
+    V2,
+    "",
+    "NCCL (NCCL_IB_GID_INDEX); RoCE v1 is not routed",
     f"set {INDEX} to the index of a RoCE v2 GID with an IPv4 address, or unset it: NCCL 2.21 and newer find it",
     "show_gids {device}",
-)  # fmt: skip
+)
 RULES = (ROUTABLE, CHOSEN)
 
 

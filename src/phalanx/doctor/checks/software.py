@@ -18,25 +18,45 @@ from phalanx.doctor.probes import nvidia_smi, pci
 TORCH_SECONDS = 40
 """From a cold network disk its libraries take long."""
 IMPORTS = CheckRule(
-    "software.torch", "PyTorch", "FAIL", f"is imported within {TORCH_SECONDS} s", "", "ours",
-    "install it, or move the environment to a faster disk", "python -X importtime -c 'import torch'",
-)  # fmt: skip
+    "software.torch",
+    "PyTorch",
+    "FAIL",
+    f"is imported within {TORCH_SECONDS} s",
+    "",
+    "ours",
+    "install it, or move the environment to a faster disk",
+    "python -X importtime -c 'import torch'",
+)
 CUDA = CheckRule(
-    "software.cuda", "GPUs that PyTorch can use", "FAIL", "all that nvidia-smi lists, or CUDA_VISIBLE_DEVICES names",
-    "GPUs", "Primus (torch count = smi count)",
+    "software.cuda",
+    "GPUs that PyTorch can use",
+    "FAIL",
+    "all that nvidia-smi lists, or CUDA_VISIBLE_DEVICES names",
+    "GPUs",
+    "Primus (torch count = smi count)",
     "install a PyTorch for this driver's CUDA, or a newer driver",
     "python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'",
-)  # fmt: skip
+)
 STARTS = CheckRule(
-    "software.cuda_starts", "a number on a GPU, by PyTorch", "FAIL", "is there", "",
+    "software.cuda_starts",
+    "a number on a GPU, by PyTorch",
+    "FAIL",
+    "is there",
+    "",
     "CUDA (errors of its initialization: driver too old, system not yet initialized)",
     "install a PyTorch for this driver's CUDA, or a newer driver; at error 802 start the fabric manager",
     "python -c 'import torch; torch.zeros(1).cuda()'; nvidia-smi; systemctl status nvidia-fabricmanager",
-)  # fmt: skip
+)
 PEER = CheckRule(
-    "software.peer_memory", "nvidia_peermem, or dma-buf by the open kernel module", "WARN", "one of them is there", "",
-    "NVIDIA, GPUDirect RDMA", "load it: RDMA goes through the host's memory else", "modprobe nvidia_peermem",
-)  # fmt: skip
+    "software.peer_memory",
+    "nvidia_peermem, or dma-buf by the open kernel module",
+    "WARN",
+    "one of them is there",
+    "",
+    "NVIDIA, GPUDirect RDMA",
+    "load it: RDMA goes through the host's memory else",
+    "modprobe nvidia_peermem",
+)
 RULES = (IMPORTS, CUDA, STARTS, PEER)
 A_GPU = re.compile(r"\d+|(GPU|MIG)-\S+")
 PROGRAM = """

@@ -24,16 +24,25 @@ READABLE = CheckRule(
     "nvidia-smi topo -m",
 )
 ISLANDS = CheckRule(
-    "topology.nvlink", "GPUs that NVLinks join", "FAIL", "groups of one size, each GPU with as many links", "",
-    "NVIDIA, NVSwitch (every pair joined)", "drain the node: some GPUs talk over PCIe; reset GPUs and fabric manager",
+    "topology.nvlink",
+    "GPUs that NVLinks join",
+    "FAIL",
+    "groups of one size, each GPU with as many links",
+    "",
+    "NVIDIA, NVSwitch (every pair joined)",
+    "drain the node: some GPUs talk over PCIe; reset GPUs and fabric manager",
     "nvidia-smi topo -m",
-)  # fmt: skip
+)
 LOCALITY = CheckRule(
-    "topology.nic", "way from each GPU to its nearest network card", "WARN", f"PIX or {NEAR}", "",
+    "topology.nic",
+    "way from each GPU to its nearest network card",
+    "WARN",
+    f"PIX or {NEAR}",
+    "",
     "NCCL (NCCL_NET_GDR_LEVEL, default PXB)",
     "give each GPU a card below its own PCIe switch, or have it moved there: data of {device} goes through the CPU",
     "nvidia-smi topo -m; phalanx placement RUN.toml --topology FILE",
-)  # fmt: skip
+)
 RULES = (READABLE, ISLANDS, LOCALITY)
 
 

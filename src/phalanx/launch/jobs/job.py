@@ -91,14 +91,20 @@ def check_job(job: ClusterJob) -> None:
     """Raise UserError for a run that the fewest or the most ranks cannot train."""
     run = job.run
     require(
-        run.swarm is None, "swarm", run.swarm and run.swarm.method, "is for several sites, not for the nodes of one",
+        run.swarm is None,
+        "swarm",
+        run.swarm and run.swarm.method,
+        "is for several sites, not for the nodes of one",
         "lead it with phalanx swarm serve; to train it on one site alone: --set swarm=",
-    )  # fmt: skip
+    )
     if run.auto_layout:  # chosen where it starts, for the ranks that are there
         require(
-            run.cluster.preset is not None, "layout", "auto", "needs to know the machine, and nobody names it",
+            run.cluster.preset is not None,
+            "layout",
+            "auto",
+            "needs to know the machine, and nobody names it",
             "set cluster.preset, or write a layout down with phalanx plan RUN.toml --out FILE",
-        )  # fmt: skip
+        )
         return
     for nodes in sorted({job.min_nodes, job.max_nodes}):
         ranks = nodes * job.nproc
@@ -118,9 +124,12 @@ def parse_nodes(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     require(
-        0 < least <= most, "--nodes", text, "is no number of nodes",
+        0 < least <= most,
+        "--nodes",
+        text,
+        "is no number of nodes",
         "write how many (4), or the fewest and the most (2:4)",
-    )  # fmt: skip
+    )
     return least, most
 
 
@@ -132,9 +141,11 @@ def ranks_per_node(run: RunSpec, asked: int | None) -> int:
     found = asked or run.cluster.nproc_per_node or (1 if run.cluster.device == "cpu" else None)
     if found is None:
         raise UserError(
-            "--nproc", None, "is needed: the GPUs of a node cannot be counted from here",
+            "--nproc",
+            None,
+            "is needed: the GPUs of a node cannot be counted from here",
             'give --nproc, or set cluster.nproc_per_node (or cluster.device = "cpu")',
-        )  # fmt: skip
+        )
     return found
 
 

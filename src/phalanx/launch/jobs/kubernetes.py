@@ -194,8 +194,10 @@ def _name(run: str) -> str:
     """
     name = run.lower().replace(".", "-").replace("_", "-").rstrip("-")
     require(
-        len(name) <= LONGEST_NAME and name[0].isalpha(), "name", run,
+        len(name) <= LONGEST_NAME and name[0].isalpha(),
+        "name",
+        run,
         f"is no name for Kubernetes, whose services begin with a letter and have at most {LONGEST_NAME}",
         "take another with --set name=...",
-    )  # fmt: skip
+    )
     return name

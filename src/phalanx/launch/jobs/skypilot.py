@@ -60,9 +60,12 @@ def skypilot(
         wanted["--accelerator"] = (accelerator, "the GPU, as SkyPilot calls it (sky gpus list)")
     image, volume, *_ = require_options(wanted)
     require(
-        bool(job.gpus) or not accelerator, "--accelerator", accelerator, 'has no meaning with cluster.device = "cpu"',
+        bool(job.gpus) or not accelerator,
+        "--accelerator",
+        accelerator,
+        'has no meaning with cluster.device = "cpu"',
         "leave it out, or set another device",
-    )  # fmt: skip
+    )
     resources = {
         **({"accelerators": f"{accelerator}:{job.gpus}"} if job.gpus else {}),
         **({"cpus": f"{job.cpus}+"} if job.cpus else {}),
@@ -78,8 +81,16 @@ def skypilot(
         " ".join(word for word in ("exec phalanx train", RUN_FILE, options, shell_join(job.train_args)) if word) + "\n",
     ]
     return TEMPLATE.format(
-        words=job.command, name=json.dumps(job.run.name), most=job.max_nodes, image=json.dumps(f"docker:{image}"),
-        resources="".join(f"  {key}: {json.dumps(value)}\n" for key, value in resources.items()), again=EXIT_STOPPED,
-        work=WORK, volume=json.dumps(volume), run_file=RUN_FILE, file=json.dumps(str(job.file)),
-        envs=f"envs:\n{listed}" if listed else "", script=textwrap.indent("".join(script), "  "),
-    )  # fmt: skip
+        words=job.command,
+        name=json.dumps(job.run.name),
+        most=job.max_nodes,
+        image=json.dumps(f"docker:{image}"),
+        resources="".join(f"  {key}: {json.dumps(value)}\n" for key, value in resources.items()),
+        again=EXIT_STOPPED,
+        work=WORK,
+        volume=json.dumps(volume),
+        run_file=RUN_FILE,
+        file=json.dumps(str(job.file)),
+        envs=f"envs:\n{listed}" if listed else "",
+        script=textwrap.indent("".join(script), "  "),
+    )

@@ -86,10 +86,13 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
     """
     if time is not None:
         require(
-            seconds(time) > STARTING_SECONDS + SAVING_SECONDS, "--time", time,
+            seconds(time) > STARTING_SECONDS + SAVING_SECONDS,
+            "--time",
+            time,
             f"leaves nothing to train: the first {STARTING_SECONDS // 60} minutes are for starting, the last "
-            f"{SAVING_SECONDS // 60} for saving", "give more",
-        )  # fmt: skip
+            f"{SAVING_SECONDS // 60} for saving",
+            "give more",
+        )
     settings = [  # without --ntasks-per-node, with which Slurm gives the fewest nodes of a range rather than the most
         f"--job-name={job.run.name}",
         "--output=%x-%j.log",

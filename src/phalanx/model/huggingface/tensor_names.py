@@ -98,9 +98,14 @@ GPT2 = {
 )
 
 FAMILIES: dict[str, Names] = {
-    "gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA, "qwen3": LLAMA, "qwen3_moe": LLAMA, "olmoe": LLAMA,
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen3": LLAMA,
+    "qwen3_moe": LLAMA,
+    "olmoe": LLAMA,
     "mixtral": MIXTRAL,
-}  # fmt: skip
+}
 """By config.json's model_type."""
 
 

@@ -71,12 +71,13 @@ def build_parameter_server(module: nn.Module, layout: Layout, device: torch.devi
     # Servers are in CPU memory, whatever the workers compute on; a dry run has no other backend than its own.
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
     roles = ServerTopology(
-        servers, workers,
+        servers,
+        workers,
         owned=[{name: shape for name, shape in shapes.items() if owner[name] == server} for server in servers],
         groups=[dist.new_group([server, *workers], backend=backend) for server in servers],
         between_servers=dist.new_group(servers, backend=backend),
         staleness=layout.max_staleness,
-    )  # fmt: skip
+    )
     return (
         ParameterServer(module, roles) if dist.get_rank() in servers else ParameterServerWorker(module, roles, device)
     )

@@ -107,9 +107,11 @@ class ModelSharding:
             )
             ranks = ranks if share.replication > 1 else ranks.squeeze(1)
             mesh = DeviceMesh.from_group(
-                [*outer.values(), *groups], self._mesh_for(share).device_type, ranks.contiguous(),
+                [*outer.values(), *groups],
+                self._mesh_for(share).device_type,
+                ranks.contiguous(),
                 mesh_dim_names=(*outer, *inner),
-            )  # fmt: skip
+            )
             self._places[key] = mesh, [*(Shard(share.dim), Replicate())[: len(outer)], *placements]
         return self._places[key]
 

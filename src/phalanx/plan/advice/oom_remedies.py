@@ -157,25 +157,47 @@ def _more_devices(run: RunSpec) -> Iterator[RunSpec]:
 NOBODY = "done already, or a lone device has nobody to share with"
 NO_DEGREE = "no larger degree divides the devices"
 REMEDIES = (
-    Remedy("smaller micro-batch", "more accumulation of smaller products", GUIDE, _smaller_batches,
-           "a micro-batch is one sequence"),
+    Remedy(
+        "smaller micro-batch",
+        "more accumulation of smaller products",
+        GUIDE,
+        _smaller_batches,
+        "a micro-batch is one sequence",
+    ),
     Remedy("recompute attention", "attention's forward pass once more", GUIDE, _recompute("selective")),
-    Remedy("recompute blocks", f"a forward pass more: about {recompute_overhead():+.0%} compute", GUIDE,
-           _recompute("full")),
+    Remedy(
+        "recompute blocks", f"a forward pass more: about {recompute_overhead():+.0%} compute", GUIDE, _recompute("full")
+    ),
     Remedy("bf16", "less exact", GUIDE, _half, last=True),
     Remedy("ZeRO-1", "optimizer state shared: no more traffic", STAGES, _zero(1), NOBODY),
     Remedy("ZeRO-2", "gradients sent for every micro-batch", STAGES, _zero(2), NOBODY),
     Remedy("ZeRO-3", "parameters gathered for every pass", STAGES, _zero(3), NOBODY),
-    Remedy("expert parallelism", "four all-to-alls per block", HYBRIDS, _expert_ranks,
-           "the model has no experts, or no larger degree divides the devices"),
-    Remedy("tensor parallelism", "exchanges in every block: fast links only", MEMORY,
-           _shared("tp", within_domain=True), NO_DEGREE),
+    Remedy(
+        "expert parallelism",
+        "four all-to-alls per block",
+        HYBRIDS,
+        _expert_ranks,
+        "the model has no experts, or no larger degree divides the devices",
+    ),
+    Remedy(
+        "tensor parallelism",
+        "exchanges in every block: fast links only",
+        MEMORY,
+        _shared("tp", within_domain=True),
+        NO_DEGREE,
+    ),
     Remedy("context parallelism", "exchanges in every attention", SEQUENCES, _shared_sequences, NO_DEGREE),
     Remedy("pipeline", "stages wait for one another", HYBRIDS, _pipelines, NO_DEGREE),
-    Remedy("offload to CPU memory", "state crosses PCIe every step", OFFLOAD, _offload,
-           "done already, or CPU memory is what is short"),
+    Remedy(
+        "offload to CPU memory",
+        "state crosses PCIe every step",
+        OFFLOAD,
+        _offload,
+        "done already, or CPU memory is what is short",
+    ),
     Remedy("SGD", "may converge slower; new learning rates", FIGURE, _sgd, last=True),
-    Remedy("more devices", "their price", GUIDE, _more_devices, "no more devices can share a step's sequences",
-           last=True),
-)  # fmt: skip
+    Remedy(
+        "more devices", "their price", GUIDE, _more_devices, "no more devices can share a step's sequences", last=True
+    ),
+)
 """In the order to try them. Tensor parallelism comes with sequence parallelism."""

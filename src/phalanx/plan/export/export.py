@@ -87,9 +87,10 @@ def _job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
     whole = cut.micro_batch_size * cut.dp_size * cut.gradient_accumulation_steps
     if cut.global_batch_size != whole:
         raise UserError(
-            "training.tokens_per_step", run.training.tokens_per_step,
+            "training.tokens_per_step",
+            run.training.tokens_per_step,
             f"gives ranks unequal shares ({cut.global_batch_size} sequences a step), which {NAMES[trainer]} cannot",
             f"use training.tokens_per_step = {whole * run.training.seq_len}, or another layout.micro_batch_size",
-        )  # fmt: skip
+        )
     stages = layers_per_stage(run) if run.layout.pp > 1 else [range(run.model.num_layers)]
     return ExportJob(run, parallel_dims(run.layout, world_size), cut, stages)

@@ -28,9 +28,18 @@ from phalanx.spec.tensor_sharding import kv_head_replication
 Ranks = NDArray[np.int64]
 Sizes = NDArray[np.float64]
 AXIS: dict[GroupKind, str] = {
-    "data": "dp", "replicas": "dp", "same_experts": "dp", "expert_replicas": "dp", "tp": "tp", "copies": "tp",
-    "cp": "cp", "ep": "ep", "pp": "pp", "ends": "pp", "servers": "servers",
-}  # fmt: skip
+    "data": "dp",
+    "replicas": "dp",
+    "same_experts": "dp",
+    "expert_replicas": "dp",
+    "tp": "tp",
+    "copies": "tp",
+    "cp": "cp",
+    "ep": "ep",
+    "pp": "pp",
+    "ends": "pp",
+    "servers": "servers",
+}
 """By what ranks share that brings them to talk."""
 RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 """Operations that go around rings."""

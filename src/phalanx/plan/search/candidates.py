@@ -108,11 +108,19 @@ class CandidateLayout:
         rests = {"offload": self.offload, "offload_directory": self.offload_directory}
         return Layout.model_validate(
             {
-                "data_parallel": self.data_parallel, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep,
-                "micro_batch_size": self.micro_batch_size, "activation_checkpointing": self.activation_checkpointing,
-                **piped, **shard, **sequences, **rests,
+                "data_parallel": self.data_parallel,
+                "tp": self.tp,
+                "pp": self.pp,
+                "cp": self.cp,
+                "ep": self.ep,
+                "micro_batch_size": self.micro_batch_size,
+                "activation_checkpointing": self.activation_checkpointing,
+                **piped,
+                **shard,
+                **sequences,
+                **rests,
             }
-        )  # fmt: skip
+        )
 
 
 def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
@@ -216,9 +224,12 @@ def check_precision(run: RunSpec) -> None:
     precision, measured = run.training.precision, run.cluster.calibration
     known = measured.precision if measured else "bf16"
     require(
-        precision == known, "training.precision", precision, f"{UNKNOWN} here",
+        precision == known,
+        "training.precision",
+        precision,
+        f"{UNKNOWN} here",
         f'set training.precision = "{known}", or calibrate with runs in {precision} (`phalanx calibrate`)',
-    )  # fmt: skip
+    )
 
 
 def _degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int, int, str, int, int]]:

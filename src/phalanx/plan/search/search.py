@@ -118,9 +118,11 @@ def search_layouts(
     found = enumerate_layouts(run, world_size)
     if not found:
         raise UserError(
-            "cluster.nodes x cluster.nproc_per_node", world_size, "ranks share this model and this batch in no layout",
+            "cluster.nodes x cluster.nproc_per_node",
+            world_size,
+            "ranks share this model and this batch in no layout",
             "use a number of ranks whose factors divide the sequences of a step and the model",
-        )  # fmt: skip
+        )
     report("evaluating layouts", 0, len(found))
     found, ordered = with_offload_variants(run, world_size, found)
     report("evaluating layouts", len(found), len(found))

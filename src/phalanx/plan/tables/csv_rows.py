@@ -12,9 +12,27 @@ Row = Mapping[str, str]
 NEEDED = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "gpu_type", "tp", "pp", "global_batch")
 """Columns without which no row can be predicted."""
 OPTIONAL = (
-    "id", "model", "params_b", "kv_heads", "experts", "topk", "gpus_per_node", "intra_bw", "inter_bw", "vpp", "dp",
-    "cp", "ep", "zero", "micro_batch", "recompute", "seq_parallel", "precision", "schedule", "facts",
-)  # fmt: skip
+    "id",
+    "model",
+    "params_b",
+    "kv_heads",
+    "experts",
+    "topk",
+    "gpus_per_node",
+    "intra_bw",
+    "inter_bw",
+    "vpp",
+    "dp",
+    "cp",
+    "ep",
+    "zero",
+    "micro_batch",
+    "recompute",
+    "seq_parallel",
+    "precision",
+    "schedule",
+    "facts",
+)
 """Columns that are read where they are there; all others are not."""
 
 

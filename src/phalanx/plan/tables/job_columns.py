@@ -93,8 +93,13 @@ def machine_columns(cluster: ClusterSpec) -> JobRow:
     matmul = cluster.matmul_flops or MATMUL_SHARE[era] * peak
     domain = cluster.fast_link_domain_size
     link = cluster.link_bytes_per_second
-    require(domain == 1 or link is not None, "cluster.link_bytes_per_second", link,
-            f"is not known for a domain of {domain} devices", "set it, or cluster.fast_link_domain = 1")  # fmt: skip
+    require(
+        domain == 1 or link is not None,
+        "cluster.link_bytes_per_second",
+        link,
+        f"is not known for a domain of {domain} devices",
+        "set it, or cluster.fast_link_domain = 1",
+    )
     network = cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND[era]
     return {
         "peak_flops": peak / crowd,

@@ -114,9 +114,15 @@ def job_from_row(row: Row) -> TableJob:
         **shape,
         **machine_columns(cluster),
         **trainer_behaviour(text, precision, cluster.generation, zero, xla=chip.startswith("TPU")),
-        "ranks": ranks, "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero_stage": zero,
+        "ranks": ranks,
+        "dp": dp,
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "ep": ep,
+        "zero_stage": zero,
         "shard_group_size": _shard(text, zero, dp * cp, max(cluster.fast_link_domain or 1, node)),
-    }  # fmt: skip
+    }
     choices, open_ones = _choices(row, fixed, spec.num_layers, batch)
     choices = [choice | stage_columns(choice, trimmed="1 layer fewer" in text) for choice in choices]
     tokens = sequence * batch
@@ -274,10 +280,15 @@ def _model(row: Row, sequence: int) -> tuple[ModelSpec, JobRow]:
     require(layers <= MOST_LAYERS, "layers", layers, f"is more than {MOST_LAYERS:,}", "correct it")
     experts, ffn = _count(row, "experts", 0), _count(row, "ffn")
     common: dict[str, Any] = {
-        "hidden_size": width, "num_layers": layers, "num_heads": heads, "num_kv_heads": _count(row, "kv_heads", heads),
-        "vocab_size": _count(row, "vocab"), "max_seq_len": sequence, "position_embedding": "learned",
+        "hidden_size": width,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": _count(row, "kv_heads", heads),
+        "vocab_size": _count(row, "vocab"),
+        "max_seq_len": sequence,
+        "position_embedding": "learned",
         "head_dim": next((dim for start, dim in HEAD_DIM.items() if name.startswith(start)), max(width // heads, 1)),
-    }  # fmt: skip
+    }
     if not experts:
         spec = _nearest(common, ffn, _number(row, "params_b", 0) * 1e9, "llama" in name)
         return spec, model_columns(spec, sequence)

@@ -128,7 +128,12 @@ def draw(figure: Any, width: float, height: float, marks: Iterable[Shape]) -> No
             axes.add_patch(Rectangle((mark.x, mark.y), mark.width, mark.height, color=mark.fill, linewidth=0))
             continue
         axes.text(
-            mark.x, mark.y, mark.said, color=mark.fill, fontsize=mark.size * 72 / DOTS_PER_INCH, parse_math=False,
+            mark.x,
+            mark.y,
+            mark.said,
+            color=mark.fill,
+            fontsize=mark.size * 72 / DOTS_PER_INCH,
+            parse_math=False,
             fontweight="bold" if mark.bold else "normal",
             horizontalalignment={"start": "left", "middle": "center", "end": "right"}[mark.anchor],
-        )  # fmt: skip
+        )

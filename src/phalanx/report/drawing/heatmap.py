@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 from phalanx.report.drawing import canvas
 from phalanx.report.drawing.canvas import INK, document
 
-COLOURS = (
-    "#fde725", "#b5de2b", "#6ece58", "#35b779", "#1f9e89", "#26828e", "#31688e", "#3e4989", "#482878", "#440154",
-)  # fmt: skip
+COLOURS = ("#fde725", "#b5de2b", "#6ece58", "#35b779", "#1f9e89", "#26828e", "#31688e", "#3e4989", "#482878", "#440154")
 """Viridis from light (few bytes) to dark (many): even steps of lightness, for all kinds of colour vision (N. Smith and
 S. van der Walt, 2015; matplotlib's default)."""
 NOTHING = "#f3f3f3"

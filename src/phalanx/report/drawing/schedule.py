@@ -13,8 +13,11 @@ from phalanx.schedule.simulate import Time, Timeline
 from phalanx.spec.errors import UserError
 
 COLOURS = {
-    "F": ("#4c78c8", "#86a8e0"), "B": ("#2f9e8f", "#7cc8bd"), "I": ("#3f9b4f", "#88c893"), "W": ("#d98a2b", "#ecbc7f"),
-}  # fmt: skip
+    "F": ("#4c78c8", "#86a8e0"),
+    "B": ("#2f9e8f", "#7cc8bd"),
+    "I": ("#3f9b4f", "#88c893"),
+    "W": ("#d98a2b", "#ecbc7f"),
+}
 """Of each kind of action; the second for the second and later stages of a rank."""
 LEGEND = {"F": "forward", "B": "backward", "I": "backward, input half", "W": "backward, weight half"}
 
@@ -63,10 +66,18 @@ def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any
     ]
     for rank, action, start, end in executed_spans(timeline):
         begin, unit = start * float(microseconds), float(microseconds)
-        events.append({
-            "ph": "X", "name": str(action), "cat": LEGEND[action.kind], "pid": rank, "tid": action.stage,
-            "ts": begin, "dur": (end - start) * unit, "args": {"stage": action.stage, "micro_batch": action.micro},
-        })  # fmt: skip
+        events.append(
+            {
+                "ph": "X",
+                "name": str(action),
+                "cat": LEGEND[action.kind],
+                "pid": rank,
+                "tid": action.stage,
+                "ts": begin,
+                "dur": (end - start) * unit,
+                "args": {"stage": action.stage, "micro_batch": action.micro},
+            }
+        )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

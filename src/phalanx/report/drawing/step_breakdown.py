@@ -12,10 +12,19 @@ from phalanx.report.drawing import canvas
 from phalanx.report.drawing.canvas import INK, Label, Region, Shape
 
 COLOURS = {
-    "compute": "#0072b2", "exchange": "#e69f00", "bubble": "#b8b8b8", "send": "#56b4e9", "data_parallel": "#d55e00",
-    "update": "#009e73", "offload": "#f0e442", "waiting": "#cc79a7",
-    "state": "#332288", "activations": "#44aa99", "logits": "#ddcc77", "buffers": "#cc6677",
-}  # fmt: skip
+    "compute": "#0072b2",
+    "exchange": "#e69f00",
+    "bubble": "#b8b8b8",
+    "send": "#56b4e9",
+    "data_parallel": "#d55e00",
+    "update": "#009e73",
+    "offload": "#f0e442",
+    "waiting": "#cc79a7",
+    "state": "#332288",
+    "activations": "#44aa99",
+    "logits": "#ddcc77",
+    "buffers": "#cc6677",
+}
 """Of each part in every picture. Of time: the palette of M. Okabe and K. Ito (2008); of memory: P. Tol's muted one
 (2021); both for all kinds of colour vision. White is between neighbours, and the legend has their order."""
 GREY = "#666666"
@@ -72,10 +81,12 @@ def save_picture(shown: Breakdown, file: Path) -> None:
     found = layout_shapes(shown)
     height = _bottom(found) + LEFT
     canvas.save_picture(
-        file, "--picture", f"{shown.title}: {shown.layout}",
+        file,
+        "--picture",
+        f"{shown.title}: {shown.layout}",
         lambda: canvas.document(WIDTH, height, map(canvas.element, found)),
         lambda figure: canvas.draw(figure, WIDTH, height, found),
-    )  # fmt: skip
+    )
 
 
 def layout_shapes(shown: Breakdown) -> list[Shape]:

@@ -79,9 +79,15 @@ def _apart(calls: Iterable[Line]) -> Iterator[tuple[int, Line]]:
 
 def _event(rank: int, lane: int, name: str, begun_seconds: float, seconds: float, **about: Any) -> Event:
     return {
-        "ph": "X", "name": name, "cat": LANES[min(lane, 3)], "pid": rank, "tid": lane, "ts": 1e6 * begun_seconds,
-        "dur": 1e6 * seconds, "args": about,
-    }  # fmt: skip
+        "ph": "X",
+        "name": name,
+        "cat": LANES[min(lane, 3)],
+        "pid": rank,
+        "tid": lane,
+        "ts": 1e6 * begun_seconds,
+        "dur": 1e6 * seconds,
+        "args": about,
+    }
 
 
 def _meta(rank: int, what: str, lane: int = 0, **about: Any) -> Event:

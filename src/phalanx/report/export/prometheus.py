@@ -59,7 +59,7 @@ OTHERS = (
     ("phalanx_compute_seconds", "gauge", "Of each rank's passes in its last step, without waits on CPUs."),
     ("phalanx_peak_memory_bytes", "gauge", "The most that each rank has held: of its GPU, or of the host's memory."),
     ("phalanx_device_memory_bytes", "gauge", "Memory of each rank's device; of a CPU, that of its host."),
-)  # fmt: skip
+)
 FAMILIES = {name: (kind, text) for name, kind, text in (*NEWEST.values(), *EVALUATED.values(), *OTHERS)}
 """Type and help of all that there may be."""
 

@@ -15,18 +15,24 @@ Figure = dict[str, Any]
 RUNS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 """Of each run beside others (Okabe and Ito)."""
 WHERE = {
-    "compute": "compute", "communication": "data_parallel", "pipeline": "bubble", "data": "waiting",
-    "optimizer": "update", "unattributed": "send",
-}  # fmt: skip
+    "compute": "compute",
+    "communication": "data_parallel",
+    "pipeline": "bubble",
+    "data": "waiting",
+    "optimizer": "update",
+    "unattributed": "send",
+}
 """What a rank's step goes to, in the colours of `breakdown`."""
 MEMORY = {
-    "parameters": "#4477aa", "gradients": "#88ccee", "optimizer": "#999933", "offloaded": "#ddcc77",
-    "activations": step_breakdown.COLOURS["activations"], "communication": step_breakdown.COLOURS["buffers"],
-}  # fmt: skip
+    "parameters": "#4477aa",
+    "gradients": "#88ccee",
+    "optimizer": "#999933",
+    "offloaded": "#ddcc77",
+    "activations": step_breakdown.COLOURS["activations"],
+    "communication": step_breakdown.COLOURS["buffers"],
+}
 SHADES = [[at / (len(heatmap.COLOURS) - 1), colour] for at, colour in enumerate(heatmap.COLOURS)]
-ROUND = {
-    "training": "compute", "coding": "update", "sending": "send", "waiting": "waiting", "receiving": "exchange",
-}  # fmt: skip
+ROUND = {"training": "compute", "coding": "update", "sending": "send", "waiting": "waiting", "receiving": "exchange"}
 """What a round of a swarm goes to, likewise."""
 SI_BYTES = {"tickformat": ".3~s", "ticksuffix": "B"}
 ROW, AROUND = 26, 60
@@ -68,9 +74,12 @@ def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
     if not data:
         return None
     return _figure(
-        data, 420, xaxis=_axis("step", anchor="y2", fixedrange=False),
-        yaxis=_axis("loss", domain=[0.45, 1]), yaxis2=_axis("tokens/s", domain=[0, 0.38], rangemode="tozero"),
-    )  # fmt: skip
+        data,
+        420,
+        xaxis=_axis("step", anchor="y2", fixedrange=False),
+        yaxis=_axis("loss", domain=[0.45, 1]),
+        yaxis2=_axis("tokens/s", domain=[0, 0.38], rangemode="tozero"),
+    )
 
 
 def _curves(facts: Facts, name: str, at: int, alone: bool) -> Iterator[Figure]:
@@ -85,8 +94,11 @@ def _curves(facts: Facts, name: str, at: int, alone: bool) -> Iterator[Figure]:
         steps, losses = map(list, zip(*curve["held_out"], strict=True))
         dots = {"color": RUNS[(at + alone) % len(RUNS)], "size": 8, "symbol": "diamond"}
         yield _line(steps, losses, f"step %{{x}}: %{{y:.4f}}<extra>{name}, held-out text</extra>") | {
-            "mode": "markers", "marker": dots, "name": "held-out text", "showlegend": alone,
-        }  # fmt: skip
+            "mode": "markers",
+            "marker": dots,
+            "name": "held-out text",
+            "showlegend": alone,
+        }
 
 
 def _line(x: list[Any], y: list[Any], said: str) -> Figure:
@@ -101,17 +113,26 @@ def ranks(facts: Facts) -> Figure | None:
     names = [f"rank {rank['rank']}" for rank in found]
     data = [
         {
-            "type": "bar", "orientation": "h", "y": names, "x": [rank[part] for rank in found],
-            "name": formatting.NAMES.get(part, part), "marker": {"color": step_breakdown.COLOURS[colour]},
+            "type": "bar",
+            "orientation": "h",
+            "y": names,
+            "x": [rank[part] for rank in found],
+            "name": formatting.NAMES.get(part, part),
+            "marker": {"color": step_breakdown.COLOURS[colour]},
             "customdata": [formatting.format_seconds(max(0.0, rank[part])) for rank in found],
             "hovertemplate": "%{y}: %{customdata}",
         }
-        for part, colour in WHERE.items() if any(rank[part] > 0 for rank in found)
-    ]  # fmt: skip
+        for part, colour in WHERE.items()
+        if any(rank[part] > 0 for rank in found)
+    ]
     return _figure(
-        data, AROUND + ROW * len(names), barmode="stack", bargap=0.25, xaxis=_axis("seconds", rangemode="tozero"),
+        data,
+        AROUND + ROW * len(names),
+        barmode="stack",
+        bargap=0.25,
+        xaxis=_axis("seconds", rangemode="tozero"),
         yaxis=_axis(autorange="reversed"),
-    )  # fmt: skip
+    )
 
 
 def passes(facts: Facts) -> Figure | None:
@@ -126,19 +147,33 @@ def passes(facts: Facts) -> Figure | None:
     layout: Figure = {"annotations": []}
     for place, (said, spans) in enumerate(shown.items(), 1):
         top, axis = top - TITLE / whole, str(place) if place > 1 else ""
-        layout["annotations"].append({
-            "text": said, "xref": "paper", "yref": "paper", "x": 0, "y": top, "xanchor": "left", "yanchor": "bottom",
-            "showarrow": False,
-        })  # fmt: skip
+        layout["annotations"].append(
+            {
+                "text": said,
+                "xref": "paper",
+                "yref": "paper",
+                "x": 0,
+                "y": top,
+                "xanchor": "left",
+                "yanchor": "bottom",
+                "showarrow": False,
+            }
+        )
         domain = [max(0.0, top - len(rows[said]) / whole), top]
         layout[f"yaxis{axis}"] = _axis(domain=domain, autorange="reversed", tickmode="array", tickvals=rows[said])
         data += _passes(spans, f"y{axis}")
         top = domain[0]
     seconds = _axis("seconds", anchor=f"y{axis}", fixedrange=False, rangemode="tozero")
     return _figure(
-        data, AROUND + round(ROW * whole), xaxis=seconds, bargap=0.15, barmode="overlay", dragmode="zoom",
-        uniformtext={"mode": "hide", "minsize": 9}, **layout,
-    )  # fmt: skip
+        data,
+        AROUND + round(ROW * whole),
+        xaxis=seconds,
+        bargap=0.15,
+        barmode="overlay",
+        dragmode="zoom",
+        uniformtext={"mode": "hide", "minsize": 9},
+        **layout,
+    )
 
 
 def _passes(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
@@ -192,10 +227,14 @@ def rounds(facts: Facts) -> Figure | None:
         }
         data.append(line | look | {"customdata": said, "yaxis": "y2", "name": what})
     return _figure(
-        data, 420, barmode="stack", bargap=0.25, xaxis=_axis("round", anchor="y2"),
+        data,
+        420,
+        barmode="stack",
+        bargap=0.25,
+        xaxis=_axis("round", anchor="y2"),
         yaxis=_axis("seconds", domain=[0.45, 1]),
         yaxis2=_axis("bytes", domain=[0, 0.38], rangemode="tozero", **SI_BYTES),
-    )  # fmt: skip
+    )
 
 
 def _stacked(x: list[int], parts: Facts, colours: dict[str, str], unit: str) -> Iterator[Figure]:
@@ -204,10 +243,14 @@ def _stacked(x: list[int], parts: Facts, colours: dict[str, str], unit: str) -> 
     for at, (name, values) in enumerate(shown.items()):
         colour = step_breakdown.COLOURS[colours[name]] if colours else RUNS[at % len(RUNS)]
         yield {
-            "type": "bar", "x": x, "y": values, "name": name, "marker": {"color": colour},
+            "type": "bar",
+            "x": x,
+            "y": values,
+            "name": name,
+            "marker": {"color": colour},
             "customdata": [formatting.format_number(value, unit) for value in values],
             "hovertemplate": "round %{x}: %{customdata}",
-        }  # fmt: skip
+        }
 
 
 def memory(facts: Facts) -> Figure | None:
@@ -219,12 +262,17 @@ def memory(facts: Facts) -> Figure | None:
     data = [
         _line(found["seconds"], held, f"%{{customdata}}<extra>{_safe(part)}</extra>")
         | {
-            "name": _safe(part), "stackgroup": "held", "mode": "lines", "line": {"width": 0.5, "shape": "hv"},
-            "fillcolor": MEMORY.get(part, other), "marker": {"color": MEMORY.get(part, other)},
+            "name": _safe(part),
+            "stackgroup": "held",
+            "mode": "lines",
+            "line": {"width": 0.5, "shape": "hv"},
+            "fillcolor": MEMORY.get(part, other),
+            "marker": {"color": MEMORY.get(part, other)},
             "customdata": [heatmap.format_bytes(value) for value in held],
         }
-        for part, held in found["bytes"].items() if any(held)
-    ]  # fmt: skip
+        for part, held in found["bytes"].items()
+        if any(held)
+    ]
     return _figure(data, 320, xaxis=_axis("seconds"), yaxis=_axis("bytes", rangemode="tozero", **SI_BYTES))
 
 
@@ -245,9 +293,11 @@ def traffic(facts: Facts) -> Figure | None:
     count = len(shown)
     side = max(140, min(480, 48 * count))
     return {"widest": side + 170} | _figure(
-        [cells], side + 60, xaxis=_axis("to rank", **_whole(count)),
+        [cells],
+        side + 60,
+        xaxis=_axis("to rank", **_whole(count)),
         yaxis=_axis("from rank", autorange="reversed", **_whole(count)),
-    )  # fmt: skip
+    )
 
 
 def experts(facts: Facts) -> Figure | None:
@@ -262,16 +312,23 @@ def experts(facts: Facts) -> Figure | None:
     if len(tokens[0]) <= 16 and len(tokens) <= 32:
         cells |= {"texttemplate": "%{z:.2f}"}
     return _figure(
-        [cells], AROUND + max(90, ROW * len(tokens)), xaxis=_axis("expert", **_whole(len(tokens[0]))),
+        [cells],
+        AROUND + max(90, ROW * len(tokens)),
+        xaxis=_axis("expert", **_whole(len(tokens[0]))),
         yaxis=_axis("layer", autorange="reversed", type="category"),
-    )  # fmt: skip
+    )
 
 
 def _cells(values: list[list[Any]], said: list[list[Any]], words_under_mouse: str) -> Figure:
     return {
-        "type": "heatmap", "z": values, "customdata": said, "colorscale": SHADES, "xgap": 1, "ygap": 1,
+        "type": "heatmap",
+        "z": values,
+        "customdata": said,
+        "colorscale": SHADES,
+        "xgap": 1,
+        "ygap": 1,
         "hovertemplate": f"{words_under_mouse}<extra></extra>",
-    }  # fmt: skip
+    }
 
 
 def _bar() -> Figure:

@@ -185,8 +185,12 @@ def _architecture(spec: ModelSpec) -> str:
         if spec.qk_norm == "none":
             _exportable("model.moe", spec.moe, normalize_top_k=True)
     if spec.qk_norm not in kinds:
-        raise UserError("model.qk_norm", spec.qk_norm, "is in no Hugging Face model of ours without experts",
-                        "only a model with model.moe can be exported so")  # fmt: skip
+        raise UserError(
+            "model.qk_norm",
+            spec.qk_norm,
+            "is in no Hugging Face model of ours without experts",
+            "only a model with model.moe can be exported so",
+        )
     return kinds[spec.qk_norm]
 
 

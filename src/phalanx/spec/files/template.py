@@ -13,9 +13,17 @@ from phalanx.spec.base import Spec
 from phalanx.spec.files.load import run_from_table
 
 UNCOMMENTED_FIELDS = {
-    "name", "model.preset", "data.train", "training.steps", "training.seq_len", "training.tokens_per_step",
-    "training.precision", "optimizer.name", "optimizer.learning_rate", "layout.data_parallel",
-}  # fmt: skip
+    "name",
+    "model.preset",
+    "data.train",
+    "training.steps",
+    "training.seq_len",
+    "training.tokens_per_step",
+    "training.precision",
+    "optimizer.name",
+    "optimizer.learning_rate",
+    "layout.data_parallel",
+}
 """Fields that the file sets, to their defaults; all others are there as comments."""
 MEASURED = "cluster.calibration"
 """Written by `phalanx calibrate`, never by hand: the file leaves it out."""

@@ -16,9 +16,19 @@ NODE_GPUS = 16
 NVLINK_BYTES_PER_SECOND = {60: 20e9, 70: 25e9, 80: 25e9, 86: 14.0625e9, 90: 25e9, 100: 50e9, 103: 50e9}
 """What one NVLink carries in one direction, by compute capability (data sheets)."""
 CAPABILITY = {
-    "v100": 70, "a100": 80, "a800": 80, "rtx3090": 86, "h100": 90, "h200": 90, "h800": 90, "h20": 90,
-    "b200": 100, "gb200": 100, "b300": 103, "gb300": 103,
-}  # fmt: skip
+    "v100": 70,
+    "a100": 80,
+    "a800": 80,
+    "rtx3090": 86,
+    "h100": 90,
+    "h200": 90,
+    "h800": 90,
+    "h20": 90,
+    "b200": 100,
+    "gb200": 100,
+    "b300": 103,
+    "gb300": 103,
+}
 """Compute capability by the preset's name up to its first dash."""
 BLIND = "NVLinks are not shown: give what nvidia-smi topo -m prints, or a dump of NCCL (NCCL_TOPO_DUMP_FILE)"
 

@@ -212,8 +212,18 @@ class Coordinator:
                 size = part.stat().st_size
                 part.rename(path)
                 sync(path.parent)
-                self._record({"what": "accepted", "round": number, "node": node, "tokens": tokens, "steps": steps,
-                              "bytes": size, "norm": norm, "at": self.clock()})  # fmt: skip
+                self._record(
+                    {
+                        "what": "accepted",
+                        "round": number,
+                        "node": node,
+                        "tokens": tokens,
+                        "steps": steps,
+                        "bytes": size,
+                        "norm": norm,
+                        "at": self.clock(),
+                    }
+                )
                 self.norms += [norm] if tokens else []
         except UpdateRejected:
             part.unlink(missing_ok=True)
@@ -223,8 +233,9 @@ class Coordinator:
         """Note that something of a node does not count."""
         kind = why.partition(":")[0]
         with self.changed:
-            self._record({"what": "refused", "round": number, "node": node, "why": kind, "said": why[:SAID],
-                          "at": self.clock()})  # fmt: skip
+            self._record(
+                {"what": "refused", "round": number, "node": node, "why": kind, "said": why[:SAID], "at": self.clock()}
+            )
 
     def _check_accepting(self, node: str, number: int) -> None:
         objection = self.ledger.rejection_reason(node, number)
@@ -258,8 +269,16 @@ class Coordinator:
         for telling in find_outliers([*open_.updates.values()], self.swarm.outlier):
             said = f"outlying: a change of {telling.norm:.3g}"
             with self.changed:
-                self._record({"what": "dropped", "round": open_.number, "node": telling.node, "why": "outlying",
-                              "said": said, "at": self.clock()})  # fmt: skip
+                self._record(
+                    {
+                        "what": "dropped",
+                        "round": open_.number,
+                        "node": telling.node,
+                        "why": "outlying",
+                        "said": said,
+                        "at": self.clock(),
+                    }
+                )
         number, items = open_.number, round_pieces(self.run, open_.number)
         rules = aggregation_config(self.run, number, self.ledger.learned)
         told = [(telling.node, telling.tokens) for telling in open_.updates.values() if telling.tokens]

@@ -25,9 +25,12 @@ NOTICED_SECONDS = 5.0
 """After which it says so."""
 CALL_SECONDS, WAIT_SECONDS = 20.0, 5.0
 BROKEN = (
-    grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL,
-)  # fmt: skip
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+)
 """What may pass: a link that broke, a coordinator that dies or whose disk is full. All else it means."""
 SERVED = "see that phalanx swarm serve runs there"
 AUTHORITY = "make both certificates by one authority: phalanx swarm certs"

@@ -73,8 +73,10 @@ def _unlistenable(address: str) -> UserError:
 
 def _handlers(calls: SwarmService) -> grpc.GenericRpcHandler:
     unary, up, down = (
-        grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler,
-    )  # fmt: skip
+        grpc.unary_unary_rpc_method_handler,
+        grpc.stream_unary_rpc_method_handler,
+        grpc.unary_stream_rpc_method_handler,
+    )
     methods = {
         **{
             name: unary(_unary_handler(calls.pace, getattr(calls, name)))

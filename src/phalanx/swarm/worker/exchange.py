@@ -169,9 +169,10 @@ class RoundExchange:
         begun, path = time.perf_counter(), self.directory / "down"
         own = self._not_needed(number, told) if self.link.counted else []
         with (
-            TensorFile(path) as down, TensorFile(self.base, writable=True) as base,
+            TensorFile(path) as down,
+            TensorFile(self.base, writable=True) as base,
             TensorFile(self.directory / "update" if own else path) as mine,
-        ):  # fmt: skip
+        ):
             for item in round_pieces(self.run, number):
                 source = mine if item.key in own else down
                 if item.key in source.shapes:

@@ -76,9 +76,13 @@ def _is_first(mesh: Mesh) -> bool:
 
 @torch.no_grad()
 def read_weights(
-    strategy: Strategy, own: TrainedExperts | None, experts: int, weights: Weights, kept: Mapping[str, float],
+    strategy: Strategy,
+    own: TrainedExperts | None,
+    experts: int,
+    weights: Weights,
+    kept: Mapping[str, float],
     since: Weights | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Take weights: what is trained here and what is frozen. Of a parameter in `kept` so much of what it was stays; to
     the others is added what was learned `since` they were so."""
 

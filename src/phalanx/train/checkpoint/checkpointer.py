@@ -151,9 +151,11 @@ class Checkpointer:
         if self._error is not None:
             error, self._error = self._error, None
             raise UserError(
-                "checkpoint", str(self.directory), f"could not be written: {_reason(error)}",
+                "checkpoint",
+                str(self.directory),
+                f"could not be written: {_reason(error)}",
                 "free space or check the directory; the checkpoints before it are intact",
-            ) from error  # fmt: skip
+            ) from error
 
     @property
     def is_saving(self) -> bool:
@@ -290,17 +292,22 @@ def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch
     for name, tensor in tensors.items():
         if saved.get(name) != tuple(tensor.shape):
             raise UserError(
-                "checkpoint", str(checkpoint), f"{name} is {list(saved[name]) if name in saved else 'absent'} there "
-                f"and {list(tensor.shape)} in this run", "resume with the model and optimizer that it was saved with",
-            )  # fmt: skip
+                "checkpoint",
+                str(checkpoint),
+                f"{name} is {list(saved[name]) if name in saved else 'absent'} there "
+                f"and {list(tensor.shape)} in this run",
+                "resume with the model and optimizer that it was saved with",
+            )
     load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     strategy.sync_model_weights()
 
 
 def restore_tensors(
-    shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, Tensor], strategy: Strategy,
+    shapes: Mapping[str, tuple[int, ...]],
+    parts: Mapping[str, Tensor],
+    strategy: Strategy,
     optimizers: list[torch.optim.Optimizer],
-) -> None:  # fmt: skip
+) -> None:
     """Have the state of which these are this rank's parts, of tensors of these shapes, in the same layout."""
     for optimizer in optimizers:
         _materialize_optimizer_state(optimizer, strategy, shapes)

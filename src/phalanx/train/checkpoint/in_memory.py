@@ -134,8 +134,10 @@ class InMemoryCheckpointer:
         step, _, length = place.header
         said = place.metadata(length)
         entries = said["tensors"]
-        kinds = [(torch.Size(entry["shape"]), getattr(torch, entry["dtype"].removeprefix("torch."))) for entry in
-                 entries.values()]  # fmt: skip
+        kinds = [
+            (torch.Size(entry["shape"]), getattr(torch, entry["dtype"].removeprefix("torch.")))
+            for entry in entries.values()
+        ]
         parts = _tensor_views(place.bytes()[_aligned(length) :], kinds)
         self._turn = 1 - OWN_SLOTS.index(self._places.index(place)) if place in self._places[:2] else 0
         shapes = {name: tuple(entry["whole"]) for name, entry in entries.items()}
